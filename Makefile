@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything happens in .venv; nothing outside this folder is changed.
+#   make demo    train a classifier on real data with 2 workers and 2 servers
+#   make test    style, types and the whole test suite
+#   make bench   measure against the alternatives
+#   make clean   remove what was built; make distclean also removes .venv
+# PYTHON=... chooses the interpreter, PIP_FLAGS=... is handed to every pip install.
+
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PIP_FLAGS ?=
+JOBS ?= $(shell nproc)
+RUN := .venv/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
+SOURCES := $(shell find fastps -name '*.pyx' -o -name '*.pxd' -o -name '*.pxi') setup.py
+METADATA := setup.cfg pyproject.toml
+
+.PHONY: all demo test check unit bench build clean distclean
+.DELETE_ON_ERROR:
+
+all: build
+
+demo: .venv/.demo .venv/.built
+	.venv/bin/fastps-run -np 2 -s 2 $(RUN) examples/train_digits.py --verify
+
+test: check
+	$(RUN) -m pytest $(PYTEST_FLAGS)
+
+check: .venv/.test .venv/.built
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	.venv/bin/cython-lint fastps
+	$(RUN) -m mypy
+	@printf 'lines of fastps/: '; find fastps -name '*.py' -o -name '*.py[xi]' -o -name '*.px[di]' \
+		| xargs cat | wc -l
+
+unit: .venv/.test .venv/.built
+	$(RUN) -m pytest tests/unit tests/house
+
+bench: .venv/.demo .venv/.built
+	$(RUN) -m tools.bench
+
+build: .venv/.built
+
+.venv/.made:
+	@test -n "$(PYTHON)" || { echo 'Python 3.11 or newer is needed'; exit 1; }
+	$(PYTHON) -m venv .venv || { rm -rf .venv; \
+		echo 'no venv: on Debian run  apt-get install python3-venv'; exit 1; }
+	$(PIP) --upgrade pip
+	@touch $@
+
+.venv/.tools: .venv/.made pyproject.toml
+	$(PIP) $$($(RUN) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))\
+	["build-system"]["requires"])')
+	@touch $@
+
+# The extensions stand beside their sources, so that edits need no new installation.
+.venv/.built: .venv/.tools $(SOURCES)
+	@$(RUN) -c 'import os, sys, sysconfig as s; \
+		sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' \
+		|| { echo 'no Python.h: on Debian run  apt-get install python3-dev'; exit 1; }
+	$(RUN) setup.py --quiet build_ext --inplace --parallel $(JOBS)
+	@touch $@
+
+.venv/.demo: .venv/.built $(METADATA)
+	$(PIP) --no-build-isolation --editable '.[demo]'
+	@touch $@
+
+.venv/.test: .venv/.built $(METADATA)
+	$(PIP) --no-build-isolation --editable '.[demo,test]'
+	@touch $@ .venv/.demo
+
+clean:
+	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find fastps tests tools examples -name __pycache__ -prune -exec rm -rf {} +
+	find fastps \( -name '*.so' -o -name '*.c' \) -delete
+	rm -f .venv/.built
+
+distclean: clean
+	rm -rf .venv

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fastps moves gradients between the processes that train one neural network.
+
+Workers push tensors, CPU servers add them, workers pull the sums. This face is for NumPy
+arrays; `import fastps.torch` has the same names for PyTorch. Importing starts nothing: init()
+joins the job that the environment (fastps-run) describes, or works alone when there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fastps import session as _session
+from fastps.errors import (
+    AuthError,
+    ConfigError,
+    FastPSError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    ProtocolError,
+    ShutdownError,
+    StallError,
+    TransportError,
+    TransportTimeout,
+)
+from fastps.types import DType, dtype_of
+from fastps.worker.handle import Array, Handle
+
+__all__ = [
+    "AuthError",
+    "ConfigError",
+    "DType",
+    "FastPSError",
+    "Handle",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLostError",
+    "ProtocolError",
+    "ShutdownError",
+    "StallError",
+    "TransportError",
+    "TransportTimeout",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "declare",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "rank",
+    "shutdown",
+    "size",
+    "statistics",
+    "synchronize",
+]
+
+
+def init(**settings: object) -> None:
+    """Join the job and wait until all its workers and servers are connected.
+
+    settings: fields of docs/env.md in lower case without the prefix, like partition_bytes; they
+    win over the environment. A job of one worker without servers needs no other process. Blocks
+    up to start_timeout_s. A second call does nothing. Raises ConfigError, AuthError,
+    TransportTimeout (no scheduler), StallError (somebody is missing), PeerLostError.
+    """
+    _session.init(settings)
+
+
+def shutdown() -> None:
+    """Leave the job in order; init() may be called again. Also runs when the process exits."""
+    _session.shutdown()
+
+
+def is_initialized() -> bool:
+    """Tell whether this process is part of a job."""
+    return _session.is_initialized()
+
+
+def rank() -> int:
+    """Give the number of this worker, 0 to size() - 1."""
+    return _session.current().rank
+
+
+def size() -> int:
+    """Give the number of workers."""
+    return _session.current().size
+
+
+def local_rank() -> int:
+    """Give the number of this worker among those on its machine."""
+    return _session.current().local_rank
+
+
+def local_size() -> int:
+    """Give the number of workers on this machine."""
+    return _session.current().local_size
+
+
+def declare(name: str, tensor: Array | tuple[tuple[int, ...], Any]) -> None:
+    """Declare a tensor, by an array like it or (shape, dtype), before its first use.
+
+    Spares the first push_pull one round trip; never necessary. Blocks until the servers are
+    ready. Raises MismatchError when another worker declared it differently.
+    """
+    if isinstance(tensor, np.ndarray):
+        shape, dtype = tensor.shape, tensor.dtype
+    else:
+        shape, dtype = tensor[0], np.dtype(tensor[1])
+    _session.current().declare([(name, shape, dtype_of(dtype))])
+
+
+def push_pull(
+    tensor: Array | Sequence[Array],
+    name: str | Sequence[str],
+    *,
+    average: bool = True,
+    priority: int | Sequence[int] = 0,
+    out: Array | Sequence[Array] | None = None,
+) -> Array | list[Array]:
+    """Average (or sum) a tensor over all workers and give the result.
+
+    tensor: C-contiguous array, or a sequence of them that travels as one; read. name: the same
+    on all workers, one per tensor. average: divide by size(), integers rounded down; False sums.
+    priority: larger leaves first. out: where the result goes, None for a new array, tensor
+    itself for in place. Sums are made in rank order: the same bits on every worker and in every
+    run; half types are summed in float32 and rounded once; NaN and infinities pass through.
+    Blocks; raises PeerLostError, MismatchError, StallError. Bytes on the wire: nbytes each way.
+    """
+    return push_pull_async(tensor, name, average=average, priority=priority, out=out).wait()
+
+
+def push_pull_async(
+    tensor: Array | Sequence[Array],
+    name: str | Sequence[str],
+    *,
+    average: bool = True,
+    priority: int | Sequence[int] = 0,
+    out: Array | Sequence[Array] | None = None,
+) -> Handle:
+    """Begin push_pull() and give a handle for synchronize(); does not block.
+
+    The arrays must not be changed until synchronize() has returned.
+    """
+    return _session.current().push_pull_async(
+        tensor, name, average=average, priority=priority, out=out
+    )
+
+
+def poll(handle: Handle) -> bool:
+    """Tell whether synchronize() would return at once."""
+    return handle.poll()
+
+
+def synchronize(handle: Handle, timeout_s: float | None = None) -> Array | list[Array]:
+    """Wait for an operation and give its result; see Handle.wait()."""
+    return handle.wait(timeout_s)
+
+
+def broadcast(
+    tensor: Array | Sequence[Array], root_rank: int = 0, *, name: str | Sequence[str]
+) -> Array | list[Array]:
+    """Copy the root's tensor into everybody's, in place, bit by bit; blocks."""
+    return _session.current().broadcast_async(tensor, root_rank, name).wait()
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, *, name: str = "object") -> Any:
+    """Give everybody the root's object, made of plain Python values and arrays; blocks.
+
+    Nothing is pickled: TypeError names a type that cannot travel.
+    """
+    return _session.current().broadcast_object(obj, root_rank, name)
+
+
+def barrier(*, timeout_s: float | None = None) -> None:
+    """Wait until every worker has come here; StallError names who is missing."""
+    _session.current().barrier(timeout_s=timeout_s)
+
+
+def statistics() -> dict[str, float]:
+    """Count operations, bytes, frames, system calls and seconds spent waiting, so far."""
+    return _session.current().statistics()

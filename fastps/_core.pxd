@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+# What C code of other rooms may use: status codes, time, crc, completions, queues, pool, threads.
+# Everything here is callable without the GIL unless a comment says otherwise.
+cimport cython
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+
+cdef enum Status:
+    OK = 0
+    E_TIMEOUT = -1          # StallError
+    E_SHUTDOWN = -2
+    E_PEER_LOST = -3
+    E_PROTOCOL = -4
+    E_MISMATCH = -5
+    E_NOMEM = -6
+    E_SYS = -7              # a system call failed; TransportError
+    E_LINK_TIMEOUT = -8     # a link made no progress; TransportTimeout
+
+cdef enum:
+    PAGE_BYTES = 4096
+    MAX_CPUS = 1024
+
+# ---- time and checks ----
+cdef int64_t now_ns() noexcept nogil                 # CLOCK_MONOTONIC
+# now + timeout; < 0, inf or NaN: INT64_MAX
+cdef int64_t deadline_of(double timeout_s) noexcept nogil
+cdef uint32_t crc32c(const void* data, uint64_t nbytes) noexcept nogil
+
+# ---- completion: one futex word, many parts, first error wins ----
+cdef struct Completion:
+    int32_t word            # futex: 0 pending, 1 done, 2 pending and somebody may sleep
+    int32_t status          # first error of any part, OK otherwise
+    int64_t pending         # parts still to finish, atomic
+
+cdef void completion_reset(Completion* c, int64_t parts) noexcept nogil     # 0 parts: done at once
+cdef void completion_part_done(Completion* c, int status) noexcept nogil    # any thread
+cdef bint completion_is_done(Completion* c) noexcept nogil
+# Bounded spin with sched_yield (spin_us), then futex sleep. OK when done (read c.status), else
+# E_TIMEOUT. deadline in now_ns() time.
+cdef int completion_wait(Completion* c, int64_t deadline_ns, int64_t spin_us) noexcept nogil
+# The same for a Python thread: holds the GIL, releases it while waiting, looks for signals every
+# 100 ms so that Ctrl-C works, and raises what their handlers raise.
+cdef int completion_wait_signals(Completion* c, int64_t deadline_ns, int64_t spin_us) except? 1
+
+# ---- scheduled queue: most urgent first, then smallest key, then first come ----
+cdef struct QueueStats:
+    uint64_t pushed
+    uint64_t popped
+    uint64_t max_depth
+    uint64_t depth
+    uint64_t credit_used    # bytes popped and not yet returned
+    uint64_t credit_stalls  # pops that found items but no credit
+
+cdef struct Queue           # opaque: heap, mutex, condvar, credit
+
+# NULL: no memory. credit_bytes 0: unlimited.
+cdef Queue* queue_create(uint64_t credit_bytes, uint64_t capacity_hint) noexcept nogil
+# After every other call on it has returned; items left in it are forgotten. NULL is fine.
+cdef void queue_free(Queue* q) noexcept nogil
+# Several producers. E_SHUTDOWN after close, E_NOMEM. Never blocks on consumers.
+cdef int queue_push(
+    Queue* q, int64_t priority, uint64_t key, uint64_t nbytes, void* item
+) noexcept nogil
+# Several consumers. A pop is allowed while credit_used < credit_bytes (so an item larger than the
+# credit passes alone and order is never changed to fill a gap: ByteScheduler's rule).
+# OK, E_TIMEOUT, or E_SHUTDOWN (closed and empty). A closed queue drains without credit.
+cdef int queue_pop(Queue* q, void** item, int64_t deadline_ns) noexcept nogil
+cdef int queue_pop_nowait(Queue* q, void** item) noexcept nogil     # E_TIMEOUT when nothing may go
+cdef void queue_credit_return(Queue* q, uint64_t nbytes) noexcept nogil
+cdef void queue_close(Queue* q) noexcept nogil                      # wakes all consumers
+cdef void queue_stats(Queue* q, QueueStats* out) noexcept nogil
+
+# ---- threads: named fastps:<stage>:<n>, pinned, joined with a deadline ----
+ctypedef void (*thread_fn)(void* arg) noexcept nogil
+cdef struct Thread          # opaque
+# cpus: n_cpus CPU numbers or NULL; node: NUMA node for set_mempolicy or -1. NULL and -1 mean the
+# default of set_thread_placement(), else inherit. Returns after the thread named and pinned
+# itself; NULL: no memory or no thread.
+# EPERM/ENOSYS/EINVAL of pinning are tolerated: thread_pin_errno() then tells which.
+cdef Thread* thread_create(
+    const char* stage,
+    int index,
+    thread_fn fn,
+    void* arg,
+    const int* cpus,
+    int n_cpus,
+    int node,
+) noexcept nogil
+# OK frees t; E_TIMEOUT keeps it. In a forked child, where the thread is not: OK at once.
+cdef int thread_join(Thread* t, int64_t deadline_ns) noexcept nogil
+cdef int thread_pin_errno(Thread* t) noexcept nogil
+cdef int threads_alive() noexcept nogil     # created and not ended, process-wide
+
+# ---- buffer pool: page-aligned slabs, huge-page advice, pre-faulted, excluded from fork ----
+cdef struct Pool            # opaque: slabs, blocks, free lists, two mutexes
+
+@cython.final
+cdef class BufferPool:
+    # loans are addresses; the pool knows the size of each. Thread-safe, no GIL. Give every loan
+    # back before the last reference to the pool goes: it warns and keeps the memory otherwise.
+    cdef Pool* state
+    cdef object __weakref__
+    cdef object register_lock   # one thread runs the hook at a time
+    cdef dict regions       # slab address -> whatever the register hook returned; GIL
+    cdef object on_slab     # registration hook: callable(address, nbytes) -> region, or None; GIL
+    # Page-aligned, contents undefined. NULL: limit, no memory, or closed.
+    cdef void* c_loan(self, uint64_t nbytes) noexcept nogil
+    # OK, or E_PROTOCOL: not a loan of this pool.
+    cdef int c_give_back(self, void* address) noexcept nogil
+
+@cython.final
+cdef class Buffer:          # one loan made by BufferPool.loan; fields with the GIL
+    cdef BufferPool pool    # keeps the slab mapped; None only in a Buffer that nobody lent
+    cdef void* start        # NULL after give_back
+    cdef uint64_t length
+    cdef int views          # buffer-protocol exports alive
+
+# ---- fault points: FASTPS_FAULT arms one; free when none is armed ----
+cdef enum FaultPoint:
+    FAULT_NONE = 0
+    FAULT_WORKER_START = 1      # an operation is about to be queued
+    FAULT_WORKER_RESULT = 2     # a result chunk landed in a worker
+    FAULT_SERVER_LANDING = 3    # a push header was accepted by the store
+    FAULT_SERVER_SUM = 4        # all contributions of a chunk are in, before the sum
+    FAULT_SERVER_RESULT = 5     # after the sum, before results are queued
+    FAULT_LINK_SEND = 6         # before a gathered write
+    FAULT_LINK_RECV = 7         # before a read
+cdef void fault_hit(int point) noexcept nogil
+
+# ---- faces: what Python sees of the parts above; fields with the GIL ----
+@cython.final
+cdef class ScheduledQueue:
+    cdef Queue* queue           # each item in it carries one reference, the popper's
+
+@cython.final
+cdef class CompletionFace:
+    cdef Completion completion
+
+@cython.final
+cdef class CoreThread:
+    cdef Thread* thread         # NULL after a join
+    cdef Completion* stop_word  # the thread waits on it; freed after its join only
+    cdef void signal_stop(self) noexcept nogil
+
+cdef struct PulseState          # opaque: descriptor, payload, how far it is written
+
+@cython.final
+cdef class Pulse:
+    cdef PulseState* state      # read and written by the pulse thread; freed after its join
+    cdef Thread* thread         # NULL after a join
+    cdef void signal_stop(self) noexcept nogil

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queue, complete, thread, lend memory and inject faults without the GIL.
+
+Theory of operation
+===================
+This room moves addresses and wakes threads. It decides which item goes next, which memory is
+lent and when a waiter may go on; it must never know what a tensor, a frame, a socket protocol
+or a role is. Other Cython rooms cimport the C functions of ``_core.pxd``; Python sees the faces
+at the end, which convert, check, release the GIL in the smallest block and call the C function.
+
+Completion. One 16-byte record per operation: a count of parts still to finish, the first error,
+and one futex word. The word is 0 (pending), 2 (pending, somebody may sleep) or 1 (done). The
+thread that finishes the last part *exchanges* the word for 1 and wakes only if it was 2: after
+that exchange it never reads the record again, so a waiter that saw 1 may free it at once. A
+waiter pauses for at most 2 us, yields up to ``spin_us``, then sleeps on the futex.
+
+Queue. A binary heap in one array under one mutex, with one condition variable on the monotonic
+clock. A sequence number breaks ties, so equal items leave in the order they came. A pop is
+allowed while less than ``credit_bytes`` is out; the head never gives way to a smaller item
+behind it (ByteScheduler, Peng et al., SOSP 2019). Invariant: while an item may go and a consumer
+sleeps, one signal is under way: a push or a returned credit sends it, and a consumer that leaves
+such a state behind passes it on. Lock order: a queue's mutex is a leaf.
+
+Threads. A thread is named, pinned and has every signal blocked before its function runs, and
+``thread_create`` returns after that, so its name and ``pin_errno`` are true at once. Joining
+waits on a Completion with a deadline and only then calls pthread_join, which cannot block.
+
+Pool. Slabs are mapped once, page-aligned, pre-faulted by the thread that asked (so its NUMA
+policy decides the node), excluded from fork, and unmapped only when closed and no loan is out.
+A slab is cut into blocks of a size class (1, 2, 3, 4, 6, 8, 12.. pages) that stay blocks; a loan
+above half a slab gets a slab of its own. Each slab has a table from page to block, so an address
+that is given back is checked in O(log slabs). Lock order: grow, then mutex. The registration
+hook needs the GIL: it runs at the next Python-level call, before that call hands an address out.
+
+Faults. One global names the armed point; an unarmed check compares it and goes on.
+
+After fork the child owns none of this: no thread of ours runs there, slabs are not mapped there.
+"""
+
+from cpython.buffer cimport PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer, PyBUF_SIMPLE
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.errno cimport EAGAIN, EINTR, EINVAL, errno
+from libc.math cimport isnan
+from libc.signal cimport SIGKILL, SIGSTOP
+from libc.stdint cimport (
+    INT64_MAX,
+    int32_t,
+    int64_t,
+    uint8_t,
+    uint32_t,
+    uint64_t,
+    uintptr_t,
+)
+from libc.stdio cimport snprintf
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memcpy, memset, strerror
+from posix.mman cimport (
+    MAP_ANONYMOUS,
+    MAP_FAILED,
+    MAP_PRIVATE,
+    PROT_READ,
+    PROT_WRITE,
+    madvise,
+    mmap,
+    munmap,
+)
+from posix.signal cimport kill, sigfillset, sigset_t
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
+from posix.unistd cimport _exit, close, getpid
+
+import logging
+import re
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fastps.errors import ConfigError, error_of
+
+__all__ = [
+    "Buffer",
+    "BufferPool",
+    "CompletionFace",
+    "CoreThread",
+    "PoolStatistics",
+    "Pulse",
+    "QueueStatistics",
+    "ScheduledQueue",
+    "arm_fault",
+    "crc32c",
+    "debug_counters",
+    "set_thread_placement",
+    "status_codes",
+    "threads_alive",
+]
+
+_LOG = logging.getLogger(__name__)
+
+# ---- constants; each fits in a C int ----
+cdef enum:
+    PAUSE_SPIN_NS = 2000            # longer pause-spins starve the other thread of a busy core
+    PAUSES_PER_CHECK = 16           # one clock read costs about as much as these
+    NS_PER_US = 1000
+    NS_PER_MS = 1000000
+    NS_PER_S = 1000000000
+    SIGNAL_SLICE_NS = 100000000     # how late Ctrl-C may be seen by a waiting Python thread
+    NAME_BYTES = 16                 # the kernel's limit, with the final zero
+    START_TIMEOUT_S = 10            # for a new thread to name and pin itself
+    JOIN_TIMEOUT_S = 5              # for a thread whose owner is collected
+    MAX_INTERVAL_S = 3600           # of a pulse
+    CRC_NOGIL_BYTES = 65536         # below it the checksum is quicker than giving the GIL away
+    CPU_WORDS = MAX_CPUS // 64
+    QUEUE_MIN_CAPACITY = 16
+    HUGE_PAGE_BYTES = 2097152       # slabs start and end on it so that huge pages fit
+    SIZE_CLASSES = 64               # the last is 2^32 pages: more than an address space
+    SLAB_BYTES = 33554432           # default slab: eight default partitions; pre-faults in ~2 ms
+    MAX_LOAN_PAGES = 1073741824     # 4 TiB; far above it rounding could overflow
+
+include "_core_sync.pxi"
+include "_core_queue.pxi"
+include "_core_thread.pxi"
+include "_core_fault.pxi"
+include "_core_pool.pxi"
+include "_core_face.pxi"
+include "_core_bench.pxi"

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _core.pyx: one armed fault point per process, for tests of bad luck.
+
+cdef enum:
+    ACTION_KILL = 1
+    ACTION_STOP = 2
+    ACTION_DELAY = 3
+    ACTION_EXIT = 4
+
+cdef struct Fault:
+    int32_t point           # FAULT_NONE: not armed; the only field an unarmed check reads
+    int32_t action
+    int32_t value           # milliseconds of a delay, code of an exit
+    int32_t hits_left       # the action is due when it falls to zero
+
+# Written by arm_fault with the GIL, point last; read by every thread.
+cdef Fault armed_fault
+memset(&armed_fault, 0, sizeof(armed_fault))
+
+
+cdef void fault_hit(int point) noexcept nogil:
+    if unlikely(peek32(&armed_fault.point) == point):
+        fault_count_hit()
+
+
+cdef void fault_count_hit() noexcept nogil:
+    cdef timespec pause
+    if add32(&armed_fault.hits_left, -1) != 0:
+        return
+    if armed_fault.action == ACTION_KILL:
+        kill(getpid(), SIGKILL)
+    elif armed_fault.action == ACTION_STOP:
+        kill(getpid(), SIGSTOP)
+    elif armed_fault.action == ACTION_EXIT:
+        _exit(armed_fault.value)
+    else:
+        pause = timespec_of(<int64_t>armed_fault.value * NS_PER_MS)
+        while nanosleep(&pause, &pause) != 0 and errno == EINTR:
+            pass
+
+
+_FAULT_POINTS = {
+    "worker_start": FAULT_WORKER_START,
+    "worker_result": FAULT_WORKER_RESULT,
+    "server_landing": FAULT_SERVER_LANDING,
+    "server_sum": FAULT_SERVER_SUM,
+    "server_result": FAULT_SERVER_RESULT,
+    "link_send": FAULT_LINK_SEND,
+    "link_recv": FAULT_LINK_RECV,
+}
+_FAULT_ACTIONS = {
+    "kill": ACTION_KILL,
+    "stop": ACTION_STOP,
+    "delay": ACTION_DELAY,
+    "exit": ACTION_EXIT,
+}
+_FAULT_SPEC = re.compile(r"([a-z_]+)@([1-9][0-9]{0,8}):(?:(kill|stop)|(delay|exit)([0-9]{1,8}))")
+
+
+def arm_fault(spec: str) -> None:
+    """Arm one fault of the form ``point@n:action``, or disarm with an empty string.
+
+    The action happens once, at the n-th time any thread passes the point: ``kill`` (SIGKILL to
+    this process), ``stop`` (SIGSTOP), ``delay<ms>``, ``exit<code>``. ConfigError when it does
+    not parse.
+    """
+    store32(&armed_fault.point, FAULT_NONE)
+    if not spec:
+        return
+    match = _FAULT_SPEC.fullmatch(spec)
+    if match is None or match[1] not in _FAULT_POINTS:
+        raise ConfigError(
+            f"fault {spec!r} is not point@n:action with a point of {', '.join(_FAULT_POINTS)}"
+            " and an action of kill, stop, delay<ms>, exit<code>; for example server_sum@3:kill"
+        )
+    armed_fault.action = _FAULT_ACTIONS[match[3] or match[4]]
+    armed_fault.value = int(match[5] or 0)
+    armed_fault.hits_left = int(match[2])
+    store32(&armed_fault.point, _FAULT_POINTS[match[1]])
+
+
+def _hit_fault(int point) -> None:
+    """Pass a fault point, for tests."""
+    fault_hit(point)

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _core.pyx: time, checksum, completion, counters of debug builds. No thread of its own.
+
+cdef extern from * nogil:
+    """
+    #include <sched.h>
+    #include <string.h>
+    #include <sys/syscall.h>
+    #include <unistd.h>
+    #include <linux/futex.h>
+
+    #ifndef FASTPS_DEBUG
+    #define FASTPS_DEBUG 0
+    #endif
+
+    /* Atomics of any integer width; Cython has no spelling for the compiler's builtins. */
+    #define fastps_load(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
+    #define fastps_store(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
+    #define fastps_peek(p) __atomic_load_n((p), __ATOMIC_RELAXED)
+    #define fastps_exchange(p, v) __atomic_exchange_n((p), (v), __ATOMIC_ACQ_REL)
+    #define fastps_add(p, v) __atomic_add_fetch((p), (v), __ATOMIC_ACQ_REL)
+    #define fastps_unlikely(x) __builtin_expect(!!(x), 0)
+
+    static inline int fastps_swap_if(int32_t *p, int32_t old, int32_t new_value) {
+        return __atomic_compare_exchange_n(p, &old, new_value, 0, __ATOMIC_ACQ_REL,
+                                           __ATOMIC_ACQUIRE);
+    }
+
+    static inline void fastps_pause(void) {
+    #if defined(__x86_64__)
+        __builtin_ia32_pause();
+    #elif defined(__aarch64__)
+        __asm__ volatile("yield");
+    #endif
+    }
+
+    /* Debug builds count what is alive; release builds compile the calls away. */
+    enum { COUNT_COMPLETIONS, COUNT_OVERDONE, COUNT_ITEMS, COUNT_QUEUES, COUNT_OVERCREDIT,
+           COUNT_THREADS, COUNT_LOANS, COUNTERS };
+    #if FASTPS_DEBUG
+    static int64_t fastps_counts[COUNTERS];
+    #define fastps_count(i, d) ((void)__atomic_add_fetch(&fastps_counts[i], (d), __ATOMIC_RELAXED))
+    #define fastps_counted(i) __atomic_load_n(&fastps_counts[i], __ATOMIC_RELAXED)
+    #else
+    #define fastps_count(i, d) ((void)0)
+    #define fastps_counted(i) ((int64_t)0)
+    #endif
+
+    /* CRC-32C (Castagnoli, RFC 3720 appendix B.4): reflected polynomial 0x82f63b78. */
+    static uint32_t fastps_crc_table[256];
+    static int fastps_crc_ready;
+
+    static void fastps_crc_fill(void) {
+        for (uint32_t i = 0; i < 256; i++) {
+            uint32_t crc = i;
+            for (int bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (0x82f63b78u & (0u - (crc & 1)));
+            fastps_crc_table[i] = crc;     /* racing threads write the same values */
+        }
+        __atomic_store_n(&fastps_crc_ready, 1, __ATOMIC_RELEASE);
+    }
+
+    static uint32_t fastps_crc_portable(const uint8_t *data, uint64_t nbytes) {
+        if (!__atomic_load_n(&fastps_crc_ready, __ATOMIC_ACQUIRE)) fastps_crc_fill();
+        uint32_t crc = ~0u;
+        while (nbytes--) crc = fastps_crc_table[(crc ^ *data++) & 255] ^ (crc >> 8);
+        return ~crc;
+    }
+
+    #if defined(__x86_64__)
+    __attribute__((target("sse4.2")))
+    static uint32_t fastps_crc_sse42(const uint8_t *data, uint64_t nbytes) {
+        uint64_t crc = ~0u, word;
+        for (; nbytes >= 8; nbytes -= 8, data += 8) {
+            memcpy(&word, data, 8);
+            crc = __builtin_ia32_crc32di(crc, word);
+        }
+        while (nbytes--) crc = __builtin_ia32_crc32qi((uint32_t)crc, *data++);
+        return ~(uint32_t)crc;
+    }
+    #define fastps_crc(p, n) (__builtin_cpu_supports("sse4.2") \\
+        ? fastps_crc_sse42((p), (n)) : fastps_crc_portable((p), (n)))
+    #else
+    #define fastps_crc(p, n) fastps_crc_portable((p), (n))
+    #endif
+    """
+    int32_t load32 "fastps_load"(const int32_t*)
+    int64_t load64 "fastps_load"(const int64_t*)
+    void store32 "fastps_store"(int32_t*, int32_t)
+    int32_t peek32 "fastps_peek"(const int32_t*)
+    int32_t exchange32 "fastps_exchange"(int32_t*, int32_t)
+    int32_t add32 "fastps_add"(int32_t*, int32_t)
+    int64_t add64 "fastps_add"(int64_t*, int64_t)
+    bint swap_if32 "fastps_swap_if"(int32_t*, int32_t, int32_t)
+    bint unlikely "fastps_unlikely"(bint)
+    void cpu_pause "fastps_pause"()
+    void count "fastps_count"(int, int)
+    int64_t counted "fastps_counted"(int)
+    uint32_t crc_portable "fastps_crc_portable"(const uint8_t*, uint64_t)
+    uint32_t crc_fastest "fastps_crc"(const uint8_t*, uint64_t)
+    enum:
+        FASTPS_DEBUG
+        COUNT_COMPLETIONS   # reset with parts and not done
+        COUNT_OVERDONE      # parts finished more often than announced
+        COUNT_ITEMS         # pushed and not popped
+        COUNT_QUEUES
+        COUNT_OVERCREDIT    # credit returned that nobody had taken
+        COUNT_THREADS
+        COUNT_LOANS
+
+cdef extern from "<unistd.h>" nogil:
+    long syscall(long number, ...)
+
+cdef extern from "<sys/syscall.h>" nogil:
+    enum:
+        SYS_futex
+        SYS_gettid
+        SYS_sched_setaffinity
+        SYS_set_mempolicy
+
+cdef extern from "<linux/futex.h>" nogil:
+    enum:
+        FUTEX_WAKE_PRIVATE
+        FUTEX_WAIT_BITSET_PRIVATE
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+cdef enum:
+    WORD_PENDING = 0
+    WORD_DONE = 1
+    WORD_SLEEPERS = 2       # pending, and the one who finishes must wake
+
+
+# ---- time and checks ----
+cdef int64_t now_ns() noexcept nogil:
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return <int64_t>now.tv_sec * NS_PER_S + now.tv_nsec
+
+
+cdef int64_t deadline_of(double timeout_s) noexcept nogil:
+    cdef int64_t now = now_ns()
+    if isnan(timeout_s) or timeout_s < 0 or timeout_s >= <double>(INT64_MAX - now) / NS_PER_S:
+        return INT64_MAX
+    return now + <int64_t>(timeout_s * NS_PER_S)
+
+
+cdef inline timespec timespec_of(int64_t time_ns) noexcept nogil:
+    cdef timespec value
+    value.tv_sec = time_ns // NS_PER_S
+    value.tv_nsec = time_ns % NS_PER_S
+    return value
+
+
+cdef uint32_t crc32c(const void* data, uint64_t nbytes) noexcept nogil:
+    return crc_fastest(<const uint8_t*>data, nbytes)
+
+
+# ---- completion ----
+cdef void completion_reset(Completion* c, int64_t parts) noexcept nogil:
+    c.status = OK
+    c.pending = parts
+    if parts > 0:
+        count(COUNT_COMPLETIONS, 1)
+    store32(&c.word, WORD_PENDING if parts > 0 else WORD_DONE)
+
+
+cdef void completion_part_done(Completion* c, int status) noexcept nogil:
+    if status != OK:
+        swap_if32(&c.status, OK, status)
+    cdef int64_t left = add64(&c.pending, -1)
+    if left > 0:
+        return
+    if unlikely(left < 0):
+        count(COUNT_OVERDONE, 1)
+        return
+    count(COUNT_COMPLETIONS, -1)
+    # From here on a waiter may free *c. The wake below passes only its address: at worst the
+    # kernel wakes a stranger spuriously, which every futex user must bear.
+    if exchange32(&c.word, WORD_DONE) == WORD_SLEEPERS:
+        futex_wake(&c.word)
+
+
+cdef bint completion_is_done(Completion* c) noexcept nogil:
+    return load32(&c.word) == WORD_DONE
+
+
+cdef int completion_wait(Completion* c, int64_t deadline_ns, int64_t spin_us) noexcept nogil:
+    if completion_is_done(c):
+        return OK
+    if spin_us > 0 and completion_spin(c, deadline_ns, spin_us):
+        return OK
+    while not completion_is_done(c):
+        if now_ns() >= deadline_ns:
+            return E_TIMEOUT
+        swap_if32(&c.word, WORD_PENDING, WORD_SLEEPERS)
+        futex_sleep(&c.word, WORD_SLEEPERS, deadline_ns)
+    return OK
+
+
+cdef bint completion_spin(Completion* c, int64_t deadline_ns, int64_t spin_us) noexcept nogil:
+    # Pause while the answer may be a cache miss away, then lend the core to whoever can finish.
+    cdef int64_t start = now_ns()
+    cdef int64_t now = start
+    cdef int64_t end = min(deadline_ns, start + spin_us * NS_PER_US)
+    cdef int i
+    while now < end:
+        if now - start < PAUSE_SPIN_NS:
+            for i in range(PAUSES_PER_CHECK):
+                cpu_pause()
+        else:
+            sched_yield()
+        if completion_is_done(c):
+            return True
+        now = now_ns()
+    return False
+
+
+cdef int completion_wait_signals(
+    Completion* c, int64_t deadline_ns, int64_t spin_us
+) except? 1:
+    # completion_wait for Python callers: holds the GIL between slices, so that Ctrl-C works.
+    cdef int status
+    cdef int64_t slice_ns
+    while True:
+        slice_ns = min(deadline_ns, now_ns() + SIGNAL_SLICE_NS)
+        with nogil:
+            status = completion_wait(c, slice_ns, spin_us)
+        if status == OK:
+            return OK
+        PyErr_CheckSignals()
+        if now_ns() >= deadline_ns:
+            return E_TIMEOUT
+        spin_us = 0
+
+
+cdef inline void futex_sleep(int32_t* word, int32_t expected, int64_t deadline_ns) noexcept nogil:
+    # Returns on wake, change, signal or deadline alike; the caller looks again.
+    cdef timespec deadline = timespec_of(deadline_ns)
+    syscall(SYS_futex, word, FUTEX_WAIT_BITSET_PRIVATE, expected, &deadline, NULL, -1)
+
+
+cdef inline void futex_wake(int32_t* word) noexcept nogil:
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 0x7fffffff, NULL, NULL, 0)

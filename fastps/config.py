@@ -1,0 +1,683 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table of settings, and the only reader of the environment.
+
+Decides what every setting is called, what it may be and where its value comes from: keyword,
+then its FASTPS_ name, then the alias names in listed order, then the default. Never knows what a
+setting does. Invariant: a `Config` holds values that passed their bounds, and does not change.
+Threads: any; there is no state. `python -m fastps.config --markdown` prints docs/env.md and
+`--explain` what the present environment amounts to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import math
+import operator
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastps.errors import ConfigError
+
+__all__ = [
+    "SETTINGS",
+    "Config",
+    "Derived",
+    "Setting",
+    "cache_dir",
+    "child_environment",
+    "explain",
+    "load",
+    "main",
+    "markdown",
+    "process_environment",
+]
+
+log = logging.getLogger(__name__)
+
+PREFIX = "FASTPS_"
+# Read by setup.py when the extensions are compiled; known here so that they raise no warning.
+BUILD_NAMES = ("FASTPS_ANNOTATE", "FASTPS_DEBUG", "FASTPS_ONLY")
+ALIGNMENT = 64  # bytes; partitions and chunks start on cache lines
+GIB = 1 << 30
+MAX_PROCESSES = 65535
+MAX_POOL_BYTES = 1 << 50
+DAY_S = 86400.0
+TOKEN_FILE_MAX_BYTES = 4096
+TOKEN_SAFE_BYTES = 16  # shorter tokens can be guessed by whoever saw one handshake
+ROLES = ("worker", "server", "scheduler")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Hold every setting of one process; made by `load`, described by `SETTINGS`."""
+
+    role: str
+    job_id: str
+    local_rank: int | None
+    local_size: int | None
+    size: int
+    num_servers: int
+    rank: int | None
+    force_distributed: bool
+    scheduler_host: str
+    scheduler_port: int
+    interface: str
+    host: str
+    port: int
+    token: str = field(repr=False)
+    token_file: str
+    insecure: bool
+    transport: str
+    partition_bytes: int
+    chunk_bytes: int
+    credit_bytes: int
+    key_hash: str
+    built_in_hash_coef: int
+    links_per_peer: int
+    same_host_congestion: str
+    io_threads: int
+    engine_threads: int
+    inline_sum_bytes: int
+    spin_us: int
+    cpus: str
+    numa_node: int
+    pool_bytes: int
+    start_timeout_s: float
+    connect_timeout_s: float
+    handshake_timeout_s: float
+    op_timeout_s: float
+    shutdown_timeout_s: float
+    heartbeat_s: float
+    lease_s: float
+    linger_s: float
+    tcp_user_timeout_s: float
+    log_level: str
+    fault: str
+
+    def token_bytes(self) -> bytes:
+        """Give the job token from `token`, else from `token_file`.
+
+        Raises ConfigError when there is none and `insecure` is off, or when the file may be read
+        by others. Reads at most 4096 bytes of the file.
+        """
+        secret = self.token.encode() or _read_token_file(self.token_file)
+        if not secret and not self.insecure:
+            raise ConfigError(
+                "this job has no token; start it with fastps-run, or set FASTPS_TOKEN_FILE to a "
+                "file of mode 0600 that every process of the job can read, "
+                "or FASTPS_INSECURE=1 on a network that nobody else can reach"
+            )
+        if not secret:
+            log.warning("FASTPS_INSECURE is on: whoever reaches our ports can join this job")
+        elif len(secret) < TOKEN_SAFE_BYTES:
+            log.warning("the job token is shorter than %d bytes", TOKEN_SAFE_BYTES)
+        return secret
+
+
+def _read_token_file(path: str) -> bytes:
+    """Read the token from a private file; no path gives no token."""
+    if not path:
+        return b""
+    try:
+        with open(path, "rb") as file:
+            _check_private(path, os.fstat(file.fileno()))
+            text = file.read(TOKEN_FILE_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"FASTPS_TOKEN_FILE={path!r} cannot be read: {error}") from error
+    secret = text.strip()
+    if not secret or len(text) > TOKEN_FILE_MAX_BYTES:
+        raise ConfigError(
+            f"FASTPS_TOKEN_FILE={path!r} must hold 1 to {TOKEN_FILE_MAX_BYTES} bytes"
+        )
+    return secret
+
+
+def _check_private(path: str, status: os.stat_result) -> None:
+    """Refuse a token file that others may read or that somebody else wrote."""
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o177:
+        raise ConfigError(
+            f"FASTPS_TOKEN_FILE={path!r} has mode {mode:04o}: others may use it; "
+            f"run `chmod 600 {path}`"
+        )
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"FASTPS_TOKEN_FILE={path!r} belongs to user {status.st_uid}")
+
+
+# ---- parsers: text of a variable or value of a keyword -> value; ValueError says what is right
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError("a text")
+
+
+def _path(value: object) -> str:
+    if isinstance(value, (str, os.PathLike)):
+        return os.fsdecode(value)
+    raise ValueError("a path")
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, bool):
+        raise ValueError("an integer")
+    try:
+        return int(value, 10) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError("an integer") from None
+
+
+def _aligned(value: object) -> int:
+    return -(-_integer(value) // ALIGNMENT) * ALIGNMENT
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError("a number of seconds")
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError("a number of seconds") from None
+    if not math.isfinite(number):
+        raise ValueError("a finite number of seconds")
+    return number
+
+
+def _boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("1 or 0")
+
+
+def _log_level(value: object) -> str:
+    """Accept the levels of `logging` in any case, and BytePS's TRACE and FATAL."""
+    word = _text(value).strip().upper()
+    return {"TRACE": "DEBUG", "FATAL": "CRITICAL", "WARN": "WARNING"}.get(word, word)
+
+
+# ---- derived aliases: values that other systems spread over several variables
+
+Environ = Mapping[str, str]
+Values = Mapping[str, Any]
+
+
+class Derived(NamedTuple):
+    """Name an alias that is computed: how docs show it, and the rule that computes it.
+
+    The rule gets the environment and the settings that stand earlier in the table; None means
+    that the variables it needs are not there.
+    """
+
+    label: str
+    rule: Callable[[Environ, Values], object | None]
+
+
+def _number(environ: Environ, name: str) -> int | None:
+    """Read an integer variable of another system; ConfigError if it is not one."""
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        return int(text, 10)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} is not an integer; example: {name}=1") from None
+
+
+def _size_of_machines(environ: Environ, values: Values) -> int | None:
+    """BytePS counts machines; we count processes."""
+    machines = _number(environ, "DMLC_NUM_WORKER")
+    return None if machines is None else machines * (values["local_size"] or 1)
+
+
+def _rank_of_machine(environ: Environ, values: Values) -> int | None:
+    machine = _number(environ, "DMLC_WORKER_ID")
+    if machine is None:
+        return None
+    return machine * (values["local_size"] or 1) + (values["local_rank"] or 0)
+
+
+def _credit_in_partitions(environ: Environ, values: Values) -> int | None:
+    """BytePS counts credit in partitions."""
+    credit = _number(environ, "BYTEPS_SCHEDULING_CREDIT")
+    return None if credit is None else credit * int(values["partition_bytes"])
+
+
+def _cpus_of_local_rank(environ: Environ, values: Values) -> str | None:
+    """BytePS lists the CPUs of every local rank, divided by colons."""
+    text = environ.get("BYTEPS_VISIBLE_CPU_CORES", "").strip()
+    if not text:
+        return None
+    parts = text.split(":")
+    if len(parts) == 1:
+        return text
+    local_rank = values["local_rank"] or 0
+    if local_rank >= len(parts):
+        raise ConfigError(
+            f"BYTEPS_VISIBLE_CPU_CORES={text!r} has {len(parts)} parts "
+            f"but this is local rank {local_rank}; give one part to each local rank"
+        )
+    return parts[local_rank]
+
+
+# ---- the table
+
+
+class Setting(NamedTuple):
+    """Describe one setting: a row of the table and of docs/env.md."""
+
+    section: str
+    field: str
+    parse: Callable[[object], Any]
+    default: Any
+    aliases: tuple[str | Derived, ...]
+    unit: str  # for numbers: what is counted
+    allowed: tuple[Any, ...]  # (low, high) for numbers, the choices for texts, () for any
+    sentence: str
+
+    @property
+    def name(self) -> str:
+        """Give the FASTPS_ name of the setting."""
+        return PREFIX + self.field.upper()
+
+    @property
+    def is_secret(self) -> bool:
+        """Tell whether the value must never be shown."""
+        return self.field == "token"
+
+    @property
+    def example(self) -> str:
+        """Give a line that sets it right."""
+        value = self.default
+        if value in (None, "") or self.parse is _boolean:
+            value = self.allowed[0] if self.allowed else EXAMPLES.get(self.field, "1")
+        return f"{self.name}={_format(value)}"
+
+
+EXAMPLES = {
+    "fault": "worker_result@3:kill",
+    "scheduler_host": "10.0.0.1",
+    "host": "10.0.0.2",
+    "interface": "eth0",
+    "cpus": "0-3,8",
+    "token_file": "job.token",
+    "job_id": "my-job",
+    "same_host_congestion": "cubic,reno",
+}
+
+JOB = "Job"
+ADDRESS = "Addresses"
+SECURITY = "Security"
+DATA = "Data path"
+THREADS = "Threads and memory"
+TIMES = "Time limits"
+DEBUGGING = "Logs and faults"
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(JOB, "role", _text, "worker", ("DMLC_ROLE",), "", ROLES,
+            "What this process is."),
+    Setting(JOB, "job_id", _text, "", ("BYTEPS_JOB_ID",), "", (),
+            "Name of the job; processes of different jobs never join each other."),
+    Setting(JOB, "local_rank", _integer, None, ("LOCAL_RANK", "BYTEPS_LOCAL_RANK",
+            "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"), "", (0, MAX_PROCESSES - 1),
+            "Number of this worker among the workers of its machine; given by the scheduler if "
+            "unset."),
+    Setting(JOB, "local_size", _integer, None, ("LOCAL_WORLD_SIZE", "BYTEPS_LOCAL_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_SIZE"), "processes", (1, MAX_PROCESSES),
+            "Number of workers on this machine; counted by the scheduler if unset."),
+    Setting(JOB, "size", _integer, 1, ("FASTPS_NUM_WORKERS", "WORLD_SIZE",
+            Derived("DMLC_NUM_WORKER x local size", _size_of_machines), "SLURM_NTASKS",
+            "OMPI_COMM_WORLD_SIZE"), "processes", (1, MAX_PROCESSES),
+            "Number of worker processes of the job."),
+    Setting(JOB, "num_servers", _integer, 0, ("DMLC_NUM_SERVER",), "processes", (0, MAX_PROCESSES),
+            "Number of server processes of the job."),
+    Setting(JOB, "rank", _integer, None, ("RANK", "BYTEPS_GLOBAL_RANK",
+            Derived("DMLC_WORKER_ID x local size + local rank", _rank_of_machine),
+            "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"), "", (0, MAX_PROCESSES - 1),
+            "Number of this worker in the job; given by the scheduler if unset."),
+    Setting(JOB, "force_distributed", _boolean, False, ("BYTEPS_FORCE_DISTRIBUTED",), "", (),
+            "Use the servers even when there is only one worker."),
+    Setting(ADDRESS, "scheduler_host", _text, "", ("DMLC_PS_ROOT_URI", "MASTER_ADDR"), "", (),
+            "Name or address of the scheduler."),
+    Setting(ADDRESS, "scheduler_port", _integer, 0, ("DMLC_PS_ROOT_PORT",), "", (0, 65535),
+            "Port of the scheduler; as the scheduler's own setting, 0 takes any free port."),
+    Setting(ADDRESS, "interface", _text, "", ("DMLC_INTERFACE",), "", (),
+            "Network to listen on: name of an interface, an address, or a network as "
+            "10.0.0.0/24; if unset, the one that leads to the scheduler."),
+    Setting(ADDRESS, "host", _text, "", ("DMLC_NODE_HOST",), "", (),
+            "Address that others shall use to reach this process, where it differs from the one "
+            "it listens on."),
+    Setting(ADDRESS, "port", _integer, 0, ("DMLC_PORT",), "", (0, 65535),
+            "Port this process listens on; 0 takes any free port."),
+    Setting(SECURITY, "token", _text, "", (), "", (),
+            "Secret that all processes of the job share; it never travels and is never logged."),
+    Setting(SECURITY, "token_file", _path, "", (), "", (),
+            "File that holds the token, of mode 0600 or stricter; used when the token is unset."),
+    Setting(SECURITY, "insecure", _boolean, False, (), "", (),
+            "Allow a job without a token: whoever reaches a port may join it."),
+    Setting(DATA, "transport", _text, "auto", (), "", ("auto", "tcp"),
+            "How tensors travel."),
+    Setting(DATA, "partition_bytes", _aligned, 4096000, ("BYTEPS_PARTITION_BYTES",), "bytes",
+            (4096, GIB),
+            "Largest piece of a tensor that one server owns; rounded up to a multiple of 64."),
+    Setting(DATA, "chunk_bytes", _aligned, 524288, (), "bytes", (4096, GIB),
+            "Largest frame of a partition, the grain of overlap; rounded up to a multiple of "
+            "64."),
+    Setting(DATA, "credit_bytes", _integer, 0,
+            (Derived("BYTEPS_SCHEDULING_CREDIT x partition_bytes", _credit_in_partitions),),
+            "bytes", (0, MAX_POOL_BYTES),
+            "Bytes in flight on one link before less urgent ones wait; 0 sets no limit."),
+    Setting(DATA, "key_hash", _text, "bytes", ("BYTEPS_KEY_HASH_FN",), "", ("bytes", "naive",
+            "built_in", "djb2", "sdbm"),
+            "How partitions are shared among servers: by bytes, or by one of BytePS's hashes."),
+    Setting(DATA, "built_in_hash_coef", _integer, 1, ("BYTEPS_BUILT_IN_HASH_COEF",), "", (1,
+            (1 << 31) - 1),
+            "Multiplier of the built_in hash."),
+    Setting(DATA, "links_per_peer", _integer, 1, (), "connections", (1, 16),
+            "Data connections between a worker and a server."),
+    Setting(DATA, "same_host_congestion", _text, "cubic,reno", (), "", (),
+            "Congestion control for peers on the same machine: the first of the list that the "
+            "kernel has; empty leaves the machine's own."),
+    Setting(THREADS, "io_threads", _integer, 1, (), "threads", (1, 64),
+            "Threads that move bytes."),
+    Setting(THREADS, "engine_threads", _integer, 1, ("BYTEPS_SERVER_ENGINE_THREAD",), "threads",
+            (0, 64),
+            "Threads of a server that sum; 0 sums on the threads that move bytes."),
+    Setting(THREADS, "inline_sum_bytes", _integer, 65536, (), "bytes", (0, GIB),
+            "Chunks up to this size are summed where they arrive, without waking another "
+            "thread."),
+    Setting(THREADS, "spin_us", _integer, 50, (), "microseconds", (0, 10000),
+            "How long a waiting thread looks again before it sleeps."),
+    Setting(THREADS, "cpus", _text, "", (Derived("BYTEPS_VISIBLE_CPU_CORES",
+            _cpus_of_local_rank),), "", (),
+            "CPUs for the library's threads, as 0-3,8; empty leaves them where the process may "
+            "run."),
+    Setting(THREADS, "numa_node", _integer, -1, (), "", (-1, 1023),
+            "NUMA node for the library's threads and memory; -1 leaves it to the kernel."),
+    Setting(THREADS, "pool_bytes", _integer, 0, (), "bytes", (0, MAX_POOL_BYTES),
+            "Most memory the buffer pool may take; 0 sets no limit."),
+    Setting(TIMES, "start_timeout_s", _seconds, 60.0, (), "seconds", (0.1, DAY_S),
+            "How long a process waits until the whole job has joined."),
+    Setting(TIMES, "connect_timeout_s", _seconds, 10.0, (), "seconds", (0.1, DAY_S),
+            "How long one connection may take to be made."),
+    Setting(TIMES, "handshake_timeout_s", _seconds, 10.0, (), "seconds", (0.1, DAY_S),
+            "How long a new connection may take to show that it knows the token."),
+    Setting(TIMES, "op_timeout_s", _seconds, 300.0, (), "seconds", (0.1, 7 * DAY_S),
+            "How long an operation may take while every peer is alive."),
+    Setting(TIMES, "shutdown_timeout_s", _seconds, 10.0, (), "seconds", (0.1, DAY_S),
+            "How long shutdown() waits for threads and peers."),
+    Setting(TIMES, "heartbeat_s", _seconds, 0.5, (), "seconds", (0.05, 60.0),
+            "Time between two signs of life."),
+    Setting(TIMES, "lease_s", _seconds, 10.0, (), "seconds", (0.2, 3600.0),
+            "A process that gave no sign of life for so long is taken for dead; at least twice "
+            "heartbeat_s."),
+    Setting(TIMES, "linger_s", _seconds, 10.0, (), "seconds", (0.0, DAY_S),
+            "How long scheduler and servers stay after the last worker left, for another "
+            "init()."),
+    Setting(TIMES, "tcp_user_timeout_s", _seconds, 30.0, (), "seconds", (1.0, 3600.0),
+            "A data connection whose bytes stay unacknowledged for so long is given up."),
+    Setting(DEBUGGING, "log_level", _log_level, "WARNING", ("BYTEPS_LOG_LEVEL",), "", LOG_LEVELS,
+            "Least serious message that is logged, in any case."),
+    Setting(DEBUGGING, "fault", _text, "", (), "", (),
+            "Fault to inject for tests, as point@n:action; empty injects none."),
+)  # fmt: skip
+
+_BY_FIELD = {setting.field: setting for setting in SETTINGS}
+_KNOWN_NAMES = frozenset(
+    {setting.name for setting in SETTINGS}
+    | {a for setting in SETTINGS for a in setting.aliases if isinstance(a, str)}
+    | set(BUILD_NAMES)
+)
+
+
+# ---- reading
+
+
+def load(
+    overrides: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None
+) -> Config:
+    """Read all settings: keyword, FASTPS_ name, alias names in listed order, default.
+
+    An override of None counts as not given. Raises ConfigError for an unknown keyword, or for a
+    value that cannot be read or is out of bounds. Warns of unknown FASTPS_ variables.
+    """
+    environ = os.environ if environ is None else environ
+    overrides = {} if overrides is None else overrides
+    _check_keywords(overrides)
+    _warn_unknown(environ)
+    values: dict[str, Any] = {}
+    for setting in SETTINGS:
+        values[setting.field], _ = _resolve(setting, overrides, environ, values)
+    config = Config(**values)
+    _check_together(config)
+    return config
+
+
+def explain(
+    overrides: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None
+) -> list[tuple[str, str, str]]:
+    """List (FASTPS_ name, value, where it came from) of every setting; secrets are hidden."""
+    environ = os.environ if environ is None else environ
+    _warn_unknown(environ)
+    values: dict[str, Any] = {}
+    lines = []
+    for setting in SETTINGS:
+        value, source = _resolve(setting, overrides or {}, environ, values)
+        values[setting.field] = value
+        shown = "(hidden)" if setting.is_secret and value else _format(value)
+        lines.append((setting.name, shown, source))
+    return lines
+
+
+def child_environment(settings: Config | Mapping[str, object]) -> dict[str, str]:
+    """Write settings as FASTPS_ variables for a child process; None is left out.
+
+    Of a mapping only the given fields are written; each is checked as `load` would check it.
+    `load` in the child gives the same values back.
+    """
+    given = asdict(settings) if isinstance(settings, Config) else settings
+    _check_keywords(given)
+    return {
+        _BY_FIELD[name].name: _format(_parse(_BY_FIELD[name], value, name))
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def process_environment() -> dict[str, str]:
+    """Copy the environment of this process, for launchers that hand it on."""
+    return dict(os.environ)
+
+
+def cache_dir() -> Path:
+    """Name the directory for compiled kernels; the caller makes it, of mode 0700."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base) / "fastps"
+    try:
+        return Path.home() / ".cache" / "fastps"
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir()) / f"fastps-{os.geteuid()}"
+
+
+def _resolve(
+    setting: Setting, overrides: Mapping[str, object], environ: Environ, values: Values
+) -> tuple[Any, str]:
+    """Find one value and the name of its source."""
+    if overrides.get(setting.field) is not None:
+        return _parse(setting, overrides[setting.field], setting.field), "keyword"
+    text = environ.get(setting.name)
+    if text is not None and (text.strip() or (setting.parse is _text and not setting.allowed)):
+        return _parse(setting, text, setting.name), setting.name
+    for alias in setting.aliases:
+        label, value = _look_up(alias, environ, values)
+        if value is not None:
+            return _parse(setting, value, label), label
+    return setting.default, "default"
+
+
+def _look_up(alias: str | Derived, environ: Environ, values: Values) -> tuple[str, object | None]:
+    """Read an alias; an empty variable of another system counts as unset."""
+    if isinstance(alias, Derived):
+        return alias.label, alias.rule(environ, values)
+    return alias, environ.get(alias, "").strip() or None
+
+
+def _parse(setting: Setting, value: object, source: str) -> Any:
+    """Turn a given value into a checked one; ConfigError says what would be right."""
+    try:
+        parsed = setting.parse(value)
+    except ValueError as error:
+        raise _refusal(setting, value, source, str(error)) from None
+    if not _is_allowed(setting, parsed):
+        raise _refusal(setting, value, source, _bounds(setting))
+    return parsed
+
+
+def _is_allowed(setting: Setting, value: Any) -> bool:
+    if not setting.allowed:
+        return True
+    if isinstance(value, str):
+        return value in setting.allowed
+    low, high = setting.allowed
+    return bool(low <= value <= high)
+
+
+def _refusal(setting: Setting, value: object, source: str, expected: str) -> ConfigError:
+    shown = "(hidden)" if setting.is_secret else repr(value)
+    return ConfigError(f"{source}={shown} is not {expected}; example: {setting.example}")
+
+
+def _bounds(setting: Setting) -> str:
+    """Say in words what a setting may be."""
+    if not setting.allowed:
+        return ""
+    if isinstance(setting.allowed[0], str):
+        return "one of " + ", ".join(setting.allowed)
+    low, high = setting.allowed
+    return f"{_format(low)} to {_format(high)} {setting.unit}".rstrip()
+
+
+def _format(value: object) -> str:
+    """Write a value as the environment holds it."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    if isinstance(value, float):
+        return repr(int(value)) if value.is_integer() else repr(value)
+    return str(value)
+
+
+def _check_keywords(names: Mapping[str, object]) -> None:
+    for name in names:
+        if name not in _BY_FIELD:
+            raise ConfigError(f"unknown setting {name!r}{_nearest(name, _BY_FIELD)}")
+
+
+def _warn_unknown(environ: Environ) -> None:
+    for name in environ:
+        if name.startswith(PREFIX) and name not in _KNOWN_NAMES:
+            hint = _nearest(name, [known for known in _KNOWN_NAMES if known.startswith(PREFIX)])
+            log.warning("environment variable %s is unknown and ignored%s", name, hint)
+
+
+def _nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
+    """Suggest names that look alike."""
+    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _check_together(config: Config) -> None:
+    """Check what no single bound can."""
+    if config.role == "worker" and config.rank is not None and config.rank >= config.size:
+        raise ConfigError(
+            f"FASTPS_RANK={config.rank} needs FASTPS_SIZE above it, but FASTPS_SIZE={config.size}"
+        )
+    if config.lease_s < 2 * config.heartbeat_s:
+        raise ConfigError(
+            f"FASTPS_LEASE_S={_format(config.lease_s)} must be at least twice "
+            f"FASTPS_HEARTBEAT_S={_format(config.heartbeat_s)}"
+        )
+
+
+# ---- docs
+
+_HEAD = """\
+# Settings
+
+Generated by `python -m fastps.config --markdown`; do not edit.
+
+Every setting is a keyword of `fastps.init()` and an environment variable. A keyword wins over
+the `FASTPS_` variable, that over the aliases in the order listed, those over the default.
+Aliases are variables of BytePS, torchrun, SLURM and Open MPI; an empty alias counts as unset.
+Values out of bounds are an error; an unknown `FASTPS_` name is logged with the nearest known one.
+`python -m fastps.config --explain` shows what the present environment amounts to.
+"""
+_TABLE_HEAD = "| variable | default | may be | aliases | meaning |\n|---|---|---|---|---|"
+
+
+def markdown() -> str:
+    """Write docs/env.md from the table."""
+    sections = list(dict.fromkeys(setting.section for setting in SETTINGS))
+    parts = [_HEAD]
+    for section in sections:
+        rows = [_row(setting) for setting in SETTINGS if setting.section == section]
+        parts.append("\n".join([f"## {section}\n", _TABLE_HEAD, *rows, ""]))
+    names = ", ".join(f"`{name}`" for name in BUILD_NAMES)
+    parts.append(
+        "## When building\n\n"
+        f"{names} are read by `setup.py` only.\n"
+        "The cache of compiled kernels lies in `$XDG_CACHE_HOME/fastps`, else `~/.cache/fastps`.\n"
+    )
+    return "\n".join(parts)
+
+
+def _row(setting: Setting) -> str:
+    default = "" if setting.default in (None, "") else f"`{_format(setting.default)}`"
+    bounds = "1 or 0" if setting.parse is _boolean else _bounds(setting)
+    aliases = [a if isinstance(a, str) else a.label for a in setting.aliases]
+    shown = ", ".join(f"`{alias}`" for alias in aliases)
+    cells = [f"`{setting.name}`", default, bounds, shown, setting.sentence]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line of the settings table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fastps.config", description="Show the settings of fastps."
+    )
+    choice = parser.add_mutually_exclusive_group(required=True)
+    choice.add_argument("--markdown", action="store_true", help="print docs/env.md")
+    choice.add_argument(
+        "--explain", action="store_true", help="print each setting, its value and where it is from"
+    )
+    options = parser.parse_args(arguments)
+    if options.markdown:
+        sys.stdout.write(markdown())
+        return 0
+    try:
+        lines = [f"{name}={value}  # {source}\n" for name, value, source in explain()]
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.writelines(lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

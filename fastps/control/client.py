@@ -1,0 +1,503 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A member's connection to the scheduler: join, ask, be told.
+
+Moves messages between the member and the scheduler; decides nothing about the job. Threads: any
+number of callers, one daemon reader thread that hands answers to callers and events to
+`on_event`, and a thread of _core (no GIL) that renews the lease on a connection of its own, so
+that a busy interpreter is not taken for a dead one. Every wait has a deadline.
+
+The scheduler's own deadline comes first, because its error can name who is missing; the
+client's, a little later, speaks only when the scheduler does not.
+
+A forked child has no part in the job: its copies of the descriptors are closed right after the
+fork and every call there raises NotInitializedError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from fastps._core import Pulse
+from fastps.auth import Purpose, derive_key
+from fastps.config import Config
+from fastps.control import sockets as control_sockets
+from fastps.control.dialling import dial
+from fastps.control.protocol import (
+    KEY_PURPOSE_CONTROL,
+    KEY_PURPOSE_DATA,
+    LENGTH,
+    MAX_BLOB_BYTES,
+    Answer,
+    AwaitStart,
+    Barrier,
+    Blob,
+    BlobData,
+    Declare,
+    Declared,
+    DeclaredTensor,
+    DeclareKeys,
+    Done,
+    Event,
+    Failed,
+    Job,
+    JobOver,
+    Join,
+    Joined,
+    KeysFailed,
+    KeysReady,
+    Leave,
+    Member,
+    NewGeneration,
+    PeerLeft,
+    PeerLost,
+    ReportLost,
+    Started,
+    TensorPoisoned,
+    TensorSpec,
+    ToScheduler,
+    body_nbytes,
+    failure_of,
+    pack,
+    text_of,
+    unpack_to_member,
+)
+from fastps.errors import (
+    ConfigError,
+    FastPSError,
+    NotInitializedError,
+    PeerLostError,
+    ProtocolError,
+    ShutdownError,
+    StallError,
+)
+
+__all__ = [
+    "ControlClient",
+    "DeclareKeys",
+    "DeclaredTensor",
+    "Event",
+    "Job",
+    "JobOver",
+    "Member",
+    "NewGeneration",
+    "PeerLeft",
+    "PeerLost",
+    "TensorPoisoned",
+    "TensorSpec",
+]
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 2.0  # how much longer the client waits than the scheduler
+NOTICE_S = 5.0  # for messages that nobody waits for: to be written, not answered
+PULSE_PAYLOAD = b"\x01"
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
+
+_clients: weakref.WeakSet[ControlClient] = weakref.WeakSet()  # of this process, for fork
+
+
+def _forget_clients_in_child() -> None:
+    """Close a forked child's copies of the control descriptors."""
+    for client in list(_clients):
+        client._abandon()
+    _clients.clear()
+
+
+os.register_at_fork(after_in_child=_forget_clients_in_child)
+
+
+class ControlClient:
+    """One member's place in the job, from connect() to leave() and close()."""
+
+    def __init__(
+        self,
+        config: Config,
+        sock: socket.socket,
+        token: bytes,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        """Take over an authenticated connection; use connect() instead."""
+        self._config = config
+        self._sock = sock
+        self._on_event = on_event
+        self._pid = os.getpid()
+        self._send_lock = threading.Lock()  # one frame at a time; taken alone
+        self._lock = threading.Lock()  # _pending, _cause, _is_closed; never held while waiting
+        self._pending: dict[int, Future[Answer]] = {}
+        self._numbers = itertools.count(1)
+        self._cause: FastPSError | None = None  # why no request can succeed any more
+        self._first_lost: PeerLost | None = None
+        self._lost = threading.Event()
+        self._is_ending = False  # the scheduler will close the connection in order
+        self._is_closed = False
+        self._write_failure = ""
+        self._pulse: Pulse | None = None
+        self._job: Job | None = None
+        self.local_address: str = sock.getsockname()[0]
+        self.data_key: bytes = derive_key(token, KEY_PURPOSE_DATA, config.job_id)
+        self._control_key = derive_key(token, KEY_PURPOSE_CONTROL, config.job_id)
+        sock.settimeout(None)
+        _clients.add(self)
+        self._reader = threading.Thread(target=self._read, name="fastps:control", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def connect(
+        cls,
+        config: Config,
+        *,
+        role: str,
+        data_address: tuple[str, int] | None,
+        on_event: Callable[[Event], None],
+    ) -> ControlClient:
+        """Join the job and wait until all workers and servers have joined.
+
+        Blocks up to start_timeout_s. on_event is called on the reader thread, possibly before
+        connect returns; it may send keys_ready and the like, but must not wait for an answer.
+        Raises ConfigError (address, numbers, a role started too often), AuthError, ProtocolError,
+        TransportTimeout (no scheduler), StallError (members missing), PeerLostError.
+        """
+        deadline = time.monotonic() + config.start_timeout_s
+        token = config.token_bytes()
+        key = derive_key(token, KEY_PURPOSE_CONTROL, config.job_id)
+        sock = dial(config, key, purpose=Purpose.CONTROL, sender=0, deadline=deadline)
+        client = cls(config, sock, token, on_event)
+        try:
+            client._join(role, data_address, deadline)
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    @property
+    def job(self) -> Job:
+        """The job as it was when it started."""
+        assert self._job is not None
+        return self._job
+
+    # ---- what workers ask ----
+
+    def declare(self, specs: Sequence[TensorSpec], *, timeout_s: float) -> list[DeclaredTensor]:
+        """Declare tensors and wait until every server is ready for them; idempotent.
+
+        One round trip for the whole batch. Raises MismatchError when another worker declared one
+        of them differently, StallError naming the servers that are not ready, PeerLostError.
+        """
+        if not specs:
+            return []
+        what = f"declaring {specs[0].name!r}" + (f" and {len(specs) - 1} more" * (len(specs) > 1))
+        message = Declare(next(self._numbers), tuple(specs), timeout_s)
+        return list(self._ask(message, Declared, what=what, timeout_s=timeout_s).tensors)
+
+    def barrier(self, name: str, *, timeout_s: float) -> None:
+        """Wait until every worker has entered the barrier; StallError names the missing."""
+        message = Barrier(next(self._numbers), name, timeout_s)
+        self._ask(message, Done, what=f"barrier {name!r}", timeout_s=timeout_s)
+
+    def blob(self, name: str, root_rank: int, data: bytes | None, *, timeout_s: float) -> bytes:
+        """Give every worker the root's bytes, at most 64 MiB; all workers must call it."""
+        if data is not None and len(data) > MAX_BLOB_BYTES:
+            raise ConfigError(
+                f"blob {name!r} has {len(data)} bytes, {MAX_BLOB_BYTES} are allowed; broadcast "
+                "large data as arrays"
+            )
+        message = Blob(next(self._numbers), name, root_rank, data, timeout_s)
+        what = f"blob {name!r} of worker {root_rank}"
+        if data is not None:
+            self._ask(message, Done, what=what, timeout_s=timeout_s)
+            return data
+        return self._ask(message, BlobData, what=what, timeout_s=timeout_s).data
+
+    # ---- what members tell ----
+
+    def keys_ready(self, request_id: int) -> None:
+        """Tell that this server can take pushes for the keys of a DeclareKeys."""
+        self._tell(KeysReady(request_id))
+
+    def keys_failed(self, request_id: int, message: str) -> None:
+        """Tell that this server cannot hold the keys of a DeclareKeys."""
+        self._tell(KeysFailed(request_id, text_of(message)))
+
+    def report_lost(self, role: str, rank: int, cause: str) -> None:
+        """Tell that a data connection broke; the scheduler decides who is to blame."""
+        self._tell(ReportLost(role, rank, text_of(cause)))
+
+    def verdict(self, timeout_s: float) -> str | None:
+        """Wait for the first cause of a loss; None if no loss became known in time."""
+        self._check_usable()
+        self._lost.wait(timeout_s)
+        return None if self._first_lost is None else str(self._first_lost)
+
+    # ---- the end ----
+
+    def leave(self, *, timeout_s: float) -> None:
+        """Leave in order, so that the others do not take it for a death, and close.
+
+        Does not raise if the scheduler or a peer is lost: there is nobody left to tell.
+        """
+        if self._is_closed or self._is_forked():
+            return
+        self._is_ending = True
+        try:
+            self._ask(Leave(next(self._numbers)), Done, what="leaving", timeout_s=timeout_s)
+        except (PeerLostError, ShutdownError) as error:
+            log.debug("left without an answer: %s", error)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the connection, both threads and every wait; idempotent, from any thread."""
+        with self._lock:
+            if self._is_closed or self._is_forked():
+                return
+            self._is_closed = True
+        self._end(ShutdownError("the control connection was closed by this process"))
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._stop_pulse()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(self._config.shutdown_timeout_s)
+            if self._reader.is_alive():
+                log.warning("the control thread is still inside on_event; it ends after that")
+        with self._send_lock:  # held for short times only: the socket is shut down
+            self._sock.close()
+        _clients.discard(self)
+
+    def __enter__(self) -> ControlClient:
+        """Use as a context manager that closes, without leaving in order."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    # ---- joining ----
+
+    def _join(self, role: str, data_address: tuple[str, int] | None, deadline: float) -> None:
+        message = _make_join(self._config, next(self._numbers), role, data_address, self)
+        timeout_s = self._config.handshake_timeout_s
+        joined = self._ask(message, Joined, what="joining the job", timeout_s=timeout_s)
+        self._start_pulse(joined.member, deadline)
+        remaining_s = max(deadline - time.monotonic(), 0.0)
+        wait = AwaitStart(next(self._numbers), remaining_s)
+        started = self._ask(wait, Started, what="the start of the job", timeout_s=remaining_s)
+        self._job = started.job
+
+    def _start_pulse(self, member: int, deadline: float) -> None:
+        with dial(
+            self._config,
+            self._control_key,
+            purpose=Purpose.PULSE,
+            sender=member,
+            deadline=deadline,
+        ) as sock:  # the pulse has its own copy of the descriptor
+            sock.settimeout(None)
+            self._pulse = Pulse(sock.fileno(), PULSE_PAYLOAD, self._config.heartbeat_s)
+
+    def _stop_pulse(self) -> None:
+        """End the beats; the descriptor is closed with the last reference."""
+        pulse, self._pulse = self._pulse, None
+        if pulse is not None:
+            pulse.stop()
+
+    # ---- asking ----
+
+    def _ask(
+        self, message: ToScheduler, kind: type[AnswerT], *, what: str, timeout_s: float
+    ) -> AnswerT:
+        """Send a request and wait for its answer."""
+        self._check_usable()
+        if threading.current_thread() is self._reader:
+            raise FastPSError(f"{what}: on_event must not wait for the scheduler")
+        deadline = time.monotonic() + timeout_s + GRACE_S
+        number: int = message.request  # type: ignore[union-attr]
+        future = self._enlist(number)
+        try:
+            self._write(message, deadline)
+            answer = future.result(max(deadline - time.monotonic(), 0))
+        except TimeoutError as error:
+            raise StallError(
+                f"{what}: the scheduler did not answer within {timeout_s:g} s; is its process or "
+                "machine stopped or overloaded? Raise the timeout if it is only slow"
+            ) from error
+        finally:
+            with self._lock:
+                self._pending.pop(number, None)
+        if isinstance(answer, Failed):
+            raise failure_of(answer)
+        if not isinstance(answer, kind):
+            raise ProtocolError(f"{what}: the scheduler answered {type(answer).__name__}")
+        return answer
+
+    def _enlist(self, number: int) -> Future[Answer]:
+        future: Future[Answer] = Future()
+        with self._lock:
+            if self._cause is not None:
+                raise type(self._cause)(str(self._cause))
+            self._pending[number] = future
+        return future
+
+    def _tell(self, message: ToScheduler) -> None:
+        """Send a message without answer; what nobody can hear any more is dropped."""
+        self._check_usable()
+        try:
+            self._write(message, time.monotonic() + NOTICE_S)
+        except TimeoutError as error:
+            log.warning("%s not sent: %s", type(message).__name__, error)
+
+    def _write(self, message: ToScheduler, deadline: float) -> None:
+        """Send a frame; a failure ends the connection, and the reader tells everybody."""
+        frame = pack(message)
+        if not self._send_lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
+            raise TimeoutError("another thread is still sending")
+        try:
+            control_sockets.write_all(self._sock, frame, deadline=deadline)
+        except OSError as error:
+            self._write_failure = f"cannot send to it: {error.strerror or error}"
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+        finally:
+            self._send_lock.release()
+
+    # ---- the reader thread ----
+
+    def _read(self) -> None:
+        try:
+            while True:
+                body = self._read_body()
+                if body is None:
+                    break
+                self._take(unpack_to_member(bytes(body)))
+            cause = self._write_failure or "it closed the connection: it ended or was killed"
+        except ProtocolError as error:
+            cause = str(error)
+        except OSError as error:
+            cause = f"the connection broke: {error.strerror or error}"
+        self._scheduler_lost(cause)
+
+    def _read_body(self) -> bytes | bytearray | None:
+        prefix = control_sockets.read_blocking(self._sock, LENGTH.size)
+        if not prefix:
+            return None
+        return control_sockets.read_blocking(self._sock, body_nbytes(bytes(prefix))) or None
+
+    def _take(self, message: Answer | Event) -> None:
+        if isinstance(message, Joined | Started | Declared | BlobData | Done | Failed):
+            with self._lock:
+                future = self._pending.pop(message.request, None)
+            if future is not None:
+                future.set_result(message)
+            return
+        if isinstance(message, PeerLost):
+            self._note_lost(message)
+        elif isinstance(message, JobOver):
+            self._is_ending = True
+        self._deliver(message)
+
+    def _deliver(self, event: Event) -> None:
+        try:
+            self._on_event(event)
+        except Exception:
+            log.exception("the handler of %s failed", type(event).__name__)
+
+    def _note_lost(self, lost: PeerLost) -> None:
+        """Keep the first cause; requests under way are failed by the scheduler itself."""
+        if self._first_lost is None:
+            self._first_lost = lost
+        self._lost.set()
+
+    def _scheduler_lost(self, cause: str) -> None:
+        """End all waits: nobody answers any more."""
+        if self._is_ending:
+            self._end(ShutdownError("the job is over or was left"))
+            return
+        lost = self._first_lost or self._lost_scheduler(cause)
+        if not self._end(PeerLostError(str(lost))):
+            return
+        if self._first_lost is None:
+            self._note_lost(lost)
+            self._deliver(lost)
+
+    def _lost_scheduler(self, cause: str) -> PeerLost:
+        return PeerLost("scheduler", 0, self._config.scheduler_host, 0, cause)
+
+    def _end(self, cause: FastPSError) -> bool:
+        """Fail what waits now and later; False if that was done before."""
+        with self._lock:
+            is_first = self._cause is None
+            self._cause = self._cause or cause
+            waiting = list(self._pending.values())
+            self._pending.clear()
+        for future in waiting:
+            future.set_exception(type(cause)(str(cause)))
+        return is_first
+
+    # ---- fork ----
+
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _check_usable(self) -> None:
+        if self._is_forked():
+            raise NotInitializedError(
+                "this process was forked from a member of the job and is none itself; call "
+                "fastps.init() in the process that trains"
+            )
+
+    def _abandon(self) -> None:
+        """Close this process's copies of the descriptors; the parent's connections live on."""
+        self._stop_pulse()
+        with contextlib.suppress(OSError):
+            os.close(self._sock.detach())
+
+
+def _make_join(
+    config: Config,
+    number: int,
+    role: str,
+    data_address: tuple[str, int] | None,
+    client: ControlClient,
+) -> Join:
+    host, port = data_address or (client.local_address, 0)
+    is_worker = role == "worker"
+    return Join(
+        request=number,
+        role=role,
+        rank=config.rank,
+        local_rank=config.local_rank,
+        local_size=config.local_size,
+        size=config.size if is_worker else 0,
+        num_servers=config.num_servers if is_worker else 0,
+        host=client.local_address if control_sockets.is_wildcard(host) else host,
+        port=port,
+        pid=os.getpid(),
+        hostname=text_of(socket.gethostname()),
+        boot_id=_boot_id(),
+    )
+
+
+def _boot_id() -> str:
+    """Tell machines apart even where their names are equal."""
+    try:
+        return text_of(BOOT_ID_FILE.read_text("ascii").strip())
+    except OSError:
+        return ""

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Barriers and blobs: meetings of all workers of one generation, by name.
+
+Decides when a meeting is complete, and whom to tell what when it cannot be. Pure: time is an
+argument, answers are returned as (peer, message) pairs. Knows nothing of connections.
+Invariant: each entry is answered exactly once, or its worker was removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from fastps.control.protocol import (
+    MAX_BLOB_BYTES,
+    Barrier,
+    Blob,
+    BlobData,
+    Done,
+    Failed,
+    ToMember,
+)
+
+Answers: TypeAlias = list[tuple[int, ToMember]]
+
+MAX_BLOBS_HELD_BYTES = 4 * MAX_BLOB_BYTES  # objects of roots that wait for the others
+MAX_MEETINGS = 4096  # names in use at once; more is a run-away program
+
+
+def join_names(names: list[str]) -> str:
+    """Write a list of members so that a thousand of them stay readable."""
+    shown = ", ".join(names[:16])
+    return shown if len(names) <= 16 else f"{shown} and {len(names) - 16} more"
+
+
+def workers_text(ranks: list[int]) -> str:
+    """Name workers by rank."""
+    return join_names([f"worker {rank}" for rank in ranks])
+
+
+@dataclass(frozen=True)
+class _Entry:
+    peer: int
+    asked: Barrier | Blob
+    deadline: float
+
+
+@dataclass
+class _Meeting:
+    entries: dict[int, _Entry] = field(default_factory=dict)  # by rank
+
+    def deadline(self) -> float:
+        return min(entry.deadline for entry in self.entries.values())
+
+
+class Collectives:
+    """All barriers and blobs in progress."""
+
+    def __init__(self, size: int) -> None:
+        """Serve `size` workers."""
+        self._size = size
+        self._meetings: dict[tuple[str, str], _Meeting] = {}
+        self._gone: set[int] = set()
+        self._held_bytes = 0
+
+    def enter(self, rank: int, peer: int, asked: Barrier | Blob, now: float) -> Answers:
+        """Let a worker wait in a meeting; give what this decides."""
+        key = (type(asked).__name__.lower(), asked.name)
+        refusal = self._refuse(key, rank, asked)
+        if refusal is not None:
+            return [(peer, refusal)]
+        meeting = self._meetings.setdefault(key, _Meeting())
+        meeting.entries[rank] = _Entry(peer, asked, now + asked.timeout_s)
+        if isinstance(asked, Blob):
+            self._held_bytes += len(asked.data or b"")
+            roots = {rank: _root(entry) for rank, entry in meeting.entries.items()}
+            if len(set(roots.values())) > 1:
+                return self._end(key, "mismatch", _roots_text(asked.name, roots))
+        if self._gone:
+            return self._end(key, "peer_lost", self._gone_text(key))
+        if len(meeting.entries) < self._size:
+            return []
+        return self._complete(key)
+
+    def remove(self, rank: int) -> Answers:
+        """Forget a worker that left; meetings that need it fail."""
+        self._gone.add(rank)
+        for meeting in self._meetings.values():
+            meeting.entries.pop(rank, None)
+        keys = list(self._meetings)
+        return [
+            answer for key in keys for answer in self._end(key, "peer_lost", self._gone_text(key))
+        ]
+
+    def fail_all(self, kind: str, message: str) -> Answers:
+        """End every meeting with the same error."""
+        keys = list(self._meetings)
+        return [answer for key in keys for answer in self._end(key, kind, message)]
+
+    def expire(self, now: float) -> Answers:
+        """End the meetings that somebody has waited for too long."""
+        late = [key for key, meeting in self._meetings.items() if meeting.deadline() <= now]
+        return [answer for key in late for answer in self._end(key, "stall", self._late_text(key))]
+
+    def next_deadline(self) -> float | None:
+        """Give the time when expire() has something to do."""
+        return min((meeting.deadline() for meeting in self._meetings.values()), default=None)
+
+    def waiting(self) -> Iterator[tuple[int, int]]:
+        """List (peer, request) of everybody who waits."""
+        for meeting in self._meetings.values():
+            for entry in meeting.entries.values():
+                yield entry.peer, entry.asked.request
+
+    def _refuse(self, key: tuple[str, str], rank: int, asked: Barrier | Blob) -> Failed | None:
+        meeting = self._meetings.get(key)
+        what = f"{key[0]} {asked.name!r}"
+        if meeting is not None and rank in meeting.entries:
+            text = f"worker {rank} is already waiting in {what}; give each its own name"
+            return Failed(asked.request, "config", text)
+        if meeting is None and len(self._meetings) >= MAX_MEETINGS:
+            text = f"{what} refused: {MAX_MEETINGS} barriers and blobs are waiting already"
+            return Failed(asked.request, "error", text)
+        if isinstance(asked, Blob) and (asked.data is not None) != (asked.root_rank == rank):
+            text = (
+                f"{what}: worker {rank} must {'give' if asked.data is None else 'not give'} data"
+            )
+            return Failed(asked.request, "config", f"{text}; the root is {asked.root_rank}")
+        if isinstance(asked, Blob) and asked.root_rank >= self._size:
+            text = f"{what}: root rank {asked.root_rank} does not exist, the size is {self._size}"
+            return Failed(asked.request, "config", text)
+        nbytes = len(asked.data or b"") if isinstance(asked, Blob) else 0
+        if self._held_bytes + nbytes > MAX_BLOBS_HELD_BYTES:
+            text = f"{what} refused: the scheduler already holds {self._held_bytes} bytes"
+            return Failed(asked.request, "error", f"{text} that other workers have not fetched")
+        return None
+
+    def _complete(self, key: tuple[str, str]) -> Answers:
+        meeting = self._close(key)
+        data = b""
+        for entry in meeting.entries.values():
+            if isinstance(entry.asked, Blob) and entry.asked.data is not None:
+                data = entry.asked.data
+        return [(entry.peer, _success(entry.asked, data)) for entry in meeting.entries.values()]
+
+    def _end(self, key: tuple[str, str], kind: str, message: str) -> Answers:
+        meeting = self._close(key)
+        return [
+            (entry.peer, Failed(entry.asked.request, kind, message))
+            for entry in meeting.entries.values()
+        ]
+
+    def _close(self, key: tuple[str, str]) -> _Meeting:
+        meeting = self._meetings.pop(key)
+        for entry in meeting.entries.values():
+            if isinstance(entry.asked, Blob):
+                self._held_bytes -= len(entry.asked.data or b"")
+        return meeting
+
+    def _gone_text(self, key: tuple[str, str]) -> str:
+        gone = workers_text(sorted(self._gone))
+        return f"{key[0]} {key[1]!r} cannot complete: {gone} left the job"
+
+    def _late_text(self, key: tuple[str, str]) -> str:
+        entries = self._meetings[key].entries
+        missing = [rank for rank in range(self._size) if rank not in entries]
+        first = min(entries, key=lambda rank: entries[rank].deadline)
+        text = (
+            f"{key[0]} {key[1]!r} timed out after {entries[first].asked.timeout_s:g} s of worker "
+            f"{first}; missing: {workers_text(missing)}"
+        )
+        elsewhere = self._elsewhere(missing)
+        hint = "; raise FASTPS_OP_TIMEOUT_S if they are only slow"
+        return text + (f" ({elsewhere})" if elsewhere else "") + hint
+
+    def _elsewhere(self, missing: list[int]) -> str:
+        """Say in which other meetings the missing workers wait."""
+        return join_names(
+            [
+                f"worker {rank} waits in {kind} {name!r}"
+                for (kind, name), meeting in self._meetings.items()
+                for rank in missing
+                if rank in meeting.entries
+            ]
+        )
+
+
+def _root(entry: _Entry) -> int:
+    return entry.asked.root_rank if isinstance(entry.asked, Blob) else -1
+
+
+def _roots_text(name: str, roots: dict[int, int]) -> str:
+    sides = [f"worker {rank} says root {root}" for rank, root in sorted(roots.items())]
+    return f"blob {name!r}: workers disagree about its root: {join_names(sides)}"
+
+
+def _success(asked: Barrier | Blob, data: bytes) -> ToMember:
+    if isinstance(asked, Blob) and asked.data is None:
+        return BlobData(asked.request, data)
+    return Done(asked.request)

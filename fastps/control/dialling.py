@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reach the scheduler: resolve, connect, authenticate, again until the start timeout.
+
+Decides which failures pass (nobody listens yet, a name not known yet, too many at once) and which
+cannot (wrong token, another program at the port). Errors say what was tried and what to set.
+Synchronous; called on the thread of connect(); every step ends at the deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+
+from fastps.auth import (
+    ACCEPT_BYTES,
+    CHALLENGE_BYTES,
+    ClientHandshake,
+    Purpose,
+)
+from fastps.config import Config
+from fastps.control import sockets as control_sockets
+from fastps.errors import AuthError, ConfigError, FastPSError, ProtocolError, TransportTimeout
+
+log = logging.getLogger(__name__)
+
+RETRY_FIRST_S = 0.02
+RETRY_LAST_S = 0.5
+
+
+def dial(
+    config: Config, key: bytes, *, purpose: Purpose, sender: int, deadline: float
+) -> socket.socket:
+    """Give an authenticated connection to the scheduler.
+
+    Raises ConfigError (no address, unknown host), AuthError and ProtocolError at once,
+    TransportTimeout when nobody could be reached before the deadline.
+    """
+    if not config.scheduler_host or not config.scheduler_port:
+        raise ConfigError(
+            "the address of the scheduler is not set; start with fastps-run, or set "
+            "FASTPS_SCHEDULER_HOST and FASTPS_SCHEDULER_PORT"
+        )
+    began = time.monotonic()
+    name_deadline = min(deadline, began + config.connect_timeout_s)
+    last = "nothing was tried: the start timeout was over"
+    for pause_s in control_sockets.backoff_s(RETRY_FIRST_S, RETRY_LAST_S):
+        now = time.monotonic()
+        if now >= deadline:
+            break
+        try:
+            return _dial_once(
+                config, ClientHandshake(key, purpose=purpose, sender=sender), deadline
+            )
+        except socket.gaierror as error:
+            last = f"unknown host ({error.strerror})"
+            if now >= name_deadline:
+                raise _unknown_host(config, error) from error
+        except OSError as error:
+            last = error.strerror or str(error)
+        log.debug("the scheduler cannot be reached yet: %s", last)
+        time.sleep(min(pause_s, max(deadline - time.monotonic(), 0)))
+    raise _unreachable(config, last, time.monotonic() - began)
+
+
+def _dial_once(config: Config, handshake: ClientHandshake, deadline: float) -> socket.socket:
+    now = time.monotonic()
+    sock = control_sockets.connect(
+        config.scheduler_host,
+        config.scheduler_port,
+        deadline=min(deadline, now + config.connect_timeout_s),
+        user_timeout_s=config.tcp_user_timeout_s,
+    )
+    try:
+        limit = min(deadline, time.monotonic() + config.handshake_timeout_s)
+        _authenticate(sock, handshake, limit)
+    except FastPSError as error:
+        sock.close()
+        raise _with_address(error, config) from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _authenticate(sock: socket.socket, handshake: ClientHandshake, deadline: float) -> None:
+    sock.sendall(handshake.hello())
+    challenge = control_sockets.read_exactly(sock, CHALLENGE_BYTES, deadline=deadline)
+    sock.sendall(handshake.answer(challenge))
+    handshake.finish(control_sockets.read_exactly(sock, ACCEPT_BYTES, deadline=deadline))
+
+
+def _where(config: Config) -> str:
+    return control_sockets.join_address(config.scheduler_host, config.scheduler_port)
+
+
+def _with_address(error: FastPSError, config: Config) -> FastPSError:
+    kind = type(error) if isinstance(error, AuthError | ProtocolError) else FastPSError
+    return kind(f"scheduler {_where(config)}: {error}")
+
+
+def _unknown_host(config: Config, error: socket.gaierror) -> ConfigError:
+    return ConfigError(
+        f"the scheduler's host {config.scheduler_host!r} is unknown ({error.strerror}) after "
+        f"{config.connect_timeout_s:g} s of trying; set FASTPS_SCHEDULER_HOST to a name or "
+        "address that this machine can resolve"
+    )
+
+
+def _unreachable(config: Config, last: str, waited_s: float) -> TransportTimeout:
+    return TransportTimeout(
+        f"no scheduler at {_where(config)} after {waited_s:.1f} s of trying: {last}; is it "
+        "started there, and does a firewall let the port through? Set FASTPS_SCHEDULER_HOST and "
+        "FASTPS_SCHEDULER_PORT, or raise FASTPS_START_TIMEOUT_S if it starts late"
+    )

@@ -1,0 +1,630 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is in the job: joins, ranks, leases, losses, leaving, generations.
+
+A pure state machine: no socket, no clock, no thread. The scheduler feeds it what happened, with
+the time, and carries out the actions it returns. A peer is the number of one control connection
+and is never used twice.
+
+Phases:  LOBBY --all joined--> RUNNING --all workers left--> LOBBY of the next generation
+         RUNNING --a member is lost--> BROKEN --all gone--> OVER
+         LOBBY --nobody came for too long--> OVER
+
+Servers stay from generation to generation; workers join each one anew, and may already wait for
+the next one while others have yet to leave this one. Invariants: ranks are unique per role; the
+generation only grows; the first cause is recorded once and nothing replaces it; every request
+is answered, or its peer is told of a loss and dropped.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fastps.config import Config
+from fastps.control.collectives import Answers, Collectives, join_names
+from fastps.control.declarations import Declarations
+from fastps.control.protocol import (
+    AwaitStart,
+    Barrier,
+    Blob,
+    Declare,
+    Done,
+    Failed,
+    Job,
+    JobOver,
+    Join,
+    Joined,
+    KeysFailed,
+    KeysReady,
+    Leave,
+    Member,
+    NewGeneration,
+    PeerLeft,
+    PeerLost,
+    ReportLost,
+    Started,
+    ToMember,
+    ToScheduler,
+)
+
+log = logging.getLogger(__name__)
+
+SUSPICION_S = 1.0  # how long a reported member may take to turn out dead by itself
+MAX_NOTES = 8  # departures before the start that are told to those who wait
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to a peer."""
+
+    peer: int
+    message: ToMember
+
+
+@dataclass(frozen=True)
+class Close:
+    """Close a peer's connections once everything sent has gone."""
+
+    peer: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """End the scheduler; code is its exit status."""
+
+    code: int
+    reason: str
+
+
+Action: TypeAlias = Send | Close | Finish
+
+
+class Phase(enum.Enum):
+    """Where the job stands."""
+
+    LOBBY = "lobby"
+    RUNNING = "running"
+    BROKEN = "broken"
+    OVER = "over"
+
+
+@dataclass
+class _Peer:
+    """One joined process; rank is None until the job starts, unless it was configured."""
+
+    peer: int
+    join: Join
+    rank: int | None
+    lease_until: float
+    has_started: bool = False
+    start_request: AwaitStart | None = None
+    start_deadline: float = 0.0
+
+    @property
+    def name(self) -> str:
+        number = "" if self.rank is None else f" {self.rank}"
+        return f"{self.join.role}{number}"
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name} ({self.join.hostname}, pid {self.join.pid})"
+
+
+@dataclass(frozen=True)
+class _Suspicion:
+    """A member that another one cannot reach."""
+
+    suspect: int
+    until: float
+    text: str
+
+
+class Membership:
+    """The members of one job, their collectives and declarations."""
+
+    def __init__(self, config: Config, *, now: float) -> None:
+        """Open the first lobby."""
+        self.phase = Phase.LOBBY
+        self.generation = 1
+        self.first_cause: PeerLost | None = None
+        self._config = config
+        self._peers: dict[int, _Peer] = {}
+        self._suspicions: list[_Suspicion] = []
+        self._notes: list[str] = []
+        self._out: list[Action] = []
+        self._idle_until = now + config.start_timeout_s
+        self._is_finished = False
+        self._end_reason = ""
+        self._end_code = 0
+        self._collectives = Collectives(config.size)
+        self._declarations = Declarations(config, servers=())
+
+    # ---- what happened ----
+
+    def receive(self, peer: int, message: ToScheduler, now: float) -> list[Action]:
+        """Take a message of a peer."""
+        member = self._peers.get(peer)
+        if isinstance(message, Join):
+            self._join(peer, message, now)
+        elif member is None:
+            self._out.append(Close(peer))
+        elif isinstance(message, Leave):
+            self._leave(member, message, now)
+        elif isinstance(message, AwaitStart):
+            self._await_start(member, message, now)
+        elif isinstance(message, ReportLost):
+            self._report_lost(member, message, now)
+        elif isinstance(message, KeysReady | KeysFailed):
+            self._keys(member, message)
+        else:
+            self._collective(member, message, now)
+        return self._drain(now)
+
+    def closed(self, peer: int, cause: str, now: float) -> list[Action]:
+        """Note that a peer's control connection ended without a leave."""
+        self._drop(peer, cause, now)
+        return self._drain(now)
+
+    def pulse(self, peer: int, now: float) -> bool:
+        """Renew a lease; False if the peer is no member (any more)."""
+        member = self._peers.get(peer)
+        if member is None:
+            return False
+        member.lease_until = now + self._config.lease_s
+        return True
+
+    def pulse_closed(self, peer: int, now: float) -> list[Action]:
+        """Note that a pulse connection ended: proof enough against a suspect."""
+        for suspicion in self._suspicions:
+            if suspicion.suspect == peer:
+                self._drop(peer, f"its pulse ended; {suspicion.text}", now)
+                break
+        return self._drain(now)
+
+    def slept(self, now: float) -> list[Action]:
+        """Renew all leases: the scheduler itself was stopped and cannot judge the silence."""
+        for member in self._peers.values():
+            member.lease_until = max(member.lease_until, now + self._config.lease_s)
+        return self._drain(now)
+
+    def stop(self, reason: str, now: float) -> list[Action]:
+        """End the job from outside (a signal)."""
+        if self.phase is not Phase.OVER:
+            self._end(reason, 0 if self.first_cause is None else 1, now)
+        return self._drain(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Do what is due; to be called at next_deadline()."""
+        for member in list(self._peers.values()):
+            if member.lease_until <= now:
+                self._drop(member.peer, self._silence_text(), now)
+        for suspicion in [item for item in self._suspicions if item.until <= now]:
+            self._drop(suspicion.suspect, f"{suspicion.text}; it is alive otherwise", now)
+        for member in list(self._peers.values()):
+            if member.start_request is not None and member.start_deadline <= now:
+                self._start_timed_out(member, now)
+        self._send_all(self._collectives.expire(now))
+        self._send_all(self._declarations.expire(now))
+        if self._idle_until <= now:
+            self._idle_timed_out(now)
+        return self._drain(now)
+
+    def next_deadline(self) -> float | None:
+        """Give the time of the next tick, None when nothing can become due."""
+        times = [member.lease_until for member in self._peers.values()]
+        times += [suspicion.until for suspicion in self._suspicions]
+        times += [
+            member.start_deadline
+            for member in self._peers.values()
+            if member.start_request is not None
+        ]
+        parts = (self._collectives.next_deadline(), self._declarations.next_deadline())
+        times += [time for time in parts if time is not None]
+        times.append(self._idle_until)
+        first = min(times)
+        return None if first == float("inf") or self._is_finished else first
+
+    def pending(self) -> set[tuple[int, int]]:
+        """List (peer, request) of all unanswered requests."""
+        waiting = set(self._collectives.waiting()) | set(self._declarations.waiting())
+        starts = (member.start_request for member in self._peers.values())
+        peers = list(self._peers)
+        return waiting | {
+            (peer, start.request)
+            for peer, start in zip(peers, starts, strict=True)
+            if start is not None
+        }
+
+    def members(self) -> tuple[tuple[int, str, int | None], ...]:
+        """List (peer, role, rank) of everybody in the job or its lobby."""
+        return tuple((item.peer, item.join.role, item.rank) for item in self._peers.values())
+
+    def missing_text(self) -> str:
+        """Say who has joined, who has not, and who came and went."""
+        if self.phase is Phase.RUNNING:
+            running = [item.full_name for item in self._of_role("worker") if item.has_started]
+            return f"the job's earlier run goes on: {join_names(running)} did not leave it"
+        parts: list[str] = []
+        for role in ("worker", "server"):
+            parts += self._missing_of_role(role)
+        return "; ".join(parts + [f"earlier: {note}" for note in self._notes])
+
+    # ---- joining ----
+
+    def _join(self, peer: int, join: Join, now: float) -> None:
+        if peer in self._peers:
+            self._send(peer, Failed(join.request, "protocol", "this connection joined already"))
+            return
+        refusal = self._refuse(join)
+        if refusal is not None:
+            kind, text = refusal
+            log.warning("refused a %s of %s, pid %d: %s", join.role, join.hostname, join.pid, text)
+            self._send(peer, Failed(join.request, kind, text))
+            self._out.append(Close(peer))
+            return
+        lease = now + self._config.lease_s + self._config.handshake_timeout_s
+        self._peers[peer] = _Peer(peer, join, join.rank, lease)
+        if join.role == "worker" or self.generation == 1:
+            self._idle_until = float("inf")
+        self._send(peer, Joined(join.request, peer))
+
+    def _refuse(self, join: Join) -> tuple[str, str] | None:
+        """Say why a process cannot join: kind and message."""
+        if self.first_cause is not None:
+            return "peer_lost", f"the job is broken: {self.first_cause}"
+        if self.phase is Phase.OVER:
+            return "shutdown", "the job is over; start a new one"
+        if join.role == "scheduler":
+            return "config", "a scheduler cannot join a job; set FASTPS_ROLE"
+        text = self._refuse_size(join) or self._refuse_count(join) or self._refuse_rank(join)
+        return None if text is None else ("config", text)
+
+    def _refuse_size(self, join: Join) -> str | None:
+        config = self._config
+        if join.role == "worker" and join.size not in (0, config.size):
+            return (
+                f"this worker expects {join.size} worker(s), the scheduler {config.size}; "
+                "set FASTPS_SIZE to the same number everywhere"
+            )
+        if join.role == "worker" and join.num_servers not in (0, config.num_servers):
+            return (
+                f"this worker expects {join.num_servers} server(s), the scheduler "
+                f"{config.num_servers}; set FASTPS_NUM_SERVERS to the same number everywhere"
+            )
+        return None
+
+    def _refuse_count(self, join: Join) -> str | None:
+        total, variable = self._total(join.role)
+        rivals = self._rivals(join.role)
+        if len(rivals) < total:
+            return None
+        names = join_names([rival.full_name for rival in rivals])
+        return (
+            f"role {join.role} is started too often: the job has {total} of them ({names}) and "
+            f"one more came from {join.hostname}, pid {join.pid}; start fewer or raise {variable}"
+        )
+
+    def _refuse_rank(self, join: Join) -> str | None:
+        total, variable = self._total(join.role)
+        if join.rank is None:
+            return None
+        if join.rank >= total:
+            return (
+                f"rank {join.rank} of a {join.role} from {join.hostname}, pid {join.pid}, is not "
+                f"0 to {total - 1}; set FASTPS_RANK or {variable}"
+            )
+        for rival in self._rivals(join.role):
+            if rival.rank == join.rank:
+                return (
+                    f"two processes want to be {join.role} {join.rank}: {rival.full_name} and "
+                    f"one of {join.hostname}, pid {join.pid}; give each its own FASTPS_RANK"
+                )
+        return None
+
+    def _rivals(self, role: str) -> list[_Peer]:
+        """List those who compete with a newcomer for places and ranks."""
+        if role == "worker" and self._has_worker_left():
+            return [item for item in self._of_role(role) if not item.has_started]
+        return self._of_role(role)
+
+    def _has_worker_left(self) -> bool:
+        """Tell whether some, not all, workers of this generation have left."""
+        started = [item for item in self._of_role("worker") if item.has_started]
+        return self.phase is Phase.RUNNING and len(started) < self._config.size
+
+    def _await_start(self, member: _Peer, message: AwaitStart, now: float) -> None:
+        if member.has_started or member.start_request is not None:
+            self._fail(member, message.request, "protocol", "start was asked for twice")
+            return
+        if self._answer_ended(member, message.request):
+            return
+        member.start_request = message
+        member.start_deadline = now + message.timeout_s
+        self._start_if_complete()
+
+    def _start_if_complete(self) -> None:
+        if self.phase is not Phase.LOBBY:
+            return
+        workers, servers = self._of_role("worker"), self._of_role("server")
+        if len(workers) < self._config.size or len(servers) < self._config.num_servers:
+            return
+        if any(not item.has_started and item.start_request is None for item in workers + servers):
+            return
+        workers, servers = _number(workers), _number(servers)
+        self.phase = Phase.RUNNING
+        self._notes.clear()
+        self._collectives = Collectives(self._config.size)
+        self._declarations = Declarations(
+            self._config, servers=[server.peer for server in servers]
+        )
+        self._tell_started(workers, servers)
+
+    def _tell_started(self, workers: list[_Peer], servers: list[_Peer]) -> None:
+        faces = [tuple(_face(item) for item in group) for group in (servers, workers)]
+        for group in (servers, workers):
+            locals_ = _local_ranks(group)
+            for item in group:
+                item.has_started = True
+                request, item.start_request = item.start_request, None
+                if request is None:  # a server of an earlier generation
+                    continue
+                local_rank, local_size = locals_[item.peer]
+                job = Job(
+                    self._config.job_id,
+                    self.generation,
+                    item.rank or 0,
+                    self._config.size,
+                    local_rank,
+                    local_size,
+                    *faces,
+                )
+                self._send(item.peer, Started(request.request, job))
+
+    def _start_timed_out(self, member: _Peer, now: float) -> None:
+        request = member.start_request
+        assert request is not None
+        text = (
+            f"the job did not start within {request.timeout_s:g} s: {self.missing_text()}; start "
+            "the missing processes, or raise FASTPS_START_TIMEOUT_S if they are only slow"
+        )
+        self._send(member.peer, Failed(request.request, "stall", text))
+        member.start_request = None
+        self._drop(member.peer, "gave up waiting for the job to start", now)
+
+    # ---- at work ----
+
+    def _collective(self, member: _Peer, message: Declare | Barrier | Blob, now: float) -> None:
+        if self._answer_ended(member, message.request):
+            return
+        rank = member.rank
+        if member.join.role != "worker" or not member.has_started or rank is None:
+            text = f"{type(message).__name__.lower()} is for workers of a started job"
+            self._fail(member, message.request, "protocol", text)
+        elif isinstance(message, Declare):
+            self._send_all(self._declarations.declare(rank, member.peer, message, now))
+        else:
+            self._send_all(self._collectives.enter(rank, member.peer, message, now))
+
+    def _keys(self, member: _Peer, message: KeysReady | KeysFailed) -> None:
+        if member.join.role != "server" or not member.has_started or member.rank is None:
+            return
+        if isinstance(message, KeysReady):
+            answers = self._declarations.keys_ready(member.rank, message.request_id)
+        else:
+            answers = self._declarations.keys_failed(
+                member.rank, message.request_id, message.message
+            )
+        self._send_all(answers)
+
+    def _answer_ended(self, member: _Peer, request: int) -> bool:
+        """Answer a request that comes after the end of the job; False if it has not ended."""
+        if self.first_cause is not None:
+            self._fail(member, request, "peer_lost", str(self.first_cause))
+        elif self.phase is Phase.OVER:
+            self._fail(member, request, "shutdown", "the job is over")
+        return self.phase in (Phase.BROKEN, Phase.OVER)
+
+    # ---- leaving and losing ----
+
+    def _leave(self, member: _Peer, message: Leave, now: float) -> None:
+        self._send(member.peer, Done(message.request))
+        if member.join.role == "server" and self._is_needed(member):
+            self._drop(member.peer, "it left in order while workers still need it", now)
+            return
+        self._remove(member)
+        if member.has_started and self.phase is Phase.RUNNING:
+            assert member.rank is not None
+            self._tell_all(PeerLeft(member.join.role, member.rank))
+            if member.join.role == "worker":
+                self._send_all(self._collectives.remove(member.rank))
+                self._declarations.remove(member.rank)
+        self._after_departure(now)
+
+    def _is_needed(self, server: _Peer) -> bool:
+        return (
+            self.phase is Phase.RUNNING
+            and server.has_started
+            and any(item.has_started for item in self._of_role("worker"))
+        )
+
+    def _drop(self, peer: int, cause: str, now: float) -> None:
+        """Take out a member that did not leave in order."""
+        member = self._peers.get(peer)
+        if member is None:
+            return
+        is_first = self.first_cause is None and self.phase is not Phase.OVER
+        log.log(
+            logging.WARNING if is_first else logging.INFO,
+            "%s is lost: %s",
+            member.full_name,
+            cause,
+        )
+        if member.has_started and self.phase is Phase.RUNNING:
+            self._break(member, cause)
+        elif self.phase is Phase.LOBBY and len(self._notes) < MAX_NOTES:
+            self._notes.append(f"{member.full_name} joined and was lost: {cause}")
+        self._remove(member)
+        self._after_departure(now)
+
+    def _break(self, member: _Peer, cause: str) -> None:
+        """Record the first cause and tell it to everybody, the lost one included."""
+        related = [item.text for item in self._suspicions if item.suspect == member.peer]
+        text = "; ".join([cause, *(item for item in related if item not in cause)])
+        join = member.join
+        self.first_cause = PeerLost(join.role, member.rank or 0, join.hostname, join.pid, text)
+        self.phase = Phase.BROKEN
+        self._suspicions.clear()
+        self._tell_all(self.first_cause)
+        message = str(self.first_cause)
+        self._send_all(self._collectives.fail_all("peer_lost", message))
+        self._send_all(self._declarations.fail_all("peer_lost", message))
+        for item in self._peers.values():
+            self._fail_start(item, "peer_lost", message)
+
+    def _remove(self, member: _Peer) -> None:
+        del self._peers[member.peer]
+        self._suspicions = [item for item in self._suspicions if item.suspect != member.peer]
+        self._out.append(Close(member.peer))
+
+    def _after_departure(self, now: float) -> None:
+        """Begin what comes when the last worker or the last member has gone."""
+        workers = self._of_role("worker")
+        if self.phase is Phase.RUNNING and not any(item.has_started for item in workers):
+            self._next_generation()
+        if self.phase is Phase.BROKEN and not workers:
+            self._end(f"the job is broken: {self.first_cause}", 1, now)
+        if self.phase is Phase.LOBBY and not self._of_role("worker"):
+            if self.generation > 1:
+                self._idle_until = min(self._idle_until, now + self._config.linger_s)
+            elif not self._peers:
+                self._idle_until = now + self._config.start_timeout_s
+
+    def _next_generation(self) -> None:
+        self.phase = Phase.LOBBY
+        self.generation += 1
+        self._suspicions.clear()
+        for server in self._of_role("server"):
+            if server.has_started:
+                self._send(server.peer, NewGeneration(self.generation))
+        self._start_if_complete()
+
+    def _report_lost(self, member: _Peer, report: ReportLost, now: float) -> None:
+        """Suspect a member: its own connections may tell better why it is unreachable."""
+        if self.phase is not Phase.RUNNING or not member.has_started:
+            return
+        for item in self._of_role(report.role):
+            if item.rank == report.rank and item.has_started and item is not member:
+                text = f"{member.name} lost its data connection to it: {report.cause}"
+                self._suspicions.append(_Suspicion(item.peer, now + SUSPICION_S, text))
+                return
+
+    def _silence_text(self) -> str:
+        return (
+            f"it was silent for longer than its lease of {self._config.lease_s:g} s (stopped, "
+            "swapped out or cut off); raise FASTPS_LEASE_S if such pauses are normal"
+        )
+
+    # ---- the end ----
+
+    def _idle_timed_out(self, now: float) -> None:
+        self._idle_until = float("inf")
+        if self.phase is Phase.OVER:
+            self._finish(f"{self._end_reason}; some members did not leave in time")
+        elif self.generation > 1:
+            self._end("all workers left", 0, now)
+        else:
+            self._end(f"nobody joined within {self._config.start_timeout_s:g} s", 1, now)
+
+    def _end(self, reason: str, code: int, now: float) -> None:
+        """Tell everybody that the job is over and wait for them to leave."""
+        self.phase = Phase.OVER
+        self._end_reason, self._end_code = reason, code
+        self._suspicions.clear()
+        self._send_all(self._collectives.fail_all("shutdown", reason))
+        self._send_all(self._declarations.fail_all("shutdown", reason))
+        for item in self._peers.values():
+            self._fail_start(item, "shutdown", f"the job is over: {reason}")
+        self._tell_all(JobOver(reason))
+        self._idle_until = now + self._config.shutdown_timeout_s
+
+    def _finish(self, reason: str) -> None:
+        self._is_finished = True
+        for peer in list(self._peers):
+            self._out.append(Close(peer))
+        self._peers.clear()
+        self._out.append(Finish(self._end_code, reason))
+
+    # ---- small things ----
+
+    def _drain(self, now: float) -> list[Action]:
+        if self.phase is Phase.OVER and not self._peers and not self._is_finished:
+            self._finish(self._end_reason)
+        out, self._out = self._out, []
+        return out
+
+    def _send(self, peer: int, message: ToMember) -> None:
+        self._out.append(Send(peer, message))
+
+    def _send_all(self, answers: Answers) -> None:
+        self._out += [Send(peer, message) for peer, message in answers]
+
+    def _tell_all(self, message: ToMember) -> None:
+        self._out += [Send(peer, message) for peer in self._peers]
+
+    def _fail(self, member: _Peer, request: int, kind: str, text: str) -> None:
+        self._send(member.peer, Failed(request, kind, text))
+
+    def _fail_start(self, member: _Peer, kind: str, text: str) -> None:
+        request, member.start_request = member.start_request, None
+        if request is not None:
+            self._fail(member, request.request, kind, text)
+
+    def _of_role(self, role: str) -> list[_Peer]:
+        return [item for item in self._peers.values() if item.join.role == role]
+
+    def _missing_of_role(self, role: str) -> Iterator[str]:
+        """Count who is there; name the missing ranks if the ranks are known already."""
+        total, _ = self._total(role)
+        present = self._of_role(role)
+        yield f"{len(present)} of {total} {role}s joined"
+        known = {item.rank for item in present}
+        if len(present) < total and present and None not in known:
+            absent = [f"{role} {rank}" for rank in range(total) if rank not in known]
+            yield f"missing: {join_names(absent)}"
+
+    def _total(self, role: str) -> tuple[int, str]:
+        if role == "worker":
+            return self._config.size, "FASTPS_SIZE"
+        return self._config.num_servers, "FASTPS_NUM_SERVERS"
+
+
+def _number(group: list[_Peer]) -> list[_Peer]:
+    """Give free ranks to those without, by arrival; return the group in rank order."""
+    taken = {item.rank for item in group}
+    free = (rank for rank in range(len(group)) if rank not in taken)
+    for item in group:
+        if item.rank is None:
+            item.rank = next(free)
+    return sorted(group, key=lambda item: item.rank or 0)
+
+
+def _local_ranks(group: list[_Peer]) -> dict[int, tuple[int, int]]:
+    """Give (local_rank, local_size) by peer: as configured, else by machine in rank order."""
+    machines: dict[tuple[str, str], list[_Peer]] = {}
+    for item in group:
+        machines.setdefault((item.join.boot_id, item.join.hostname), []).append(item)
+    found: dict[int, tuple[int, int]] = {}
+    for machine in machines.values():
+        for place, item in enumerate(machine):
+            join = item.join
+            local_rank = place if join.local_rank is None else join.local_rank
+            found[item.peer] = (local_rank, join.local_size or len(machine))
+    return found
+
+
+def _face(item: _Peer) -> Member:
+    join = item.join
+    return Member(join.role, item.rank or 0, join.host, join.port, join.pid, join.hostname)

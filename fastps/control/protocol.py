@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What members of a job and its scheduler say to each other, and how it is framed.
+
+Decides the shape and the bounds of every control message. Knows no socket, thread or clock.
+A frame is a 4-byte little-endian length and one MessagePack array whose first item names the
+message. A frame is only ever decoded from a peer that has authenticated; a message that does
+not fit its types and bounds is a ProtocolError, never a half-built value. All values are frozen.
+
+A member's requests carry a number; the scheduler answers each one exactly once, with the
+message made for it, with `Done` or with `Failed`. Everything else the scheduler says is an
+`Event`.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from fastps.errors import (
+    ConfigError,
+    FastPSError,
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+    ShutdownError,
+    StallError,
+)
+
+# What fastps.auth.derive_key makes the keys of the two kinds of connections for.
+KEY_PURPOSE_CONTROL = "control"
+KEY_PURPOSE_DATA = "data"
+
+LENGTH = struct.Struct("<I")
+MAX_BLOB_BYTES = 64 << 20  # a broadcast object; larger ones go as tensors
+MAX_FRAME_BYTES = MAX_BLOB_BYTES + (64 << 10)  # a blob and the fields around it
+MAX_NAME_CHARS = 1024  # tensors, barriers, blobs
+MAX_TEXT_CHARS = 16384  # causes and reasons
+MAX_DIMENSIONS = 64
+MAX_MEMBERS = 1 << 16
+
+Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+Role: TypeAlias = Annotated[str, Meta(pattern="^(worker|server|scheduler)$")]
+Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_MEMBERS)]
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
+Nbytes: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
+Id: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages: frozen, an array on the wire, named by its first item."""
+
+
+class _Record(msgspec.Struct, frozen=True, array_like=True):
+    """Base of values inside messages."""
+
+
+# ---- values ----
+
+
+class Member(_Record, frozen=True):
+    """One process of the job; host and port are where its data connections arrive."""
+
+    role: Role
+    rank: Rank
+    host: Text
+    port: Port
+    pid: Id
+    hostname: Text
+
+
+class Job(_Record, frozen=True):
+    """What a member knows of its job once everybody joined; rank is its own."""
+
+    job_id: Text
+    generation: Id
+    rank: Rank
+    size: Count
+    local_rank: Rank
+    local_size: Count
+    servers: tuple[Member, ...]
+    workers: tuple[Member, ...]
+
+
+class TensorSpec(_Record, frozen=True):
+    """What a worker declares; dtype is a code of fastps.types.DType."""
+
+    name: Name
+    dtype: Annotated[int, Meta(ge=1, le=255)]
+    shape: Annotated[tuple[Nbytes, ...], Meta(max_length=MAX_DIMENSIONS)]
+    nbytes: Nbytes
+    partition_bytes: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    chunk_bytes: Annotated[int, Meta(ge=1, lt=1 << 31)]
+
+
+class DeclaredTensor(_Record, frozen=True):
+    """What the scheduler answers: the tensor's id and the server of each partition."""
+
+    tensor_id: Id
+    owners: tuple[Rank, ...]
+
+
+class KeySpec(_Record, frozen=True):
+    """What a server needs to hold its partitions of one tensor."""
+
+    tensor_id: Id
+    name: Name
+    dtype: Annotated[int, Meta(ge=1, le=255)]
+    nbytes: Nbytes
+    partition_bytes: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    chunk_bytes: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    owners: tuple[Rank, ...]
+
+
+# ---- member to scheduler ----
+
+
+class Join(_Message, frozen=True):
+    """Ask for a place in the job; None or 0 means "not configured here"."""
+
+    request: Id
+    role: Role
+    rank: Rank | None
+    local_rank: Rank | None
+    local_size: Count | None
+    size: Count
+    num_servers: Count
+    host: Text
+    port: Port
+    pid: Id
+    hostname: Text
+    boot_id: Text
+
+
+class AwaitStart(_Message, frozen=True):
+    """Wait until the job is complete; answered by Started."""
+
+    request: Id
+    timeout_s: Seconds
+
+
+class Declare(_Message, frozen=True):
+    """Declare a batch of tensors; answered by Declared when every server is ready for them."""
+
+    request: Id
+    specs: tuple[TensorSpec, ...]
+    timeout_s: Seconds
+
+
+class Barrier(_Message, frozen=True):
+    """Wait for every worker to enter the barrier of this name."""
+
+    request: Id
+    name: Name
+    timeout_s: Seconds
+
+
+class Blob(_Message, frozen=True):
+    """Give (root) or get (others, data None) a small object; answered by BlobData or Done."""
+
+    request: Id
+    name: Name
+    root_rank: Rank
+    data: Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)] | None
+    timeout_s: Seconds
+
+
+class KeysReady(_Message, frozen=True):
+    """A server can take pushes for the keys of one DeclareKeys."""
+
+    request_id: Id
+
+
+class KeysFailed(_Message, frozen=True):
+    """A server cannot hold the keys of one DeclareKeys."""
+
+    request_id: Id
+    message: Text
+
+
+class ReportLost(_Message, frozen=True):
+    """A data connection to a member broke; the scheduler decides who is to blame."""
+
+    role: Role
+    rank: Rank
+    cause: Text
+
+
+class Leave(_Message, frozen=True):
+    """Leave in order; answered by Done."""
+
+    request: Id
+
+
+ToScheduler: TypeAlias = (
+    Join | AwaitStart | Declare | Barrier | Blob | KeysReady | KeysFailed | ReportLost | Leave
+)
+
+# ---- scheduler to member: answers ----
+
+
+class Joined(_Message, frozen=True):
+    """A place is taken; `member` is the sender number of the pulse connection."""
+
+    request: Id
+    member: Id
+
+
+class Started(_Message, frozen=True):
+    """The job is complete."""
+
+    request: Id
+    job: Job
+
+
+class Declared(_Message, frozen=True):
+    """Ids and owners in the order of the declared batch."""
+
+    request: Id
+    tensors: tuple[DeclaredTensor, ...]
+
+
+class BlobData(_Message, frozen=True):
+    """The root's object."""
+
+    request: Id
+    data: bytes
+
+
+class Done(_Message, frozen=True):
+    """A request without result has been fulfilled."""
+
+    request: Id
+
+
+class Failed(_Message, frozen=True):
+    """A request cannot be fulfilled; kind is a key of FAILURES."""
+
+    request: Id
+    kind: str
+    message: str
+
+
+# ---- scheduler to member: events ----
+
+
+class PeerLost(_Message, frozen=True):
+    """The first cause: this member died, was cut off or went silent."""
+
+    role: Role
+    rank: Rank
+    host: Text
+    pid: Id
+    cause: str
+
+    def __str__(self) -> str:
+        """Say who is lost and why."""
+        where = f" ({self.host}, pid {self.pid})" if self.host or self.pid else ""
+        name = self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
+        return f"{name}{where} is lost: {self.cause}"
+
+
+class PeerLeft(_Message, frozen=True):
+    """A member left in order."""
+
+    role: Role
+    rank: Rank
+
+
+class TensorPoisoned(_Message, frozen=True):
+    """Another worker declared this tensor differently; nobody may use it any more."""
+
+    tensor_id: Id
+    name: Name
+    message: str
+
+
+class DeclareKeys(_Message, frozen=True):
+    """Servers only: make ready for these keys, then say KeysReady or KeysFailed."""
+
+    request_id: Id
+    tensors: tuple[KeySpec, ...]
+
+
+class NewGeneration(_Message, frozen=True):
+    """Servers only: all workers left; forget all keys."""
+
+    generation: Id
+
+
+class JobOver(_Message, frozen=True):
+    """The job has ended; leave."""
+
+    reason: str
+
+
+Event: TypeAlias = PeerLost | PeerLeft | TensorPoisoned | DeclareKeys | NewGeneration | JobOver
+Answer: TypeAlias = Joined | Started | Declared | BlobData | Done | Failed
+ToMember: TypeAlias = Event | Answer
+
+FAILURES: dict[str, type[FastPSError]] = {
+    "config": ConfigError,
+    "mismatch": MismatchError,
+    "peer_lost": PeerLostError,
+    "protocol": ProtocolError,
+    "shutdown": ShutdownError,
+    "stall": StallError,
+    "error": FastPSError,
+}
+
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_encoder = msgspec.msgpack.Encoder()
+_to_scheduler: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(ToScheduler)
+_to_member: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)
+
+
+def pack(message: ToScheduler | ToMember) -> bytearray:
+    """Make the frame of a message; ProtocolError if it is larger than a frame may be."""
+    frame = bytearray(LENGTH.size)
+    _encoder.encode_into(message, frame, LENGTH.size)
+    nbytes = len(frame) - LENGTH.size
+    if nbytes > MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"a {type(message).__name__} message of {nbytes} bytes exceeds the limit of "
+            f"{MAX_FRAME_BYTES}; send fewer tensors or a smaller object at once"
+        )
+    LENGTH.pack_into(frame, 0, nbytes)
+    return frame
+
+
+def body_nbytes(prefix: bytes) -> int:
+    """Read the length of the frame's body; ProtocolError if no frame may be that long."""
+    nbytes: int = LENGTH.unpack(prefix)[0]
+    if not 0 < nbytes <= MAX_FRAME_BYTES:
+        raise ProtocolError(f"a control frame of {nbytes} bytes (1 to {MAX_FRAME_BYTES} allowed)")
+    return nbytes
+
+
+def unpack_to_scheduler(body: bytes) -> ToScheduler:
+    """Decode what a member says; ProtocolError if no member may say that."""
+    try:
+        return _to_scheduler.decode(body)
+    except _MALFORMED as error:
+        raise ProtocolError(f"a control message from a member is malformed: {error}") from error
+
+
+def unpack_to_member(body: bytes) -> ToMember:
+    """Decode what the scheduler says; ProtocolError if it may not say that."""
+    try:
+        return _to_member.decode(body)
+    except _MALFORMED as error:
+        raise ProtocolError(f"a message of the scheduler is malformed: {error}") from error
+
+
+def text_of(text: str) -> str:
+    """Make a text fit to be sent: cut to the limit, no lone surrogates."""
+    return text[:MAX_TEXT_CHARS].encode("utf-8", "replace").decode("utf-8")
+
+
+def failure_of(answer: Failed) -> FastPSError:
+    """Make the exception of a refusal, ready to be raised."""
+    return FAILURES.get(answer.kind, FastPSError)(answer.message)

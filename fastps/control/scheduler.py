@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler process: one asyncio thread between the sockets and the Membership.
+
+Decides nothing about the job: it authenticates connections, turns bytes into messages, hands
+them with the time to the Membership and carries out its actions. Bounds what strangers can
+cost: a fixed-size hello before anything is parsed, a deadline, a number of half-open
+connections. What strangers do is counted by kind and logged at the 1st, 10th, 100th ... time.
+
+A control connection belongs to one member; its number is the peer number. A pulse connection
+names that number as its sender; whatever arrives on it renews the lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from fastps.auth import HELLO_BYTES, PROOF_BYTES, Purpose, ServerHandshake, derive_key
+from fastps.config import Config
+from fastps.control import sockets as control_sockets
+from fastps.control.membership import Action, Close, Finish, Membership, Phase, Send
+from fastps.control.protocol import (
+    KEY_PURPOSE_CONTROL,
+    LENGTH,
+    MAX_FRAME_BYTES,
+    Join,
+    ToScheduler,
+    body_nbytes,
+    pack,
+    unpack_to_scheduler,
+)
+from fastps.errors import AuthError, FastPSError, ProtocolError
+
+log = logging.getLogger(__name__)
+
+MAX_HALF_OPEN = 256  # connections that have not shown the token; each costs a few KB
+MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES  # to one member that does not read; then it is lost
+READ_LIMIT_BYTES = 64 << 10  # asyncio's buffer per connection
+PULSE_READ_BYTES = 4096
+OVERSLEPT_S = 1.0  # a tick this late means that this process was stopped, not the others
+
+
+@dataclass(frozen=True)
+class SchedulerStatistics:
+    """What the scheduler has seen; refused counts strangers by kind."""
+
+    phase: str
+    generation: int
+    members: int
+    half_open: int
+    refused: Mapping[str, int]
+
+
+class _Refusals:
+    """Counts of what strangers did, logged ever more rarely."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def note(self, kind: str, writer: asyncio.StreamWriter, detail: object) -> None:
+        self.counts[kind] += 1
+        count = self.counts[kind]
+        if str(count).strip("0") != "1":
+            return
+        peer = writer.get_extra_info("peername") or ("unknown",)
+        log.warning(
+            "refused a connection (%s, %d so far) from %s: %s", kind, count, peer[0], detail
+        )
+
+
+class _NotRead(Exception):
+    """A connection ended or broke before or between messages."""
+
+
+class Scheduler:
+    """Serve one job until it is over; all methods but `stop` belong to the loop's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        on_ready: Callable[[str, int], None] | None = None,
+        listeners: Sequence[socket.socket] = (),
+    ) -> None:
+        """Prepare; `listeners` are bound sockets to take over, on_ready gets host and port."""
+        self._config = config
+        self._on_ready = on_ready
+        self._listeners = list(listeners)
+        self._key = derive_key(config.token_bytes(), KEY_PURPOSE_CONTROL, config.job_id)
+        self._refusals = _Refusals()
+        self._half_open = 0
+        self._next_peer = 1
+        self._controls: dict[int, asyncio.StreamWriter] = {}
+        self._pulses: dict[int, asyncio.StreamWriter] = {}
+        self._connections: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._address = ("", 0)
+
+    @property
+    def host(self) -> str:
+        """The address listened on, once run() has started."""
+        return self._address[0]
+
+    @property
+    def port(self) -> int:
+        """The port listened on, once run() has started."""
+        return self._address[1]
+
+    def statistics(self) -> SchedulerStatistics:
+        """Give the state of the moment."""
+        return SchedulerStatistics(
+            self._membership.phase.value,
+            self._membership.generation,
+            len(self._membership.members()),
+            self._half_open,
+            MappingProxyType(dict(self._refusals.counts)),
+        )
+
+    async def run(self) -> int:
+        """Listen and serve until the job is over; give the exit status of the process."""
+        self._loop = asyncio.get_running_loop()
+        self._finished: asyncio.Future[Finish] = self._loop.create_future()
+        self._membership = Membership(self._config, now=self._loop.time())
+        listeners = self._listeners or self._listen()
+        servers: list[asyncio.Server] = []
+        try:
+            for sock in listeners:
+                servers.append(
+                    await asyncio.start_server(self._accept, sock=sock, limit=READ_LIMIT_BYTES)
+                )
+            self._address = listeners[0].getsockname()[:2]
+            self._set_timer()
+            log.info("scheduler listens on %s", control_sockets.join_address(*self._address))
+            if self._on_ready is not None:
+                self._on_ready(self.host, self.port)
+            finish = await self._finished
+        finally:
+            for server in servers:
+                server.close()
+            control_sockets.close_all(listeners)
+            await self._close_connections()
+        log.info("scheduler ends: %s", finish.reason)
+        return finish.code
+
+    def stop(self, reason: str) -> None:
+        """End the job in order; a second call ends it at once. From any thread, after run()."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            self._loop.call_soon_threadsafe(self._stop, reason)
+
+    # ---- listening ----
+
+    def _listen(self) -> list[socket.socket]:
+        config = self._config
+        host = config.host or config.scheduler_host or "localhost"
+        listeners = control_sockets.listen(host, config.scheduler_port)
+        bound = [sock.getsockname()[0] for sock in listeners]
+        if all(map(control_sockets.is_loopback, bound)) and not (
+            host == "localhost" or control_sockets.is_loopback(host)
+        ):
+            log.warning(
+                "%s leads to %s on this machine, which no other machine can reach; set "
+                "FASTPS_HOST to an address that others can",
+                host,
+                ", ".join(bound),
+            )
+        return listeners
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            await self._serve(reader, writer)
+        except asyncio.CancelledError:
+            pass
+        except Exception:
+            log.exception("a connection failed in an unforeseen way")
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        admitted = await self._admit(reader, writer)
+        if admitted is None:
+            return
+        handshake, join = admitted
+        if handshake.purpose is Purpose.PULSE:
+            await self._serve_pulse(handshake.sender, reader, writer)
+        elif join is not None:
+            await self._serve_control(join, reader, writer)
+
+    # ---- strangers ----
+
+    async def _admit(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[ServerHandshake, Join | None] | None:
+        """Authenticate a connection and read a member's Join, in bounded time and memory."""
+        if self._half_open >= MAX_HALF_OPEN:
+            self._refusals.note("too many half-open", writer, f"{MAX_HALF_OPEN} wait already")
+            return None
+        self._half_open += 1
+        handshake = ServerHandshake(self._key, purposes=(Purpose.CONTROL, Purpose.PULSE))
+        try:
+            async with asyncio.timeout(self._config.handshake_timeout_s):
+                control_sockets.tune(
+                    writer.get_extra_info("socket"), self._config.tcp_user_timeout_s
+                )
+                await self._handshake(handshake, reader, writer)
+                if handshake.purpose is Purpose.PULSE:
+                    return handshake, None
+                return handshake, await self._read_join(reader)
+        except TimeoutError:
+            detail = f"no token within {self._config.handshake_timeout_s:g} s"
+            self._refusals.note("too slow", writer, detail)
+        except AuthError as error:
+            self._refusals.note("wrong token", writer, error)
+        except ProtocolError as error:
+            self._refusals.note("not our protocol", writer, error)
+        except (OSError, EOFError, _NotRead):
+            self._refusals.note("closed early", writer, "it left before it showed the token")
+        finally:
+            self._half_open -= 1
+        return None
+
+    async def _handshake(
+        self,
+        handshake: ServerHandshake,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        try:
+            writer.write(handshake.challenge(await reader.readexactly(HELLO_BYTES)))
+            writer.write(handshake.accept(await reader.readexactly(PROOF_BYTES)))
+        except FastPSError:
+            if handshake.refusal:
+                writer.write(handshake.refusal)
+            raise
+
+    async def _read_join(self, reader: asyncio.StreamReader) -> Join:
+        message = await _read_message(reader)
+        if not isinstance(message, Join):
+            raise ProtocolError(f"a member must join first, not say {type(message).__name__}")
+        return message
+
+    # ---- members ----
+
+    async def _serve_control(
+        self, join: Join, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        peer, self._next_peer = self._next_peer, self._next_peer + 1
+        self._controls[peer] = writer
+        cause = "its control connection closed: it crashed, was killed or ended without shutdown()"
+        try:
+            self._do(self._membership.receive(peer, join, self._loop.time()))
+            async for message in _messages(reader):
+                self._do(self._membership.receive(peer, message, self._loop.time()))
+        except ProtocolError as error:
+            cause = f"it broke the control protocol: {error}"
+        except OSError as error:
+            cause = f"its control connection broke: {error.strerror or error}"
+        finally:
+            del self._controls[peer]
+            self._do(self._membership.closed(peer, cause, self._loop.time()))
+
+    async def _serve_pulse(
+        self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Renew a lease at every byte; the member's control connection must be open already."""
+        if peer in self._pulses or not self._membership.pulse(peer, self._loop.time()):
+            self._refusals.note("pulse of nobody", writer, f"peer {peer} has no lease to renew")
+            return
+        self._pulses[peer] = writer
+        try:
+            while await reader.read(PULSE_READ_BYTES):
+                self._membership.pulse(peer, self._loop.time())
+        except OSError as error:
+            log.debug("pulse of peer %d broke: %s", peer, error)
+        finally:
+            del self._pulses[peer]
+            self._do(self._membership.pulse_closed(peer, self._loop.time()))
+
+    # ---- actions ----
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._send(action)
+            elif isinstance(action, Close):
+                self._close(action.peer)
+            elif not self._finished.done():
+                self._finished.set_result(action)
+        self._set_timer()
+
+    def _send(self, action: Send) -> None:
+        writer = self._controls.get(action.peer)
+        if writer is None or writer.is_closing():
+            return
+        transport = writer.transport
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            transport.abort()
+            return
+        try:
+            writer.write(pack(action.message))
+        except ProtocolError:
+            log.exception("a message to peer %d is too large", action.peer)
+            transport.abort()
+
+    def _close(self, peer: int) -> None:
+        """Close what a peer has open; a peer that does not read is cut off later."""
+        for writers in (self._controls, self._pulses):
+            writer = writers.get(peer)
+            if writer is not None and not writer.is_closing():
+                writer.close()
+                transport = writer.transport
+                self._loop.call_later(self._config.shutdown_timeout_s, transport.abort)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self._membership.next_deadline()
+        if due is not None:
+            self._timer = self._loop.call_at(due, self._tick, due)
+
+    def _tick(self, due: float) -> None:
+        now = self._loop.time()
+        if now - due > OVERSLEPT_S:
+            log.warning("the scheduler itself stood still for %.1f s", now - due)
+            self._do(self._membership.slept(now))
+        self._do(self._membership.tick(now))
+
+    def _stop(self, reason: str) -> None:
+        if self._membership.phase is Phase.OVER and not self._finished.done():
+            self._finished.set_result(Finish(1, f"{reason} again"))
+            return
+        self._do(self._membership.stop(reason, self._loop.time()))
+
+    async def _close_connections(self) -> None:
+        """Let what was sent go out, then cut."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for writer in [*self._controls.values(), *self._pulses.values()]:
+            writer.close()
+        tasks = list(self._connections)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._config.shutdown_timeout_s)
+        for task in self._connections:
+            task.cancel()
+        for writer in [*self._controls.values(), *self._pulses.values()]:
+            writer.transport.abort()
+
+
+async def _read_message(reader: asyncio.StreamReader) -> ToScheduler:
+    try:
+        prefix = await reader.readexactly(LENGTH.size)
+        return unpack_to_scheduler(await reader.readexactly(body_nbytes(prefix)))
+    except asyncio.IncompleteReadError as error:
+        raise _NotRead from error
+
+
+async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[ToScheduler]:
+    """Read messages until the connection ends."""
+    with contextlib.suppress(_NotRead):
+        while True:
+            yield await _read_message(reader)
+
+
+def serve(
+    config: Config,
+    *,
+    on_ready: Callable[[str, int], None] | None = None,
+    listeners: Sequence[socket.socket] = (),
+) -> int:
+    """Run a scheduler in this process until its job is over; give the exit status.
+
+    listeners are bound, listening sockets to take over. SIGTERM and SIGINT end the job in order,
+    a second one at once. Errors of the set-up are raised.
+    """
+    return asyncio.run(
+        _serve_with_signals(Scheduler(config, on_ready=on_ready, listeners=listeners))
+    )
+
+
+async def _serve_with_signals(scheduler: Scheduler) -> int:
+    loop = asyncio.get_running_loop()
+    serving = asyncio.ensure_future(scheduler.run())
+    await asyncio.sleep(0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, scheduler.stop, f"the scheduler got {number.name}")
+    try:
+        return await serving
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

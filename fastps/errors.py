@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error fastps raises, and the table from C status codes to them.
+
+    FastPSError
+    +- ConfigError            a setting is missing, unknown or out of bounds
+    +- NotInitializedError    init() was not called, or this process was forked from one that did
+    +- AuthError              wrong or missing job token
+    +- ProtocolError          a peer speaks another version or sent what no peer may send
+    +- MismatchError          workers disagree about one tensor
+    +- TransportError
+    |  +- PeerLostError       a process of the job died or went silent
+    |  +- TransportTimeout    a connection made no progress in time
+    +- StallError             an operation did not finish in time though all peers live
+    +- ShutdownError          the operation was cut short by shutdown()
+"""
+
+from __future__ import annotations
+
+
+class FastPSError(Exception):
+    """Base of all errors of this library."""
+
+
+class ConfigError(FastPSError, ValueError):
+    """A setting is missing, unknown or out of bounds."""
+
+
+class NotInitializedError(FastPSError):
+    """init() has not been called in this process."""
+
+
+class AuthError(FastPSError):
+    """The job token is wrong or missing."""
+
+
+class ProtocolError(FastPSError):
+    """A peer speaks another protocol version or broke the protocol."""
+
+
+class MismatchError(FastPSError):
+    """Workers disagree about shape, dtype, partition count or operation of one tensor."""
+
+
+class TransportError(FastPSError):
+    """A connection failed."""
+
+
+class PeerLostError(TransportError):
+    """A process of the job died, left early or went silent longer than its lease."""
+
+
+class TransportTimeout(TransportError):
+    """A connection could not be made or made no progress in time."""
+
+
+class StallError(FastPSError):
+    """An operation did not finish in time although every peer is alive."""
+
+
+class ShutdownError(FastPSError):
+    """The operation was cut short by shutdown()."""
+
+
+# Same numbers as the Status enum of _core.pxd; a test compares them.
+STATUS_ERRORS: dict[int, type[FastPSError]] = {
+    -1: StallError,
+    -2: ShutdownError,
+    -3: PeerLostError,
+    -4: ProtocolError,
+    -5: MismatchError,
+    -6: FastPSError,
+    -7: TransportError,
+    -8: TransportTimeout,
+}
+
+
+def error_of(status: int, message: str) -> FastPSError:
+    """Make the exception of a C status code, ready to be raised."""
+    return STATUS_ERRORS.get(status, FastPSError)(message)

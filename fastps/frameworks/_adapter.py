@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every framework's plugin shares: operations, names, and the round of one optimizer step.
+
+Decides which gradient starts its communication when, which are still missing at the end, and what
+a name must look like. Must never know a framework: parameters are positions in a list here, and
+a handle is anything with wait(). No I/O; one thread at a time (the one that runs backward).
+
+A round is what lies between two optimizer steps. Each gradient goes through
+
+    IDLE -> (passes - 1 arrivals) -> IN FLIGHT -> FINISHED -> (next round) IDLE
+
+and one that never arrives goes from IDLE to IN FLIGHT when the round is synchronized, so that
+every rank sends every gradient exactly once per round, whatever its forward pass used.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from fastps.errors import FastPSError
+
+__all__ = [
+    "Average",
+    "Op",
+    "Round",
+    "Sum",
+    "check_name",
+    "derived_names",
+    "given_names",
+    "wait_all",
+]
+
+# Once one operation of a step has failed the others are given this long, together, to end too.
+_GRACE_S = 5.0
+
+P = TypeVar("P", bound=Hashable)
+F = TypeVar("F")
+
+
+class Op(enum.Enum):
+    """How the contributions of the workers become one value."""
+
+    AVERAGE = "average"
+    SUM = "sum"
+
+
+Average = Op.AVERAGE
+Sum = Op.SUM
+
+
+class Waitable(Protocol):
+    """The part of a session's handle that is needed to end an operation."""
+
+    def wait(self, timeout_s: float | None = None) -> object:
+        """Block until the operation is done; raise its error."""
+
+
+def check_op(op: object) -> Op:
+    """Give the operation back, or raise ValueError that names the two there are."""
+    if not isinstance(op, Op):
+        raise ValueError(f"op must be Average or Sum, not {op!r}")
+    return op
+
+
+def check_name(name: str | None, call: str) -> str:
+    """Give the name back, or raise ValueError that shows how to give one.
+
+    A name made up here would differ between ranks that call in a different order, or be new at
+    every call and cost server memory each time; therefore the caller must choose.
+    """
+    if isinstance(name, str) and name:
+        return name
+    raise ValueError(
+        f"{call} needs a name that is the same on all workers and is used once at a time, "
+        f"for example {call}(tensor, name='loss'); got {name!r}"
+    )
+
+
+def check_passes(passes: int) -> int:
+    """Give the number of backward passes per step back, or raise ValueError below one."""
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step must be an integer from 1, not {passes!r}")
+    return passes
+
+
+def derived_names(sizes: Sequence[int]) -> list[str]:
+    """Name unnamed parameters by group and place: unique over all groups, equal on all ranks."""
+    return [f"group{group}.{place}" for group, size in enumerate(sizes) for place in range(size)]
+
+
+def given_names(pairs: Iterable[object], kind: type[P]) -> dict[P, str]:
+    """Map each parameter to its name; the first one wins where a parameter has two.
+
+    Raises ValueError when an entry is not a tuple of a name and a parameter, or when two
+    parameters share a name (all shared names are listed).
+    """
+    names: dict[P, str] = {}
+    for pair in pairs:
+        name, parameter = _pair_of(pair, kind)
+        names.setdefault(parameter, name)
+    counts = Counter(names.values())
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
+        raise ValueError(
+            f"names in named_parameters must be unique; used more than once: {', '.join(twice)}"
+        )
+    return names
+
+
+def _pair_of(pair: object, kind: type[P]) -> tuple[str, P]:
+    """Give one entry of named_parameters with its types checked."""
+    if isinstance(pair, tuple) and len(pair) == 2:
+        name, parameter = pair
+        if isinstance(name, str) and isinstance(parameter, kind):
+            return name, parameter
+    raise ValueError(
+        "named_parameters must hold tuples (name, parameter), as model.named_parameters() "
+        f"gives them; found {_brief(pair)}"
+    )
+
+
+def _brief(thing: object) -> str:
+    """Describe a wrong argument by type, and by value only where that is short."""
+    if isinstance(thing, tuple):
+        return f"a tuple of {len(thing)}: ({', '.join(type(part).__name__ for part in thing)})"
+    return type(thing).__name__
+
+
+def wait_all(handles: Iterable[Waitable]) -> None:
+    """Wait for every handle; raise the first error once all have ended or had their grace."""
+    error: BaseException | None = None
+    deadline = 0.0
+    for handle in handles:
+        try:
+            if error is None:
+                handle.wait()
+            else:
+                handle.wait(max(0.0, deadline - time.monotonic()))
+        except Exception as caught:
+            if error is None:
+                error, deadline = caught, time.monotonic() + _GRACE_S
+    if error is not None:
+        raise error
+
+
+class _Stage(enum.Enum):
+    IDLE = 0
+    IN_FLIGHT = 1
+    FINISHED = 2
+
+
+class Round(Generic[F]):
+    """Count arrivals of gradients and remember what is in flight until the next step.
+
+    F is what the plugin needs to finish one gradient. `names` only serve messages. Not safe for
+    several threads at once; a framework runs the hooks of one backward pass one after the other.
+    """
+
+    def __init__(self, names: Sequence[str], passes: int = 1) -> None:
+        self._names = list(names)
+        self._passes = check_passes(passes)
+        self._counts = [0] * len(self._names)
+        self._stages = [_Stage.IDLE] * len(self._names)
+        self._flights: list[tuple[Waitable, Sequence[F]]] = []
+        self._indices: list[int] = []
+        self._synchronized = False
+
+    @property
+    def passes(self) -> int:
+        """Backward passes that make one step."""
+        return self._passes
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether any gradient is being communicated."""
+        return bool(self._flights)
+
+    @property
+    def synchronized(self) -> bool:
+        """Whether every gradient of this round is reduced and nothing arrived since."""
+        return self._synchronized
+
+    def names_in_flight(self) -> list[str]:
+        """List the gradients that are being communicated, in the order they were started."""
+        return [self._names[index] for index in self._indices]
+
+    def extend(self, names: Sequence[str]) -> None:
+        """Watch more gradients; they take the next positions."""
+        self._names.extend(names)
+        self._counts.extend([0] * len(names))
+        self._stages.extend([_Stage.IDLE] * len(names))
+
+    def set_passes(self, passes: int) -> None:
+        """Change the number of backward passes per step; FastPSError while in flight."""
+        check_passes(passes)
+        self.check_idle("set_backward_passes_per_step()")
+        self._passes = passes
+
+    def check_idle(self, call: str) -> None:
+        """Raise FastPSError when gradients are in flight that `call` would disturb."""
+        if self._flights:
+            raise FastPSError(
+                f"{call} was called while gradients are being communicated ("
+                f"{_shortened(self.names_in_flight())}): call step() or synchronize() first"
+            )
+
+    def arrived(self, index: int) -> bool:
+        """Count one backward pass of a gradient; True when its communication is to start now."""
+        if self._synchronized:
+            self.reopen()
+        if self._stages[index] is not _Stage.IDLE:
+            raise FastPSError(self._too_many(index))
+        self._counts[index] += 1
+        return self._counts[index] == self._passes
+
+    def _too_many(self, index: int) -> str:
+        return (
+            f"gradient of {self._names[index]!r} was computed more than "
+            f"{self._passes} time(s) since the last step: give "
+            "backward_passes_per_step=<passes> to DistributedOptimizer to accumulate gradients; "
+            "where a step is left out (a GradScaler does so on overflow), call "
+            "optimizer.zero_grad() before the next backward pass"
+        )
+
+    def started(self, handle: Waitable, indices: Sequence[int], flights: Sequence[F]) -> None:
+        """Note that these gradients travel under one handle."""
+        for index in indices:
+            self._stages[index] = _Stage.IN_FLIGHT
+        self._indices.extend(indices)
+        self._flights.append((handle, flights))
+
+    def missing(self, indices: Iterable[int]) -> list[int]:
+        """Give those of the indices that have not been sent in this round."""
+        return [index for index in indices if self._stages[index] is _Stage.IDLE]
+
+    def take(self) -> tuple[list[Waitable], list[F]]:
+        """Hand over everything in flight, to be waited for; it counts as finished from now on."""
+        handles = [handle for handle, _ in self._flights]
+        flights = [flight for _, group in self._flights for flight in group]
+        for index in self._indices:
+            self._stages[index] = _Stage.FINISHED
+        self._flights, self._indices = [], []
+        return handles, flights
+
+    def close(self) -> None:
+        """Note that the round is complete: the next arrival opens a new one."""
+        self._synchronized = True
+
+    def reopen(self) -> None:
+        """Begin a new round; nothing may be in flight."""
+        self.check_idle("a new step")
+        self._counts = [0] * len(self._names)
+        self._stages = [_Stage.IDLE] * len(self._names)
+        self._synchronized = False
+
+
+def _shortened(names: Sequence[str], most: int = 5) -> str:
+    """Join names, leaving out what would make a message unreadable."""
+    more = len(names) - most
+    tail = f" and {more} more" if more > 0 else ""
+    return ", ".join(names[:most]) + tail

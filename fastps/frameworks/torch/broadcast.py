@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make all ranks start from one rank's parameters, optimizer state or plain values.
+
+Decides what travels as a tensor and what as a plain value. Tensors of one call travel together
+in one submit. Nothing is pickled: a value arrives as None, bool, int, float, str, bytes, tuple,
+list, dict, NumPy scalar or tensor, with its type kept, or is refused on all ranks. Blocks; called
+by all ranks in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from fastps import session
+from fastps.frameworks._adapter import check_name, wait_all
+from fastps.frameworks._tree import pack, unpack
+from fastps.frameworks.torch.tensors import (
+    check_tensor,
+    is_sendable,
+    mark_written,
+    sendable,
+    submit_broadcast,
+    wire_dtype,
+)
+from fastps.types import DType
+
+__all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+
+def broadcast_parameters(
+    params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    root_rank: int = 0,
+    prefix: str = "Parameter.",
+) -> None:
+    """Overwrite tensors on all ranks with those of the root rank, in place.
+
+    params: model.state_dict(), model.named_parameters() or any mapping or pairs of names and
+    tensors, the same on all ranks (else MismatchError). Give another prefix for a second model
+    whose names are the same. One submit for all tensors.
+    """
+    pairs = _pairs_of(params)
+    names = [prefix + check_name(name, "broadcast_parameters") for name, _ in pairs]
+    tensors = [check_tensor(tensor, name) for name, (_, tensor) in zip(names, pairs, strict=True)]
+    _broadcast(tensors, names, root_rank)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    """Give every rank the root rank's value; what the others pass is ignored.
+
+    The value is made of None, bool, int, float, str, bytes, tuple, list, dict, NumPy scalars and
+    CPU tensors, else TypeError on all ranks, naming the part that cannot travel. The root gets
+    its own object back.
+    """
+    label = "broadcast_object" if name is None else check_name(name, "broadcast_object")
+    return _broadcast_tree(obj, root_rank, label)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, prefix: str = "Parameter."
+) -> None:
+    """Give the optimizer on every rank the state and the options of the root rank's.
+
+    Works for any optimizer with state_dict() and load_state_dict(): state is made where there is
+    none, dropped where the root has none, and options keep their types. LBFGS is refused
+    (ValueError): its state depends on the closure, so broadcast the parameters and start it anew.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "the state of LBFGS cannot be broadcast, it belongs to the closure of one process: "
+            "broadcast the parameters and start LBFGS anew on all ranks"
+        )
+    is_root = session.current().rank == root_rank
+    state = optimizer.state_dict() if is_root else None
+    state = _broadcast_tree(state, root_rank, f"{prefix}optimizer_state")
+    if not is_root:
+        _check_groups(optimizer, state)
+        optimizer.load_state_dict(state)
+
+
+def _pairs_of(params: Any) -> list[tuple[str, Any]]:
+    if isinstance(params, Mapping):
+        return list(params.items())
+    if isinstance(params, Iterable) and not isinstance(params, torch.Tensor | str):
+        pairs = list(params)
+        if all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            return pairs
+    raise ValueError(
+        "params must be a mapping of names to tensors or hold tuples (name, tensor), as "
+        "model.state_dict() and model.named_parameters() give them"
+    )
+
+
+def _broadcast(tensors: list[torch.Tensor], names: list[str], root_rank: int) -> None:
+    """Broadcast in place; what is not contiguous goes through a copy."""
+    current = session.current()
+    _check_root(root_rank, current.size)
+    buffers = [sendable(tensor) for tensor in tensors]
+    wait_all(submit_broadcast(current, buffers, names, root_rank) if tensors else [])
+    with torch.no_grad():
+        for tensor, buffer in zip(tensors, buffers, strict=True):
+            if is_sendable(tensor):
+                mark_written(tensor)
+            elif current.rank != root_rank:
+                tensor.copy_(buffer)
+
+
+def _broadcast_tree(value: Any, root_rank: int, name: str) -> Any:
+    """Send the shape of a value first, then its tensors, so that others can make room."""
+    current = session.current()
+    _check_root(root_rank, current.size)
+    if current.rank != root_rank:
+        return _receive_tree(current, root_rank, name)
+    try:
+        node, tensors = pack(value, _describe)
+    except (TypeError, RecursionError) as error:
+        current.broadcast_object({"refused": str(error)}, root_rank, name)
+        raise
+    current.broadcast_object({"value": node}, root_rank, name)
+    _broadcast([sendable(tensor) for tensor in tensors], _labels(name, tensors), root_rank)
+    return value
+
+
+def _receive_tree(current: session.Session, root_rank: int, name: str) -> Any:
+    message = current.broadcast_object(None, root_rank, name)
+    if "refused" in message:
+        raise TypeError(f"rank {root_rank} could not send the value: {message['refused']}")
+    value, tensors = unpack(message["value"], _make)
+    _broadcast(tensors, _labels(name, tensors), root_rank)
+    return value
+
+
+def _labels(name: str, tensors: list[torch.Tensor]) -> list[str]:
+    """Name tensors so that another value under the same name never meets another shape."""
+    return [
+        f"{name}.{place}.{wire_dtype(tensor.dtype, name).name}{list(tensor.shape)}"
+        for place, tensor in enumerate(tensors)
+    ]
+
+
+def _describe(value: Any) -> list[Any] | None:
+    """Say what an empty twin of a tensor needs; None for what is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    check_tensor(value, "a tensor in the value")
+    return [wire_dtype(value.dtype, "").name, list(value.shape)]
+
+
+def _make(description: list[Any]) -> torch.Tensor:
+    code, shape = description
+    return torch.empty(shape, dtype=getattr(torch, DType[code].name.lower()))
+
+
+def _check_root(root_rank: int, size: int) -> None:
+    if isinstance(root_rank, bool) or not isinstance(root_rank, int) or not 0 <= root_rank < size:
+        raise ValueError(f"root_rank must be from 0 to {size - 1}, not {root_rank!r}")
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Say what differs before torch does so without naming ranks."""
+    theirs = [len(group["params"]) for group in state["param_groups"]]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if ours != theirs:
+        raise ValueError(
+            f"the root rank's optimizer has parameter groups of {theirs} parameters, this "
+            f"rank's of {ours}: build the optimizers alike on all ranks"
+        )

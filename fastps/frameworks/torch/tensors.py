@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From torch tensors to what a session takes: checks, NumPy views without a copy, submits.
+
+The only place that knows how torch's dtypes are called on the wire. A view shares the tensor's
+memory and, because it is a NumPy array, keeps the storage alive and fixed in size while an
+operation is in flight. Holds no state; called from the thread that runs the operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fastps.session import Handle, Session
+from fastps.types import DType
+
+__all__ = ["check_tensor", "submit_broadcast", "submit_push_pull", "view_of", "wire_dtype"]
+
+_WIRE_DTYPES = {
+    torch.float32: DType.FLOAT32,
+    torch.float64: DType.FLOAT64,
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.int8: DType.INT8,
+    torch.int16: DType.INT16,
+    torch.int32: DType.INT32,
+    torch.int64: DType.INT64,
+    torch.uint8: DType.UINT8,
+    torch.bool: DType.BOOL,
+}
+
+Array = NDArray[np.generic]
+
+
+def wire_dtype(dtype: torch.dtype, name: str) -> DType:
+    """Give the wire code of a torch dtype; TypeError lists what is supported."""
+    code = _WIRE_DTYPES.get(dtype)
+    if code is None:
+        supported = ", ".join(str(known).removeprefix("torch.") for known in _WIRE_DTYPES)
+        raise TypeError(f"tensor {name!r} has dtype {dtype}; supported are {supported}")
+    return code
+
+
+def check_tensor(tensor: object, name: str) -> torch.Tensor:
+    """Give the tensor back if its memory can be sent: dense, on the CPU, of a known dtype."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name!r} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            f"tensor {name!r} is sparse ({tensor.layout}); only dense tensors are added: "
+            "use tensor.to_dense(), or nn.Embedding(..., sparse=False) for a gradient"
+        )
+    if tensor.device.type != "cpu":
+        raise TypeError(f"tensor {name!r} is on {tensor.device}; use tensor.cpu()")
+    wire_dtype(tensor.dtype, name)
+    return tensor
+
+
+def is_sendable(tensor: torch.Tensor) -> bool:
+    """Tell whether the elements lie in memory one after the other, as they are read."""
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the tensor without its graph and contiguous: itself where it is so already."""
+    plain = tensor.detach()
+    return plain if is_sendable(plain) else plain.resolve_neg().contiguous()
+
+
+def view_of(tensor: torch.Tensor) -> Array:
+    """Give the tensor's memory as an array, bfloat16 as uint16; the tensor is contiguous."""
+    plain = tensor.detach()
+    if plain.dtype is torch.bfloat16:
+        plain = plain.view(torch.uint16)
+    array: Array = plain.numpy()
+    return array
+
+
+def mark_written(tensor: torch.Tensor) -> None:
+    """Tell autograd that the tensor's memory changes, which it cannot see by itself."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Give the number of writes torch has seen to the tensor's memory."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def submit_push_pull(
+    session: Session,
+    tensors: Sequence[torch.Tensor],
+    names: Sequence[str],
+    *,
+    average: bool,
+    priorities: Sequence[int],
+) -> list[tuple[Handle, list[int]]]:
+    """Start push_pull of contiguous tensors in place; give handles and the positions they cover.
+
+    One submit for all tensors, or two where some are bfloat16, which NumPy has no name for.
+    """
+    started = []
+    for dtype, places in _by_submit(tensors):
+        arrays = [view_of(tensors[place]) for place in places]
+        handle = session.push_pull_async(
+            arrays,
+            [names[place] for place in places],
+            average=average,
+            priority=[priorities[place] for place in places],
+            out=arrays,
+            dtype=dtype,
+        )
+        started.append((handle, places))
+    return started
+
+
+def submit_broadcast(
+    session: Session, tensors: Sequence[torch.Tensor], names: Sequence[str], root_rank: int
+) -> list[Handle]:
+    """Start broadcasts of contiguous tensors in place; give the handles, at most two."""
+    handles = []
+    for dtype, places in _by_submit(tensors):
+        arrays = [view_of(tensors[place]) for place in places]
+        labels = [names[place] for place in places]
+        handles.append(session.broadcast_async(arrays, root_rank, labels, dtype=dtype))
+    return handles
+
+
+def _by_submit(tensors: Sequence[torch.Tensor]) -> list[tuple[DType | None, list[int]]]:
+    """Sort positions into those that need no dtype beside the array, and bfloat16."""
+    plain: list[int] = []
+    bfloat16: list[int] = []
+    for place, tensor in enumerate(tensors):
+        (bfloat16 if tensor.dtype is torch.bfloat16 else plain).append(place)
+    submits: list[tuple[DType | None, list[int]]] = [(None, plain), (DType.BFLOAT16, bfloat16)]
+    return [(dtype, places) for dtype, places in submits if places]

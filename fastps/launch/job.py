@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of one job: wait for output, ends and signals; stop in order; find the first cause.
+
+Decides when which process is signalled and what the job's exit code is. Knows no command line.
+Theory: one thread sleeps in `select` on all pipes and on a socket that signal handlers write to.
+Stopping goes workers, servers, scheduler, so that nobody loses a process it still needs; each step
+is a signal, a grace period and SIGKILL. Invariants: every wait has a deadline, the first cause is
+never replaced by a later one, and when `run` returns no process of the job is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+
+from fastps.launch.output import Screen, Stream
+from fastps.launch.processes import Child, sweep
+
+EXIT_TIMEOUT = 124
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANGUP = signal.SIGHUP  # stays ignored where nohup had it ignored
+_STOP_ORDER = ("worker", "server", "scheduler")
+_TICK_S = 10.0  # the longest sleep; everything of interest wakes the loop earlier
+_DRAIN_S = 1.0  # pipes that a vanished process left open are read this long
+_KILL_WAIT_S = 10.0  # SIGKILL that does not end a process: it hangs in the kernel
+_READ_BYTES = 64 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why the job ends before its workers have: a text for the user and the exit code."""
+
+    text: str
+    exit_code: int
+    child: Child | None = None
+
+
+class SignalInbox:
+    """Turn signals into bytes that `select` sees, while the context lasts."""
+
+    def __enter__(self) -> SignalInbox:
+        """Install the handlers; only the main thread of a process may."""
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        caught = [n for n in _FORWARDED if signal.getsignal(n) != signal.SIG_IGN or n != _HANGUP]
+        self._old = {n: signal.signal(n, _ignore) for n in (*caught, signal.SIGCHLD)}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Put the old handlers back."""
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_fd)
+        self._reader.close()
+        self._writer.close()
+
+    def fileno(self) -> int:
+        """Give the descriptor that becomes readable when a signal came."""
+        return self._reader.fileno()
+
+    def take(self) -> list[int]:
+        """Give the signals that came since the last call, without SIGCHLD."""
+        try:
+            return [number for number in self._reader.recv(4096) if number != signal.SIGCHLD]
+        except BlockingIOError:
+            return []
+
+
+class Job:
+    """Watch the children of one job until none is left."""
+
+    def __init__(
+        self,
+        screen: Screen,
+        inbox: SignalInbox,
+        *,
+        grace_s: float,
+        timeout_s: float | None,
+    ) -> None:
+        """Begin without children; `add` them in the order of starting."""
+        self.children: list[Child] = []
+        self.cause: Cause | None = None
+        self._screen = screen
+        self._inbox = inbox
+        self._grace_s = grace_s
+        self._timeout_s = timeout_s
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(inbox, selectors.EVENT_READ)
+        self._is_stopping = False
+        self._is_interrupted = False
+
+    def add(self, child: Child) -> None:
+        """Watch a child that was just started."""
+        self.children.append(child)
+        for pipe, stream in child.pipes():
+            os.set_blocking(pipe.fileno(), False)
+            self._selector.register(pipe, selectors.EVENT_READ, stream)
+
+    def run(self) -> Cause | None:
+        """Wait until the job is over and everything is ended; give the first cause, if any."""
+        try:
+            self._wait_while(self._is_running)
+            self._stop_in_order()
+        except BrokenPipeError:
+            self._set_cause(Cause("nobody reads the output any more", 128 + signal.SIGPIPE))
+            self._kill_all()
+        finally:
+            self._finish()
+        return self.cause
+
+    def abandon(self, cause: Cause) -> None:
+        """Give the job a first cause from outside, e.g. a program that cannot be started."""
+        self._set_cause(cause)
+
+    def _is_running(self) -> bool:
+        return self.cause is None and any(self._alive("worker"))
+
+    def _alive(self, role: str) -> list[Child]:
+        return [child for child in self.children if child.spec.role == role and child.is_alive]
+
+    def _set_cause(self, cause: Cause) -> None:
+        if self.cause is None:
+            self.cause = cause
+
+    # ---- waiting ----
+
+    def _wait_while(self, condition: Callable[[], bool], *, until: float | None = None) -> None:
+        """Serve events while the condition holds and the deadline is not reached."""
+        while condition():
+            now = time.monotonic()
+            if until is not None and now >= until:
+                return
+            self._serve(self._sleep_s(now, until))
+            self._notice_ends()
+            self._check_timeout()
+
+    def _sleep_s(self, now: float, until: float | None) -> float:
+        waits = [_TICK_S]
+        waits.extend(
+            deadline - now for deadline in (until, self._deadline) if deadline is not None
+        )
+        for child in self.children:
+            for stream in (child.stdout, child.stderr):
+                wait_s = stream.wait_s(now=now)
+                if wait_s is not None:
+                    waits.append(wait_s)
+        return max(0.0, min(waits))
+
+    def _serve(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._inbox:
+                for number in self._inbox.take():
+                    self._interrupt(number)
+            else:
+                self._read(key, key.data)
+        now = time.monotonic()
+        for child in self.children:
+            child.stdout.flush_silent(now=now)
+            child.stderr.flush_silent(now=now)
+
+    def _read(self, key: selectors.SelectorKey, stream: Stream) -> bool:
+        """Move what a pipe holds; tell whether it may hold more."""
+        try:
+            data = os.read(key.fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            stream.receive(data, now=time.monotonic())
+            return True
+        self._selector.unregister(key.fileobj)
+        stream.close()
+        return False
+
+    def _notice_ends(self) -> None:
+        ended = [child for child in self.children if child.notice_end()]
+        failed = [child for child in ended if child.exit_code != 0]
+        if self.cause is None and failed and not self._is_stopping:
+            self._drain([stream for child in failed for stream in (child.stdout, child.stderr)])
+            first = first_of(failed)
+            code = first.exit_code or 0
+            text = f"{first.spec.name} (pid {first.pid}) {first.describe_end()}"
+            self._set_cause(Cause(text, code if code > 0 else 128 - code, first))
+
+    def _check_timeout(self) -> None:
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._deadline = None
+            text = f"the job was not over after --timeout {self._timeout_s:g} seconds"
+            self._set_cause(Cause(text, EXIT_TIMEOUT))
+
+    # ---- stopping ----
+
+    def _interrupt(self, number: int) -> None:
+        if self._is_stopping or self.cause is not None:
+            self._kill_all()
+            return
+        name = signal.Signals(number).name
+        self._set_cause(Cause(f"interrupted by {name}", 128 + number))
+        self._is_interrupted = True
+        self._screen.say(f"{name}: ending the workers; once more ends everything at once")
+        self._signal(self._alive("worker"), number)
+
+    def _stop_in_order(self) -> None:
+        """End workers, then servers, then the scheduler, each with a grace period."""
+        self._is_stopping = True
+        self._deadline = None
+        for role in _STOP_ORDER:
+            group = self._alive(role)
+            if not (self._is_interrupted and role == "worker"):  # they have the user's signal
+                self._signal(group, signal.SIGTERM)
+            self._wait_for(group, self._grace_s)
+            late = self._alive(role)
+            if late:
+                names = ", ".join(child.spec.name for child in late)
+                self._screen.say(f"{names}: no end in {self._grace_s:g} s, killed")
+            self._signal(late, signal.SIGKILL)
+            self._wait_for(late, _KILL_WAIT_S)
+
+    def _signal(self, group: Sequence[Child], number: int) -> None:
+        for child in group:
+            child.send(number)
+
+    def _wait_for(self, group: Sequence[Child], timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        self._wait_while(lambda: any(child.is_alive for child in group), until=until)
+
+    def _kill_all(self) -> None:
+        self._signal(self.children, signal.SIGKILL)
+
+    def _finish(self) -> None:
+        """Leave nothing behind, whatever happened before."""
+        self._kill_all()
+        for child in self.children:
+            if child.is_alive:
+                child.wait(_KILL_WAIT_S)
+        left = sweep()
+        try:
+            self._drain([s for child in self.children for s in (child.stdout, child.stderr)])
+            if left:
+                self._screen.say(f"these processes could not be ended: {left}", is_alarm=True)
+            self._report_disorder()
+        except BrokenPipeError:
+            self._set_cause(Cause("nobody reads the output any more", 128 + signal.SIGPIPE))
+        finally:
+            self._selector.close()
+
+    def _drain(self, streams: Sequence[Stream]) -> None:
+        """Read what ended processes wrote; a pipe that somebody holds open is given up."""
+        until = time.monotonic() + _DRAIN_S
+        while time.monotonic() < until:
+            table = self._selector.get_map().values()
+            keys = [key for key in table if any(key.data is stream for stream in streams)]
+            has_moved = [self._read(key, key.data) for key in keys]
+            if not any(has_moved):
+                return
+
+    def _report_disorder(self) -> None:
+        """Say which servers failed to end well after a job that went well."""
+        if self.cause is not None:
+            return
+        for child in self.children:
+            if child.exit_code not in (0, -signal.SIGTERM):
+                self._screen.say(f"{child.spec.name} {child.describe_end()} while stopping")
+
+
+def first_of(failed: Sequence[Child]) -> Child:
+    """Choose the likeliest first cause among children seen to fail at the same moment.
+
+    A process that a signal killed comes before one that gave up; one that itself blames a lost
+    peer comes last; then the order of starting decides.
+    """
+    return min(failed, key=lambda child: (_blames_a_peer(child), (child.exit_code or 0) > 0))
+
+
+def report(screen: Screen, cause: Cause, *, output_dir: pathlib.Path | None) -> None:
+    """Print the first cause, last and plainly."""
+    child = cause.child
+    if child is not None and child.stderr.tail:
+        screen.say(f"last lines of {child.spec.name} on stderr:")
+        for line in child.stderr.tail:
+            screen.say("    " + line.decode(errors="replace"))
+    if child is not None and output_dir is not None:
+        screen.say(f"the whole output: {output_dir}/{child.spec.name.replace(' ', '-')}.stderr")
+    ending = "it failed first, so the job was ended" if child else f"exit code {cause.exit_code}"
+    screen.say(f"{cause.text}; {ending}", is_alarm=True)
+
+
+def _blames_a_peer(child: Child) -> bool:
+    return any(b"PeerLostError" in line for line in child.stderr.tail)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the byte that set_wakeup_fd writes is what counts."""

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher shows: lines of many processes, each under its own name.
+
+Decides how bytes become lines and how a line is marked; never which process to start or end. A
+`Stream` belongs to one pipe, a `Screen` to the two standard outputs of the launcher. One thread.
+Invariants: no byte of a child is lost or reordered within its stream, a line is written whole, and
+memory stays bounded however long a line or a silence is.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from typing import BinaryIO
+
+MAX_LINE_BYTES = 64 * 1024  # a longer line is shown in pieces
+PARTIAL_LINE_S = 1.0  # an unfinished line is shown when its writer was silent this long
+TAIL_LINES = 20  # kept of each stderr, for the report of the first cause
+_LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
+_BOLD_RED = b"\x1b[1;31m"
+_DIM = b"\x1b[2m"
+_RESET = b"\x1b[0m"
+_COLOURS = {"scheduler": (b"\x1b[35m",), "server": (b"\x1b[36m", b"\x1b[96m")}
+_WORKER_COLOURS = (b"\x1b[32m", b"\x1b[33m", b"\x1b[34m", b"\x1b[92m", b"\x1b[93m", b"\x1b[94m")
+
+
+class LineSplitter:
+    """Cut a stream of bytes into lines; carriage returns end a line as progress bars expect."""
+
+    def __init__(self) -> None:
+        """Begin with nothing pending."""
+        self._pending = b""
+
+    @property
+    def has_partial(self) -> bool:
+        """Tell whether an unfinished line waits."""
+        return bool(self._pending)
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take bytes and give the lines they complete, without their line ends."""
+        lines: list[bytes] = []
+        start = 0
+        text = self._pending + data
+        for end in _LINE_END.finditer(text):
+            line = text[start : end.start()]
+            if line or end.group() != b"\r":
+                lines.append(line)
+            start = end.end()
+        self._pending = text[start:]
+        while len(self._pending) > MAX_LINE_BYTES:
+            lines.append(self._pending[:MAX_LINE_BYTES])
+            self._pending = self._pending[MAX_LINE_BYTES:]
+        return lines
+
+    def flush(self) -> list[bytes]:
+        """Give the unfinished line, if there is one, as a line."""
+        line, self._pending = self._pending.rstrip(b"\r"), b""
+        return [line] if line else []
+
+
+class Screen:
+    """Write marked lines to the launcher's own standard output and standard error."""
+
+    def __init__(self, stdout: BinaryIO, stderr: BinaryIO, *, has_colour: bool) -> None:
+        """Write to two binary files that the caller owns."""
+        self._files = (stdout, stderr)
+        self._has_colour = has_colour
+
+    def show(self, role: str, rank: int, line: bytes, *, is_error: bool) -> None:
+        """Write one line of one process after its name; BrokenPipeError when nobody reads."""
+        mark = b"[" + name_of(role, rank).encode() + b"]"
+        if self._has_colour:
+            mark = _colour_of(role, rank) + mark + _RESET
+        self._write(mark + b" " + line + b"\n", is_error=is_error)
+
+    def say(self, text: str, *, is_alarm: bool = False) -> None:
+        """Write a line of the launcher itself on standard error."""
+        line = f"[fastps-run] {text}".encode()
+        if self._has_colour:
+            line = (_BOLD_RED if is_alarm else _DIM) + line + _RESET
+        self._write(line + b"\n", is_error=True)
+
+    def _write(self, data: bytes, *, is_error: bool) -> None:
+        file = self._files[is_error]
+        file.write(data)
+        file.flush()
+
+
+class Stream:
+    """Carry one pipe of one process to the screen, to its log file and to the kept tail."""
+
+    def __init__(
+        self, screen: Screen, role: str, *, rank: int, is_error: bool, log: BinaryIO | None
+    ) -> None:
+        """Own `log`, which may be None; it is closed with the stream."""
+        self.tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
+        self._splitter = LineSplitter()
+        self._screen = screen
+        self._name = (role, rank)
+        self._is_error = is_error
+        self._log = log
+        self._silent_since = 0.0
+
+    def receive(self, data: bytes, *, now: float) -> None:
+        """Take bytes that the process wrote and show the lines they complete."""
+        if self._log is not None:
+            self._log.write(data)
+            self._log.flush()
+        self._silent_since = now
+        self._show(self._splitter.feed(data))
+
+    def flush_silent(self, *, now: float) -> None:
+        """Show an unfinished line whose writer has been silent for PARTIAL_LINE_S."""
+        if self._splitter.has_partial and now - self._silent_since >= PARTIAL_LINE_S:
+            self._show(self._splitter.flush())
+
+    def wait_s(self, *, now: float) -> float | None:
+        """Give the seconds until flush_silent has something to do; None for never."""
+        if not self._splitter.has_partial:
+            return None
+        return max(0.0, self._silent_since + PARTIAL_LINE_S - now)
+
+    def close(self) -> None:
+        """Show what is left and close the log file. Idempotent."""
+        self._show(self._splitter.flush())
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _show(self, lines: list[bytes]) -> None:
+        role, rank = self._name
+        for line in lines:
+            self.tail.append(line)
+            self._screen.show(role, rank, line, is_error=self._is_error)
+
+
+def name_of(role: str, rank: int) -> str:
+    """Give the name a process is shown under; there is one scheduler, so it has no number."""
+    return role if role == "scheduler" else f"{role} {rank}"
+
+
+def _colour_of(role: str, rank: int) -> bytes:
+    colours = _COLOURS.get(role, _WORKER_COLOURS)
+    return colours[rank % len(colours)]

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One child process: started in a group of its own, signalled as a group, buried once.
+
+Moves signals and exit states; decides nothing about when. Invariants: a child is killed by the
+kernel when the launcher dies (PR_SET_PDEATHSIG), orphans of a child become children of the
+launcher (PR_SET_CHILD_SUBREAPER) and are found by `sweep`, and a process id is signalled only
+before it is reaped, so that a reused id is never hit. Used from the launcher's one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, BinaryIO
+
+from fastps.errors import FastPSError
+from fastps.launch.output import Screen, Stream
+from fastps.launch.plan import NOT_INHERITED, ProcessSpec
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_SWEEP_GRACE_S = 1.0  # helpers of a dead worker that tidy up (shared memory trackers) get this
+_SWEEP_LIMIT_S = 5.0
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class StartError(FastPSError):
+    """A command could not be started; `exit_code` is what a shell would return."""
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        """Carry the shell's exit code with the message."""
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Child:
+    """A started process with its two streams."""
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        *,
+        inherited: Mapping[str, str],
+        screen: Screen,
+        output_dir: pathlib.Path | None,
+    ) -> None:
+        """Start the process; StartError when its program cannot be run."""
+        self.spec = spec
+        self.exit_code: int | None = None
+        self.stdout = _stream(spec, screen, output_dir=output_dir, is_error=False)
+        self.stderr = _stream(spec, screen, output_dir=output_dir, is_error=True)
+        self._process = _start(spec, inherited=inherited)
+
+    @property
+    def pid(self) -> int:
+        """Give the process id, which is also the id of the group."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Tell whether the end has not been noticed yet."""
+        return self.exit_code is None
+
+    def pipes(self) -> Iterator[tuple[IO[bytes], Stream]]:
+        """Pair each pipe that is still open with its stream."""
+        for pipe, stream in (
+            (self._process.stdout, self.stdout),
+            (self._process.stderr, self.stderr),
+        ):
+            if pipe is not None and not pipe.closed:
+                yield pipe, stream
+
+    def notice_end(self) -> bool:
+        """Tell whether the process has ended since the last call, and then bury it."""
+        if self.exit_code is not None or self._process.poll() is None:
+            return False
+        self.exit_code = self._process.returncode
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end and bury the process; give up silently at the deadline."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.exit_code = self._process.wait(timeout_s)
+
+    def send(self, number: int) -> None:
+        """Send a signal to the whole group, waking it if it was stopped; no-op after the end."""
+        if not self.is_alive:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+            if number != signal.SIGKILL:
+                os.killpg(self.pid, signal.SIGCONT)
+
+    def describe_end(self) -> str:
+        """Say in words how the process ended."""
+        return describe_exit(self.exit_code or 0)
+
+
+def describe_exit(code: int) -> str:
+    """Say in words what a return code of subprocess means."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def become_subreaper() -> None:
+    """Make orphans of children children of this process, so that `sweep` finds them."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def sweep() -> list[int]:
+    """End and bury every child left to this process; give the ids that could not be ended.
+
+    Call when all known children are buried. Blocks up to 5 seconds.
+    """
+    start = time.monotonic()
+    while _bury_orphans():
+        elapsed = time.monotonic() - start
+        left = _descendants(os.getpid())
+        if elapsed > _SWEEP_LIMIT_S:
+            return left
+        if elapsed > _SWEEP_GRACE_S:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return []
+
+
+def _bury_orphans() -> bool:
+    """Reap what has ended; tell whether children are left."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _descendants(root: int) -> list[int]:
+    """List the processes below `root`, parents first, from /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = [root]
+    for pid in found:
+        found.extend(children.get(pid, ()))
+    return found[1:]
+
+
+def _start(spec: ProcessSpec, *, inherited: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    kept = {name: value for name, value in inherited.items() if name not in NOT_INHERITED}
+    try:
+        return subprocess.Popen(
+            spec.argv,
+            env={**kept, **spec.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            process_group=0,
+            pass_fds=() if spec.inherited_fd is None else (spec.inherited_fd,),
+            preexec_fn=_die_with_parent(os.getpid()),  # safe: there is one thread
+        )
+    except OSError as error:
+        code = 127 if isinstance(error, FileNotFoundError) else 126
+        message = f"cannot start {spec.name}: {spec.argv[0]!r}: {error.strerror}"
+        raise StartError(message, exit_code=code) from error
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    """Make the function that runs in the child before its program."""
+
+    def prepare() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    return prepare
+
+
+def _stream(
+    spec: ProcessSpec, screen: Screen, *, output_dir: pathlib.Path | None, is_error: bool
+) -> Stream:
+    log: BinaryIO | None = None
+    if output_dir is not None:
+        kind = "stderr" if is_error else "stdout"
+        log = (output_dir / f"{spec.name.replace(' ', '-')}.{kind}").open("wb")
+    return Stream(screen, spec.role, rank=spec.rank, is_error=is_error, log=log)

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of n arrays as machine code that any thread may call by address, without the GIL.
+
+Decides how numbers are added, divided and rounded; must never know keys, peers or who calls.
+kernels.py is the only file of fastps that imports Numba, and library.py loads it when the first
+kernel is asked for: a process that only sends gradients never pays for Numba.
+
+The address is that of a C function
+
+    int64_t f(const void* const* srcs, int64_t n_srcs, void* dst, int64_t count, int64_t divisor)
+
+which returns 1 on success and a negative status of _core.pxd for bad arguments (see kernels.py).
+"""
+
+from fastps.reduce.library import sum_kernel, warm
+
+__all__ = [
+    "sum_kernel",
+    "warm",
+]

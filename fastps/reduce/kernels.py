@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sum kernel: one Numba function, compiled once per element type.
+
+Theory of operation. The kernel walks the output in rows of 256 bytes of accumulators. Per row it
+loads the first source, adds the other sources in rank order, divides, rounds once and stores.
+A row is an LLVM vector, so each step is a handful of SIMD instructions by construction: nothing
+is left to the loop vectoriser, hence no run-time alias test that would send a sum in place to a
+scalar loop, no index wrap-around test, and no special case for any number of sources. The
+accumulator lives in registers, so n sources cost n + 1 streams of memory traffic. Elements after
+the last whole row go through the same steps in rows of one element.
+
+Rank order is the order of the address table. The same table gives the same bits on every run.
+float16 and bfloat16 are stored as 16-bit words and accumulated in float32 over all sources.
+Without fastmath: NaN and inf pass through, -0.0 and subnormals are kept.
+
+Everything that decides what the machine code does must stay in this file: the cache is keyed by
+its content (see cache.py), and Numba does not notice a changed helper elsewhere. Importing this
+module imports Numba (about 60 MB); only library.py may do so. Kernels run on any thread, without
+the GIL, allocate nothing and never raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+from fastps.types import DType
+
+ROW_BYTES = 256  # accumulators of one row: four 512-bit or eight 256-bit registers
+MAX_DIVISOR = 2**31 - 1  # keeps the floor division of int64 exact in float64 arithmetic
+OK = 1  # 0 is what a Numba callback returns after an exception
+BAD_ARGUMENT = -4  # E_PROTOCOL of _core.pxd
+
+# Numba's types are incomplete, so what lacks them is called through Any.
+_cfunc: Any = numba.cfunc
+_declare: Any = cgutils.get_or_insert_function
+_Model: Any = models.PrimitiveModel
+_Pointer: Any = types.CPointer
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+
+_BYTES = {_I8: 1, _I16: 2, _I32: 4, _I64: 8, _F32: 4, _F64: 8}
+
+_Unary = Callable[[Any, Any], Any]  # (builder, row) -> row
+_Binary = Callable[[Any, Any, Any], Any]  # (builder, row, row or divisor) -> row
+_Emit = Callable[[Any, Any, Any, Any], Any]  # code generator of an intrinsic
+
+
+# ---- what LLVM emits for one row; b is the IR builder, x and y are vectors ----
+def _vector(element: Any, like: Any) -> Any:
+    return ir.VectorType(element, like.type.count)
+
+
+def _constant(value: int, like: Any) -> Any:
+    return ir.Constant(like.type, [value] * like.type.count)
+
+
+def _splat(b: Any, scalar: Any, count: int) -> Any:
+    undefined = ir.Constant(ir.VectorType(scalar.type, count), ir.Undefined)
+    first = b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    lanes = ir.Constant(ir.VectorType(_I32, count), [0] * count)
+    return b.shuffle_vector(first, undefined, lanes)
+
+
+def _floor(b: Any, x: Any) -> Any:
+    name = f"llvm.floor.v{x.type.count}f{8 * _BYTES[x.type.element]}"
+    kind = ir.FunctionType(x.type, [x.type])
+    return b.call(_declare(b.module, kind, name), [x])
+
+
+def _same(_b: Any, x: Any) -> Any:
+    return x
+
+
+def _half_to_float(b: Any, x: Any) -> Any:
+    return b.fpext(b.bitcast(x, _vector(_F16, x)), _vector(_F32, x))
+
+
+def _float_to_half(b: Any, x: Any) -> Any:
+    return b.bitcast(b.fptrunc(x, _vector(_F16, x)), _vector(_I16, x))
+
+
+def _bfloat_to_float(b: Any, x: Any) -> Any:
+    wide = b.zext(x, _vector(_I32, x))
+    return b.bitcast(b.shl(wide, _constant(16, wide)), _vector(_F32, x))
+
+
+def _float_to_bfloat(b: Any, x: Any) -> Any:
+    """Round to nearest, ties to even, by integer arithmetic; a NaN stays a (quiet) NaN.
+
+    The hardware instruction is not used: it flushes subnormals to zero. The NaN test compares
+    the float with itself, which vectorises better than a test on bits.
+    """
+    bits = b.bitcast(x, _vector(_I32, x))
+    high = b.lshr(bits, _constant(16, bits))
+    tie = b.add(b.and_(high, _constant(1, bits)), _constant(0x7FFF, bits))
+    rounded = b.lshr(b.add(bits, tie), _constant(16, bits))
+    quiet = b.or_(high, _constant(0x40, bits))
+    return b.trunc(b.select(b.fcmp_ordered("==", x, x), rounded, quiet), _vector(_I16, x))
+
+
+def _zero_or_one(b: Any, x: Any) -> Any:
+    return b.zext(b.icmp_unsigned("!=", x, _constant(0, x)), x.type)
+
+
+def _fadd(b: Any, x: Any, y: Any) -> Any:
+    return b.fadd(x, y)
+
+
+def _add(b: Any, x: Any, y: Any) -> Any:
+    return b.add(x, y)
+
+
+def _or(b: Any, x: Any, y: Any) -> Any:
+    return b.or_(x, y)
+
+
+def _times_reciprocal(b: Any, x: Any, divisor: Any) -> Any:
+    """Multiply by 1 / divisor, computed in float64 and rounded to the accumulator's type."""
+    scale = b.fdiv(ir.Constant(_F64, 1.0), b.sitofp(divisor, _F64))
+    if x.type.element == _F32:
+        scale = b.fptrunc(scale, _F32)
+    return b.fmul(x, _splat(b, scale, x.type.count))
+
+
+def _floor_quotient(b: Any, x: Any, divisor: Any, real: Any) -> Any:
+    """Give floor(x / divisor) as float row; exact while `real` holds every value of x.
+
+    The quotient nearest below an integer k is k - 1 / divisor, far more than half a unit in the
+    last place away from k, so the correctly rounded division never reaches k.
+    """
+    return _floor(b, b.fdiv(x, _splat(b, b.sitofp(divisor, real), x.type.count)))
+
+
+def _floor_divide_unsigned(b: Any, x: Any, divisor: Any) -> Any:
+    row = b.uitofp(x, _vector(_F32, x))
+    return b.fptoui(_floor_quotient(b, row, divisor, _F32), x.type)
+
+
+def _floor_divide_short(b: Any, x: Any, divisor: Any) -> Any:
+    row = b.sitofp(x, _vector(_F32, x))
+    return b.fptosi(_floor_quotient(b, row, divisor, _F32), x.type)
+
+
+def _floor_divide(b: Any, x: Any, divisor: Any) -> Any:
+    row = b.sitofp(x, _vector(_F64, x))
+    return b.fptosi(_floor_quotient(b, row, divisor, _F64), x.type)
+
+
+def _floor_divide_long(b: Any, x: Any, divisor: Any) -> Any:
+    """Divide twice: the first quotient is within 2**11 of the true one, the remainder mends it.
+
+    With divisor <= MAX_DIVISOR the remainder is below 2**44 and so exact in float64; the
+    products wrap, which cancels in the difference. Many times faster than 64-bit idiv.
+    """
+    guess = _floor_divide(b, x, divisor)
+    rest = b.sub(x, b.mul(guess, _splat(b, divisor, x.type.count)))
+    return b.add(guess, _floor_divide(b, rest, divisor))
+
+
+def _keep(_b: Any, x: Any, _divisor: Any) -> Any:
+    return x
+
+
+class Form(NamedTuple):
+    """How one element type is stored, accumulated and rounded."""
+
+    storage: Any  # LLVM type in memory
+    accumulator: Any  # LLVM type in registers
+    widen: _Unary
+    plus: _Binary
+    divide: _Binary
+    narrow: _Unary
+    max_divisor: int = MAX_DIVISOR
+
+
+FORMS: dict[DType, Form] = {
+    DType.FLOAT32: Form(_F32, _F32, _same, _fadd, _times_reciprocal, _same),
+    DType.FLOAT64: Form(_F64, _F64, _same, _fadd, _times_reciprocal, _same),
+    DType.FLOAT16: Form(_I16, _F32, _half_to_float, _fadd, _times_reciprocal, _float_to_half),
+    DType.BFLOAT16: Form(_I16, _F32, _bfloat_to_float, _fadd, _times_reciprocal, _float_to_bfloat),
+    DType.INT8: Form(_I8, _I8, _same, _add, _floor_divide_short, _same),
+    DType.INT16: Form(_I16, _I16, _same, _add, _floor_divide_short, _same),
+    DType.INT32: Form(_I32, _I32, _same, _add, _floor_divide, _same),
+    DType.INT64: Form(_I64, _I64, _same, _add, _floor_divide_long, _same),
+    DType.UINT8: Form(_I8, _I8, _same, _add, _floor_divide_unsigned, _same),
+    DType.BOOL: Form(_I8, _I8, _same, _or, _keep, _zero_or_one, max_divisor=1),
+}
+
+
+# ---- the two types Numba sees ----
+class Element(types.Type):
+    """One element in memory, of the given wire code."""
+
+    def __init__(self, code: DType) -> None:
+        self.form = FORMS[code]
+        self.width = ROW_BYTES // _BYTES[self.form.accumulator]
+        super().__init__(name=f"fastps_{code.name.lower()}")
+
+
+class Row(types.Type):
+    """`width` accumulators of one element type, in registers."""
+
+    def __init__(self, element: Element, width: int) -> None:
+        self.element = element
+        self.width = width
+        super().__init__(name=f"row({element.name} x {width})")
+
+
+def _element_model(manager: Any, element: Element) -> Any:
+    return _Model(manager, element, element.form.storage)
+
+
+def _row_model(manager: Any, row: Row) -> Any:
+    vector = ir.VectorType(row.element.form.accumulator, row.width)
+    return _Model(manager, row, vector)
+
+
+register_model(Element)(_element_model)
+register_model(Row)(_row_model)
+
+
+# ---- the words the kernel is written in ----
+def _word(function: Callable[..., tuple[Any, _Emit]]) -> Any:
+    return intrinsic(prefer_literal=True)(function)
+
+
+def _load(b: Any, pointer: Any, index: Any, row: Row) -> Any:
+    form = row.element.form
+    place = b.bitcast(b.gep(pointer, [index]), ir.VectorType(form.storage, row.width).as_pointer())
+    return form.widen(b, b.load(place, align=_BYTES[form.storage]))
+
+
+@_word
+def _first(_context: Any, source: Any, index: Any, whole: Any) -> tuple[Any, _Emit]:
+    """Load a whole row (or one element) of a source, in the accumulator's type."""
+    row = Row(source.dtype, source.dtype.width if whole.literal_value else 1)
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        return _load(b, args[0], args[1], row)
+
+    return row(source, types.int64, whole), emit
+
+
+@_word
+def _plus(_context: Any, row: Any, source: Any, index: Any) -> tuple[Any, _Emit]:
+    """Add the row of another source."""
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        return row.element.form.plus(b, args[0], _load(b, args[1], args[2], row))
+
+    return row(row, source, types.int64), emit
+
+
+@_word
+def _divided(_context: Any, row: Any, divisor: Any) -> tuple[Any, _Emit]:
+    """Divide a row by the divisor."""
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        return row.element.form.divide(b, args[0], args[1])
+
+    return row(row, types.int64), emit
+
+
+@_word
+def _store(_context: Any, target: Any, index: Any, row: Any) -> tuple[Any, _Emit]:
+    """Round a row to the stored type and write it."""
+
+    def emit(context: Any, b: Any, _s: Any, args: Any) -> Any:
+        form = row.element.form
+        value = form.narrow(b, args[2])
+        place = b.bitcast(b.gep(args[0], [args[1]]), value.type.as_pointer())
+        b.store(value, place, align=_BYTES[form.storage])
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, row), emit
+
+
+@_word
+def _address(_context: Any, pointer: Any) -> tuple[Any, _Emit]:
+    """Give a pointer as a number."""
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        return b.ptrtoint(args[0], _I64)
+
+    return types.int64(pointer), emit
+
+
+def _number_of(pointer: Any, number: int) -> tuple[Any, _Emit]:
+    return types.int64(pointer), lambda _c, _b, _s, _args: ir.Constant(_I64, number)
+
+
+@_word
+def _width(_context: Any, target: Any) -> tuple[Any, _Emit]:
+    """Give the elements of one row."""
+    return _number_of(target, target.dtype.width)
+
+
+@_word
+def _itemsize(_context: Any, target: Any) -> tuple[Any, _Emit]:
+    """Give the bytes of one stored element."""
+    return _number_of(target, _BYTES[target.dtype.form.storage])
+
+
+@_word
+def _max_divisor(_context: Any, target: Any) -> tuple[Any, _Emit]:
+    """Give the largest divisor the element type allows."""
+    return _number_of(target, target.dtype.form.max_divisor)
+
+
+# ---- the kernel ----
+def _sum(srcs: Any, n_srcs: int, dst: Any, count: int, divisor: int) -> int:
+    """Sum n sources in rank order and divide: dst[i] = (srcs[0][i] + srcs[1][i] + ...) / divisor.
+
+    srcs: table of n_srcs addresses of element[count], contiguous, aligned to the element, IN.
+    dst: element[count], OUT; equal to srcs[0], or disjoint from all sources. divisor: 1 to
+    MAX_DIVISOR (bool: 1). Floats are multiplied by 1 / divisor in the accumulator's type;
+    integers wrap, then divide towards minus infinity; bool is a logical or. Runs without the
+    GIL; allocates nothing; (n_srcs + 1) * count elements of memory traffic. Returns OK, or
+    BAD_ARGUMENT before anything was written.
+    """
+    if n_srcs < 1 or count < 0 or divisor < 1 or divisor > _max_divisor(dst):
+        return BAD_ARGUMENT
+    if count == 0:
+        return OK
+    if _address(srcs) == 0 or _address(dst) == 0:
+        return BAD_ARGUMENT
+    size = _itemsize(dst)
+    nbytes = count * size
+    for j in range(n_srcs):
+        place = _address(srcs[j])
+        gap = place - _address(dst)
+        if place == 0 or (place | gap) & (size - 1) != 0:
+            return BAD_ARGUMENT
+        if -nbytes < gap and gap < nbytes and (gap != 0 or j != 0):
+            return BAD_ARGUMENT
+    if n_srcs == 1 and divisor == 1 and _address(srcs[0]) == _address(dst):
+        return OK
+    width = _width(dst)
+    whole = count - (count & (width - 1))
+    for i in range(0, whole, width):
+        row = _first(srcs[0], i, True)
+        for j in range(1, n_srcs):
+            row = _plus(row, srcs[j], i)
+        if divisor != 1:
+            row = _divided(row, divisor)
+        _store(dst, i, row)
+    for i in range(whole, count):
+        one = _first(srcs[0], i, False)
+        for j in range(1, n_srcs):
+            one = _plus(one, srcs[j], i)
+        if divisor != 1:
+            one = _divided(one, divisor)
+        _store(dst, i, one)
+    return OK
+
+
+def compile_sum(code: DType, *, is_cached: bool) -> Any:
+    """Compile the kernel for one element type (or load it) and give Numba's callback object.
+
+    The address is valid as long as the object lives. Takes about 0.1 s, the first time in a
+    process about 0.6 s; from the cache a few milliseconds.
+    """
+    pointer = _Pointer(Element(code))
+    signature = types.int64(_Pointer(pointer), types.int64, pointer, types.int64, types.int64)
+    make = _cfunc(signature, cache=is_cached, error_model="numpy", boundscheck=False, _nrt=False)
+    return make(_sum)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command fastps-server: one summation server, or the scheduler of a job.
+
+Turns options into settings, sets up logging and signals, and runs the role. Threads: none of
+its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from fastps import _core, config
+from fastps.control.scheduler import serve
+from fastps.errors import FastPSError
+
+EPILOG = """\
+A job has one scheduler, some servers and some workers; all need the same token. By hand:
+
+  export FASTPS_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))')
+  export FASTPS_SIZE=2 FASTPS_NUM_SERVERS=1
+  export FASTPS_SCHEDULER_HOST=127.0.0.1 FASTPS_SCHEDULER_PORT=7654
+  fastps-server --role scheduler &
+  fastps-server &
+  python train.py &  python train.py
+
+On one machine `fastps-run -np 2 -s 1 python train.py` does all of this. Every option has an
+environment variable, FASTPS_ and the option's name; docs/env.md lists them all, with the names
+of BytePS and torchrun that work too. A server ends when the job is over, when a process of the
+job is lost (exit status 1), or in order after SIGTERM.
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line; an option left out falls back to the environment."""
+    parser = argparse.ArgumentParser(
+        prog="fastps-server",
+        description="Sum gradients for the workers of one job, or be its scheduler.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--role", choices=("server", "scheduler"), default="server", help="default: server")
+    add("--scheduler-host", metavar="HOST", help="where the scheduler is (or listens)")
+    add("--scheduler-port", metavar="PORT", help="its port")
+    add("--interface", metavar="NAME", help="interface, network (CIDR) or address to listen on")
+    add("--host", metavar="ADDRESS", help="own address to listen on and to tell the others")
+    add("--port", metavar="PORT", help="own data port; 0 takes a free one (default)")
+    add("--size", metavar="N", help="number of workers (scheduler)")
+    add("--num-servers", metavar="N", help="number of servers (scheduler)")
+    add("--engine-threads", metavar="N", help="threads that sum; 0: the I/O threads do")
+    add("--io-threads", metavar="N", help="threads that read and write the links")
+    add("--cpus", metavar="LIST", help="CPUs to pin our threads to, like 0-3,8")
+    add("--numa-node", metavar="NODE", help="NUMA node to take memory from; -1: any")
+    add("--token-file", metavar="FILE", help="file of mode 0600 with the job token")
+    add("--start-timeout-s", metavar="SECONDS", help="how long to wait for the others")
+    add("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING (default) or ERROR")
+    add("--listen-fd", metavar="FD", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def load_config(arguments: argparse.Namespace) -> config.Config:
+    """Give the settings: options first, then the environment."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    given.pop("listen_fd", None)
+    return config.load(given)
+
+
+def set_up_logging(settings: config.Config) -> None:
+    """Send log records to standard error, with the role."""
+    logging.basicConfig(
+        level=settings.log_level,
+        format=f"%(asctime)s {settings.role} %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+
+
+def run_server(settings: config.Config) -> int:
+    """Run a server until its job is over; SIGTERM and SIGINT end it in order."""
+    # imported here: a scheduler needs neither the kernels nor the store
+    from fastps.server.server import Server  # noqa: PLC0415
+
+    server = Server(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    return server.run()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; give the exit status: 0 in order, 1 for a lost peer, 2 for bad settings."""
+    parsed = make_parser().parse_args(arguments)
+    try:
+        settings = load_config(parsed)
+        set_up_logging(settings)
+        _core.arm_fault(settings.fault)
+        if settings.role == "scheduler":
+            listeners = () if parsed.listen_fd is None else (socket.socket(fileno=parsed.listen_fd),)
+            return serve(settings, listeners=listeners)
+        return run_server(settings)
+    except FastPSError as error:
+        sys.stderr.write(f"fastps-server: {type(error).__name__}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

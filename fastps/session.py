@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session: one worker's membership in a job, from init() to shutdown().
+
+Owns control client, transport and engine, made in this order and stopped in the reverse one. A
+session without servers (one worker) does everything locally. `current()` is the one piece of
+mutable module state in the library. Public methods may be called from any thread; each tensor
+name has at most one operation in flight.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from fastps import _core
+from fastps import config as _config
+from fastps.affinity import parse_cpu_list
+from fastps.config import Config
+from fastps.control.client import ControlClient
+from fastps.control.protocol import DeclaredTensor, Event, PeerLost, TensorPoisoned, TensorSpec
+from fastps.errors import (
+    ConfigError,
+    FastPSError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    error_of,
+)
+from fastps.objects import decode_object, encode_object
+from fastps.partition import make_partitions
+from fastps.transport._tcp import TcpTransport
+from fastps.transport.tcp import dial, pack_lane
+from fastps.types import DType, dtype_of
+from fastps.worker._engine import EngineTensor, WorkerEngine
+from fastps.worker.handle import Array, Handle, LocalHandle
+
+log = logging.getLogger(__name__)
+
+VERDICT_WAIT_S = 2.0  # how long a failed operation waits to hear who is to blame
+E_PEER_LOST, E_PROTOCOL, E_MISMATCH = -3, -4, -5  # _core.pxd
+
+Names: TypeAlias = str | Sequence[str]
+Arrays: TypeAlias = Array | Sequence[Array]
+
+
+class Session:
+    """Membership of this process in a job; made by init()."""
+
+    def __init__(self, config: Config) -> None:
+        """Join the job, connect to every server, wait for everybody; blocks to start_timeout_s."""
+        self._config = config
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # declarations; held while the scheduler answers
+        self._tensors: dict[str, EngineTensor] = {}
+        self._specs: dict[str, TensorSpec] = {}
+        self._poisoned: dict[str, str] = {}
+        self._wait_seconds = [0.0]
+        self._client: ControlClient | None = None
+        self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
+        if config.num_servers or config.size > 1 or config.force_distributed:
+            self._join()
+
+    @property
+    def is_local(self) -> bool:
+        """Tell whether this is a job of one worker without servers."""
+        return self._client is None
+
+    def _join(self) -> None:
+        config = self._config
+        if not config.num_servers:
+            raise ConfigError(
+                f"this job has {config.size} workers but no server; start it with "
+                "`fastps-run -np N -s 1 ...`, or start fastps-server and set FASTPS_NUM_SERVERS"
+            )
+        _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
+        _core.arm_fault(config.fault)
+        self._client = ControlClient.connect(
+            config, role="worker", data_address=None, on_event=self._on_event
+        )
+        job = self._client.job
+        self.rank, self.size = job.rank, job.size
+        self.local_rank, self.local_size = job.local_rank, job.local_size
+        self._engine = WorkerEngine(
+            rank=job.rank, n_servers=len(job.servers), lanes=config.links_per_peer
+        )
+        self._transport = TcpTransport(io_threads=config.io_threads, spin_us=config.spin_us)
+        _sessions.add(self)
+        try:
+            self._connect()
+        except BaseException:
+            self._transport.close(timeout_s=config.shutdown_timeout_s)
+            self._client.close()
+            raise
+
+    def _connect(self) -> None:
+        """Make the links to every server, then wait until all workers have made theirs."""
+        assert self._client is not None
+        config, job = self._config, self._client.job
+        for server in job.servers:
+            for lane in range(config.links_per_peer):
+                descriptor = dial(
+                    (server.host, server.port),
+                    config,
+                    key=self._client.data_key,
+                    sender=job.rank,
+                    lane=pack_lane(job.generation, lane),
+                    what=f"server {server.rank}",
+                )
+                self._transport.adopt(
+                    descriptor, self._engine, peer=server.rank, lane=lane,
+                    credit_bytes=config.credit_bytes,
+                )
+        self._client.barrier("fastps.connected", timeout_s=config.start_timeout_s)
+
+    # ---- declaring ----
+
+    def declare(self, specs: Sequence[tuple[str, tuple[int, ...], DType]]) -> None:
+        """Declare tensors by (name, shape, dtype) before their first use, all in one round trip.
+
+        Declaring twice is allowed. Blocks until every server is ready for them. Raises
+        MismatchError when another worker, or this one earlier, declared one differently.
+        """
+        self._check_usable()
+        wanted = [self._spec(name, tuple(shape), DType(code)) for name, shape, code in specs]
+        if self._client is not None:
+            self._declare_specs(wanted)
+        else:
+            self._declare_locally(wanted)
+
+    def _spec(self, name: str, shape: tuple[int, ...], dtype: DType) -> TensorSpec:
+        nbytes = dtype.itemsize
+        for extent in shape:
+            nbytes *= extent
+        return TensorSpec(
+            name, int(dtype), shape, nbytes, self._config.partition_bytes,
+            self._config.chunk_bytes,
+        )
+
+    def _declare_locally(self, wanted: Sequence[TensorSpec]) -> None:
+        for spec in wanted:
+            known = self._specs.setdefault(spec.name, spec)
+            if known != spec:
+                raise MismatchError(
+                    f"tensor {spec.name!r} was declared as {_describe(known)} and is now "
+                    f"{_describe(spec)}; use another name"
+                )
+
+    def _declare_specs(self, wanted: Sequence[TensorSpec]) -> None:
+        with self._lock:
+            # a known name with another shape goes to the scheduler too, so that all hear of it
+            fresh = [spec for spec in wanted if self._specs.get(spec.name) != spec]
+            if not fresh:
+                return
+            assert self._client is not None
+            answers = self._client.declare(fresh, timeout_s=self._config.op_timeout_s)
+            for spec, answer in zip(fresh, answers, strict=True):
+                self._tensors[spec.name] = self._make_tensor(spec, answer)
+                self._specs[spec.name] = spec
+
+    def _make_tensor(self, spec: TensorSpec, answer: DeclaredTensor) -> EngineTensor:
+        pieces = make_partitions(answer.tensor_id, spec.nbytes, spec.partition_bytes)
+        return self._engine.declare(
+            answer.tensor_id,
+            spec.name,
+            nbytes=spec.nbytes,
+            dtype=spec.dtype,
+            chunk_bytes=spec.chunk_bytes,
+            partitions=[
+                (offset, nbytes, owner)
+                for (offset, nbytes), owner in zip(pieces, answer.owners, strict=True)
+            ],
+        )
+
+    def _find(self, names: Sequence[str], arrays: Sequence[Array], dtype: DType | None
+              ) -> list[EngineTensor]:
+        """Give the tensors of names, declaring those that are new or have changed."""
+        wanted = []
+        for name, array in zip(names, arrays, strict=True):
+            known = self._specs.get(name)
+            code = dtype_of(array.dtype) if dtype is None else dtype
+            if known is None or known.shape != array.shape or known.dtype != code:
+                wanted.append(self._spec(name, array.shape, code))
+        if wanted:
+            self._declare_specs(wanted)
+        if self._poisoned:
+            self._check_poison(names)
+        return [self._tensors[name] for name in names]
+
+    def _check_poison(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name in self._poisoned:
+                raise MismatchError(self._poisoned[name])
+
+    # ---- operations ----
+
+    def push_pull_async(
+        self,
+        tensor: Arrays,
+        name: Names,
+        *,
+        average: bool = True,
+        priority: int | Sequence[int] = 0,
+        out: Arrays | None = None,
+        dtype: DType | None = None,
+    ) -> Handle:
+        """Begin to sum tensor over all workers; a sequence of tensors travels as one submit.
+
+        tensor: C-contiguous arrays, read; out: arrays of the same shape and dtype, written (None
+        makes new ones, tensor itself works in place). name: the same on all workers, one
+        operation in flight each. priority: larger leaves first. dtype: BFLOAT16 with uint16
+        arrays. NaN and infinities pass through. Does not block, except to declare new names.
+        Raises ValueError, TypeError, MismatchError, PeerLostError, FastPSError (name in flight).
+        """
+        self._check_usable()
+        is_single = isinstance(name, str)
+        names, arrays = _pair(name, tensor)
+        outputs = _outputs(arrays, out, is_single=is_single)
+        for label, array, output in zip(names, arrays, outputs, strict=True):
+            _check_arrays(label, array, output, dtype, average=average)
+        if self._client is None:
+            return self._finish_locally(names, arrays, outputs, dtype, is_single=is_single)
+        tensors = self._find(names, arrays, dtype)
+        with self._translated(names):
+            if is_single:
+                assert isinstance(priority, int)
+                self._engine.start(
+                    tensors[0], arrays[0], outputs[0], average=average, priority=priority
+                )
+            else:
+                self._engine.start_many(
+                    tensors, arrays, outputs, average=average,
+                    priorities=[priority] * len(names) if isinstance(priority, int) else priority,
+                )
+        return self._handle(tensors, outputs, is_single=is_single)
+
+    def broadcast_async(
+        self, tensor: Arrays, root_rank: int, name: Names, *, dtype: DType | None = None
+    ) -> Handle:
+        """Begin to copy the root's tensor into everybody's, in place; sequences as one submit."""
+        self._check_usable()
+        self._check_root(root_rank)
+        is_single = isinstance(name, str)
+        names, arrays = _pair(name, tensor)
+        for label, array in zip(names, arrays, strict=True):
+            _check_arrays(label, array, array, dtype, average=False)
+        if self._client is None:
+            return self._finish_locally(names, arrays, arrays, dtype, is_single=is_single)
+        tensors = self._find(names, arrays, dtype)
+        with self._translated(names):
+            self._engine.start_broadcast(tensors, arrays, is_root=root_rank == self.rank)
+        return self._handle(tensors, arrays, is_single=is_single)
+
+    def _finish_locally(
+        self, names: Sequence[str], arrays: Sequence[Array], outputs: Sequence[Array],
+        dtype: DType | None, *, is_single: bool,
+    ) -> Handle:
+        self._declare_locally([
+            self._spec(name, array.shape, dtype_of(array.dtype) if dtype is None else dtype)
+            for name, array in zip(names, arrays, strict=True)
+        ])
+        for array, output in zip(arrays, outputs, strict=True):
+            if output is not array:
+                np.copyto(output, array)
+        return LocalHandle(outputs, is_single=is_single)
+
+    def _handle(
+        self, tensors: Sequence[EngineTensor], outputs: Sequence[Array], *, is_single: bool
+    ) -> Handle:
+        return Handle(
+            tensors, outputs, is_single=is_single, explain=self._explain,
+            timeout_s=self._config.op_timeout_s, seconds=self._wait_seconds,
+        )
+
+    def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:
+        """Wait until every worker has come here; StallError names who is missing."""
+        self._check_usable()
+        if self._client is not None:
+            self._client.barrier(
+                name, timeout_s=self._config.op_timeout_s if timeout_s is None else timeout_s
+            )
+
+    def broadcast_object(self, obj: Any, root_rank: int = 0, name: str = "object") -> Any:
+        """Give everybody the root's object: None, bool, int, float, str, bytes, list, tuple,
+        dict, set or arrays of these; nothing is ever unpickled. Blocks. TypeError names the rest.
+        """
+        self._check_usable()
+        self._check_root(root_rank)
+        data = encode_object(obj) if root_rank == self.rank else None
+        if self._client is None:
+            return decode_object(encode_object(obj))
+        return decode_object(
+            self._client.blob(name, root_rank, data, timeout_s=self._config.op_timeout_s)
+        )
+
+    def statistics(self) -> dict[str, float]:
+        """Count operations, bytes, frames, system calls and seconds spent in wait()."""
+        numbers: dict[str, float] = {"wait_seconds": self._wait_seconds[0]}
+        if self._client is not None:
+            numbers |= self._engine.statistics() | self._transport.statistics()
+        return numbers
+
+    # ---- failures ----
+
+    def _check_root(self, root_rank: int) -> None:
+        if not 0 <= root_rank < self.size:
+            raise ValueError(f"root_rank {root_rank} is not a rank: there are {self.size} workers")
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise NotInitializedError(
+                "this process was forked from one that called fastps.init(); only the original "
+                "may communicate. Call fastps.init() in the worker processes themselves"
+            )
+
+    @contextlib.contextmanager
+    def _translated(self, names: Sequence[str]) -> Any:
+        """Turn the bare error of a dead engine into one that names the culprit."""
+        try:
+            yield
+        except (PeerLostError, MismatchError) as error:
+            raise self._blame(names[0], error) from None
+
+    def _explain(self, tensor: EngineTensor, status: int) -> FastPSError:
+        if tensor.name in self._poisoned:
+            return MismatchError(self._poisoned[tensor.name])
+        if status == E_MISMATCH:
+            return MismatchError(
+                f"tensor {tensor.name!r}: worker {tensor.culprit} started another operation than "
+                "the others (sum, average or broadcast, or another root); make all workers "
+                "call the same"
+            )
+        message = f"the operation on tensor {tensor.name!r} failed with status {status}"
+        return self._blame(tensor.name, error_of(status, message))
+
+    def _blame(self, name: str, error: FastPSError) -> FastPSError:
+        """Ask the scheduler who was lost first; name the broken link if it does not know."""
+        if not isinstance(error, PeerLostError) or self._client is None:
+            return error
+        failure = self._engine.failure
+        with contextlib.suppress(FastPSError):
+            if failure is not None and failure[1] >= 0:
+                self._client.report_lost("server", failure[1], "its link to a worker broke")
+            verdict = self._client.verdict(VERDICT_WAIT_S)
+            if verdict is not None:
+                return PeerLostError(
+                    f"tensor {name!r} cannot be reduced: {verdict}. Restart the job"
+                )
+        return PeerLostError(f"tensor {name!r} cannot be reduced: {error}. Restart the job")
+
+    def _on_event(self, event: Event) -> None:
+        """Take news from the scheduler, on the control client's thread."""
+        engine: WorkerEngine | None = getattr(self, "_engine", None)
+        if isinstance(event, TensorPoisoned):
+            self._poisoned[event.name] = event.message
+            if engine is not None:
+                engine.fail_tensor(event.tensor_id, E_MISMATCH)
+        elif isinstance(event, PeerLost):
+            log.error("%s", event)
+            if engine is not None:
+                engine.fail(E_PEER_LOST)
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Leave the job in order and join every thread; idempotent. Blocks to shutdown_timeout_s.
+
+        Operations still in flight fail with ShutdownError.
+        """
+        if self._client is None or os.getpid() != self._pid:
+            return
+        client, self._client = self._client, None
+        timeout_s = self._config.shutdown_timeout_s
+        self._engine.leave()
+        try:
+            client.leave(timeout_s=timeout_s)
+        except FastPSError as error:
+            log.warning("left the job without the scheduler's answer: %s", error)
+        self._engine.wait_closed(timeout_s=timeout_s)
+        self._transport.close(timeout_s=timeout_s)
+        _sessions.discard(self)
+
+    def abandon(self) -> None:
+        """Close the links' descriptors in a forked child, so that our death stays visible."""
+        self._transport.abandon()
+
+
+def _describe(spec: TensorSpec) -> str:
+    return f"{DType(spec.dtype).name.lower()} of shape {spec.shape}"
+
+
+def _pair(name: Names, tensor: Arrays) -> tuple[Sequence[str], Sequence[Array]]:
+    """Make sequences of names and arrays; one name goes with one array."""
+    if isinstance(name, str):
+        if not isinstance(tensor, np.ndarray):
+            raise TypeError(f"tensor {name!r} is {type(tensor).__name__}, not a NumPy array")
+        return (name,), (tensor,)
+    if isinstance(tensor, np.ndarray) or len(name) != len(tensor):
+        raise ValueError("a sequence of names needs a sequence of as many arrays")
+    if len(set(name)) != len(name):
+        raise ValueError("a name appears twice in one call")
+    return name, tensor
+
+
+def _outputs(arrays: Sequence[Array], out: Arrays | None, *, is_single: bool) -> Sequence[Array]:
+    if out is None:
+        return [np.empty_like(array) for array in arrays]
+    if isinstance(out, np.ndarray):
+        if not is_single:
+            raise ValueError("a sequence of tensors needs a sequence of outputs")
+        return (out,)
+    if len(out) != len(arrays):
+        raise ValueError(f"{len(arrays)} tensors need as many outputs, not {len(out)}")
+    return out
+
+
+def _check_arrays(
+    name: str, array: Array, output: Array, dtype: DType | None, *, average: bool
+) -> None:
+    """Refuse what cannot be reduced; the message names the tensor."""
+    if not name:
+        raise ValueError("a tensor needs a name that is the same on all workers")
+    code = dtype_of(array.dtype) if dtype is None else dtype
+    if code.itemsize != array.dtype.itemsize:
+        raise TypeError(f"tensor {name!r}: {array.dtype} elements do not hold {code.name}")
+    if average and code is DType.BOOL:
+        raise TypeError(f"tensor {name!r}: booleans have no average; use average=False")
+    if not array.flags.c_contiguous or not output.flags.c_contiguous:
+        raise ValueError(f"tensor {name!r} is not C-contiguous; pass np.ascontiguousarray(...)")
+    if output is array:
+        return
+    if output.shape != array.shape or output.dtype != array.dtype:
+        raise ValueError(
+            f"tensor {name!r}: the output is {output.dtype} {output.shape}, the input "
+            f"{array.dtype} {array.shape}"
+        )
+    if np.may_share_memory(array, output) and array.ctypes.data != output.ctypes.data:
+        raise ValueError(f"tensor {name!r}: input and output overlap; use the same array or two")
+
+
+# ---- the current session ----
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # of this process, for fork
+_current: Session | None = None
+
+
+def _forget_sessions_in_child() -> None:
+    for session in list(_sessions):
+        session.abandon()
+    _sessions.clear()
+
+
+os.register_at_fork(after_in_child=_forget_sessions_in_child)
+
+
+def init(settings: Mapping[str, object]) -> Session:
+    """Make the process's session, or give the one it has; see fastps.init()."""
+    global _current
+    if _current is not None and _current._pid == os.getpid():
+        return _current
+    _current = Session(_config.load(settings))
+    atexit.register(shutdown)
+    return _current
+
+
+def shutdown() -> None:
+    """End the process's session; does nothing if there is none."""
+    global _current
+    session, _current = _current, None
+    atexit.unregister(shutdown)
+    if session is not None:
+        session.close()
+
+
+def is_initialized() -> bool:
+    """Tell whether init() was called, in this process, and shutdown() was not."""
+    return _current is not None and _current._pid == os.getpid()
+
+
+def current() -> Session:
+    """Give the process's session; NotInitializedError when init() was not called."""
+    if _current is None:
+        raise NotInitializedError("call fastps.init() first")
+    _current._check_usable()
+    return _current

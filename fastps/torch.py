@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fastps for PyTorch: `import fastps.torch as fps`. Only hands names on."""
+
+from __future__ import annotations
+
+from fastps import barrier, init, is_initialized, local_rank, local_size, rank, shutdown, size
+from fastps.frameworks._adapter import Average, Sum
+from fastps.frameworks.torch.broadcast import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from fastps.frameworks.torch.compression import Compression
+from fastps.frameworks.torch.ops import (
+    declare,
+    poll,
+    push_pull,
+    push_pull_async,
+    push_pull_async_inplace,
+    push_pull_inplace,
+    synchronize,
+)
+from fastps.frameworks.torch.optimizer import DistributedOptimizer
+
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Sum",
+    "barrier",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "declare",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "push_pull_async_inplace",
+    "push_pull_inplace",
+    "rank",
+    "shutdown",
+    "size",
+    "synchronize",
+]

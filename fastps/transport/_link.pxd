@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+# The C side of the transport interface, the same for every transport. Theory:
+#
+# A Link joins this process to one peer. Its owner (the server's store or the worker's engine)
+# says where an announced payload lands (`landing`) and is told when it is there (`deliver`).
+# Both run on the transport's I/O thread, without the GIL, and must not block. To send, the owner
+# hands over a SendItem that it allocated beforehand and does not touch until `sent` was called.
+# A partition is cut into frames of chunk_bytes, so that sums start before a partition is whole.
+#
+# After `closed` no callback of this link runs any more, and every queued item was `sent` with an
+# error: memory that was lent to the link may be freed.
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+
+from fastps.wire cimport Header
+
+cdef struct Link
+cdef struct SendItem
+
+ctypedef void (*sent_fn)(SendItem* item, int status) noexcept nogil
+
+cdef struct SendItem:
+    Header header           # template: kind, dtype, flags, key, key_version, sender, priority
+    const char* payload     # may be NULL when nbytes is 0
+    uint32_t nbytes         # whole payload; sent as frames of at most chunk_bytes
+    uint32_t chunk_bytes    # 0: one frame
+    uint32_t base           # offset of payload within the partition: frames start there
+    uint32_t cursor         # transport's: payload bytes already framed
+    bint is_credited        # count nbytes against the link's credit until credit() returns them
+    sent_fn sent            # all bytes have left our memory, or the link closed; may be NULL
+    void* context           # owner's
+
+cdef struct Owner:
+    void* context
+    # A header arrived and is well formed. Say where its `length` bytes go (any address, non-NULL;
+    # ignored when length is 0) or return NULL with *status < 0: the link is then closed.
+    void* (*landing)(void* context, Link* link, const Header* header, int* status) noexcept nogil
+    # The payload is where `landing` said. OK, or a negative status: the link is then closed.
+    int (*deliver)(void* context, Link* link, const Header* header) noexcept nogil
+    # Called once. E_SHUTDOWN: closed here or after BYE; E_PEER_LOST, E_PROTOCOL, E_LINK_TIMEOUT..
+    void (*closed)(void* context, Link* link, int status) noexcept nogil
+
+cdef struct LinkStats:
+    uint64_t bytes_sent     # headers included
+    uint64_t bytes_received
+    uint64_t frames_sent
+    uint64_t frames_received
+    uint64_t writes         # system calls (or copies, for inproc)
+    uint64_t reads
+
+cdef enum Kick:
+    KICK_NONE = 0           # stay queued until kick() or a later kicked send: small items gather
+    KICK_WAKE = 1           # the I/O thread sends: the caller returns at once
+    KICK_INLINE = 2         # the caller writes a little itself; the I/O thread sends the rest
+    KICK_FULL = 3           # the caller writes as much as the link takes without blocking
+
+cdef struct Link:
+    # Queue one item; most urgent first. OK, or an error status (then `sent` is not called).
+    # Any thread.
+    int (*send)(Link* link, SendItem* item, int kick) noexcept nogil
+    void (*kick)(Link* link, int kick) noexcept nogil
+    void (*credit)(Link* link, uint64_t nbytes) noexcept nogil      # bytes that completed
+    # Asynchronous, idempotent. E_SHUTDOWN: what is queued still leaves, then BYE. Any other
+    # status: at once.
+    void (*close)(Link* link, int status) noexcept nogil
+    uint32_t peer           # rank of a worker or index of a server
+    uint32_t lane           # number of the link among those to one peer
+    Owner owner
+    LinkStats stats
+
+# A place where an owner keeps a link that several threads use. `acquire` pins the link (NULL:
+# none); `retire`, called from `closed`, waits until nobody has it pinned, so that the transport
+# may free it. A pinned section never blocks.
+cdef struct LinkSlot:
+    Link* link
+    int32_t users
+
+cdef Link* slot_acquire(LinkSlot* slot) noexcept nogil
+cdef void slot_release(LinkSlot* slot) noexcept nogil
+cdef void slot_set(LinkSlot* slot, Link* link) noexcept nogil
+cdef void slot_retire(LinkSlot* slot) noexcept nogil
+
+# Fill magic, version and checksum of a header that is about to leave; check one that arrived.
+cdef void header_seal(Header* header) noexcept nogil
+cdef int header_check(const Header* header) noexcept nogil
+
+cdef class LinkOwner:
+    """Whatever owns links: carries the C callbacks to a transport's adopt()."""
+    cdef Owner c_owner
+    cdef int c_attach(self, Link* link) except -1       # the link is about to deliver frames
+
+
+cdef class Transport:
+    """What every transport's Python face offers to its users."""
+    cdef object __weakref__

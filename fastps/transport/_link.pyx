@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C side of the transport interface: link slots, frame headers, the owner's base class.
+
+See _link.pxd for the contract. Nothing here opens a socket or starts a thread.
+"""
+
+from posix.unistd cimport usleep
+
+from fastps._atomic cimport fps_add32, fps_fence, fps_load32, fps_load_ptr, fps_store_ptr
+from fastps._core cimport E_PROTOCOL, OK, crc32c
+from fastps.wire cimport HEADER_BYTES, KIND_BYE, KIND_PUSH, MAGIC, PROTOCOL_VERSION
+
+
+cdef enum:
+    CHECKED_BYTES = HEADER_BYTES - 4    # what the checksum covers
+    RETIRE_NAP_US = 20                  # a pinned section lasts microseconds
+
+
+cdef Link* slot_acquire(LinkSlot* slot) noexcept nogil:
+    fps_add32(&slot.users, 1)
+    fps_fence()
+    cdef Link* link = <Link*>fps_load_ptr(<void**>&slot.link)
+    if link == NULL:
+        fps_add32(&slot.users, -1)
+    return link
+
+
+cdef void slot_release(LinkSlot* slot) noexcept nogil:
+    fps_add32(&slot.users, -1)
+
+
+cdef void slot_set(LinkSlot* slot, Link* link) noexcept nogil:
+    fps_store_ptr(<void**>&slot.link, link)
+
+
+cdef void slot_retire(LinkSlot* slot) noexcept nogil:
+    fps_store_ptr(<void**>&slot.link, NULL)
+    fps_fence()
+    while fps_load32(&slot.users) > 0:
+        usleep(RETIRE_NAP_US)
+
+
+cdef void header_seal(Header* header) noexcept nogil:
+    header.magic = MAGIC
+    header.version = PROTOCOL_VERSION
+    header.checksum = crc32c(header, CHECKED_BYTES)
+
+
+cdef int header_check(const Header* header) noexcept nogil:
+    if header.magic != MAGIC or header.version != PROTOCOL_VERSION:
+        return E_PROTOCOL
+    if header.checksum != crc32c(header, CHECKED_BYTES):
+        return E_PROTOCOL
+    if header.kind < KIND_PUSH or header.kind > KIND_BYE:
+        return E_PROTOCOL
+    return OK
+
+
+cdef class LinkOwner:
+    """Whatever owns links: carries the C callbacks to a transport's adopt()."""
+
+    cdef int c_attach(self, Link* link) except -1:
+        return 0
+
+
+cdef class Transport:
+    """What every transport's Python face offers to its users."""
+
+    def adopt(self, endpoint, LinkOwner owner, *, peer, lane=0, credit_bytes=0):
+        """Take over a connected endpoint and deliver its frames to owner."""
+        raise NotImplementedError
+
+    def close(self, *, timeout_s):
+        """Close every link and join every thread; raise TransportTimeout when that takes too long."""
+        raise NotImplementedError

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mailbox: the plainest owner of links. It keeps every frame that arrives.
+
+For the conformance suite of the transports and for benchmarks; public so that who writes a
+transport can test it. Frames of any link land in memory of the mailbox's own.
+"""
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy
+
+from fastps._core cimport (
+    E_NOMEM, E_PROTOCOL, OK, Completion, completion_part_done, completion_reset,
+    completion_wait, deadline_of,
+)
+from fastps.transport._link cimport (
+    KICK_WAKE, Link, LinkOwner, LinkSlot, SendItem, slot_acquire, slot_release, slot_retire,
+    slot_set,
+)
+from fastps.wire cimport Header
+
+from fastps.errors import StallError, error_of
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_init(pthread_mutex_t*, void*)
+    int pthread_mutex_destroy(pthread_mutex_t*)
+    int pthread_mutex_lock(pthread_mutex_t*)
+    int pthread_mutex_unlock(pthread_mutex_t*)
+
+cdef enum:
+    MAX_PEERS = 64
+
+cdef struct Letter:
+    Letter* next
+    uint32_t peer
+    Header header
+    char* payload
+
+cdef struct Box:
+    pthread_mutex_t lock
+    Letter* first
+    Letter* last
+    Letter* landing[MAX_PEERS]  # announced, not yet delivered; one per link
+    LinkSlot slots[MAX_PEERS]
+    int ended[MAX_PEERS]        # status of closed(), 1 while open
+    uint64_t max_frame
+    Completion arrival          # a new Completion is armed before each wait
+    bint is_armed
+
+
+cdef void ring(Box* box) noexcept nogil:
+    if box.is_armed:
+        box.is_armed = False
+        completion_part_done(&box.arrival, OK)
+
+
+cdef void* box_landing(void* context, Link* link, const Header* header, int* status) noexcept nogil:
+    cdef Box* box = <Box*>context
+    cdef Letter* letter
+    if header.length > box.max_frame:
+        status[0] = E_PROTOCOL
+        return NULL
+    letter = <Letter*>calloc(1, sizeof(Letter))
+    if letter != NULL:
+        letter.payload = <char*>malloc(header.length + 1)
+    if letter == NULL or letter.payload == NULL:
+        free(letter)
+        status[0] = E_NOMEM
+        return NULL
+    letter.header = header[0]
+    letter.peer = link.peer
+    box.landing[link.peer] = letter
+    return letter.payload
+
+
+cdef int box_deliver(void* context, Link* link, const Header* header) noexcept nogil:
+    cdef Box* box = <Box*>context
+    cdef Letter* letter = box.landing[link.peer]
+    box.landing[link.peer] = NULL
+    pthread_mutex_lock(&box.lock)
+    if box.last == NULL:
+        box.first = letter
+    else:
+        box.last.next = letter
+    box.last = letter
+    ring(box)
+    pthread_mutex_unlock(&box.lock)
+    link.credit(link, header.length)
+    return OK
+
+
+cdef void box_closed(void* context, Link* link, int status) noexcept nogil:
+    cdef Box* box = <Box*>context
+    slot_retire(&box.slots[link.peer])
+    free_letter(box.landing[link.peer])
+    box.landing[link.peer] = NULL
+    pthread_mutex_lock(&box.lock)
+    box.ended[link.peer] = status
+    ring(box)
+    pthread_mutex_unlock(&box.lock)
+
+
+cdef void free_letter(Letter* letter) noexcept nogil:
+    if letter != NULL:
+        free(letter.payload)
+        free(letter)
+
+
+cdef class Parcel:
+    """One item on its way; its payload is borrowed until wait() returned."""
+
+    cdef SendItem item
+    cdef Completion done
+    cdef object payload
+    cdef const unsigned char[::1] view
+
+    def wait(self, *, double timeout_s):
+        """Wait until the payload has left its memory; raise the link's error."""
+        cdef int64_t deadline = deadline_of(timeout_s)
+        cdef int status
+        with nogil:
+            status = completion_wait(&self.done, deadline, 0)
+        if status != OK:
+            raise StallError(f"the payload did not leave within {timeout_s:g} s")
+        if self.done.status != OK:
+            raise error_of(self.done.status, "the link ended before the payload had left")
+
+
+cdef void parcel_sent(SendItem* item, int status) noexcept nogil:
+    completion_part_done(<Completion*>item.context, status)
+
+
+cdef class Mailbox(LinkOwner):
+    """Own up to 64 links, numbered by peer; keep what arrives until receive() takes it."""
+
+    cdef Box* box
+
+    def __cinit__(self, *, uint64_t max_frame=1 << 30):
+        cdef int i
+        self.box = <Box*>calloc(1, sizeof(Box))
+        if self.box == NULL:
+            raise MemoryError("no memory for a mailbox")
+        pthread_mutex_init(&self.box.lock, NULL)
+        self.box.max_frame = max_frame
+        self.c_owner.context = self.box
+        self.c_owner.landing = box_landing
+        self.c_owner.deliver = box_deliver
+        self.c_owner.closed = box_closed
+
+    cdef int c_attach(self, Link* link) except -1:
+        if link.peer >= MAX_PEERS:
+            raise ValueError(f"a mailbox has at most {MAX_PEERS} peers")
+        self.box.ended[link.peer] = 1
+        slot_set(&self.box.slots[link.peer], link)
+        return 0
+
+    def post(self, uint32_t peer, payload, *, int kind=1, uint64_t key=0, int priority=0,
+             uint32_t chunk_bytes=0, bint is_credited=False, int kick=KICK_WAKE):
+        """Send bytes-like payload as frames of chunk_bytes; return a Parcel to wait for."""
+        cdef Parcel parcel = Parcel()
+        cdef Link* link
+        cdef int status
+        parcel.payload = payload
+        parcel.view = payload
+        parcel.item.header.kind = kind
+        parcel.item.header.key = key
+        parcel.item.header.priority = priority
+        parcel.item.nbytes = parcel.view.shape[0]
+        parcel.item.payload = <const char*>&parcel.view[0] if parcel.view.shape[0] else NULL
+        parcel.item.chunk_bytes = chunk_bytes
+        parcel.item.is_credited = is_credited
+        parcel.item.sent = parcel_sent
+        parcel.item.context = &parcel.done
+        completion_reset(&parcel.done, 1)
+        link = slot_acquire(&self.box.slots[peer])
+        if link == NULL:
+            raise error_of(-3, f"no link to peer {peer}")
+        status = link.send(link, &parcel.item, kick)
+        slot_release(&self.box.slots[peer])
+        if status != OK:
+            raise error_of(status, f"the link to peer {peer} is closed")
+        return parcel
+
+    def kick(self, uint32_t peer, int kick=KICK_WAKE):
+        """Start what was posted with kick=0."""
+        cdef Link* link = slot_acquire(&self.box.slots[peer])
+        if link != NULL:
+            link.kick(link, kick)
+            slot_release(&self.box.slots[peer])
+
+    def end(self, uint32_t peer, int status):
+        """Close the link to peer: -2 in order, another status at once."""
+        cdef Link* link = slot_acquire(&self.box.slots[peer])
+        if link != NULL:
+            link.close(link, status)
+            slot_release(&self.box.slots[peer])
+
+    def receive(self, *, double timeout_s):
+        """Take the oldest frame: (peer, header fields as a dict, bytes); StallError when none comes."""
+        cdef Letter* letter = NULL
+        cdef int64_t deadline = deadline_of(timeout_s)
+        while True:
+            if not self.wait_news(&letter, deadline):
+                raise StallError(f"no frame came within {timeout_s:g} s")
+            if letter != NULL:
+                break
+        payload = letter.payload[:letter.header.length]
+        result = (letter.peer, dict(letter.header), payload)
+        free_letter(letter)
+        return result
+
+    cdef bint wait_news(self, Letter** letter, int64_t deadline) except *:
+        cdef int status = OK
+        pthread_mutex_lock(&self.box.lock)
+        letter[0] = self.box.first
+        if letter[0] != NULL:
+            self.box.first = letter[0].next
+            if self.box.first == NULL:
+                self.box.last = NULL
+        else:
+            completion_reset(&self.box.arrival, 1)
+            self.box.is_armed = True
+        pthread_mutex_unlock(&self.box.lock)
+        if letter[0] == NULL:
+            with nogil:
+                status = completion_wait(&self.box.arrival, deadline, 0)
+        return status == OK
+
+    def ended(self, uint32_t peer):
+        """Give the status the link to peer ended with; 1 while it is open."""
+        return self.box.ended[peer]
+
+    def wait_ended(self, uint32_t peer, *, double timeout_s):
+        """Wait until the link to peer has ended; give its status. Frames stay."""
+        cdef int64_t deadline = deadline_of(timeout_s)
+        cdef int status
+        while self.box.ended[peer] == 1:
+            pthread_mutex_lock(&self.box.lock)
+            completion_reset(&self.box.arrival, 1)
+            self.box.is_armed = self.box.ended[peer] == 1
+            pthread_mutex_unlock(&self.box.lock)
+            if not self.box.is_armed and self.box.ended[peer] != 1:
+                break
+            with nogil:
+                status = completion_wait(&self.box.arrival, deadline, 0)
+            if status != OK:
+                raise StallError(f"the link to peer {peer} is still open after {timeout_s:g} s")
+        return self.box.ended[peer]
+
+    def __dealloc__(self):
+        cdef Letter* letter
+        cdef int i
+        if self.box == NULL:
+            return
+        letter = self.box.first
+        while letter != NULL:
+            self.box.first = letter.next
+            free_letter(letter)
+            letter = self.box.first
+        pthread_mutex_destroy(&self.box.lock)
+        free(self.box)

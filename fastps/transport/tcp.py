@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TCP data connections until they are authenticated: listen, dial, tune, hand over.
+
+Decides nothing about frames: a connection that has shown the token is handed to the C side
+(_tcp.TcpTransport.adopt), one that has not is refused, counted and closed within the handshake
+timeout. The listener's asyncio loop runs on one thread, fastps:accept; dialling blocks the
+caller. What strangers cost is bounded: fixed-size messages, a deadline, MAX_HALF_OPEN at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from fastps.auth import (
+    ACCEPT_BYTES,
+    CHALLENGE_BYTES,
+    HELLO_BYTES,
+    PROOF_BYTES,
+    ClientHandshake,
+    Purpose,
+    ServerHandshake,
+)
+from fastps.config import Config
+from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError, TransportTimeout
+from fastps.transport import sockets
+
+log = logging.getLogger(__name__)
+
+MAX_HALF_OPEN = 128  # connections that have not shown the token
+ADMIT_RETRY_S = 0.005  # how often a connection that came too early asks again
+FULL_PAUSE_S = 0.1  # pause when no descriptor is left
+
+
+class NotYet(Exception):
+    """The owner cannot take this link now, but will soon: a new generation begins."""
+
+
+def pack_lane(generation: int, lane: int) -> int:
+    """Put the job's generation beside the lane, so that old and new workers are told apart."""
+    return (generation & 0xFFFFFF) << 8 | lane
+
+
+def unpack_lane(packed: int) -> tuple[int, int]:
+    """Give (generation modulo 2^24, lane)."""
+    return packed >> 8, packed & 0xFF
+
+
+def tune(sock: socket.socket, config: Config) -> None:
+    """Set the options of a data connection; congestion control only for same-host peers.
+
+    Over loopback the common default bbr moves half of what cubic does (measured).
+    """
+    sockets.tune(sock, config.tcp_user_timeout_s)
+    if sock.getsockname()[0] != sock.getpeername()[0]:
+        return
+    for name in filter(None, config.same_host_congestion.split(",")):
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.strip().encode())
+            return
+
+
+def dial(
+    address: tuple[str, int], config: Config, *, key: bytes, sender: int, lane: int, what: str
+) -> int:
+    """Connect and authenticate to a listener; give a non-blocking descriptor.
+
+    Blocks up to connect_timeout_s and handshake_timeout_s. what: who is called, for errors.
+    Raises TransportTimeout, TransportError, AuthError or ProtocolError.
+    """
+    where = f"{what} at {sockets.join_address(*address)}"
+    deadline = time.monotonic() + config.connect_timeout_s
+    try:
+        sock = sockets.connect(
+            *address, deadline=deadline, user_timeout_s=config.tcp_user_timeout_s
+        )
+    except TimeoutError as error:
+        raise TransportTimeout(
+            f"{where} did not answer within {config.connect_timeout_s:g} s; does a firewall "
+            "let the port through? Set FASTPS_HOST or FASTPS_INTERFACE on its machine"
+        ) from error
+    except OSError as error:
+        raise TransportError(f"cannot connect to {where}: {error.strerror or error}") from error
+    try:
+        tune(sock, config)
+        handshake = ClientHandshake(key, purpose=Purpose.DATA, sender=sender, lane=lane)
+        _lead(sock, handshake, time.monotonic() + config.handshake_timeout_s)
+        sock.setblocking(False)
+    except FastPSError as error:
+        sock.close()
+        raise type(error)(f"{where}: {error}") from error
+    except OSError as error:
+        sock.close()
+        raise TransportError(f"{where} closed the connection: {error}") from error
+    return sock.detach()
+
+
+def _lead(sock: socket.socket, handshake: ClientHandshake, deadline: float) -> None:
+    sock.sendall(handshake.hello())
+    challenge = sockets.read_exactly(sock, CHALLENGE_BYTES, deadline=deadline)
+    sock.sendall(handshake.answer(challenge))
+    handshake.finish(sockets.read_exactly(sock, ACCEPT_BYTES, deadline=deadline))
+
+
+class Listener:
+    """Accept data connections on bound sockets and hand the authenticated ones to admit.
+
+    admit(descriptor, sender, packed lane) owns the descriptor once it is called, unless it
+    raises NotYet; it runs on the listener's thread. start() begins, close() joins the thread.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        config: Config,
+        *,
+        key: bytes,
+        admit: Callable[[int, int, int], None],
+    ) -> None:
+        self._listeners = list(listeners)
+        self._config = config
+        self._key = key
+        self._admit = admit
+        self._refused: Counter[str] = Counter()
+        self._half_open = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="fastps:accept", daemon=True)
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._thread.start()
+
+    def statistics(self) -> dict[str, int]:
+        """Count refused connections by reason."""
+        return dict(self._refused)
+
+    def close(self, *, timeout_s: float) -> None:
+        """Stop accepting, drop what is half open, join the thread; idempotent."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stopped.set)
+            self._thread.join(timeout_s)
+        elif not self._loop.is_closed():
+            self._loop.close()
+        sockets.close_all(self._listeners)
+
+    # ---- on the listener's thread ----
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        accepting = [asyncio.ensure_future(self._accept(sock)) for sock in self._listeners]
+        await self._stopped.wait()
+        for task in [*accepting, *self._tasks]:
+            task.cancel()
+        await asyncio.gather(*accepting, *self._tasks, return_exceptions=True)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = await self._loop.sock_accept(listener)
+            except OSError as error:
+                log.warning("cannot accept a data connection: %s; check `ulimit -n`", error)
+                await asyncio.sleep(FULL_PAUSE_S)
+                continue
+            if len(self._tasks) >= MAX_HALF_OPEN:
+                self._refuse("too many half-open", sock, f"{MAX_HALF_OPEN} wait already")
+                sock.close()
+                continue
+            task = asyncio.ensure_future(self._serve_one(sock))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve_one(self, sock: socket.socket) -> None:
+        try:
+            sock.setblocking(False)
+            async with asyncio.timeout(self._config.handshake_timeout_s):
+                await self._authenticate(sock)
+        except TimeoutError:
+            timeout_s = self._config.handshake_timeout_s
+            self._refuse("too slow", sock, f"not authenticated within {timeout_s:g} s")
+        except AuthError as error:
+            self._refuse("wrong token", sock, error)
+        except ProtocolError as error:
+            self._refuse("not our protocol", sock, error)
+        except (FastPSError, ValueError) as error:
+            self._refuse("not admitted", sock, error)
+        except OSError as error:
+            self._refuse("closed early", sock, error)
+        finally:
+            sock.close()
+
+    async def _authenticate(self, sock: socket.socket) -> None:
+        handshake = ServerHandshake(self._key, purposes=(Purpose.DATA,))
+        try:
+            challenge = handshake.challenge(await self._read(sock, HELLO_BYTES))
+            await self._loop.sock_sendall(sock, challenge)
+            accept = handshake.accept(await self._read(sock, PROOF_BYTES))
+        except FastPSError:
+            with contextlib.suppress(OSError):
+                sock.send(handshake.refusal)
+            raise
+        tune(sock, self._config)
+        await self._hand_over(sock, handshake.sender, handshake.lane)
+        # Only now, so that who was accepted is already known to the owner. Nothing else is
+        # written before: the owner has no results for a worker that has not pushed.
+        sock.send(accept)
+
+    async def _hand_over(self, sock: socket.socket, sender: int, lane: int) -> None:
+        while True:
+            descriptor = os.dup(sock.fileno())
+            try:
+                self._admit(descriptor, sender, lane)
+                return
+            except NotYet:
+                os.close(descriptor)
+            await asyncio.sleep(ADMIT_RETRY_S)
+
+    async def _read(self, sock: socket.socket, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            piece = await self._loop.sock_recv(sock, nbytes - len(data))
+            if not piece:
+                raise ConnectionResetError("it left before it showed the token")
+            data += piece
+        return data
+
+    def _refuse(self, reason: str, sock: socket.socket, detail: object) -> None:
+        """Count a stranger; log the 1st, 10th, 100th of its kind."""
+        self._refused[reason] += 1
+        count = self._refused[reason]
+        if str(count).strip("0") != "1":
+            return
+        try:
+            peer = sock.getpeername()[0]
+        except OSError:
+            peer = "unknown"
+        log.warning("refused a data connection (%s, %d so far) from %s: %s", reason, count, peer,
+                    detail)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Element types and operations as they travel: the one table of wire codes.
+
+Knows NumPy and nothing else. bfloat16 has no NumPy dtype: such arrays travel as uint16 views
+with the code BFLOAT16 beside them (or as ml_dtypes arrays, recognised by name).
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+
+class DType(enum.IntEnum):
+    """Wire code of an element type; fits in one byte."""
+
+    FLOAT32 = 1
+    FLOAT64 = 2
+    FLOAT16 = 3
+    BFLOAT16 = 4
+    INT8 = 5
+    INT16 = 6
+    INT32 = 7
+    INT64 = 8
+    UINT8 = 9
+    BOOL = 10
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return _ITEMSIZE[self]
+
+
+_ITEMSIZE = {
+    DType.FLOAT32: 4,
+    DType.FLOAT64: 8,
+    DType.FLOAT16: 2,
+    DType.BFLOAT16: 2,
+    DType.INT8: 1,
+    DType.INT16: 2,
+    DType.INT32: 4,
+    DType.INT64: 8,
+    DType.UINT8: 1,
+    DType.BOOL: 1,
+}
+_BY_NAME = {code.name.lower(): code for code in DType}
+
+
+def dtype_of(dtype: np.dtype[np.generic]) -> DType:
+    """Give the wire code of a NumPy dtype; TypeError names what is supported."""
+    code = _BY_NAME.get(dtype.name)
+    if code is None or not dtype.isnative:
+        raise TypeError(f"dtype {dtype} is not supported; use one of {', '.join(_BY_NAME)}")
+    return code

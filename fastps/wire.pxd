@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+# The frame header as C sees it; wire.py holds the same layout as a struct.Struct and a test
+# compares the two. Little-endian, 40 bytes, no padding.
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+
+cdef packed struct Header:
+    uint32_t magic          # MAGIC
+    uint8_t version         # PROTOCOL_VERSION
+    uint8_t kind            # FrameKind
+    uint8_t dtype           # types.DType, 0 where the frame has no elements
+    uint8_t flags           # FrameFlag bits
+    uint64_t key            # tensor id << 16 | partition index
+    uint32_t key_version    # round of this key, counts from 1
+    uint32_t sender         # rank of a worker, SERVER_SENDER + index for a server
+    int32_t priority        # larger is more urgent; RESULT frames carry the push's priority back
+    uint32_t offset         # first byte of this frame's payload within the partition
+    uint32_t length         # payload bytes that follow
+    uint32_t checksum       # crc32c of the 36 bytes before
+
+cdef enum:
+    MAGIC = 0x31535046      # b"FPS1"
+    PROTOCOL_VERSION = 1
+    HEADER_BYTES = 40
+
+cdef enum FrameKind:
+    KIND_PUSH = 1           # worker -> owner: one chunk of one contribution
+    KIND_RESULT = 2         # owner -> worker: one chunk of the reduced value
+    KIND_PULL = 3           # worker -> owner: no contribution, send me the result
+    KIND_ERROR = 4          # owner -> worker: this round fails; offset = -status, length = 0
+    KIND_BYE = 5            # either way: orderly end of the link, length = 0
+
+cdef enum FrameFlag:
+    FLAG_AVERAGE = 1        # divide the sum by the number of contributions
+    FLAG_NO_RESULT = 2      # the pusher wants an empty RESULT as acknowledgement (broadcast root)
+    FLAG_BROADCAST = 4      # the round has one contribution, the root's; others PULL

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+# What the worker's engine keeps per tensor and partition.
+from cpython.buffer cimport Py_buffer
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+from fastps._core cimport Completion
+from fastps._table cimport IdTable
+from fastps.transport._link cimport LinkOwner, LinkSlot, SendItem
+
+cdef struct Record
+
+cdef struct Part:               # one partition: a task of BytePS
+    SendItem item               # its PUSH or PULL; lent to the link while in flight
+    Record* record
+    uint64_t offset             # within the tensor, bytes
+    uint32_t nbytes
+    uint32_t received           # result bytes landed; I/O thread
+    int32_t is_waiting          # a result or an error is still to come; atomic
+    LinkSlot* slot              # link to its owner
+
+cdef struct Record:             # one declared tensor
+    uint64_t tensor_id
+    uint64_t nbytes
+    uint8_t dtype
+    uint32_t chunk_bytes
+    uint32_t version            # of the operation in flight, or of the last one
+    uint32_t n_parts
+    Part* parts
+    char* output                # results land here; borrowed from the operation's output array
+    uint32_t culprit            # rank that made the operation fail
+    Completion done             # two parts per partition: it has left, its result is there
+
+cdef struct EngineState:
+    uint32_t rank
+    uint32_t n_servers
+    uint32_t lanes
+    LinkSlot* links             # n_servers x lanes
+    char* discard               # where late results of failed rounds go; one chunk
+    uint32_t discard_bytes
+    int32_t status              # OK, or why no operation can succeed any more; atomic
+    int32_t culprit             # index of the server whose link ended first; atomic
+    int32_t is_leaving          # close() was called: links that end are no failure; atomic
+    int32_t links_open          # atomic
+    Completion all_closed       # one part per link
+    IdTable tensors
+    int64_t operations          # started; GIL
+    int64_t bytes_started       # GIL
+
+cdef class EngineTensor:
+    cdef readonly str name
+    cdef Record record
+    cdef Py_buffer input_view   # exported while an operation is in flight
+    cdef Py_buffer output_view
+    cdef bint has_input
+    cdef bint has_output
+    cdef bint is_busy           # from start until somebody saw the completion
+    cdef void release(self)
+
+cdef class WorkerEngine(LinkOwner):
+    cdef EngineState* state
+    cdef dict tensors           # id -> EngineTensor, keeps the records alive
+    cdef int grow_discard(self, uint32_t chunk_bytes) except -1
+    cdef int fill_record(self, Record* record, uint32_t index, uint64_t offset, uint32_t nbytes,
+                         uint32_t owner) except -1
+    cdef void begin(self, EngineTensor tensor, uint8_t kind, uint8_t flags, int32_t priority,
+                    int kick)
+    cdef int check(self) except -1

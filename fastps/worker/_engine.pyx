@@ -1,0 +1,499 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's engine: cuts a tensor into partitions, sends them, lands the results.
+
+Theory of operation. Declaring a tensor makes all its records; starting an operation only fills
+them in and queues one SendItem per partition on the link to the partition's owner. The results
+land straight in the output array, which may be the input array: a result chunk can only arrive
+after the owner had all of our chunk. An operation is done when every partition has left our
+memory and has its result, or has failed on both counts; so whoever sees the completion may free
+the arrays, whatever happened.
+
+A lost link ends all links: a synchronous job cannot go on without one of its servers, and only
+then nothing can land in arrays that the user takes back.
+
+Threads. start() runs on user threads under the GIL; landing, deliver, sent and closed run on
+I/O threads without it. Part.is_waiting is swapped to 0 by whoever finishes the part.
+"""
+
+from cpython.buffer cimport (
+    PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+)
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+from fastps._atomic cimport fps_add32, fps_cas32, fps_load32, fps_store32, fps_swap32
+from fastps._core cimport (
+    E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, FAULT_WORKER_RESULT, FAULT_WORKER_START, OK, Completion,
+    completion_is_done, completion_part_done, completion_reset, completion_wait, deadline_of,
+    fault_hit, now_ns,
+)
+from fastps._table cimport MAX_RECORDS, table_clear, table_each, table_get, table_put
+from fastps.transport._link cimport (
+    KICK_INLINE, KICK_NONE, KICK_WAKE, Link, LinkOwner, LinkSlot, SendItem, slot_acquire,
+    slot_release, slot_retire, slot_set,
+)
+from fastps.wire cimport (
+    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KIND_ERROR, KIND_PULL, KIND_PUSH, KIND_RESULT,
+    Header,
+)
+
+from fastps.errors import FastPSError, error_of
+
+cdef enum:
+    KEY_BITS = 16                   # partition index within a key
+    INLINE_START_BYTES = 32 << 10   # operations up to this size are written by the caller itself
+    SIGNAL_SLICE_NS = 100000000     # how often a waiting thread looks for Ctrl-C
+
+
+# ---------------------------------------------------------------- parts
+
+cdef inline void finish_part(Part* part, int status) noexcept nogil:
+    """The result, or the failure, of one partition is there; only the first caller counts."""
+    if fps_swap32(&part.is_waiting, 0):
+        completion_part_done(&part.record.done, status)
+
+
+cdef void part_sent(SendItem* item, int status) noexcept nogil:
+    completion_part_done(&(<Part*>item.context).record.done, status)
+
+
+cdef inline Part* find_part(EngineState* state, Link* link, const Header* header) noexcept nogil:
+    """The part a frame is for, or NULL when no such frame can come over this link."""
+    cdef Record* record = <Record*>table_get(&state.tensors, header.key >> KEY_BITS)
+    cdef uint32_t index = <uint32_t>(header.key & ((1 << KEY_BITS) - 1))
+    cdef Part* part
+    if record == NULL or index >= record.n_parts or record.version != header.key_version:
+        return NULL
+    part = &record.parts[index]
+    return part if part.slot.link == link else NULL
+
+
+cdef inline bint is_expected(Part* part, const Header* header) noexcept nogil:
+    cdef uint32_t left = part.nbytes - part.received
+    if header.kind == KIND_ERROR:
+        return header.length == 0
+    if header.kind != KIND_RESULT or header.dtype != part.record.dtype:
+        return False
+    if part.item.header.flags & FLAG_NO_RESULT:
+        return header.length == 0 and header.flags & FLAG_NO_RESULT
+    if left > part.record.chunk_bytes:
+        left = part.record.chunk_bytes
+    return header.offset == part.received and header.length == left
+
+
+cdef void* engine_landing(void* context, Link* link, const Header* header,
+                          int* status) noexcept nogil:
+    cdef EngineState* state = <EngineState*>context
+    cdef Part* part = find_part(state, link, header)
+    if part == NULL or header.length > state.discard_bytes:
+        status[0] = E_PROTOCOL
+        return NULL
+    if not fps_load32(&part.is_waiting):
+        return state.discard        # a result that crossed the news of its round's failure
+    if not is_expected(part, header):
+        status[0] = E_PROTOCOL
+        return NULL
+    if header.length == 0:
+        return state.discard
+    return part.record.output + part.offset + header.offset
+
+
+cdef int engine_deliver(void* context, Link* link, const Header* header) noexcept nogil:
+    cdef Part* part = find_part(<EngineState*>context, link, header)
+    fault_hit(FAULT_WORKER_RESULT)
+    if not fps_load32(&part.is_waiting):
+        return OK
+    part.received += header.length
+    if header.kind == KIND_ERROR:
+        part.record.culprit = <uint32_t>header.priority
+        link.credit(link, part.item.nbytes)
+        finish_part(part, -<int>header.offset)
+    elif part.received == part.nbytes or header.flags & FLAG_NO_RESULT:
+        link.credit(link, part.item.nbytes)
+        finish_part(part, OK)
+    return OK
+
+
+# ---------------------------------------------------------------- links that end
+
+cdef struct Ending:
+    LinkSlot* slot
+    int status
+
+
+cdef void fail_record(void* record, void* context) noexcept nogil:
+    cdef Record* tensor = <Record*>record
+    cdef Ending* ending = <Ending*>context
+    cdef uint32_t i
+    for i in range(tensor.n_parts):
+        if tensor.parts[i].slot == ending.slot:
+            finish_part(&tensor.parts[i], ending.status)
+
+
+cdef void close_links(EngineState* state, int status) noexcept nogil:
+    cdef Link* link
+    cdef uint32_t i
+    for i in range(state.n_servers * state.lanes):
+        link = slot_acquire(&state.links[i])
+        if link != NULL:
+            link.close(link, status)
+            slot_release(&state.links[i])
+
+
+cdef void engine_closed(void* context, Link* link, int status) noexcept nogil:
+    cdef EngineState* state = <EngineState*>context
+    cdef Ending ending
+    ending.slot = &state.links[link.peer * state.lanes + link.lane]
+    ending.status = status
+    slot_retire(ending.slot)
+    if not fps_load32(&state.is_leaving):
+        if status == E_SHUTDOWN:        # a server that leaves while we stay is lost to us
+            status = ending.status = E_PEER_LOST
+        if fps_cas32(&state.status, OK, status):
+            fps_store32(&state.culprit, <int32_t>link.peer)
+        ending.status = fps_load32(&state.status)
+        close_links(state, ending.status)
+    table_each(&state.tensors, fail_record, &ending)
+    fps_add32(&state.links_open, -1)
+    completion_part_done(&state.all_closed, OK)
+
+
+# ---------------------------------------------------------------- starting
+
+cdef void fill_part(Part* part, EngineState* state, const char* payload, uint8_t kind,
+                    uint8_t flags, int32_t priority) noexcept nogil:
+    cdef Header* header = &part.item.header
+    header.kind = kind
+    header.flags = flags
+    header.priority = priority
+    header.key_version = part.record.version
+    header.sender = state.rank
+    part.item.payload = payload + part.offset if kind == KIND_PUSH else NULL
+    part.item.nbytes = part.nbytes if kind == KIND_PUSH else 0
+    part.received = 0
+    fps_store32(&part.is_waiting, 1)
+
+
+cdef void send_part(Part* part, int kick) noexcept nogil:
+    cdef Link* link = slot_acquire(part.slot)
+    cdef int status = E_PEER_LOST
+    if link != NULL:
+        status = link.send(link, &part.item, kick)
+        slot_release(part.slot)
+    if status != OK:
+        finish_part(part, E_PEER_LOST)
+        part_sent(&part.item, E_PEER_LOST)
+
+
+cdef void start_record(Record* record, EngineState* state, const char* payload, char* output,
+                       uint8_t kind, uint8_t flags, int32_t priority, int kick) noexcept nogil:
+    """Fill in the records of one operation and queue them; output and payload are borrowed."""
+    cdef uint32_t i
+    fault_hit(FAULT_WORKER_START)
+    record.version += 1
+    record.output = output
+    completion_reset(&record.done, 2 * <int64_t>record.n_parts)
+    for i in range(record.n_parts):
+        fill_part(&record.parts[i], state, payload, kind, flags, priority)
+    for i in range(record.n_parts):
+        send_part(&record.parts[i], kick)
+
+
+cdef void kick_links(EngineState* state, int kick) noexcept nogil:
+    cdef Link* link
+    cdef uint32_t i
+    for i in range(state.n_servers * state.lanes):
+        link = slot_acquire(&state.links[i])
+        if link != NULL:
+            link.kick(link, kick)
+            slot_release(&state.links[i])
+
+
+# ---------------------------------------------------------------- Python face
+
+cdef class EngineTensor:
+    """One declared tensor as the engine knows it; made by WorkerEngine.declare()."""
+
+    cdef void release(self):
+        """Give the arrays back: no thread of ours touches them any more."""
+        if self.has_input:
+            PyBuffer_Release(&self.input_view)
+        if self.has_output:
+            PyBuffer_Release(&self.output_view)
+        self.has_input = self.has_output = self.is_busy = False
+
+    @property
+    def nbytes(self):
+        """Bytes of the whole tensor."""
+        return self.record.nbytes
+
+    @property
+    def is_done(self):
+        """Tell whether no operation is in flight; never blocks."""
+        return not self.is_busy or completion_is_done(&self.record.done)
+
+    @property
+    def version(self):
+        """Count the operations started on this tensor."""
+        return self.record.version
+
+    @property
+    def culprit(self):
+        """Rank that made the last operation fail; meaningful after a PeerLost or Mismatch."""
+        return self.record.culprit
+
+    def lend(self, array, output):
+        """Export array (read) and output (written) to the engine until the operation is done.
+
+        Both C-contiguous with exactly nbytes bytes, else ValueError; FastPSError when an
+        operation on this name is still in flight.
+        """
+        if self.is_busy and completion_is_done(&self.record.done):
+            self.release()
+        if self.has_input or self.has_output:
+            raise FastPSError(
+                f"tensor {self.name!r} is already in flight; wait for its handle first, or "
+                "use another name")
+        try:
+            if array is not None:
+                PyObject_GetBuffer(array, &self.input_view, PyBUF_SIMPLE)
+                self.has_input = True
+            if output is not None:
+                PyObject_GetBuffer(output, &self.output_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+                self.has_output = True
+        except BaseException as error:
+            self.release()
+            raise ValueError(f"tensor {self.name!r}: {error}") from error
+        if (self.has_input and self.input_view.len != <Py_ssize_t>self.record.nbytes
+                or self.has_output and self.output_view.len != <Py_ssize_t>self.record.nbytes):
+            self.release()
+            raise ValueError(f"tensor {self.name!r} was declared with {self.record.nbytes} bytes")
+
+    def wait(self, *, double timeout_s, int64_t spin_us=50):
+        """Wait without the GIL until the operation is done; give its status, or None in time.
+
+        Returns 0 when all is well, a negative status of _core otherwise, None after timeout_s
+        seconds. Ctrl-C raises KeyboardInterrupt; the operation goes on.
+        """
+        cdef int64_t deadline = deadline_of(timeout_s)
+        cdef int64_t until
+        cdef int status = -1
+        if not self.is_busy:
+            return 0
+        while status != OK:
+            until = now_ns() + SIGNAL_SLICE_NS
+            if until > deadline:
+                until = deadline
+            with nogil:
+                status = completion_wait(&self.record.done, until, spin_us)
+            PyErr_CheckSignals()
+            if status != OK and now_ns() >= deadline:
+                return None
+        self.release()
+        return self.record.done.status
+
+    def __dealloc__(self):
+        # The engine keeps every tensor until its links have ended, so nothing is in flight here.
+        if self.has_input:
+            PyBuffer_Release(&self.input_view)
+        if self.has_output:
+            PyBuffer_Release(&self.output_view)
+        free(self.record.parts)
+
+
+cdef uint64_t lend_all(tensors, arrays, outputs) except? 0:
+    """Lend every array or none; give the sum of their bytes."""
+    cdef EngineTensor tensor
+    cdef uint64_t nbytes = 0
+    lent = []
+    try:
+        for tensor, array, output in zip(tensors, arrays, outputs, strict=True):
+            tensor.lend(array, output)
+            lent.append(tensor)
+            nbytes += tensor.record.nbytes
+    except BaseException:
+        for tensor in lent:
+            tensor.release()
+        raise
+    return nbytes
+
+
+cdef class WorkerEngine(LinkOwner):
+    """Run push_pull and broadcast of one worker over links to n_servers servers.
+
+    rank: of this worker. lanes: links per server. Owner of links from adopt().
+    """
+
+    def __cinit__(self, *, uint32_t rank, uint32_t n_servers, uint32_t lanes=1):
+        self.tensors = {}
+        self.state = <EngineState*>calloc(1, sizeof(EngineState))
+        if self.state == NULL:
+            raise MemoryError("no memory for the engine")
+        self.state.rank = rank
+        self.state.n_servers = n_servers
+        self.state.lanes = lanes
+        self.state.links = <LinkSlot*>calloc(n_servers * lanes, sizeof(LinkSlot))
+        if self.state.links == NULL:
+            raise MemoryError("no memory for the engine")
+        completion_reset(&self.state.all_closed, n_servers * lanes)
+        self.c_owner.context = self.state
+        self.c_owner.landing = engine_landing
+        self.c_owner.deliver = engine_deliver
+        self.c_owner.closed = engine_closed
+
+    cdef int c_attach(self, Link* link) except -1:
+        if link.peer >= self.state.n_servers or link.lane >= self.state.lanes:
+            raise ValueError(f"server {link.peer}, lane {link.lane} is not part of this job")
+        fps_add32(&self.state.links_open, 1)
+        slot_set(&self.state.links[link.peer * self.state.lanes + link.lane], link)
+        return 0
+
+    def declare(self, uint64_t tensor_id, str name, *, uint64_t nbytes, uint8_t dtype,
+                uint32_t chunk_bytes, partitions):
+        """Make the records of one tensor: partitions is a list of (offset, nbytes, owner)."""
+        cdef EngineTensor tensor = EngineTensor()
+        cdef Record* record = &tensor.record
+        cdef uint32_t i = 0
+        tensor.name = name
+        record.parts = <Part*>calloc(len(partitions) + 1, sizeof(Part))
+        if record.parts == NULL:
+            raise MemoryError(f"no memory for the partitions of tensor {name!r}")
+        record.tensor_id = tensor_id
+        record.nbytes = nbytes
+        record.dtype = dtype
+        record.chunk_bytes = chunk_bytes
+        record.n_parts = len(partitions)
+        completion_reset(&record.done, 0)
+        self.grow_discard(chunk_bytes)
+        for offset, part_bytes, owner in partitions:
+            self.fill_record(record, i, offset, part_bytes, owner)
+            i += 1
+        if tensor_id >= MAX_RECORDS or not table_put(&self.state.tensors, tensor_id, record):
+            raise FastPSError(f"tensor {name!r}: more than {MAX_RECORDS} tensors, or no memory")
+        self.tensors[tensor_id] = tensor
+        return tensor
+
+    cdef int grow_discard(self, uint32_t chunk_bytes) except -1:
+        if self.state.discard == NULL:
+            self.state.discard = <char*>calloc(1, chunk_bytes)
+            self.state.discard_bytes = chunk_bytes
+        if self.state.discard == NULL or chunk_bytes > self.state.discard_bytes:
+            raise FastPSError(f"chunk_bytes changed to {chunk_bytes} within a session, or no memory")
+        return 0
+
+    cdef int fill_record(self, Record* record, uint32_t index, uint64_t offset, uint32_t nbytes,
+                         uint32_t owner) except -1:
+        cdef Part* part = &record.parts[index]
+        cdef uint64_t key = record.tensor_id << KEY_BITS | index
+        if owner >= self.state.n_servers:
+            raise ValueError(f"there is no server {owner}")
+        part.record = record
+        part.offset = offset
+        part.nbytes = nbytes
+        part.slot = &self.state.links[owner * self.state.lanes + key % self.state.lanes]
+        part.item.header.dtype = record.dtype
+        part.item.header.key = key
+        part.item.chunk_bytes = record.chunk_bytes
+        part.item.is_credited = True
+        part.item.sent = part_sent
+        part.item.context = part
+        return 0
+
+    def start(self, EngineTensor tensor not None, array, output, *, bint average=False,
+              int32_t priority=0):
+        """Begin to push array and to pull the reduced value into output. Does not block."""
+        cdef int kick = KICK_INLINE if tensor.record.nbytes <= INLINE_START_BYTES else KICK_WAKE
+        self.check()
+        tensor.lend(array, output)
+        self.begin(tensor, KIND_PUSH, FLAG_AVERAGE if average else 0, priority, kick)
+
+    def start_many(self, tensors, arrays, outputs, *, bint average=False, priorities):
+        """Begin several operations as one: their frames leave in common writes."""
+        cdef EngineTensor tensor
+        cdef uint64_t nbytes
+        self.check()
+        nbytes = lend_all(tensors, arrays, outputs)
+        for tensor, priority in zip(tensors, priorities, strict=True):
+            self.begin(tensor, KIND_PUSH, FLAG_AVERAGE if average else 0, priority, KICK_NONE)
+        kick_links(self.state, KICK_INLINE if nbytes <= INLINE_START_BYTES else KICK_WAKE)
+
+    def start_broadcast(self, tensors, arrays, *, bint is_root, int32_t priority=0):
+        """Begin to send the root's arrays to all, in place. One submit for all tensors."""
+        cdef EngineTensor tensor
+        cdef int flags = FLAG_BROADCAST | (FLAG_NO_RESULT if is_root else 0)
+        self.check()
+        nothing = [None] * len(arrays)
+        lend_all(tensors, arrays if is_root else nothing, nothing if is_root else arrays)
+        for tensor in tensors:
+            self.begin(tensor, KIND_PUSH if is_root else KIND_PULL, flags, priority, KICK_NONE)
+        kick_links(self.state, KICK_WAKE)
+
+    cdef void begin(self, EngineTensor tensor, uint8_t kind, uint8_t flags, int32_t priority,
+                    int kick):
+        tensor.is_busy = True
+        self.state.operations += 1
+        self.state.bytes_started += tensor.record.nbytes
+        start_record(
+            &tensor.record, self.state,
+            <const char*>tensor.input_view.buf if tensor.has_input else NULL,
+            <char*>tensor.output_view.buf if tensor.has_output else NULL,
+            kind, flags, priority, kick)
+
+    cdef int check(self) except -1:
+        cdef int status = fps_load32(&self.state.status)
+        if status != OK:
+            raise error_of(status, f"the link to server {self.state.culprit} has ended")
+        return 0
+
+    @property
+    def failure(self):
+        """Give (status, server index) of the first link that ended by itself, or None."""
+        cdef int status = fps_load32(&self.state.status)
+        return None if status == OK else (status, self.state.culprit)
+
+    def fail(self, int status):
+        """End all links at once: every operation in flight fails with status. Does not wait."""
+        fps_cas32(&self.state.status, OK, status)
+        with nogil:
+            close_links(self.state, status)
+
+    def fail_tensor(self, uint64_t tensor_id, int status):
+        """Fail the operation in flight on one tensor whose results can never come."""
+        cdef EngineTensor tensor = self.tensors.get(tensor_id)
+        cdef uint32_t i
+        if tensor is None or not tensor.is_busy:
+            return
+        for i in range(tensor.record.n_parts):
+            finish_part(&tensor.record.parts[i], status)
+
+    def leave(self):
+        """Say BYE on all links; operations in flight fail with ShutdownError. Does not wait."""
+        fps_store32(&self.state.is_leaving, 1)
+        fps_cas32(&self.state.status, OK, E_SHUTDOWN)
+        with nogil:
+            close_links(self.state, E_SHUTDOWN)
+
+    def wait_closed(self, *, double timeout_s):
+        """Wait until every link has ended; tell whether that happened in time."""
+        cdef int64_t deadline = deadline_of(timeout_s)
+        cdef int status
+        with nogil:
+            status = completion_wait(&self.state.all_closed, deadline, 0)
+        return status == OK
+
+    def statistics(self):
+        """Count operations and bytes started and tensors declared, as a dict."""
+        return {
+            "operations": self.state.operations,
+            "bytes_started": self.state.bytes_started,
+            "tensors": len(self.tensors),
+        }
+
+    def __dealloc__(self):
+        if self.state != NULL:
+            table_clear(&self.state.tensors)
+            free(self.state.links)
+            free(self.state.discard)
+            free(self.state)

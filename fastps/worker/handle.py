@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handles: what start gives and synchronize takes.
+
+A handle keeps its arrays alive and turns the status of a finished operation into an exception
+that names tensor, peer and cure. Whoever waits does so without the GIL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from fastps.errors import FastPSError, StallError
+from fastps.worker._engine import EngineTensor
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Explain: TypeAlias = Callable[[EngineTensor, int], FastPSError]
+
+
+class Handle:
+    """The promise of one operation on one or several tensors."""
+
+    __slots__ = ("_explain", "_is_single", "_outputs", "_seconds", "_tensors", "_timeout_s")
+
+    def __init__(
+        self,
+        tensors: Sequence[EngineTensor],
+        outputs: Sequence[Array],
+        *,
+        is_single: bool,
+        explain: Explain,
+        timeout_s: float,
+        seconds: list[float],
+    ) -> None:
+        self._tensors = tensors
+        self._outputs = outputs
+        self._is_single = is_single
+        self._explain = explain
+        self._timeout_s = timeout_s
+        self._seconds = seconds  # [time spent waiting]; the session's, shared by its handles
+
+    def poll(self) -> bool:
+        """Tell whether wait() would return at once. Never blocks."""
+        return all(tensor.is_done for tensor in self._tensors)
+
+    def wait(self, timeout_s: float | None = None) -> Array | list[Array]:
+        """Wait for the operation and give its output, or a list of them for a sequence.
+
+        Blocks without the GIL up to timeout_s seconds (default: op_timeout_s). Raises what made
+        the operation fail: PeerLostError, MismatchError, ShutdownError; StallError in time, and
+        then the operation is still in flight and its arrays must not be touched. May be called
+        again.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        began = time.perf_counter()
+        try:
+            self._wait_all(began + timeout_s, timeout_s)
+        finally:
+            self._seconds[0] += time.perf_counter() - began
+        return self._outputs[0] if self._is_single else list(self._outputs)
+
+    def _wait_all(self, deadline: float, timeout_s: float) -> None:
+        """Wait for every tensor, also after a failure, so that all arrays are free again."""
+        failed: tuple[EngineTensor, int] | None = None
+        for tensor in self._tensors:
+            status = tensor.wait(timeout_s=max(deadline - time.perf_counter(), 0.0))
+            if status is None:
+                raise self._stalled(tensor, timeout_s)
+            if status and failed is None:
+                failed = (tensor, status)
+        if failed is not None:
+            raise self._explain(*failed)
+
+    def _stalled(self, tensor: EngineTensor, timeout_s: float) -> StallError:
+        return StallError(
+            f"tensor {tensor.name!r} was not reduced within {timeout_s:g} s although no process "
+            "was reported lost: at least one worker has not started this operation. Compare the "
+            "names and the number of steps of all workers, or raise FASTPS_OP_TIMEOUT_S"
+        )
+
+
+class LocalHandle(Handle):
+    """The handle of an operation that was over when it started, in a job of one worker."""
+
+    __slots__ = ()
+
+    def __init__(self, outputs: Sequence[Array], *, is_single: bool) -> None:
+        super().__init__((), outputs, is_single=is_single, explain=_no_failure, timeout_s=0.0,
+                         seconds=[0.0])
+
+
+def _no_failure(tensor: EngineTensor, status: int) -> FastPSError:
+    return FastPSError(f"tensor {tensor.name!r} failed with status {status}")

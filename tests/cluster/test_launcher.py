@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fastps-run with real processes; a small stand-in takes the place of the server program."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+
+import pytest
+
+LIMIT_S = 60.0  # for a loaded machine; every test here takes a second or less
+LAUNCH = """
+import os, sys
+from fastps.launch.options import parse
+from fastps.launch.run import launch
+sys.exit(launch(parse(sys.argv[2:]), environment=dict(os.environ),
+                server_command=(sys.executable, sys.argv[1])))
+"""
+SERVER = """
+import os, pathlib, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print("up", *sys.argv[1:], flush=True)
+pathlib.Path(__file__).with_name(f"up-{os.getpid()}").touch()
+signal.sigwait([signal.SIGTERM])
+print("orderly end", flush=True)
+"""
+# A worker that begins like this waits until so many stand-ins are up.
+WAIT = """
+import pathlib, time
+def wait_up(count):
+    end = time.monotonic() + 60
+    while len(list(pathlib.Path(__file__).parent.glob("up-*"))) < count:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+"""
+FOREVER = "import signal; print('ready', flush=True); signal.pause()"
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Start launchers of one job and check that no process of it is left."""
+    found = JobRunner(tmp_path)
+    yield found
+    found.wait_gone()
+
+
+class JobRunner:
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.job_id = f"test-{uuid.uuid4().hex}"
+        self.folder = folder
+        self.server(SERVER)
+
+    def server(self, code: str) -> None:
+        self._server = self.write("standin.py", code)
+
+    def write(self, name: str, code: str) -> str:
+        path = self.folder / name
+        path.write_text(textwrap.dedent(code))
+        return str(path)
+
+    def command(self, *words: str) -> list[str]:
+        return [sys.executable, "-c", LAUNCH, self._server, "--job-id", self.job_id, *words]
+
+    def python(self, *options: str, code: str) -> list[str]:
+        script = self.write("train.py", code)
+        return self.command(*options, sys.executable, script)
+
+    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+
+    @contextlib.contextmanager
+    def started(self, command: list[str]):
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def processes(self) -> list[int]:
+        mark = f"FASTPS_JOB_ID={self.job_id}\0".encode()
+        found = []
+        for entry in pathlib.Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with contextlib.suppress(OSError):
+                    if mark in (entry / "environ").read_bytes():
+                        found.append(int(entry.name))
+        return found
+
+    def wait_gone(self) -> None:
+        deadline = time.monotonic() + 10
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left, f"processes left behind: {left}"
+
+
+def wait_lines(process: subprocess.Popen[str], text: str, times: int) -> None:
+    """Read the launcher's output until a text was seen so often."""
+    for line in process.stdout:
+        times -= text in line
+        if times == 0:
+            return
+    raise AssertionError(f"no {text!r} before the output ended: {process.stderr.read()}")
+
+
+def last_line(result: subprocess.CompletedProcess[str]) -> str:
+    return result.stderr.splitlines()[-1]
+
+
+def test_success_ends_servers_in_order_and_returns_zero(job):
+    code = WAIT + "import sys; wait_up(3); print('out'); print('err', file=sys.stderr)"
+    result = job.run(job.python("-np", "2", "-s", "2", code=code))
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stderr.splitlines()) == ["[worker 0] err", "[worker 1] err"]
+    lines = result.stdout.splitlines()
+    assert {"[worker 0] out", "[worker 1] out"} <= set(lines)
+    for role in ("scheduler", "server 0", "server 1"):
+        assert sum(line.startswith(f"[{role}] up") for line in lines) == 1
+        assert lines.count(f"[{role}] orderly end") == 1
+    assert lines[-1] == "[scheduler] orderly end"
+
+
+def test_one_worker_alone_meets_nobody(job):
+    code = "import os; print(sorted(k for k in os.environ if k.startswith('FASTPS_S')))"
+    result = job.run(job.python(code=code))
+    assert result.returncode == 0
+    assert result.stdout == "[worker 0] ['FASTPS_SIZE']\n"
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_first_failure_ends_the_job_and_is_named_last(job, end, code):
+    program = f"""
+        import os, signal, sys
+        if os.environ["FASTPS_RANK"] == "0":
+            signal.pause()
+        print("the reason", file=sys.stderr, flush=True)
+        {end}
+    """
+    result = job.run(job.python("-np", "3", "-s", "1", code=program))
+    assert result.returncode == code
+    how = "exit code 3" if code == 3 else "killed by SIGKILL"
+    assert last_line(result).startswith("[fastps-run] worker ")
+    assert how in last_line(result)
+    assert "[fastps-run]     the reason" in result.stderr
+
+
+def test_worker_killed_from_outside(job):
+    with job.started(job.python("-np", "2", "-s", "1", code=print_pid_forever())) as process:
+        pid = next(int(line.split()[-1]) for line in process.stdout if "[worker 1]" in line)
+        os.kill(pid, signal.SIGKILL)
+        _, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 137
+    assert stderr.splitlines()[-1].startswith(f"[fastps-run] worker 1 (pid {pid}) was killed")
+
+
+def test_server_that_fails_is_the_cause(job):
+    job.server("import sys; sys.exit('no memory' if '--role' not in sys.argv else 0)")
+    result = job.run(job.python("-np", "2", "-s", "1", code=FOREVER))
+    assert result.returncode == 1
+    assert last_line(result).startswith("[fastps-run] server 0 (pid ")
+    assert "[fastps-run]     no memory" in result.stderr
+
+
+def test_server_that_fails_while_stopping_is_reported(job):
+    job.server(SERVER + "sys.exit(5 if '--role' not in sys.argv else 0)\n")
+    result = job.run(job.python("-np", "1", "-s", "1", code=WAIT + "wait_up(2)"))
+    assert result.returncode == 0
+    assert last_line(result) == "[fastps-run] server 0 ended with exit code 5 while stopping"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_reach_the_workers(job, number, code):
+    program = """
+        import signal, sys
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        print("ready", flush=True)
+        print("got", signal.sigwait(numbers).name, flush=True)
+    """
+    with job.started(job.python("-np", "2", "-s", "1", code=program)) as process:
+        wait_lines(process, "ready", 2)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code
+    assert stdout.count(f"got {signal.Signals(number).name}") == 2
+    assert "[server 0] orderly end" in stdout
+    assert f"interrupted by {signal.Signals(number).name}" in stderr.splitlines()[-1]
+
+
+def test_second_interrupt_ends_everything_at_once(job):
+    program = """
+        import signal
+        signal.signal(signal.SIGINT, lambda *_: print("ignored", flush=True))
+        print("ready", flush=True)
+        while True:
+            signal.pause()
+    """
+    with job.started(job.python("-np", "2", "--grace", "1000", code=program)) as process:
+        wait_lines(process, "ready", 2)
+        process.send_signal(signal.SIGINT)
+        wait_lines(process, "ignored", 2)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130
+
+
+def test_killed_launcher_leaves_nothing(job):
+    with job.started(job.python("-np", "2", "-s", "1", code=FOREVER)) as process:
+        wait_lines(process, "ready", 2)
+        assert len(job.processes()) == 4
+        process.kill()
+        process.wait(LIMIT_S)
+        job.wait_gone()
+
+
+def test_helpers_of_a_worker_are_ended_too(job):
+    program = """
+        import os, subprocess, sys
+        sleeper = [sys.executable, "-c", "import signal; signal.pause()"]
+        subprocess.Popen(sleeper)
+        subprocess.Popen(sleeper, start_new_session=True)
+        os._exit(0)
+    """
+    result = job.run(job.python("-np", "1", code=program))
+    assert result.returncode == 0
+    assert job.processes() == []
+
+
+def test_stopped_worker_is_ended(job):
+    with job.started(job.python("-np", "2", "-s", "1", code=print_pid_forever())) as process:
+        found = {}
+        while len(found) < 2:
+            name, _, pid = process.stdout.readline().rpartition(" ")
+            if name.startswith("[worker"):
+                found[name.split("]")[0]] = int(pid)
+        os.kill(found["[worker 0"], signal.SIGSTOP)
+        os.kill(found["[worker 1"], signal.SIGTERM)
+        process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 143
+
+
+def test_time_limit(job):
+    result = job.run(job.python("-np", "2", "--timeout", "0.5", code=FOREVER))
+    assert result.returncode == 124
+    assert "--timeout 0.5" in last_line(result)
+
+
+def test_worker_that_ignores_sigterm_is_killed_after_the_grace(job):
+    program = """
+        import os, signal, sys
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.environ["FASTPS_RANK"] == "1":
+            print("ready", flush=True)
+            sys.stdin.read()
+            sys.exit(4)
+        while True:
+            signal.pause()
+    """
+    result = job.run(job.python("-np", "2", "--grace", "0.2", code=program))
+    assert result.returncode == 4
+    assert "worker 1" in last_line(result)
+
+
+@pytest.mark.parametrize(("word", "code"), [("no-such-program", 127), ("./not-a-program", 126)])
+def test_program_that_cannot_run(job, word, code):
+    (job.folder / "not-a-program").write_text("x")
+    command = job.command("-np", "2", word)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, cwd=job.folder,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert result.returncode == code
+    assert word in last_line(result)
+
+
+def test_dry_run_starts_nothing_and_hides_the_token(job):
+    result = job.run(job.python("-np", "2", "-s", "2", "--dry-run", code="open('x', 'w')"))
+    assert result.returncode == 0
+    commands = [line for line in result.stdout.splitlines() if not line.startswith("#")]
+    assert len(commands) == 5
+    assert all("FASTPS_TOKEN=*** " in line for line in commands)
+    assert sum("--role scheduler" in line for line in commands) == 1
+    assert not (job.folder / "x").exists()
+
+
+def test_output_dir_keeps_one_file_per_process_and_stream(job):
+    folder = job.folder / "logs"
+    code = "import os, sys; wait_up(2); print('o', os.environ['FASTPS_RANK'])"
+    code = f"{WAIT}{code}; print('e', file=sys.stderr)"
+    result = job.run(job.python("-np", "2", "-s", "1", "--output-dir", str(folder), code=code))
+    assert result.returncode == 0
+    assert (folder / "worker-1.stdout").read_text() == "o 1\n"
+    assert (folder / "worker-0.stderr").read_text() == "e\n"
+    assert (folder / "server-0.stdout").read_text() == "up\norderly end\n"
+    assert (folder / "scheduler.stdout").exists()
+
+
+def test_scheduler_port_is_held_from_the_beginning(job):
+    job.server("""
+        import socket, sys
+        if "--listen-fd" in sys.argv:
+            listener = socket.socket(fileno=int(sys.argv[sys.argv.index("--listen-fd") + 1]))
+            for _ in range(2):
+                connection, _ = listener.accept()
+                connection.sendall(b"hello")
+                connection.close()
+    """)
+    program = """
+        import os, socket
+        address = os.environ["FASTPS_SCHEDULER_HOST"], int(os.environ["FASTPS_SCHEDULER_PORT"])
+        with socket.create_connection(address, timeout=30) as connection:
+            print(connection.recv(5).decode())
+    """
+    result = job.run(job.python("-np", "2", "-s", "1", code=program))
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["[worker 0] hello", "[worker 1] hello"]
+
+
+def test_token_is_new_and_shared_by_environment(job):
+    code = "import os; print(os.environ['FASTPS_TOKEN'])"
+    tokens = set()
+    for _ in range(2):
+        result = job.run(job.python("-np", "2", code=code))
+        seen = {line.split()[-1] for line in result.stdout.splitlines() if "[worker" in line}
+        assert len(seen) == 1
+        tokens |= seen
+    assert len(tokens) == 2
+    assert all(len(token) == 64 for token in tokens)
+
+
+def test_token_file_is_private_and_removed(job):
+    code = """
+        import json, os
+        path = os.environ["FASTPS_TOKEN_FILE"]
+        text = open(path).read()
+        mode = os.stat(path).st_mode & 0o777
+        print(json.dumps([path, mode, len(text), "FASTPS_TOKEN" in os.environ]))
+    """
+    result = job.run(job.python("--token-file", code=code))
+    path, mode, length, is_in_environment = json.loads(result.stdout.partition("] ")[2])
+    assert (mode, length, is_in_environment) == (0o600, 64, False)
+    assert not os.path.exists(path)
+
+
+def test_reader_that_goes_away_ends_the_job(job):
+    code = "while True: print('line')"
+    with job.started(job.python("-np", "2", code=code)) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        process.wait(LIMIT_S)
+    assert process.returncode == 141
+
+
+def print_pid_forever() -> str:
+    return "import os, signal; print(os.getpid(), flush=True); signal.pause()"

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for every test: seeds are printed, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+CLEAN_FOLDERS = ("unit", "cluster", "conformance", "faults", "stress")
+SETTLE_S = 5.0  # threads that were told to end may need a moment on a loaded machine
+SPARE_DESCRIPTORS = 8  # caches of libraries, such as an imported module's open file
+
+settings.register_profile(
+    "fastps",
+    deadline=None,
+    print_blob=True,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("long", settings.get_profile("fastps"), max_examples=2000)
+settings.load_profile("fastps")
+
+
+def own_threads() -> list[str]:
+    """List the threads of this process that fastps named, in Python or in C."""
+    names = [thread.name for thread in threading.enumerate()]
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names.append((task / "comm").read_text(encoding="utf-8", errors="replace").strip())
+        except OSError:
+            continue
+    return sorted(name for name in names if name.startswith("fastps"))
+
+
+def open_sockets() -> set[str]:
+    """List the sockets of this process by inode."""
+    targets = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            targets.add(os.readlink(entry))
+        except OSError:
+            continue
+    return {target for target in targets if target.startswith("socket:")}
+
+
+def count_descriptors() -> int:
+    """Count the open descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def new_leftovers(threads: list[str], sockets: set[str]) -> str:
+    """Describe threads and sockets that were not there before."""
+    more = list((Counter(own_threads()) - Counter(threads)).elements())
+    fresh = open_sockets() - sockets
+    parts = [f"threads {more}"] if more else []
+    return ", ".join(parts + ([f"sockets {sorted(fresh)}"] if fresh else []))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a thread of ours, a socket or many descriptors behind."""
+    if Path(request.node.path).parent.name not in CLEAN_FOLDERS:
+        yield
+        return
+    threads, sockets, descriptors = own_threads(), open_sockets(), count_descriptors()
+    yield
+    if not new_leftovers(threads, sockets) and count_descriptors() <= descriptors:
+        return
+    gc.collect()
+    deadline = time.monotonic() + SETTLE_S
+    while (left := new_leftovers(threads, sockets)) and time.monotonic() < deadline:
+        time.sleep(0.01)  # the kernel gives no event for the end of a thread
+    assert not left, f"the test left behind: {left}; close what it opened"
+    grown = count_descriptors() - descriptors
+    assert grown <= SPARE_DESCRIPTORS, f"the test left {grown} descriptors open"

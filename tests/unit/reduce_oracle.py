@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sum kernel must give, in NumPy; and how the tests call one."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+
+from fastps.reduce import sum_kernel
+from fastps.types import DType
+
+STORAGE = {
+    DType.FLOAT32: np.float32,
+    DType.FLOAT64: np.float64,
+    DType.FLOAT16: np.float16,
+    DType.BFLOAT16: ml_dtypes.bfloat16,
+    DType.INT8: np.int8,
+    DType.INT16: np.int16,
+    DType.INT32: np.int32,
+    DType.INT64: np.int64,
+    DType.UINT8: np.uint8,
+    DType.BOOL: np.uint8,
+}
+HALVES = (DType.FLOAT16, DType.BFLOAT16)
+FLOATS = (DType.FLOAT32, DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16)
+INTEGERS = (DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT8)
+SUM_TYPE = ctypes.CFUNCTYPE(
+    ctypes.c_int64,
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_int64,
+)
+
+
+def kernel(code: DType):
+    """Make the kernel callable from Python; ctypes releases the GIL around the call."""
+    return SUM_TYPE(sum_kernel(code))
+
+
+def table(arrays: Sequence[np.ndarray]):
+    """Make the table of addresses."""
+    return (ctypes.c_void_p * len(arrays))(*[array.ctypes.data for array in arrays])
+
+
+def call(code: DType, sources: Sequence[np.ndarray], out: np.ndarray, divisor: int = 1) -> int:
+    """Sum `sources` into `out`."""
+    return kernel(code)(table(sources), len(sources), out.ctypes.data, out.size, divisor)
+
+
+def expected(code: DType, sources: Sequence[np.ndarray], divisor: int = 1) -> np.ndarray:
+    """Sum one source after the other; round or divide once at the end."""
+    if code is DType.BOOL:
+        return np.logical_or.reduce([source != 0 for source in sources]).astype(np.uint8)
+    storage = STORAGE[code]
+    wide = np.float32 if code in HALVES else storage
+    with np.errstate(all="ignore"):
+        total = sources[0].astype(wide)
+        for source in sources[1:]:
+            total = total + source.astype(wide)
+        if divisor == 1:
+            return total.astype(storage)
+        if code in FLOATS:
+            return (total * wide(1.0 / divisor)).astype(storage)
+        return np.floor_divide(total.astype(np.int64), divisor).astype(storage)
+
+
+def assert_same(code: DType, got: np.ndarray, want: np.ndarray) -> None:
+    """Compare bit for bit, except that any NaN equals any other."""
+    words = np.dtype(f"u{got.itemsize}")
+    if code in FLOATS:
+        with np.errstate(invalid="ignore"):  # a signalling NaN is no news here
+            nan = np.isnan(want.astype(np.float64))
+            np.testing.assert_array_equal(np.isnan(got.astype(np.float64)), nan)
+        got, want = got[~nan], want[~nan]
+    np.testing.assert_array_equal(got.view(words), want.view(words))
+
+
+def specials(code: DType) -> np.ndarray:
+    """List the values that break careless kernels."""
+    storage = STORAGE[code]
+    if code in FLOATS:
+        info = ml_dtypes.finfo(storage) if code is DType.BFLOAT16 else np.finfo(storage)
+        small = [info.smallest_subnormal, info.tiny, -info.smallest_subnormal]
+        large = [info.max, -info.max, np.inf, -np.inf, np.nan]
+        return np.array([0.0, -0.0, 1.0, -1.0, *small, *large]).astype(storage)
+    if code is DType.BOOL:
+        return np.array([0, 0, 0, 1, 2, 128, 255], dtype=storage)
+    limits = np.iinfo(storage)
+    near = [limits.min, limits.min + 1, limits.max, limits.max - 1, 0, 1, 2, 3, 7]
+    return np.array(near, dtype=storage)
+
+
+def random_values(code: DType, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Mix random bit patterns, ordinary numbers and special values."""
+    storage = STORAGE[code]
+    with np.errstate(all="ignore"):
+        bits = rng.integers(0, 256, count * code.itemsize, dtype=np.uint8).view(storage)
+        usual = (rng.standard_normal(count) * 50).astype(np.int8 if code in INTEGERS else "f8")
+        choice = rng.integers(0, 3, count)
+        special = rng.choice(specials(code), count) if count else bits
+        return np.select([choice == 0, choice == 1], [bits, usual.astype(storage)], special)

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings table: sources and their order, bounds, secrets, children, docs."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastps import config
+from fastps.config import SETTINGS, Config, Derived, child_environment, load
+from fastps.errors import ConfigError
+
+SECRET = "0123456789abcdef-very-secret"
+
+
+def test_table_and_config_have_the_same_fields():
+    fields = [field.name for field in dataclasses.fields(Config)]
+    table = [setting.field for setting in SETTINGS]
+    assert sorted(fields) == sorted(table)
+    assert len(set(table)) == len(table)
+
+
+def test_no_name_means_two_settings():
+    names = [setting.name for setting in SETTINGS]
+    for setting in SETTINGS:
+        names += [a if isinstance(a, str) else a.label for a in setting.aliases]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.field)
+def test_row_is_whole(setting):
+    assert setting.sentence.endswith(".")
+    assert setting.sentence[0].isupper()
+    if setting.default is not None:
+        assert getattr(load({}, {}), setting.field) == setting.default
+    name, _, value = setting.example.partition("=")
+    loaded = load({}, {name: value, "FASTPS_SIZE": "100"} if name != "FASTPS_SIZE" else {})
+    assert loaded is not None
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.field)
+def test_default_is_within_bounds(setting):
+    if setting.default is not None:
+        assert config._parse(setting, setting.default, "default") == setting.default
+
+
+def test_defaults_without_environment():
+    loaded = load(environ={})
+    assert (loaded.role, loaded.size, loaded.rank) == ("worker", 1, None)
+    assert (loaded.partition_bytes, loaded.chunk_bytes) == (4096000, 524288)
+    assert (loaded.op_timeout_s, loaded.heartbeat_s) == (300.0, 0.5)
+
+
+def test_order_of_sources():
+    environ = {"DMLC_PS_ROOT_URI": "c", "MASTER_ADDR": "d"}
+    assert load({}, environ).scheduler_host == "c"
+    environ["FASTPS_SCHEDULER_HOST"] = "b"
+    assert load({}, environ).scheduler_host == "b"
+    assert load({"scheduler_host": "a"}, environ).scheduler_host == "a"
+    assert load({"scheduler_host": None}, environ).scheduler_host == "b"
+    del environ["FASTPS_SCHEDULER_HOST"], environ["DMLC_PS_ROOT_URI"]
+    assert load({}, environ).scheduler_host == "d"
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.field)
+def test_plain_aliases_are_read(setting):
+    base = {"FASTPS_SIZE": "9"} if setting.field != "size" else {}
+    for alias in setting.aliases:
+        if isinstance(alias, Derived):
+            continue
+        _, _, example = setting.example.partition("=")
+        loaded = load({}, base | {alias: example})
+        direct = load({}, base | {setting.name: example})
+        assert getattr(loaded, setting.field) == getattr(direct, setting.field)
+        assert load({}, base | {alias: "  "}) == load({}, base)
+
+
+def test_torchrun_names():
+    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    loaded = load({}, environ)
+    assert (loaded.rank, loaded.size, loaded.local_rank, loaded.local_size) == (3, 4, 1, 2)
+
+
+def test_byteps_counts_machines():
+    environ = {
+        "DMLC_ROLE": "worker",
+        "DMLC_NUM_WORKER": "3",
+        "DMLC_WORKER_ID": "2",
+        "DMLC_NUM_SERVER": "4",
+        "BYTEPS_LOCAL_SIZE": "8",
+        "BYTEPS_LOCAL_RANK": "5",
+        "DMLC_PS_ROOT_URI": "10.0.0.1",
+        "DMLC_PS_ROOT_PORT": "1234",
+    }
+    loaded = load({}, environ)
+    assert (loaded.size, loaded.rank, loaded.num_servers) == (24, 21, 4)
+    assert (loaded.scheduler_host, loaded.scheduler_port) == ("10.0.0.1", 1234)
+    one_each = {"DMLC_NUM_WORKER": "3", "DMLC_WORKER_ID": "2"}
+    assert (load({}, one_each).size, load({}, one_each).rank) == (3, 2)
+    assert load({}, environ | {"BYTEPS_GLOBAL_RANK": "7"}).rank == 7
+
+
+def test_slurm_and_open_mpi_names():
+    slurm = load({}, {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"})
+    assert (slurm.rank, slurm.size, slurm.local_rank) == (2, 4, 0)
+    prefix = "OMPI_COMM_WORLD_"
+    names = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    mpi = load({}, {prefix + name: value for name, value in names.items()})
+    assert (mpi.rank, mpi.size, mpi.local_rank, mpi.local_size) == (1, 2, 1, 2)
+
+
+def test_byteps_credit_is_in_partitions():
+    environ = {"BYTEPS_SCHEDULING_CREDIT": "4", "BYTEPS_PARTITION_BYTES": "1000001"}
+    loaded = load({}, environ)
+    assert (loaded.partition_bytes, loaded.credit_bytes) == (1000064, 4 * 1000064)
+    assert load({}, {"BYTEPS_SCHEDULING_CREDIT": "0"}).credit_bytes == 0
+
+
+def test_byteps_cpu_lists_have_a_part_for_each_local_rank():
+    environ = {"BYTEPS_VISIBLE_CPU_CORES": "1,4-5:20-25", "LOCAL_RANK": "1"}
+    assert load({}, environ).cpus == "20-25"
+    assert load({}, {"BYTEPS_VISIBLE_CPU_CORES": "1,4-5"}).cpus == "1,4-5"
+    with pytest.raises(ConfigError, match="local rank 2"):
+        load({}, environ | {"LOCAL_RANK": "2"})
+
+
+def test_derived_alias_that_is_no_number_is_named():
+    with pytest.raises(ConfigError, match=r"DMLC_NUM_WORKER='two'"):
+        load({}, {"DMLC_NUM_WORKER": "two"})
+
+
+@given(st.integers(4096, 1 << 30))
+def test_partition_bytes_are_rounded_up(nbytes):
+    rounded = load({"partition_bytes": nbytes}, {}).partition_bytes
+    assert rounded % 64 == 0
+    assert 0 <= rounded - nbytes < 64
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("FASTPS_PARTITION_BYTES", "4095999999"),
+        ("FASTPS_PARTITION_BYTES", "64"),
+        ("FASTPS_PARTITION_BYTES", "4MB"),
+        ("FASTPS_ROLE", "joint"),
+        ("DMLC_ROLE", "joint"),
+        ("FASTPS_SIZE", "0"),
+        ("FASTPS_SIZE", "1.5"),
+        ("FASTPS_SCHEDULER_PORT", "65536"),
+        ("FASTPS_OP_TIMEOUT_S", "inf"),
+        ("FASTPS_OP_TIMEOUT_S", "nan"),
+        ("FASTPS_OP_TIMEOUT_S", "0"),
+        ("FASTPS_OP_TIMEOUT_S", "soon"),
+        ("FASTPS_INSECURE", "maybe"),
+        ("FASTPS_LOG_LEVEL", "LOUD"),
+        ("FASTPS_KEY_HASH", "md5"),
+        ("RANK", "-1"),
+    ],
+)
+def test_bad_value_is_named_with_an_example(name, text):
+    with pytest.raises(ConfigError) as caught:
+        load({}, {name: text})
+    message = str(caught.value)
+    assert f"{name}={text!r}" in message
+    assert "example: FASTPS_" in message
+
+
+@pytest.mark.parametrize("bad", [True, 1.5, [], object(), b"4"])
+def test_keyword_of_wrong_type_is_refused(bad):
+    with pytest.raises(ConfigError, match="links_per_peer"):
+        load({"links_per_peer": bad}, {})
+
+
+def test_bounds_are_told():
+    with pytest.raises(
+        ConfigError, match=r"1 to 16 connections; example: FASTPS_LINKS_PER_PEER=1"
+    ):
+        load({"links_per_peer": 17}, {})
+
+
+def test_unknown_keyword_suggests_names():
+    with pytest.raises(ConfigError, match="did you mean partition_bytes"):
+        load({"partition_byte": 1}, {})
+    with pytest.raises(ConfigError, match=r"unknown setting 'zzzzqqq'$"):
+        load({"zzzzqqq": 1}, {})
+
+
+def test_unknown_variable_warns_with_the_nearest(caplog):
+    with caplog.at_level(logging.WARNING, logger="fastps.config"):
+        load({}, {"FASTPS_PARTITON_BYTES": "1", "FASTPS_DEBUG": "1", "OTHER": "1"})
+    assert len(caplog.records) == 1
+    assert "FASTPS_PARTITON_BYTES" in caplog.text
+    assert "did you mean FASTPS_PARTITION_BYTES" in caplog.text
+
+
+def test_known_variables_do_not_warn(caplog):
+    load({}, {setting.name: setting.example.partition("=")[2] for setting in SETTINGS})
+    load({}, {"FASTPS_NUM_WORKERS": "2"})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("level", ["debug", "Debug", "TRACE"])
+def test_log_level_in_any_case(level):
+    assert load({}, {"BYTEPS_LOG_LEVEL": level}).log_level == "DEBUG"
+    assert load({}, {"BYTEPS_LOG_LEVEL": "fatal"}).log_level == "CRITICAL"
+
+
+def test_empty_text_is_a_value_and_empty_number_is_not():
+    loaded = load({}, {"FASTPS_SAME_HOST_CONGESTION": "", "FASTPS_SIZE": "", "WORLD_SIZE": "2"})
+    assert loaded.same_host_congestion == ""
+    assert loaded.size == 2
+
+
+def test_rank_must_be_below_size():
+    with pytest.raises(ConfigError, match="FASTPS_RANK=2"):
+        load({"rank": 2, "size": 2}, {})
+    assert load({"rank": 2, "size": 2, "role": "server"}, {}).rank == 2
+
+
+def test_lease_must_outlive_heartbeats():
+    with pytest.raises(ConfigError, match="FASTPS_LEASE_S=1 must be at least twice"):
+        load({"lease_s": 1, "heartbeat_s": 0.8}, {})
+
+
+# ---- secrets
+
+
+def test_token_is_never_shown():
+    loaded = load({"token": SECRET}, {})
+    assert SECRET not in repr(loaded) + str(loaded) + f"{loaded!r:>2000}"
+    assert loaded.token_bytes() == SECRET.encode()
+    lines = config.explain({"token": SECRET}, {})
+    assert SECRET not in str(lines)
+    with pytest.raises(ConfigError) as caught:
+        load({"token": [SECRET]}, {})
+    assert SECRET not in str(caught.value)
+
+
+def test_missing_token_says_what_to_set():
+    with pytest.raises(ConfigError, match="FASTPS_TOKEN_FILE"):
+        load({}, {}).token_bytes()
+
+
+def test_insecure_allows_no_token_and_warns(caplog):
+    assert load({"insecure": True}, {}).token_bytes() == b""
+    assert "FASTPS_INSECURE" in caplog.text
+
+
+def test_short_token_warns(caplog):
+    assert load({"token": "abc"}, {}).token_bytes() == b"abc"
+    assert "shorter" in caplog.text
+    assert "abc" not in caplog.text
+
+
+def test_token_file(tmp_path):
+    path = tmp_path / "token"
+    path.write_text(SECRET + "\n")
+    path.chmod(0o600)
+    loaded = load({"token_file": path}, {})
+    assert loaded.token_bytes() == SECRET.encode()
+    path.chmod(0o400)
+    assert loaded.token_bytes() == SECRET.encode()
+    assert load({"token_file": path, "token": "other-0123456789"}, {}).token_bytes() != SECRET
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o622, 0o601])
+def test_token_file_that_others_may_use_is_refused(tmp_path, mode):
+    path = tmp_path / "token"
+    path.write_text(SECRET)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"mode {mode:04o}.*chmod 600"):
+        load({"token_file": path}, {}).token_bytes()
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"x" * 5000])
+def test_token_file_of_odd_size_is_refused(tmp_path, content):
+    path = tmp_path / "token"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="must hold 1 to 4096 bytes"):
+        load({"token_file": path}, {}).token_bytes()
+
+
+def test_missing_token_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load({"token_file": tmp_path / "none"}, {}).token_bytes()
+
+
+# ---- children and the machine
+
+
+def overrides() -> st.SearchStrategy[dict[str, object]]:
+    numbers = {
+        "size": st.integers(10, 99),
+        "rank": st.integers(0, 9),
+        "num_servers": st.integers(0, 99),
+        "partition_bytes": st.integers(4096, 1 << 30),
+        "op_timeout_s": st.floats(0.1, 1000.0),
+        "heartbeat_s": st.floats(0.05, 4.0),
+    }
+    others = {
+        "role": st.sampled_from(config.ROLES),
+        "insecure": st.booleans(),
+        "token": st.text(st.characters(codec="ascii", exclude_characters="\0")),
+        "same_host_congestion": st.sampled_from(["", "reno", "cubic,reno"]),
+        "log_level": st.sampled_from(config.LOG_LEVELS),
+    }
+    return st.fixed_dictionaries({"size": numbers.pop("size")}, optional=numbers | others)
+
+
+@given(overrides())
+def test_a_child_reads_back_what_its_parent_set(given_values):
+    loaded = load(given_values, {})
+    assert load({}, child_environment(given_values)) == loaded
+    assert load({}, child_environment(loaded)) == loaded
+
+
+def test_child_environment_checks_and_leaves_out_none():
+    assert child_environment({"size": 2, "rank": None, "insecure": True, "lease_s": 2.5}) == {
+        "FASTPS_SIZE": "2",
+        "FASTPS_INSECURE": "1",
+        "FASTPS_LEASE_S": "2.5",
+    }
+    with pytest.raises(ConfigError):
+        child_environment({"size": 0})
+    with pytest.raises(ConfigError):
+        child_environment({"sizes": 1})
+
+
+def test_cache_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert config.cache_dir() == tmp_path / "fastps"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert config.cache_dir() == tmp_path / ".cache" / "fastps"
+    monkeypatch.setattr(Path, "home", staticmethod(_no_home))
+    assert config.cache_dir().name == f"fastps-{os.geteuid()}"
+
+
+def _no_home() -> Path:
+    raise RuntimeError("no home")
+
+
+def test_process_environment_is_a_copy(monkeypatch):
+    monkeypatch.setenv("FASTPS_JOB_ID", "here")
+    copy = config.process_environment()
+    copy["FASTPS_JOB_ID"] = "there"
+    assert load().job_id == "here"
+
+
+# ---- command line
+
+
+def test_explain_names_sources(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("FASTPS_TOKEN", SECRET)
+    assert config.main(["--explain"]) == 0
+    out = capsys.readouterr().out
+    assert "FASTPS_SIZE=3  # WORLD_SIZE\n" in out
+    assert "FASTPS_TOKEN=(hidden)  # FASTPS_TOKEN\n" in out
+    assert SECRET not in out
+
+
+def test_explain_reports_an_error(capsys, monkeypatch):
+    monkeypatch.setenv("FASTPS_SIZE", "many")
+    assert config.main(["--explain"]) == 2
+    assert "FASTPS_SIZE='many'" in capsys.readouterr().err
+
+
+def test_markdown_has_every_name(capsys):
+    assert config.main(["--markdown"]) == 0
+    out = capsys.readouterr().out
+    for setting in SETTINGS:
+        assert f"`{setting.name}`" in out
+        assert setting.sentence in out
+
+
+def test_module_runs():
+    result = subprocess.run(
+        [sys.executable, "-m", "fastps.config", "--markdown"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert result.stdout == config.markdown()
+    assert not result.stderr

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joins, ranks, leases, losses, leaving and generations, one situation at a time."""
+
+from __future__ import annotations
+
+import pytest
+from control_driver import Driver
+
+from fastps.control.membership import SUSPICION_S, Finish, Phase
+from fastps.control.protocol import (
+    Barrier,
+    Done,
+    Failed,
+    Job,
+    JobOver,
+    Joined,
+    NewGeneration,
+    PeerLeft,
+    PeerLost,
+    ReportLost,
+    Started,
+)
+
+
+def job_of(driver: Driver, peer: int) -> Job:
+    started = driver.events(peer, Started)
+    assert started, driver.sent[peer]
+    last = started[-1]
+    assert isinstance(last, Started)
+    return last.job
+
+
+def failure_of(driver: Driver, peer: int) -> Failed:
+    last = driver.last(peer)
+    assert isinstance(last, Failed), last
+    return last
+
+
+def lost_of(driver: Driver, peer: int) -> PeerLost:
+    (lost,) = driver.events(peer, PeerLost)
+    assert isinstance(lost, PeerLost)
+    return lost
+
+
+class TestJoining:
+    def test_ranks_follow_arrival(self) -> None:
+        driver = Driver(size=3)
+        workers, servers = driver.start()
+        assert [job_of(driver, peer).rank for peer in workers] == [0, 1, 2]
+        assert [job_of(driver, peer).rank for peer in servers] == [0, 1]
+
+    def test_everybody_is_told_the_same_addresses(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        jobs = [job_of(driver, peer) for peer in workers + servers]
+        assert len({(job.servers, job.workers, job.size, job.job_id) for job in jobs}) == 1
+        assert [member.port for member in jobs[0].servers] == [7000 + peer for peer in servers]
+        assert [member.rank for member in jobs[0].workers] == [0, 1]
+
+    def test_configured_ranks_are_kept_and_the_rest_is_filled(self) -> None:
+        driver = Driver(size=4, num_servers=0)
+        peers = [driver.enter(rank=rank) for rank in (None, 0, None, 2)]
+        assert [job_of(driver, peer).rank for peer in peers] == [1, 0, 3, 2]
+
+    def test_local_ranks_follow_machines(self) -> None:
+        driver = Driver(size=4, num_servers=0)
+        machines = [("a", "1"), ("b", "1"), ("a", "1"), ("a", "2")]
+        peers = [driver.enter(hostname=name, boot_id=boot) for name, boot in machines]
+        places = [(job_of(driver, p).local_rank, job_of(driver, p).local_size) for p in peers]
+        assert places == [(0, 2), (0, 1), (1, 2), (0, 1)]
+
+    def test_configured_local_ranks_are_kept(self) -> None:
+        driver = Driver(size=2, num_servers=0)
+        peers = [driver.enter(local_rank=rank, local_size=5) for rank in (4, 3)]
+        assert [job_of(driver, peer).local_rank for peer in peers] == [4, 3]
+        assert job_of(driver, peers[0]).local_size == 5
+
+    def test_job_does_not_start_before_everybody_waits(self) -> None:
+        driver = Driver(size=1, num_servers=1)
+        worker, server = driver.enter(), driver.join("server")
+        assert not driver.events(worker, Started)
+        driver.wait(server)
+        assert driver.events(worker, Started)
+        assert driver.events(server, Started)
+
+    def test_same_rank_twice_names_both(self) -> None:
+        driver = Driver()
+        driver.enter(rank=1, hostname="one", pid=11)
+        second = driver.join(rank=1, hostname="two", pid=22)
+        failed = failure_of(driver, second)
+        assert failed.kind == "config"
+        for part in ("worker 1", "one, pid 11", "two, pid 22", "FASTPS_RANK"):
+            assert part in failed.message
+        assert second in driver.closed
+
+    def test_rank_out_of_bounds(self) -> None:
+        driver = Driver()
+        failed = failure_of(driver, driver.join(rank=2))
+        assert "not 0 to 1" in failed.message
+        assert "FASTPS_SIZE" in failed.message
+
+    @pytest.mark.parametrize("role", ["worker", "server"])
+    def test_role_started_too_often(self, role: str) -> None:
+        driver = Driver(size=2, num_servers=2)
+        for _ in range(2):
+            driver.enter(role)
+        failed = failure_of(driver, driver.join(role, hostname="third", pid=33))
+        assert f"role {role} is started too often" in failed.message
+        assert "third, pid 33" in failed.message
+
+    def test_worker_too_many_in_a_running_job(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        failed = failure_of(driver, driver.join())
+        assert "too often" in failed.message
+        assert driver.machine.phase is Phase.RUNNING
+        assert not driver.events(workers[0], PeerLost)
+
+    @pytest.mark.parametrize(
+        ("change", "variable"),
+        [({"size": 3}, "FASTPS_SIZE"), ({"num_servers": 1}, "FASTPS_NUM_SERVERS")],
+    )
+    def test_other_job_sizes_are_refused(self, change: dict[str, int], variable: str) -> None:
+        driver = Driver()
+        failed = failure_of(driver, driver.join(**change))
+        assert failed.kind == "config"
+        assert variable in failed.message
+
+    def test_start_timeout_names_the_missing(self) -> None:
+        driver = Driver(size=3, num_servers=1)
+        peer = driver.join(rank=1)
+        driver.machine.pulse(peer, driver.now)
+        gone = driver.join(rank=0, hostname="brief")
+        driver.die(gone)
+        driver.wait(peer, timeout_s=5.0)
+        driver.advance(5.0)
+        failed = failure_of(driver, peer)
+        assert failed.kind == "stall"
+        for part in ("1 of 3 workers", "worker 0, worker 2", "0 of 1 servers", "brief, pid 102"):
+            assert part in failed.message
+        assert peer in driver.closed
+
+    def test_place_of_a_process_that_died_early_is_free(self) -> None:
+        driver = Driver(size=1, num_servers=0)
+        first = driver.join(rank=0)
+        driver.die(first)
+        second = driver.enter(rank=0)
+        assert job_of(driver, second).rank == 0
+
+    def test_join_twice_on_one_connection(self) -> None:
+        driver = Driver()
+        peer = driver.join()
+        again = driver.events(peer, Joined)
+        assert len(again) == 1
+        driver._peers -= 1
+        driver.join()
+        assert failure_of(driver, peer).kind == "protocol"
+
+    def test_nobody_comes(self) -> None:
+        driver = Driver(start_timeout_s=30)
+        driver.advance(31)
+        assert driver.finish is not None
+        assert driver.finish.code == 1
+
+
+class TestLosing:
+    def test_death_is_told_to_all_and_ends_waits(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        number = driver.barrier(workers[0])
+        driver.die(workers[1], "its connection broke")
+        for peer in [workers[0], *servers]:
+            lost = lost_of(driver, peer)
+            assert (lost.role, lost.rank, lost.pid) == ("worker", 1, 100 + workers[1])
+            assert lost.cause == "its connection broke"
+        failed = failure_of(driver, workers[0])
+        assert (failed.request, failed.kind) == (number, "peer_lost")
+        assert "worker 1" in failed.message
+
+    def test_first_cause_stays(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.die(servers[1])
+        driver.die(workers[0])
+        driver.die(servers[0])
+        assert driver.machine.first_cause is not None
+        assert driver.machine.first_cause.role == "server"
+        assert len(driver.events(workers[1], PeerLost)) == 1
+
+    def test_requests_after_a_loss_fail_with_the_cause(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        driver.die(workers[1])
+        driver.barrier(workers[0])
+        assert failure_of(driver, workers[0]).kind == "peer_lost"
+        late = driver.join()
+        assert failure_of(driver, late).kind == "peer_lost"
+
+    def test_silence_longer_than_the_lease(self) -> None:
+        driver = Driver(lease_s=10)
+        workers, servers = driver.start()
+        driver.keep_alive()
+        driver.advance(9)
+        for peer in [workers[0], *servers]:
+            assert driver.machine.pulse(peer, driver.now)
+        driver.advance(1.5)
+        lost = lost_of(driver, servers[0])
+        assert (lost.role, lost.rank) == ("worker", 1)
+        assert "lease" in lost.cause
+        assert "FASTPS_LEASE_S" in lost.cause
+        assert lost_of(driver, workers[1]) == lost  # a stopped process learns it when it wakes
+        assert workers[1] in driver.closed
+        assert not driver.machine.pulse(workers[1], driver.now)
+
+    def test_scheduler_that_slept_blames_nobody(self) -> None:
+        driver = Driver(lease_s=10)
+        workers, _ = driver.start()
+        driver.now += 100
+        driver.do(driver.machine.slept(driver.now))
+        driver.do(driver.machine.tick(driver.now))
+        assert not driver.events(workers[0], PeerLost)
+        driver.advance(10)
+        assert driver.events(workers[0], PeerLost)
+
+    def test_server_that_leaves_is_lost_while_workers_need_it(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.leave(servers[0])
+        assert lost_of(driver, workers[0]).role == "server"
+        assert driver.events(servers[0], Done)
+
+    def test_broken_job_ends_with_an_error(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.die(workers[0])
+        driver.leave(workers[1])
+        assert isinstance(driver.last(servers[0]), JobOver)
+        for peer in servers:
+            driver.leave(peer)
+        assert driver.finish == Finish(1, driver.finish.reason if driver.finish else "")
+        assert "worker 0" in driver.finish.reason
+
+    def test_members_that_do_not_leave_are_cut_off(self) -> None:
+        driver = Driver(shutdown_timeout_s=10)
+        workers, _ = driver.start()
+        driver.die(workers[0])
+        driver.die(workers[1])
+        driver.keep_alive()
+        driver.advance(9)
+        driver.keep_alive()
+        assert driver.finish is None
+        driver.advance(2)
+        assert driver.finish is not None
+
+
+class TestBlame:
+    def test_reported_member_that_dies_is_the_cause(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.say(workers[0], ReportLost("server", 0, "connection reset"))
+        assert not driver.events(workers[1], PeerLost)
+        driver.advance(0.1)
+        driver.die(servers[0], "it was killed")
+        lost = lost_of(driver, workers[1])
+        assert (lost.role, lost.rank) == ("server", 0)
+        assert lost.cause.startswith("it was killed")
+        assert "worker 0 lost its data connection to it: connection reset" in lost.cause
+
+    def test_end_of_the_pulse_is_proof(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.do(driver.machine.pulse_closed(servers[0], driver.now))
+        assert not driver.events(workers[1], PeerLost)
+        driver.say(workers[0], ReportLost("server", 0, "reset"))
+        driver.do(driver.machine.pulse_closed(servers[0], driver.now))
+        assert lost_of(driver, workers[1]).role == "server"
+
+    def test_reported_member_that_lives_is_blamed_in_the_end(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        driver.say(workers[0], ReportLost("server", 1, "connection reset"))
+        driver.keep_alive()
+        driver.advance(SUSPICION_S)
+        lost = lost_of(driver, workers[1])
+        assert (lost.role, lost.rank) == ("server", 1)
+        assert "connection reset" in lost.cause
+        assert "alive otherwise" in lost.cause
+
+    def test_reporter_that_dies_is_the_cause(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.say(servers[0], ReportLost("worker", 0, "connection reset"))
+        driver.die(servers[0])
+        assert lost_of(driver, workers[1]).role == "server"
+        driver.advance(5)
+        assert driver.machine.first_cause is not None
+        assert driver.machine.first_cause.role == "server"
+
+    def test_report_about_one_that_left_is_ignored(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.leave(workers[0])
+        driver.say(servers[0], ReportLost("worker", 0, "closed"))
+        driver.say(servers[0], ReportLost("worker", 1, "closed"))
+        driver.leave(workers[1])
+        driver.keep_alive()
+        driver.advance(2)
+        assert driver.machine.first_cause is None
+
+
+class TestLeaving:
+    def test_others_are_told(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        number = driver.leave(workers[1])
+        assert driver.last(workers[1]) == Done(number)
+        assert workers[1] in driver.closed
+        for peer in [workers[0], *servers]:
+            assert driver.last(peer) == PeerLeft("worker", 1)
+
+    def test_barrier_with_one_that_left_fails_at_once(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        driver.barrier(workers[0])
+        driver.leave(workers[1])
+        assert "worker 1 left" in failure_of(driver, workers[0]).message
+        driver.barrier(workers[0], "other")
+        assert "worker 1 left" in failure_of(driver, workers[0]).message
+
+    def test_new_generation(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        for peer in workers:
+            driver.leave(peer)
+        assert driver.machine.generation == 2
+        assert driver.last(servers[0]) == NewGeneration(2)
+        again = [driver.enter() for _ in range(2)]
+        assert [job_of(driver, peer).generation for peer in again] == [2, 2]
+        assert job_of(driver, again[0]).servers == job_of(driver, workers[0]).servers
+
+    def test_early_rejoin_waits_for_the_others_to_leave(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        driver.leave(workers[0])
+        early = driver.enter(rank=0)
+        assert not driver.events(early, Started)
+        driver.leave(workers[1])
+        late = driver.enter(rank=1)
+        assert job_of(driver, early).generation == job_of(driver, late).generation == 2
+
+    def test_early_rejoin_that_waits_in_vain_says_for_whom(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        driver.leave(workers[0])
+        early = driver.enter()
+        driver.now += 55
+        driver.keep_alive()
+        driver.advance(6)
+        assert "worker 1 (node, pid" in failure_of(driver, early).message
+
+    def test_job_is_over_after_the_linger(self) -> None:
+        driver = Driver(linger_s=5)
+        workers, servers = driver.start()
+        driver.advance(3)
+        driver.keep_alive()
+        for peer in workers:
+            driver.leave(peer)
+        driver.advance(4.9)
+        assert not driver.events(servers[0], JobOver)
+        driver.advance(0.2)
+        assert driver.events(servers[0], JobOver)
+        assert driver.finish is None
+        for peer in servers:
+            driver.leave(peer)
+        assert driver.finish == Finish(0, "all workers left")
+
+    def test_linger_ends_with_the_first_worker_that_returns(self) -> None:
+        driver = Driver(linger_s=5)
+        workers, servers = driver.start()
+        for peer in workers:
+            driver.leave(peer)
+        driver.enter()
+        driver.keep_alive()
+        driver.advance(6)
+        assert not driver.events(servers[0], JobOver)
+
+    def test_stop_tells_everybody(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        number = driver.barrier(workers[0])
+        driver.do(driver.machine.stop("the scheduler got SIGTERM", driver.now))
+        failed = driver.events(workers[0], Failed)[0]
+        assert isinstance(failed, Failed)
+        assert (failed.request, failed.kind) == (number, "shutdown")
+        for peer in workers + servers:
+            assert isinstance(driver.last(peer), JobOver)
+            driver.leave(peer)
+        assert driver.finish == Finish(0, "the scheduler got SIGTERM")
+
+    def test_message_of_a_stranger_closes_it(self) -> None:
+        driver = Driver()
+        driver.say(77, Barrier(1, "b", 1.0))
+        assert 77 in driver.closed

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any order of joins, requests, deaths and silences keeps the promises of the Membership.
+
+The promises: ranks are unique; the generation only grows; the first cause is one and stays; every
+request is answered exactly once or its peer is dropped; while somebody waits, a tick is due; and
+in the end the scheduler finishes.
+"""
+
+from __future__ import annotations
+
+from control_driver import Driver, make_spec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from fastps.control.membership import Phase
+from fastps.control.protocol import (
+    DeclareKeys,
+    Joined,
+    KeysFailed,
+    KeysReady,
+    PeerLost,
+    ReportLost,
+    Started,
+)
+
+SIZE, SERVERS = 2, 1
+PICK = st.integers(0, 63)
+
+
+class MembershipMachine(RuleBasedStateMachine):
+    """Drives a job of two workers and one server with arbitrary events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = Driver(size=SIZE, num_servers=SERVERS, lease_s=5, linger_s=3)
+        self.asked: set[tuple[int, int]] = set()
+        self.seen: dict[int, int] = {}
+        self.generation = 1
+        self.cause: PeerLost | None = None
+        self.ranks: dict[int, set[tuple[str, int]]] = {}
+        self.gone: set[int] = set()
+
+    # ---- choosing ----
+
+    def members(self, role: str | None = None) -> list[int]:
+        return [p for p, r, _ in self.driver.machine.members() if role in (None, r)]
+
+    def ask(self, peer: int, number: int) -> None:
+        self.asked.add((peer, number))
+
+    # ---- events ----
+
+    @rule(role=st.sampled_from(["worker", "server"]), rank=st.sampled_from([None, None, 0, 1, 2]))
+    def join(self, role: str, rank: int | None) -> None:
+        peer = self.driver.join(role, rank=rank)
+        if isinstance(self.driver.sent[peer][0], Joined):
+            self.driver.machine.pulse(peer, self.driver.now)
+
+    @initialize(is_wanted=st.booleans())
+    def begin(self, is_wanted: bool) -> None:
+        if is_wanted:
+            self.fill_up()
+
+    @rule()
+    def fill_up(self) -> None:
+        """Let whoever is missing join, so that jobs start often."""
+        for role, total in (("worker", SIZE), ("server", SERVERS)):
+            for _ in range(total - len(self.members(role))):
+                self.driver.join(role)
+        for peer in self.members():
+            self.wait_for_start(peer, 10.0)
+
+    def wait_for_start(self, peer: int, timeout_s: float) -> None:
+        number = self.driver.request()
+        self.ask(peer, number)
+        self.driver._requests -= 1
+        self.driver.wait(peer, timeout_s)
+
+    @precondition(lambda self: self.members())
+    @rule(pick=PICK, timeout_s=st.sampled_from([0.0, 2.0, 20.0]))
+    def start(self, pick: int, timeout_s: float) -> None:
+        members = self.members()
+        self.wait_for_start(members[pick % len(members)], timeout_s)
+
+    @precondition(lambda self: self.members())
+    @rule(pick=PICK, name=st.sampled_from("ab"), timeout_s=st.sampled_from([0.5, 4.0, 50.0]))
+    def barrier(self, pick: int, name: str, timeout_s: float) -> None:
+        members = self.members()
+        peer = members[pick % len(members)]
+        self.ask(peer, self.driver.barrier(peer, name, timeout_s))
+
+    @precondition(lambda self: self.members())
+    @rule(pick=PICK, root=st.integers(0, 2), has_data=st.booleans())
+    def blob(self, pick: int, root: int, has_data: bool) -> None:
+        members = self.members()
+        peer = members[pick % len(members)]
+        self.ask(peer, self.driver.blob(peer, root, b"x" if has_data else None))
+
+    @precondition(lambda self: self.members())
+    @rule(
+        pick=PICK,
+        names=st.lists(st.sampled_from("uvw"), max_size=3),
+        extent=st.sampled_from([3, 3, 3, 4]),
+        timeout_s=st.sampled_from([1.0, 30.0]),
+    )
+    def declare(self, pick: int, names: list[str], extent: int, timeout_s: float) -> None:
+        members = self.members()
+        peer = members[pick % len(members)]
+        specs = [make_spec(name, (extent,)) for name in names]
+        self.ask(peer, self.driver.declare(peer, *specs, timeout_s=timeout_s))
+
+    @precondition(lambda self: self.members("server"))
+    @rule(is_good=st.sampled_from([True, True, True, False]))
+    def answer_keys(self, is_good: bool) -> None:
+        for server in self.members("server"):
+            for event in self.driver.events(server, DeclareKeys)[-2:]:
+                assert isinstance(event, DeclareKeys)
+                number = event.request_id
+                message = KeysReady(number) if is_good else KeysFailed(number, "no memory")
+                self.driver.say(server, message)
+
+    @precondition(lambda self: self.members())
+    @rule(pick=PICK)
+    def leave(self, pick: int) -> None:
+        members = self.members()
+        peer = members[pick % len(members)]
+        self.ask(peer, self.driver.leave(peer))
+
+    @precondition(lambda self: self.members("worker"))
+    @rule()
+    def all_workers_leave(self) -> None:
+        for peer in self.members("worker"):
+            self.ask(peer, self.driver.leave(peer))
+
+    @precondition(lambda self: self.members())
+    @rule(pick=PICK)
+    def die(self, pick: int) -> None:
+        members = self.members()
+        self.driver.die(members[pick % len(members)])
+
+    @precondition(lambda self: self.members())
+    @rule(pick=PICK, role=st.sampled_from(["worker", "server"]), rank=st.integers(0, 2))
+    def report(self, pick: int, role: str, rank: int) -> None:
+        members = self.members()
+        self.driver.say(members[pick % len(members)], ReportLost(role, rank, "reset"))
+
+    @precondition(lambda self: self.members())
+    @rule(pick=PICK)
+    def pulse_ends(self, pick: int) -> None:
+        members = self.members()
+        peer = members[pick % len(members)]
+        self.driver.do(self.driver.machine.pulse_closed(peer, self.driver.now))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.driver.keep_alive()
+        self.driver.advance(seconds)
+
+    @rule()
+    def silence(self) -> None:
+        self.driver.advance(6.0)
+
+    @rule(is_meant=st.integers(0, 9))
+    def stop(self, is_meant: int) -> None:
+        if is_meant == 0:
+            self.driver.do(self.driver.machine.stop("a signal", self.driver.now))
+
+    # ---- promises ----
+
+    @invariant()
+    def answers_are_wanted(self) -> None:
+        for peer, messages in self.driver.sent.items():
+            for message in messages[self.seen.get(peer, 0) :]:
+                number = getattr(message, "request", None)
+                if number is not None and (peer, number) in self.asked:
+                    self.asked.discard((peer, number))
+                elif number is not None:
+                    assert message is messages[0], f"{message} answers nothing"
+            self.seen[peer] = len(messages)
+
+    @invariant()
+    def nobody_is_forgotten(self) -> None:
+        self.answers_are_wanted()
+        open_requests = {pair for pair in self.asked if pair[0] in self.members()}
+        assert self.driver.machine.pending() == open_requests
+        for peer, _ in self.asked - open_requests:
+            assert peer in self.driver.closed or peer not in self.members()
+        if self.driver.machine.phase in (Phase.BROKEN, Phase.OVER):
+            assert not open_requests
+        if open_requests:
+            assert self.driver.machine.next_deadline() is not None
+
+    @invariant()
+    def ranks_are_unique(self) -> None:
+        current = [(role, rank) for _, role, rank in self.driver.machine.members()]
+        running = [pair for pair in current if pair[1] is not None and pair[0] == "server"]
+        assert len(running) == len(set(running))
+        for messages in self.driver.sent.values():
+            for message in messages:
+                if isinstance(message, Started):
+                    job = message.job
+                    assert [member.rank for member in job.workers] == list(range(SIZE))
+                    assert [member.rank for member in job.servers] == list(range(SERVERS))
+
+    @invariant()
+    def generation_grows(self) -> None:
+        assert self.driver.machine.generation >= self.generation
+        self.generation = self.driver.machine.generation
+
+    @invariant()
+    def first_cause_stays(self) -> None:
+        cause = self.driver.machine.first_cause
+        assert self.cause is None or cause is self.cause
+        self.cause = cause
+        told = {id(m) for ms in self.driver.sent.values() for m in ms if isinstance(m, PeerLost)}
+        assert told <= {id(cause)}
+        if cause is not None:
+            assert self.driver.machine.phase in (Phase.BROKEN, Phase.OVER)
+
+    def teardown(self) -> None:
+        """Everybody dies: the scheduler must end, and owe nobody an answer."""
+        for peer in self.members():
+            self.driver.die(peer)
+        self.driver.advance(1000.0)
+        assert self.driver.finish is not None
+        assert not self.driver.machine.pending()
+        assert self.driver.machine.next_deadline() is None
+
+
+TestMembershipMachine = MembershipMachine.TestCase
+TestMembershipMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

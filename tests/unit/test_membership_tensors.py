@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Declarations, barriers and blobs."""
+
+from __future__ import annotations
+
+import pytest
+from control_driver import Driver, make_spec
+
+from fastps.control.collectives import MAX_BLOBS_HELD_BYTES
+from fastps.control.protocol import (
+    MAX_BLOB_BYTES,
+    Blob,
+    BlobData,
+    Declared,
+    DeclareKeys,
+    Done,
+    Failed,
+    KeysFailed,
+    KeysReady,
+    TensorPoisoned,
+    TensorSpec,
+)
+from fastps.types import DType
+
+
+def announced(driver: Driver, server: int) -> DeclareKeys:
+    event = driver.events(server, DeclareKeys)[-1]
+    assert isinstance(event, DeclareKeys)
+    return event
+
+
+def make_ready(driver: Driver, servers: list[int]) -> None:
+    for server in servers:
+        driver.say(server, KeysReady(announced(driver, server).request_id))
+
+
+class TestDeclaring:
+    def test_answer_comes_when_all_servers_are_ready(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        specs = [make_spec("a", (5000,)), make_spec("b", ())]
+        number = driver.declare(workers[0], *specs)
+        keys = announced(driver, servers[0])
+        assert keys == announced(driver, servers[1])
+        assert [(key.tensor_id, key.name, key.nbytes) for key in keys.tensors] == [
+            (0, "a", 20000),
+            (1, "b", 4),
+        ]
+        driver.say(servers[0], KeysReady(keys.request_id))
+        assert not driver.events(workers[0], Declared)
+        driver.say(servers[1], KeysReady(keys.request_id))
+        answer = driver.last(workers[0])
+        assert isinstance(answer, Declared)
+        assert answer.request == number
+        assert [len(tensor.owners) for tensor in answer.tensors] == [5, 1]
+        assert answer.tensors[0].owners == keys.tensors[0].owners == (0, 1, 0, 1, 0)
+        assert answer.tensors[1].owners == (1,)
+
+    def test_second_worker_gets_the_same_without_a_new_announcement(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.declare(workers[0], make_spec("a"), make_spec("b"))
+        driver.declare(workers[1], make_spec("b"))
+        assert len(driver.events(servers[0], DeclareKeys)) == 1
+        make_ready(driver, servers)
+        first, second = driver.last(workers[0]), driver.last(workers[1])
+        assert isinstance(first, Declared)
+        assert isinstance(second, Declared)
+        assert second.tensors == first.tensors[1:]
+        driver.declare(workers[1], make_spec("b"))
+        again = driver.last(workers[1])
+        assert isinstance(again, Declared)
+        assert again.tensors == second.tensors
+
+    def test_ready_of_one_server_counts_once(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.declare(workers[0], make_spec())
+        batch = announced(driver, servers[0]).request_id
+        driver.say(servers[0], KeysReady(batch))
+        driver.say(servers[0], KeysReady(batch))
+        driver.say(servers[1], KeysReady(batch + 1))
+        driver.say(workers[1], KeysReady(batch))
+        assert not driver.events(workers[0], Declared)
+
+    def test_job_without_servers(self) -> None:
+        driver = Driver(size=2, num_servers=0)
+        workers, _ = driver.start()
+        driver.declare(workers[0], make_spec())
+        answer = driver.last(workers[0])
+        assert isinstance(answer, Declared)
+        assert answer.tensors[0].owners == ()
+
+    def test_new_generation_begins_with_an_empty_table(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.declare(workers[0], make_spec("a"))
+        make_ready(driver, servers)
+        for peer in workers:
+            driver.leave(peer)
+        again = [driver.enter(), driver.enter()]
+        driver.declare(again[0], make_spec("a", (3, 3)))
+        make_ready(driver, servers)
+        assert isinstance(driver.last(again[0]), Declared)
+
+    @pytest.mark.parametrize(
+        ("other", "parts"),
+        [
+            (make_spec("w", (10, 21)), ["(10, 20)", "(10, 21)"]),
+            (make_spec("w", dtype=int(DType.INT32)), ["float32", "int32"]),
+            (make_spec("w", partition_bytes=64), ["1 partition(s)", "13 partition(s)"]),
+            (make_spec("w", chunk_bytes=64), ["chunks of 4096", "chunks of 64"]),
+        ],
+    )
+    def test_mismatch_reaches_all(self, other: TensorSpec, parts: list[str]) -> None:
+        driver = Driver(size=3)
+        workers, servers = driver.start()
+        driver.declare(workers[0], make_spec("w"))
+        make_ready(driver, servers)
+        driver.declare(workers[1], make_spec("fine"), other)
+        failed = driver.last(workers[1])
+        assert isinstance(failed, Failed)
+        assert failed.kind == "mismatch"
+        for part in ["'w'", "worker 0", "worker 1", *parts]:
+            assert part in failed.message
+        poisoned = driver.last(workers[0])
+        assert poisoned == TensorPoisoned(0, "w", failed.message)
+        driver.declare(workers[2], make_spec("w"))
+        late = driver.last(workers[2])
+        assert isinstance(late, Failed)
+        assert late.message == failed.message
+        assert not driver.events(servers[0], TensorPoisoned)
+
+    def test_mismatch_ends_a_declaration_that_waits(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        first = driver.declare(workers[0], make_spec("w"))
+        second = driver.declare(workers[1], make_spec("w", (1,)))
+        for peer, number in zip(workers, (first, second), strict=True):
+            failed = driver.last(peer)
+            assert isinstance(failed, Failed)
+            assert (failed.request, failed.kind) == (number, "mismatch")
+
+    def test_other_tensors_survive_a_mismatch(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.declare(workers[0], make_spec("w"), make_spec("v"))
+        make_ready(driver, servers)
+        driver.declare(workers[1], make_spec("w", (1,)))
+        driver.declare(workers[1], make_spec("v"))
+        assert isinstance(driver.last(workers[1]), Declared)
+
+    def test_many_mismatches_stay_readable(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.declare(workers[0], *(make_spec(f"w{i}") for i in range(50)))
+        make_ready(driver, servers)
+        driver.declare(workers[1], *(make_spec(f"w{i}", (1,)) for i in range(50)))
+        failed = driver.last(workers[1])
+        assert isinstance(failed, Failed)
+        assert "46 more tensors" in failed.message
+
+    def test_server_that_cannot_hold_the_keys(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.declare(workers[0], make_spec("w"))
+        batch = announced(driver, servers[1]).request_id
+        driver.say(servers[1], KeysFailed(batch, "out of memory"))
+        failed = driver.events(workers[0], Failed)[-1]
+        assert isinstance(failed, Failed)
+        assert failed.kind == "error"
+        assert "server 1" in failed.message
+        assert "out of memory" in failed.message
+
+    def test_timeout_names_the_servers(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.declare(workers[0], make_spec("w"), timeout_s=3.0)
+        driver.say(servers[0], KeysReady(announced(driver, servers[0]).request_id))
+        driver.keep_alive()
+        driver.advance(3)
+        failed = driver.last(workers[0])
+        assert isinstance(failed, Failed)
+        assert failed.kind == "stall"
+        assert "not ready: server 1;" in failed.message
+
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            make_spec(dtype=99, nbytes=8),
+            make_spec(nbytes=799),
+            make_spec(shape=(1 << 40,), partition_bytes=4096),
+        ],
+    )
+    def test_impossible_tensors_change_nothing(self, spec: TensorSpec) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.declare(workers[0], make_spec("fine"), spec)
+        failed = driver.last(workers[0])
+        assert isinstance(failed, Failed)
+        assert failed.kind == "config"
+        assert "'w'" in failed.message
+        assert not driver.events(servers[0], DeclareKeys)
+
+    def test_servers_cannot_declare(self) -> None:
+        driver = Driver()
+        _, servers = driver.start()
+        driver.declare(servers[0], make_spec())
+        failed = driver.last(servers[0])
+        assert isinstance(failed, Failed)
+        assert failed.kind == "protocol"
+
+
+class TestBarriers:
+    def test_opens_for_all_at_once_and_again(self) -> None:
+        driver = Driver(size=3)
+        workers, _ = driver.start()
+        for _ in range(2):
+            numbers = [driver.barrier(peer) for peer in workers[:2]]
+            assert not isinstance(driver.last(workers[0]), Done) or numbers[0] > 10
+            numbers.append(driver.barrier(workers[2]))
+            assert [driver.last(peer) for peer in workers] == [Done(n) for n in numbers]
+
+    def test_timeout_names_the_missing_and_where_they_are(self) -> None:
+        driver = Driver(size=3)
+        workers, _ = driver.start()
+        driver.barrier(workers[0], "epoch", timeout_s=5)
+        driver.barrier(workers[2], "other", timeout_s=60)
+        driver.keep_alive()
+        driver.advance(5)
+        failed = driver.last(workers[0])
+        assert isinstance(failed, Failed)
+        assert failed.kind == "stall"
+        assert "missing: worker 1, worker 2" in failed.message
+        assert "worker 2 waits in barrier 'other'" in failed.message
+        assert not driver.events(workers[2], Failed)
+
+    def test_one_that_gives_up_ends_it_for_all(self) -> None:
+        driver = Driver(size=3)
+        workers, _ = driver.start()
+        driver.barrier(workers[0], timeout_s=60)
+        driver.barrier(workers[1], timeout_s=1)
+        driver.advance(1)
+        for peer in workers[:2]:
+            failed = driver.last(peer)
+            assert isinstance(failed, Failed)
+            assert "after 1 s of worker 1; missing: worker 2" in failed.message
+
+    def test_same_worker_twice(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        driver.barrier(workers[0])
+        driver.barrier(workers[0])
+        failed = driver.last(workers[0])
+        assert isinstance(failed, Failed)
+        assert failed.kind == "config"
+        number = driver.barrier(workers[1])
+        assert driver.last(workers[1]) == Done(number)
+
+
+class TestBlobs:
+    @pytest.mark.parametrize("root_first", [True, False])
+    def test_root_gives_others_get(self, root_first: bool) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        order = (1, 0) if root_first else (0, 1)
+        numbers = {r: driver.blob(workers[r], 1, b"x" if r == 1 else None) for r in order}
+        assert driver.last(workers[0]) == BlobData(numbers[0], b"x")
+        assert driver.last(workers[1]) == Done(numbers[1])
+
+    def test_empty_object(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        driver.blob(workers[0], 0, b"")
+        number = driver.blob(workers[1], 0, None)
+        assert driver.last(workers[1]) == BlobData(number, b"")
+
+    def test_roots_that_differ(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        driver.blob(workers[0], 0, b"x")
+        driver.blob(workers[1], 1, b"y")
+        for peer in workers:
+            failed = driver.last(peer)
+            assert isinstance(failed, Failed)
+            assert failed.kind == "mismatch"
+            assert "worker 0 says root 0, worker 1 says root 1" in failed.message
+
+    @pytest.mark.parametrize(("root", "data"), [(0, None), (1, b"x"), (2, None)])
+    def test_wrong_use(self, root: int, data: bytes | None) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        driver.blob(workers[0], root, data)
+        failed = driver.last(workers[0])
+        assert isinstance(failed, Failed)
+        assert failed.kind == "config"
+
+    def test_memory_is_bounded(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        data = bytes(MAX_BLOB_BYTES)
+        for index in range(MAX_BLOBS_HELD_BYTES // MAX_BLOB_BYTES):
+            driver.say(workers[0], Blob(900 + index, f"o{index}", 0, data, 10.0))
+        assert not driver.events(workers[0], Failed)
+        driver.say(workers[0], Blob(999, "one too many", 0, b"x", 10.0))
+        assert isinstance(driver.last(workers[0]), Failed)
+        driver.say(workers[1], Blob(1000, "o0", 0, None, 10.0))
+        driver.say(workers[0], Blob(1001, "fits again", 0, data, 10.0))
+        assert len(driver.events(workers[0], Failed)) == 1
