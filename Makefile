@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Everything happens in .venv; nothing outside this folder is changed.
 #   make demo    train a classifier on real data with 2 workers and 2 servers
-#   make test    style, types and the whole test suite
+#   make test    the whole test suite, style and types included
 #   make bench   measure against the alternatives
 #   make clean   remove what was built; make distclean also removes .venv
 # PYTHON=... chooses the interpreter, PIP_FLAGS=... is handed to every pip install.
@@ -20,25 +20,25 @@ METADATA := setup.cfg pyproject.toml
 
 all: build
 
-demo: .venv/.demo .venv/.built
+demo: .venv/.demo
 	.venv/bin/fastps-run -np 2 -s 2 $(RUN) examples/train_digits.py --verify
 
-test: check
+# The house tests among them run tools/check: style, types, stubs, spelling.
+test: .venv/.test
 	$(RUN) -m pytest $(PYTEST_FLAGS)
 
-check: .venv/.test .venv/.built
-	$(RUN) -m ruff format --check .
-	$(RUN) -m ruff check .
-	.venv/bin/cython-lint fastps
-	$(RUN) -m mypy
-	@printf 'lines of fastps/: '; find fastps -name '*.py' -o -name '*.py[xi]' -o -name '*.px[di]' \
-		| xargs cat | wc -l
+check: .venv/.test
+	tools/check ruff format mypy stubs cython spelling
 
-unit: .venv/.test .venv/.built
+unit: .venv/.test
 	$(RUN) -m pytest tests/unit tests/house
 
-bench: .venv/.demo .venv/.built
-	$(RUN) -m tools.bench
+# Tables on the terminal, and the same as JSON lines in out/.
+bench: .venv/.demo
+	@mkdir -p out
+	$(RUN) tools/bench/queue_hop.py --json out/queue.jsonl
+	$(RUN) tools/bench/kernels.py --json out/kernels.jsonl
+	$(RUN) tools/bench/push_pull.py --json out/push_pull.jsonl
 
 build: .venv/.built
 
@@ -46,7 +46,6 @@ build: .venv/.built
 	@test -n "$(PYTHON)" || { echo 'Python 3.11 or newer is needed'; exit 1; }
 	$(PYTHON) -m venv .venv || { rm -rf .venv; \
 		echo 'no venv: on Debian run  apt-get install python3-venv'; exit 1; }
-	$(PIP) --upgrade pip
 	@touch $@
 
 .venv/.tools: .venv/.made pyproject.toml

@@ -21,7 +21,7 @@ behind it (ByteScheduler, Peng et al., SOSP 2019). Invariant: while an item may 
 sleeps, one signal is under way: a push or a returned credit sends it, and a consumer that leaves
 such a state behind passes it on. Lock order: a queue's mutex is a leaf.
 
-Threads. A thread is named, pinned and has every signal blocked before its function runs, and
+Threads. A thread is named, pinned and has signals blocked before its function runs, and
 ``thread_create`` returns after that, so its name and ``pin_errno`` are true at once. Joining
 waits on a Completion with a deadline and only then calls pthread_join, which cannot block.
 
@@ -65,7 +65,7 @@ from posix.mman cimport (
     mmap,
     munmap,
 )
-from posix.signal cimport kill, sigfillset, sigset_t
+from posix.signal cimport kill, sigdelset, sigfillset, sigset_t
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 from posix.unistd cimport _exit, close, getpid
 

@@ -47,7 +47,7 @@ cdef struct Pool:
     uint64_t total_loans
     uint64_t refusals
     bint is_closed
-    int pid                 # of the creator: in a forked child the slabs are not mapped
+    int32_t generation      # fork_generation of the creator: a child has no slab mapped
 
 
 # ---- size classes: 1, 2, 3, 4, 6, 8, 12, 16.. pages ----
@@ -300,8 +300,13 @@ cdef Pool* pool_create(uint64_t limit_bytes, uint64_t slab_bytes) noexcept nogil
     pthread_mutex_init(&pool.mutex, NULL)
     pool.limit_bytes = limit_bytes
     pool.slab_bytes = round_up(slab_bytes, HUGE_PAGE_BYTES)
-    pool.pid = getpid()
+    watch_fork()
+    pool.generation = load32(&fork_generation)
     return pool
+
+
+cdef inline bint pool_is_ours(Pool* pool) noexcept nogil:
+    return pool.generation == load32(&fork_generation)
 
 
 cdef void* pool_loan(Pool* pool, uint64_t nbytes) noexcept nogil:
@@ -449,7 +454,7 @@ cdef class BufferPool:
         cdef Pool* pool = self.state
         if pool == NULL:
             return
-        if pool.pid != getpid():
+        if not pool_is_ours(pool):
             pool_unmap(pool, False)
         elif pool_close(pool):
             pool_unmap(pool, True)
@@ -461,7 +466,7 @@ cdef class BufferPool:
 
     def __del__(self) -> None:
         cdef Pool* pool = self.state
-        if pool != NULL and pool.pid == getpid() and pool.loans > 0:
+        if pool != NULL and pool_is_ours(pool) and pool.loans > 0:
             warnings.warn(f"BufferPool collected with {pool.loans} loans out", ResourceWarning)
 
     cdef void* c_loan(self, uint64_t nbytes) noexcept nogil:
@@ -519,7 +524,7 @@ cdef class BufferPool:
         With loans out the slabs stay until the last Buffer is given back or, for loans made
         by C code, until close() is called again.
         """
-        if self.state.pid != getpid():
+        if not pool_is_ours(self.state):
             return
         with self.register_lock:
             if pool_close(self.state):
@@ -527,7 +532,7 @@ cdef class BufferPool:
                 pool_unmap(self.state, True)
 
     def _check_process(self) -> None:
-        if self.state.pid != getpid():
+        if not pool_is_ours(self.state):
             raise error_of(E_SHUTDOWN, "this BufferPool belongs to the parent process")
 
     def _refusal(self, nbytes: int) -> str:
@@ -576,7 +581,7 @@ cdef class Buffer:
         return self.length
 
     def __del__(self) -> None:
-        if self.start == NULL or self.pool.state.pid != getpid():
+        if self.start == NULL or not pool_is_ours(self.pool.state):
             return
         try:
             warnings.warn(

@@ -14,6 +14,10 @@ cdef extern from "<pthread.h>" nogil:
 cdef extern from "<signal.h>" nogil:
     enum:
         SIG_SETMASK
+        SIGBUS
+        SIGFPE
+        SIGILL
+        SIGSEGV
     int pthread_sigmask(int, const sigset_t*, sigset_t*)
 
 cdef extern from "<linux/mempolicy.h>" nogil:
@@ -84,11 +88,16 @@ cdef Thread* thread_create(
 
 
 cdef int thread_launch(Thread* t) noexcept nogil:
-    # The new thread inherits the mask: signals stay with the threads that Python knows.
-    cdef sigset_t all_signals
+    # The new thread inherits the mask: signals stay with the threads that Python knows. Those
+    # that a thread's own mistake raises stay open, so that faulthandler can tell of a crash.
+    cdef sigset_t blocked
     cdef sigset_t before
-    sigfillset(&all_signals)
-    pthread_sigmask(SIG_SETMASK, &all_signals, &before)
+    sigfillset(&blocked)
+    sigdelset(&blocked, SIGSEGV)
+    sigdelset(&blocked, SIGBUS)
+    sigdelset(&blocked, SIGFPE)
+    sigdelset(&blocked, SIGILL)
+    pthread_sigmask(SIG_SETMASK, &blocked, &before)
     cdef int error = pthread_create(&t.handle, NULL, thread_main, t)
     pthread_sigmask(SIG_SETMASK, &before, NULL)
     return error
@@ -173,7 +182,8 @@ cdef void watch_fork() noexcept nogil:
 
 
 cdef void forget_threads() noexcept nogil:
-    # Runs in a forked child, where no thread of ours exists.
+    # Runs in a forked child, where no thread of ours exists; one may have held the mutex.
+    pthread_mutex_init(&placement_mutex, NULL)
     store32(&alive_threads, 0)
     add32(&fork_generation, 1)
 

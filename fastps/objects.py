@@ -43,7 +43,8 @@ def _to_plain(obj: Any) -> Any:
     if isinstance(obj, dict):
         return _extension(PAIRS, [[_to_plain(key), _to_plain(obj[key])] for key in obj])
     if isinstance(obj, np.ndarray | np.generic) and obj.dtype.kind in "biufc":
-        return _extension(ARRAY, [obj.dtype.str, list(obj.shape), obj.tobytes()])
+        shape = list(obj.shape) if isinstance(obj, np.ndarray) else None  # None: a scalar
+        return _extension(ARRAY, [obj.dtype.str, shape, obj.tobytes()])
     raise TypeError(f"{type(obj).__name__} cannot be broadcast; use {_SUPPORTED}")
 
 
@@ -67,5 +68,6 @@ def _from_plain(value: Any) -> Any:
         return {_from_plain(key): _from_plain(item) for key, item in items}
     if value.code == ARRAY:
         dtype, shape, data = items
-        return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()
+        array = np.frombuffer(data, dtype=np.dtype(dtype))
+        return array[0] if shape is None else array.reshape(shape).copy()
     raise ValueError(f"unknown extension {value.code} in a broadcast object")

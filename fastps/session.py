@@ -25,7 +25,14 @@ from fastps import config as _config
 from fastps.affinity import parse_cpu_list
 from fastps.config import Config
 from fastps.control.client import ControlClient
-from fastps.control.protocol import DeclaredTensor, Event, PeerLost, TensorPoisoned, TensorSpec
+from fastps.control.protocol import (
+    DeclaredTensor,
+    Event,
+    PeerLeft,
+    PeerLost,
+    TensorPoisoned,
+    TensorSpec,
+)
 from fastps.errors import (
     ConfigError,
     FastPSError,
@@ -61,7 +68,8 @@ class Session:
         self._lock = threading.Lock()  # declarations; held while the scheduler answers
         self._tensors: dict[str, EngineTensor] = {}
         self._specs: dict[str, TensorSpec] = {}
-        self._poisoned: dict[str, str] = {}
+        self._poisoned: dict[str, TensorPoisoned] = {}
+        self._left: set[int] = set()  # ranks of workers that left in order
         self._wait_seconds = [0.0]
         self._client: ControlClient | None = None
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
@@ -197,7 +205,13 @@ class Session:
     def _check_poison(self, names: Sequence[str]) -> None:
         for name in names:
             if name in self._poisoned:
-                raise MismatchError(self._poisoned[name])
+                raise MismatchError(self._poisoned[name].message)
+
+    def _fail_poisoned(self, names: Sequence[str]) -> None:
+        """Fail what was started in the moment between the last check and the bad news."""
+        for name in names if self._poisoned else ():
+            if name in self._poisoned:
+                self._engine.fail_tensor(self._poisoned[name].tensor_id, E_MISMATCH)
 
     # ---- operations ----
 
@@ -239,6 +253,7 @@ class Session:
                     tensors, arrays, outputs, average=average,
                     priorities=[priority] * len(names) if isinstance(priority, int) else priority,
                 )
+        self._fail_poisoned(names)
         return self._handle(tensors, outputs, is_single=is_single)
 
     def broadcast_async(
@@ -255,7 +270,8 @@ class Session:
             return self._finish_locally(names, arrays, arrays, dtype, is_single=is_single)
         tensors = self._find(names, arrays, dtype)
         with self._translated(names):
-            self._engine.start_broadcast(tensors, arrays, is_root=root_rank == self.rank)
+            self._engine.start_broadcast(tensors, arrays, root=root_rank)
+        self._fail_poisoned(names)
         return self._handle(tensors, arrays, is_single=is_single)
 
     def _finish_locally(
@@ -330,7 +346,7 @@ class Session:
 
     def _explain(self, tensor: EngineTensor, status: int) -> FastPSError:
         if tensor.name in self._poisoned:
-            return MismatchError(self._poisoned[tensor.name])
+            return MismatchError(self._poisoned[tensor.name].message)
         if status == E_MISMATCH:
             return MismatchError(
                 f"tensor {tensor.name!r}: worker {tensor.culprit} started another operation than "
@@ -338,6 +354,8 @@ class Session:
                 "call the same"
             )
         message = f"the operation on tensor {tensor.name!r} failed with status {status}"
+        if status == E_PEER_LOST and self._engine.failure is None:  # so a server says it
+            message = f"worker {tensor.culprit} left the job while others still had work"
         return self._blame(tensor.name, error_of(status, message))
 
     def _blame(self, name: str, error: FastPSError) -> FastPSError:
@@ -348,7 +366,8 @@ class Session:
         with contextlib.suppress(FastPSError):
             if failure is not None and failure[1] >= 0:
                 self._client.report_lost("server", failure[1], "its link to a worker broke")
-            verdict = self._client.verdict(VERDICT_WAIT_S)
+            is_known = failure is None and bool(self._left)
+            verdict = self._client.verdict(0.0 if is_known else VERDICT_WAIT_S)
             if verdict is not None:
                 return PeerLostError(
                     f"tensor {name!r} cannot be reduced: {verdict}. Restart the job"
@@ -359,9 +378,11 @@ class Session:
         """Take news from the scheduler, on the control client's thread."""
         engine: WorkerEngine | None = getattr(self, "_engine", None)
         if isinstance(event, TensorPoisoned):
-            self._poisoned[event.name] = event.message
+            self._poisoned[event.name] = event
             if engine is not None:
                 engine.fail_tensor(event.tensor_id, E_MISMATCH)
+        elif isinstance(event, PeerLeft) and event.role == "worker":
+            self._left.add(event.rank)
         elif isinstance(event, PeerLost):
             log.error("%s", event)
             if engine is not None:

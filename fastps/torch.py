@@ -1,10 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fastps for PyTorch: `import fastps.torch as fps`. Only hands names on."""
+"""fastps for PyTorch. Only hands names on.
+
+    import fastps.torch as fps
+
+    fps.init()
+    fps.broadcast_parameters(model.state_dict())
+    optimizer = fps.DistributedOptimizer(optimizer, model.named_parameters())
+    for inputs, labels in this_rank_s_batches:
+        optimizer.zero_grad()
+        loss_of(model(inputs), labels).backward()  # gradients leave while it runs
+        optimizer.step()  # waits for their averages
+
+To clip or unscale gradients call optimizer.synchronize() first.
+"""
 
 from __future__ import annotations
 
-from fastps import barrier, init, is_initialized, local_rank, local_size, rank, shutdown, size
-from fastps.frameworks._adapter import Average, Sum
+from fastps import (
+    barrier,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+from fastps.frameworks._adapter import (
+    Average,
+    Sum,
+)
 from fastps.frameworks.torch.broadcast import (
     broadcast_object,
     broadcast_optimizer_state,

@@ -32,7 +32,6 @@ from typing import TypeVar
 from fastps._core import Pulse
 from fastps.auth import Purpose, derive_key
 from fastps.config import Config
-from fastps.control import sockets as control_sockets
 from fastps.control.dialling import dial
 from fastps.control.protocol import (
     KEY_PURPOSE_CONTROL,
@@ -63,6 +62,7 @@ from fastps.control.protocol import (
     PeerLeft,
     PeerLost,
     ReportLost,
+    Request,
     Started,
     TensorPoisoned,
     TensorSpec,
@@ -82,6 +82,7 @@ from fastps.errors import (
     ShutdownError,
     StallError,
 )
+from fastps.transport import sockets
 
 __all__ = [
     "ControlClient",
@@ -141,6 +142,7 @@ class ControlClient:
         self._numbers = itertools.count(1)
         self._cause: FastPSError | None = None  # why no request can succeed any more
         self._first_lost: PeerLost | None = None
+        self._over: JobOver | None = None
         self._lost = threading.Event()
         self._is_ending = False  # the scheduler will close the connection in order
         self._is_closed = False
@@ -237,10 +239,12 @@ class ControlClient:
         self._tell(ReportLost(role, rank, text_of(cause)))
 
     def verdict(self, timeout_s: float) -> str | None:
-        """Wait for the first cause of a loss; None if no loss became known in time."""
+        """Wait for the first cause of a loss, or the job's end; None if neither came in time."""
         self._check_usable()
         self._lost.wait(timeout_s)
-        return None if self._first_lost is None else str(self._first_lost)
+        if self._first_lost is not None:
+            return str(self._first_lost)
+        return None if self._over is None else f"the job is over: {self._over.reason}"
 
     # ---- the end ----
 
@@ -273,6 +277,7 @@ class ControlClient:
             self._reader.join(self._config.shutdown_timeout_s)
             if self._reader.is_alive():
                 log.warning("the control thread is still inside on_event; it ends after that")
+        self._lost.set()  # ends verdict()
         with self._send_lock:  # held for short times only: the socket is shut down
             self._sock.close()
         _clients.discard(self)
@@ -322,15 +327,14 @@ class ControlClient:
     # ---- asking ----
 
     def _ask(
-        self, message: ToScheduler, kind: type[AnswerT], *, what: str, timeout_s: float
+        self, message: Request, kind: type[AnswerT], *, what: str, timeout_s: float
     ) -> AnswerT:
         """Send a request and wait for its answer."""
         self._check_usable()
         if threading.current_thread() is self._reader:
             raise FastPSError(f"{what}: on_event must not wait for the scheduler")
         deadline = time.monotonic() + timeout_s + GRACE_S
-        number: int = message.request  # type: ignore[union-attr]
-        future = self._enlist(number)
+        future = self._enlist(message.request)
         try:
             self._write(message, deadline)
             answer = future.result(max(deadline - time.monotonic(), 0))
@@ -341,7 +345,7 @@ class ControlClient:
             ) from error
         finally:
             with self._lock:
-                self._pending.pop(number, None)
+                self._pending.pop(message.request, None)
         if isinstance(answer, Failed):
             raise failure_of(answer)
         if not isinstance(answer, kind):
@@ -370,7 +374,7 @@ class ControlClient:
         if not self._send_lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise TimeoutError("another thread is still sending")
         try:
-            control_sockets.write_all(self._sock, frame, deadline=deadline)
+            sockets.write_all(self._sock, frame, deadline=deadline)
         except OSError as error:
             self._write_failure = f"cannot send to it: {error.strerror or error}"
             with contextlib.suppress(OSError):
@@ -395,10 +399,10 @@ class ControlClient:
         self._scheduler_lost(cause)
 
     def _read_body(self) -> bytes | bytearray | None:
-        prefix = control_sockets.read_blocking(self._sock, LENGTH.size)
+        prefix = sockets.read_blocking(self._sock, LENGTH.size)
         if not prefix:
             return None
-        return control_sockets.read_blocking(self._sock, body_nbytes(bytes(prefix))) or None
+        return sockets.read_blocking(self._sock, body_nbytes(bytes(prefix))) or None
 
     def _take(self, message: Answer | Event) -> None:
         if isinstance(message, Joined | Started | Declared | BlobData | Done | Failed):
@@ -411,6 +415,8 @@ class ControlClient:
             self._note_lost(message)
         elif isinstance(message, JobOver):
             self._is_ending = True
+            self._over = message
+            self._lost.set()
         self._deliver(message)
 
     def _deliver(self, event: Event) -> None:
@@ -429,6 +435,7 @@ class ControlClient:
         """End all waits: nobody answers any more."""
         if self._is_ending:
             self._end(ShutdownError("the job is over or was left"))
+            self._lost.set()
             return
         lost = self._first_lost or self._lost_scheduler(cause)
         if not self._end(PeerLostError(str(lost))):
@@ -487,7 +494,7 @@ def _make_join(
         local_size=config.local_size,
         size=config.size if is_worker else 0,
         num_servers=config.num_servers if is_worker else 0,
-        host=client.local_address if control_sockets.is_wildcard(host) else host,
+        host=client.local_address if sockets.is_wildcard(host) else host,
         port=port,
         pid=os.getpid(),
         hostname=text_of(socket.gethostname()),

@@ -19,8 +19,8 @@ from fastps.auth import (
     Purpose,
 )
 from fastps.config import Config
-from fastps.control import sockets as control_sockets
 from fastps.errors import AuthError, ConfigError, FastPSError, ProtocolError, TransportTimeout
+from fastps.transport import sockets
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def dial(
     began = time.monotonic()
     name_deadline = min(deadline, began + config.connect_timeout_s)
     last = "nothing was tried: the start timeout was over"
-    for pause_s in control_sockets.backoff_s(RETRY_FIRST_S, RETRY_LAST_S):
+    for pause_s in sockets.backoff_s(RETRY_FIRST_S, RETRY_LAST_S):
         now = time.monotonic()
         if now >= deadline:
             break
@@ -65,7 +65,7 @@ def dial(
 
 def _dial_once(config: Config, handshake: ClientHandshake, deadline: float) -> socket.socket:
     now = time.monotonic()
-    sock = control_sockets.connect(
+    sock = sockets.connect(
         config.scheduler_host,
         config.scheduler_port,
         deadline=min(deadline, now + config.connect_timeout_s),
@@ -85,13 +85,13 @@ def _dial_once(config: Config, handshake: ClientHandshake, deadline: float) -> s
 
 def _authenticate(sock: socket.socket, handshake: ClientHandshake, deadline: float) -> None:
     sock.sendall(handshake.hello())
-    challenge = control_sockets.read_exactly(sock, CHALLENGE_BYTES, deadline=deadline)
+    challenge = sockets.read_exactly(sock, CHALLENGE_BYTES, deadline=deadline)
     sock.sendall(handshake.answer(challenge))
-    handshake.finish(control_sockets.read_exactly(sock, ACCEPT_BYTES, deadline=deadline))
+    handshake.finish(sockets.read_exactly(sock, ACCEPT_BYTES, deadline=deadline))
 
 
 def _where(config: Config) -> str:
-    return control_sockets.join_address(config.scheduler_host, config.scheduler_port)
+    return sockets.join_address(config.scheduler_host, config.scheduler_port)
 
 
 def _with_address(error: FastPSError, config: Config) -> FastPSError:

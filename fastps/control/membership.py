@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fastps.config import Config
+from fastps.control.admission import Peer, face, local_ranks, number, places, refuse
 from fastps.control.collectives import Answers, Collectives, join_names
 from fastps.control.declarations import Declarations
 from fastps.control.protocol import (
@@ -40,7 +41,6 @@ from fastps.control.protocol import (
     KeysFailed,
     KeysReady,
     Leave,
-    Member,
     NewGeneration,
     PeerLeft,
     PeerLost,
@@ -91,28 +91,6 @@ class Phase(enum.Enum):
     OVER = "over"
 
 
-@dataclass
-class _Peer:
-    """One joined process; rank is None until the job starts, unless it was configured."""
-
-    peer: int
-    join: Join
-    rank: int | None
-    lease_until: float
-    has_started: bool = False
-    start_request: AwaitStart | None = None
-    start_deadline: float = 0.0
-
-    @property
-    def name(self) -> str:
-        number = "" if self.rank is None else f" {self.rank}"
-        return f"{self.join.role}{number}"
-
-    @property
-    def full_name(self) -> str:
-        return f"{self.name} ({self.join.hostname}, pid {self.join.pid})"
-
-
 @dataclass(frozen=True)
 class _Suspicion:
     """A member that another one cannot reach."""
@@ -131,7 +109,7 @@ class Membership:
         self.generation = 1
         self.first_cause: PeerLost | None = None
         self._config = config
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._suspicions: list[_Suspicion] = []
         self._notes: list[str] = []
         self._out: list[Action] = []
@@ -266,7 +244,7 @@ class Membership:
             self._out.append(Close(peer))
             return
         lease = now + self._config.lease_s + self._config.handshake_timeout_s
-        self._peers[peer] = _Peer(peer, join, join.rank, lease)
+        self._peers[peer] = Peer(peer, join, join.rank, lease)
         if join.role == "worker" or self.generation == 1:
             self._idle_until = float("inf")
         self._send(peer, Joined(join.request, peer))
@@ -279,52 +257,10 @@ class Membership:
             return "shutdown", "the job is over; start a new one"
         if join.role == "scheduler":
             return "config", "a scheduler cannot join a job; set FASTPS_ROLE"
-        text = self._refuse_size(join) or self._refuse_count(join) or self._refuse_rank(join)
+        text = refuse(join, self._config, self._rivals(join.role))
         return None if text is None else ("config", text)
 
-    def _refuse_size(self, join: Join) -> str | None:
-        config = self._config
-        if join.role == "worker" and join.size not in (0, config.size):
-            return (
-                f"this worker expects {join.size} worker(s), the scheduler {config.size}; "
-                "set FASTPS_SIZE to the same number everywhere"
-            )
-        if join.role == "worker" and join.num_servers not in (0, config.num_servers):
-            return (
-                f"this worker expects {join.num_servers} server(s), the scheduler "
-                f"{config.num_servers}; set FASTPS_NUM_SERVERS to the same number everywhere"
-            )
-        return None
-
-    def _refuse_count(self, join: Join) -> str | None:
-        total, variable = self._total(join.role)
-        rivals = self._rivals(join.role)
-        if len(rivals) < total:
-            return None
-        names = join_names([rival.full_name for rival in rivals])
-        return (
-            f"role {join.role} is started too often: the job has {total} of them ({names}) and "
-            f"one more came from {join.hostname}, pid {join.pid}; start fewer or raise {variable}"
-        )
-
-    def _refuse_rank(self, join: Join) -> str | None:
-        total, variable = self._total(join.role)
-        if join.rank is None:
-            return None
-        if join.rank >= total:
-            return (
-                f"rank {join.rank} of a {join.role} from {join.hostname}, pid {join.pid}, is not "
-                f"0 to {total - 1}; set FASTPS_RANK or {variable}"
-            )
-        for rival in self._rivals(join.role):
-            if rival.rank == join.rank:
-                return (
-                    f"two processes want to be {join.role} {join.rank}: {rival.full_name} and "
-                    f"one of {join.hostname}, pid {join.pid}; give each its own FASTPS_RANK"
-                )
-        return None
-
-    def _rivals(self, role: str) -> list[_Peer]:
+    def _rivals(self, role: str) -> list[Peer]:
         """List those who compete with a newcomer for places and ranks."""
         if role == "worker" and self._has_worker_left():
             return [item for item in self._of_role(role) if not item.has_started]
@@ -335,7 +271,7 @@ class Membership:
         started = [item for item in self._of_role("worker") if item.has_started]
         return self.phase is Phase.RUNNING and len(started) < self._config.size
 
-    def _await_start(self, member: _Peer, message: AwaitStart, now: float) -> None:
+    def _await_start(self, member: Peer, message: AwaitStart, now: float) -> None:
         if member.has_started or member.start_request is not None:
             self._fail(member, message.request, "protocol", "start was asked for twice")
             return
@@ -353,7 +289,7 @@ class Membership:
             return
         if any(not item.has_started and item.start_request is None for item in workers + servers):
             return
-        workers, servers = _number(workers), _number(servers)
+        workers, servers = number(workers), number(servers)
         self.phase = Phase.RUNNING
         self._notes.clear()
         self._collectives = Collectives(self._config.size)
@@ -362,10 +298,10 @@ class Membership:
         )
         self._tell_started(workers, servers)
 
-    def _tell_started(self, workers: list[_Peer], servers: list[_Peer]) -> None:
-        faces = [tuple(_face(item) for item in group) for group in (servers, workers)]
+    def _tell_started(self, workers: list[Peer], servers: list[Peer]) -> None:
+        faces = [tuple(face(item) for item in group) for group in (servers, workers)]
         for group in (servers, workers):
-            locals_ = _local_ranks(group)
+            locals_ = local_ranks(group)
             for item in group:
                 item.has_started = True
                 request, item.start_request = item.start_request, None
@@ -383,7 +319,7 @@ class Membership:
                 )
                 self._send(item.peer, Started(request.request, job))
 
-    def _start_timed_out(self, member: _Peer, now: float) -> None:
+    def _start_timed_out(self, member: Peer, now: float) -> None:
         request = member.start_request
         assert request is not None
         text = (
@@ -396,7 +332,7 @@ class Membership:
 
     # ---- at work ----
 
-    def _collective(self, member: _Peer, message: Declare | Barrier | Blob, now: float) -> None:
+    def _collective(self, member: Peer, message: Declare | Barrier | Blob, now: float) -> None:
         if self._answer_ended(member, message.request):
             return
         rank = member.rank
@@ -408,7 +344,7 @@ class Membership:
         else:
             self._send_all(self._collectives.enter(rank, member.peer, message, now))
 
-    def _keys(self, member: _Peer, message: KeysReady | KeysFailed) -> None:
+    def _keys(self, member: Peer, message: KeysReady | KeysFailed) -> None:
         if member.join.role != "server" or not member.has_started or member.rank is None:
             return
         if isinstance(message, KeysReady):
@@ -419,7 +355,7 @@ class Membership:
             )
         self._send_all(answers)
 
-    def _answer_ended(self, member: _Peer, request: int) -> bool:
+    def _answer_ended(self, member: Peer, request: int) -> bool:
         """Answer a request that comes after the end of the job; False if it has not ended."""
         if self.first_cause is not None:
             self._fail(member, request, "peer_lost", str(self.first_cause))
@@ -429,7 +365,7 @@ class Membership:
 
     # ---- leaving and losing ----
 
-    def _leave(self, member: _Peer, message: Leave, now: float) -> None:
+    def _leave(self, member: Peer, message: Leave, now: float) -> None:
         self._send(member.peer, Done(message.request))
         if member.join.role == "server" and self._is_needed(member):
             self._drop(member.peer, "it left in order while workers still need it", now)
@@ -443,7 +379,7 @@ class Membership:
                 self._declarations.remove(member.rank)
         self._after_departure(now)
 
-    def _is_needed(self, server: _Peer) -> bool:
+    def _is_needed(self, server: Peer) -> bool:
         return (
             self.phase is Phase.RUNNING
             and server.has_started
@@ -469,7 +405,7 @@ class Membership:
         self._remove(member)
         self._after_departure(now)
 
-    def _break(self, member: _Peer, cause: str) -> None:
+    def _break(self, member: Peer, cause: str) -> None:
         """Record the first cause and tell it to everybody, the lost one included."""
         related = [item.text for item in self._suspicions if item.suspect == member.peer]
         text = "; ".join([cause, *(item for item in related if item not in cause)])
@@ -484,7 +420,7 @@ class Membership:
         for item in self._peers.values():
             self._fail_start(item, "peer_lost", message)
 
-    def _remove(self, member: _Peer) -> None:
+    def _remove(self, member: Peer) -> None:
         del self._peers[member.peer]
         self._suspicions = [item for item in self._suspicions if item.suspect != member.peer]
         self._out.append(Close(member.peer))
@@ -511,7 +447,7 @@ class Membership:
                 self._send(server.peer, NewGeneration(self.generation))
         self._start_if_complete()
 
-    def _report_lost(self, member: _Peer, report: ReportLost, now: float) -> None:
+    def _report_lost(self, member: Peer, report: ReportLost, now: float) -> None:
         """Suspect a member: its own connections may tell better why it is unreachable."""
         if self.phase is not Phase.RUNNING or not member.has_started:
             return
@@ -536,7 +472,13 @@ class Membership:
         elif self.generation > 1:
             self._end("all workers left", 0, now)
         else:
-            self._end(f"nobody joined within {self._config.start_timeout_s:g} s", 1, now)
+            self._end(
+                f"nobody joined within {self._config.start_timeout_s:g} s; give servers and "
+                "workers this scheduler's address in FASTPS_SCHEDULER_HOST and "
+                "FASTPS_SCHEDULER_PORT, or raise FASTPS_START_TIMEOUT_S if they start late",
+                1,
+                now,
+            )
 
     def _end(self, reason: str, code: int, now: float) -> None:
         """Tell everybody that the job is over and wait for them to leave."""
@@ -574,57 +516,23 @@ class Membership:
     def _tell_all(self, message: ToMember) -> None:
         self._out += [Send(peer, message) for peer in self._peers]
 
-    def _fail(self, member: _Peer, request: int, kind: str, text: str) -> None:
+    def _fail(self, member: Peer, request: int, kind: str, text: str) -> None:
         self._send(member.peer, Failed(request, kind, text))
 
-    def _fail_start(self, member: _Peer, kind: str, text: str) -> None:
+    def _fail_start(self, member: Peer, kind: str, text: str) -> None:
         request, member.start_request = member.start_request, None
         if request is not None:
             self._fail(member, request.request, kind, text)
 
-    def _of_role(self, role: str) -> list[_Peer]:
+    def _of_role(self, role: str) -> list[Peer]:
         return [item for item in self._peers.values() if item.join.role == role]
 
     def _missing_of_role(self, role: str) -> Iterator[str]:
         """Count who is there; name the missing ranks if the ranks are known already."""
-        total, _ = self._total(role)
+        total, _ = places(self._config, role)
         present = self._of_role(role)
         yield f"{len(present)} of {total} {role}s joined"
         known = {item.rank for item in present}
         if len(present) < total and present and None not in known:
             absent = [f"{role} {rank}" for rank in range(total) if rank not in known]
             yield f"missing: {join_names(absent)}"
-
-    def _total(self, role: str) -> tuple[int, str]:
-        if role == "worker":
-            return self._config.size, "FASTPS_SIZE"
-        return self._config.num_servers, "FASTPS_NUM_SERVERS"
-
-
-def _number(group: list[_Peer]) -> list[_Peer]:
-    """Give free ranks to those without, by arrival; return the group in rank order."""
-    taken = {item.rank for item in group}
-    free = (rank for rank in range(len(group)) if rank not in taken)
-    for item in group:
-        if item.rank is None:
-            item.rank = next(free)
-    return sorted(group, key=lambda item: item.rank or 0)
-
-
-def _local_ranks(group: list[_Peer]) -> dict[int, tuple[int, int]]:
-    """Give (local_rank, local_size) by peer: as configured, else by machine in rank order."""
-    machines: dict[tuple[str, str], list[_Peer]] = {}
-    for item in group:
-        machines.setdefault((item.join.boot_id, item.join.hostname), []).append(item)
-    found: dict[int, tuple[int, int]] = {}
-    for machine in machines.values():
-        for place, item in enumerate(machine):
-            join = item.join
-            local_rank = place if join.local_rank is None else join.local_rank
-            found[item.peer] = (local_rank, join.local_size or len(machine))
-    return found
-
-
-def _face(item: _Peer) -> Member:
-    join = item.join
-    return Member(join.role, item.rank or 0, join.host, join.port, join.pid, join.hostname)

@@ -197,9 +197,8 @@ class Leave(_Message, frozen=True):
     request: Id
 
 
-ToScheduler: TypeAlias = (
-    Join | AwaitStart | Declare | Barrier | Blob | KeysReady | KeysFailed | ReportLost | Leave
-)
+Request: TypeAlias = Join | AwaitStart | Declare | Barrier | Blob | Leave  # are answered
+ToScheduler: TypeAlias = Request | KeysReady | KeysFailed | ReportLost
 
 # ---- scheduler to member: answers ----
 

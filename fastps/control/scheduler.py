@@ -24,7 +24,6 @@ from types import MappingProxyType
 
 from fastps.auth import HELLO_BYTES, PROOF_BYTES, Purpose, ServerHandshake, derive_key
 from fastps.config import Config
-from fastps.control import sockets as control_sockets
 from fastps.control.membership import Action, Close, Finish, Membership, Phase, Send
 from fastps.control.protocol import (
     KEY_PURPOSE_CONTROL,
@@ -37,6 +36,7 @@ from fastps.control.protocol import (
     unpack_to_scheduler,
 )
 from fastps.errors import AuthError, FastPSError, ProtocolError
+from fastps.transport import sockets
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ MAX_HALF_OPEN = 256  # connections that have not shown the token; each costs a f
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES  # to one member that does not read; then it is lost
 READ_LIMIT_BYTES = 64 << 10  # asyncio's buffer per connection
 PULSE_READ_BYTES = 4096
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 OVERSLEPT_S = 1.0  # a tick this late means that this process was stopped, not the others
 
 
@@ -80,7 +81,7 @@ class _NotRead(Exception):
 
 
 class Scheduler:
-    """Serve one job until it is over; all methods but `stop` belong to the loop's thread."""
+    """Serve one job until it is over; only `stop` and `statistics` are for other threads."""
 
     def __init__(
         self,
@@ -137,16 +138,16 @@ class Scheduler:
                 )
             self._address = listeners[0].getsockname()[:2]
             self._set_timer()
-            log.info("scheduler listens on %s", control_sockets.join_address(*self._address))
+            log.info("scheduler listens on %s", sockets.join_address(*self._address))
             if self._on_ready is not None:
                 self._on_ready(self.host, self.port)
             finish = await self._finished
         finally:
             for server in servers:
                 server.close()
-            control_sockets.close_all(listeners)
+            sockets.close_all(listeners)
             await self._close_connections()
-        log.info("scheduler ends: %s", finish.reason)
+        log.log(logging.ERROR if finish.code else logging.INFO, "scheduler ends: %s", finish.reason)
         return finish.code
 
     def stop(self, reason: str) -> None:
@@ -159,10 +160,12 @@ class Scheduler:
     def _listen(self) -> list[socket.socket]:
         config = self._config
         host = config.host or config.scheduler_host or "localhost"
-        listeners = control_sockets.listen(host, config.scheduler_port)
+        listeners = sockets.listen(
+            host, config.scheduler_port, port_setting="FASTPS_SCHEDULER_PORT"
+        )
         bound = [sock.getsockname()[0] for sock in listeners]
-        if all(map(control_sockets.is_loopback, bound)) and not (
-            host == "localhost" or control_sockets.is_loopback(host)
+        if all(map(sockets.is_loopback, bound)) and not (
+            host == "localhost" or sockets.is_loopback(host)
         ):
             log.warning(
                 "%s leads to %s on this machine, which no other machine can reach; set "
@@ -209,9 +212,7 @@ class Scheduler:
         handshake = ServerHandshake(self._key, purposes=(Purpose.CONTROL, Purpose.PULSE))
         try:
             async with asyncio.timeout(self._config.handshake_timeout_s):
-                control_sockets.tune(
-                    writer.get_extra_info("socket"), self._config.tcp_user_timeout_s
-                )
+                sockets.tune(writer.get_extra_info("socket"), self._config.tcp_user_timeout_s)
                 await self._handshake(handshake, reader, writer)
                 if handshake.purpose is Purpose.PULSE:
                     return handshake, None
@@ -330,11 +331,15 @@ class Scheduler:
             self._timer = self._loop.call_at(due, self._tick, due)
 
     def _tick(self, due: float) -> None:
-        now = self._loop.time()
-        if now - due > OVERSLEPT_S:
-            log.warning("the scheduler itself stood still for %.1f s", now - due)
-            self._do(self._membership.slept(now))
-        self._do(self._membership.tick(now))
+        """Judge silences only after the pulses that have arrived already were read."""
+        late_s = self._loop.time() - due
+        if late_s > OVERSLEPT_S:
+            log.warning("the scheduler itself stood still for %.1f s", late_s)
+            self._do(self._membership.slept(self._loop.time()))
+        self._loop.call_soon(self._tick_membership)  # runs behind the readers woken now
+
+    def _tick_membership(self) -> None:
+        self._do(self._membership.tick(self._loop.time()))
 
     def _stop(self, reason: str) -> None:
         if self._membership.phase is Phase.OVER and not self._finished.done():
@@ -380,22 +385,20 @@ def serve(
 ) -> int:
     """Run a scheduler in this process until its job is over; give the exit status.
 
-    listeners are bound, listening sockets to take over. SIGTERM and SIGINT end the job in order,
-    a second one at once. Errors of the set-up are raised.
+    Arguments are those of Scheduler. SIGTERM and SIGINT end the job in order, a second one at
+    once. Errors of the set-up are raised. Main thread only.
     """
-    return asyncio.run(
-        _serve_with_signals(Scheduler(config, on_ready=on_ready, listeners=listeners))
-    )
+    return asyncio.run(_serve(Scheduler(config, on_ready=on_ready, listeners=listeners)))
 
 
-async def _serve_with_signals(scheduler: Scheduler) -> int:
+async def _serve(scheduler: Scheduler) -> int:
     loop = asyncio.get_running_loop()
     serving = asyncio.ensure_future(scheduler.run())
-    await asyncio.sleep(0)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    await asyncio.sleep(0)  # run() begins
+    for number in _SIGNALS:
         loop.add_signal_handler(number, scheduler.stop, f"the scheduler got {number.name}")
     try:
         return await serving
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             loop.remove_signal_handler(number)

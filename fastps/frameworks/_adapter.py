@@ -21,19 +21,24 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from fastps.errors import FastPSError
+from fastps.errors import FastPSError, PeerLostError, ShutdownError, StallError
 
 __all__ = [
     "Average",
     "Op",
     "Round",
     "Sum",
+    "Waitable",
     "check_name",
+    "check_op",
+    "check_passes",
     "derived_names",
     "given_names",
     "wait_all",
 ]
 
+# Errors that another worker's own error may have led to.
+_CONSEQUENCES = (PeerLostError, StallError, ShutdownError)
 # Once one operation of a step has failed the others are given this long, together, to end too.
 _GRACE_S = 5.0
 
@@ -131,20 +136,23 @@ def _brief(thing: object) -> str:
 
 
 def wait_all(handles: Iterable[Waitable]) -> None:
-    """Wait for every handle; raise the first error once all have ended or had their grace."""
-    error: BaseException | None = None
+    """Wait for every handle; once all have ended or had their grace, raise what went wrong.
+
+    Of several errors the first counts, but one that says that somebody is gone or late only
+    where no other says why.
+    """
+    errors: list[Exception] = []
     deadline = 0.0
     for handle in handles:
         try:
-            if error is None:
-                handle.wait()
-            else:
-                handle.wait(max(0.0, deadline - time.monotonic()))
-        except Exception as caught:
-            if error is None:
-                error, deadline = caught, time.monotonic() + _GRACE_S
-    if error is not None:
-        raise error
+            handle.wait(max(0.0, deadline - time.monotonic()) if errors else None)
+        except Exception as error:
+            errors.append(error)
+            if len(errors) == 1:
+                deadline = time.monotonic() + _GRACE_S
+    if errors:
+        causes = [error for error in errors if not isinstance(error, _CONSEQUENCES)]
+        raise (causes or errors)[0]
 
 
 class _Stage(enum.Enum):
@@ -167,7 +175,7 @@ class Round(Generic[F]):
         self._stages = [_Stage.IDLE] * len(self._names)
         self._flights: list[tuple[Waitable, Sequence[F]]] = []
         self._indices: list[int] = []
-        self._synchronized = False
+        self._is_closed = False
 
     @property
     def passes(self) -> int:
@@ -178,11 +186,6 @@ class Round(Generic[F]):
     def in_flight(self) -> bool:
         """Whether any gradient is being communicated."""
         return bool(self._flights)
-
-    @property
-    def synchronized(self) -> bool:
-        """Whether every gradient of this round is reduced and nothing arrived since."""
-        return self._synchronized
 
     def names_in_flight(self) -> list[str]:
         """List the gradients that are being communicated, in the order they were started."""
@@ -210,7 +213,7 @@ class Round(Generic[F]):
 
     def arrived(self, index: int) -> bool:
         """Count one backward pass of a gradient; True when its communication is to start now."""
-        if self._synchronized:
+        if self._is_closed:
             self.reopen()
         if self._stages[index] is not _Stage.IDLE:
             raise FastPSError(self._too_many(index))
@@ -223,7 +226,8 @@ class Round(Generic[F]):
             f"{self._passes} time(s) since the last step: give "
             "backward_passes_per_step=<passes> to DistributedOptimizer to accumulate gradients; "
             "where a step is left out (a GradScaler does so on overflow), call "
-            "optimizer.zero_grad() before the next backward pass"
+            "optimizer.zero_grad() before the next backward pass; between two backward passes of "
+            "one step, do not read optimizer.param_groups, which waits for all gradients"
         )
 
     def started(self, handle: Waitable, indices: Sequence[int], flights: Sequence[F]) -> None:
@@ -248,14 +252,14 @@ class Round(Generic[F]):
 
     def close(self) -> None:
         """Note that the round is complete: the next arrival opens a new one."""
-        self._synchronized = True
+        self._is_closed = True
 
     def reopen(self) -> None:
         """Begin a new round; nothing may be in flight."""
         self.check_idle("a new step")
         self._counts = [0] * len(self._names)
         self._stages = [_Stage.IDLE] * len(self._names)
-        self._synchronized = False
+        self._is_closed = False
 
 
 def _shortened(names: Sequence[str], most: int = 5) -> str:

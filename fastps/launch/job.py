@@ -30,6 +30,7 @@ _STOP_ORDER = ("worker", "server", "scheduler")
 _TICK_S = 10.0  # the longest sleep; everything of interest wakes the loop earlier
 _DRAIN_S = 1.0  # pipes that a vanished process left open are read this long
 _KILL_WAIT_S = 10.0  # SIGKILL that does not end a process: it hangs in the kernel
+_SETTLE_S = 2.0  # who lost a peer may be seen to end before the peer itself is
 _READ_BYTES = 64 * 1024
 
 
@@ -101,6 +102,8 @@ class Job:
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._selector = selectors.DefaultSelector()
         self._selector.register(inbox, selectors.EVENT_READ)
+        self._failed: list[Child] = []  # in the order of being noticed
+        self._settled_at: float | None = None
         self._is_stopping = False
         self._is_interrupted = False
 
@@ -115,6 +118,7 @@ class Job:
         """Wait until the job is over and everything is ended; give the first cause, if any."""
         try:
             self._wait_while(self._is_running)
+            self._judge(is_late=True)
             self._stop_in_order()
         except BrokenPipeError:
             self._set_cause(Cause("nobody reads the output any more", 128 + signal.SIGPIPE))
@@ -128,7 +132,7 @@ class Job:
         self._set_cause(cause)
 
     def _is_running(self) -> bool:
-        return self.cause is None and any(self._alive("worker"))
+        return self.cause is None and bool(self._alive("worker"))
 
     def _alive(self, role: str) -> list[Child]:
         return [child for child in self.children if child.spec.role == role and child.is_alive]
@@ -147,13 +151,16 @@ class Job:
                 return
             self._serve(self._sleep_s(now, until))
             self._notice_ends()
+            self._judge(is_late=self._has_settled())
             self._check_timeout()
+
+    def _has_settled(self) -> bool:
+        return self._settled_at is not None and time.monotonic() >= self._settled_at
 
     def _sleep_s(self, now: float, until: float | None) -> float:
         waits = [_TICK_S]
-        waits.extend(
-            deadline - now for deadline in (until, self._deadline) if deadline is not None
-        )
+        deadlines = [until, self._deadline, self._settled_at if self.cause is None else None]
+        waits.extend(deadline - now for deadline in deadlines if deadline is not None)
         for child in self.children:
             for stream in (child.stdout, child.stderr):
                 wait_s = stream.wait_s(now=now)
@@ -189,9 +196,19 @@ class Job:
     def _notice_ends(self) -> None:
         ended = [child for child in self.children if child.notice_end()]
         failed = [child for child in ended if child.exit_code != 0]
-        if self.cause is None and failed and not self._is_stopping:
-            self._drain([stream for child in failed for stream in (child.stdout, child.stderr)])
-            first = first_of(failed)
+        if self._is_stopping or not failed:
+            return
+        self._drain([stream for child in failed for stream in (child.stdout, child.stderr)])
+        if self._settled_at is None:
+            self._settled_at = time.monotonic() + _SETTLE_S
+        self._failed.extend(failed)
+
+    def _judge(self, *, is_late: bool) -> None:
+        """Name the first cause as soon as somebody failed who has nobody else to blame."""
+        if self.cause is not None or not self._failed:
+            return
+        first = first_of(self._failed)
+        if is_late or not blames_another(first):
             code = first.exit_code or 0
             text = f"{first.spec.name} (pid {first.pid}) {first.describe_end()}"
             self._set_cause(Cause(text, code if code > 0 else 128 - code, first))
@@ -278,12 +295,19 @@ class Job:
 
 
 def first_of(failed: Sequence[Child]) -> Child:
-    """Choose the likeliest first cause among children seen to fail at the same moment.
+    """Choose the likeliest first cause among children that failed, in the order of being seen.
 
-    A process that a signal killed comes before one that gave up; one that itself blames a lost
-    peer comes last; then the order of starting decides.
+    A process that a signal killed comes before one that gave up, and one that itself blames
+    another comes last.
     """
-    return min(failed, key=lambda child: (_blames_a_peer(child), (child.exit_code or 0) > 0))
+    return min(failed, key=lambda child: (blames_another(child), (child.exit_code or 0) > 0))
+
+
+def blames_another(child: Child) -> bool:
+    """Tell whether a process ended because another one had."""
+    says = b"PeerLostError" if child.spec.role == "worker" else b"is lost"  # as they log it
+    has_given_up = (child.exit_code or 0) > 0
+    return has_given_up and any(says in line for line in child.stderr.tail)
 
 
 def report(screen: Screen, cause: Cause, *, output_dir: pathlib.Path | None) -> None:
@@ -295,12 +319,13 @@ def report(screen: Screen, cause: Cause, *, output_dir: pathlib.Path | None) -> 
             screen.say("    " + line.decode(errors="replace"))
     if child is not None and output_dir is not None:
         screen.say(f"the whole output: {output_dir}/{child.spec.name.replace(' ', '-')}.stderr")
-    ending = "it failed first, so the job was ended" if child else f"exit code {cause.exit_code}"
+    if child is None:
+        ending = f"exit code {cause.exit_code}"
+    elif blames_another(child):
+        ending = "it gave up first, and blames the process named above"
+    else:
+        ending = "it failed first, so the job was ended"
     screen.say(f"{cause.text}; {ending}", is_alarm=True)
-
-
-def _blames_a_peer(child: Child) -> bool:
-    return any(b"PeerLostError" in line for line in child.stderr.tail)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -83,12 +83,12 @@ def _run(
     held: socket.socket | None,
 ) -> Cause | None:
     """Start the processes of a plan and watch them to their end."""
-    if options.output_dir is not None:
-        options.output_dir.mkdir(parents=True, exist_ok=True)
     become_subreaper()
     with SignalInbox() as inbox:
         job = Job(screen, inbox, grace_s=options.grace_s, timeout_s=options.timeout_s)
         try:
+            if options.output_dir is not None:
+                options.output_dir.mkdir(parents=True, exist_ok=True)
             for spec in plan:
                 child = Child(
                     spec, inherited=environment, screen=screen, output_dir=options.output_dir
@@ -98,6 +98,8 @@ def _run(
                     screen.say(f"{spec.name} is pid {child.pid}")
         except StartError as error:
             job.abandon(Cause(str(error), error.exit_code))
+        except OSError as error:  # of the output files
+            job.abandon(Cause(str(error), 1))
         if held is not None:
             held.close()
         return job.run()
@@ -158,7 +160,7 @@ def _dry_plan(
     name = "FASTPS_TOKEN_FILE" if options.has_token_file else "FASTPS_TOKEN"
     return make_plan(
         options,
-        Identity(options.job_id or "job-00000000", (name, "/tmp/fastps-token-00000000")),
+        Identity(options.job_id or "job-00000000", (name, "fastps-token-00000000")),
         rendezvous=Rendezvous(port=0, fd=0) if needs_scheduler(options) else None,
         cpus=len(os.sched_getaffinity(0)),
         inherited=environment,

@@ -21,9 +21,11 @@ the GIL, allocate nothing and never raise.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import llvmlite.binding
 import numba
 from llvmlite import ir
 from numba import types
@@ -39,6 +41,7 @@ BAD_ARGUMENT = -4  # E_PROTOCOL of _core.pxd
 
 # Numba's types are incomplete, so what lacks them is called through Any.
 _cfunc: Any = numba.cfunc
+_settings: Any = numba.config
 _declare: Any = cgutils.get_or_insert_function
 _Model: Any = models.PrimitiveModel
 _Pointer: Any = types.CPointer
@@ -58,7 +61,7 @@ def _vector(element: Any, like: Any) -> Any:
     return ir.VectorType(element, like.type.count)
 
 
-def _constant(value: int, like: Any) -> Any:
+def _constant(value: float, like: Any) -> Any:
     return ir.Constant(like.type, [value] * like.type.count)
 
 
@@ -87,9 +90,63 @@ def _float_to_half(b: Any, x: Any) -> Any:
     return b.bitcast(b.fptrunc(x, _vector(_F16, x)), _vector(_I16, x))
 
 
-def _bfloat_to_float(b: Any, x: Any) -> Any:
+def _half_to_float_portably(b: Any, x: Any) -> Any:
+    """Do without conversion instructions: shift, then mend the exponent by a multiplication."""
     wide = b.zext(x, _vector(_I32, x))
-    return b.bitcast(b.shl(wide, _constant(16, wide)), _vector(_F32, x))
+    sign = b.shl(b.and_(wide, _constant(0x8000, wide)), _constant(16, wide))
+    size = b.shl(b.and_(wide, _constant(0x7FFF, wide)), _constant(13, wide))
+    real = b.bitcast(size, _vector(_F32, x))
+    finite = b.bitcast(b.fmul(real, _constant(2.0**112, real)), size.type)
+    endless = b.or_(size, _constant(0x7F800000, size))  # inf and NaN
+    is_endless = b.icmp_unsigned(">=", size, _constant(0x0F800000, size))
+    return b.bitcast(b.or_(sign, b.select(is_endless, endless, finite)), real.type)
+
+
+def _float_to_half_portably(b: Any, x: Any) -> Any:
+    """Do without conversion instructions; to nearest, ties to even, a NaN stays a NaN."""
+    bits = b.bitcast(x, _vector(_I32, x))
+    sign = b.lshr(b.and_(bits, _constant(0x80000000, bits)), _constant(16, bits))
+    size = b.and_(bits, _constant(0x7FFFFFFF, bits))
+    is_odd = b.and_(b.lshr(size, _constant(13, size)), _constant(1, size))
+    moved = b.add(b.add(size, _constant(0xC8000FFF, size)), is_odd)  # exponent less 112
+    normal = b.lshr(moved, _constant(13, size))
+    half = b.fadd(b.bitcast(size, x.type), _constant(0.5, x))  # its last place is 2**-24
+    small = b.sub(b.bitcast(half, bits.type), _constant(0x3F000000, bits))
+    is_small = b.icmp_unsigned("<", size, _constant(0x38800000, size))
+    is_nan = b.icmp_unsigned(">", size, _constant(0x7F800000, size))
+    large = b.select(is_nan, _constant(0x7E00, size), _constant(0x7C00, size))
+    is_large = b.icmp_unsigned(">=", size, _constant(0x47800000, size))
+    word = b.select(is_large, large, b.select(is_small, small, normal))
+    return b.trunc(b.or_(sign, word), _vector(_I16, x))
+
+
+def _has_half_instructions() -> bool:
+    """Tell whether the target converts float16; if not, LLVM would call a function it lacks."""
+    if platform.machine() == "aarch64":
+        return True
+    if _settings.CPU_NAME not in (None, "host", llvmlite.binding.get_host_cpu_name()):
+        return "+f16c" in (_settings.CPU_FEATURES or "")
+    return bool(llvmlite.binding.get_host_cpu_features().get("f16c"))
+
+
+def _lanes(b: Any, x: Any, y: Any, first: int, count: int) -> Any:
+    """Give `count` lanes of x and y laid end to end."""
+    numbers = ir.Constant(ir.VectorType(_I32, count), list(range(first, first + count)))
+    return b.shuffle_vector(x, y, numbers)
+
+
+def _bfloat_to_float(b: Any, x: Any) -> Any:
+    """Move 16 bits up. Even elements come before odd ones, which saves the slow widening.
+
+    All sources are permuted alike and _float_to_bfloat undoes it.
+    """
+    count = x.type.count
+    if count == 1:
+        wide = b.zext(x, _vector(_I32, x))
+        return b.bitcast(b.shl(wide, _constant(16, wide)), _vector(_F32, x))
+    pairs = b.bitcast(x, ir.VectorType(_I32, count // 2))
+    even, odd = b.shl(pairs, _constant(16, pairs)), b.and_(pairs, _constant(0xFFFF0000, pairs))
+    return b.bitcast(_lanes(b, even, odd, 0, count), _vector(_F32, x))
 
 
 def _float_to_bfloat(b: Any, x: Any) -> Any:
@@ -98,12 +155,17 @@ def _float_to_bfloat(b: Any, x: Any) -> Any:
     The hardware instruction is not used: it flushes subnormals to zero. The NaN test compares
     the float with itself, which vectorises better than a test on bits.
     """
+    count = x.type.count
     bits = b.bitcast(x, _vector(_I32, x))
-    high = b.lshr(bits, _constant(16, bits))
-    tie = b.add(b.and_(high, _constant(1, bits)), _constant(0x7FFF, bits))
-    rounded = b.lshr(b.add(bits, tie), _constant(16, bits))
-    quiet = b.or_(high, _constant(0x40, bits))
-    return b.trunc(b.select(b.fcmp_ordered("==", x, x), rounded, quiet), _vector(_I16, x))
+    is_odd = b.and_(b.lshr(bits, _constant(16, bits)), _constant(1, bits))
+    rounded = b.add(bits, b.add(is_odd, _constant(0x7FFF, bits)))
+    quiet = b.or_(bits, _constant(0x400000, bits))
+    word = b.select(b.fcmp_ordered("==", x, x), rounded, quiet)
+    if count == 1:
+        return b.trunc(b.lshr(word, _constant(16, word)), _vector(_I16, x))
+    even, odd = (_lanes(b, word, word, first, count // 2) for first in (0, count // 2))
+    pairs = b.or_(b.lshr(even, _constant(16, even)), b.and_(odd, _constant(0xFFFF0000, odd)))
+    return b.bitcast(pairs, _vector(_I16, x))
 
 
 def _zero_or_one(b: Any, x: Any) -> Any:
@@ -181,10 +243,13 @@ class Form(NamedTuple):
     max_divisor: int = MAX_DIVISOR
 
 
+_HALF = Form(_I16, _F32, _half_to_float, _fadd, _times_reciprocal, _float_to_half)
+_PORTABLE_HALF = _HALF._replace(widen=_half_to_float_portably, narrow=_float_to_half_portably)
+
 FORMS: dict[DType, Form] = {
     DType.FLOAT32: Form(_F32, _F32, _same, _fadd, _times_reciprocal, _same),
     DType.FLOAT64: Form(_F64, _F64, _same, _fadd, _times_reciprocal, _same),
-    DType.FLOAT16: Form(_I16, _F32, _half_to_float, _fadd, _times_reciprocal, _float_to_half),
+    DType.FLOAT16: _HALF if _has_half_instructions() else _PORTABLE_HALF,
     DType.BFLOAT16: Form(_I16, _F32, _bfloat_to_float, _fadd, _times_reciprocal, _float_to_bfloat),
     DType.INT8: Form(_I8, _I8, _same, _add, _floor_divide_short, _same),
     DType.INT16: Form(_I16, _I16, _same, _add, _floor_divide_short, _same),

@@ -23,10 +23,11 @@ cdef struct Job:                # one chunk whose contributions are all in; prea
     uint32_t chunk
 
 cdef struct Contribution:       # what one worker gave to a round; entry.lock
-    char* buffer                # loan of the pool, page-aligned; NULL until first needed
+    char** buffers              # per chunk: a loan of the pool, from landing until it is summed
     uint32_t cursor             # bytes landed
     bint has_joined             # a PUSH or PULL of this round was seen
     bint has_data               # a PUSH
+    uint32_t landing            # number of the chunk whose bytes land just now, plus 1; else 0
     bint wants_result           # else an empty RESULT as acknowledgement
     SendItem error              # the ERROR frame, should the round fail
 
@@ -34,11 +35,19 @@ cdef struct Round:              # one version of a key; entry.lock unless said o
     Entry* entry
     uint32_t version            # 0: never used
     uint8_t flags               # of the first arrival; all must agree
+    uint32_t root               # that the first arrival named; all must agree
     int32_t priority            # of the first arrival; results carry it
     int status                  # OK, or why the round failed
     uint32_t culprit            # rank to blame when it failed
+    int late_status             # of the round that was in this slot before: what laggards get
+    uint32_t late_culprit
+    uint32_t chunks_ready       # all contributions are in
+    uint32_t chunks_begun       # handed on to be summed
+    bint is_handing             # a thread is handing chunks on
     uint32_t chunks_done        # summed, results queued
-    int32_t in_flight           # result items lent to links; atomic
+    int32_t in_flight           # items lent to links, jobs, and threads at work on it; atomic
+    int32_t* unsent             # per chunk: results lent to links; the last gives the buffer back
+    char** sums                 # per chunk: the buffer that holds the result until it has left
     uint16_t* arrived           # contributions per chunk
     Contribution* contributions # one per worker
     SendItem* results           # n_workers x n_chunks

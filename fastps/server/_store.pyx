@@ -2,9 +2,12 @@
 """The store: what the owner of a key does when workers push and pull. No GIL on the way.
 
 Theory of operation. Each key has two rounds; version v of a key uses rounds[v & 1]. A worker's
-chunk lands in that worker's buffer of the round. When chunk c of all workers is there, one
-thread sums it in rank order over the buffer of the lowest rank that contributed, and queues the
-result chunk on the links of all workers at once; nobody has to ask for it.
+chunk lands in a buffer that the pool lends for it. When chunk c of all workers is there, one
+thread sums it in rank order over the buffer of the lowest rank that contributed, gives the
+others back, and queues the result on the links of all workers at once; nobody has to ask for
+it. The last link that has sent it gives its buffer back. So memory holds what some workers have
+pushed and others have not, at most 2 x n_workers x the bytes owned, usually a few chunks; and
+the buffers lent are those used last, which the processor still has in its cache.
 
 Why two rounds suffice. A worker pushes version v + 2 only after it has received all of v + 1.
 That needs every worker's push of v + 1, which each worker sends only after it has received all
@@ -21,6 +24,7 @@ chunks, or all when there are no engines, on the I/O thread that brought the las
 entry.lock is the only lock; no system call and no sum happens under it.
 """
 
+cimport cython
 from libc.stdint cimport INT64_MAX, UINTPTR_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
@@ -35,8 +39,8 @@ from fastps._core cimport (
     queue_close, queue_create, queue_free, queue_pop, queue_push, thread_create, thread_join,
 )
 from fastps.transport._link cimport (
-    KICK_FULL, KICK_WAKE, Link, LinkOwner, SendItem, slot_acquire, slot_release, slot_retire,
-    slot_set,
+    KICK_FULL, KICK_WAKE, Link, LinkOwner, LinkSlot, SendItem, sent_fn, slot_acquire,
+    slot_release, slot_retire, slot_set,
 )
 from fastps.wire cimport (
     FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KIND_ERROR, KIND_PULL, KIND_PUSH, KIND_RESULT,
@@ -83,21 +87,41 @@ cdef inline LinkSlot* link_of(Entry* entry, uint32_t rank) noexcept nogil:
 
 # ---------------------------------------------------------------- sending
 
+cdef inline void give_back(Store* store, char** buffer) noexcept nogil:
+    if buffer[0] != NULL:
+        (<BufferPool>store.pool).c_give_back(buffer[0])
+        buffer[0] = NULL
+
+
+cdef void chunk_sent(Round* round, uint32_t chunk) noexcept nogil:
+    """One more user of a result is done with it; the last one gives its buffer back."""
+    if fps_add32(&round.unsent[chunk], -1) == 0:
+        give_back(round.entry.store, &round.sums[chunk])
+
+
 cdef void result_sent(SendItem* item, int status) noexcept nogil:
+    cdef Round* round = <Round*>item.context
+    chunk_sent(round, <uint32_t>((item - round.results) % round.entry.n_chunks))
+    fps_add32(&round.in_flight, -1)
+
+
+cdef void error_sent(SendItem* item, int status) noexcept nogil:
     fps_add32(&(<Round*>item.context).in_flight, -1)
 
 
-cdef void send_item(Round* round, uint32_t rank, SendItem* item, int kick) noexcept nogil:
-    """Lend one item to the link of a worker; a worker that is gone gets nothing."""
+cdef void send_item(Round* round, uint32_t rank, SendItem* item, sent_fn sent,
+                    int kick) noexcept nogil:
+    """Lend one item to the link of a worker; for a worker that is gone it counts as sent."""
     cdef LinkSlot* slot = link_of(round.entry, rank)
     cdef Link* link = slot_acquire(slot)
-    if link == NULL:
-        return
     item.context = round
-    item.sent = result_sent
+    item.sent = sent
     fps_add32(&round.in_flight, 1)
+    if link == NULL:
+        sent(item, E_PEER_LOST)
+        return
     if link.send(link, item, kick) != OK:
-        fps_add32(&round.in_flight, -1)
+        sent(item, E_PEER_LOST)
     slot_release(slot)
 
 
@@ -119,24 +143,28 @@ cdef void send_result(Round* round, uint32_t rank, uint32_t chunk, char* payload
     item.payload = payload
     item.nbytes = length
     item.base = chunk * round.entry.chunk_bytes
-    send_item(round, rank, item, kick)
+    send_item(round, rank, item, result_sent, kick)
 
 
-cdef void send_acknowledgement(Round* round, uint32_t rank, int kick) noexcept nogil:
-    cdef SendItem* item = &round.results[rank * round.entry.n_chunks]
+cdef void send_acknowledgement(Round* round, uint32_t rank, uint32_t chunk,
+                               int kick) noexcept nogil:
+    cdef SendItem* item = &round.results[rank * round.entry.n_chunks + chunk]
     fill_header(round, &item.header, KIND_RESULT)
     item.header.flags |= FLAG_NO_RESULT
     item.payload = NULL
     item.nbytes = 0
-    send_item(round, rank, item, kick)
+    item.base = 0
+    send_item(round, rank, item, result_sent, kick)
 
 
-cdef void send_error(Round* round, uint32_t rank) noexcept nogil:
+cdef void send_error(Round* round, uint32_t rank, uint32_t version, int status,
+                     uint32_t culprit) noexcept nogil:
     cdef SendItem* item = &round.contributions[rank].error
     fill_header(round, &item.header, KIND_ERROR)
-    item.header.offset = <uint32_t>-round.status
-    item.header.priority = <int32_t>round.culprit
-    send_item(round, rank, item, KICK_WAKE)
+    item.header.key_version = version
+    item.header.offset = <uint32_t>-status
+    item.header.priority = <int32_t>culprit
+    send_item(round, rank, item, error_sent, KICK_WAKE)
 
 
 cdef void fail_round(Round* round, int status, uint32_t culprit) noexcept nogil:
@@ -149,61 +177,72 @@ cdef void fail_round(Round* round, int status, uint32_t culprit) noexcept nogil:
     fps_add64(<int64_t*>&round.entry.store.stats.rounds_failed, 1)
     for rank in range(round.entry.store.n_workers):
         if round.contributions[rank].has_joined:
-            send_error(round, rank)
+            send_error(round, rank, round.version, status, culprit)
 
 
 # ---------------------------------------------------------------- summing
 
-cdef int sum_chunk(Round* round, uint32_t offset, uint32_t length, char** result) noexcept nogil:
-    """Sum one chunk in rank order; say where the result is. Contributions are fixed by now."""
+cdef int sum_chunk(Round* round, uint32_t chunk, uint32_t length) noexcept nogil:
+    """Sum one chunk in rank order into round.sums; its contributions are fixed by now."""
     cdef const void* sources[MAX_WORKERS]
     cdef Entry* entry = round.entry
     cdef int64_t n = 0, divisor
-    cdef uint32_t rank
+    cdef uint32_t rank, first = 0
     for rank in range(entry.store.n_workers):
         if round.contributions[rank].has_data:
-            sources[n] = round.contributions[rank].buffer + offset
+            first = first if n else rank
+            sources[n] = round.contributions[rank].buffers[chunk]
             n += 1
     if n == 0 or (n > 1 and round.flags & FLAG_BROADCAST):
         return E_MISMATCH
-    result[0] = <char*>sources[0]
     divisor = n if round.flags & FLAG_AVERAGE else 1
+    round.sums[chunk] = round.contributions[first].buffers[chunk]
+    round.contributions[first].buffers[chunk] = NULL
     if n == 1 or length == 0:
         return OK
     fault_hit(FAULT_SERVER_SUM)
-    if entry.kernel(sources, n, result[0], length / entry.itemsize, divisor) != 1:
+    if entry.kernel(sources, n, round.sums[chunk], length / entry.itemsize, divisor) != 1:
         return E_PROTOCOL
+    for rank in range(first + 1, entry.store.n_workers):
+        give_back(entry.store, &round.contributions[rank].buffers[chunk])
     fps_add64(<int64_t*>&entry.store.stats.chunks_summed, 1)
     fps_add64(<int64_t*>&entry.store.stats.bytes_summed, length)
     return OK
 
 
+cdef void send_chunk(Round* round, uint32_t chunk, uint32_t length, bint is_last,
+                     int kick) noexcept nogil:
+    """Queue a result on the links of all workers, or the acknowledgement behind the last one."""
+    cdef uint32_t rank
+    fault_hit(FAULT_SERVER_RESULT)
+    for rank in range(round.entry.store.n_workers):
+        if round.contributions[rank].wants_result:
+            fps_add32(&round.unsent[chunk], 1)
+            send_result(round, rank, chunk, round.sums[chunk], length, kick)
+        elif is_last:
+            fps_add32(&round.unsent[chunk], 1)
+            send_acknowledgement(round, rank, chunk, kick)
+
+
 cdef void complete_chunk(Round* round, uint32_t chunk, int kick) noexcept nogil:
     """All arrivals of a chunk are in: sum it and send it to everybody."""
     cdef Entry* entry = round.entry
-    cdef uint32_t offset = chunk * entry.chunk_bytes
-    cdef uint32_t length = chunk_length(entry, offset)
-    cdef uint32_t rank
-    cdef char* result = NULL
+    cdef uint32_t length = chunk_length(entry, chunk * entry.chunk_bytes)
     cdef bint is_last
-    cdef int status = sum_chunk(round, offset, length, &result)
+    cdef int status = sum_chunk(round, chunk, length)
     pthread_mutex_lock(&entry.lock)
     round.chunks_done += 1
     is_last = round.chunks_done == entry.n_chunks
     if status != OK:
         fail_round(round, status, 0)
     status = round.status
-    # counted before the first send, so that no next round can find the slot idle too early
-    fps_add32(&round.in_flight, 1)
+    # Our own hold on the result, so that it is not taken for sent between two sends; the round
+    # is held by whoever called us.
+    fps_store32(&round.unsent[chunk], 1)
     pthread_mutex_unlock(&entry.lock)
     if status == OK:
-        fault_hit(FAULT_SERVER_RESULT)
-        for rank in range(entry.store.n_workers):
-            if round.contributions[rank].wants_result:
-                send_result(round, rank, chunk, result, length, kick)
-            elif is_last:
-                send_acknowledgement(round, rank, kick)
-    fps_add32(&round.in_flight, -1)
+        send_chunk(round, chunk, length, is_last, kick)
+    chunk_sent(round, chunk)
 
 
 cdef void hand_to_engine(Round* round, uint32_t chunk) noexcept nogil:
@@ -215,9 +254,11 @@ cdef void hand_to_engine(Round* round, uint32_t chunk) noexcept nogil:
         return
     job.round = round
     job.chunk = chunk
+    fps_add32(&round.in_flight, 1)
     fps_add32(&store.jobs_open, 1)
     if queue_push(store.engines[round.entry.engine].queue, round.priority, round.entry.key, 0,
                   job) != OK:
+        fps_add32(&round.in_flight, -1)
         fps_add32(&store.jobs_open, -1)
 
 
@@ -229,27 +270,30 @@ cdef struct EngineStart:
 cdef void engine_main(void* arg) noexcept nogil:
     cdef EngineStart start = (<EngineStart*>arg)[0]
     cdef Queue* queue = start.store.engines[start.index].queue
+    cdef Round* round
     cdef void* item
     free(arg)
     while queue_pop(queue, &item, INT64_MAX) == OK:
-        complete_chunk((<Job*>item).round, (<Job*>item).chunk, KICK_FULL)
+        round = (<Job*>item).round
+        complete_chunk(round, (<Job*>item).chunk, KICK_FULL)
+        fps_add32(&round.in_flight, -1)
         fps_add32(&start.store.jobs_open, -1)
 
 
 # ---------------------------------------------------------------- arrivals
 
-cdef bint wait_in_flight(Round* round) noexcept nogil:
-    """Wait for the last result to be marked as sent: its bytes left before this push was made."""
-    cdef int64_t deadline = now_ns() + IN_FLIGHT_WAIT_NS
-    while fps_load32(&round.in_flight) > 0:
-        if now_ns() > deadline:
-            return False
-        sched_yield()
-    return True
+cdef inline uint32_t root_of(const Header* header) noexcept nogil:
+    """The root of a broadcast: who pushes it, and what a PULL carries as its offset."""
+    if not header.flags & FLAG_BROADCAST:
+        return 0
+    return header.sender if header.kind == KIND_PUSH else header.offset
 
 
 cdef int turn_over(Round* round, const Header* header) noexcept nogil:
-    """Begin a new version in a slot whose previous round is over; entry.lock is held."""
+    """Begin a new version in a slot whose previous round is over; entry.lock is held.
+
+    E_TIMEOUT: a result was received, but is not yet marked as sent; ask again.
+    """
     cdef Entry* entry = round.entry
     cdef uint32_t rank
     cdef bint is_over = round.version == 0 or round.status != OK
@@ -259,20 +303,34 @@ cdef int turn_over(Round* round, const Header* header) noexcept nogil:
         return E_PROTOCOL
     if round.version == 0 and header.key_version > 2:
         return E_PROTOCOL
-    if not wait_in_flight(round):
-        return E_PROTOCOL
+    if fps_load32(&round.in_flight) > 0:
+        return E_TIMEOUT
     round.version = header.key_version
     round.flags = header.flags & ROUND_FLAGS
+    round.root = root_of(header)
     round.priority = header.priority
-    round.status = OK
-    round.chunks_done = 0
+    round.chunks_done = round.chunks_ready = round.chunks_begun = 0
     memset(round.arrived, 0, entry.n_chunks * sizeof(uint16_t))
+    if round.status != OK:
+        give_back_all(round)
+    round.late_status = round.status
+    round.late_culprit = round.culprit
+    round.status = OK
     for rank in range(entry.store.n_workers):
         round.contributions[rank].cursor = 0
         round.contributions[rank].has_joined = False
         round.contributions[rank].has_data = False
         round.contributions[rank].wants_result = False
     return OK
+
+
+cdef void give_back_all(Round* round) noexcept nogil:
+    """Return what contributions of a failed round still hold, but where bytes land just now."""
+    cdef uint32_t rank, chunk
+    for rank in range(round.entry.store.n_workers):
+        for chunk in range(round.entry.n_chunks):
+            if round.contributions[rank].landing != chunk + 1:
+                give_back(round.entry.store, &round.contributions[rank].buffers[chunk])
 
 
 cdef void blame_gone(Round* round) noexcept nogil:
@@ -289,26 +347,27 @@ cdef inline bint has_contributed(Round* round, Contribution* part) noexcept nogi
     return part.has_joined and (not part.has_data or part.cursor == round.entry.nbytes)
 
 
-cdef int join_round(Round* round, Contribution* part, const Header* header) noexcept nogil:
+cdef void join_round(Round* round, Contribution* part, const Header* header) noexcept nogil:
     """A worker's first frame of this round; entry.lock is held."""
     part.has_joined = True
     part.has_data = header.kind == KIND_PUSH
     part.wants_result = not header.flags & FLAG_NO_RESULT
     if round.status != OK:
-        send_error(round, header.sender)
-    elif round.flags != header.flags & ROUND_FLAGS:
+        send_error(round, header.sender, round.version, round.status, round.culprit)
+    elif round.flags != header.flags & ROUND_FLAGS or round.root != root_of(header):
         fail_round(round, E_MISMATCH, header.sender)
     else:
         blame_gone(round)
-    return OK
 
 
 cdef int check_frame(Entry* entry, Link* link, const Header* header) noexcept nogil:
     """Whatever can be said against a header without looking at the round."""
     if entry == NULL or header.dtype != entry.dtype or header.sender != link.peer:
         return E_PROTOCOL
+    if header.key_version == 0:
+        return E_PROTOCOL
     if header.kind == KIND_PULL:
-        return OK if header.length == 0 and header.offset == 0 else E_PROTOCOL
+        return OK if header.length == 0 and header.offset < entry.store.n_workers else E_PROTOCOL
     if header.kind != KIND_PUSH or header.offset > entry.nbytes:
         return E_PROTOCOL
     if header.offset % entry.chunk_bytes or header.length != chunk_length(entry, header.offset):
@@ -316,27 +375,45 @@ cdef int check_frame(Entry* entry, Link* link, const Header* header) noexcept no
     return OK
 
 
+cdef int enter_late(Round* round, Contribution* part, const Header* header) noexcept nogil:
+    """Admit a frame of a round that failed so long ago that its slot is in use again.
+
+    Its bytes land where nobody reads them; its sender gets the error, as it would have then.
+    """
+    if round.late_status == OK or part.has_joined:
+        return E_PROTOCOL
+    if header.kind == KIND_PULL or header.offset == 0:
+        send_error(round, header.sender, header.key_version, round.late_status,
+                   round.late_culprit)
+    return OK
+
+
 cdef int enter_round(Round* round, Contribution* part, const Header* header) noexcept nogil:
     """Admit a frame to its round and find its place; entry.lock is held."""
     cdef int status = OK
+    if header.key_version < round.version:
+        return enter_late(round, part, header)
     if round.version != header.key_version:
         status = turn_over(round, header)
     if status != OK:
         return status
     if part.has_joined:
-        if header.kind != KIND_PUSH or not part.has_data:
+        if header.kind != KIND_PUSH or not part.has_data or part.cursor == round.entry.nbytes:
             return E_PROTOCOL
-    elif header.offset != 0:
+    if header.kind == KIND_PUSH and header.offset != part.cursor:
         return E_PROTOCOL
-    if header.offset != part.cursor:
-        return E_PROTOCOL
-    if header.kind == KIND_PUSH and part.buffer == NULL and round.entry.nbytes:
-        part.buffer = <char*>(<BufferPool>round.entry.store.pool).c_loan(round.entry.nbytes)
-        if part.buffer == NULL:
-            return E_NOMEM
     if not part.has_joined:
-        return join_round(round, part, header)
+        join_round(round, part, header)
     return OK
+
+
+cdef char* lend_buffer(Round* round, Contribution* part, const Header* header) noexcept nogil:
+    """Borrow the place of one chunk from the pool; NULL: its limit is reached."""
+    cdef char** buffer = &part.buffers[header.offset / round.entry.chunk_bytes]
+    if buffer[0] == NULL:
+        buffer[0] = <char*>(<BufferPool>round.entry.store.pool).c_loan(header.length)
+    part.landing = header.offset / round.entry.chunk_bytes + 1
+    return buffer[0]
 
 
 cdef void* store_landing(void* context, Link* link, const Header* header,
@@ -345,6 +422,7 @@ cdef void* store_landing(void* context, Link* link, const Header* header,
     cdef Round* round
     cdef Contribution* part
     cdef char* place = NULL
+    cdef int64_t deadline = 0
     status[0] = check_frame(entry, link, header)
     if status[0] != OK:
         return NULL
@@ -352,38 +430,82 @@ cdef void* store_landing(void* context, Link* link, const Header* header,
     part = &round.contributions[link.peer]
     pthread_mutex_lock(&entry.lock)
     status[0] = enter_round(round, part, header)
-    if status[0] == OK:
-        place = part.buffer + header.offset
+    while status[0] == E_TIMEOUT:
+        pthread_mutex_unlock(&entry.lock)
+        deadline = deadline if deadline else now_ns() + IN_FLIGHT_WAIT_NS
+        if now_ns() > deadline:
+            status[0] = E_PROTOCOL
+            return NULL
+        sched_yield()
+        pthread_mutex_lock(&entry.lock)
+        status[0] = enter_round(round, part, header)
+    if status[0] == OK and header.kind == KIND_PUSH:
+        place = lend_buffer(round, part, header)
+        if place == NULL:
+            status[0] = E_NOMEM
     pthread_mutex_unlock(&entry.lock)
     fault_hit(FAULT_SERVER_LANDING)
     return place
 
 
+cdef bint arrive(Round* round, uint32_t chunk) noexcept nogil:
+    """Count one contribution to a chunk; True: the caller is to hand on what is ready.
+
+    entry.lock is held. Chunks become ready in order, and one thread at a time hands them on, so
+    that results leave in order too.
+    """
+    round.arrived[chunk] += 1
+    if round.arrived[chunk] < round.entry.store.n_workers or round.status != OK:
+        return False
+    round.chunks_ready += 1
+    if round.is_handing:
+        return False
+    round.is_handing = True
+    fps_add32(&round.in_flight, 1)
+    return True
+
+
+cdef void hand_on(Round* round) noexcept nogil:
+    """Sum the chunks that are ready, or hand them to the key's engine, in order."""
+    cdef uint32_t chunk
+    while True:
+        pthread_mutex_lock(&round.entry.lock)
+        chunk = round.chunks_begun
+        if chunk == round.chunks_ready:
+            round.is_handing = False
+            fps_add32(&round.in_flight, -1)
+            pthread_mutex_unlock(&round.entry.lock)
+            return
+        round.chunks_begun += 1
+        pthread_mutex_unlock(&round.entry.lock)
+        hand_to_engine(round, chunk)
+
+
 cdef int deliver_push(Round* round, Contribution* part, const Header* header) noexcept nogil:
     cdef Entry* entry = round.entry
-    cdef uint32_t chunk = header.offset / entry.chunk_bytes
-    cdef bint is_ready
+    cdef bint is_ours = False
     pthread_mutex_lock(&entry.lock)
-    part.cursor += header.length
-    round.arrived[chunk] += 1
-    is_ready = round.arrived[chunk] == entry.store.n_workers and round.status == OK
+    part.landing = 0
+    if round.version == header.key_version:
+        part.cursor += header.length
+        is_ours = arrive(round, header.offset / entry.chunk_bytes)
     pthread_mutex_unlock(&entry.lock)
-    if is_ready:
-        hand_to_engine(round, chunk)
+    if is_ours:
+        hand_on(round)
     return OK
 
 
-cdef int deliver_pull(Round* round) noexcept nogil:
+cdef int deliver_pull(Round* round, const Header* header) noexcept nogil:
     cdef Entry* entry = round.entry
+    cdef bint is_ours = False
     cdef uint32_t chunk
-    cdef bint is_ready
-    for chunk in range(entry.n_chunks):
-        pthread_mutex_lock(&entry.lock)
-        round.arrived[chunk] += 1
-        is_ready = round.arrived[chunk] == entry.store.n_workers and round.status == OK
-        pthread_mutex_unlock(&entry.lock)
-        if is_ready:
-            hand_to_engine(round, chunk)
+    pthread_mutex_lock(&entry.lock)
+    if round.version == header.key_version:
+        for chunk in range(entry.n_chunks):
+            is_ours |= arrive(round, chunk)
+    pthread_mutex_unlock(&entry.lock)
+    if is_ours:
+        hand_on(round)
     return OK
 
 
@@ -391,7 +513,7 @@ cdef int store_deliver(void* context, Link* link, const Header* header) noexcept
     cdef Entry* entry = find_entry(<Store*>context, header.key)
     cdef Round* round = &entry.rounds[header.key_version & 1]
     if header.kind == KIND_PULL:
-        return deliver_pull(round)
+        return deliver_pull(round, header)
     return deliver_push(round, &round.contributions[link.peer], header)
 
 
@@ -424,9 +546,9 @@ cdef void ring_news(Store* store) noexcept nogil:
 cdef void store_closed(void* context, Link* link, int status) noexcept nogil:
     cdef Store* store = <Store*>context
     slot_retire(&store.links[link.peer * store.lanes + link.lane])
-    fps_add32(&store.links_open[link.peer], -1)
     if fps_swap32(&store.gone[link.peer], status) == OK:
         table_each(store.tensors, fail_waiting_tensor, NULL)
+    fps_add32(&store.links_open[link.peer], -1)     # forget() may free the tensors now
     ring_news(store)
 
 
@@ -434,28 +556,45 @@ cdef void store_closed(void* context, Link* link, int status) noexcept nogil:
 
 cdef int make_round(Round* round, Entry* entry) noexcept nogil:
     cdef uint32_t n = entry.store.n_workers
+    cdef uint32_t rank
     round.entry = entry
     round.arrived = <uint16_t*>calloc(entry.n_chunks, sizeof(uint16_t))
     round.contributions = <Contribution*>calloc(n, sizeof(Contribution))
     round.results = <SendItem*>calloc(n * <size_t>entry.n_chunks, sizeof(SendItem))
     round.jobs = <Job*>calloc(entry.n_chunks, sizeof(Job))
+    round.unsent = <int32_t*>calloc(entry.n_chunks, sizeof(int32_t))
+    round.sums = <char**>calloc(entry.n_chunks, sizeof(char*))
     if (round.arrived == NULL or round.contributions == NULL or round.results == NULL
-            or round.jobs == NULL):
+            or round.jobs == NULL or round.unsent == NULL or round.sums == NULL):
         return E_NOMEM
+    for rank in range(n):
+        round.contributions[rank].buffers = <char**>calloc(entry.n_chunks, sizeof(char*))
+        if round.contributions[rank].buffers == NULL:
+            return E_NOMEM
     return OK
 
 
-cdef void free_round(Round* round) noexcept nogil:
-    cdef uint32_t rank
-    if round.contributions != NULL:
-        for rank in range(round.entry.store.n_workers):
-            if round.contributions[rank].buffer != NULL:
-                (<BufferPool>round.entry.store.pool).c_give_back(
-                    round.contributions[rank].buffer)
-    free(round.arrived)
+cdef void free_contributions(Round* round) noexcept nogil:
+    cdef uint32_t rank, chunk
+    cdef Contribution* part
+    for rank in range(round.entry.store.n_workers):
+        part = &round.contributions[rank]
+        if part.buffers == NULL:
+            continue
+        for chunk in range(round.entry.n_chunks):
+            give_back(round.entry.store, &part.buffers[chunk])
+        free(part.buffers)
     free(round.contributions)
+
+
+cdef void free_round(Round* round) noexcept nogil:
+    if round.contributions != NULL:
+        free_contributions(round)
+    free(round.arrived)
     free(round.results)
     free(round.jobs)
+    free(round.unsent)
+    free(round.sums)
 
 
 cdef void free_entry(Entry* entry) noexcept nogil:
@@ -500,6 +639,7 @@ cdef void free_tensor(void* record, void* context) noexcept nogil:
 
 # ---------------------------------------------------------------- Python face
 
+@cython.no_gc_clear             # __dealloc__ gives buffers back to the pool
 cdef class ServerStore(LinkOwner):
     """Own the keys of one server: sum what n_workers push and send the results.
 
@@ -626,9 +766,10 @@ cdef class ServerStore(LinkOwner):
         cdef int64_t deadline = deadline_of(timeout_s)
         cdef int32_t busy = 1
         while busy:
-            busy = fps_load32(&self.store.jobs_open)
+            busy = 0
             for rank in range(self.store.n_workers):
-                busy += self.store.links_open[rank]
+                busy += fps_load32(&self.store.links_open[rank])
+            busy += fps_load32(&self.store.jobs_open)   # last: without links come no new jobs
             if busy and now_ns() > deadline:
                 raise StallError(f"{busy} links or sums are still alive after {timeout_s:g} s")
             if busy:

@@ -172,7 +172,8 @@ class Server:
         try:
             for spec in request.tensors:
                 self._declare_tensor(spec)
-        except (FastPSError, MemoryError, ValueError) as error:
+        except Exception as error:  # whatever it is, the workers must not wait for an answer
+            log.exception("cannot hold new tensors")
             self._client.keys_failed(request.request_id, f"server {self.index}: {error}")
         else:
             self._client.keys_ready(request.request_id)

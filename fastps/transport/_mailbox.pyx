@@ -5,7 +5,7 @@ For the conformance suite of the transports and for benchmarks; public so that w
 transport can test it. Frames of any link land in memory of the mailbox's own.
 """
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
@@ -157,8 +157,12 @@ cdef class Mailbox(LinkOwner):
         return 0
 
     def post(self, uint32_t peer, payload, *, int kind=1, uint64_t key=0, int priority=0,
-             uint32_t chunk_bytes=0, bint is_credited=False, int kick=KICK_WAKE):
-        """Send bytes-like payload as frames of chunk_bytes; return a Parcel to wait for."""
+             uint32_t chunk_bytes=0, bint is_credited=False, int kick=KICK_WAKE, uint8_t dtype=0,
+             uint8_t flags=0, uint32_t key_version=0, uint32_t sender=0, uint32_t offset=0):
+        """Send bytes-like payload as frames of chunk_bytes; return a Parcel to wait for.
+
+        offset: of the payload within its partition. The other fields travel in the header.
+        """
         cdef Parcel parcel = Parcel()
         cdef Link* link
         cdef int status
@@ -167,6 +171,11 @@ cdef class Mailbox(LinkOwner):
         parcel.item.header.kind = kind
         parcel.item.header.key = key
         parcel.item.header.priority = priority
+        parcel.item.header.dtype = dtype
+        parcel.item.header.flags = flags
+        parcel.item.header.key_version = key_version
+        parcel.item.header.sender = sender
+        parcel.item.header.offset = parcel.item.base = offset
         parcel.item.nbytes = parcel.view.shape[0]
         parcel.item.payload = <const char*>&parcel.view[0] if parcel.view.shape[0] else NULL
         parcel.item.chunk_bytes = chunk_bytes

@@ -9,17 +9,24 @@ write, straight from the owner's memory. Arriving headers and small payloads are
 time into a staging area; the rest of a large payload is read straight to where it lands,
 together with the header behind it.
 
+An item goes out chunk by chunk: after each frame what is left of it queues again, so that a more
+urgent item overtakes at the next chunk, and credit is counted by the chunk. Credit bounds what
+was pushed and has no result yet, which keeps it in the caches; it is no flow control. Two workers
+that push different tensors first would each wait for the other's credit, so a link that has been
+out of credit for STARVED_NS borrows some, and pays back from the credit that comes later.
+
 Invariants. Only the I/O thread reads, calls landing, deliver and closed, and closes the
 descriptor. send_lock guards everything named send_* and the queue's consumer side. io.lock
 guards the list of links and the list of kicked links. Lock order: send_lock, then io.lock.
 """
 
+cimport cython
 from libc.errno cimport EAGAIN, EINTR, ETIMEDOUT, errno
 from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 
-from fastps._atomic cimport fps_fence, fps_load32, fps_store32, fps_swap32
+from fastps._atomic cimport fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32
 from fastps._core cimport (
     E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, FAULT_LINK_RECV,
     FAULT_LINK_SEND, OK, Queue, QueueStats, Thread, deadline_of, fault_hit, now_ns, queue_close,
@@ -96,6 +103,10 @@ cdef enum:
     STAGING_BYTES = 64 << 10    # headers and small payloads read at once
     DIRECT_BYTES = 16 << 10     # remaining payload from which a read ends behind the next header
     READ_BUDGET = 1 << 20       # bytes read from one link before the others have their turn
+    BULK_BYTES = 64 << 10       # bytes in one turn from which an I/O thread does not spin after it
+    BORROW_BYTES = 512 << 10    # what a starved link sends beyond its credit
+    STARVED_MS = 2              # how long a link is out of credit before it borrows
+    STARVED_NS = STARVED_MS * 1000000
     MAX_EVENTS = 64
     BYE_WAIT_MS = 200           # how often an I/O thread looks at its stop flag when idle and stopping
 
@@ -106,18 +117,21 @@ cdef struct TcpLink:
     int fd
     IoThread* io
     Queue* queue
+    bint is_limited             # the queue counts credit; set once
     TcpLink* next               # io's list of links; io.lock
     TcpLink* next_kicked        # io's list of kicked links; io.lock
     int32_t is_kicked           # atomic
     int32_t close_status        # atomic; first call of close() wins
     int32_t is_leaving          # atomic; BYE queued
+    bint is_polled              # I/O thread: epoll knows it
     bint has_bye                # I/O thread: the peer said BYE
     # send side, under send_lock
     pthread_mutex_t send_lock
     int32_t send_again          # atomic: somebody queued while the lock was held
     bint send_blocked           # EPOLLOUT armed
     bint send_broken            # a write failed; the I/O thread ends the link
-    SendItem* send_current      # popped, not yet wholly framed
+    int64_t starved_since       # out of credit with items waiting, 0: not
+    int64_t debt                # borrowed credit; atomic
     Header send_headers[MAX_FRAMES]
     iovec send_iov[2 * MAX_FRAMES]
     int send_iov_first
@@ -143,6 +157,8 @@ cdef struct IoThread:
     int wake_fd
     int32_t is_stopping         # atomic
     int32_t is_asleep           # atomic: in a blocking epoll_wait
+    int32_t has_starved         # atomic: some link may have to borrow
+    uint64_t moved              # bytes read in this turn
     int64_t spin_ns
     pthread_mutex_t lock
     TcpLink* links
@@ -201,6 +217,30 @@ cdef void add_frame(TcpLink* link, SendItem* item) noexcept nogil:
     link.send_frame_count += 1
 
 
+cdef inline int enqueue(TcpLink* link, SendItem* item) noexcept nogil:
+    """Queue what is left of an item; only its next frame counts against the credit."""
+    cdef uint64_t charged = 0
+    if item.is_credited:
+        charged = item.nbytes - item.cursor
+        if item.chunk_bytes and charged > item.chunk_bytes:
+            charged = item.chunk_bytes
+    return queue_push(link.queue, item.header.priority, item.header.key, charged, item)
+
+
+cdef void note_starved(TcpLink* link) noexcept nogil:
+    """The queue gave nothing: is that for want of credit?"""
+    cdef QueueStats stats
+    if not link.is_limited:
+        return
+    queue_stats(link.queue, &stats)
+    if stats.depth == 0:
+        link.starved_since = 0
+    elif link.starved_since == 0:
+        link.starved_since = now_ns()
+        fps_store32(&link.io.has_starved, 1)
+        wake_io(link.io)
+
+
 cdef void fill_batch(TcpLink* link) noexcept nogil:
     """Take the most urgent frames, up to MAX_FRAMES and BATCH_BYTES."""
     cdef void* item
@@ -210,14 +250,13 @@ cdef void fill_batch(TcpLink* link) noexcept nogil:
     while link.send_frame_count < MAX_FRAMES:
         if link.send_frame_count and link.send_ends[link.send_frame_count - 1] >= BATCH_BYTES:
             return
-        if link.send_current == NULL:
-            if queue_pop_nowait(link.queue, &item) != OK:
-                return
-            link.send_current = <SendItem*>item
-            link.send_current.cursor = 0
-        add_frame(link, link.send_current)
-        if link.send_items[link.send_frame_count - 1] != NULL:
-            link.send_current = NULL
+        if queue_pop_nowait(link.queue, &item) != OK:
+            note_starved(link)
+            return
+        link.starved_since = 0
+        add_frame(link, <SendItem*>item)
+        if link.send_items[link.send_frame_count - 1] == NULL:
+            enqueue(link, <SendItem*>item)      # cannot fail: the queue just held it
 
 
 cdef void finish_items(TcpLink* link) noexcept nogil:
@@ -322,9 +361,10 @@ cdef void tcp_kick(Link* base, int kick) noexcept nogil:
 
 cdef int tcp_send(Link* base, SendItem* item, int kick) noexcept nogil:
     cdef TcpLink* link = <TcpLink*>base
-    cdef uint64_t charged = item.nbytes if item.is_credited else 0
-    cdef int status = queue_push(
-        link.queue, item.header.priority, item.header.key, charged, item)
+    cdef int status = E_SHUTDOWN        # after BYE nothing follows
+    if not fps_load32(&link.is_leaving):
+        item.cursor = 0
+        status = enqueue(link, item)
     if status == OK:
         tcp_kick(base, kick)
     return status
@@ -332,7 +372,15 @@ cdef int tcp_send(Link* base, SendItem* item, int kick) noexcept nogil:
 
 cdef void tcp_credit(Link* base, uint64_t nbytes) noexcept nogil:
     cdef TcpLink* link = <TcpLink*>base
-    queue_credit_return(link.queue, nbytes)
+    cdef int64_t debt
+    if not link.is_limited:
+        return
+    debt = fps_load64(&link.debt)
+    if debt > 0:                # only the I/O thread borrows and is paid back
+        debt = min(debt, <int64_t>nbytes)
+        fps_add64(&link.debt, -debt)
+    queue_credit_return(link.queue, nbytes - <uint64_t>debt)
+    kick_io(link)               # items may wait for just this credit
 
 
 cdef void bye_sent(SendItem* item, int status) noexcept nogil:
@@ -344,7 +392,7 @@ cdef void bye_sent(SendItem* item, int status) noexcept nogil:
 cdef void begin_close(TcpLink* link, int status) noexcept nogil:
     """Queue BYE behind everything, or cut the connection at once."""
     if status != E_SHUTDOWN:
-        if fps_swap32(&link.close_status, status) == OK:
+        if fps_cas32(&link.close_status, OK, status):
             shutdown(link.fd, SHUT_RDWR)
         return
     if fps_swap32(&link.is_leaving, 1):
@@ -447,6 +495,7 @@ cdef int take_bytes(TcpLink* link, uint64_t count) noexcept nogil:
     cdef uint64_t direct = 0
     cdef int status = OK
     link.base.stats.bytes_received += count
+    link.io.moved += count
     if link.recv_in_payload:
         direct = count if count < link.recv_missing else link.recv_missing
         link.recv_to += direct
@@ -501,20 +550,13 @@ cdef void drop_item(SendItem* item, int status) noexcept nogil:
 
 cdef void drop_queue(TcpLink* link, int status) noexcept nogil:
     """Give every item that has not left back to its owner."""
-    cdef QueueStats stats
     cdef void* item
     cdef int i
-    queue_close(link.queue)
-    queue_stats(link.queue, &stats)
-    queue_credit_return(link.queue, stats.credit_used)
+    queue_close(link.queue)     # also lifts the credit
     for i in range(link.send_frame_first, link.send_frame_count):
         drop_item(link.send_items[i], status)
-    drop_item(link.send_current, status)
     link.send_frame_first = link.send_frame_count = 0
-    link.send_current = NULL
     while queue_pop_nowait(link.queue, &item) == OK:
-        queue_stats(link.queue, &stats)
-        queue_credit_return(link.queue, stats.credit_used)
         drop_item(<SendItem*>item, status)
 
 
@@ -577,15 +619,46 @@ cdef TcpLink* pop_kicked(IoThread* io) noexcept nogil:
     return link
 
 
+cdef void begin_poll(TcpLink* link) noexcept nogil:
+    """Let frames arrive and leave: only now, when its owner and its thread know the link."""
+    link.is_polled = True
+    pthread_mutex_lock(&link.send_lock)
+    link.send_blocked = False
+    set_events(link, EPOLL_CTL_ADD, EPOLLIN)
+    pthread_mutex_unlock(&link.send_lock)
+
+
 cdef void serve_kicked(IoThread* io) noexcept nogil:
     cdef TcpLink* link = pop_kicked(io)
     cdef int status
     while link != NULL:
+        if not link.is_polled:
+            begin_poll(link)
         flush(link, <uint64_t>INT64_MAX)
-        if link.send_broken:
+        status = fps_load32(&link.close_status)
+        if status == OK and link.send_broken:
             status = read_link(link)
-            end_link(link, status if status < 0 else E_PEER_LOST)
+            if status == OK:
+                status = E_PEER_LOST
+        if status != OK:
+            end_link(link, status)
         link = pop_kicked(io)
+
+
+cdef void serve_starved(IoThread* io) noexcept nogil:
+    """Lend credit to links that have waited for it long enough."""
+    cdef TcpLink* link = io.links
+    cdef int64_t now = now_ns()
+    fps_store32(&io.has_starved, 0)
+    while link != NULL:
+        if link.starved_since and now - link.starved_since >= STARVED_NS:
+            link.starved_since = 0
+            fps_add64(&link.debt, BORROW_BYTES)
+            queue_credit_return(link.queue, BORROW_BYTES)
+            flush(link, <uint64_t>INT64_MAX)
+        elif link.starved_since:
+            fps_store32(&io.has_starved, 1)
+        link = link.next
 
 
 cdef void serve_event(TcpLink* link, uint32_t events) noexcept nogil:
@@ -615,7 +688,8 @@ cdef int wait_events(IoThread* io, epoll_event* events, int64_t spin_until) noex
     if fps_load32(&io.is_stopping) or io.kicked != NULL:
         count = epoll_wait(io.epoll_fd, events, MAX_EVENTS, 0)
     else:
-        count = epoll_wait(io.epoll_fd, events, MAX_EVENTS, -1)
+        count = epoll_wait(io.epoll_fd, events, MAX_EVENTS,
+                           STARVED_MS if fps_load32(&io.has_starved) else -1)
     fps_store32(&io.is_asleep, 0)
     return count
 
@@ -634,14 +708,18 @@ cdef void io_main(void* arg) noexcept nogil:
             else:
                 serve_event(<TcpLink*>events[i].data.ptr, events[i].events)
         serve_kicked(io)
-        if count > 0:
+        if fps_load32(&io.has_starved):
+            serve_starved(io)
+        if count > 0 and io.moved < BULK_BYTES:
             spin_until = now_ns() + io.spin_ns
+        io.moved = 0
     while io.links != NULL:
         end_link(io.links, E_SHUTDOWN)
 
 
 # ---------------------------------------------------------------- Python face
 
+@cython.no_gc_clear             # the I/O threads use the owners until they are joined
 cdef class TcpTransport(Transport):
     """I/O threads and their links.
 
@@ -708,8 +786,10 @@ cdef class TcpTransport(Transport):
         pthread_mutex_lock(&io.lock)
         link.next = io.links
         io.links = link
+        link.next_kicked = io.kicked
+        io.kicked = link
         pthread_mutex_unlock(&io.lock)
-        set_events(link, EPOLL_CTL_ADD, EPOLLIN)
+        wake_io(io)
 
     def statistics(self):
         """Sum the counters of all links so far, as a dict; `links` counts those still open."""
@@ -811,6 +891,7 @@ cdef TcpLink* make_link(int fd, IoThread* io, uint64_t credit_bytes) noexcept no
         return NULL
     link.staging = <char*>calloc(1, STAGING_BYTES)
     link.queue = queue_create(credit_bytes, MAX_FRAMES)
+    link.is_limited = credit_bytes != 0
     if link.staging == NULL or link.queue == NULL:
         free(link.staging)
         queue_free(link.queue)
@@ -819,6 +900,8 @@ cdef TcpLink* make_link(int fd, IoThread* io, uint64_t credit_bytes) noexcept no
     pthread_mutex_init(&link.send_lock, NULL)
     link.fd = fd
     link.io = io
+    link.is_kicked = 1          # adopt() lists it, when it is whole
+    link.send_blocked = True    # until begin_poll()
     link.base.send = tcp_send
     link.base.kick = tcp_kick
     link.base.credit = tcp_credit

@@ -1,2 +1,200 @@
-from fastps.control.sockets import *  # temporary
-from fastps.control.sockets import _refuse_self
+# SPDX-License-Identifier: Apache-2.0
+"""Stream sockets for Python threads: options, listening, connecting, exact reads and writes.
+
+Control connections use them whole, data connections until C takes over. Knows addresses and
+deadlines, nothing of messages. All descriptors are closed on exec (Python's default) and no
+function here blocks past its deadline. Times are of time.monotonic().
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import select
+import socket
+import time
+from collections.abc import Iterator
+
+from fastps.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024  # a large job joins at once
+KEEPALIVE_IDLE_S = 10  # then probes; TCP_USER_TIMEOUT decides when to give up
+KEEPALIVE_INTERVAL_S = 5
+_ABSENT = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT}
+
+
+def tune(sock: socket.socket, user_timeout_s: float) -> None:
+    """Set what every control connection needs: no delay, keepalive, an end to silence."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    timeout_ms = int(user_timeout_s * 1000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+
+
+def listen(host: str, port: int, *, port_setting: str = "FASTPS_PORT") -> list[socket.socket]:
+    """Listen on every address of a host name, all on one port; port 0 takes a free one.
+
+    An address family that this machine lacks is passed over. Raises ConfigError, which names
+    the setting that the port came from.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"cannot listen on {host!r}: unknown host ({error.strerror}); set FASTPS_HOST to a "
+            "name or address of this machine"
+        ) from error
+    sockets: list[socket.socket] = []
+    failure: OSError | None = None
+    try:
+        for family, _, _, _, address in dict.fromkeys(found):
+            try:
+                sockets.append(_listen_one(family, address[0], port, sockets))
+            except OSError as error:
+                failure = failure or error
+                if error.errno not in _ABSENT and not (port == 0 and sockets):
+                    raise
+        if not sockets and failure is not None:
+            raise failure
+    except OSError as error:
+        close_all(sockets)
+        raise _listen_error(host, port, port_setting, error) from error
+    return sockets
+
+
+def _listen_one(
+    family: int, address: str | int, port: int, earlier: list[socket.socket]
+) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind((address, earlier[0].getsockname()[1] if earlier else port))
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _listen_error(host: str, port: int, port_setting: str, error: OSError) -> ConfigError:
+    what = f"cannot listen on {join_address(host, port)}: {error.strerror}"
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"{what}; another process uses the port: stop it or set {port_setting} to a free one"
+        )
+    if error.errno in _ABSENT:
+        return ConfigError(
+            f"{what}; set FASTPS_HOST to an address of this machine that the others can reach"
+        )
+    return ConfigError(f"{what}; set {port_setting} to a port this user may use")
+
+
+def close_all(sockets: list[socket.socket]) -> None:
+    """Close sockets."""
+    for sock in sockets:
+        sock.close()
+
+
+def connect(host: str, port: int, *, deadline: float, user_timeout_s: float) -> socket.socket:
+    """Connect to the first address of a host that answers before the deadline.
+
+    Raises socket.gaierror or OSError of the last address tried, TimeoutError in the end.
+    """
+    failure: OSError = TimeoutError("timed out")
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            sock.connect(address)
+            _refuse_self(sock)
+            tune(sock, user_timeout_s)
+        except OSError as error:
+            failure = error
+            sock.close()
+            continue
+        return sock
+    raise failure
+
+
+def _refuse_self(sock: socket.socket) -> None:
+    """Undo a connection to itself: the kernel makes one when our own port is the target's."""
+    if sock.getsockname() == sock.getpeername():
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "nothing listens on the port")
+
+
+def read_exactly(sock: socket.socket, nbytes: int, *, deadline: float) -> bytes:
+    """Read from a socket before a deadline; ConnectionError at its end, TimeoutError."""
+    data = bytearray()
+    while len(data) < nbytes:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        piece = sock.recv(nbytes - len(data))
+        if not piece:
+            raise ConnectionResetError(errno.ECONNRESET, "the other side closed the connection")
+        data += piece
+    return bytes(data)
+
+
+def read_blocking(sock: socket.socket, nbytes: int) -> bytes | bytearray:
+    """Read from a blocking socket; empty at its end. shutdown() of the socket ends the wait."""
+    data = bytearray(nbytes)
+    view = memoryview(data)
+    filled = 0
+    while filled < nbytes:
+        count = sock.recv_into(view[filled:])
+        if count == 0:
+            return b""
+        filled += count
+    return data
+
+
+def write_all(sock: socket.socket, data: bytes | bytearray, *, deadline: float) -> None:
+    """Write to a blocking socket without waiting past the deadline; OSError, TimeoutError.
+
+    After an error the connection is of no more use: part of the data may have gone.
+    """
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[sock.send(view, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
+        except BlockingIOError:
+            _wait_writable(sock, deadline)
+
+
+def _wait_writable(sock: socket.socket, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
+    if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+        raise TimeoutError("the other side does not read")
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether an address can be reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host.split("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def is_wildcard(host: str) -> bool:
+    """Tell whether an address means "all addresses"."""
+    return host in ("", "0.0.0.0", "::")
+
+
+def join_address(host: str, port: int) -> str:
+    """Write host and port in the usual way."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def backoff_s(first: float, last: float) -> Iterator[float]:
+    """Give pauses that double from first to last."""
+    while True:
+        yield first
+        first = min(first * 2, last)

@@ -96,6 +96,11 @@ def dial(
     except FastPSError as error:
         sock.close()
         raise type(error)(f"{where}: {error}") from error
+    except TimeoutError as error:
+        sock.close()
+        raise TransportTimeout(
+            f"{where} did not finish the handshake within {config.handshake_timeout_s:g} s"
+        ) from error
     except OSError as error:
         sock.close()
         raise TransportError(f"{where} closed the connection: {error}") from error
@@ -162,27 +167,37 @@ class Listener:
             self._loop.close()
 
     async def _serve(self) -> None:
-        accepting = [asyncio.ensure_future(self._accept(sock)) for sock in self._listeners]
+        for listener in self._listeners:
+            self._watch(listener)
         await self._stopped.wait()
-        for task in [*accepting, *self._tasks]:
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*accepting, *self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = await self._loop.sock_accept(listener)
-            except OSError as error:
-                log.warning("cannot accept a data connection: %s; check `ulimit -n`", error)
-                await asyncio.sleep(FULL_PAUSE_S)
-                continue
-            if len(self._tasks) >= MAX_HALF_OPEN:
-                self._refuse("too many half-open", sock, f"{MAX_HALF_OPEN} wait already")
-                sock.close()
-                continue
-            task = asyncio.ensure_future(self._serve_one(sock))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def _watch(self, listener: socket.socket) -> None:
+        self._loop.add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Take one connection that waits; a callback, for a cancelled task would lose it."""
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("cannot accept a data connection: %s; check `ulimit -n`", error)
+            self._loop.remove_reader(listener)
+            self._loop.call_later(FULL_PAUSE_S, self._watch, listener)
+            return
+        if len(self._tasks) >= MAX_HALF_OPEN:
+            self._refuse("too many half-open", sock, f"{MAX_HALF_OPEN} wait already")
+            sock.close()
+            return
+        task = self._loop.create_task(self._serve_one(sock))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: sock.close())
 
     async def _serve_one(self, sock: socket.socket) -> None:
         try:
@@ -200,8 +215,6 @@ class Listener:
             self._refuse("not admitted", sock, error)
         except OSError as error:
             self._refuse("closed early", sock, error)
-        finally:
-            sock.close()
 
     async def _authenticate(self, sock: socket.socket) -> None:
         handshake = ServerHandshake(self._key, purposes=(Purpose.DATA,))

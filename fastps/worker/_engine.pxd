@@ -15,6 +15,7 @@ cdef struct Part:               # one partition: a task of BytePS
     uint64_t offset             # within the tensor, bytes
     uint32_t nbytes
     uint32_t received           # result bytes landed; I/O thread
+    int32_t ends                # has left, has failed: 2 when both happened; atomic
     int32_t is_waiting          # a result or an error is still to come; atomic
     LinkSlot* slot              # link to its owner
 
@@ -24,6 +25,7 @@ cdef struct Record:             # one declared tensor
     uint8_t dtype
     uint32_t chunk_bytes
     uint32_t version            # of the operation in flight, or of the last one
+    uint32_t root               # of the broadcast in flight, for those who PULL
     uint32_t n_parts
     Part* parts
     char* output                # results land here; borrowed from the operation's output array
@@ -53,6 +55,7 @@ cdef class EngineTensor:
     cdef Py_buffer output_view
     cdef bint has_input
     cdef bint has_output
+    cdef int last_status        # of the last operation that somebody saw the end of
     cdef bint is_busy           # from start until somebody saw the completion
     cdef void release(self)
 

@@ -15,6 +15,7 @@ Threads. start() runs on user threads under the GIL; landing, deliver, sent and 
 I/O threads without it. Part.is_waiting is swapped to 0 by whoever finishes the part.
 """
 
+cimport cython
 from cpython.buffer cimport (
     PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
@@ -44,6 +45,7 @@ from fastps.errors import FastPSError, error_of
 cdef enum:
     KEY_BITS = 16                   # partition index within a key
     INLINE_START_BYTES = 32 << 10   # operations up to this size are written by the caller itself
+    MAX_STATUS = 128                # an ERROR frame's offset is a negated status of _core
     SIGNAL_SLICE_NS = 100000000     # how often a waiting thread looks for Ctrl-C
 
 
@@ -55,8 +57,18 @@ cdef inline void finish_part(Part* part, int status) noexcept nogil:
         completion_part_done(&part.record.done, status)
 
 
+cdef inline void settle_credit(Part* part, Link* link) noexcept nogil:
+    """Return the credit of chunks that will have no result: at the later of sent and failed."""
+    if fps_add32(&part.ends, 1) == 2 and part.item.is_credited:
+        link.credit(link, part.item.nbytes - part.received)
+
+
 cdef void part_sent(SendItem* item, int status) noexcept nogil:
-    completion_part_done(&(<Part*>item.context).record.done, status)
+    cdef Part* part = <Part*>item.context
+    cdef Link* link = part.slot.link
+    if status == OK and link != NULL:
+        settle_credit(part, link)
+    completion_part_done(&part.record.done, status)
 
 
 cdef inline Part* find_part(EngineState* state, Link* link, const Header* header) noexcept nogil:
@@ -64,16 +76,21 @@ cdef inline Part* find_part(EngineState* state, Link* link, const Header* header
     cdef Record* record = <Record*>table_get(&state.tensors, header.key >> KEY_BITS)
     cdef uint32_t index = <uint32_t>(header.key & ((1 << KEY_BITS) - 1))
     cdef Part* part
-    if record == NULL or index >= record.n_parts or record.version != header.key_version:
+    if record == NULL or index >= record.n_parts or header.key_version > record.version:
         return NULL
     part = &record.parts[index]
     return part if part.slot.link == link else NULL
 
 
+cdef inline bint is_late(Part* part, const Header* header) noexcept nogil:
+    """A result that crossed the news of its round's failure; nobody wants it any more."""
+    return header.key_version != part.record.version or not fps_load32(&part.is_waiting)
+
+
 cdef inline bint is_expected(Part* part, const Header* header) noexcept nogil:
     cdef uint32_t left = part.nbytes - part.received
     if header.kind == KIND_ERROR:
-        return header.length == 0
+        return header.length == 0 and 0 < header.offset < MAX_STATUS
     if header.kind != KIND_RESULT or header.dtype != part.record.dtype:
         return False
     if part.item.header.flags & FLAG_NO_RESULT:
@@ -90,8 +107,8 @@ cdef void* engine_landing(void* context, Link* link, const Header* header,
     if part == NULL or header.length > state.discard_bytes:
         status[0] = E_PROTOCOL
         return NULL
-    if not fps_load32(&part.is_waiting):
-        return state.discard        # a result that crossed the news of its round's failure
+    if is_late(part, header):
+        return state.discard
     if not is_expected(part, header):
         status[0] = E_PROTOCOL
         return NULL
@@ -103,15 +120,16 @@ cdef void* engine_landing(void* context, Link* link, const Header* header,
 cdef int engine_deliver(void* context, Link* link, const Header* header) noexcept nogil:
     cdef Part* part = find_part(<EngineState*>context, link, header)
     fault_hit(FAULT_WORKER_RESULT)
-    if not fps_load32(&part.is_waiting):
+    if part == NULL or is_late(part, header):
         return OK
     part.received += header.length
+    if part.item.is_credited:
+        link.credit(link, header.length)
     if header.kind == KIND_ERROR:
         part.record.culprit = <uint32_t>header.priority
-        link.credit(link, part.item.nbytes)
+        settle_credit(part, link)
         finish_part(part, -<int>header.offset)
-    elif part.received == part.nbytes or header.flags & FLAG_NO_RESULT:
-        link.credit(link, part.item.nbytes)
+    elif part.received == part.nbytes or part.item.header.flags & FLAG_NO_RESULT:
         finish_part(part, OK)
     return OK
 
@@ -170,9 +188,12 @@ cdef void fill_part(Part* part, EngineState* state, const char* payload, uint8_t
     header.priority = priority
     header.key_version = part.record.version
     header.sender = state.rank
+    header.offset = part.record.root if kind == KIND_PULL else 0
     part.item.payload = payload + part.offset if kind == KIND_PUSH else NULL
     part.item.nbytes = part.nbytes if kind == KIND_PUSH else 0
+    part.item.is_credited = kind == KIND_PUSH and not flags & FLAG_BROADCAST
     part.received = 0
+    fps_store32(&part.ends, 0)
     fps_store32(&part.is_waiting, 1)
 
 
@@ -213,6 +234,7 @@ cdef void kick_links(EngineState* state, int kick) noexcept nogil:
 
 # ---------------------------------------------------------------- Python face
 
+@cython.no_gc_clear             # I/O threads use the arrays until the operation is done
 cdef class EngineTensor:
     """One declared tensor as the engine knows it; made by WorkerEngine.declare()."""
 
@@ -222,6 +244,8 @@ cdef class EngineTensor:
             PyBuffer_Release(&self.input_view)
         if self.has_output:
             PyBuffer_Release(&self.output_view)
+        if self.is_busy:
+            self.last_status = self.record.done.status
         self.has_input = self.has_output = self.is_busy = False
 
     @property
@@ -279,9 +303,10 @@ cdef class EngineTensor:
         """
         cdef int64_t deadline = deadline_of(timeout_s)
         cdef int64_t until
+        cdef uint32_t version = self.record.version
         cdef int status = -1
         if not self.is_busy:
-            return 0
+            return self.last_status
         while status != OK:
             until = now_ns() + SIGNAL_SLICE_NS
             if until > deadline:
@@ -291,8 +316,9 @@ cdef class EngineTensor:
             PyErr_CheckSignals()
             if status != OK and now_ns() >= deadline:
                 return None
-        self.release()
-        return self.record.done.status
+        if self.is_busy and self.record.version == version:     # else another waiter was here
+            self.release()
+        return self.last_status
 
     def __dealloc__(self):
         # The engine keeps every tensor until its links have ended, so nothing is in flight here.
@@ -320,6 +346,7 @@ cdef uint64_t lend_all(tensors, arrays, outputs) except? 0:
     return nbytes
 
 
+@cython.no_gc_clear             # I/O threads use the tensors until the links have ended
 cdef class WorkerEngine(LinkOwner):
     """Run push_pull and broadcast of one worker over links to n_servers servers.
 
@@ -356,6 +383,8 @@ cdef class WorkerEngine(LinkOwner):
         cdef EngineTensor tensor = EngineTensor()
         cdef Record* record = &tensor.record
         cdef uint32_t i = 0
+        if tensor_id in self.tensors:
+            raise FastPSError(f"tensor {name!r}: number {tensor_id} is already declared")
         tensor.name = name
         record.parts = <Part*>calloc(len(partitions) + 1, sizeof(Part))
         if record.parts == NULL:
@@ -396,7 +425,6 @@ cdef class WorkerEngine(LinkOwner):
         part.item.header.dtype = record.dtype
         part.item.header.key = key
         part.item.chunk_bytes = record.chunk_bytes
-        part.item.is_credited = True
         part.item.sent = part_sent
         part.item.context = part
         return 0
@@ -413,20 +441,25 @@ cdef class WorkerEngine(LinkOwner):
         """Begin several operations as one: their frames leave in common writes."""
         cdef EngineTensor tensor
         cdef uint64_t nbytes
+        cdef int32_t urgency
         self.check()
+        for tensor, urgency in zip(tensors, priorities, strict=True):
+            pass                # nothing may raise any more once the arrays are lent
         nbytes = lend_all(tensors, arrays, outputs)
-        for tensor, priority in zip(tensors, priorities, strict=True):
-            self.begin(tensor, KIND_PUSH, FLAG_AVERAGE if average else 0, priority, KICK_NONE)
+        for tensor, urgency in zip(tensors, priorities):
+            self.begin(tensor, KIND_PUSH, FLAG_AVERAGE if average else 0, urgency, KICK_NONE)
         kick_links(self.state, KICK_INLINE if nbytes <= INLINE_START_BYTES else KICK_WAKE)
 
-    def start_broadcast(self, tensors, arrays, *, bint is_root, int32_t priority=0):
+    def start_broadcast(self, tensors, arrays, *, uint32_t root, int32_t priority=0):
         """Begin to send the root's arrays to all, in place. One submit for all tensors."""
         cdef EngineTensor tensor
+        cdef bint is_root = root == self.state.rank
         cdef int flags = FLAG_BROADCAST | (FLAG_NO_RESULT if is_root else 0)
         self.check()
         nothing = [None] * len(arrays)
         lend_all(tensors, arrays if is_root else nothing, nothing if is_root else arrays)
         for tensor in tensors:
+            tensor.record.root = root
             self.begin(tensor, KIND_PUSH if is_root else KIND_PULL, flags, priority, KICK_NONE)
         kick_links(self.state, KICK_WAKE)
 

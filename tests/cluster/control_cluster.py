@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
@@ -60,12 +62,14 @@ def make_settings(**changes: object) -> dict[str, object]:
 class SchedulerThread:
     """A scheduler in a thread of this process."""
 
-    def __init__(self, **changes: object) -> None:
+    def __init__(self, listeners: Sequence[socket.socket] = (), **changes: object) -> None:
         self.settings = make_settings(**changes)
         self.code: int | None = None
         self._ready = threading.Event()
         self.scheduler = Scheduler(
-            load(self.settings, {}), on_ready=lambda host, port: self._ready.set()
+            load(self.settings, {}),
+            on_ready=lambda host, port: self._ready.set(),
+            listeners=listeners,
         )
         self.thread = threading.Thread(target=self._run, name="scheduler of a test")
 
@@ -188,6 +192,14 @@ class Process:
     ) -> None:
         self.popen.kill()
         self.popen.communicate(timeout=WAIT_S)
+
+
+@contextlib.contextmanager
+def scheduler_process(settings: dict[str, object]) -> Iterator[tuple[Config, Process]]:
+    """Run a scheduler in its own process; give the settings of its members, and the process."""
+    with Process(SCHEDULER_PROGRAM, json.dumps(settings)) as process:
+        port = int(process.read_line())
+        yield load(settings | {"scheduler_port": port}, {}), process
 
 
 def seconds_since(start: float) -> float:

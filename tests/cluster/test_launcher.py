@@ -3,27 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pathlib
 import signal
 import subprocess
-import sys
-import textwrap
 import time
-import uuid
 
 import pytest
+from launched import LIMIT_S, JobRunner, last_line, wait_lines
 
-LIMIT_S = 60.0  # for a loaded machine; every test here takes a second or less
-LAUNCH = """
-import os, sys
-from fastps.launch.options import parse
-from fastps.launch.run import launch
-sys.exit(launch(parse(sys.argv[2:]), environment=dict(os.environ),
-                server_command=(sys.executable, sys.argv[1])))
-"""
 SERVER = """
 import os, pathlib, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -41,6 +29,20 @@ def wait_up(count):
         assert time.monotonic() < end
         time.sleep(0.01)
 """
+# Worker 1 ends only after worker 0 has gone, as a reaped process shows.
+GIVE_UP_FIRST = """
+import os, pathlib, sys, time
+mark = pathlib.Path(__file__).with_name("pid-0")
+if os.environ["FASTPS_RANK"] == "0":
+    mark.with_suffix(".new").write_text(str(os.getpid()))
+    mark.with_suffix(".new").rename(mark)
+    sys.exit("fastps.errors.PeerLostError: worker 1 is lost")
+end = time.monotonic() + 60
+while not mark.exists() or os.path.exists(f"/proc/{mark.read_text()}"):
+    assert time.monotonic() < end
+    time.sleep(0.01)
+sys.exit(9)
+"""
 FOREVER = "import signal; print('ready', flush=True); signal.pause()"
 
 
@@ -48,74 +50,9 @@ FOREVER = "import signal; print('ready', flush=True); signal.pause()"
 def job(tmp_path):
     """Start launchers of one job and check that no process of it is left."""
     found = JobRunner(tmp_path)
+    found.server(SERVER)
     yield found
     found.wait_gone()
-
-
-class JobRunner:
-    def __init__(self, folder: pathlib.Path) -> None:
-        self.job_id = f"test-{uuid.uuid4().hex}"
-        self.folder = folder
-        self.server(SERVER)
-
-    def server(self, code: str) -> None:
-        self._server = self.write("standin.py", code)
-
-    def write(self, name: str, code: str) -> str:
-        path = self.folder / name
-        path.write_text(textwrap.dedent(code))
-        return str(path)
-
-    def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-c", LAUNCH, self._server, "--job-id", self.job_id, *words]
-
-    def python(self, *options: str, code: str) -> list[str]:
-        script = self.write("train.py", code)
-        return self.command(*options, sys.executable, script)
-
-    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-
-    @contextlib.contextmanager
-    def started(self, command: list[str]):
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                yield process
-            finally:
-                process.kill()
-
-    def processes(self) -> list[int]:
-        mark = f"FASTPS_JOB_ID={self.job_id}\0".encode()
-        found = []
-        for entry in pathlib.Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                with contextlib.suppress(OSError):
-                    if mark in (entry / "environ").read_bytes():
-                        found.append(int(entry.name))
-        return found
-
-    def wait_gone(self) -> None:
-        deadline = time.monotonic() + 10
-        while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        assert not left, f"processes left behind: {left}"
-
-
-def wait_lines(process: subprocess.Popen[str], text: str, times: int) -> None:
-    """Read the launcher's output until a text was seen so often."""
-    for line in process.stdout:
-        times -= text in line
-        if times == 0:
-            return
-    raise AssertionError(f"no {text!r} before the output ended: {process.stderr.read()}")
-
-
-def last_line(result: subprocess.CompletedProcess[str]) -> str:
-    return result.stderr.splitlines()[-1]
 
 
 def test_success_ends_servers_in_order_and_returns_zero(job):
@@ -170,6 +107,28 @@ def test_server_that_fails_is_the_cause(job):
     assert result.returncode == 1
     assert last_line(result).startswith("[fastps-run] server 0 (pid ")
     assert "[fastps-run]     no memory" in result.stderr
+
+
+def test_peer_that_gives_up_first_is_not_blamed(job):
+    result = job.run(job.python("-np", "2", "-s", "1", code=GIVE_UP_FIRST))
+    assert result.returncode == 9
+    assert last_line(result).startswith("[fastps-run] worker 1 (pid ")
+    assert last_line(result).endswith("it failed first, so the job was ended")
+
+
+def test_peer_that_gives_up_is_believed_when_nobody_else_fails(job):
+    program = """
+        import os, signal, sys
+        if os.environ["FASTPS_RANK"] == "1":
+            sys.exit("fastps.errors.PeerLostError: worker 0 is lost")
+        signal.pause()
+    """
+    began = time.monotonic()
+    result = job.run(job.python("-np", "2", "-s", "1", code=program))
+    assert time.monotonic() - began < 9  # it waits for two seconds, not for the next event
+    assert result.returncode == 1
+    assert last_line(result).startswith("[fastps-run] worker 1 (pid ")
+    assert last_line(result).endswith("it gave up first, and blames the process named above")
 
 
 def test_server_that_fails_while_stopping_is_reported(job):
@@ -304,6 +263,13 @@ def test_output_dir_keeps_one_file_per_process_and_stream(job):
     assert (folder / "worker-0.stderr").read_text() == "e\n"
     assert (folder / "server-0.stdout").read_text() == "up\norderly end\n"
     assert (folder / "scheduler.stdout").exists()
+
+
+def test_output_dir_that_cannot_be_made_is_said_plainly(job):
+    result = job.run(job.command("-np", "2", "--output-dir", os.devnull, "true"))
+    assert result.returncode == 1
+    assert os.devnull in last_line(result)
+    assert "Traceback" not in result.stderr
 
 
 def test_scheduler_port_is_held_from_the_beginning(job):

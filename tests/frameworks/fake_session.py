@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
-import msgspec
 import numpy as np
 
 from fastps.errors import FastPSError, MismatchError, NotInitializedError, StallError
+from fastps.objects import decode_object, encode_object
 from fastps.types import DType, dtype_of
 
 TIMEOUT_S = 20.0
@@ -268,7 +268,7 @@ class FakeSession:
         return FakeHandle(self._cluster, operations, many)
 
     def broadcast_object(self, obj: Any, root_rank: int = 0, name: str = "object") -> Any:
-        blob = msgspec.msgpack.encode(obj) if self.rank == root_rank else b""
+        blob = encode_object(obj) if self.rank == root_rank else b""
         size = np.array(len(blob), dtype=np.int64)
         self.broadcast_async(size, root_rank, f"{name}/size").wait()
         data = np.zeros(int(size), dtype=np.uint8)
@@ -278,7 +278,7 @@ class FakeSession:
             self._cluster.declared.pop(f"{name}/data", None)
         self.barrier()
         self.broadcast_async(data, root_rank, f"{name}/data").wait()
-        return msgspec.msgpack.decode(data.tobytes(), strict=False)
+        return decode_object(data.tobytes())
 
     def barrier(self) -> None:
         self.push_pull_async(np.zeros(1), "barrier").wait()

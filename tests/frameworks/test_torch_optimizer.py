@@ -4,58 +4,31 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from fake_session import FakeCluster
 
-from fastps.errors import FastPSError, MismatchError, PeerLostError
+from fastps.errors import FastPSError
 
 torch = pytest.importorskip("torch")
 
+from torch_models import (  # noqa: E402
+    Branches,
+    assert_same_weights,
+    batch,
+    loss_of,
+    make_model,
+    make_models,
+    part,
+    wrap,
+)
+
 from fastps.frameworks._adapter import Average, Sum  # noqa: E402
 from fastps.frameworks.torch.compression import Compression  # noqa: E402
-from fastps.frameworks.torch.optimizer import DistributedOptimizer  # noqa: E402
 
 nn = torch.nn
-
-
-def make_model(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 1))
-
-
-def batch(step: int, count: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(count, 6, generator=generator), torch.randn(count, 1, generator=generator)
-
-
-def part(step: int, rank: int, size: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(x.chunk(size)[rank] for x in batch(step))
-
-
-def loss_of(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.mse_loss(model(data[0]), data[1])
-
-
-def make_models(cluster: FakeCluster) -> list[nn.Module]:
-    return [make_model() for _ in range(cluster.size)]
-
-
-def assert_same_weights(models: list[nn.Module], twin: nn.Module | None, tol: float = 0) -> None:
-    for name, value in models[0].state_dict().items():
-        for other in models[1:]:
-            assert torch.equal(value, other.state_dict()[name]), name
-        if twin is not None:
-            torch.testing.assert_close(value, twin.state_dict()[name], rtol=tol, atol=tol)
-
-
-def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    return DistributedOptimizer(optimizer, model.named_parameters(), **options)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
@@ -115,19 +88,6 @@ def test_gradients_leave_during_backward_front_layers_most_urgent(cluster: FakeC
     assert [urgency[f"Gradient.{name}"] for name in names] == [0, -1, -2, -3, -4, -5]
     declared = [e.name for e in cluster.events if e.kind == "declare" and e.rank == 1]
     assert declared == [f"Gradient.{name}" for name in names]
-
-
-class Branches(nn.Module):
-    """Ranks use different layers; one layer is used by nobody."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.arms = nn.ModuleList([nn.Linear(6, 1) for _ in range(2)])
-        self.nobody = nn.Linear(6, 1)
-
-    def forward(self, x: torch.Tensor, arm: int) -> torch.Tensor:
-        return self.arms[arm](x)
 
 
 def test_unused_parameters_count_as_zero(cluster: FakeCluster) -> None:
@@ -383,6 +343,34 @@ class Doubling:
         return tensor[: tensor.numel() // 2].reshape(context)
 
 
+class Front:
+    """A compressor that sends a view of the gradient: its first half, the rest stays zero."""
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor.flatten()[: tensor.numel() // 2 + 1], tensor.shape
+
+    def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        whole = torch.zeros(context).flatten()
+        whole[: tensor.numel()] = tensor
+        return whole.reshape(context)
+
+
+def test_a_compression_that_sends_a_view(cluster: FakeCluster) -> None:
+    models, twin = make_models(cluster), make_model()
+
+    def body(rank: int) -> None:
+        optimizer = wrap(models[rank], compression=Front())
+        loss_of(models[rank], part(0, rank)).backward()
+        optimizer.step()
+
+    cluster.run(body)
+    loss_of(twin, batch(0)).backward()
+    for p in twin.parameters():
+        p.grad.view(-1)[p.numel() // 2 + 1 :] = 0
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert_same_weights(models, twin, 1e-6)
+
+
 def test_a_foreign_compression(cluster: FakeCluster) -> None:
     models, twin = make_models(cluster), make_model()
 
@@ -465,16 +453,42 @@ def test_reading_groups_on_one_rank_does_no_harm(cluster: FakeCluster) -> None:
         for step in range(3):
             optimizer.zero_grad()
             x, y = part(step, rank)
-            nn.functional.mse_loss(models[rank](x, 0), y).backward()
+            nn.functional.mse_loss(models[rank](x, rank), y).backward()
             if rank == 0:
                 assert optimizer.param_groups[0]["lr"] == 0.1
                 assert not optimizer._exchange.round.in_flight
-            nn.functional.mse_loss(models[rank](x, 1), y).backward()
             optimizer.step()
 
     cluster.run(body)
     assert_same_weights(models, None)
     assert len(cluster.names(0)) == 18
+
+
+def test_reading_groups_between_two_backward_passes(alone: FakeCluster) -> None:
+    model = Branches()
+    optimizer = wrap(model)
+    x, _ = batch(0)
+    model(x, 0).sum().backward()
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(FastPSError, match=r"do not read optimizer\.param_groups"):
+        model(x, 1).sum().backward()
+
+
+def test_two_backward_passes_over_different_layers(cluster: FakeCluster) -> None:
+    models = [Branches(), Branches()]
+
+    def body(rank: int) -> None:
+        optimizer = wrap(models[rank])
+        for step in range(2):
+            optimizer.zero_grad()
+            x, y = part(step, rank)
+            for arm in (rank, 1 - rank):
+                nn.functional.mse_loss(models[rank](x, arm), y).backward()
+            optimizer.step()
+
+    cluster.run(body)
+    assert_same_weights(models, None)
+    assert len(cluster.names(0)) == 12
 
 
 def scaled_step(optimizer: Any, scaler: Any, how: str) -> None:
@@ -517,6 +531,32 @@ def test_amp_with_scaler_on_the_cpu(cluster: FakeCluster, how: str) -> None:
     assert all(p.isfinite().all() for p in models[0].parameters())
 
 
+@pytest.mark.parametrize("how", ["explicit", "unscale", "plain"])
+def test_scaler_with_layers_that_one_rank_does_not_use(cluster: FakeCluster, how: str) -> None:
+    models, twins = [Branches(), Branches()], [Branches(), Branches()]
+
+    def steps(model: nn.Module, optimizer: Any, rank: int, scaler: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = part(step, rank)
+            loss = nn.functional.mse_loss(model(x, rank), y)
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+                continue
+            scaler.scale(loss).backward()
+            scaled_step(optimizer, scaler, how)
+
+    def body(rank: int) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        steps(models[rank], wrap(models[rank]), rank, scaler)
+        steps(twins[rank], wrap(twins[rank], prefix="Twin."), rank, None)
+
+    cluster.run(body)
+    assert_same_weights(twins, None)
+    assert_same_weights(models, twins[0], 1e-6)
+
+
 def test_scaler_divides_what_was_reduced(cluster: FakeCluster) -> None:
     models, twin = make_models(cluster), make_model()
 
@@ -536,237 +576,3 @@ def test_scaler_divides_what_was_reduced(cluster: FakeCluster) -> None:
         loss_of(twin, batch(step)).backward()
         optimizer.step()
     assert_same_weights(models, twin, 1e-6)
-
-
-def test_several_groups_without_names(cluster: FakeCluster) -> None:
-    models = make_models(cluster)
-
-    def body(rank: int) -> None:
-        m = models[rank]
-        groups = [
-            {"params": m[0].parameters(), "lr": 0.1},
-            {"params": [*m[2].parameters(), *m[3].parameters()], "lr": 0.01},
-        ]
-        optimizer = DistributedOptimizer(torch.optim.SGD(groups))
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(m, part(step, rank)).backward()
-            optimizer.step()
-
-    cluster.run(body)
-    assert_same_weights(models, None)
-    names = [e.name for e in cluster.events if e.kind == "declare" and e.rank == 0]
-    places = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
-    assert names == [f"Gradient.group{group}.{place}" for group, place in places]
-
-
-def test_names_are_checked(alone: FakeCluster) -> None:
-    model = make_model()
-
-    def attempt(named: Any) -> None:
-        DistributedOptimizer(torch.optim.SGD(model.parameters()), named)
-
-    named = list(model.named_parameters())
-    with pytest.raises(ValueError, match=r"tuples \(name, parameter\)"):
-        attempt(model.parameters())
-    with pytest.raises(ValueError, match=r"tuples \(name, parameter\)"):
-        attempt([list(pair) for pair in named])
-    with pytest.raises(ValueError, match=r"more than once: a, b$"):
-        attempt([(name, named[i][1]) for i, name in enumerate("aabbcd")])
-    with pytest.raises(ValueError, match=r"model\.named_parameters\(\).*group 0 parameter 5"):
-        attempt(named[:5])
-    assert not alone.events
-
-
-def test_arguments_are_checked(alone: FakeCluster) -> None:
-    model = make_model()
-    for options in ({"op": "sum"}, {"backward_passes_per_step": 0}):
-        with pytest.raises(ValueError, match=r"op must be|backward_passes"):
-            wrap(model, **options)
-    with pytest.raises(TypeError, match="torch optimizer"):
-        DistributedOptimizer(model)
-    optimizer = wrap(model)
-    with pytest.raises(ValueError, match="already"):
-        DistributedOptimizer(optimizer)
-    with pytest.raises(TypeError, match="state_dict"):
-        copy.deepcopy(optimizer)
-
-
-def test_sparse_gradients_are_refused(alone: FakeCluster) -> None:
-    embedding = nn.Embedding(10, 3, sparse=True)
-    optimizer = wrap(embedding)
-    with pytest.raises(TypeError, match=r"weight' is sparse.*sparse=False"):
-        embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(TypeError, match=r"weight' is sparse.*sparse=False"):
-        optimizer.step()
-    assert not alone.names()
-
-
-def test_complex_parameters_are_refused(alone: FakeCluster) -> None:
-    parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(TypeError, match="complex64"):
-        DistributedOptimizer(torch.optim.SGD([parameter]))
-
-
-def test_frozen_parameters_join_when_they_are_freed(cluster: FakeCluster) -> None:
-    models = make_models(cluster)
-
-    def body(rank: int) -> None:
-        model = models[rank]
-        model[0].requires_grad_(False)
-        optimizer = wrap(model)
-        for step in range(4):
-            model[0].requires_grad_(step >= 2)
-            optimizer.zero_grad()
-            loss_of(model, part(step, rank)).backward()
-            optimizer.step()
-
-    cluster.run(body)
-    assert_same_weights(models, None)
-    assert cluster.names(0).count("Gradient.0.weight") == 2
-    assert not torch.equal(models[0][0].weight, make_model()[0].weight)
-
-
-def test_add_param_group(cluster: FakeCluster) -> None:
-    models = make_models(cluster)
-
-    def body(rank: int) -> None:
-        m = models[rank]
-        optimizer = wrap(m, torch.optim.SGD(m[0].parameters(), lr=0.1))
-        optimizer.add_param_group({"params": list(m[3].parameters()), "lr": 0.2})
-        with pytest.raises(ValueError, match="does not name every"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-        assert len(optimizer.param_groups) == 2
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(m, part(step, rank)).backward()
-            optimizer.step()
-
-    cluster.run(body)
-    assert torch.equal(models[0][3].weight, models[1][3].weight)
-    assert not torch.equal(models[0][3].weight, make_model()[3].weight)
-
-
-def test_unusual_parameters(cluster: FakeCluster) -> None:
-    """Scalars, empty and transposed ones, bfloat16, and two that share storage."""
-
-    def body(rank: int) -> list[torch.Tensor]:
-        base = torch.zeros(4)
-        parameters = [
-            nn.Parameter(torch.tensor(0.0)),
-            nn.Parameter(torch.zeros(0)),
-            nn.Parameter(torch.zeros(3, 2).t()),
-            nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)),
-            nn.Parameter(base[:2]),
-            nn.Parameter(base[2:]),
-            nn.Parameter(torch.zeros(1, 2, 3, 3).to(memory_format=torch.channels_last)),
-            nn.Parameter(torch.zeros(2, dtype=torch.float64)),
-        ]
-        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
-        for _ in range(2):
-            optimizer.zero_grad()
-            coefficients = [torch.arange(p.numel()).reshape(p.shape) + rank for p in parameters]
-            sum((p * c).sum() for p, c in zip(parameters, coefficients, strict=True)).backward()
-            optimizer.step()
-        return parameters
-
-    for parameters in cluster.run(body):
-        for p in parameters:
-            want = -2 * (torch.arange(p.numel()).reshape(p.shape) + 0.5)
-            assert torch.equal(p.detach(), want.to(p.dtype))
-
-
-def test_tied_weights(cluster: FakeCluster) -> None:
-    models = make_models(cluster)
-
-    def body(rank: int) -> None:
-        m = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
-        m[1].weight = m[0].weight
-        m[0].weight.data.copy_(torch.eye(6))
-        models[rank] = m
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(m.parameters(), lr=0.1),
-            m.named_parameters(remove_duplicate=False),
-        )
-        m(part(0, rank)[0]).square().mean().backward()
-        optimizer.step()
-
-    cluster.run(body)
-    assert_same_weights(models, None)
-
-
-def test_errors_reach_step_and_name_the_cause(cluster: FakeCluster) -> None:
-    cluster.fail("2.weight", PeerLostError("worker 1 (host h, pid 7) died"))
-    models = make_models(cluster)
-
-    def body(rank: int) -> None:
-        optimizer = wrap(models[rank])
-        loss_of(models[rank], part(0, rank)).backward()
-        with pytest.raises(PeerLostError, match="worker 1"):
-            optimizer.step()
-        assert not optimizer._exchange.round.in_flight
-
-    cluster.run(body)
-
-
-def test_workers_with_other_shapes(cluster: FakeCluster) -> None:
-    def body(rank: int) -> None:
-        wrap(nn.Linear(3 + rank, 1))
-
-    with pytest.raises(MismatchError):
-        cluster.run(body)
-
-
-def test_a_dropped_optimizer_leaves_no_hooks(alone: FakeCluster) -> None:
-    model = make_model()
-    optimizer = wrap(model)
-    alive = weakref.ref(optimizer._exchange)
-    del optimizer
-    gc.collect()
-    assert alive() is None
-    loss_of(model, batch(0)).backward()
-    assert not alone.names()
-    again = wrap(model)
-    again.zero_grad()
-    loss_of(model, batch(0)).backward()
-    again.step()
-
-
-def test_two_models_with_the_same_names(cluster: FakeCluster) -> None:
-    """As in adversarial training: one prefix each."""
-    pairs = [(make_model(), nn.Sequential(nn.Linear(2, 6))) for _ in range(2)]
-
-    def body(rank: int) -> None:
-        judge, maker = pairs[rank]
-        first = wrap(judge)
-        second = wrap(maker, prefix="Maker.")
-        for _ in range(2):
-            noise = torch.randn(4, 2)
-            judge.requires_grad_(False)
-            second.zero_grad()
-            judge(maker(noise)).mean().backward()
-            second.step()
-            judge.requires_grad_(True)
-            first.zero_grad()
-            judge(maker(noise).detach()).mean().backward()
-            first.step()
-
-    cluster.run(body)
-    assert_same_weights([pair[0] for pair in pairs], None)
-    assert_same_weights([pair[1] for pair in pairs], None)
-
-
-def test_gradients_of_gradients(cluster: FakeCluster) -> None:
-    """A gradient penalty: p.grad stays out of the graph, the step stays equal."""
-    models = make_models(cluster)
-
-    def body(rank: int) -> None:
-        model = models[rank]
-        optimizer = wrap(model)
-        x = part(0, rank)[0].requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        slope.square().mean().backward()
-        optimizer.step()
-
-    cluster.run(body)
-    assert_same_weights(models, None)

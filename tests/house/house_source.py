@@ -16,7 +16,7 @@ SOURCE_SUFFIXES = (".py", ".pyi", *CYTHON_SUFFIXES)
 TEXT_SUFFIXES = (*SOURCE_SUFFIXES, ".md", ".cfg", ".toml", ".sh", ".yml", ".yaml", ".txt")
 FOLDERS = ("fastps", "tests", "tools", "docs", "examples")
 # Programs: they may write to the terminal.
-CLI_FILES = ("config.py", "reduce/__main__.py", "server/main.py", "launch/")
+CLI_FILES = ("config/__main__.py", "reduce/__main__.py", "server/main.py", "launch/")
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -78,20 +78,15 @@ def test_fronts_say_what_they_offer(path):
     lines = [
         alias.lineno
         for node in tree.body
-        if isinstance(node, ast.Import | ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom)
         for alias in node.names
+        if alias.name in exports
     ]
-    assert len(set(lines)) == len(lines), f"{name_of(path)}: one imported name per line"
-    imported = {
-        alias.asname or alias.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fastps")
-        for alias in node.names
-    }
-    hidden = sorted(name for name in imported - set(exports) if not name.startswith("_"))
-    assert not hidden, f"{name_of(path)}: add {hidden} to __all__"
+    assert len(set(lines)) == len(lines), (
+        f"{name_of(path)}: one offered name per line, a comma after the last"
+    )
 
 
 def test_the_table_of_rooms_is_read():
-    assert "load" in (exports_of(PACKAGE / "config.py") or [])
+    assert "unpack_header" in (exports_of(PACKAGE / "wire.py") or [])
     assert module_of(PACKAGE / "__init__.py") == "fastps"

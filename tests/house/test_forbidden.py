@@ -107,11 +107,11 @@ def no_environment(node: ast.AST) -> Iterator[Fault]:
     """Forbid settings that the table does not know."""
     names = ("environ", "environb", "getenv", "putenv", "unsetenv")
     if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
-        yield node.lineno, f"os.{node.attr}: only fastps/config.py reads the environment"
+        yield node.lineno, f"os.{node.attr}: only fastps/config reads the environment"
     if isinstance(node, ast.ImportFrom) and node.module == "os":
         for alias in node.names:
             if alias.name in names:
-                yield node.lineno, "only fastps/config.py reads the environment"
+                yield node.lineno, "only fastps/config reads the environment"
 
 
 def no_print(node: ast.AST) -> Iterator[Fault]:
@@ -130,6 +130,15 @@ def no_polling(node: ast.AST) -> Iterator[Fault]:
     """Forbid sleeps as synchronisation."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.sleep":
         yield node.lineno, "time.sleep(); wait on a condition with a deadline"
+
+
+def no_endless_waits(node: ast.AST) -> Iterator[Fault]:
+    """Forbid waiting for threads, futures and processes without a deadline."""
+    waits = ("join", "result", "communicate")
+    if not isinstance(node, ast.Call) or node.args or node.keywords:
+        return
+    if isinstance(node.func, ast.Attribute) and node.func.attr in waits:
+        yield node.lineno, f".{node.func.attr}() waits for ever; give it a timeout"
 
 
 def no_open_doors(node: ast.AST) -> Iterator[Fault]:
@@ -160,7 +169,7 @@ def exempt(path: Path) -> set[Rule]:
     """Give the rules that a file need not keep."""
     name = path.relative_to(PACKAGE).as_posix()
     allowed: set[Rule] = {no_print} if is_cli(path) else set()
-    if name == "config.py":
+    if name == "config/__init__.py":
         allowed.add(no_environment)
     if name in SLEEPERS:
         allowed.add(no_polling)
@@ -179,6 +188,7 @@ RULES: tuple[Rule, ...] = (
     no_print,
     no_global_state,
     no_polling,
+    no_endless_waits,
     no_open_doors,
 )
 
@@ -211,6 +221,7 @@ def test_package_keeps_the_rule(rule):
         (no_print, "print(1)"),
         (no_global_state, "def f():\n    global a\n    a = 1"),
         (no_polling, "time.sleep(1)"),
+        (no_endless_waits, "thread.join()"),
         (no_open_doors, "bind(('0.0.0.0', 1))"),
     ],
 )

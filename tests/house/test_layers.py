@@ -31,6 +31,7 @@ FLOORS = {
     "fastps.partition": 1,
     "fastps.topology": 1,
     "fastps.affinity": 1,
+    "fastps.objects": 1,
     "fastps._core": 2,
     "fastps._table": 2,
     "fastps.reduce": 2,
@@ -67,7 +68,7 @@ RESTRICTED = {
     "ssl": ("fastps.transport", "fastps.control", "fastps.launch"),
     "asyncio": ("fastps.transport", "fastps.control", "fastps.server", "fastps.launch"),
     "pyverbs": ("fastps.transport",),
-    "msgspec": ("fastps.control", "fastps.telemetry", "fastps.session"),
+    "msgspec": ("fastps.objects", "fastps.control", "fastps.telemetry"),
     "rich": ("fastps.launch", "fastps.telemetry"),
     "subprocess": ("fastps.launch",),
     "multiprocessing": (),
@@ -209,7 +210,7 @@ def test_only_declared_dependencies():
 
 def test_import_starts_nothing_and_loads_no_framework():
     """A worker that only sends must not pay for Numba or a framework."""
-    heavy = (*FRAMEWORKS, "numba", "rich", "asyncio")
+    heavy = (*FRAMEWORKS, "numba", "rich")
     program = (
         "import sys, threading, fastps\n"
         f"loaded = [name for name in {heavy!r} if name in sys.modules]\n"

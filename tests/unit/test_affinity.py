@@ -54,6 +54,11 @@ def test_any_text_is_read_or_refused(text):
         assert all(0 <= cpu < affinity.MAX_CPUS for cpu in parse_cpu_list(text))
 
 
+def test_bounds_are_told():
+    with pytest.raises(ConfigError, match="'0-1024' is not within 0-1023"):
+        parse_cpu_list("0-1024")
+
+
 def test_nodes_are_read_from_files(tmp_path):
     for node, text in {0: "0-1\n", 1: "2-3\n", 10: "\n"}.items():
         folder = tmp_path / f"node{node}"
@@ -83,6 +88,7 @@ def test_a_list_is_dealt_out():
 def test_node_and_list_are_intersected():
     nodes = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
     assert choose_cpus(1, range(8), numa_node=1, nodes=nodes) == ((4, 5, 6, 7),)
+    assert choose_cpus(1, range(8), numa_node=0, nodes=nodes) == ((0, 1, 2, 3),)
     assert choose_cpus(1, range(8), cpus="3-5", numa_node=1, nodes=nodes) == ((4, 5),)
     with pytest.raises(ConfigError, match="leave no CPU"):
         choose_cpus(1, range(8), cpus="0-1", numa_node=1, nodes=nodes)

@@ -302,5 +302,18 @@ def test_secrets_are_compared_in_constant_time():
     assert calls.count("hmac.compare_digest") == 2
 
 
-def test_statuses_are_what_refusals_say():
+def test_numbers_that_travel_do_not_move():
+    assert {purpose.name: purpose.value for purpose in Purpose} == {
+        "CONTROL": 1,
+        "PULSE": 2,
+        "DATA": 3,
+    }
     assert [status.value for status in Status] == [0, 1, 2, 3]
+    assert make_client(lane=0).hello()[12:16] == bytes(4)
+    assert ClientHandshake(KEY, purpose=1, sender=0).hello()[12:16] == bytes(4)
+
+
+def test_derived_key_by_hand():
+    """Compute the key of processes of other versions, which must agree."""
+    message = b"\x0a\0\0\0fastps key" + b"\x04\0\0\0data" + b"\x03\0\0\0job"
+    assert derive_key(TOKEN, "data", "job") == hmac.new(TOKEN, message, hashlib.sha256).digest()

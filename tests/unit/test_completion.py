@@ -99,12 +99,15 @@ def test_a_signal_ends_a_wait():
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted
 
+    def wait_and_be_interrupted() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        completion.wait(timeout_s=60.0)
+
     completion = _core.CompletionFace(1)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(Interrupted):
-            completion.wait(timeout_s=60.0)
+            wait_and_be_interrupted()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

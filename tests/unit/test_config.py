@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fastps import config
 from fastps.config import SETTINGS, Config, Derived, child_environment, load
+from fastps.config import __main__ as command
 from fastps.errors import ConfigError
 
 SECRET = "0123456789abcdef-very-secret"
@@ -179,6 +180,13 @@ def test_keyword_of_wrong_type_is_refused(bad):
         load({"links_per_peer": bad}, {})
 
 
+@pytest.mark.parametrize("bad", [True, [], "", b"1", float("nan"), float("inf")])
+def test_seconds_are_numbers(bad):
+    with pytest.raises(ConfigError, match="seconds"):
+        load({"op_timeout_s": bad}, {})
+    assert load({"op_timeout_s": 2}, {}).op_timeout_s == 2.0
+
+
 def test_bounds_are_told():
     with pytest.raises(
         ConfigError, match=r"1 to 16 connections; example: FASTPS_LINKS_PER_PEER=1"
@@ -280,6 +288,16 @@ def test_token_file_that_others_may_use_is_refused(tmp_path, mode):
         load({"token_file": path}, {}).token_bytes()
 
 
+def test_token_file_of_somebody_else_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "token"
+    path.write_text(SECRET)
+    path.chmod(0o600)
+    owned = os.stat_result((0o600, 0, 0, 1, os.geteuid() + 1, 0, 9, 0, 0, 0))
+    monkeypatch.setattr(os, "fstat", lambda descriptor: owned)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        load({"token_file": path}, {}).token_bytes()
+
+
 @pytest.mark.parametrize("content", [b"", b" \n", b"x" * 5000])
 def test_token_file_of_odd_size_is_refused(tmp_path, content):
     path = tmp_path / "token"
@@ -359,24 +377,27 @@ def test_process_environment_is_a_copy(monkeypatch):
 # ---- command line
 
 
-def test_explain_names_sources(capsys, monkeypatch):
+def test_explain_names_sources(capsys, monkeypatch, caplog):
+    monkeypatch.setenv("FASTPS_SIZ", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("FASTPS_TOKEN", SECRET)
-    assert config.main(["--explain"]) == 0
+    assert command.main(["--explain"]) == 0
     out = capsys.readouterr().out
     assert "FASTPS_SIZE=3  # WORLD_SIZE\n" in out
     assert "FASTPS_TOKEN=(hidden)  # FASTPS_TOKEN\n" in out
+    assert "FASTPS_RANK=  # default\n" in out
     assert SECRET not in out
+    assert "did you mean FASTPS_SIZE" in caplog.text
 
 
 def test_explain_reports_an_error(capsys, monkeypatch):
     monkeypatch.setenv("FASTPS_SIZE", "many")
-    assert config.main(["--explain"]) == 2
+    assert command.main(["--explain"]) == 2
     assert "FASTPS_SIZE='many'" in capsys.readouterr().err
 
 
 def test_markdown_has_every_name(capsys):
-    assert config.main(["--markdown"]) == 0
+    assert command.main(["--markdown"]) == 0
     out = capsys.readouterr().out
     for setting in SETTINGS:
         assert f"`{setting.name}`" in out
@@ -391,5 +412,5 @@ def test_module_runs():
         timeout=60,
         check=True,
     )
-    assert result.stdout == config.markdown()
+    assert result.stdout == command.markdown()
     assert not result.stderr

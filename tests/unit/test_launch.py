@@ -173,16 +173,23 @@ def test_colour_marks_the_name_only():
 # ---- first cause ----
 
 
-def failed(name, code, stderr=b""):
+def failed(name, code, stderr=b"", role="worker"):
     return SimpleNamespace(
-        name=name, exit_code=code, stderr=SimpleNamespace(tail=stderr.splitlines())
+        name=name,
+        exit_code=code,
+        spec=SimpleNamespace(role=role),
+        stderr=SimpleNamespace(tail=stderr.splitlines()),
     )
 
 
-def test_first_cause_prefers_the_killed_and_distrusts_who_blames_a_peer():
+def test_first_cause_prefers_the_killed_and_distrusts_who_blames_another():
     victim = failed("victim", 1, b"Traceback\nfastps.errors.PeerLostError: worker 1 is gone")
+    server = failed("server", 1, b"worker 1 is lost", role="server")
     killed = failed("killed", -9)
     broken = failed("broken", 1, b"ValueError: no")
+    crashed = failed("crashed", 1, b"Traceback (most recent call last):\nKeyError", role="server")
     assert first_of([victim, broken, killed]).name == "killed"
-    assert first_of([victim, broken]).name == "broken"
+    assert first_of([server, victim, broken]).name == "broken"
+    assert first_of([server, crashed]).name == "crashed"
+    assert first_of([server, victim]).name == "server"
     assert first_of([victim]).name == "victim"

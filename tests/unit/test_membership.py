@@ -348,6 +348,14 @@ class TestLeaving:
         late = driver.enter(rank=1)
         assert job_of(driver, early).generation == job_of(driver, late).generation == 2
 
+    def test_early_rejoin_learns_of_a_loss(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        driver.leave(workers[0])
+        early = driver.enter()
+        driver.die(workers[1])
+        assert failure_of(driver, early).kind == "peer_lost"
+
     def test_early_rejoin_that_waits_in_vain_says_for_whom(self) -> None:
         driver = Driver()
         workers, _ = driver.start()

@@ -69,6 +69,8 @@ def test_the_advice_works(nbytes, step):
 def test_a_tensor_beyond_all_settings():
     with pytest.raises(ConfigError, match="split the tensor"):
         make_partitions(0, (1 << 46) + 1, 1 << 30)
+    with pytest.raises(ConfigError, match="set partition_bytes=1073741824 or more"):
+        make_partitions(0, 1 << 46, 1 << 29)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_partitions_are_joined_with_owners():
 # ---- placement
 
 
-@given(st.integers(1, 20), st.lists(st.integers(0, 1 << 30), max_size=200))
+@given(st.integers(1, 20), st.lists(st.integers(0, 3) | st.integers(0, 1 << 30), max_size=200))
 def test_bytes_placement_is_balanced_within_one_partition(servers, sizes):
     placement = Placement(servers)
     sums: Counter[int] = Counter()
@@ -195,6 +197,7 @@ STD_HASH = {
 @pytest.mark.parametrize("key", STD_HASH)
 def test_built_in_is_that_of_libstdcxx(key):
     assert p.KEY_HASHES["built_in"](key) == STD_HASH[key]
+    assert Placement(7, "built_in").place(key, 1) == STD_HASH[key] % 7
     for coef in (1, 2, 77):
         owner = Placement(7, "built_in", built_in_hash_coef=coef).place(key, 1)
         assert owner == unsigned(STD_HASH[key] * coef) % 7

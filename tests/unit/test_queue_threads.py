@@ -137,12 +137,14 @@ def test_a_signal_ends_a_waiting_pop():
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted
 
-    queue = _core.ScheduledQueue()
+    def pop_and_be_interrupted() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        _core.ScheduledQueue().pop(timeout_s=60.0)
+
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(Interrupted):
-            queue.pop(timeout_s=60.0)
+            pop_and_be_interrupted()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -13,7 +13,7 @@ import pytest
 from fastps.reduce.__main__ import main
 from fastps.reduce.cache import is_private
 
-ROOT = Path(__file__).parents[2]
+PATHS = os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parent)))
 CPU_LIMIT_S = 4.0  # processor time, so that a loaded machine changes little; measured 0.4 to 0.9
 
 LIGHT = "import sys, fastps.reduce; assert 'numba' not in sys.modules; import fastps.types"
@@ -31,6 +31,16 @@ table = (ctypes.c_void_p * 2)(ctypes.addressof(a), ctypes.addressof(b))
 assert function(table, 2, out, 100, 1) == 1
 assert list(out) == [7] * 100
 """
+PORTABLE = """
+import test_reduce_sum as test
+from fastps.reduce import kernels
+from fastps.types import DType
+assert kernels.FORMS[DType.FLOAT16] is kernels._PORTABLE_HALF
+test.test_every_half_with_every_neighbour_in_size(DType.FLOAT16)
+test.test_halves_are_rounded_once(DType.FLOAT16)
+print("same")
+"""
+COMMAND = "from fastps.reduce.__main__ import main; main(['int32'])"
 SPARE = "import tempfile; tempfile.tempdir = {home!r}"
 LIST = """
 import pathlib
@@ -38,9 +48,9 @@ print("spare", len(list(pathlib.Path(tempfile.gettempdir()).glob("fastps-kernels
 """
 
 
-def start(code: str, home: Path) -> subprocess.Popen[str]:
+def start(code: str, home: Path, **variables: str) -> subprocess.Popen[str]:
     """Run a program in a process whose kernel cache is below `home`."""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **variables, "XDG_CACHE_HOME": str(home), "PYTHONPATH": PATHS}
     environment.pop("NUMBA_CACHE_DIR", None)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
@@ -58,25 +68,30 @@ def test_importing_reduce_does_not_import_numba(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_float16_on_a_processor_without_its_instructions(tmp_path):
+    """Every value with every kind of neighbour; a missing instruction would end the process."""
+    process = start(PORTABLE, tmp_path, NUMBA_CPU_NAME="x86-64-v2", NUMBA_CPU_FEATURES="")
+    assert "same" in finish(process)
+
+
 def test_two_processes_fill_a_cold_cache_and_a_third_finds_it_warm(tmp_path):
-    cold = [start(SUM, tmp_path) for _ in range(2)]
-    for text in [finish(process) for process in cold]:
-        assert float(text.split("seconds ")[1]) < CPU_LIMIT_S
+    cold, command = start(SUM, tmp_path), start(COMMAND, tmp_path)
+    assert float(finish(cold).split("seconds ")[1]) < CPU_LIMIT_S
+    assert "int32 " in finish(command)
     assert (tmp_path / "fastps").stat().st_mode & 0o777 == 0o700
     text = finish(start(SUM, tmp_path))
     assert "int32 loaded in" in text
     assert float(text.split("seconds ")[1]) < CPU_LIMIT_S
 
 
-@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
-def test_a_damaged_entry_is_thrown_away(tmp_path, suffix):
+def test_a_damaged_entry_is_thrown_away(tmp_path):
     finish(start(SUM, tmp_path))
-    (entry,) = tmp_path.rglob("*" + suffix)
+    (entry,) = tmp_path.rglob("*.nbc")
     entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
     text = finish(start(SUM, tmp_path))
     assert "is not usable" in text
     assert "compiled in" in text
-    assert not list(tmp_path.rglob("*" + suffix))  # so the next process fills it again
+    assert not list(tmp_path.rglob("*.nbc"))  # so the next process fills it again
 
 
 @pytest.mark.parametrize("kind", ["open to others", "a file"])

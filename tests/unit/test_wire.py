@@ -109,6 +109,10 @@ def test_known_bytes():
     )
 
 
+def test_what_is_not_given_is_zero():
+    assert pack_header(Header(kind=FrameKind.BYE))[6:-4] == bytes(30)
+
+
 @given(headers, st.integers(0, wire.HEADER_BYTES - 1), st.integers(1, 255))
 def test_a_changed_byte_is_noticed(header, place, mask):
     raw = bytearray(pack_header(header))

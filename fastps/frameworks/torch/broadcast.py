@@ -2,13 +2,13 @@
 """Make all ranks start from one rank's parameters, optimizer state or plain values.
 
 Decides what travels as a tensor and what as a plain value. Tensors of one call travel together
-in one submit. Nothing is pickled: a value arrives as None, bool, int, float, str, bytes, tuple,
-list, dict, NumPy scalar or tensor, with its type kept, or is refused on all ranks. Blocks; called
-by all ranks in the same order.
+in one submit. Nothing is pickled: plain values and tensors arrive with their types, all else
+is refused on all ranks. Blocks; called by all ranks in the same order.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 
 from fastps import session
 from fastps.frameworks._adapter import check_name, wait_all
-from fastps.frameworks._tree import pack, unpack
 from fastps.frameworks.torch.tensors import (
     check_tensor,
     is_sendable,
@@ -25,7 +24,6 @@ from fastps.frameworks.torch.tensors import (
     submit_broadcast,
     wire_dtype,
 )
-from fastps.types import DType
 
 __all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -50,9 +48,9 @@ def broadcast_parameters(
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """Give every rank the root rank's value; what the others pass is ignored.
 
-    The value is made of None, bool, int, float, str, bytes, tuple, list, dict, NumPy scalars and
-    CPU tensors, else TypeError on all ranks, naming the part that cannot travel. The root gets
-    its own object back.
+    The value is made of None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays
+    and CPU tensors, else TypeError on all ranks. Types are kept; subclasses of dict and tuple
+    arrive as dict and tuple. The root gets its own object back.
     """
     label = "broadcast_object" if name is None else check_name(name, "broadcast_object")
     return _broadcast_tree(obj, root_rank, label)
@@ -108,17 +106,20 @@ def _broadcast(tensors: list[torch.Tensor], names: list[str], root_rank: int) ->
 
 
 def _broadcast_tree(value: Any, root_rank: int, name: str) -> Any:
-    """Send the shape of a value first, then its tensors, so that others can make room."""
+    """Send the plain part of a value first, then its tensors, so that others can make room."""
     current = session.current()
     _check_root(root_rank, current.size)
     if current.rank != root_rank:
         return _receive_tree(current, root_rank, name)
+    tensors: list[torch.Tensor] = []
+    mark = uuid.uuid4().hex
     try:
-        node, tensors = pack(value, _describe)
+        plain = _take_out(value, mark, tensors)
+        specs = [_describe(tensor) for tensor in tensors]
+        current.broadcast_object({"value": plain, "mark": mark, "specs": specs}, root_rank, name)
     except (TypeError, RecursionError) as error:
         current.broadcast_object({"refused": str(error)}, root_rank, name)
         raise
-    current.broadcast_object({"value": node}, root_rank, name)
     _broadcast([sendable(tensor) for tensor in tensors], _labels(name, tensors), root_rank)
     return value
 
@@ -127,8 +128,33 @@ def _receive_tree(current: session.Session, root_rank: int, name: str) -> Any:
     message = current.broadcast_object(None, root_rank, name)
     if "refused" in message:
         raise TypeError(f"rank {root_rank} could not send the value: {message['refused']}")
-    value, tensors = unpack(message["value"], _make)
+    tensors = [_make(code, shape) for code, shape in message["specs"]]
     _broadcast(tensors, _labels(name, tensors), root_rank)
+    return _put_back(message["value"], message["mark"], tensors)
+
+
+def _take_out(value: Any, mark: str, tensors: list[torch.Tensor]) -> Any:
+    """Replace each tensor by a tuple of the mark, which nothing else contains, and its place."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return mark, len(tensors) - 1
+    if isinstance(value, dict):
+        return {key: _take_out(item, mark, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_take_out(item, mark, tensors) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _put_back(value: Any, mark: str, tensors: list[torch.Tensor]) -> Any:
+    """Replace each tuple of the mark and a place by the tensor."""
+    if isinstance(value, dict):
+        return {key: _put_back(item, mark, tensors) for key, item in value.items()}
+    if isinstance(value, tuple) and len(value) == 2 and value[0] == mark:
+        return tensors[value[1]]
+    if isinstance(value, list | tuple):
+        items = [_put_back(item, mark, tensors) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     return value
 
 
@@ -140,17 +166,14 @@ def _labels(name: str, tensors: list[torch.Tensor]) -> list[str]:
     ]
 
 
-def _describe(value: Any) -> list[Any] | None:
-    """Say what an empty twin of a tensor needs; None for what is no tensor."""
-    if not isinstance(value, torch.Tensor):
-        return None
-    check_tensor(value, "a tensor in the value")
-    return [wire_dtype(value.dtype, "").name, list(value.shape)]
+def _describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    """Say what others need to make room for a tensor."""
+    check_tensor(tensor, "a tensor in the value")
+    return wire_dtype(tensor.dtype, "").name.lower(), tuple(tensor.shape)
 
 
-def _make(description: list[Any]) -> torch.Tensor:
-    code, shape = description
-    return torch.empty(shape, dtype=getattr(torch, DType[code].name.lower()))
+def _make(code: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, code))
 
 
 def _check_root(root_rank: int, size: int) -> None:

@@ -25,6 +25,7 @@ from fastps.frameworks.torch.tensors import (
     view_of,
     wire_dtype,
 )
+from fastps.worker.handle import Handle
 
 __all__ = [
     "Pending",
@@ -42,7 +43,7 @@ __all__ = [
 class Pending:
     """An operation under way: give it to poll() and synchronize()."""
 
-    handle: session.Handle
+    handle: Handle
     output: torch.Tensor
     name: str
 
@@ -50,7 +51,8 @@ class Pending:
 def declare(name: str, tensor: torch.Tensor) -> None:
     """Make a tensor known before its first use, so that the first use need not wait for it.
 
-    Only shape and dtype matter. Blocks until all workers have declared the name.
+    Only shape and dtype matter. Blocks until the servers are ready for it. MismatchError, here
+    or at the first use, when another worker declares it differently.
     """
     check_name(name, "declare")
     check_tensor(tensor, name)
@@ -71,10 +73,12 @@ def push_pull_async(
     not take part in autograd; push_pull() does. NaN and infinity pass through.
     """
     name = check_name(name, "push_pull_async")
-    source = sendable(_checked(tensor, name, average))
-    if source.data_ptr() != tensor.data_ptr():
-        return _start(source, source, name, average, priority)
-    return _start(source, torch.empty_like(source), name, average, priority)
+    _checked(tensor, name, average)
+    if is_sendable(tensor):
+        output = torch.empty_like(tensor, requires_grad=False)
+        return _start(tensor, output, name, average, priority)
+    copy = sendable(tensor)
+    return _start(copy, copy, name, average, priority)
 
 
 def push_pull_async_inplace(

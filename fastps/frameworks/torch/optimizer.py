@@ -39,7 +39,7 @@ from fastps.frameworks.torch.tensors import (
     wire_dtype,
 )
 
-__all__ = ["DistributedOptimizer", "SynchronizedOptimizer"]
+__all__ = ["DistributedOptimizer", "GradientExchange", "SynchronizedOptimizer"]
 
 _BUILT_IN = (Compression.none, Compression.fp16, Compression.bf16)
 
@@ -53,6 +53,7 @@ class _Flight:
     version: int
     wire: torch.Tensor
     context: Any
+    is_in_place: bool
 
 
 class GradientExchange:
@@ -70,6 +71,7 @@ class GradientExchange:
         self._names: list[str] = []
         self._hooked: list[bool] = []
         self._hooks: list[RemovableHandle] = []
+        self._memory: dict[int, int] = {}  # address of a gradient sent -> its parameter
         self.round: Round[_Flight] = Round([], passes)
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
 
@@ -86,15 +88,16 @@ class GradientExchange:
         self._hook_trainable()
 
     def synchronize(self) -> None:
+        """Make this step's gradients complete; the next backward pass begins a new step."""
+        self.finish()
+        self.round.close()
+
+    def finish(self) -> None:
         """Send what was not sent yet, wait for everything, and write the results."""
         self._hook_trainable()
         self._start(self.round.missing(self._trainable()))
-        self.wait()
-        self.round.close()
-
-    def wait(self) -> None:
-        """Wait for what is in flight and write the results; starts nothing."""
         handles, flights = self.round.take()
+        self._memory.clear()
         wait_all(handles)
         with torch.no_grad():
             for flight in flights:
@@ -152,11 +155,23 @@ class GradientExchange:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         gradient = parameter.grad
         check_tensor(gradient, self._names[index])
-        compressed, context = self._compression.compress(gradient.detach())
+        self._check_alone(gradient, index)
+        plain = gradient.detach()
+        compressed, context = self._compression.compress(plain)
         wire = sendable(compressed)
-        if wire.data_ptr() == gradient.data_ptr():
+        if wire is plain:
             mark_written(gradient)
-        return _Flight(index, gradient, version_of(gradient), wire, context)
+        return _Flight(index, gradient, version_of(gradient), wire, context, wire is plain)
+
+    def _check_alone(self, gradient: torch.Tensor, index: int) -> None:
+        """Refuse a gradient whose memory is in flight already, as another parameter's."""
+        other = self._memory.setdefault(gradient.data_ptr(), index)
+        if other != index and gradient.numel():
+            raise FastPSError(
+                f"{self._names[other]!r} and {self._names[index]!r} are one piece of memory, as "
+                "torch makes it when two parameters are reshaped and then added: add "
+                "parameter.clone() instead of one of the two"
+            )
 
     def _finish(self, flight: _Flight) -> None:
         """Write the result into the gradient, if nobody has touched it meanwhile."""
@@ -167,7 +182,7 @@ class GradientExchange:
                 "call optimizer.synchronize() before clipping, unscaling, zeroing or replacing "
                 "gradients"
             )
-        if flight.wire.data_ptr() != gradient.data_ptr():
+        if not flight.is_in_place:
             gradient.copy_(self._compression.decompress(flight.wire, flight.context))
 
 
@@ -180,13 +195,13 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Give the parameter groups, once no gradient is in flight.
+        """Give the parameter groups, once the gradients in flight, and all others, are reduced.
 
-        Whoever reaches gradients through the optimizer (GradScaler.unscale_() does) thereby sees
-        reduced ones.
+        Whoever reaches gradients through the optimizer, as GradScaler.unscale_() does, sees
+        reduced ones thereby, the same on all ranks.
         """
         if self._exchange.round.in_flight:
-            self._exchange.wait()
+            self._exchange.finish()
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         return groups
 
@@ -263,7 +278,8 @@ def DistributedOptimizer(
     sent once. Gradients of parameters that a rank did not use count as zero, and p.grad is
     zero rather than None after a step.
 
-    All ranks must call it alike; blocks until they have.
+    All ranks must call it alike; MismatchError, here or at the first step, if they do not.
+    Blocks until the servers are ready for all gradients.
     """
     if isinstance(optimizer, SynchronizedOptimizer):
         raise ValueError("the optimizer is a DistributedOptimizer already")
@@ -308,8 +324,7 @@ def _before_step(
         return (args[0], _reducing(args[1], exchange), *args[2:]), kwargs
     if kwargs.get("closure") is not None:
         return args, {**kwargs, "closure": _reducing(kwargs["closure"], exchange)}
-    if not exchange.round.synchronized:
-        exchange.synchronize()
+    exchange.finish()
     exchange.round.reopen()
     return None
 

@@ -14,10 +14,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastps.session import Handle, Session
+from fastps.session import Session
 from fastps.types import DType
+from fastps.worker.handle import Handle
 
-__all__ = ["check_tensor", "submit_broadcast", "submit_push_pull", "view_of", "wire_dtype"]
+__all__ = [
+    "check_tensor",
+    "is_sendable",
+    "mark_written",
+    "sendable",
+    "submit_broadcast",
+    "submit_push_pull",
+    "version_of",
+    "view_of",
+    "wire_dtype",
+]
 
 _WIRE_DTYPES = {
     torch.float32: DType.FLOAT32,
@@ -66,7 +77,7 @@ def is_sendable(tensor: torch.Tensor) -> bool:
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
     """Give the tensor without its graph and contiguous: itself where it is so already."""
-    plain = tensor.detach()
+    plain = tensor.detach() if tensor.requires_grad else tensor
     return plain if is_sendable(plain) else plain.resolve_neg().contiguous()
 
 
@@ -86,8 +97,14 @@ def mark_written(tensor: torch.Tensor) -> None:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Give the number of writes torch has seen to the tensor's memory."""
-    return 0 if tensor.is_inference() else tensor._version
+    """Give the number of writes torch has seen to the tensor's memory.
+
+    Views of one storage are counted together, so for a part of a storage this gives 0: nobody
+    can tell then who wrote.
+    """
+    if tensor.is_inference() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return 0
+    return tensor._version
 
 
 def submit_push_pull(
@@ -100,19 +117,26 @@ def submit_push_pull(
 ) -> list[tuple[Handle, list[int]]]:
     """Start push_pull of contiguous tensors in place; give handles and the positions they cover.
 
-    One submit for all tensors, or two where some are bfloat16, which NumPy has no name for.
+    One submit per dtype.
     """
     started = []
-    for dtype, places in _by_submit(tensors):
+    for code, places in _by_dtype(tensors, names):
         arrays = [view_of(tensors[place]) for place in places]
-        handle = session.push_pull_async(
-            arrays,
-            [names[place] for place in places],
-            average=average,
-            priority=[priorities[place] for place in places],
-            out=arrays,
-            dtype=dtype,
-        )
+        labels = [names[place] for place in places]
+        urgencies = [priorities[place] for place in places]
+        if len(places) == 1:  # the session's quicker form; the hooks of a backward pass use it
+            handle = session.push_pull_async(
+                arrays[0],
+                labels[0],
+                average=average,
+                priority=urgencies[0],
+                out=arrays[0],
+                dtype=code,
+            )
+        else:
+            handle = session.push_pull_async(
+                arrays, labels, average=average, priority=urgencies, out=arrays, dtype=code
+            )
         started.append((handle, places))
     return started
 
@@ -120,20 +144,22 @@ def submit_push_pull(
 def submit_broadcast(
     session: Session, tensors: Sequence[torch.Tensor], names: Sequence[str], root_rank: int
 ) -> list[Handle]:
-    """Start broadcasts of contiguous tensors in place; give the handles, at most two."""
+    """Start broadcasts of contiguous tensors in place; one submit and handle per dtype."""
     handles = []
-    for dtype, places in _by_submit(tensors):
+    for code, places in _by_dtype(tensors, names):
         arrays = [view_of(tensors[place]) for place in places]
         labels = [names[place] for place in places]
-        handles.append(session.broadcast_async(arrays, root_rank, labels, dtype=dtype))
+        handles.append(session.broadcast_async(arrays, root_rank, labels, dtype=code))
     return handles
 
 
-def _by_submit(tensors: Sequence[torch.Tensor]) -> list[tuple[DType | None, list[int]]]:
-    """Sort positions into those that need no dtype beside the array, and bfloat16."""
-    plain: list[int] = []
-    bfloat16: list[int] = []
-    for place, tensor in enumerate(tensors):
-        (bfloat16 if tensor.dtype is torch.bfloat16 else plain).append(place)
-    submits: list[tuple[DType | None, list[int]]] = [(None, plain), (DType.BFLOAT16, bfloat16)]
-    return [(dtype, places) for dtype, places in submits if places]
+def _by_dtype(
+    tensors: Sequence[torch.Tensor], names: Sequence[str]
+) -> list[tuple[DType, list[int]]]:
+    """Sort positions by dtype, because one submit has one."""
+    if len(tensors) == 1:
+        return [(wire_dtype(tensors[0].dtype, names[0]), [0])]
+    places: dict[DType, list[int]] = {}
+    for place, (tensor, name) in enumerate(zip(tensors, names, strict=True)):
+        places.setdefault(wire_dtype(tensor.dtype, name), []).append(place)
+    return list(places.items())

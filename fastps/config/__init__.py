@@ -4,21 +4,16 @@
 Decides what every setting is called, what it may be and where its value comes from: keyword,
 then its FASTPS_ name, then the alias names in listed order, then the default. Never knows what a
 setting does. Invariant: a `Config` holds values that passed their bounds, and does not change.
-Threads: any; there is no state. `python -m fastps.config --markdown` prints docs/env.md and
-`--explain` what the present environment amounts to.
+Threads: any; there is no state. __main__.py is the command that shows the table.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import logging
-import math
 import operator
 import os
 import stat
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,6 +22,7 @@ from typing import Any, NamedTuple
 from fastps.errors import ConfigError
 
 __all__ = [
+    "BUILD_NAMES",
     "SETTINGS",
     "Config",
     "Derived",
@@ -34,9 +30,8 @@ __all__ = [
     "cache_dir",
     "child_environment",
     "explain",
+    "format_value",
     "load",
-    "main",
-    "markdown",
     "process_environment",
 ]
 
@@ -185,12 +180,9 @@ def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError("a number of seconds")
     try:
-        number = float(value)
+        return float(value)  # nan and inf are out of all bounds
     except ValueError:
         raise ValueError("a number of seconds") from None
-    if not math.isfinite(number):
-        raise ValueError("a finite number of seconds")
-    return number
 
 
 def _boolean(value: object) -> bool:
@@ -300,12 +292,22 @@ class Setting(NamedTuple):
         return self.field == "token"
 
     @property
+    def bounds(self) -> str:
+        """Say in words what the value may be; empty when it may be anything."""
+        if self.parse is _boolean:
+            return "1 or 0"
+        if not self.allowed or isinstance(self.allowed[0], str):
+            return "one of " + ", ".join(self.allowed) if self.allowed else ""
+        low, high = self.allowed
+        return f"{format_value(low)} to {format_value(high)} {self.unit}".rstrip()
+
+    @property
     def example(self) -> str:
         """Give a line that sets it right."""
         value = self.default
         if value in (None, "") or self.parse is _boolean:
             value = self.allowed[0] if self.allowed else EXAMPLES.get(self.field, "1")
-        return f"{self.name}={_format(value)}"
+        return f"{self.name}={format_value(value)}"
 
 
 EXAMPLES = {
@@ -478,7 +480,7 @@ def explain(
     for setting in SETTINGS:
         value, source = _resolve(setting, overrides or {}, environ, values)
         values[setting.field] = value
-        shown = "(hidden)" if setting.is_secret and value else _format(value)
+        shown = "(hidden)" if setting.is_secret and value else format_value(value)
         lines.append((setting.name, shown, source))
     return lines
 
@@ -492,7 +494,7 @@ def child_environment(settings: Config | Mapping[str, object]) -> dict[str, str]
     given = asdict(settings) if isinstance(settings, Config) else settings
     _check_keywords(given)
     return {
-        _BY_FIELD[name].name: _format(_parse(_BY_FIELD[name], value, name))
+        _BY_FIELD[name].name: format_value(_parse(_BY_FIELD[name], value, name))
         for name, value in given.items()
         if value is not None
     }
@@ -511,7 +513,7 @@ def cache_dir() -> Path:
     try:
         return Path.home() / ".cache" / "fastps"
     except RuntimeError:  # a user without a home, as in some containers
-        return Path(tempfile.gettempdir()) / f"fastps-{os.geteuid()}"
+        return Path(os.environ.get("TMPDIR", "/tmp")) / f"fastps-{os.geteuid()}"
 
 
 def _resolve(
@@ -544,7 +546,7 @@ def _parse(setting: Setting, value: object, source: str) -> Any:
     except ValueError as error:
         raise _refusal(setting, value, source, str(error)) from None
     if not _is_allowed(setting, parsed):
-        raise _refusal(setting, value, source, _bounds(setting))
+        raise _refusal(setting, value, source, setting.bounds)
     return parsed
 
 
@@ -562,17 +564,7 @@ def _refusal(setting: Setting, value: object, source: str, expected: str) -> Con
     return ConfigError(f"{source}={shown} is not {expected}; example: {setting.example}")
 
 
-def _bounds(setting: Setting) -> str:
-    """Say in words what a setting may be."""
-    if not setting.allowed:
-        return ""
-    if isinstance(setting.allowed[0], str):
-        return "one of " + ", ".join(setting.allowed)
-    low, high = setting.allowed
-    return f"{_format(low)} to {_format(high)} {setting.unit}".rstrip()
-
-
-def _format(value: object) -> str:
+def format_value(value: object) -> str:
     """Write a value as the environment holds it."""
     if value is None:
         return ""
@@ -610,74 +602,6 @@ def _check_together(config: Config) -> None:
         )
     if config.lease_s < 2 * config.heartbeat_s:
         raise ConfigError(
-            f"FASTPS_LEASE_S={_format(config.lease_s)} must be at least twice "
-            f"FASTPS_HEARTBEAT_S={_format(config.heartbeat_s)}"
+            f"FASTPS_LEASE_S={format_value(config.lease_s)} must be at least twice "
+            f"FASTPS_HEARTBEAT_S={format_value(config.heartbeat_s)}"
         )
-
-
-# ---- docs
-
-_HEAD = """\
-# Settings
-
-Generated by `python -m fastps.config --markdown`; do not edit.
-
-Every setting is a keyword of `fastps.init()` and an environment variable. A keyword wins over
-the `FASTPS_` variable, that over the aliases in the order listed, those over the default.
-Aliases are variables of BytePS, torchrun, SLURM and Open MPI; an empty alias counts as unset.
-Values out of bounds are an error; an unknown `FASTPS_` name is logged with the nearest known one.
-`python -m fastps.config --explain` shows what the present environment amounts to.
-"""
-_TABLE_HEAD = "| variable | default | may be | aliases | meaning |\n|---|---|---|---|---|"
-
-
-def markdown() -> str:
-    """Write docs/env.md from the table."""
-    sections = list(dict.fromkeys(setting.section for setting in SETTINGS))
-    parts = [_HEAD]
-    for section in sections:
-        rows = [_row(setting) for setting in SETTINGS if setting.section == section]
-        parts.append("\n".join([f"## {section}\n", _TABLE_HEAD, *rows, ""]))
-    names = ", ".join(f"`{name}`" for name in BUILD_NAMES)
-    parts.append(
-        "## When building\n\n"
-        f"{names} are read by `setup.py` only.\n"
-        "The cache of compiled kernels lies in `$XDG_CACHE_HOME/fastps`, else `~/.cache/fastps`.\n"
-    )
-    return "\n".join(parts)
-
-
-def _row(setting: Setting) -> str:
-    default = "" if setting.default in (None, "") else f"`{_format(setting.default)}`"
-    bounds = "1 or 0" if setting.parse is _boolean else _bounds(setting)
-    aliases = [a if isinstance(a, str) else a.label for a in setting.aliases]
-    shown = ", ".join(f"`{alias}`" for alias in aliases)
-    cells = [f"`{setting.name}`", default, bounds, shown, setting.sentence]
-    return "| " + " | ".join(cells) + " |"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line of the settings table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fastps.config", description="Show the settings of fastps."
-    )
-    choice = parser.add_mutually_exclusive_group(required=True)
-    choice.add_argument("--markdown", action="store_true", help="print docs/env.md")
-    choice.add_argument(
-        "--explain", action="store_true", help="print each setting, its value and where it is from"
-    )
-    options = parser.parse_args(arguments)
-    if options.markdown:
-        sys.stdout.write(markdown())
-        return 0
-    try:
-        lines = [f"{name}={value}  # {source}\n" for name, value, source in explain()]
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.writelines(lines)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,451 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links within one process: the transport interface with memcpy in the place of a network.
+
+For tests of owners, and for owners that share a process. Theory of operation. connect() makes a
+pair of links, each the other's twin. A pair belongs to one I/O thread, which takes items off both
+queues, asks the twin's owner where each frame lands, copies it there and delivers it. Whoever
+queues an item puts the pair on its thread's ready queue, once; nobody else copies.
+
+Invariants. Only the I/O thread pops from links, calls landing, deliver and closed, and ends
+pairs; both links of a pair end together. io.lock guards the list of pairs. Ended pairs that are
+still on the ready queue are freed when they are popped.
+"""
+
+cimport cython
+from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+
+from fastps._atomic cimport fps_cas32, fps_load32, fps_store32, fps_swap32
+from fastps._core cimport (
+    E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, FAULT_LINK_RECV, FAULT_LINK_SEND, OK, Queue,
+    Thread, deadline_of, fault_hit, queue_close, queue_create, queue_credit_return, queue_free,
+    queue_pop, queue_pop_nowait, queue_push, thread_create, thread_join,
+)
+from fastps.transport._link cimport (
+    KICK_NONE, Link, LinkOwner, LinkStats, Owner, SendItem, Transport, header_check, header_seal,
+)
+from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
+
+from fastps.errors import TransportError, TransportTimeout
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_init(pthread_mutex_t*, void*)
+    int pthread_mutex_destroy(pthread_mutex_t*)
+    int pthread_mutex_lock(pthread_mutex_t*)
+    int pthread_mutex_unlock(pthread_mutex_t*)
+
+cdef enum:
+    QUEUE_HINT = 64             # items that a queue holds before it grows
+    TURN_BYTES = 1 << 20        # bytes moved in one direction before the other pairs have a turn
+
+cdef struct IoThread
+cdef struct Pair
+
+cdef struct InprocLink:
+    Link base                   # first: a Link* is an InprocLink*
+    Pair* pair
+    InprocLink* twin
+    Queue* queue
+    int32_t close_status        # atomic; first call of close() wins
+    int32_t is_leaving          # atomic; BYE queued
+    SendItem* current           # popped, not yet wholly copied; I/O thread
+    SendItem bye
+
+cdef struct Pair:
+    InprocLink ends[2]
+    IoThread* io
+    Pair* next                  # io's list of pairs; io.lock
+    int32_t is_kicked           # atomic: on the ready queue, or not yet wholly connected
+    bint is_over                # I/O thread: ended, to be freed when it leaves the ready queue
+
+cdef struct IoThread:
+    Queue* ready                # pairs with something to do
+    pthread_mutex_t lock
+    Pair* pairs
+    LinkStats ended             # sums over links that are no more; lock
+    Thread* thread
+
+
+# ---------------------------------------------------------------- send side
+
+cdef void kick_io(Pair* pair) noexcept nogil:
+    if fps_swap32(&pair.is_kicked, 1):
+        return
+    if queue_push(pair.io.ready, 0, 0, 0, pair) != OK:
+        fps_store32(&pair.is_kicked, 0)
+
+
+cdef void inproc_kick(Link* base, int kick) noexcept nogil:
+    if kick != KICK_NONE:
+        kick_io((<InprocLink*>base).pair)
+
+
+cdef int inproc_send(Link* base, SendItem* item, int kick) noexcept nogil:
+    cdef InprocLink* link = <InprocLink*>base
+    cdef uint64_t charged = item.nbytes if item.is_credited else 0
+    cdef int status = E_SHUTDOWN        # after BYE nothing follows
+    if not fps_load32(&link.is_leaving):
+        status = queue_push(link.queue, item.header.priority, item.header.key, charged, item)
+    if status == OK:
+        inproc_kick(base, kick)
+    return status
+
+
+cdef void inproc_credit(Link* base, uint64_t nbytes) noexcept nogil:
+    cdef InprocLink* link = <InprocLink*>base
+    queue_credit_return(link.queue, nbytes)
+    kick_io(link.pair)
+
+
+cdef void begin_close(InprocLink* link, int status) noexcept nogil:
+    """Queue BYE behind everything, or ask for the end at once."""
+    if status != E_SHUTDOWN:
+        fps_cas32(&link.close_status, OK, status)
+        return
+    if fps_swap32(&link.is_leaving, 1):
+        return
+    link.bye.header.kind = KIND_BYE
+    queue_push(link.queue, INT64_MIN, <uint64_t>-1, 0, &link.bye)
+
+
+cdef void inproc_close(Link* base, int status) noexcept nogil:
+    cdef InprocLink* link = <InprocLink*>base
+    begin_close(link, status)
+    kick_io(link.pair)
+
+
+# ---------------------------------------------------------------- receive side
+
+cdef int receive(InprocLink* link, const Header* header, const char* payload) noexcept nogil:
+    """Land one frame at its receiver; negative: the receiver's link has to end."""
+    cdef Owner* owner = &link.base.owner
+    cdef void* place
+    cdef int status = header_check(header)
+    if status != OK:
+        return status
+    fault_hit(FAULT_LINK_RECV)
+    place = owner.landing(owner.context, &link.base, header, &status)
+    if status != OK or (place == NULL and header.length):
+        return status if status < 0 else E_PROTOCOL
+    if header.length:
+        memcpy(place, payload, header.length)
+    link.base.stats.reads += 1
+    link.base.stats.frames_received += 1
+    link.base.stats.bytes_received += HEADER_BYTES + header.length
+    return owner.deliver(owner.context, &link.base, header)
+
+
+cdef int move_frame(InprocLink* link, SendItem* item) noexcept nogil:
+    """Copy the next frame of item to the twin; the item is sent once it is wholly copied."""
+    cdef Header header = item.header
+    cdef uint32_t start = item.cursor
+    cdef int status
+    header.length = item.nbytes - start
+    if item.chunk_bytes and header.length > item.chunk_bytes:
+        header.length = item.chunk_bytes
+    if item.nbytes:
+        header.offset = item.base + start
+    header_seal(&header)
+    fault_hit(FAULT_LINK_SEND)
+    status = receive(link.twin, &header, item.payload + start)
+    if status != OK:
+        return status
+    item.cursor += header.length
+    link.base.stats.writes += 1
+    link.base.stats.frames_sent += 1
+    link.base.stats.bytes_sent += HEADER_BYTES + header.length
+    if item.cursor == item.nbytes:
+        link.current = NULL
+        if item.sent != NULL:
+            item.sent(item, OK)
+    return OK
+
+
+cdef int move_frames(InprocLink* link) noexcept nogil:
+    """Move what is queued, most urgent first, for one turn; E_SHUTDOWN: the sender said BYE.
+
+    Another negative status is the receiver's.
+    """
+    cdef uint64_t start = link.base.stats.bytes_sent
+    cdef void* item
+    cdef int status = OK
+    while status == OK:
+        if link.current == NULL:
+            if queue_pop_nowait(link.queue, &item) != OK:
+                return OK
+            if item == <void*>&link.bye:
+                return E_SHUTDOWN
+            link.current = <SendItem*>item
+            link.current.cursor = 0
+        if link.base.stats.bytes_sent - start >= TURN_BYTES:
+            kick_io(link.pair)
+            return OK
+        status = move_frame(link, link.current)
+    return E_PROTOCOL if status == E_SHUTDOWN else status
+
+
+# ---------------------------------------------------------------- end of a link
+
+cdef void drop_queue(InprocLink* link, int status) noexcept nogil:
+    """Give every item that has not left back to its owner; a closed queue needs no credit."""
+    cdef SendItem* item = link.current
+    cdef void* popped
+    queue_close(link.queue)
+    link.current = NULL
+    while True:
+        if item != NULL and item.sent != NULL:
+            item.sent(item, status)
+        if queue_pop_nowait(link.queue, &popped) != OK:
+            return
+        item = <SendItem*>popped
+
+
+cdef void add_stats(LinkStats* total, const LinkStats* stats) noexcept nogil:
+    total.bytes_sent += stats.bytes_sent
+    total.bytes_received += stats.bytes_received
+    total.frames_sent += stats.frames_sent
+    total.frames_received += stats.frames_received
+    total.writes += stats.writes
+    total.reads += stats.reads
+
+
+cdef void unlist(IoThread* io, Pair* pair) noexcept nogil:
+    cdef Pair** place = &io.pairs
+    while place[0] != NULL and place[0] != pair:
+        place = &place[0].next
+    if place[0] == pair:
+        place[0] = pair.next
+
+
+cdef void free_pair(Pair* pair) noexcept nogil:
+    queue_free(pair.ends[0].queue)
+    queue_free(pair.ends[1].queue)
+    free(pair)
+
+
+cdef void end_link(InprocLink* link, int status) noexcept nogil:
+    drop_queue(link, status)
+    link.base.owner.closed(link.base.owner.context, &link.base, status)
+
+
+cdef void end_pair(InprocLink* link, int status) noexcept nogil:
+    """Stop both links for good: one with status, its twin with what a peer sees of that."""
+    cdef Pair* pair = link.pair
+    cdef IoThread* io = pair.io
+    cdef bint in_order = status == E_SHUTDOWN or fps_load32(&link.twin.is_leaving)
+    end_link(link, status)
+    end_link(link.twin, E_SHUTDOWN if in_order else E_PEER_LOST)
+    pthread_mutex_lock(&io.lock)
+    unlist(io, pair)
+    add_stats(&io.ended, &pair.ends[0].base.stats)
+    add_stats(&io.ended, &pair.ends[1].base.stats)
+    pthread_mutex_unlock(&io.lock)
+    pair.is_over = True
+    if not fps_load32(&pair.is_kicked):
+        free_pair(pair)
+
+
+# ---------------------------------------------------------------- I/O thread
+
+cdef void serve_pair(Pair* pair) noexcept nogil:
+    cdef InprocLink* link
+    cdef int i, status
+    fps_swap32(&pair.is_kicked, 0)
+    if pair.is_over:
+        free_pair(pair)
+        return
+    for i in range(2):
+        link = &pair.ends[i]
+        status = fps_load32(&link.close_status)
+        if status != OK:
+            end_pair(link, status)
+            return
+        status = move_frames(link)
+        if status != OK:
+            end_pair(link.twin, status)
+            return
+
+
+cdef void io_main(void* arg) noexcept nogil:
+    cdef IoThread* io = <IoThread*>arg
+    cdef void* pair
+    while queue_pop(io.ready, &pair, INT64_MAX) == OK:
+        serve_pair(<Pair*>pair)
+    while io.pairs != NULL:
+        end_pair(&io.pairs.ends[0], E_SHUTDOWN)
+
+
+# ---------------------------------------------------------------- Python face
+
+@cython.no_gc_clear             # the I/O threads use the owners until they are joined
+cdef class InprocTransport(Transport):
+    """I/O threads and the pairs of links that they serve.
+
+    io_threads: how many threads share the pairs. Created here and joined by close().
+    """
+
+    cdef IoThread* threads
+    cdef int n_threads
+    cdef int next_thread
+    cdef bint is_closed
+    cdef set owners             # kept alive until no callback can come any more
+
+    def __cinit__(self, *, int io_threads=1):
+        cdef IoThread* io
+        cdef int i
+        self.owners = set()
+        self.threads = <IoThread*>calloc(io_threads, sizeof(IoThread))
+        if self.threads == NULL:
+            raise MemoryError("no memory for I/O threads")
+        for i in range(io_threads):
+            io = &self.threads[i]
+            pthread_mutex_init(&io.lock, NULL)
+            self.n_threads = i + 1
+            io.ready = queue_create(0, QUEUE_HINT)
+            if io.ready == NULL:
+                raise MemoryError("no memory for I/O threads")
+            io.thread = thread_create("inproc", i, io_main, io, NULL, 0, -1)
+            if io.thread == NULL:
+                raise TransportError("cannot start an I/O thread; check `ulimit -u`")
+
+    def connect(self, LinkOwner owner_a, uint32_t peer_for_a, LinkOwner owner_b,
+                uint32_t peer_for_b, *, uint32_t lane=0, uint64_t credit_bytes=0):
+        """Join two owners; each knows the other by its peer number.
+
+        credit_bytes: bytes in flight allowed in each direction, 0 = no limit.
+        """
+        cdef Pair* pair
+        if self.is_closed:
+            raise TransportError("the transport is closed")
+        pair = make_pair(&self.threads[self.next_thread], credit_bytes)
+        if pair == NULL:
+            raise MemoryError("no memory for a pair of links")
+        self.next_thread = (self.next_thread + 1) % self.n_threads
+        try:
+            attach(&pair.ends[0], owner_a, peer_for_a, lane)
+            attach(&pair.ends[1], owner_b, peer_for_b, lane)
+        except BaseException:
+            if pair.ends[0].base.owner.context != NULL:
+                with nogil:
+                    end_link(&pair.ends[0], E_SHUTDOWN)
+            free_pair(pair)
+            raise
+        self.owners |= {owner_a, owner_b}
+        pthread_mutex_lock(&pair.io.lock)
+        pair.next = pair.io.pairs
+        pair.io.pairs = pair
+        queue_push(pair.io.ready, 0, 0, 0, pair)    # serves what was sent meanwhile
+        pthread_mutex_unlock(&pair.io.lock)
+
+    def statistics(self):
+        """Sum the counters of all links so far, as a dict; `links` counts those still open."""
+        cdef LinkStats total
+        cdef Pair* pair
+        cdef int i, links = 0
+        memset(&total, 0, sizeof(total))
+        for i in range(self.n_threads):
+            pthread_mutex_lock(&self.threads[i].lock)
+            add_stats(&total, &self.threads[i].ended)
+            pair = self.threads[i].pairs
+            while pair != NULL:
+                links += 2
+                add_stats(&total, &pair.ends[0].base.stats)
+                add_stats(&total, &pair.ends[1].base.stats)
+                pair = pair.next
+            pthread_mutex_unlock(&self.threads[i].lock)
+        result = dict(total)
+        result["links"] = links
+        return result
+
+    def leave(self):
+        """Say BYE on every link; what is queued still moves. Does not wait."""
+        self.close_links(E_SHUTDOWN)
+
+    def abort(self):
+        """End every link now; owners are told E_PEER_LOST. Does not wait."""
+        self.close_links(E_PEER_LOST)
+
+    cdef void close_links(self, int status):
+        cdef Pair* pair
+        cdef int i
+        for i in range(self.n_threads):
+            pthread_mutex_lock(&self.threads[i].lock)
+            pair = self.threads[i].pairs
+            while pair != NULL:
+                begin_close(&pair.ends[0], status)
+                begin_close(&pair.ends[1], status)
+                kick_io(pair)
+                pair = pair.next
+            pthread_mutex_unlock(&self.threads[i].lock)
+
+    def close(self, *, double timeout_s=10.0):
+        """Stop the I/O threads, end every link that is left and free all. Idempotent.
+
+        Raises TransportTimeout when a thread does not end within timeout_s seconds.
+        """
+        cdef int64_t deadline = deadline_of(timeout_s)
+        cdef int i, status = OK
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for i in range(self.n_threads):
+            queue_close(self.threads[i].ready)
+        for i in range(self.n_threads):
+            with nogil:
+                status = thread_join(self.threads[i].thread, deadline)
+            if status != OK:
+                raise TransportTimeout(
+                    f"I/O thread {i} did not end within {timeout_s:g} s; this is a bug")
+            self.threads[i].thread = NULL
+        self.owners.clear()
+
+    def __dealloc__(self):
+        cdef int i
+        if self.threads == NULL:
+            return
+        for i in range(self.n_threads):
+            if self.threads[i].thread != NULL:
+                queue_close(self.threads[i].ready)
+                with nogil:
+                    thread_join(self.threads[i].thread, deadline_of(10.0))
+            queue_free(self.threads[i].ready)
+            pthread_mutex_destroy(&self.threads[i].lock)
+        free(self.threads)
+
+
+cdef int attach(InprocLink* link, LinkOwner owner, uint32_t peer, uint32_t lane) except -1:
+    link.base.peer = peer
+    link.base.lane = lane
+    link.base.owner = owner.c_owner
+    try:
+        owner.c_attach(&link.base)
+    except BaseException:
+        link.base.owner.context = NULL
+        raise
+    return 0
+
+
+cdef Pair* make_pair(IoThread* io, uint64_t credit_bytes) noexcept nogil:
+    cdef Pair* pair = <Pair*>calloc(1, sizeof(Pair))
+    cdef InprocLink* link
+    cdef int i
+    if pair == NULL:
+        return NULL
+    pair.io = io
+    pair.is_kicked = 1          # nobody kicks it before it is wholly connected
+    for i in range(2):
+        link = &pair.ends[i]
+        link.pair = pair
+        link.twin = &pair.ends[1 - i]
+        link.queue = queue_create(credit_bytes, QUEUE_HINT)
+        link.base.send = inproc_send
+        link.base.kick = inproc_kick
+        link.base.credit = inproc_credit
+        link.base.close = inproc_close
+    if pair.ends[0].queue == NULL or pair.ends[1].queue == NULL:
+        free_pair(pair)
+        return NULL
+    return pair

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a script as a whole job of real processes and give back what its workers reported.
+
+A script calls report(value) (plain JSON) as often as it likes; run_workers() gives the values of
+each worker in order. The launcher ends every process; should it not, they are killed here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# Put before each script, in one line so that line numbers in a traceback move by one only.
+PRELUDE = (
+    "def report(value): import json, os; "
+    "f = open(__file__ + '.' + os.environ['FASTPS_RANK'], 'a'); "
+    "f.write(json.dumps(value) + '\\n'); f.close()"
+)
+SPARE_S = 30.0  # for the launcher to end a job after its own limit
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended: exit code, texts with prefixes, and reports by worker."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    reports: tuple[tuple[Any, ...], ...]
+
+    def check(self) -> JobResult:
+        """Give the result back if the job ended well; AssertionError shows its output."""
+        assert self.returncode == 0, f"code {self.returncode}\n{self.stdout}\n{self.stderr}"
+        return self
+
+
+def run_workers(
+    script: str,
+    folder: Path,
+    *,
+    workers: int = 2,
+    servers: int = 2,
+    timeout_s: float = 90.0,
+    environ: Mapping[str, str] | None = None,
+) -> JobResult:
+    """Run a script's text as the workers of a job on this machine, with real servers.
+
+    folder: where the script is written. environ: more settings for every process. Blocks; ends
+    the job after timeout_s (code 124).
+    """
+    path = folder / "worker.py"
+    path.write_text(PRELUDE + "\n" + textwrap.dedent(script), encoding="utf-8")
+    command = [
+        sys.executable, "-m", "fastps.launch.run", "-np", str(workers), "-s", str(servers),
+        "--timeout", str(timeout_s), sys.executable, "-W", "error::FutureWarning", str(path),
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environ() | {"PYTHONPATH": str(ROOT), **(environ or {})},
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s + SPARE_S)
+    finally:
+        process.kill()  # the kernel ends its children with it
+        process.wait()
+    reports = tuple(reports_of(path, rank) for rank in range(workers))
+    return JobResult(process.returncode, stdout, stderr, reports)
+
+
+def clean_environ() -> dict[str, str]:
+    """Give this process's environment without settings of a job it may be part of."""
+    own = ("FASTPS_", "DMLC_", "BYTEPS_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(own)}
+
+
+def reports_of(script: Path, rank: int) -> tuple[Any, ...]:
+    """Read what one worker reported."""
+    path = Path(f"{script}.{rank}")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return tuple(json.loads(line) for line in lines)

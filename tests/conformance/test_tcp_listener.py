@@ -1,0 +1,506 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who gets a data connection and who does not, what strangers cost, and what dialling tells."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from transport_nets import FAMILIES, TIMEOUT_S, has_ipv6, wait_until
+
+from fastps.auth import (
+    ACCEPT_BYTES,
+    CHALLENGE_BYTES,
+    HELLO_BYTES,
+    ClientHandshake,
+    Purpose,
+    ServerHandshake,
+    derive_key,
+)
+from fastps.config import Config, load
+from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError, TransportTimeout
+from fastps.transport import tcp
+
+KEY = derive_key(b"token", "data", "job")
+WRONG_KEY = derive_key(b"other token", "data", "job")
+SLOW_S = 0.3  # handshake timeout of listeners that meet slow clients
+
+
+def config_of(**changes: Any) -> Config:
+    """Make a configuration without looking at the environment."""
+    return load(changes, environ={})
+
+
+class Door:
+    """A listener and what it has let in."""
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        timeout_s: float = TIMEOUT_S,
+        wrap: Callable[[socket.socket], Any] = lambda sock: sock,
+    ) -> None:
+        self.config = config_of(handshake_timeout_s=timeout_s)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.listener = wrap(socket.create_server((host, 0), family=family, backlog=256))
+        self.listener.setblocking(False)
+        self.address: tuple[str, int] = self.listener.getsockname()[:2]
+        self.admitted: list[tuple[int, int, int]] = []
+        self.refusals: list[BaseException] = []  # raised by admit, one per call
+        self.calls = 0
+        self.door = tcp.Listener([self.listener], self.config, key=KEY, admit=self.admit)
+        self.door.start()
+
+    def admit(self, descriptor: int, sender: int, lane: int) -> None:
+        """Own a descriptor, or raise what the test wants."""
+        self.calls += 1
+        if self.refusals:
+            error = self.refusals.pop(0)
+            if not isinstance(error, tcp.NotYet):
+                os.close(descriptor)
+            raise error
+        self.admitted.append((descriptor, sender, lane))
+
+    def connect(self) -> socket.socket:
+        """Connect without saying anything."""
+        return socket.create_connection(self.address, timeout=TIMEOUT_S)
+
+    def dial(self, **changes: Any) -> socket.socket:
+        """Dial as a worker does."""
+        options = {"key": KEY, "sender": 3, "lane": 1, "what": "server 0"} | changes
+        return socket.socket(fileno=tcp.dial(self.address, self.config, **options))
+
+    def refused(self) -> dict[str, int]:
+        """Count what was refused."""
+        return self.door.statistics()
+
+    def close(self) -> None:
+        """Stop the listener and close what it let in."""
+        self.door.close(timeout_s=TIMEOUT_S)
+        for descriptor, _, _ in self.admitted:
+            os.close(descriptor)
+        self.admitted.clear()
+
+
+Opener = Callable[..., Door]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opener]:
+    """Make listeners; all are closed after the test."""
+    doors: list[Door] = []
+
+    def make(**options: Any) -> Door:
+        doors.append(Door(**options))
+        return doors[-1]
+
+    yield make
+    for door in doors:
+        door.close()
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Read until the other side closes or resets."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := sock.recv(65536):
+            data += piece
+    return data
+
+
+# ---- who is let in ----
+
+HOSTS = ["127.0.0.1"] + (["::1"] if has_ipv6() else [])
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_who_shows_the_token_is_let_in(opened, host):
+    door = opened(host=host)
+    lane = tcp.pack_lane(7, 2)
+    with door.dial(sender=5, lane=lane) as near:
+        [(descriptor, sender, packed)] = door.admitted
+        assert (sender, tcp.unpack_lane(packed)) == (5, (7, 2))
+        assert not os.get_blocking(descriptor)
+        assert not os.get_blocking(near.fileno())
+        near.send(b"frames")
+        with socket.socket(fileno=os.dup(descriptor)) as far:
+            far.settimeout(TIMEOUT_S)
+            assert far.recv(100) == b"frames"
+    assert door.refused() == {}
+
+
+def test_options_of_both_ends_are_set(opened):
+    door = opened()
+    with door.dial() as near, socket.socket(fileno=os.dup(door.admitted[0][0])) as far:
+        for sock in (near, far):
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            timeout_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert timeout_ms == door.config.tcp_user_timeout_s * 1000
+            assert congestion_of(sock) == best_congestion(door.config)
+
+
+def congestion_of(sock: socket.socket) -> str:
+    """Name a socket's congestion control."""
+    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    return raw.rstrip(b"\0").decode()
+
+
+def best_congestion(config: Config) -> str:
+    """Find the first of same_host_congestion that this machine allows, else its default."""
+    with socket.socket() as sock:
+        for name in config.same_host_congestion.split(","):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+                break
+        return congestion_of(sock)
+
+
+def test_congestion_control_is_left_alone_on_request(opened):
+    door = opened()
+    with socket.socket() as plain:
+        default = congestion_of(plain)
+    near = socket.create_connection(door.address, timeout=TIMEOUT_S)
+    with near:
+        tcp.tune(near, config_of(same_host_congestion=""))
+        assert congestion_of(near) == default
+        tcp.tune(near, config_of(same_host_congestion="nonsense, reno"))
+        assert congestion_of(near) == "reno"
+
+
+@pytest.mark.parametrize("generation", [0, 1, 2**24 - 1, 2**24, 2**24 + 5])
+def test_lanes_are_packed_beside_the_generation(generation):
+    for lane in (0, 1, 255):
+        assert tcp.unpack_lane(tcp.pack_lane(generation, lane)) == (generation % 2**24, lane)
+
+
+def test_not_yet_is_asked_again(opened):
+    door = opened()
+    door.refusals = [tcp.NotYet(), tcp.NotYet(), tcp.NotYet()]
+    with door.dial():
+        assert door.calls == 4
+        assert len(door.admitted) == 1
+    assert door.refused() == {}
+
+
+def test_not_yet_for_too_long_is_too_slow(opened):
+    door = opened(timeout_s=SLOW_S)
+    door.refusals = [tcp.NotYet() for _ in range(10000)]
+    with pytest.raises((TransportError, TransportTimeout), match="server 0 at 127"):
+        door.dial()
+    wait_until(lambda: door.refused() == {"too slow": 1}, "the refusal")
+
+
+def test_an_owner_that_refuses_is_counted(opened):
+    door = opened()
+    door.refusals = [ValueError("rank 3 is already connected")]
+    with pytest.raises(TransportError, match="closed the connection"):
+        door.dial()
+    wait_until(lambda: door.refused() == {"not admitted": 1}, "the refusal")
+    with door.dial():
+        assert len(door.admitted) == 1
+
+
+def test_many_dial_at_once(opened):
+    door = opened()
+    sockets: list[socket.socket] = []
+    threads = [
+        threading.Thread(target=lambda rank=rank: sockets.append(door.dial(sender=rank)))
+        for rank in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert sorted(sender for _, sender, _ in door.admitted) == list(range(16))
+    for sock in sockets:
+        sock.close()
+
+
+# ---- who is not ----
+
+
+def test_a_wrong_token_is_refused(opened):
+    door = opened()
+    with pytest.raises(AuthError, match="job token"):
+        door.dial(key=WRONG_KEY)
+    wait_until(lambda: sum(door.refused().values()) == 1, "the refusal")
+    assert not door.admitted
+
+
+def test_a_client_that_guesses_is_refused(opened):
+    door = opened()
+    with door.connect() as sock:
+        sock.sendall(ClientHandshake(KEY, purpose=Purpose.DATA, sender=0).hello())
+        sock.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+        sock.sendall(bytes(32))
+        read_all(sock)
+    wait_until(lambda: door.refused() == {"wrong token": 1}, "the refusal")
+
+
+def test_a_replay_is_refused(opened):
+    door = opened()
+    client = ClientHandshake(KEY, purpose=Purpose.DATA, sender=0)
+    hello = client.hello()
+    with door.connect() as sock:
+        sock.sendall(hello)
+        proof = client.answer(sock.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
+        sock.sendall(proof)
+        assert len(sock.recv(ACCEPT_BYTES, socket.MSG_WAITALL)) == ACCEPT_BYTES
+    assert len(door.admitted) == 1
+    with door.connect() as sock:
+        sock.sendall(hello)
+        sock.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+        sock.sendall(proof)
+        read_all(sock)
+    wait_until(lambda: door.refused() == {"wrong token": 1}, "the refusal")
+    assert len(door.admitted) == 1
+
+
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n",
+    "zeros": bytes(100),
+    "tls": bytes.fromhex("16030100f8010000f40303") + bytes(range(100)),
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_gets_no_answer(opened, name):
+    door = opened()
+    with door.connect() as sock:
+        sock.sendall(GARBAGE[name])
+        assert read_all(sock) == b""
+    wait_until(lambda: door.refused() == {"not our protocol": 1}, "the refusal")
+
+
+def test_another_purpose_is_refused_with_a_reason(opened):
+    door = opened()
+    client = ClientHandshake(KEY, purpose=Purpose.CONTROL, sender=0)
+    with door.connect() as sock:
+        sock.sendall(client.hello())
+        with pytest.raises(ProtocolError, match="wrong_purpose"):
+            client.answer(sock.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
+    wait_until(lambda: door.refused() == {"not our protocol": 1}, "the refusal")
+
+
+def test_a_port_scan_is_counted_and_logged_seldom(opened, caplog):
+    door = opened()
+    with caplog.at_level(logging.WARNING, logger="fastps.transport.tcp"):
+        for count in range(1, 31):
+            door.connect().close()
+            wait_until(lambda count=count: door.refused() == {"closed early": count}, "a refusal")
+    assert len(caplog.records) == 2, "the 1st and the 10th"
+    with door.dial():
+        assert len(door.admitted) == 1
+
+
+def test_a_half_open_connection_ends_in_time(opened):
+    door = opened(timeout_s=SLOW_S)
+    with door.connect() as sock:
+        assert read_all(sock) == b""
+    assert door.refused() == {"too slow": 1}
+
+
+def test_one_byte_at_a_time_does_not_stretch_the_deadline(opened):
+    door = opened(timeout_s=SLOW_S)
+    hello = ClientHandshake(KEY, purpose=Purpose.DATA, sender=0).hello()
+    began = time.monotonic()
+    with door.connect() as sock, contextlib.suppress(OSError):
+        for byte in hello[:-1]:
+            sock.send(bytes([byte]))
+            sock.settimeout(SLOW_S / 4)
+            with contextlib.suppress(TimeoutError):
+                if not sock.recv(1):
+                    break
+    assert time.monotonic() - began < SLOW_S / 4 * HELLO_BYTES / 2
+    wait_until(lambda: door.refused() == {"too slow": 1}, "the refusal")
+
+
+def test_a_hello_in_pieces_within_the_time_is_let_in(opened):
+    door = opened()
+    client = ClientHandshake(KEY, purpose=Purpose.DATA, sender=0)
+    with door.connect() as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in client.hello():
+            sock.send(bytes([byte]))
+        sock.sendall(client.answer(sock.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)))
+        client.finish(sock.recv(ACCEPT_BYTES, socket.MSG_WAITALL))
+        assert len(door.admitted) == 1
+
+
+def test_too_many_half_open_are_turned_away(opened, monkeypatch):
+    monkeypatch.setattr(tcp, "MAX_HALF_OPEN", 4)
+    door = opened()
+    silent = [door.connect() for _ in range(4)]
+    with door.connect() as extra:
+        assert read_all(extra) == b""
+    assert door.refused() == {"too many half-open": 1}
+    for sock in silent:
+        sock.close()
+    wait_until(lambda: door.refused().get("closed early") == 4, "the end of the silent ones")
+    with door.dial():
+        assert len(door.admitted) == 1
+
+
+class FullListener(socket.socket):
+    """A listening socket of a process without a free descriptor, for two calls."""
+
+    failures = 2
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Fail as the kernel does, then accept."""
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_running_out_of_descriptors_is_survived(opened, monkeypatch, caplog):
+    monkeypatch.setattr(tcp, "FULL_PAUSE_S", 0.01)
+    door = opened(wrap=lambda sock: FullListener(fileno=sock.detach()))
+    for _ in range(3):
+        with door.dial():
+            pass
+    assert len(door.admitted) == 3
+    assert door.listener.failures == 0
+    assert [record.args[0].errno for record in caplog.records] == [errno.EMFILE] * 2
+
+
+def test_strangers_leave_no_descriptor(opened):
+    door = opened()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        with door.connect() as sock:
+            sock.sendall(bytes(HELLO_BYTES))
+            read_all(sock)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "the end of all connections")
+
+
+# ---- the end of a listener ----
+
+
+def test_close_joins_the_thread_and_drops_the_half_open(opened):
+    door = opened()
+    with door.connect() as sock:
+        sock.sendall(b"F")
+        assert any(thread.name == "fastps:accept" for thread in threading.enumerate())
+        door.door.close(timeout_s=TIMEOUT_S)
+        assert all(thread.name != "fastps:accept" for thread in threading.enumerate())
+        assert read_all(sock) == b""
+    door.door.close(timeout_s=TIMEOUT_S)
+    with pytest.raises(ConnectionRefusedError):
+        door.connect()
+
+
+def test_a_listener_that_never_started_closes():
+    listener = socket.create_server(("127.0.0.1", 0))
+    door = tcp.Listener([listener], config_of(), key=KEY, admit=lambda *_: None)
+    door.close(timeout_s=TIMEOUT_S)
+    door.close(timeout_s=TIMEOUT_S)
+    assert listener.fileno() == -1
+
+
+# ---- what dialling tells ----
+
+
+def dial_to(address: tuple[str, int], **changes: Any) -> int:
+    """Dial an address with short timeouts."""
+    config = config_of(**({"connect_timeout_s": 0.3, "handshake_timeout_s": 0.3} | changes))
+    return tcp.dial(address, config, key=KEY, sender=0, lane=0, what="server 1")
+
+
+def free_port() -> int:
+    """Find a port on which nothing listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def test_nobody_listens():
+    port = free_port()
+    with pytest.raises(TransportError, match=f"server 1 at 127.0.0.1:{port}: Connection refused"):
+        dial_to(("127.0.0.1", port))
+
+
+def test_an_unknown_host():
+    with pytest.raises(TransportError, match=r"cannot connect to server 1 at nowhere\.invalid:1"):
+        dial_to(("nowhere.invalid", 1))
+
+
+def test_a_host_that_does_not_answer():
+    with socket.socket() as full, contextlib.ExitStack() as waiting:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):  # fill the backlog: further connections get no answer
+            sock = waiting.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+        with pytest.raises(TransportTimeout, match=r"did not answer within 0\.3 s.*FASTPS_HOST"):
+            dial_to(full.getsockname())
+
+
+@pytest.fixture
+def mute() -> Iterator[socket.socket]:
+    """A socket that accepts connections in the kernel and says nothing."""
+    with socket.create_server(FAMILIES["tcp4"][1:] + (0,)) as sock:
+        sock.settimeout(TIMEOUT_S)
+        yield sock
+
+
+def test_a_listener_that_says_nothing(mute):
+    with pytest.raises(TransportTimeout, match=r"server 1 at 127.*handshake.*0\.3 s"):
+        dial_to(mute.getsockname())
+
+
+def answer_with(mute: socket.socket, reply: Callable[[bytes], bytes]) -> threading.Thread:
+    """Answer the next connection's hello, then close it."""
+
+    def serve() -> None:
+        sock, _ = mute.accept()
+        with sock, contextlib.suppress(OSError):  # a client that knows enough may reset
+            sock.sendall(reply(sock.recv(HELLO_BYTES, socket.MSG_WAITALL)))
+            sock.settimeout(TIMEOUT_S)
+            sock.shutdown(socket.SHUT_WR)
+            read_all(sock)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread
+
+
+REPLIES = {
+    "closes": (lambda hello: b"", TransportError, "closed the connection"),
+    "speaks http": (lambda hello: b"HTTP/1.1 400\r\n" * 9, ProtocolError, "not a fastps process"),
+    "echoes": (lambda hello: hello * 3, ProtocolError, "refused the connection"),
+    "does not know the key": (
+        lambda hello: ServerHandshake(WRONG_KEY).challenge(hello),
+        AuthError,
+        "does not know the job token",
+    ),
+    "closes before it accepts": (
+        lambda hello: ServerHandshake(KEY).challenge(hello),
+        TransportError,
+        "closed the connection",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_listener_that_is_not_ours(mute, name):
+    reply, kind, message = REPLIES[name]
+    before = len(os.listdir("/proc/self/fd"))
+    thread = answer_with(mute, reply)
+    with pytest.raises(kind, match=f"server 1 at 127.*{message}") as caught:
+        dial_to(mute.getsockname(), handshake_timeout_s=TIMEOUT_S)
+    thread.join(TIMEOUT_S)
+    assert isinstance(caught.value, FastPSError)
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the conformance suite needs: connected mailboxes over each transport, and raw peers."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastps.errors import StallError
+from fastps.transport._inproc import InprocTransport
+from fastps.transport._mailbox import Mailbox, Parcel
+from fastps.transport._tcp import TcpTransport
+
+TIMEOUT_S = 60.0  # nothing here takes a second; a loaded machine may need some
+OPEN, IN_ORDER, PEER_LOST, PROTOCOL = 1, -2, -3, -4
+KICK_NONE, KICK_WAKE, KICK_INLINE, KICK_FULL = 0, 1, 2, 3
+FAMILIES = {"tcp4": (socket.AF_INET, "127.0.0.1"), "tcp6": (socket.AF_INET6, "::1")}
+
+
+def has_ipv6() -> bool:
+    """Tell whether this machine can talk IPv6 to itself."""
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+NETS = ["inproc", "tcp4"] + (["tcp6"] if has_ipv6() else [])
+
+
+def tcp_pair(kind: str = "tcp4", *, buffer_bytes: int = 0) -> tuple[socket.socket, socket.socket]:
+    """Make two connected, non-blocking TCP sockets; buffer_bytes keeps the kernel's part small."""
+    family, host = FAMILIES[kind]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        near = socket.socket(family, socket.SOCK_STREAM)
+        if buffer_bytes:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+        listener.bind((host, 0))
+        listener.listen(1)
+        near.connect(listener.getsockname()[:2])
+        far, _ = listener.accept()
+    for sock in (near, far):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setblocking(False)
+    return near, far
+
+
+class Net:
+    """One transport, and a way to connect two mailboxes over it."""
+
+    def __init__(self, kind: str, *, io_threads: int = 1) -> None:
+        self.kind = kind
+        make = InprocTransport if kind == "inproc" else TcpTransport
+        self.transport: Any = make(io_threads=io_threads)
+
+    def connect(
+        self, a: Mailbox, peer_for_a: int, b: Mailbox, peer_for_b: int, *, credit_bytes: int = 0
+    ) -> None:
+        """Join two mailboxes; each knows the other by its peer number."""
+        if self.kind == "inproc":
+            self.transport.connect(a, peer_for_a, b, peer_for_b, credit_bytes=credit_bytes)
+            return
+        near, far = tcp_pair(self.kind)
+        with near, far:
+            self.transport.adopt(near.detach(), a, peer=peer_for_a, credit_bytes=credit_bytes)
+            self.transport.adopt(far.detach(), b, peer=peer_for_b, credit_bytes=credit_bytes)
+
+    def pair(self, *, credit_bytes: int = 0) -> tuple[Mailbox, Mailbox]:
+        """Make two connected mailboxes; each is the other's peer 0."""
+        a, b = Mailbox(), Mailbox()
+        self.connect(a, 0, b, 0, credit_bytes=credit_bytes)
+        return a, b
+
+    def close(self) -> None:
+        """Join the I/O threads."""
+        self.transport.close(timeout_s=TIMEOUT_S)
+
+
+def payload_of(nbytes: int, seed: int = 0) -> bytes:
+    """Make bytes that no shift or mix-up of frames leaves equal."""
+    return random.Random(seed).randbytes(nbytes)
+
+
+def collect(box: Mailbox, nbytes: int) -> bytes:
+    """Receive the frames of one payload in order and join them."""
+    parts, have = [], 0
+    while have < nbytes or not parts:
+        _, header, data = box.receive(timeout_s=TIMEOUT_S)
+        assert header["offset"] == have, "frames of one item arrive in order"
+        parts.append(data)
+        have += len(data)
+    return b"".join(parts)
+
+
+def outcome(parcel: Parcel) -> str:
+    """Wait until a parcel was given back; name the error it came back with, or OK."""
+    try:
+        parcel.wait(timeout_s=TIMEOUT_S)
+    except StallError:
+        raise
+    except Exception as error:
+        return type(error).__name__
+    return "OK"
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Look again and again, for conditions of the kernel that no event announces."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {TIMEOUT_S:g} s"
+        time.sleep(0.001)

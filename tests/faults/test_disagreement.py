@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that disagree, and workers that misuse their arrays: a typed error, and life goes on."""
+
+from __future__ import annotations
+
+import programs_faults
+import pytest
+from job import run_job
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(2, 2), (3, 1)])
+def test_mismatch_reaches_everybody_and_names_both_sides(workers, servers):
+    environment = {"FASTPS_PARTITION_BYTES": "65536", "FASTPS_CHUNK_BYTES": "16384"}
+    found = run_job(
+        programs_faults.disagree, workers=workers, servers=servers, environment=environment
+    )
+    labels = ("shape", "layout", "dtype", "operation", "root", "small root", "kind",
+              "kind of the root", "changed")  # fmt: skip
+    sides = {
+        "shape": ("shape (3,)", "shape (4,)"),
+        "layout": ("shape (2, 3)", "shape (3, 2)"),
+        "dtype": ("int32", "float32"),
+        "changed": ("shape (6,)", "shape (7,)"),
+    }
+    for errors in found:
+        for label, error in zip(labels, errors, strict=True):
+            assert error, f"{label}: no error"
+            name, text = error
+            assert name == "MismatchError", (label, error)
+            assert repr(label) in text
+            assert "worker" in text
+            for side in sides.get(label, ()):
+                assert side in text, (label, text)
+    for label in sides:
+        texts = {errors[labels.index(label)][1] for errors in found}
+        assert len(texts) == 1, f"all hear the same about {label}: {texts}"
+        assert f"worker {workers - 1}" in texts.pop()
+
+
+@pytest.mark.parametrize("name", ["FASTPS_PARTITION_BYTES", "FASTPS_CHUNK_BYTES"])
+def test_other_partitions_on_one_worker(name):
+    found = run_job(
+        programs_faults.declare_partitions, environment={name: "65536"},
+        each={("worker", 1): {name: "131072"}},
+    )  # fmt: skip
+    for error, text in found:
+        assert error == "MismatchError"
+        for part in ("'partitions'", "65536", "131072", "worker 0", "worker 1"):
+            assert part in text
+    if name == "FASTPS_PARTITION_BYTES":
+        assert "13 partition(s)" in found[0][1]
+
+
+def test_misuse_of_arrays_and_names():
+    found = run_job(programs_faults.misuse)[0]
+    assert found.pop("freed") == []
+    assert found.pop("stall")[0] == "StallError"
+    for label in ("twice", "twice in a list"):
+        error, text = found.pop(label)
+        assert error == "FastPSError"
+        assert "'busy' is already in flight" in text
+    assert found.pop("resized")[0] == "ValueError"
+    types = ("complex", "big endian", "object", "unsigned", "list", "mean of booleans")
+    for label, error in found.items():
+        assert error, f"{label}: no error"
+        name, text = error
+        assert name == ("TypeError" if label in types else "ValueError"), (label, error)
+        assert len(text) > 20
+    for label in ("not contiguous", "fortran", "output not contiguous"):
+        assert "not C-contiguous" in found[label][1]
+    for label, name in (("read-only output", "n9"), ("read-only broadcast", "n11")):
+        assert repr(name) in found[label][1]
+
+
+def test_repeated_mismatch_with_stragglers():
+    """A round that failed must not be taken over before everybody has come to it."""
+    assert run_job(programs_faults.disagree_often, workers=4, arguments={"times": 30}) == [30] * 4
+
+
+def test_shutdown_ends_waits():
+    environment = {"FASTPS_LINGER_S": "60"}
+    found = run_job(programs_faults.shut_down_in_flight, environment=environment)
+    for waited, after in zip(found[0][::2], found[0][1::2], strict=True):
+        # PeerLostError: the other worker was faster to leave
+        assert waited[0] in ("ShutdownError", "PeerLostError"), waited
+        assert after[0] == "NotInitializedError"

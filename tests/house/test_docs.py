@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents tell a reader to do works: every command and every program is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from house_source import ROOT
+
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+LIMIT_S = 280  # four processes that import PyTorch on a busy machine with two cores
+# Commands that are too long for here, and the test that runs what they do.
+COVERED = {
+    "make demo": "tests/cluster/test_demo.py",
+    "make test": "tests/house/test_docs.py",
+    "pip install .": "tests/house/test_packaging.py",
+}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """List (document, text) of all fenced blocks of a language."""
+    return [
+        (document.name, text)
+        for document in DOCUMENTS
+        for found, text in FENCE.findall(document.read_text())
+        if found == language
+    ]
+
+
+def commands() -> list[str]:
+    """List every line of every shell block, once."""
+    lines = [line for _, text in blocks("sh") for line in text.splitlines() if line.strip()]
+    return list(dict.fromkeys(lines))
+
+
+def environment() -> dict[str, str]:
+    """Put this interpreter's commands first, as an activated environment does."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FASTPS_")}
+    return {**kept, "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"}
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Run a command to its end and give its output; fail with it otherwise."""
+    result = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}"
+    return result.stdout
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize("command", [line for line in commands() if line not in COVERED])
+def test_documented_command_works(command):
+    assert run(["bash", "-c", command], ROOT)
+
+
+def test_long_commands_are_documented_and_covered():
+    assert set(COVERED) <= set(commands()), "a command left the documents; remove it from COVERED"
+    for test in COVERED.values():
+        assert (ROOT / test).is_file()
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize(("document", "program"), blocks("python"))
+def test_documented_program_works(document, program, tmp_path):
+    run([sys.executable, "-W", "error", "-c", program], tmp_path)
+
+
+def test_the_readmes_program_is_the_example():
+    program = (ROOT / "examples" / "minimal.py").read_text().partition('"""\n\n')[2]
+    assert program in [text for name, text in blocks("python") if name == "README.md"]
+
+
+def test_blocks_say_what_they_are():
+    for document in DOCUMENTS:
+        languages = {language for language, _ in FENCE.findall(document.read_text())}
+        assert languages <= {"sh", "python"}, f"{document.name} has {languages}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files(document):
+    for target in LINK.findall(document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_map_names_what_exists():
+    readme = (ROOT / "README.md").read_text()
+    rows = [row.split("|")[1] for row in readme.splitlines() if row.startswith("| `")]
+    names = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert len(names) > 10
+    for name in names:
+        assert (ROOT / name).exists() or (ROOT / "fastps" / name).exists(), name

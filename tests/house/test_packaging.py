@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a wheel and a source archive hold: everything to run, to compile against, to build."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from house_source import CYTHON_SUFFIXES, PACKAGE, ROOT
+
+METADATA = ("setup.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+ONE_MODULE = "fastps.transport._mailbox"  # one extension stands for all: the others take minutes
+BUILT = (".so", ".c", ".html", ".pyc")
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+    """Build a wheel and a source archive of a clean copy; give the folder with both."""
+    folder = tmp_path_factory.mktemp("packaging")
+    source = folder / "source"
+    source.mkdir()
+    for name in METADATA:
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(PACKAGE, source / "fastps", ignore=lambda _, names: only_built(names))
+    result = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source],
+        env={**os.environ, "FASTPS_ONLY": ONE_MODULE},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout
+    return folder
+
+
+def only_built(names: list[str]) -> set[str]:
+    return {name for name in names if name.endswith(BUILT) or name == "__pycache__"}
+
+
+def sources(*suffixes: str) -> set[str]:
+    """List the package's files with one of the suffixes, relative to the root."""
+    return {
+        path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.suffix in suffixes
+    }
+
+
+def in_wheel(folder: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        return {name: wheel.read(name) for name in wheel.namelist()}
+
+
+@pytest.mark.timeout(300)
+def test_wheel_holds_the_package_and_nothing_else(archives):
+    names = set(in_wheel(archives))
+    expected = sources(".py", ".pyi", ".pxd") | {"fastps/py.typed"}
+    extensions = {name for name in names if name.endswith(".so")}
+    metadata = {name for name in names if ".dist-info/" in name}
+    assert names - extensions - metadata == expected
+    assert [name.split(".")[0] for name in extensions] == [ONE_MODULE.replace(".", "/")]
+    assert any(name.endswith("/LICENSE") for name in metadata)
+
+
+@pytest.mark.timeout(300)
+def test_wheel_offers_the_commands_and_asks_for_little(archives):
+    files = in_wheel(archives)
+    points = next(text for name, text in files.items() if name.endswith("entry_points.txt"))
+    assert b"fastps-run = fastps.launch.run:main" in points
+    assert b"fastps-server = fastps.server.main:main" in points
+    text = next(text for name, text in files.items() if name.endswith(".dist-info/METADATA"))
+    metadata = Parser().parsestr(text.decode())
+    needed = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
+    assert sorted(line.split(">")[0] for line in needed) == ["msgspec", "numba", "numpy"]
+    assert metadata["License"] == "Apache-2.0"
+
+
+@pytest.mark.timeout(300)
+def test_source_archive_can_be_built_from(archives):
+    with tarfile.open(next(archives.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert sources(".py", ".pyi", *CYTHON_SUFFIXES) <= names
+    assert {*METADATA, "fastps/py.typed"} <= names
+    assert not {name for name in names if name.endswith(BUILT)}

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a store does, in plain Python: one key, events in, frames out. The oracle of _store.pyx."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from reduce_oracle import expected
+
+from fastps.types import DType
+from fastps.wire import FrameFlag, FrameKind
+
+OK, PEER_LOST, MISMATCH = 0, -3, -5
+
+
+@dataclass(frozen=True)
+class Op:
+    """What a worker says it wants from a round; all workers must say the same."""
+
+    flags: FrameFlag = FrameFlag(0)  # noqa: RUF009
+    root: int = 0  # of a broadcast
+
+
+@dataclass(frozen=True, order=True)
+class Frame:
+    """What a worker is to receive; for an ERROR offset is -status and priority the culprit."""
+
+    kind: int
+    version: int
+    offset: int
+    payload: bytes = b""
+    flags: int = 0
+    priority: int = 0
+
+
+@dataclass
+class Part:
+    """What one worker gave to a round."""
+
+    payload: bytes | None  # None: a PULL
+    wants_result: bool
+    flags: FrameFlag
+    cursor: int = 0
+
+
+@dataclass
+class Round:
+    """One version of the key."""
+
+    op: Op
+    arrived: list[int]
+    parts: dict[int, Part] = field(default_factory=dict)
+    done: int = 0
+    status: int = OK
+    culprit: int = 0
+
+
+class KeyModel:
+    """One key of a store of n_workers; every method gives {rank: frames that it must get}."""
+
+    def __init__(self, *, n_workers: int, nbytes: int, chunk_bytes: int) -> None:
+        self.n_workers, self.nbytes, self.chunk_bytes = n_workers, nbytes, chunk_bytes
+        self.n_chunks = max(1, -(-nbytes // chunk_bytes))
+        self.rounds: dict[int, Round] = {}
+        self.gone: set[int] = set()
+        self.failed = self.summed = 0
+        self.out: list[tuple[int, Frame]] = []
+
+    def take(self) -> list[tuple[int, Frame]]:
+        """Give the frames that were sent since the last call."""
+        out, self.out = self.out, []
+        return out
+
+    def join(self, rank: int, version: int, op: Op, part: Part) -> None:
+        """Let a worker's first frame of a round arrive; the payload comes by chunk()."""
+        round_ = self.rounds.setdefault(version, Round(op, [0] * self.n_chunks))
+        round_.parts[rank] = part
+        newer = self.rounds.get(version + 2)
+        if newer is not None:
+            self._late(rank, version)
+        elif round_.status != OK:
+            self._error(rank, version, round_.status, round_.culprit)
+        elif round_.op != op:
+            self._fail(version, MISMATCH, rank)
+        else:
+            self._blame(version)
+        if part.payload is None:
+            for chunk in range(self.n_chunks):
+                self._arrive(version, chunk)
+
+    def _late(self, rank: int, version: int) -> None:
+        """Answer a worker whose round failed so long ago that its slot is in use again."""
+        before = max(v for v in self.rounds if v % 2 == version % 2) - 2
+        failed = self.rounds[before]
+        self._error(rank, version, failed.status, failed.culprit)
+
+    def chunk(self, rank: int, version: int) -> None:
+        """Let the next chunk of a worker arrive."""
+        part = self.rounds[version].parts[rank]
+        index = part.cursor // self.chunk_bytes
+        part.cursor = min(part.cursor + self.chunk_bytes, self.nbytes)
+        self._arrive(version, index)
+
+    def leave(self, rank: int) -> None:
+        """Let the link of a worker end."""
+        self.gone.add(rank)
+        for version, round_ in self.rounds.items():
+            if round_.status == OK and round_.done < self.n_chunks:
+                self._blame(version)
+
+    def _arrive(self, version: int, chunk: int) -> None:
+        round_ = self.rounds[version]
+        round_.arrived[chunk] += 1
+        if round_.arrived[chunk] < self.n_workers or round_.status != OK:
+            return
+        round_.done += 1
+        begin = chunk * self.chunk_bytes
+        sources = [
+            np.frombuffer(part.payload[begin : begin + self.chunk_bytes], np.float32)
+            for _, part in sorted(round_.parts.items())
+            if part.payload is not None
+        ]
+        if not sources:
+            self._fail(version, MISMATCH, 0)
+            return
+        self.summed += len(sources) > 1 and sources[0].size > 0
+        divisor = len(sources) if round_.op.flags & FrameFlag.AVERAGE else 1
+        result = expected(DType.FLOAT32, sources, divisor) if len(sources) > 1 else sources[0]
+        self._results(version, begin, result.tobytes())
+
+    def _results(self, version: int, begin: int, payload: bytes) -> None:
+        round_ = self.rounds[version]
+        kind, flags = FrameKind.RESULT, round_.op.flags
+        for rank, part in round_.parts.items():
+            if part.wants_result:
+                self.out.append((rank, Frame(kind, version, begin, payload, flags)))
+            elif round_.done == self.n_chunks:
+                self.out.append((rank, Frame(kind, version, 0, b"", flags | FrameFlag.NO_RESULT)))
+
+    def _blame(self, version: int) -> None:
+        parts = self.rounds[version].parts
+        for rank in sorted(self.gone):
+            part = parts.get(rank)
+            if part is None or (part.payload is not None and part.cursor < self.nbytes):
+                self._fail(version, PEER_LOST, rank)
+                return
+
+    def _fail(self, version: int, status: int, culprit: int) -> None:
+        round_ = self.rounds[version]
+        if round_.status != OK:
+            return
+        self.failed += 1
+        round_.status, round_.culprit = status, culprit
+        for rank in round_.parts:
+            self._error(rank, version, status, culprit)
+
+    def _error(self, rank: int, version: int, status: int, culprit: int) -> None:
+        frame = Frame(FrameKind.ERROR, version, -status, flags=0, priority=culprit)
+        self.out.append((rank, frame))

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the store does with peers that break the rules, with many threads, and in between jobs."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastps._core import BufferPool
+from fastps.errors import FastPSError, PeerLostError, StallError
+from fastps.reduce import sum_kernel
+from fastps.server._store import ServerStore
+from fastps.transport._inproc import InprocTransport
+from fastps.transport._mailbox import Mailbox
+from fastps.types import DType
+from fastps.wire import FrameFlag, FrameKind
+
+TIMEOUT_S = 60.0
+CHUNK = 64
+OPEN, IN_ORDER, PEER_LOST, PROTOCOL, MISMATCH, NOMEM = 1, -2, -3, -4, -5, -6
+
+
+class Server:
+    """A store with workers that are mailboxes; tensor 0 has one partition of three chunks."""
+
+    def __init__(
+        self,
+        n_workers: int = 2,
+        *,
+        nbytes: int = 3 * CHUNK,
+        engine_threads: int = 1,
+        io_threads: int = 1,
+        pool_bytes: int = 0,
+    ) -> None:
+        self.pool = BufferPool(pool_bytes)
+        self.store = ServerStore(
+            self.pool, index=0, n_workers=n_workers, engine_threads=engine_threads
+        )
+        self.transport = InprocTransport(io_threads=io_threads)
+        self.parcels: list[object] = []
+        self.nbytes = nbytes
+        self.connect(n_workers)
+        self.declare(0, nbytes)
+
+    def connect(self, n_workers: int) -> None:
+        """Bring the workers of a generation."""
+        self.boxes = [Mailbox() for _ in range(n_workers)]
+        for rank, box in enumerate(self.boxes):
+            self.transport.connect(self.store, rank, box, 0)
+
+    def declare(self, tensor_id: int, nbytes: int) -> None:
+        """Make one tensor of one partition."""
+        self.store.declare(
+            tensor_id,
+            n_partitions=1,
+            partitions=[(0, nbytes)],
+            dtype=DType.FLOAT32,
+            itemsize=4,
+            chunk_bytes=CHUNK,
+            kernel=sum_kernel(DType.FLOAT32),
+            inline_bytes=0,
+        )
+
+    def post(self, rank: int, payload: bytes = b"", **changes: Any) -> None:
+        """Send a PUSH of the first version, or what `changes` makes of it."""
+        fields = {"dtype": DType.FLOAT32, "key_version": 1, "sender": rank} | changes
+        parcel = self.boxes[rank].post(0, payload, **fields)
+        self.parcels.append(parcel)
+        parcel.wait(timeout_s=TIMEOUT_S)
+
+    def push(self, rank: int, values: np.ndarray, **changes: Any) -> None:
+        """Send a whole contribution."""
+        self.post(rank, values.tobytes(), chunk_bytes=CHUNK, **changes)
+
+    def result(self, rank: int, version: int = 1) -> np.ndarray:
+        """Receive a whole result; its chunks must come in order."""
+        data = b""
+        while len(data) < self.nbytes:
+            _, header, payload = self.boxes[rank].receive(timeout_s=TIMEOUT_S)
+            assert header["kind"] == FrameKind.RESULT
+            assert (header["key_version"], header["offset"]) == (version, len(data))
+            data += payload
+        return np.frombuffer(data, np.float32)
+
+    def error(self, rank: int) -> tuple[int, int, int]:
+        """Receive an ERROR: version, status, culprit."""
+        _, header, _ = self.boxes[rank].receive(timeout_s=TIMEOUT_S)
+        assert header["kind"] == FrameKind.ERROR
+        return header["key_version"], -header["offset"], header["priority"]
+
+    def close(self) -> None:
+        """End all links; every buffer comes back."""
+        self.transport.abort()
+        self.store.forget(timeout_s=TIMEOUT_S)
+        assert self.pool.statistics().loans == 0
+        self.transport.close(timeout_s=TIMEOUT_S)
+        self.store.close(timeout_s=TIMEOUT_S)
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    """Make servers; all are closed after the test."""
+    made: list[Server] = []
+
+    def create(*args: Any, **options: Any) -> Server:
+        made.append(Server(*args, **options))
+        return made[-1]
+
+    yield create
+    for server in made:
+        server.close()
+
+
+def values_of(rank: int, nbytes: int = 3 * CHUNK, step: int = 0) -> np.ndarray:
+    """Make a worker's contribution."""
+    return np.random.default_rng(rank + 100 * step).standard_normal(nbytes // 4, np.float32)
+
+
+# ---- peers that break the rules ----
+
+WHOLE = bytes(3 * CHUNK)
+BROKEN: dict[str, list[tuple[bytes, dict[str, Any]]]] = {
+    "unknown tensor": [(bytes(CHUNK), {"key": 1 << 16})],
+    "tensor far away": [(bytes(CHUNK), {"key": (1 << 64) - 1})],
+    "unknown partition": [(bytes(CHUNK), {"key": 1})],
+    "another dtype": [(bytes(CHUNK), {"dtype": DType.FLOAT64})],
+    "another sender": [(bytes(CHUNK), {"sender": 1})],
+    "a result": [(bytes(CHUNK), {"kind": FrameKind.RESULT})],
+    "an error": [(b"", {"kind": FrameKind.ERROR, "offset": 5})],
+    "too short": [(bytes(CHUNK - 4), {})],
+    "empty": [(b"", {})],
+    "too long": [(bytes(CHUNK + 4), {})],
+    "much too long": [(bytes(1 << 20), {})],
+    "not the first chunk": [(bytes(CHUNK), {"offset": CHUNK})],
+    "between chunks": [(bytes(CHUNK), {"offset": 4})],
+    "behind the end": [(b"", {"offset": 3 * CHUNK})],
+    "far behind the end": [(bytes(CHUNK), {"offset": 2**32 - CHUNK})],
+    "a chunk twice": [(bytes(CHUNK), {}), (bytes(CHUNK), {})],
+    "a chunk left out": [(bytes(CHUNK), {}), (bytes(CHUNK), {"offset": 2 * CHUNK})],
+    "one chunk more": [(WHOLE, {"chunk_bytes": CHUNK}), (b"", {"offset": 3 * CHUNK})],
+    "push twice": [(WHOLE, {"chunk_bytes": CHUNK}), (WHOLE, {"chunk_bytes": CHUNK})],
+    "pull after push": [(bytes(CHUNK), {}), (b"", {"kind": FrameKind.PULL})],
+    "pull twice": [(b"", {"kind": FrameKind.PULL}), (b"", {"kind": FrameKind.PULL})],
+    "push after pull": [(b"", {"kind": FrameKind.PULL}), (bytes(CHUNK), {})],
+    "pull with a payload": [(bytes(4), {"kind": FrameKind.PULL})],
+    "pull with an unknown root": [(b"", {"kind": FrameKind.PULL, "offset": 3})],
+    "version 3 first": [(bytes(CHUNK), {"key_version": 3})],
+    "version 0": [(bytes(CHUNK), {"key_version": 0})],
+    "version 3 too early": [
+        (WHOLE, {"chunk_bytes": CHUNK}),
+        (bytes(CHUNK), {"key_version": 3}),
+    ],
+}
+
+
+@pytest.mark.parametrize("engine_threads", [0, 1])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_peer_that_breaks_the_rules_is_cut_off(make, name, engine_threads):
+    server = make(3, engine_threads=engine_threads)
+    server.declare(7, CHUNK)
+    with pytest.raises(PeerLostError):
+        for payload, fields in BROKEN[name]:
+            server.post(0, payload, **fields)
+    assert server.boxes[0].wait_ended(0, timeout_s=TIMEOUT_S) == PEER_LOST
+    while server.store.wait_news(timeout_s=TIMEOUT_S) != {0: PROTOCOL}:
+        pass
+    server.post(1, bytes(CHUNK), key=7 << 16)
+    assert server.error(1) == (1, PEER_LOST, 0)
+    assert server.boxes[2].ended(0) == OPEN
+
+
+def test_an_empty_tensor_is_pushed_once(make):
+    server = make(2, nbytes=0)
+    server.post(0)
+    with pytest.raises(PeerLostError):
+        server.post(0)
+    assert server.boxes[1].ended(0) == OPEN
+    with pytest.raises(StallError):
+        server.boxes[1].receive(timeout_s=0.0)
+
+
+def test_a_pool_at_its_limit_ends_the_link(make):
+    server = make(1, pool_bytes=1 << 20, nbytes=CHUNK)
+    hog = server.pool.loan(1 << 19), server.pool.loan(1 << 18), server.pool.loan(1 << 17)
+    taken = list(hog)
+    with pytest.raises(FastPSError):
+        while True:
+            taken.append(server.pool.loan(4096))
+    with pytest.raises(PeerLostError):
+        server.post(0, bytes(CHUNK))
+    while server.store.wait_news(timeout_s=TIMEOUT_S) != {0: NOMEM}:
+        pass
+    for buffer in taken:
+        buffer.give_back()
+
+
+# ---- laggards ----
+
+
+def test_a_laggard_of_rounds_that_failed_long_ago_gets_the_error(make):
+    server = make(3)
+    for version in (1, 2, 3):
+        server.push(0, values_of(0), key_version=version)
+        server.push(1, values_of(1), key_version=version, flags=FrameFlag.AVERAGE)
+        for rank in (0, 1):
+            assert server.error(rank) == (version, MISMATCH, 1)
+    for version in (1, 2, 3):
+        server.push(2, values_of(2), key_version=version)
+        assert server.error(2) == (version, MISMATCH, 1)
+    for rank in range(3):
+        server.push(rank, values_of(rank), key_version=4)
+    total = values_of(0) + values_of(1) + values_of(2)
+    for rank in range(3):
+        assert np.array_equal(server.result(rank, 4), total)
+
+
+def test_a_laggard_in_the_middle_of_a_failed_round_is_not_counted_in_the_next(make):
+    server = make(3)
+    data = values_of(2).tobytes()
+    server.post(2, data[:CHUNK])
+    for version in (1, 2, 3):
+        server.push(0, values_of(0), key_version=version)
+        server.push(1, values_of(1), key_version=version, flags=FrameFlag.AVERAGE)
+        for rank in (0, 1):
+            assert server.error(rank)[:2] == (version, MISMATCH)
+    assert server.error(2)[:2] == (1, MISMATCH)
+    server.post(2, data[CHUNK:], offset=CHUNK, chunk_bytes=CHUNK)
+    for version in (2, 3):
+        server.push(2, values_of(2), key_version=version)
+        assert server.error(2)[:2] == (version, MISMATCH)
+    for rank in range(3):
+        server.push(rank, values_of(rank), key_version=4)
+    total = values_of(0) + values_of(1) + values_of(2)
+    assert np.array_equal(server.result(2, 4), total)
+
+
+# ---- many threads ----
+
+
+def work(server: Server, rank: int, steps: int, failures: list[str]) -> None:
+    """Push and check many steps as one worker."""
+    n_workers = len(server.boxes)
+    for step in range(1, steps + 1):
+        parcel = server.boxes[rank].post(
+            0,
+            values_of(rank, server.nbytes, step).tobytes(),
+            chunk_bytes=CHUNK,
+            dtype=DType.FLOAT32,
+            key_version=step,
+            sender=rank,
+        )
+        total = values_of(0, server.nbytes, step)
+        for other in range(1, n_workers):
+            total = total + values_of(other, server.nbytes, step)
+        try:
+            result = server.result(rank, step)
+            parcel.wait(timeout_s=TIMEOUT_S)
+        except (AssertionError, FastPSError) as error:
+            failures.append(f"rank {rank} step {step}: {error!r}")
+            return
+        if not np.array_equal(result, total):
+            failures.append(f"rank {rank} step {step}: wrong sum")
+
+
+@pytest.mark.parametrize(("engine_threads", "io_threads"), [(0, 1), (0, 3), (2, 1), (2, 3)])
+def test_results_come_in_order_and_right_with_many_threads(make, engine_threads, io_threads):
+    server = make(3, nbytes=40 * CHUNK, engine_threads=engine_threads, io_threads=io_threads)
+    failures: list[str] = []
+    threads = [
+        threading.Thread(target=work, args=(server, rank, 60, failures)) for rank in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT_S)
+    assert not failures
+
+
+# ---- in between jobs ----
+
+
+def test_a_new_generation_starts_with_an_empty_store(make):
+    server = make(2)
+    for generation in range(3):
+        if generation:
+            server.connect(2)
+            server.declare(0, server.nbytes)
+        for rank in range(2):
+            server.push(rank, values_of(rank, step=generation))
+        total = values_of(0, step=generation) + values_of(1, step=generation)
+        for rank in range(2):
+            assert np.array_equal(server.result(rank), total)
+        server.push(0, values_of(0), key_version=2)
+        for box in server.boxes:
+            box.end(0, IN_ORDER)
+        server.store.forget(timeout_s=TIMEOUT_S)
+        assert server.store.statistics()["tensors"] == 0
+        assert server.pool.statistics().loans == 0
+        assert server.store.wait_news(timeout_s=0.0) == {}
+
+
+def test_forget_waits_for_links(make):
+    server = make(1)
+    with pytest.raises(StallError, match="still alive"):
+        server.store.forget(timeout_s=0.01)
+    assert server.store.statistics()["tensors"] == 1
+
+
+def test_declaring_twice_does_nothing(make):
+    server = make(1)
+    server.push(0, values_of(0))
+    server.declare(0, server.nbytes)
+    assert np.array_equal(server.result(0), values_of(0))
+
+
+def test_a_second_link_of_the_same_worker_is_refused(make):
+    server = make(2)
+    with pytest.raises(ValueError, match="rank 1 is already connected"):
+        server.transport.connect(server.store, 1, Mailbox(), 0)
+    with pytest.raises(ValueError, match="rank 2, lane 0 is not part"):
+        server.transport.connect(server.store, 2, Mailbox(), 0)
+    server.push(1, values_of(1))
+    server.push(0, values_of(0))
+    assert np.array_equal(server.result(1), values_of(0) + values_of(1))
+
+
+def test_a_store_in_a_garbage_cycle_is_freed_in_order():
+    server = Server(1)
+    server.post(0, bytes(CHUNK))
+    server.transport.close(timeout_s=TIMEOUT_S)
+    cycle: list[Any] = [server]
+    cycle.append(cycle)
+    del server, cycle
+    gc.collect()

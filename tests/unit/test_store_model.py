@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store against its model: random workers, chunk by chunk, every frame compared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from store_model import Frame, KeyModel, Op, Part
+
+from fastps._core import BufferPool
+from fastps.errors import StallError
+from fastps.reduce import sum_kernel
+from fastps.server._store import ServerStore
+from fastps.transport._inproc import InprocTransport
+from fastps.transport._mailbox import Mailbox
+from fastps.types import DType
+from fastps.wire import FrameFlag, FrameKind
+
+TIMEOUT_S = 60.0
+TENSOR = 3
+CHUNK = 64
+IN_ORDER = -2
+SIZES = [0, 4, CHUNK - 4, CHUNK, CHUNK + 4, 3 * CHUNK, 3 * CHUNK + 8]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Workers that obey the protocol, but not each other; two keys, each with its own model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BufferPool()
+        self.transport = InprocTransport()
+        self.parcels: list[object] = []
+
+    @initialize(
+        n_workers=st.integers(1, 3),
+        sizes=st.lists(st.sampled_from(SIZES), min_size=2, max_size=2),
+        engine_threads=st.integers(0, 1),
+        seed=st.integers(0, 2**16),
+    )
+    def begin(self, n_workers: int, sizes: list[int], engine_threads: int, seed: int) -> None:
+        """Make a store and its workers."""
+        self.random = np.random.default_rng(seed)
+        self.n_workers = n_workers
+        self.store = ServerStore(
+            self.pool, index=0, n_workers=n_workers, engine_threads=engine_threads
+        )
+        self.store.declare(
+            TENSOR,
+            n_partitions=2,
+            partitions=list(enumerate(sizes)),
+            dtype=DType.FLOAT32,
+            itemsize=4,
+            chunk_bytes=CHUNK,
+            kernel=sum_kernel(DType.FLOAT32),
+            inline_bytes=0,
+        )
+        self.keys = [
+            KeyModel(n_workers=n_workers, nbytes=nbytes, chunk_bytes=CHUNK) for nbytes in sizes
+        ]
+        self.boxes = [Mailbox() for _ in range(n_workers)]
+        for rank, box in enumerate(self.boxes):
+            self.transport.connect(self.store, rank, box, 0)
+        self.alive = set(range(n_workers))
+        # per key and rank: the version in progress, and whether it is over for the worker
+        self.version = [[0] * n_workers for _ in sizes]
+        self.is_over = [[True] * n_workers for _ in sizes]
+
+    # ---- what a worker does ----
+
+    def post(self, rank: int, key: int, payload: bytes = b"", **fields: int) -> None:
+        """Send one frame and wait until the store has taken it."""
+        parcel = self.boxes[rank].post(
+            0,
+            payload,
+            key=TENSOR << 16 | key,
+            dtype=DType.FLOAT32,
+            key_version=self.version[key][rank],
+            sender=rank,
+            **fields,
+        )
+        self.parcels.append(parcel)
+        parcel.wait(timeout_s=TIMEOUT_S)
+
+    def part_of(self, rank: int, key: int) -> Part | None:
+        """Give what the worker told its current round."""
+        round_ = self.keys[key].rounds.get(self.version[key][rank])
+        return round_.parts.get(rank) if round_ else None
+
+    def is_idle(self, rank: int, key: int) -> bool:
+        """Tell whether a worker may begin the next version of a key."""
+        part = self.part_of(rank, key)
+        pushing = part is not None and part.payload is not None
+        return self.is_over[key][rank] and not (
+            pushing and part.cursor < self.keys[key].nbytes
+        )
+
+    def choose(self, data: st.DataObject, can: object) -> tuple[int, int] | None:
+        """Draw a living worker and a key for which `can` holds."""
+        choices = [
+            (rank, key) for rank in sorted(self.alive) for key in range(2) if can(rank, key)
+        ]
+        return data.draw(st.sampled_from(choices)) if choices else None
+
+    @rule(data=st.data(), agrees=st.integers(0, 7), is_pull=st.integers(0, 5))
+    def start(self, data: st.DataObject, agrees: int, is_pull: int) -> None:
+        """Let an idle worker begin its next round, mostly the one that the others began."""
+        choice = self.choose(data, self.is_idle)
+        if choice is None:
+            return
+        rank, key = choice
+        self.version[key][rank] += 1
+        self.is_over[key][rank] = False
+        version = self.version[key][rank]
+        round_ = self.keys[key].rounds.get(version)
+        op = round_.op if round_ and agrees else self.draw_op(data)
+        if op.flags & FrameFlag.BROADCAST:
+            self.join(rank, key, op, pushes=op.root == rank)
+        else:
+            self.join(rank, key, op, pushes=is_pull > 0)
+
+    def draw_op(self, data: st.DataObject) -> Op:
+        """Draw what to do with a key."""
+        ops = [Op(), Op(FrameFlag.AVERAGE)]
+        ops += [Op(FrameFlag.BROADCAST, root) for root in range(self.n_workers)]
+        return data.draw(st.sampled_from(ops))
+
+    def join(self, rank: int, key: int, op: Op, *, pushes: bool) -> None:
+        """Send the first frame of a round."""
+        model, version = self.keys[key], self.version[key][rank]
+        if not pushes:
+            model.join(rank, version, op, Part(None, True, op.flags))
+            self.post(rank, key, kind=FrameKind.PULL, flags=op.flags, offset=op.root)
+            self.compare(key)
+            return
+        values = self.random.standard_normal(model.nbytes // 4).astype(np.float32)
+        is_root = bool(op.flags & FrameFlag.BROADCAST)
+        flags = op.flags | (FrameFlag.NO_RESULT if is_root else FrameFlag(0))
+        model.join(rank, version, op, Part(values.tobytes(), not is_root, flags))
+        self.push_chunk(rank, key)
+
+    def push_chunk(self, rank: int, key: int) -> None:
+        """Send the next chunk of a worker's contribution."""
+        model, version = self.keys[key], self.version[key][rank]
+        part = self.part_of(rank, key)
+        assert part is not None
+        begin = part.cursor
+        model.chunk(rank, version)
+        payload = part.payload[begin : begin + CHUNK]
+        self.post(rank, key, payload, flags=part.flags, offset=begin)
+        self.compare(key)
+
+    @rule(data=st.data())
+    def push_on(self, data: st.DataObject) -> None:
+        """Let a worker that is in the middle of its contribution send the next chunk."""
+
+        def can(rank: int, key: int) -> bool:
+            part = self.part_of(rank, key)
+            pushing = part is not None and part.payload is not None
+            return pushing and part.cursor < self.keys[key].nbytes
+
+        if choice := self.choose(data, can):
+            self.push_chunk(*choice)
+
+    @precondition(lambda self: len(self.alive) > 1)
+    @rule(data=st.data(), luck=st.integers(0, 15), status=st.sampled_from([IN_ORDER, -3]))
+    def leave(self, data: st.DataObject, luck: int, status: int) -> None:
+        """Let a worker go, in order or not."""
+        if luck:
+            return
+        rank = data.draw(st.sampled_from(sorted(self.alive)))
+        self.alive.discard(rank)
+        self.boxes[rank].end(0, status)
+        while rank not in self.store.wait_news(timeout_s=TIMEOUT_S):
+            pass
+        for key in range(2):
+            self.keys[key].leave(rank)
+            self.compare(key)
+
+    # ---- what the store answers ----
+
+    def compare(self, key: int) -> None:
+        """Receive what the model says must come now, in any order between kinds of frames."""
+        wanted: dict[int, list[Frame]] = {}
+        for rank, frame in self.keys[key].take():
+            if rank in self.alive:
+                wanted.setdefault(rank, []).append(frame)
+        for rank, frames in wanted.items():
+            got = [self.receive(rank, key) for _ in frames]
+            assert sorted(got) == sorted(frames)
+            assert [f for f in got if f.payload] == [f for f in frames if f.payload]
+            self.note(rank, key, frames)
+
+    def receive(self, rank: int, key: int) -> Frame:
+        """Take one frame as the model spells it."""
+        _, header, payload = self.boxes[rank].receive(timeout_s=TIMEOUT_S)
+        assert header["key"] == TENSOR << 16 | key
+        assert header["sender"] == 1 << 30
+        assert header["dtype"] == DType.FLOAT32
+        is_error = header["kind"] == FrameKind.ERROR
+        return Frame(
+            header["kind"],
+            header["key_version"],
+            header["offset"],
+            payload,
+            0 if is_error else header["flags"],
+            header["priority"],
+        )
+
+    def note(self, rank: int, key: int, frames: list[Frame]) -> None:
+        """See which operations these frames end for the worker."""
+        model, version = self.keys[key], self.version[key][rank]
+        last = (model.n_chunks - 1) * CHUNK
+        for frame in frames:
+            assert frame.version == version
+            acknowledges = frame.flags & FrameFlag.NO_RESULT
+            if frame.kind == FrameKind.ERROR or acknowledges or frame.offset == last:
+                self.is_over[key][rank] = True
+
+    def teardown(self) -> None:
+        """Let everybody go; nothing may be left anywhere."""
+        if hasattr(self, "store"):
+            for box in self.boxes:
+                with pytest.raises(StallError):
+                    box.receive(timeout_s=0.0)
+            numbers = self.store.statistics()
+            assert numbers["rounds_failed"] == sum(model.failed for model in self.keys)
+            assert numbers["chunks_summed"] == sum(model.summed for model in self.keys)
+            self.transport.abort()
+            self.store.forget(timeout_s=TIMEOUT_S)
+            assert self.pool.statistics().loans == 0
+        self.transport.close(timeout_s=TIMEOUT_S)
+        if hasattr(self, "store"):
+            self.store.close(timeout_s=TIMEOUT_S)
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(max_examples=60, stateful_step_count=60)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare push_pull with torch gloo and plain sockets, in one run on this machine.
+
+    python tools/bench/push_pull.py [--sizes 4K,64K,1M,4M,16M,64M] [--servers 2] [--runs 5]
+
+Two processes per system, float32, loopback TCP, sums checked in every round. The systems take
+turns in every round and ratios are taken within a round, because machines are noisy. Columns:
+t is the median over rounds of the median iteration, in ms; alg is tensor bytes / t; ratio is t
+over gloo's t of the same round; cpu is seconds of all processes of the system per GB of tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tools.bench import _common
+
+PEER = Path(__file__).with_name("_peer.py")
+SUFFIXES = {"K": 1 << 10, "M": 1 << 20}
+TICKS = os.sysconf("SC_CLK_TCK")
+ROUND_BYTES = 256 << 20  # how much one system moves per size and round, at most
+MAX_ITERATIONS = 200
+MANY = 100  # tensors of 4 KB in one call
+
+
+def parse_size(text: str) -> int:
+    """Read 4K or 64M as bytes."""
+    return int(text[:-1]) * SUFFIXES[text[-1]] if text[-1] in SUFFIXES else int(text)
+
+
+def format_size(nbytes: int) -> str:
+    """Write bytes as 4K or 64M."""
+    for suffix, unit in reversed(SUFFIXES.items()):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit}{suffix}"
+    return str(nbytes)
+
+
+def free_port() -> int:
+    """Give a port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+class Team:
+    """The two processes of one system, obeying over one connection each."""
+
+    def __init__(self, name: str, servers: int, arguments: Sequence[str] = ()) -> None:
+        self.name = name
+        self.mark = secrets.token_hex(8)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(120)
+        environment = {
+            **os.environ,
+            "BENCH_DRIVER": f"127.0.0.1:{self.listener.getsockname()[1]}",
+            "BENCH_MARK": self.mark,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": "2",
+        }
+        self.processes = [
+            subprocess.Popen(command, env=environment | extra, start_new_session=True)
+            for command, extra in self._commands(servers, arguments)
+        ]
+        self.files = self._accept()
+
+    def _commands(
+        self, servers: int, arguments: Sequence[str]
+    ) -> list[tuple[list[str], dict[str, str]]]:
+        peer = [sys.executable, str(PEER), self.name]
+        if self.name == "fastps":
+            launch = [sys.executable, "-m", "fastps.launch.run", "-np", "2", "-s", str(servers)]
+            return [([*launch, *arguments, *peer], {})]
+        return [(peer, {"RANK": str(rank)}) for rank in range(2)]
+
+    def _accept(self) -> list[Any]:
+        files = {}
+        for _ in range(2):
+            sock, _ = self.listener.accept()
+            sock.settimeout(300)
+            file = sock.makefile("rw", encoding="utf-8")
+            files[json.loads(file.readline())["rank"]] = file
+        return [files[rank] for rank in sorted(files)]
+
+    def ask(self, **command: object) -> tuple[list[float], float]:
+        """Let both processes run a command: seconds per iteration at rank 0, CPU seconds."""
+        before = self.cpu_seconds()
+        for file in self.files:
+            file.write(json.dumps(command) + "\n")
+            file.flush()
+        answers = [json.loads(file.readline()) for file in self.files]
+        if not all(answer["is_right"] for answer in answers):
+            raise SystemExit(f"{self.name}: wrong sum for {command}")
+        return answers[0]["seconds"], self.cpu_seconds() - before
+
+    def cpu_seconds(self) -> float:
+        """Add the user and system time of every process with our mark in its environment."""
+        needle = f"BENCH_MARK={self.mark}".encode()
+        total = 0.0
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if needle in (folder / "environ").read_bytes():
+                    fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                    total += (int(fields[11]) + int(fields[12])) / TICKS
+        return total
+
+    def close(self) -> None:
+        """Hang up; end what does not end by itself."""
+        for file in self.files:
+            with contextlib.suppress(OSError):
+                file.close()
+        self.listener.close()
+        for process in self.processes:
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def teams(names: Sequence[str], servers: int, arguments: Sequence[str]) -> Iterator[list[Team]]:
+    """Start the systems; end them whatever happens."""
+    started: list[Team] = []
+    try:
+        for name in names:
+            started.append(Team(name, servers, arguments))
+        yield started
+    finally:
+        for team in started:
+            team.close()
+
+
+def iterations_of(nbytes: int) -> int:
+    """Choose how many iterations one turn has."""
+    return max(3, min(MAX_ITERATIONS, ROUND_BYTES // nbytes))
+
+
+def measure(
+    systems: Sequence[Team], nbytes: int, count: int, runs: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Take turns: per system a list of (median seconds, CPU seconds per GB), one per round."""
+    found: dict[str, list[tuple[float, float]]] = {team.name: [] for team in systems}
+    iterations = iterations_of(nbytes * count)
+    for _ in range(runs):
+        for team in systems:
+            seconds, cpu = team.ask(
+                op="reduce", nbytes=nbytes, count=count, iterations=iterations
+            )
+            gigabytes = nbytes * count * (iterations + 2) / 1e9
+            found[team.name].append((statistics.median(seconds), cpu / gigabytes))
+            time.sleep(0.05)
+    return found
+
+
+def add_rows(
+    report: _common.Report, label: str, nbytes: int, found: dict[str, list[tuple[float, float]]]
+) -> None:
+    """Add one row per system: time, bandwidth, ratio to gloo of the same round, CPU."""
+    base = [seconds for seconds, _ in found.get("gloo", [])]
+    for name, rounds in found.items():
+        times = [seconds for seconds, _ in rounds]
+        ratios = [mine / theirs for mine, theirs in zip(times, base, strict=False)]
+        report.add(
+            name, [1e3 * seconds for seconds in times], size=label,
+            alg_GB_s=nbytes / statistics.median(times) / 1e9,
+            ratio=statistics.median(ratios) if ratios else float("nan"),
+            best_ratio=min(ratios, default=float("nan")),
+            cpu_s_GB=statistics.median(cpu for _, cpu in rounds),
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", default="4K,64K,1M,4M,16M,64M")
+    parser.add_argument("--servers", type=_common.positive, default=2)
+    parser.add_argument("--systems", default="fastps,gloo,sockets")
+    parser.add_argument("--launch", default="", help="more options for fastps-run")
+    _common.add_options(parser)
+    options = parser.parse_args(arguments)
+    report = _common.Report("push_pull", unit="ms")
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    report.conditions |= {"workers": 2, "servers": options.servers, "congestion": control}
+    sizes = [parse_size(text) for text in options.sizes.split(",")]
+    with teams(options.systems.split(","), options.servers, options.launch.split()) as systems:
+        for nbytes in sizes:
+            add_rows(report, format_size(nbytes), nbytes,
+                     measure(systems, nbytes, 1, options.runs))
+        add_rows(report, f"{MANY}x4K", MANY << 12,
+                 measure(systems, 4 << 10, MANY, options.runs))
+        for team in systems:
+            if team.name == "fastps":
+                seconds, _ = team.ask(op="start", iterations=1000)
+                report.add("fastps start", [1e3 * value for value in seconds], size="4K")
+    report.finish(options.json)
+    print(f"2 workers, {options.servers} servers, congestion control {control} "
+          f"(fastps sets cubic on loopback)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
