@@ -45,6 +45,8 @@ setup(
         annotate=os.environ.get("FASTPS_ANNOTATE") == "1",
         compiler_directives={
             "language_level": 3,
+            "auto_pickle": False,
+            "autotestdict": False,
             "boundscheck": False,
             "wraparound": False,
             "cdivision": True,

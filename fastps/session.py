@@ -28,6 +28,7 @@ from fastps.control.client import ControlClient
 from fastps.control.protocol import (
     DeclaredTensor,
     Event,
+    JobOver,
     PeerLeft,
     PeerLost,
     TensorPoisoned,
@@ -52,7 +53,7 @@ from fastps.worker.handle import Array, Handle, LocalHandle
 log = logging.getLogger(__name__)
 
 VERDICT_WAIT_S = 2.0  # how long a failed operation waits to hear who is to blame
-E_PEER_LOST, E_PROTOCOL, E_MISMATCH = -3, -4, -5  # _core.pxd
+E_SHUTDOWN, E_PEER_LOST, E_MISMATCH = -2, -3, -5  # _core.pxd
 
 Names: TypeAlias = str | Sequence[str]
 Arrays: TypeAlias = Array | Sequence[Array]
@@ -304,8 +305,10 @@ class Session:
             )
 
     def broadcast_object(self, obj: Any, root_rank: int = 0, name: str = "object") -> Any:
-        """Give everybody the root's object: None, bool, int, float, str, bytes, list, tuple,
-        dict, set or arrays of these; nothing is ever unpickled. Blocks. TypeError names the rest.
+        """Give everybody the root's object; blocks, and never unpickles anything.
+
+        Carries None, bool, int, float, str, bytes, list, tuple, dict, set and arrays; TypeError
+        names what else was found.
         """
         self._check_usable()
         self._check_root(root_rank)
@@ -387,6 +390,9 @@ class Session:
             log.error("%s", event)
             if engine is not None:
                 engine.fail(E_PEER_LOST)
+        elif isinstance(event, JobOver) and engine is not None:
+            log.warning("the job is over: %s", event.reason)
+            engine.fail(E_SHUTDOWN)
 
     # ---- the end ----
 

@@ -45,10 +45,15 @@ _ITEMSIZE = {
     DType.BOOL: 1,
 }
 _BY_NAME = {code.name.lower(): code for code in DType}
+# the usual dtypes without making their names, which takes microseconds
+_BY_DTYPE = {np.dtype(name): code for name, code in _BY_NAME.items() if name != "bfloat16"}
 
 
 def dtype_of(dtype: np.dtype[np.generic]) -> DType:
     """Give the wire code of a NumPy dtype; TypeError names what is supported."""
+    code = _BY_DTYPE.get(dtype)
+    if code is not None:
+        return code
     code = _BY_NAME.get(dtype.name)
     if code is None or not dtype.isnative:
         raise TypeError(f"dtype {dtype} is not supported; use one of {', '.join(_BY_NAME)}")

@@ -13,7 +13,7 @@ cdef packed struct Header:
     uint32_t key_version    # round of this key, counts from 1
     uint32_t sender         # rank of a worker, SERVER_SENDER + index for a server
     int32_t priority        # larger is more urgent; RESULT frames carry the push's priority back
-    uint32_t offset         # first byte of this frame's payload within the partition; root of a PULL
+    uint32_t offset         # of the payload within the partition, bytes; the root, in a PULL
     uint32_t length         # payload bytes that follow
     uint32_t checksum       # crc32c of the 36 bytes before
 

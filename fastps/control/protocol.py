@@ -259,7 +259,8 @@ class PeerLost(_Message, frozen=True):
 
     def __str__(self) -> str:
         """Say who is lost and why."""
-        where = f" ({self.host}, pid {self.pid})" if self.host or self.pid else ""
+        pid = f", pid {self.pid}" if self.pid else ""
+        where = f" ({self.host}{pid})" if self.host else ""
         name = self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
         return f"{name}{where} is lost: {self.cause}"
 

@@ -147,7 +147,8 @@ class Scheduler:
                 server.close()
             sockets.close_all(listeners)
             await self._close_connections()
-        log.log(logging.ERROR if finish.code else logging.INFO, "scheduler ends: %s", finish.reason)
+        level = logging.ERROR if finish.code else logging.INFO
+        log.log(level, "scheduler ends: %s", finish.reason)
         return finish.code
 
     def stop(self, reason: str) -> None:

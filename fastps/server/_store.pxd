@@ -49,7 +49,7 @@ cdef struct Round:              # one version of a key; entry.lock unless said o
     int32_t* unsent             # per chunk: results lent to links; the last gives the buffer back
     char** sums                 # per chunk: the buffer that holds the result until it has left
     uint16_t* arrived           # contributions per chunk
-    Contribution* contributions # one per worker
+    Contribution* contributions     # one per worker
     SendItem* results           # n_workers x n_chunks
     Job* jobs                   # one per chunk
 

@@ -25,7 +25,7 @@ entry.lock is the only lock; no system call and no sum happens under it.
 """
 
 cimport cython
-from libc.stdint cimport INT64_MAX, UINTPTR_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
@@ -33,7 +33,7 @@ from libc.string cimport memset
 from fastps._atomic cimport fps_add32, fps_add64, fps_load32, fps_store32, fps_swap32
 from fastps._table cimport MAX_RECORDS, IdTable, table_clear, table_each, table_get, table_put
 from fastps._core cimport (
-    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, FAULT_SERVER_LANDING,
+    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, FAULT_SERVER_LANDING,
     FAULT_SERVER_RESULT, FAULT_SERVER_SUM, OK, BufferPool, completion_is_done,
     completion_part_done, completion_reset, completion_wait, deadline_of, fault_hit, now_ns,
     queue_close, queue_create, queue_free, queue_pop, queue_push, thread_create, thread_join,
@@ -47,7 +47,11 @@ from fastps.wire cimport (
     Header,
 )
 
+import time
+
 from fastps.errors import FastPSError, StallError
+
+_FORGET_NAP_S = 0.001   # between looks at links that are about to end; once per generation
 
 cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
@@ -607,7 +611,8 @@ cdef void free_entry(Entry* entry) noexcept nogil:
 
 
 cdef Entry* make_entry(Store* store, uint64_t key, uint32_t nbytes, uint32_t chunk_bytes,
-                       uint8_t dtype, uint8_t itemsize, uintptr_t kernel, int engine) noexcept nogil:
+                       uint8_t dtype, uint8_t itemsize, uintptr_t kernel,
+                       int engine) noexcept nogil:
     cdef Entry* entry = <Entry*>calloc(1, sizeof(Entry))
     if entry == NULL:
         return NULL
@@ -640,6 +645,7 @@ cdef void free_tensor(void* record, void* context) noexcept nogil:
 # ---------------------------------------------------------------- Python face
 
 @cython.no_gc_clear             # __dealloc__ gives buffers back to the pool
+@cython.final
 cdef class ServerStore(LinkOwner):
     """Own the keys of one server: sum what n_workers push and send the results.
 
@@ -773,8 +779,7 @@ cdef class ServerStore(LinkOwner):
             if busy and now_ns() > deadline:
                 raise StallError(f"{busy} links or sums are still alive after {timeout_s:g} s")
             if busy:
-                with nogil:
-                    completion_wait(&self.store.news, now_ns() + 1000000, 0)
+                time.sleep(_FORGET_NAP_S)
         table_each(self.store.tensors, free_tensor, NULL)
         table_clear(self.store.tensors)
         self.tensor_ids.clear()

@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 
 from fastps import _core, config
 from fastps.control.scheduler import serve
 from fastps.errors import FastPSError
+from fastps.transport.sockets import inherit
 
 EPILOG = """\
 A job has one scheduler, some servers and some workers; all need the same token. By hand:
@@ -98,8 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_up_logging(settings)
         _core.arm_fault(settings.fault)
         if settings.role == "scheduler":
-            listeners = () if parsed.listen_fd is None else (socket.socket(fileno=parsed.listen_fd),)
-            return serve(settings, listeners=listeners)
+            return serve(settings, listeners=inherit(parsed.listen_fd))
         return run_server(settings)
     except FastPSError as error:
         sys.stderr.write(f"fastps-server: {type(error).__name__}: {error}\n")

@@ -120,6 +120,7 @@ class Server:
         generation, lane = unpack_lane(packed_lane)
         if generation != self._generation & 0xFFFFFF:
             raise NotYet
+        assert self._store is not None
         self._transport.adopt(descriptor, self._store, peer=sender, lane=lane)
         log.debug("worker %d is connected, lane %d", sender, lane)
 

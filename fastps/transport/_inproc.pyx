@@ -4,7 +4,8 @@
 For tests of owners, and for owners that share a process. Theory of operation. connect() makes a
 pair of links, each the other's twin. A pair belongs to one I/O thread, which takes items off both
 queues, asks the twin's owner where each frame lands, copies it there and delivers it. Whoever
-queues an item puts the pair on its thread's ready queue, once; nobody else copies.
+queues an item puts the pair on its thread's ready queue, once; nobody else copies. An item moves
+whole, and credit is a hard bound counted by the item: what an owner under test sees is exact.
 
 Invariants. Only the I/O thread pops from links, calls landing, deliver and closed, and ends
 pairs; both links of a pair end together. io.lock guards the list of pairs. Ended pairs that are
@@ -281,6 +282,7 @@ cdef void io_main(void* arg) noexcept nogil:
 # ---------------------------------------------------------------- Python face
 
 @cython.no_gc_clear             # the I/O threads use the owners until they are joined
+@cython.final
 cdef class InprocTransport(Transport):
     """I/O threads and the pairs of links that they serve.
 

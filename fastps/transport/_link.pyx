@@ -66,10 +66,6 @@ cdef class LinkOwner:
 cdef class Transport:
     """What every transport's Python face offers to its users."""
 
-    def adopt(self, endpoint, LinkOwner owner, *, peer, lane=0, credit_bytes=0):
-        """Take over a connected endpoint and deliver its frames to owner."""
-        raise NotImplementedError
-
-    def close(self, *, timeout_s):
-        """Close every link and join every thread; raise TransportTimeout when that takes too long."""
+    def close(self, *, double timeout_s=10.0):
+        """Close every link and join every thread; TransportTimeout when that takes too long."""
         raise NotImplementedError

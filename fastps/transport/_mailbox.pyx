@@ -5,9 +5,9 @@ For the conformance suite of the transports and for benchmarks; public so that w
 transport can test it. Frames of any link land in memory of the mailbox's own.
 """
 
+cimport cython
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy
 
 from fastps._core cimport (
     E_NOMEM, E_PROTOCOL, OK, Completion, completion_part_done, completion_reset,
@@ -56,7 +56,8 @@ cdef void ring(Box* box) noexcept nogil:
         completion_part_done(&box.arrival, OK)
 
 
-cdef void* box_landing(void* context, Link* link, const Header* header, int* status) noexcept nogil:
+cdef void* box_landing(void* context, Link* link, const Header* header,
+                       int* status) noexcept nogil:
     cdef Box* box = <Box*>context
     cdef Letter* letter
     if header.length > box.max_frame:
@@ -108,6 +109,7 @@ cdef void free_letter(Letter* letter) noexcept nogil:
         free(letter)
 
 
+@cython.final
 cdef class Parcel:
     """One item on its way; its payload is borrowed until wait() returned."""
 
@@ -132,13 +134,13 @@ cdef void parcel_sent(SendItem* item, int status) noexcept nogil:
     completion_part_done(<Completion*>item.context, status)
 
 
+@cython.final
 cdef class Mailbox(LinkOwner):
     """Own up to 64 links, numbered by peer; keep what arrives until receive() takes it."""
 
     cdef Box* box
 
     def __cinit__(self, *, uint64_t max_frame=1 << 30):
-        cdef int i
         self.box = <Box*>calloc(1, sizeof(Box))
         if self.box == NULL:
             raise MemoryError("no memory for a mailbox")
@@ -207,7 +209,7 @@ cdef class Mailbox(LinkOwner):
             slot_release(&self.box.slots[peer])
 
     def receive(self, *, double timeout_s):
-        """Take the oldest frame: (peer, header fields as a dict, bytes); StallError when none comes."""
+        """Take the oldest frame: (peer, header fields as a dict, bytes), or raise StallError."""
         cdef Letter* letter = NULL
         cdef int64_t deadline = deadline_of(timeout_s)
         while True:
@@ -260,7 +262,6 @@ cdef class Mailbox(LinkOwner):
 
     def __dealloc__(self):
         cdef Letter* letter
-        cdef int i
         if self.box == NULL:
             return
         letter = self.box.first

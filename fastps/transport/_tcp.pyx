@@ -26,9 +26,11 @@ from libc.stdint cimport INT64_MAX, INT64_MIN, int32_t, int64_t, uint32_t, uint6
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 
-from fastps._atomic cimport fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32
+from fastps._atomic cimport (
+    fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
+)
 from fastps._core cimport (
-    E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, FAULT_LINK_RECV,
+    E_LINK_TIMEOUT, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, FAULT_LINK_RECV,
     FAULT_LINK_SEND, OK, Queue, QueueStats, Thread, deadline_of, fault_hit, now_ns, queue_close,
     queue_create, queue_credit_return, queue_free, queue_pop_nowait, queue_push, queue_stats,
     thread_create, thread_join,
@@ -98,7 +100,7 @@ cdef extern from "<sys/socket.h>" nogil:
 
 cdef enum:
     MAX_FRAMES = 64             # frames in one gathered write; IOV_MAX is 1024
-    BATCH_BYTES = 1 << 20       # payload bytes committed to one gathered write: what urgent cannot overtake
+    BATCH_BYTES = 1 << 20       # committed to one gathered write: what urgent cannot overtake
     INLINE_BYTES = 64 << 10     # what a KICK_INLINE caller writes before it leaves the rest
     STAGING_BYTES = 64 << 10    # headers and small payloads read at once
     DIRECT_BYTES = 16 << 10     # remaining payload from which a read ends behind the next header
@@ -108,7 +110,6 @@ cdef enum:
     STARVED_MS = 2              # how long a link is out of credit before it borrows
     STARVED_NS = STARVED_MS * 1000000
     MAX_EVENTS = 64
-    BYE_WAIT_MS = 200           # how often an I/O thread looks at its stop flag when idle and stopping
 
 cdef struct IoThread
 
@@ -372,13 +373,17 @@ cdef int tcp_send(Link* base, SendItem* item, int kick) noexcept nogil:
 
 cdef void tcp_credit(Link* base, uint64_t nbytes) noexcept nogil:
     cdef TcpLink* link = <TcpLink*>base
-    cdef int64_t debt
+    cdef int64_t debt, left
     if not link.is_limited:
         return
-    debt = fps_load64(&link.debt)
-    if debt > 0:                # only the I/O thread borrows and is paid back
+    debt = max(fps_load64(&link.debt), <int64_t>0)
+    if debt > 0:
         debt = min(debt, <int64_t>nbytes)
-        fps_add64(&link.debt, -debt)
+        left = fps_add64(&link.debt, -debt)
+        if left < 0:            # another thread paid it back meanwhile
+            left = max(left, -debt)
+            fps_add64(&link.debt, -left)
+            debt += left
     queue_credit_return(link.queue, nbytes - <uint64_t>debt)
     kick_io(link)               # items may wait for just this credit
 
@@ -649,12 +654,16 @@ cdef void serve_starved(IoThread* io) noexcept nogil:
     """Lend credit to links that have waited for it long enough."""
     cdef TcpLink* link = io.links
     cdef int64_t now = now_ns()
+    cdef QueueStats stats
+    cdef uint64_t lent
     fps_store32(&io.has_starved, 0)
     while link != NULL:
         if link.starved_since and now - link.starved_since >= STARVED_NS:
             link.starved_since = 0
-            fps_add64(&link.debt, BORROW_BYTES)
-            queue_credit_return(link.queue, BORROW_BYTES)
+            queue_stats(link.queue, &stats)
+            lent = min(<uint64_t>BORROW_BYTES, stats.credit_used)   # more cannot be returned
+            fps_add64(&link.debt, lent)
+            queue_credit_return(link.queue, lent)
             flush(link, <uint64_t>INT64_MAX)
         elif link.starved_since:
             fps_store32(&io.has_starved, 1)
@@ -720,6 +729,7 @@ cdef void io_main(void* arg) noexcept nogil:
 # ---------------------------------------------------------------- Python face
 
 @cython.no_gc_clear             # the I/O threads use the owners until they are joined
+@cython.final
 cdef class TcpTransport(Transport):
     """I/O threads and their links.
 

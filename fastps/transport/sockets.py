@@ -97,6 +97,18 @@ def _listen_error(host: str, port: int, port_setting: str, error: OSError) -> Co
     return ConfigError(f"{what}; set {port_setting} to a port this user may use")
 
 
+def inherit(descriptor: int | None) -> list[socket.socket]:
+    """Take over a listening socket that the parent process made; None gives none."""
+    if descriptor is None:
+        return []
+    try:
+        sock = socket.socket(fileno=descriptor)
+        sock.setblocking(False)
+    except OSError as error:
+        raise ConfigError(f"--listen-fd {descriptor}: {error.strerror}") from error
+    return [sock]
+
+
 def close_all(sockets: list[socket.socket]) -> None:
     """Close sockets."""
     for sock in sockets:

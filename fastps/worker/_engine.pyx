@@ -19,16 +19,14 @@ cimport cython
 from cpython.buffer cimport (
     PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
-from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
 
 from fastps._atomic cimport fps_add32, fps_cas32, fps_load32, fps_store32, fps_swap32
 from fastps._core cimport (
-    E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, FAULT_WORKER_RESULT, FAULT_WORKER_START, OK, Completion,
-    completion_is_done, completion_part_done, completion_reset, completion_wait, deadline_of,
-    fault_hit, now_ns,
+    E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, FAULT_WORKER_RESULT, FAULT_WORKER_START, OK,
+    completion_is_done, completion_part_done, completion_reset, completion_wait,
+    completion_wait_signals, deadline_of, fault_hit,
 )
 from fastps._table cimport MAX_RECORDS, table_clear, table_each, table_get, table_put
 from fastps.transport._link cimport (
@@ -46,7 +44,6 @@ cdef enum:
     KEY_BITS = 16                   # partition index within a key
     INLINE_START_BYTES = 32 << 10   # operations up to this size are written by the caller itself
     MAX_STATUS = 128                # an ERROR frame's offset is a negated status of _core
-    SIGNAL_SLICE_NS = 100000000     # how often a waiting thread looks for Ctrl-C
 
 
 # ---------------------------------------------------------------- parts
@@ -235,6 +232,7 @@ cdef void kick_links(EngineState* state, int kick) noexcept nogil:
 # ---------------------------------------------------------------- Python face
 
 @cython.no_gc_clear             # I/O threads use the arrays until the operation is done
+@cython.final
 cdef class EngineTensor:
     """One declared tensor as the engine knows it; made by WorkerEngine.declare()."""
 
@@ -301,21 +299,11 @@ cdef class EngineTensor:
         Returns 0 when all is well, a negative status of _core otherwise, None after timeout_s
         seconds. Ctrl-C raises KeyboardInterrupt; the operation goes on.
         """
-        cdef int64_t deadline = deadline_of(timeout_s)
-        cdef int64_t until
         cdef uint32_t version = self.record.version
-        cdef int status = -1
         if not self.is_busy:
             return self.last_status
-        while status != OK:
-            until = now_ns() + SIGNAL_SLICE_NS
-            if until > deadline:
-                until = deadline
-            with nogil:
-                status = completion_wait(&self.record.done, until, spin_us)
-            PyErr_CheckSignals()
-            if status != OK and now_ns() >= deadline:
-                return None
+        if completion_wait_signals(&self.record.done, deadline_of(timeout_s), spin_us) != OK:
+            return None
         if self.is_busy and self.record.version == version:     # else another waiter was here
             self.release()
         return self.last_status
@@ -346,7 +334,19 @@ cdef uint64_t lend_all(tensors, arrays, outputs) except? 0:
     return nbytes
 
 
+cdef list checked_priorities(priorities, Py_ssize_t count):
+    """Raise what priorities raise before anything is lent."""
+    cdef int32_t urgency
+    checked = []
+    for urgency in priorities:
+        checked.append(urgency)
+    if len(checked) != count:
+        raise ValueError(f"{count} tensors need as many priorities, not {len(checked)}")
+    return checked
+
+
 @cython.no_gc_clear             # I/O threads use the tensors until the links have ended
+@cython.final
 cdef class WorkerEngine(LinkOwner):
     """Run push_pull and broadcast of one worker over links to n_servers servers.
 
@@ -409,7 +409,8 @@ cdef class WorkerEngine(LinkOwner):
             self.state.discard = <char*>calloc(1, chunk_bytes)
             self.state.discard_bytes = chunk_bytes
         if self.state.discard == NULL or chunk_bytes > self.state.discard_bytes:
-            raise FastPSError(f"chunk_bytes changed to {chunk_bytes} within a session, or no memory")
+            raise FastPSError(
+                f"chunk_bytes changed to {chunk_bytes} within a session, or no memory")
         return 0
 
     cdef int fill_record(self, Record* record, uint32_t index, uint64_t offset, uint32_t nbytes,
@@ -441,12 +442,10 @@ cdef class WorkerEngine(LinkOwner):
         """Begin several operations as one: their frames leave in common writes."""
         cdef EngineTensor tensor
         cdef uint64_t nbytes
-        cdef int32_t urgency
         self.check()
-        for tensor, urgency in zip(tensors, priorities, strict=True):
-            pass                # nothing may raise any more once the arrays are lent
+        urgencies = checked_priorities(priorities, len(tensors))
         nbytes = lend_all(tensors, arrays, outputs)
-        for tensor, urgency in zip(tensors, priorities):
+        for tensor, urgency in zip(tensors, urgencies, strict=True):
             self.begin(tensor, KIND_PUSH, FLAG_AVERAGE if average else 0, urgency, KICK_NONE)
         kick_links(self.state, KICK_INLINE if nbytes <= INLINE_START_BYTES else KICK_WAKE)
 

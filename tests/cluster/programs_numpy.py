@@ -347,6 +347,80 @@ def refused(kind: type[Exception], words: str, call: Callable[[], object]) -> No
     assert words in text
 
 
+# ---- anything in any order ----
+
+
+class RandomProgram:
+    """A sequence of operations that a seed decides, the same on every rank; some overlap.
+
+    Every rank draws what to do from one generator and how to go about it (order of starting and
+    of waiting, outputs, priorities) from one of its own.
+    """
+
+    def __init__(self, seed: int, *, elements: int) -> None:
+        self.rank, self.size = join()
+        self.common = np.random.default_rng(seed)
+        self.own = np.random.default_rng([seed, self.rank])
+        self.elements = elements
+        self.tensors = [
+            (f"t{i}", str(self.common.choice(ALL)), int(self.common.integers(0, elements)))
+            for i in range(24)
+        ]
+        self.version = 0
+
+    def run(self, steps: int) -> str:
+        """Do so many steps; give a digest of all results."""
+        found: list[np.ndarray] = []
+        for _ in range(steps):
+            chosen = self.common.choice(
+                len(self.tensors), self.common.integers(1, 9), replace=False
+            )
+            kinds = self.common.choice(["sum", "average", "broadcast"], len(chosen))
+            roots = self.common.integers(0, self.size, len(chosen))
+            self.version += 1
+            found += self.step(list(zip(chosen, kinds, roots, strict=True)))
+            if self.common.random() < 0.05:
+                fastps.barrier()
+            if self.common.random() < 0.05:
+                assert fastps.broadcast_object(self.version, int(roots[0])) == self.version
+        return digest(found)
+
+    def step(self, operations: list[tuple[int, str, int]]) -> list[np.ndarray]:
+        """Start all operations in our own order, wait in another, compare with NumPy."""
+        handles: dict[int, tuple[fastps.Handle, np.ndarray]] = {}
+        for place in self.own.permutation(len(operations)):
+            handles[int(place)] = self.start(*operations[int(place)])
+        results: dict[int, np.ndarray] = {}
+        for place in self.own.permutation(len(operations)):
+            handle, want = handles[int(place)]
+            got = handle.wait()
+            assert isinstance(got, np.ndarray)
+            check_same(got, want, f"{operations[int(place)]} at {self.version}")
+            results[int(place)] = got
+        return [results[place] for place in sorted(results)]
+
+    def start(self, index: int, kind: str, root: int) -> tuple[fastps.Handle, np.ndarray]:
+        """Start one operation; give its handle and what must come out."""
+        name, dtype, count = self.tensors[index]
+        inputs = [values(dtype, count, each, seed=self.version) for each in range(self.size)]
+        mine = inputs[self.rank]
+        if kind == "broadcast":
+            handle = session.current().broadcast_async(mine, int(root), name)
+            return handle, inputs[root].copy()
+        average = kind == "average" and dtype != "bool"
+        want = reduced(inputs, dtype, average=average)
+        out = [None, mine, np.empty_like(mine)][self.own.integers(0, 3)]
+        priority = int(self.own.integers(-5, 6))
+        handle = fastps.push_pull_async(mine, name, average=average, out=out, priority=priority)
+        return handle, want
+
+
+def random_program(*, seed: int, steps: int, elements: int) -> str:
+    """Run a random program."""
+    mark("SEED", seed)
+    return RandomProgram(seed, elements=elements).run(steps)
+
+
 # ---- identity, cycles, long runs ----
 
 

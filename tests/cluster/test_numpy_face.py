@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import programs_numpy
@@ -77,14 +78,37 @@ def test_broadcast_objects_and_barrier(workers, servers, environment):
     assert found == [[str(rank), str(rank), str(workers)] for rank in range(workers)]
 
 
+RANDOM_JOBS = [
+    pytest.param(2, 2, 150, 60_000, SMALL, id="2x2"),
+    pytest.param(3, 2, 100, 60_000, SMALL | {"FASTPS_LINKS_PER_PEER": "3",
+        "FASTPS_IO_THREADS": "2", "FASTPS_ENGINE_THREADS": "2"}, id="3x2"),
+    pytest.param(3, 2, 60, 60_000, SMALL | {"FASTPS_CREDIT_BYTES": "20000"}, id="credit"),
+    pytest.param(2, 2, 10, 3_000_000, {}, id="large"),
+    pytest.param(2, 1, 300, 300, {}, id="small"),
+    pytest.param(4, 3, 500, 60_000, SMALL | {"FASTPS_LINKS_PER_PEER": "2"}, id="long",
+                 marks=pytest.mark.stress),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("workers", "servers", "steps", "elements", "environment"), RANDOM_JOBS)
+def test_random_programs_equal_numpy(workers, servers, steps, elements, environment):
+    seed = time.time_ns() % 1_000_000
+    print("seed", seed)
+    found = run_job(
+        programs_numpy.random_program, workers=workers, servers=servers, environment=environment,
+        arguments={"seed": seed, "steps": steps, "elements": elements},
+    )  # fmt: skip
+    assert len(set(found)) == 1
+
+
 def test_one_worker_needs_no_other_process():
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     program = (
-        "import programs_numpy as p\n"
+        "import fastps, programs_numpy as p\n"
         "assert p.identity() == [0, 1, 0, 1]\n"
-        "p.reductions(); p.shapes_and_flows(); p.broadcasts()\n"
-        "import fastps; fastps.shutdown()\n"
+        "p.reductions(); fastps.shutdown()\n"
+        "p.shapes_and_flows(); p.broadcasts(); fastps.shutdown()\n"
         "first, last = p.cycles(count=1000, warm=10)\n"
         "assert last['fds'] == first['fds'] and last['threads'] == first['threads'], last\n"
         "assert last['rss_kib'] < first['rss_kib'] + 4096, (first, last)\n"

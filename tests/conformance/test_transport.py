@@ -46,6 +46,14 @@ def net(request):
     made.close()
 
 
+@pytest.fixture
+def exact():
+    """The transport whose credit is a hard bound: it can hold items back for good."""
+    made = Net("inproc")
+    yield made
+    made.close()
+
+
 # ---- bytes ----
 
 
@@ -156,8 +164,8 @@ def test_many_peers(kind, io_threads):
 # ---- order and credit ----
 
 
-def test_most_urgent_first_then_smallest_key_then_first_come(net):
-    a, b = net.pair(credit_bytes=1)
+def test_most_urgent_first_then_smallest_key_then_first_come(exact):
+    a, b = exact.pair(credit_bytes=1)
     blocker = a.post(0, bytes([99]), is_credited=True)
     assert b.receive(timeout_s=TIMEOUT_S)[2] == bytes([99])
     posted = [(-1, 3), (5, 9), (-1, 2), (5, 1), (0, 0), (5, 9), (2**31 - 1, 4), (-(2**31), 0)]
@@ -174,8 +182,8 @@ def test_most_urgent_first_then_smallest_key_then_first_come(net):
 
 
 @pytest.mark.parametrize("kick", KICKS)
-def test_credit_bounds_what_is_in_flight(net, kick):
-    a, b = net.pair(credit_bytes=1000)
+def test_credit_bounds_what_is_in_flight(exact, kick):
+    a, b = exact.pair(credit_bytes=1000)
     parcels = [a.post(0, bytes(600), key=i, is_credited=True, kick=kick) for i in range(6)]
     assert [b.receive(timeout_s=TIMEOUT_S)[1]["key"] for _ in range(2)] == [0, 1]
     for i in range(2, 6):
@@ -187,8 +195,8 @@ def test_credit_bounds_what_is_in_flight(net, kick):
     assert {outcome(parcel) for parcel in parcels} == {"OK"}
 
 
-def test_urgent_overtakes_what_credit_holds_back(net):
-    a, b = net.pair(credit_bytes=1)
+def test_urgent_overtakes_what_credit_holds_back(exact):
+    a, b = exact.pair(credit_bytes=1)
     parcels = [a.post(0, bytes(10), key=i, is_credited=True) for i in range(3)]
     assert b.receive(timeout_s=TIMEOUT_S)[1]["key"] == 0
     parcels.append(a.post(0, bytes(10), key=99, priority=1, is_credited=True))
@@ -199,12 +207,34 @@ def test_urgent_overtakes_what_credit_holds_back(net):
     assert {outcome(parcel) for parcel in parcels} == {"OK"}
 
 
-def test_an_item_larger_than_the_credit_passes_alone(net):
+def test_an_item_larger_than_the_credit_passes(net):
     a, b = net.pair(credit_bytes=PAGE)
-    payload = payload_of(1 << 20)
+    payload = payload_of(1 << 18)
     parcel = a.post(0, payload, chunk_bytes=PAGE, is_credited=True)
-    assert collect(b, len(payload)) == payload
+    received = b""
+    while len(received) < len(payload):
+        received += b.receive(timeout_s=TIMEOUT_S)[2]
+        b.post(0, bytes(PAGE)).wait(timeout_s=TIMEOUT_S)
+    assert received == payload
     parcel.wait(timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in NETS if kind != "inproc"])
+def test_a_link_that_gets_no_credit_back_borrows(kind):
+    net = Net(kind)
+    try:
+        a, b = net.pair(credit_bytes=PAGE)
+        payload = payload_of(1 << 20)
+        parcel = a.post(0, payload, chunk_bytes=PAGE, is_credited=True)
+        assert collect(b, len(payload)) == payload
+        parcel.wait(timeout_s=TIMEOUT_S)
+        b.post(0, bytes(2 << 20)).wait(timeout_s=TIMEOUT_S)
+        a.receive(timeout_s=TIMEOUT_S)
+        second = a.post(0, payload, chunk_bytes=PAGE, is_credited=True)
+        assert collect(b, len(payload)) == payload
+        second.wait(timeout_s=TIMEOUT_S)
+    finally:
+        net.close()
 
 
 # ---- many threads ----
@@ -303,8 +333,8 @@ def test_both_ends_leave_at_once(net):
     assert b.wait_ended(0, timeout_s=TIMEOUT_S) == IN_ORDER
 
 
-def test_a_cut_gives_queued_items_back(net):
-    a, b = net.pair(credit_bytes=1)
+def test_a_cut_gives_queued_items_back(exact):
+    a, b = exact.pair(credit_bytes=1)
     parcels = [a.post(0, bytes(100), key=i, is_credited=True) for i in range(5)]
     b.receive(timeout_s=TIMEOUT_S)
     a.end(0, PROTOCOL)
@@ -377,7 +407,8 @@ def test_close_ends_links_and_is_idempotent(net):
     net.close()
     assert a.ended(0) == IN_ORDER
     assert b.ended(0) == IN_ORDER
-    assert [outcome(parcel) for parcel in parcels] == ["OK", "ShutdownError", "ShutdownError"]
+    assert outcome(parcels[0]) == "OK"
+    assert {outcome(parcel) for parcel in parcels} <= {"OK", "ShutdownError"}
     assert net.transport.statistics()["links"] == 0
     with pytest.raises(TransportError, match="closed"):
         net.pair()
@@ -473,8 +504,8 @@ def test_links_of_a_living_transport_are_freed(kind):
         net.close()
 
 
-def test_a_parcel_of_an_ended_link_raises_its_error(net):
-    a, b = net.pair(credit_bytes=1)
+def test_a_parcel_of_an_ended_link_raises_its_error(exact):
+    a, b = exact.pair(credit_bytes=1)
     held = [a.post(0, bytes(10), is_credited=True) for _ in range(2)]
     b.receive(timeout_s=TIMEOUT_S)
     b.end(0, IN_ORDER)

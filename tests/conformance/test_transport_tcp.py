@@ -110,19 +110,22 @@ def test_a_peer_that_writes_byte_by_byte(raw):
     assert received == [payload, b"", b"x"]
 
 
-def test_urgent_items_overtake_on_a_blocked_link(raw):
-    chunk = 64 << 10
-    parcels = [raw.box.post(0, payload_of(4 << 20), key=1, priority=0, chunk_bytes=chunk)]
+def test_urgent_items_overtake_on_a_blocked_link_at_the_next_chunk(raw):
+    parcels = [raw.box.post(0, payload_of(8 << 20), key=9, priority=0, chunk_bytes=64 << 10)]
     with pytest.raises(StallError):
         parcels[0].wait(timeout_s=SHORT_S)
-    for key, priority in ((2, -5), (3, 7), (4, -5), (5, 9)):
+    posted = [(-5, 2), (7, 3), (-5, 1), (9, 5), (7, 4), (2**31 - 1, 6), (-(2**31), 7)]
+    for priority, key in posted:
         parcels.append(raw.box.post(0, payload_of(100000), key=key, priority=priority))
-    order = []
-    while len(order) < 5:
-        header, _ = raw.read_frame()
-        if header.key != 1 or header.offset + header.length == 4 << 20:
+    order, landed = [], 0
+    while len(order) < len(parcels):
+        header, data = raw.read_frame()
+        if header.key == 9:
+            assert header.offset == landed, "the frames of one item keep their order"
+            landed += len(data)
+        if header.key != 9 or landed == 8 << 20:
             order.append(header.key)
-    assert order == [1, 5, 3, 2, 4]
+    assert order == [6, 5, 3, 4, 9, 1, 2, 7]
     assert {outcome(parcel) for parcel in parcels} == {"OK"}
 
 
@@ -172,9 +175,7 @@ def test_small_frames_leave_in_common_writes(kick):
     try:
         a, b = net.pair()
         count = 2000
-        parcels = [
-            a.post(0, payload_of(64, i), key=i, kick=KICK_NONE) for i in range(count)
-        ]
+        parcels = [a.post(0, payload_of(64, i), key=i, kick=KICK_NONE) for i in range(count)]
         a.kick(0, kick)
         for i in range(count):
             assert b.receive(timeout_s=TIMEOUT_S)[2] == payload_of(64, i)

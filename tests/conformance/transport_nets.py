@@ -11,6 +11,7 @@ from typing import Any
 
 from fastps.errors import StallError
 from fastps.transport._inproc import InprocTransport
+from fastps.transport._link import LinkOwner
 from fastps.transport._mailbox import Mailbox, Parcel
 from fastps.transport._tcp import TcpTransport
 
@@ -60,16 +61,24 @@ class Net:
         self.transport: Any = make(io_threads=io_threads)
 
     def connect(
-        self, a: Mailbox, peer_for_a: int, b: Mailbox, peer_for_b: int, *, credit_bytes: int = 0
+        self,
+        a: LinkOwner,
+        peer_for_a: int,
+        b: LinkOwner,
+        peer_for_b: int,
+        *,
+        lane: int = 0,
+        credit_bytes: int = 0,
     ) -> None:
-        """Join two mailboxes; each knows the other by its peer number."""
+        """Join two owners; each knows the other by its peer number."""
+        options = {"lane": lane, "credit_bytes": credit_bytes}
         if self.kind == "inproc":
-            self.transport.connect(a, peer_for_a, b, peer_for_b, credit_bytes=credit_bytes)
+            self.transport.connect(a, peer_for_a, b, peer_for_b, **options)
             return
         near, far = tcp_pair(self.kind)
         with near, far:
-            self.transport.adopt(near.detach(), a, peer=peer_for_a, credit_bytes=credit_bytes)
-            self.transport.adopt(far.detach(), b, peer=peer_for_b, credit_bytes=credit_bytes)
+            self.transport.adopt(near.detach(), a, peer=peer_for_a, **options)
+            self.transport.adopt(far.detach(), b, peer=peer_for_b, **options)
 
     def pair(self, *, credit_bytes: int = 0) -> tuple[Mailbox, Mailbox]:
         """Make two connected mailboxes; each is the other's peer 0."""

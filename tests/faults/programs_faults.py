@@ -49,7 +49,7 @@ def total(array: np.ndarray, name: str, **options: Any) -> np.ndarray:
 def train(*, steps: int = 1_000_000, elements: int = 30_000, every: int = 10) -> dict[str, Any]:
     """Sum and check until an error, or to the end; tell what happened and when."""
     rank, size = join()
-    weights = [np.full(elements + i, rank + 1.0, np.float32) for i in range(3)]
+    weights = [np.full(elements + 1 + i, rank + 1.0, np.float32) for i in range(3)]
     outputs = [np.empty_like(array) for array in weights]
     names = ["w0", "w1", "w2"]
     ranks = size * (size + 1) / 2
@@ -349,8 +349,8 @@ def interrupted() -> str:
         total(mine, "late")
         return "late"
     handle = fastps.push_pull_async(mine, "late", average=False)
-    mark("WAITING")
     try:
+        mark("WAITING")
         handle.wait()
     except KeyboardInterrupt:
         mark("INTERRUPTED", now())

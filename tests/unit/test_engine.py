@@ -251,9 +251,11 @@ def test_a_server_that_breaks_the_rules_ends_the_job(make, name):
     job = make(2)
     job.start()
     job.pushed()
+    *before, (payload, fields) = BROKEN[name]
+    for earlier, its_fields in before:
+        job.post(0, earlier, **its_fields)
     with pytest.raises(PeerLostError):
-        for payload, fields in BROKEN[name]:
-            job.post(0, payload, **fields)
+        job.post(0, payload, **fields)
     assert job.tensor.wait(timeout_s=TIMEOUT_S) == PROTOCOL
     assert job.engine.failure == (PROTOCOL, 0)
     assert job.engine.wait_closed(timeout_s=TIMEOUT_S)
@@ -432,7 +434,9 @@ def test_arrays_that_do_not_fit_are_refused_and_given_back(job, given, taken, me
     other = job.declare(5, 4)
     small = np.zeros(1, np.float32)
     with pytest.raises(ValueError, match=message):
-        job.engine.start_many([other, job.tensor], [small, given], [small, taken], priorities=[0, 0])
+        job.engine.start_many(
+            [other, job.tensor], [small, given], [small, taken], priorities=[0, 0]
+        )
     assert job.engine.statistics()["operations"] == 0
     small.resize(2, refcheck=True)
     job.start()
@@ -503,9 +507,7 @@ def test_wrong_declarations(job):
     with pytest.raises(FastPSError, match="already declared"):
         job.declare(TENSOR)
     with pytest.raises(ValueError, match="no server 1"):
-        job.engine.declare(
-            9, "t", nbytes=4, dtype=1, chunk_bytes=CHUNK, partitions=[(0, 4, 1)]
-        )
+        job.engine.declare(9, "t", nbytes=4, dtype=1, chunk_bytes=CHUNK, partitions=[(0, 4, 1)])
     with pytest.raises(FastPSError, match="chunk_bytes changed"):
         job.engine.declare(
             9, "t", nbytes=4, dtype=1, chunk_bytes=2 * CHUNK, partitions=[(0, 4, 0)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ class Server:
         n_workers: int = 2,
         *,
         nbytes: int = 3 * CHUNK,
+        chunk_bytes: int = CHUNK,
         engine_threads: int = 1,
         io_threads: int = 1,
         pool_bytes: int = 0,
@@ -43,7 +45,7 @@ class Server:
         )
         self.transport = InprocTransport(io_threads=io_threads)
         self.parcels: list[object] = []
-        self.nbytes = nbytes
+        self.nbytes, self.chunk_bytes = nbytes, chunk_bytes
         self.connect(n_workers)
         self.declare(0, nbytes)
 
@@ -61,7 +63,7 @@ class Server:
             partitions=[(0, nbytes)],
             dtype=DType.FLOAT32,
             itemsize=4,
-            chunk_bytes=CHUNK,
+            chunk_bytes=self.chunk_bytes,
             kernel=sum_kernel(DType.FLOAT32),
             inline_bytes=0,
         )
@@ -163,9 +165,11 @@ BROKEN: dict[str, list[tuple[bytes, dict[str, Any]]]] = {
 def test_a_peer_that_breaks_the_rules_is_cut_off(make, name, engine_threads):
     server = make(3, engine_threads=engine_threads)
     server.declare(7, CHUNK)
+    *before, (payload, fields) = BROKEN[name]
+    for earlier, its_fields in before:
+        server.post(0, earlier, **its_fields)
     with pytest.raises(PeerLostError):
-        for payload, fields in BROKEN[name]:
-            server.post(0, payload, **fields)
+        server.post(0, payload, **fields)
     assert server.boxes[0].wait_ended(0, timeout_s=TIMEOUT_S) == PEER_LOST
     while server.store.wait_news(timeout_s=TIMEOUT_S) != {0: PROTOCOL}:
         pass
@@ -186,11 +190,11 @@ def test_an_empty_tensor_is_pushed_once(make):
 
 def test_a_pool_at_its_limit_ends_the_link(make):
     server = make(1, pool_bytes=1 << 20, nbytes=CHUNK)
-    hog = server.pool.loan(1 << 19), server.pool.loan(1 << 18), server.pool.loan(1 << 17)
-    taken = list(hog)
-    with pytest.raises(FastPSError):
-        while True:
-            taken.append(server.pool.loan(4096))
+    taken: list[Any] = []
+    for nbytes in (1 << 19, 1 << 16, 4096):
+        with contextlib.suppress(FastPSError):
+            while True:
+                taken.append(server.pool.loan(nbytes))
     with pytest.raises(PeerLostError):
         server.post(0, bytes(CHUNK))
     while server.store.wait_news(timeout_s=TIMEOUT_S) != {0: NOMEM}:
@@ -244,19 +248,19 @@ def test_a_laggard_in_the_middle_of_a_failed_round_is_not_counted_in_the_next(ma
 
 def work(server: Server, rank: int, steps: int, failures: list[str]) -> None:
     """Push and check many steps as one worker."""
-    n_workers = len(server.boxes)
+    given = [values_of(other, server.nbytes) for other in range(len(server.boxes))]
     for step in range(1, steps + 1):
         parcel = server.boxes[rank].post(
             0,
-            values_of(rank, server.nbytes, step).tobytes(),
-            chunk_bytes=CHUNK,
+            (given[rank] * np.float32(step)).tobytes(),
+            chunk_bytes=server.chunk_bytes,
             dtype=DType.FLOAT32,
             key_version=step,
             sender=rank,
         )
-        total = values_of(0, server.nbytes, step)
-        for other in range(1, n_workers):
-            total = total + values_of(other, server.nbytes, step)
+        total = given[0] * np.float32(step)
+        for values in given[1:]:
+            total += values * np.float32(step)
         try:
             result = server.result(rank, step)
             parcel.wait(timeout_s=TIMEOUT_S)
@@ -268,11 +272,20 @@ def work(server: Server, rank: int, steps: int, failures: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("engine_threads", "io_threads"), [(0, 1), (0, 3), (2, 1), (2, 3)])
-def test_results_come_in_order_and_right_with_many_threads(make, engine_threads, io_threads):
-    server = make(3, nbytes=40 * CHUNK, engine_threads=engine_threads, io_threads=io_threads)
+@pytest.mark.parametrize(("chunk_bytes", "steps"), [(CHUNK, 60), (64 << 10, 20)])
+def test_results_come_in_order_and_right_with_many_threads(
+    make, engine_threads, io_threads, chunk_bytes, steps
+):
+    server = make(
+        3,
+        nbytes=20 * chunk_bytes,
+        chunk_bytes=chunk_bytes,
+        engine_threads=engine_threads,
+        io_threads=io_threads,
+    )
     failures: list[str] = []
     threads = [
-        threading.Thread(target=work, args=(server, rank, 60, failures)) for rank in range(3)
+        threading.Thread(target=work, args=(server, rank, steps, failures)) for rank in range(3)
     ]
     for thread in threads:
         thread.start()

@@ -94,9 +94,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Tell whether a worker may begin the next version of a key."""
         part = self.part_of(rank, key)
         pushing = part is not None and part.payload is not None
-        return self.is_over[key][rank] and not (
-            pushing and part.cursor < self.keys[key].nbytes
-        )
+        return self.is_over[key][rank] and not (pushing and part.cursor < self.keys[key].nbytes)
 
     def choose(self, data: st.DataObject, can: object) -> tuple[int, int] | None:
         """Draw a living worker and a key for which `can` holds."""

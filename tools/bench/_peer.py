@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of a measured system: takes commands from push_pull.py, times, answers.
+"""One process of a measured system: takes commands from a benchmark, times, answers.
 
-Started by push_pull.py with the system's name; connects to the driver at BENCH_DRIVER and obeys
-one JSON line after the other, until the connection ends. Every system offers the same three
-functions: reduce in place, reduce many in one call, and the number of this process.
+Started by push_pull.py or shaped.py with the system's name; connects to the driver at
+BENCH_DRIVER, host:port or the path of a Unix socket, and obeys one JSON line after the other,
+until the connection ends. Every system offers the same three functions: reduce in place, reduce
+many in one call, and the number of this process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import time
 from typing import Any, Protocol
 
 import numpy as np
+
+PATTERN = 65521  # a prime: a piece that lands in the wrong place does not fit
 
 
 class System(Protocol):
@@ -153,9 +156,11 @@ def measure(system: System, nbytes: int, count: int, iterations: int) -> dict[st
             system.reduce_many(arrays, name)
         if i:
             seconds.append(time.perf_counter() - began)
-    expected = np.arange(nbytes // 4, dtype=np.float32) * np.float32(3)
+    size = int(os.environ["WORLD_SIZE"])
+    pattern = (np.arange(nbytes // 4) % PATTERN).astype(np.float32)
+    expected = pattern * np.float32(size * (size + 1) // 2)  # exact, in any order, up to size 21
     for array in arrays:
-        array[:] = np.arange(nbytes // 4, dtype=np.float32) * np.float32(1 + system.rank)
+        array[:] = pattern * np.float32(1 + system.rank)
     system.reduce_many(arrays, name) if count > 1 else system.reduce(arrays[0], name)
     is_right = all(np.array_equal(array, expected) for array in arrays)
     return {"seconds": seconds, "is_right": is_right}
@@ -179,8 +184,7 @@ def measure_start(iterations: int) -> dict[str, Any]:
 def main() -> int:
     """Obey the driver until it hangs up."""
     system: System = SYSTEMS[sys.argv[1]]()
-    host, _, port = os.environ["BENCH_DRIVER"].rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=60) as sock:
+    with _driver(os.environ["BENCH_DRIVER"]) as sock:
         sock.settimeout(None)
         file = sock.makefile("rw", encoding="utf-8")
         _say(file, {"system": sys.argv[1], "rank": system.rank})
@@ -194,6 +198,15 @@ def main() -> int:
                 )
             _say(file, answer)
     return 0
+
+
+def _driver(where: str) -> socket.socket:
+    host, _, port = where.rpartition(":")
+    if port.isdigit():
+        return socket.create_connection((host, int(port)), timeout=60)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(where)
+    return sock
 
 
 def _say(file: Any, message: dict[str, Any]) -> None:

@@ -5,8 +5,8 @@
 
 Two processes per system, float32, loopback TCP, sums checked in every round. The systems take
 turns in every round and ratios are taken within a round, because machines are noisy. Columns:
-t is the median over rounds of the median iteration, in ms; alg is tensor bytes / t; ratio is t
-over gloo's t of the same round; cpu is seconds of all processes of the system per GB of tensor.
+median is over rounds of the median iteration, in ms; alg is tensor bytes / t; ratio is t over
+gloo's t of the same round; cpu is seconds of all processes of the system per GB of tensor.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Team:
 
     def __init__(self, name: str, servers: int, arguments: Sequence[str] = ()) -> None:
         self.name = name
+        self.system, _, settings = name.partition(":")
         self.mark = secrets.token_hex(8)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.listener.settimeout(120)
@@ -72,6 +73,7 @@ class Team:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": "2",
+            **dict(item.split("=", 1) for item in settings.split("+") if item),
         }
         self.processes = [
             subprocess.Popen(command, env=environment | extra, start_new_session=True)
@@ -82,8 +84,8 @@ class Team:
     def _commands(
         self, servers: int, arguments: Sequence[str]
     ) -> list[tuple[list[str], dict[str, str]]]:
-        peer = [sys.executable, str(PEER), self.name]
-        if self.name == "fastps":
+        peer = [sys.executable, str(PEER), self.system]
+        if self.system == "fastps":
             launch = [sys.executable, "-m", "fastps.launch.run", "-np", "2", "-s", str(servers)]
             return [([*launch, *arguments, *peer], {})]
         return [(peer, {"RANK": str(rank)}) for rank in range(2)]
@@ -191,7 +193,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--sizes", default="4K,64K,1M,4M,16M,64M")
     parser.add_argument("--servers", type=_common.positive, default=2)
-    parser.add_argument("--systems", default="fastps,gloo,sockets")
+    parser.add_argument(
+        "--systems",
+        default="fastps,gloo,sockets",
+        help="fastps:FASTPS_CHUNK_BYTES=262144+FASTPS_SPIN_US=0 compares settings",
+    )
     parser.add_argument("--launch", default="", help="more options for fastps-run")
     _common.add_options(parser)
     options = parser.parse_args(arguments)
@@ -206,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_rows(report, f"{MANY}x4K", MANY << 12,
                  measure(systems, 4 << 10, MANY, options.runs))
         for team in systems:
-            if team.name == "fastps":
+            if team.system == "fastps":
                 seconds, _ = team.ask(op="start", iterations=1000)
                 report.add("fastps start", [1e3 * value for value in seconds], size="4K")
     report.finish(options.json)

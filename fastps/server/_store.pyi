@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Sequence
+from typing import Self, final
+
+from fastps._core import BufferPool
+from fastps.transport._link import LinkOwner
+
+@final
+class ServerStore(LinkOwner):
+    def __new__(
+        cls,
+        pool: BufferPool,
+        *,
+        index: int,
+        n_workers: int,
+        lanes: int = 1,
+        engine_threads: int = 1,
+    ) -> Self: ...
+    def declare(
+        self,
+        tensor_id: int,
+        *,
+        n_partitions: int,
+        partitions: Sequence[tuple[int, int]],
+        dtype: int,
+        itemsize: int,
+        chunk_bytes: int,
+        kernel: int,
+        inline_bytes: int,
+    ) -> None: ...
+    def wait_news(self, *, timeout_s: float) -> dict[int, int]: ...
+    def wake(self) -> None: ...
+    def forget(self, *, timeout_s: float) -> None: ...
+    def statistics(self) -> dict[str, int]: ...
+    def close(self, *, timeout_s: float = 10.0) -> None: ...

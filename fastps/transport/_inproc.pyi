@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+from typing import Self, final
+
+from fastps.transport._link import LinkOwner, Transport
+
+@final
+class InprocTransport(Transport):
+    def __new__(cls, *, io_threads: int = 1) -> Self: ...
+    def connect(
+        self,
+        owner_a: LinkOwner,
+        peer_for_a: int,
+        owner_b: LinkOwner,
+        peer_for_b: int,
+        *,
+        lane: int = 0,
+        credit_bytes: int = 0,
+    ) -> None: ...
+    def statistics(self) -> dict[str, int]: ...
+    def leave(self) -> None: ...
+    def abort(self) -> None: ...
+    def close(self, *, timeout_s: float = 10.0) -> None: ...
