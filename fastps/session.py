@@ -40,6 +40,7 @@ from fastps.errors import (
     MismatchError,
     NotInitializedError,
     PeerLostError,
+    ShutdownError,
     error_of,
 )
 from fastps.objects import decode_object, encode_object
@@ -344,7 +345,7 @@ class Session:
         """Turn the bare error of a dead engine into one that names the culprit."""
         try:
             yield
-        except (PeerLostError, MismatchError) as error:
+        except (PeerLostError, ShutdownError) as error:
             raise self._blame(names[0], error) from None
 
     def _explain(self, tensor: EngineTensor, status: int) -> FastPSError:
@@ -363,19 +364,19 @@ class Session:
 
     def _blame(self, name: str, error: FastPSError) -> FastPSError:
         """Ask the scheduler who was lost first; name the broken link if it does not know."""
-        if not isinstance(error, PeerLostError) or self._client is None:
+        if not isinstance(error, PeerLostError | ShutdownError) or self._client is None:
             return error
         failure = self._engine.failure
         with contextlib.suppress(FastPSError):
-            if failure is not None and failure[1] >= 0:
+            if failure is not None and failure[1] >= 0 and isinstance(error, PeerLostError):
                 self._client.report_lost("server", failure[1], "its link to a worker broke")
             is_known = failure is None and bool(self._left)
             verdict = self._client.verdict(0.0 if is_known else VERDICT_WAIT_S)
             if verdict is not None:
-                return PeerLostError(
+                return type(error)(
                     f"tensor {name!r} cannot be reduced: {verdict}. Restart the job"
                 )
-        return PeerLostError(f"tensor {name!r} cannot be reduced: {error}. Restart the job")
+        return type(error)(f"tensor {name!r} cannot be reduced: {error}. Restart the job")
 
     def _on_event(self, event: Event) -> None:
         """Take news from the scheduler, on the control client's thread."""

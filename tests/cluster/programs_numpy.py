@@ -17,6 +17,7 @@ from run_program import mark
 
 import fastps
 from fastps import session
+from fastps.types import dtype_of
 
 HALVES = ("float16", "bfloat16")
 FLOATS = ("float32", "float64", *HALVES)
@@ -91,17 +92,31 @@ def reductions(*, sizes: tuple[int, ...] = SIZES) -> str:
     """Reduce every dtype, size and operation, in all ways to name an output."""
     rank, size = join()
     found = []
-    for name in ALL:
-        for average in (False, True):
-            if name == "bool" and average:
-                continue
-            for count in sizes:
-                inputs = [values(name, count, each) for each in range(size)]
-                want = reduced(inputs, name, average=average)
-                found += reduce_in_all_ways(inputs[rank], name, want, average=average)
+    cases = [
+        (name, average, count)
+        for name in ALL
+        for average in (False, True)
+        for count in sizes
+        if not (name == "bool" and average)
+    ]
+    # most in one round trip; the rest declare themselves at their first use
+    session.current().declare([
+        (label_of(*case), (case[2],), dtype_of(dtype_named(case[0])))
+        for case in cases
+        if case[2] != 1
+    ])  # fmt: skip
+    for name, average, count in cases:
+        inputs = [values(name, count, each) for each in range(size)]
+        want = reduced(inputs, name, average=average)
+        found += reduce_in_all_ways(inputs[rank], name, want, average=average)
     found += bfloat16_in_words(rank, size)
     assert "numba" not in sys.modules, "a worker never needs Numba"
     return digest(found)
+
+
+def label_of(name: str, average: bool, count: int) -> str:
+    """Name a tensor after its case."""
+    return f"{name}.{count}.{average}"
 
 
 def reduce_in_all_ways(
@@ -109,7 +124,7 @@ def reduce_in_all_ways(
 ) -> list[np.ndarray]:
     """Give a new array, write into another one, and work in place."""
     what = f"{name} x {mine.size}, average={average}"
-    label = f"{name}.{mine.size}.{average}"
+    label = label_of(name, average, mine.size)
     before = mine.copy()
     fresh = fastps.push_pull(mine, label, average=average)
     assert isinstance(fresh, np.ndarray)
