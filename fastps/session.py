@@ -46,7 +46,7 @@ from fastps.errors import (
 from fastps.objects import decode_object, encode_object
 from fastps.partition import make_partitions
 from fastps.transport._tcp import TcpTransport
-from fastps.transport.tcp import dial, pack_lane
+from fastps.transport.tcp import choose_credit, dial, pack_lane
 from fastps.types import DType, dtype_of
 from fastps.worker._engine import EngineTensor, WorkerEngine
 from fastps.worker.handle import Array, Handle, LocalHandle
@@ -126,7 +126,7 @@ class Session:
                 )
                 self._transport.adopt(
                     descriptor, self._engine, peer=server.rank, lane=lane,
-                    credit_bytes=config.credit_bytes,
+                    credit_bytes=choose_credit(descriptor, config),
                 )
         self._client.barrier("fastps.connected", timeout_s=config.start_timeout_s)
 

@@ -379,11 +379,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(DATA, "chunk_bytes", _aligned, 524288, (), "bytes", (4096, GIB),
             "Largest frame of a partition, the grain of overlap; rounded up to a multiple of "
             "64."),
-    Setting(DATA, "credit_bytes", _integer, 4 << 20,
+    Setting(DATA, "credit_bytes", _integer, 0,
             (Derived("BYTEPS_SCHEDULING_CREDIT x partition_bytes", _credit_in_partitions),),
             "bytes", (0, MAX_POOL_BYTES),
             "Bytes pushed on one link that have no result yet, before the rest waits; keeps "
-            "bulk data in the caches and lets urgent tensors overtake. 0 sets no limit."),
+            "bulk data in the caches and lets urgent tensors overtake. 0 chooses: 1 MiB to a "
+            "server on the same machine, 16 MiB to others."),
     Setting(DATA, "key_hash", _text, "bytes", ("BYTEPS_KEY_HASH_FN",), "", ("bytes", "naive",
             "built_in", "djb2", "sdbm"),
             "How partitions are shared among servers: by bytes, or by one of BytePS's hashes."),

@@ -187,6 +187,11 @@ def _wait_writable(sock: socket.socket, deadline: float) -> None:
         raise TimeoutError("the other side does not read")
 
 
+def is_same_host(sock: socket.socket) -> bool:
+    """Tell whether a connected socket leads back to this machine."""
+    return bool(sock.getsockname()[0] == sock.getpeername()[0])
+
+
 def is_loopback(host: str) -> bool:
     """Tell whether an address can be reached from this machine alone."""
     try:

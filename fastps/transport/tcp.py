@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 MAX_HALF_OPEN = 128  # connections that have not shown the token
 ADMIT_RETRY_S = 0.005  # how often a connection that came too early asks again
+SAME_HOST_CREDIT_BYTES = 1 << 20
+REMOTE_CREDIT_BYTES = 16 << 20  # 100 Gb/s for 1.3 ms
 FULL_PAUSE_S = 0.1  # pause when no descriptor is left
 
 
@@ -59,7 +61,7 @@ def tune(sock: socket.socket, config: Config) -> None:
     Over loopback the common default bbr moves half of what cubic does (measured).
     """
     sockets.tune(sock, config.tcp_user_timeout_s)
-    if sock.getsockname()[0] != sock.getpeername()[0]:
+    if not sockets.is_same_host(sock):
         return
     for name in filter(None, config.same_host_congestion.split(",")):
         with contextlib.suppress(OSError):
@@ -105,6 +107,21 @@ def dial(
         sock.close()
         raise TransportError(f"{where} closed the connection: {error}") from error
     return sock.detach()
+
+
+def choose_credit(descriptor: int, config: Config) -> int:
+    """Give the credit of a link in bytes: as configured, else by where the link leads.
+
+    On one machine the caches decide: what is pushed and has no result yet should fit them.
+    Between machines the link must stay full while a chunk travels, is summed and comes back.
+    """
+    if config.credit_bytes:
+        return config.credit_bytes
+    sock = socket.socket(fileno=descriptor)
+    try:
+        return SAME_HOST_CREDIT_BYTES if sockets.is_same_host(sock) else REMOTE_CREDIT_BYTES
+    finally:
+        sock.detach()
 
 
 def _lead(sock: socket.socket, handshake: ClientHandshake, deadline: float) -> None:

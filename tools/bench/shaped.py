@@ -54,6 +54,7 @@ GLOO_PORT = 7500
 START_S = 120
 TURN_S = 600
 END_S = 20
+LINGER_S = "0.5"  # the jobs begin no second generation
 ITERATIONS = 3
 EXTRA_TURNS = 2  # _peer.py warms up once and checks once in every turn
 FOREIGN = ("FASTPS_", "DMLC_", "BYTEPS_", "BENCH_", "MASTER_")
@@ -159,6 +160,7 @@ class Team:
                 "FASTPS_SCHEDULER_PORT": str(SCHEDULER_PORT + number),
                 "FASTPS_TOKEN": secrets.token_hex(32),
                 "FASTPS_JOB_ID": f"shaped-{number}",
+            "FASTPS_LINGER_S": LINGER_S,
                 **system.settings,
             }
         )
