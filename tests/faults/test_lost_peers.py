@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import programs_faults
 import pytest
@@ -121,24 +122,46 @@ def test_orderly_exit_while_others_push():
             assert result["at"] - left_at < LIMIT_S
 
 
-def test_launcher_prints_the_first_cause_and_leaves_nothing(tmp_path):
-    script = """
+@pytest.mark.parametrize("victim", ["worker 1", "server 0", "scheduler"])
+def test_launcher_prints_the_first_cause_and_leaves_nothing(tmp_path, victim):
+    script = f"""
         import os, signal
         import numpy as np
         import fastps
+        from fastps import session
         fastps.init()
-        for step in range(1000):
+        victims = {{
+            "worker 1": os.getpid(),
+            "server 0": session.current()._client.job.servers[0].pid,
+            "scheduler": next(
+                int(pid) for pid in os.listdir("/proc") if pid.isdecimal()
+                and b"--role\\0scheduler" in open(f"/proc/{{pid}}/cmdline", "rb").read()
+                and b"{tmp_path.name}" in open(f"/proc/{{pid}}/environ", "rb").read()
+            ),
+        }}
+        for step in range(100_000):
             if fastps.rank() == 1 and step == 20:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(victims["{victim}"], signal.SIGKILL)
             fastps.push_pull(np.ones(1000), "w")
     """
-    started = time.monotonic()
-    result = run_workers(script, tmp_path, workers=3)
-    assert result.returncode == 128 + signal.SIGKILL
+    mark = f"{tmp_path.name}-{os.getpid()}"
+    result = run_workers(script, tmp_path, workers=3, environ={"TEST_MARK": mark})
     last = result.stderr.splitlines()[-1]
-    assert "worker 1" in last
+    assert result.returncode == 128 + signal.SIGKILL, result.stderr
+    assert victim in last
     assert "was killed by SIGKILL" in last
-    assert time.monotonic() - started < 60
+    assert not processes_with(mark.encode())
+
+
+def processes_with(mark: bytes) -> list[Path]:
+    """Find the processes that have a word in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                if mark in (entry / "environ").read_bytes():
+                    found.append(entry)
+    return found
 
 
 def test_child_of_a_fork_hides_nothing():
