@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error fastps raises, and the table from C status codes to them.
 
-    FastPSError
-    +- ConfigError            a setting is missing, unknown or out of bounds
-    +- NotInitializedError    init() was not called, or this process was forked from one that did
-    +- AuthError              wrong or missing job token
-    +- ProtocolError          a peer speaks another version or sent what no peer may send
-    +- MismatchError          workers disagree about one tensor
-    +- TransportError
-    |  +- PeerLostError       a process of the job died or went silent
-    |  +- TransportTimeout    a connection made no progress in time
-    +- StallError             an operation did not finish in time though all peers live
-    +- ShutdownError          the operation was cut short by shutdown()
+FastPSError
++- ConfigError            a setting is missing, unknown or out of bounds
++- NotInitializedError    init() was not called, or this process was forked from one that did
++- AuthError              wrong or missing job token
++- ProtocolError          a peer speaks another version or sent what no peer may send
++- MismatchError          workers disagree about one tensor
++- TransportError
+|  +- PeerLostError       a process of the job died or went silent
+|  +- TransportTimeout    a connection made no progress in time
++- StallError             an operation did not finish in time though all peers live
++- ShutdownError          the operation was cut short by shutdown()
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import operator
 import os
 import threading
 import weakref
@@ -53,6 +54,7 @@ from fastps.worker.handle import Array, Handle, LocalHandle
 
 log = logging.getLogger(__name__)
 
+MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1  # the field of the frame header
 VERDICT_WAIT_S = 2.0  # how long a failed operation waits to hear who is to blame
 E_SHUTDOWN, E_PEER_LOST, E_MISMATCH = -2, -3, -5  # _core.pxd
 
@@ -125,7 +127,10 @@ class Session:
                     what=f"server {server.rank}",
                 )
                 self._transport.adopt(
-                    descriptor, self._engine, peer=server.rank, lane=lane,
+                    descriptor,
+                    self._engine,
+                    peer=server.rank,
+                    lane=lane,
                     credit_bytes=choose_credit(descriptor, config),
                 )
         self._client.barrier("fastps.connected", timeout_s=config.start_timeout_s)
@@ -150,7 +155,11 @@ class Session:
         for extent in shape:
             nbytes *= extent
         return TensorSpec(
-            name, int(dtype), shape, nbytes, self._config.partition_bytes,
+            name,
+            int(dtype),
+            shape,
+            nbytes,
+            self._config.partition_bytes,
             self._config.chunk_bytes,
         )
 
@@ -189,8 +198,9 @@ class Session:
             ],
         )
 
-    def _find(self, names: Sequence[str], arrays: Sequence[Array], dtype: DType | None
-              ) -> list[EngineTensor]:
+    def _find(
+        self, names: Sequence[str], arrays: Sequence[Array], dtype: DType | None
+    ) -> list[EngineTensor]:
         """Give the tensors of names, declaring those that are new or have changed."""
         wanted = []
         for name, array in zip(names, arrays, strict=True):
@@ -241,19 +251,18 @@ class Session:
         outputs = _outputs(arrays, out, is_single=is_single)
         for label, array, output in zip(names, arrays, outputs, strict=True):
             _check_arrays(label, array, output, dtype, average=average)
+        priorities = _priorities(priority, len(names))
         if self._client is None:
             return self._finish_locally(names, arrays, outputs, dtype, is_single=is_single)
         tensors = self._find(names, arrays, dtype)
         with self._translated(names):
             if is_single:
-                assert isinstance(priority, int)
                 self._engine.start(
-                    tensors[0], arrays[0], outputs[0], average=average, priority=priority
+                    tensors[0], arrays[0], outputs[0], average=average, priority=priorities[0]
                 )
             else:
                 self._engine.start_many(
-                    tensors, arrays, outputs, average=average,
-                    priorities=[priority] * len(names) if isinstance(priority, int) else priority,
+                    tensors, arrays, outputs, average=average, priorities=priorities
                 )
         self._fail_poisoned(names)
         return self._handle(tensors, outputs, is_single=is_single)
@@ -277,13 +286,20 @@ class Session:
         return self._handle(tensors, arrays, is_single=is_single)
 
     def _finish_locally(
-        self, names: Sequence[str], arrays: Sequence[Array], outputs: Sequence[Array],
-        dtype: DType | None, *, is_single: bool,
+        self,
+        names: Sequence[str],
+        arrays: Sequence[Array],
+        outputs: Sequence[Array],
+        dtype: DType | None,
+        *,
+        is_single: bool,
     ) -> Handle:
-        self._declare_locally([
-            self._spec(name, array.shape, dtype_of(array.dtype) if dtype is None else dtype)
-            for name, array in zip(names, arrays, strict=True)
-        ])
+        self._declare_locally(
+            [
+                self._spec(name, array.shape, dtype_of(array.dtype) if dtype is None else dtype)
+                for name, array in zip(names, arrays, strict=True)
+            ]
+        )
         for array, output in zip(arrays, outputs, strict=True):
             if output is not array:
                 np.copyto(output, array)
@@ -293,8 +309,12 @@ class Session:
         self, tensors: Sequence[EngineTensor], outputs: Sequence[Array], *, is_single: bool
     ) -> Handle:
         return Handle(
-            tensors, outputs, is_single=is_single, explain=self._explain,
-            timeout_s=self._config.op_timeout_s, seconds=self._wait_seconds,
+            tensors,
+            outputs,
+            is_single=is_single,
+            explain=self._explain,
+            timeout_s=self._config.op_timeout_s,
+            seconds=self._wait_seconds,
         )
 
     def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:
@@ -346,7 +366,7 @@ class Session:
         try:
             yield
         except (PeerLostError, ShutdownError) as error:
-            raise self._blame(names[0], error) from None
+            raise self._blame(names[0] if names else "", error) from None
 
     def _explain(self, tensor: EngineTensor, status: int) -> FastPSError:
         if tensor.name in self._poisoned:
@@ -447,6 +467,17 @@ def _outputs(arrays: Sequence[Array], out: Arrays | None, *, is_single: bool) ->
     if len(out) != len(arrays):
         raise ValueError(f"{len(arrays)} tensors need as many outputs, not {len(out)}")
     return out
+
+
+def _priorities(priority: int | Sequence[int], count: int) -> list[int]:
+    """Give one priority per tensor; they are 32-bit numbers."""
+    found = [priority] * count if isinstance(priority, int) else list(priority)
+    if len(found) != count:
+        raise ValueError(f"{count} tensors need as many priorities, not {len(found)}")
+    for number in found:
+        if not MIN_PRIORITY <= operator.index(number) <= MAX_PRIORITY:
+            raise ValueError(f"priority {number} does not fit 32 bits")
+    return found
 
 
 def _check_arrays(

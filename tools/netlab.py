@@ -13,7 +13,7 @@ carry a token bucket: the host's end limits what it sends, the bridge's end what
 
     from tools.netlab import NetLab
     with NetLab(hosts=2, rate="50mbit", cc="cubic") as lab:
-        lab.popen(0, ["ping", "-c1", lab.address(1)]).wait()
+        lab.popen(0, ["ip", "route", "get", lab.address(1)]).wait()
 
 Invariants. No command names an interface outside the lab's namespaces, and no cable ends in one,
 so neither the machine's network nor its settings change: congestion control is set by route.

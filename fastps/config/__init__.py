@@ -383,7 +383,7 @@ SETTINGS: tuple[Setting, ...] = (
             (Derived("BYTEPS_SCHEDULING_CREDIT x partition_bytes", _credit_in_partitions),),
             "bytes", (0, MAX_POOL_BYTES),
             "Bytes pushed on one link that have no result yet, before the rest waits; keeps "
-            "bulk data in the caches and lets urgent tensors overtake. 0 chooses: 1 MiB to a "
+            "bulk data in the caches and lets urgent tensors overtake. 0 chooses: 640 KiB to a "
             "server on the same machine, 16 MiB to others."),
     Setting(DATA, "key_hash", _text, "bytes", ("BYTEPS_KEY_HASH_FN",), "", ("bytes", "naive",
             "built_in", "djb2", "sdbm"),
@@ -398,9 +398,10 @@ SETTINGS: tuple[Setting, ...] = (
             "kernel has; empty leaves the machine's own."),
     Setting(THREADS, "io_threads", _integer, 1, (), "threads", (1, 64),
             "Threads that move bytes."),
-    Setting(THREADS, "engine_threads", _integer, 1, ("BYTEPS_SERVER_ENGINE_THREAD",), "threads",
-            (0, 64),
-            "Threads of a server that sum; 0 sums on the threads that move bytes."),
+    Setting(THREADS, "engine_threads", _integer, -1, ("BYTEPS_SERVER_ENGINE_THREAD",), "threads",
+            (-1, 64),
+            "Threads of a server that sum; 0 sums on the threads that move bytes. -1 chooses: a "
+            "quarter of the CPUs, at most 4, so none where cores are few."),
     Setting(THREADS, "inline_sum_bytes", _integer, 65536, (), "bytes", (0, GIB),
             "Chunks up to this size are summed where they arrive, without waking another "
             "thread."),

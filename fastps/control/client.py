@@ -68,6 +68,7 @@ from fastps.control.protocol import (
     TensorSpec,
     ToScheduler,
     body_nbytes,
+    check_name,
     failure_of,
     pack,
     text_of,
@@ -201,17 +202,21 @@ class ControlClient:
         """
         if not specs:
             return []
+        for spec in specs:
+            check_name(spec.name, dimensions=len(spec.shape))
         what = f"declaring {specs[0].name!r}" + (f" and {len(specs) - 1} more" * (len(specs) > 1))
         message = Declare(next(self._numbers), tuple(specs), timeout_s)
         return list(self._ask(message, Declared, what=what, timeout_s=timeout_s).tensors)
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
         """Wait until every worker has entered the barrier; StallError names the missing."""
+        check_name(name)
         message = Barrier(next(self._numbers), name, timeout_s)
         self._ask(message, Done, what=f"barrier {name!r}", timeout_s=timeout_s)
 
     def blob(self, name: str, root_rank: int, data: bytes | None, *, timeout_s: float) -> bytes:
         """Give every worker the root's bytes, at most 64 MiB; all workers must call it."""
+        check_name(name)
         if data is not None and len(data) > MAX_BLOB_BYTES:
             raise ConfigError(
                 f"blob {name!r} has {len(data)} bytes, {MAX_BLOB_BYTES} are allowed; broadcast "

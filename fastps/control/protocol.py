@@ -362,6 +362,20 @@ def text_of(text: str) -> str:
     return text[:MAX_TEXT_CHARS].encode("utf-8", "replace").decode("utf-8")
 
 
+def check_name(name: str, *, dimensions: int = 0) -> None:
+    """Raise ConfigError for a name or a number of dimensions that cannot travel."""
+    if len(name) > MAX_NAME_CHARS:
+        raise ConfigError(
+            f"the name {name[:40]!r}... has {len(name)} characters, {MAX_NAME_CHARS} are allowed"
+        )
+    if name != text_of(name):
+        raise ConfigError(f"the name {name!r} is not valid Unicode")
+    if dimensions > MAX_DIMENSIONS:
+        raise ConfigError(
+            f"tensor {name!r} has {dimensions} dimensions, {MAX_DIMENSIONS} are allowed"
+        )
+
+
 def failure_of(answer: Failed) -> FastPSError:
     """Make the exception of a refusal, ready to be raised."""
     return FAILURES.get(answer.kind, FastPSError)(answer.message)

@@ -30,6 +30,7 @@ cdef struct Contribution:       # what one worker gave to a round; entry.lock
     uint32_t landing            # number of the chunk whose bytes land just now, plus 1; else 0
     bint wants_result           # else an empty RESULT as acknowledgement
     SendItem error              # the ERROR frame, should the round fail
+    int32_t is_error_lent       # it is lent to the worker's link; atomic
 
 cdef struct Round:              # one version of a key; entry.lock unless said otherwise
     Entry* entry

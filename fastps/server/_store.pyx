@@ -39,7 +39,7 @@ from fastps._core cimport (
     queue_close, queue_create, queue_free, queue_pop, queue_push, thread_create, thread_join,
 )
 from fastps.transport._link cimport (
-    KICK_FULL, KICK_WAKE, Link, LinkOwner, LinkSlot, SendItem, sent_fn, slot_acquire,
+    KICK_FULL, KICK_WAKE, Link, LinkOwner, LinkSlot, SendItem, slot_acquire,
     slot_release, slot_retire, slot_set,
 )
 from fastps.wire cimport (

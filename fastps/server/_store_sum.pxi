@@ -22,22 +22,34 @@ cdef void result_sent(SendItem* item, int status) noexcept nogil:
 
 
 cdef void error_sent(SendItem* item, int status) noexcept nogil:
-    fps_add32(&(<Round*>item.context).in_flight, -1)
+    fps_store32(&(<Contribution*>item.context).is_error_lent, 0)
 
 
-cdef void send_item(Round* round, uint32_t rank, SendItem* item, sent_fn sent,
-                    int kick) noexcept nogil:
-    """Lend one item to the link of a worker; for a worker that is gone it counts as sent."""
+cdef bint has_error_back(Contribution* part) noexcept nogil:
+    """Wait for the mark that the last error has left: this worker has acted on it already.
+
+    False: it has not, so it did not wait for the error, and need not get another.
+    """
+    cdef int64_t deadline = now_ns() + IN_FLIGHT_WAIT_NS
+    while fps_load32(&part.is_error_lent):
+        if now_ns() > deadline:
+            return False
+        sched_yield()
+    return True
+
+
+cdef void lend_result(Round* round, uint32_t rank, SendItem* item, int kick) noexcept nogil:
+    """Lend a result to the link of a worker; for a worker that is gone it counts as sent."""
     cdef LinkSlot* slot = link_of(round.entry, rank)
     cdef Link* link = slot_acquire(slot)
     item.context = round
-    item.sent = sent
+    item.sent = result_sent
     fps_add32(&round.in_flight, 1)
     if link == NULL:
-        sent(item, E_PEER_LOST)
+        result_sent(item, E_PEER_LOST)
         return
     if link.send(link, item, kick) != OK:
-        sent(item, E_PEER_LOST)
+        result_sent(item, E_PEER_LOST)
     slot_release(slot)
 
 
@@ -59,7 +71,7 @@ cdef void send_result(Round* round, uint32_t rank, uint32_t chunk, char* payload
     item.payload = payload
     item.nbytes = length
     item.base = chunk * round.entry.chunk_bytes
-    send_item(round, rank, item, result_sent, kick)
+    lend_result(round, rank, item, kick)
 
 
 cdef void send_acknowledgement(Round* round, uint32_t rank, uint32_t chunk,
@@ -70,17 +82,32 @@ cdef void send_acknowledgement(Round* round, uint32_t rank, uint32_t chunk,
     item.payload = NULL
     item.nbytes = 0
     item.base = 0
-    send_item(round, rank, item, result_sent, kick)
+    lend_result(round, rank, item, kick)
 
 
 cdef void send_error(Round* round, uint32_t rank, uint32_t version, int status,
                      uint32_t culprit) noexcept nogil:
-    cdef SendItem* item = &round.contributions[rank].error
+    cdef Contribution* part = &round.contributions[rank]
+    cdef SendItem* item = &part.error
+    cdef LinkSlot* slot = link_of(round.entry, rank)
+    cdef Link* link
+    if not has_error_back(part):
+        return
     fill_header(round, &item.header, KIND_ERROR)
     item.header.key_version = version
     item.header.offset = <uint32_t>-status
     item.header.priority = <int32_t>culprit
-    send_item(round, rank, item, error_sent, KICK_WAKE)
+    item.context = part
+    item.sent = error_sent
+    link = slot_acquire(slot)
+    if link == NULL:
+        return
+    # Not counted in round.in_flight: the slot may be used again before this has left, which only
+    # the thread that would wait for it may be able to do.
+    fps_store32(&part.is_error_lent, 1)
+    if link.send(link, item, KICK_WAKE) != OK:
+        fps_store32(&part.is_error_lent, 0)
+    slot_release(slot)
 
 
 cdef void fail_round(Round* round, int status, uint32_t culprit) noexcept nogil:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 
 from fastps import _core
@@ -40,7 +41,16 @@ log = logging.getLogger(__name__)
 EXIT_ORDERLY = 0
 EXIT_PEER_LOST = 1
 E_SHUTDOWN = -2  # a worker said BYE
+CPUS_PER_ENGINE = 4  # the rest moves bytes; a chunk just read is summed fastest where it was read
+MAX_AUTO_ENGINES = 4  # two threads sum at the speed of memory
 NEWS_SLICE_S = 5.0  # how often the news thread looks whether it should end
+
+
+def _engine_threads(config: Config) -> int:
+    """Give the number of summing threads: as configured, else by the CPUs at hand."""
+    if config.engine_threads >= 0:
+        return config.engine_threads
+    return min(len(os.sched_getaffinity(0)) // CPUS_PER_ENGINE, MAX_AUTO_ENGINES)
 
 
 class Server:
@@ -75,18 +85,21 @@ class Server:
             index=job.rank,
             n_workers=job.size,
             lanes=config.links_per_peer,
-            engine_threads=config.engine_threads,
+            engine_threads=_engine_threads(config),
         )
         self._transport = TcpTransport(io_threads=config.io_threads, spin_us=config.spin_us)
-        self._listener = Listener(
-            listeners, config, key=self._client.data_key, admit=self._admit
-        )
+        self._listener = Listener(listeners, config, key=self._client.data_key, admit=self._admit)
         self._news = threading.Thread(target=self._watch, name="fastps:news", daemon=True)
         self._is_ready.set()
         self._listener.start()
         self._news.start()
-        log.info("server %d of %d serves %d workers on %s", job.rank, len(job.servers), job.size,
-                 sockets.join_address(*self.address))
+        log.info(
+            "server %d of %d serves %d workers on %s",
+            job.rank,
+            len(job.servers),
+            job.size,
+            sockets.join_address(*self.address),
+        )
 
     def run(self) -> int:
         """Wait until the job ends; stop everything; give the exit status."""
@@ -105,8 +118,13 @@ class Server:
         self._stopped.set()
         self._listener.close(timeout_s=timeout_s)
         self._transport.leave()
-        log.info("server %d ends: %s, %s, refused %s", self.index, self._store.statistics(),
-                 self._transport.statistics(), self._listener.statistics())
+        log.info(
+            "server %d ends: %s, %s, refused %s",
+            self.index,
+            self._store.statistics(),
+            self._transport.statistics(),
+            self._listener.statistics(),
+        )
         with contextlib.suppress(FastPSError):
             self._client.leave(timeout_s=timeout_s)
         self._transport.close(timeout_s=timeout_s)

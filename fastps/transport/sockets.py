@@ -14,7 +14,7 @@ import logging
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from fastps.errors import ConfigError
 
@@ -115,16 +115,25 @@ def close_all(sockets: list[socket.socket]) -> None:
         sock.close()
 
 
-def connect(host: str, port: int, *, deadline: float, user_timeout_s: float) -> socket.socket:
+def connect(
+    host: str,
+    port: int,
+    *,
+    deadline: float,
+    user_timeout_s: float,
+    prepare: Callable[[socket.socket], object] | None = None,
+) -> socket.socket:
     """Connect to the first address of a host that answers before the deadline.
 
-    Raises socket.gaierror or OSError of the last address tried, TimeoutError in the end.
+    prepare sets what must be set before connecting. Raises socket.gaierror or OSError of the last address tried, TimeoutError in the end.
     """
     failure: OSError = TimeoutError("timed out")
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            if prepare is not None:
+                prepare(sock)
             sock.connect(address)
             _refuse_self(sock)
             tune(sock, user_timeout_s)

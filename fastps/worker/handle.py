@@ -88,8 +88,9 @@ class LocalHandle(Handle):
     __slots__ = ()
 
     def __init__(self, outputs: Sequence[Array], *, is_single: bool) -> None:
-        super().__init__((), outputs, is_single=is_single, explain=_no_failure, timeout_s=0.0,
-                         seconds=[0.0])
+        super().__init__(
+            (), outputs, is_single=is_single, explain=_no_failure, timeout_s=0.0, seconds=[0.0]
+        )
 
 
 def _no_failure(tensor: EngineTensor, status: int) -> FastPSError:

@@ -50,9 +50,12 @@ def test_bits_depend_on_nothing_but_the_inputs():
                      "FASTPS_KEY_HASH": "sdbm"}),
     ]  # fmt: skip
     found = [
-        run_job(programs_numpy.reductions, workers=3, servers=servers, environment=environment)
+        run_job(
+            programs_numpy.reductions, workers=3, servers=servers, environment=environment,
+            arguments={"sizes": [777, programs_numpy.MANY]},
+        )
         for servers, environment in settings
-    ]
+    ]  # fmt: skip
     assert len({digest for run in found for digest in run}) == 1
 
 

@@ -173,8 +173,9 @@ def test_congestion_control_is_left_alone_on_request(opened):
     with near:
         tcp.tune(near, config_of(same_host_congestion=""))
         assert congestion_of(near) == default
-        tcp.tune(near, config_of(same_host_congestion="nonsense, reno"))
-        assert congestion_of(near) == "reno"
+    with socket.socket() as fresh:
+        tcp.prefer_same_host(fresh, config_of(same_host_congestion="nonsense, reno"))
+        assert congestion_of(fresh) == "reno"
 
 
 @pytest.mark.parametrize("generation", [0, 1, 2**24 - 1, 2**24, 2**24 + 5])

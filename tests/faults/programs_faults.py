@@ -274,6 +274,14 @@ def wrong_arrays() -> dict[str, list[str]]:
         "mean of booleans": lambda: fastps.push_pull(np.zeros(3, bool), "n15"),
         "no name": lambda: total(np.zeros(3), ""),
         "name twice": lambda: fastps.push_pull([base, grid], ["n16", "n16"]),
+        "long name": lambda: total(np.zeros(3), "x" * 2000),
+        "name that is no text": lambda: total(np.zeros(3), "\ud800"),
+        "too few priorities": lambda: fastps.push_pull([base], ["n18"], priority=[]),
+        "large priority": lambda: fastps.push_pull([base], ["n18"], priority=1 << 40),
+        "large priority of one": lambda: total(base, "n18", priority=-(1 << 40)),
+        "broken priority": lambda: fastps.push_pull(
+            [base, grid], ["n18", "n19"], priority=[1, "2"]
+        ),
         "too few names": lambda: fastps.push_pull([base, grid], ["n17"]),
     }
     return {label: outcome(call) for label, call in calls.items()}

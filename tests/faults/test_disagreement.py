@@ -60,7 +60,10 @@ def test_misuse_of_arrays_and_names():
         assert error == "FastPSError"
         assert "'busy' is already in flight" in text
     assert found.pop("resized")[0] == "ValueError"
-    types = ("complex", "big endian", "object", "unsigned", "list", "mean of booleans")
+    types = ("complex", "big endian", "object", "unsigned", "list", "mean of booleans",
+             "broken priority")  # fmt: skip
+    for label in ("long name", "name that is no text"):
+        assert found.pop(label)[0] == "ConfigError"
     for label, error in found.items():
         assert error, f"{label}: no error"
         name, text = error

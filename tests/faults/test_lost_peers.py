@@ -124,27 +124,32 @@ def test_orderly_exit_while_others_push():
 
 @pytest.mark.parametrize("victim", ["worker 1", "server 0", "scheduler"])
 def test_launcher_prints_the_first_cause_and_leaves_nothing(tmp_path, victim):
+    mark = f"{tmp_path.name}-{os.getpid()}"
     script = f"""
         import os, signal
         import numpy as np
         import fastps
         from fastps import session
+        def find_scheduler():
+            for pid in filter(str.isdecimal, os.listdir("/proc")):
+                try:
+                    words = open(f"/proc/{{pid}}/cmdline", "rb").read()
+                    names = open(f"/proc/{{pid}}/environ", "rb").read()
+                except OSError:
+                    continue
+                if b"--role\\0scheduler" in words and b"{mark}" in names:
+                    return int(pid)
         fastps.init()
         victims = {{
-            "worker 1": os.getpid(),
-            "server 0": session.current()._client.job.servers[0].pid,
-            "scheduler": next(
-                int(pid) for pid in os.listdir("/proc") if pid.isdecimal()
-                and b"--role\\0scheduler" in open(f"/proc/{{pid}}/cmdline", "rb").read()
-                and b"{tmp_path.name}" in open(f"/proc/{{pid}}/environ", "rb").read()
-            ),
+            "worker 1": os.getpid,
+            "server 0": lambda: session.current()._client.job.servers[0].pid,
+            "scheduler": find_scheduler,
         }}
         for step in range(100_000):
             if fastps.rank() == 1 and step == 20:
-                os.kill(victims["{victim}"], signal.SIGKILL)
+                os.kill(victims["{victim}"](), signal.SIGKILL)
             fastps.push_pull(np.ones(1000), "w")
     """
-    mark = f"{tmp_path.name}-{os.getpid()}"
     result = run_workers(script, tmp_path, workers=3, environ={"TEST_MARK": mark})
     last = result.stderr.splitlines()[-1]
     assert result.returncode == 128 + signal.SIGKILL, result.stderr

@@ -141,32 +141,45 @@ def _connect(address: tuple[str, int]) -> socket.socket:
             time.sleep(0.05)
 
 
-def measure(system: System, nbytes: int, count: int, iterations: int) -> dict[str, Any]:
-    """Time iterations of one operation, then check one result against the expected sum."""
-    name = f"bench.{nbytes}.{count}"
-    arrays = [np.zeros(nbytes // 4, np.float32) for _ in range(count)]
-    seconds = []
-    for i in range(iterations + 1):
-        if i <= 1:
-            system.barrier()
-        began = time.perf_counter()
-        if count == 1:
-            system.reduce(arrays[0], name)
+class Work:
+    """One operation, repeated: arrays made once, then timed, then checked."""
+
+    def __init__(self, system: System, nbytes: int, count: int) -> None:
+        self.system = system
+        self.name = f"bench.{nbytes}.{count}"
+        self.arrays = [np.zeros(nbytes // 4, np.float32) for _ in range(count)]
+        self.reduce()  # declares the name, touches the memory
+
+    def reduce(self) -> None:
+        """Do it once."""
+        if len(self.arrays) == 1:
+            self.system.reduce(self.arrays[0], self.name)
         else:
-            system.reduce_many(arrays, name)
-        if i:
+            self.system.reduce_many(self.arrays, self.name)
+
+    def time(self, iterations: int) -> list[float]:
+        """Give the seconds of each iteration."""
+        self.system.barrier()
+        seconds = []
+        for _ in range(iterations):
+            began = time.perf_counter()
+            self.reduce()
             seconds.append(time.perf_counter() - began)
-    size = int(os.environ["WORLD_SIZE"])
-    pattern = (np.arange(nbytes // 4) % PATTERN).astype(np.float32)
-    expected = pattern * np.float32(size * (size + 1) // 2)  # exact, in any order, up to size 21
-    for array in arrays:
-        array[:] = pattern * np.float32(1 + system.rank)
-    system.reduce_many(arrays, name) if count > 1 else system.reduce(arrays[0], name)
-    is_right = all(np.array_equal(array, expected) for array in arrays)
-    return {"seconds": seconds, "is_right": is_right}
+        return seconds
+
+    def is_right(self) -> bool:
+        """Compare every element of one more reduction with what it must be."""
+        pattern = np.arange(self.arrays[0].size, dtype=np.float32)
+        for array in self.arrays:
+            array[:] = pattern * np.float32(1 + self.system.rank)
+        self.reduce()
+        is_right = all(np.array_equal(array, pattern * np.float32(3)) for array in self.arrays)
+        for array in self.arrays:
+            array[:] = 0
+        return is_right
 
 
-def measure_start(iterations: int) -> dict[str, Any]:
+def measure_start(iterations: int) -> list[float]:
     """Time what starting one push_pull of 4 KB costs its caller; fastps only."""
     import fastps  # noqa: PLC0415
 
@@ -178,35 +191,37 @@ def measure_start(iterations: int) -> dict[str, Any]:
         if i >= 10:
             seconds.append(time.perf_counter() - began)
         handle.wait()
-    return {"seconds": seconds, "is_right": True}
+    return seconds
 
 
 def main() -> int:
     """Obey the driver until it hangs up."""
     system: System = SYSTEMS[sys.argv[1]]()
-    with _driver(os.environ["BENCH_DRIVER"]) as sock:
+    host, _, port = os.environ["BENCH_DRIVER"].rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
         sock.settimeout(None)
         file = sock.makefile("rw", encoding="utf-8")
-        _say(file, {"system": sys.argv[1], "rank": system.rank})
+        _say(file, {"rank": system.rank})
+        works: dict[tuple[int, int], Work] = {}
         for line in file:
-            command = json.loads(line)
-            if command["op"] == "start":
-                answer = measure_start(command["iterations"])
-            else:
-                answer = measure(
-                    system, command["nbytes"], command["count"], command["iterations"]
-                )
-            _say(file, answer)
+            _say(file, obey(system, works, json.loads(line)))
     return 0
 
 
-def _driver(where: str) -> socket.socket:
-    host, _, port = where.rpartition(":")
-    if port.isdigit():
-        return socket.create_connection((host, int(port)), timeout=60)
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect(where)
-    return sock
+def obey(
+    system: System, works: dict[tuple[int, int], Work], command: dict[str, Any]
+) -> dict[str, Any]:
+    """Do what the driver asks for."""
+    if command["op"] == "start":
+        return {"seconds": measure_start(command["iterations"])}
+    key = command["nbytes"], command["count"]
+    if command["op"] == "forget":
+        return {"known": works.pop(key, None) is not None}
+    if key not in works:
+        works[key] = Work(system, *key)
+    if command["op"] == "check":
+        return {"is_right": works[key].is_right()}
+    return {"seconds": works[key].time(command["iterations"])}
 
 
 def _say(file: Any, message: dict[str, Any]) -> None:

@@ -21,7 +21,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from tools.bench import _common
 PEER = Path(__file__).with_name("_peer.py")
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20}
 TICKS = os.sysconf("SC_CLK_TCK")
-ROUND_BYTES = 256 << 20  # how much one system moves per size and round, at most
+ROUND_BYTES = 640 << 20  # how much one system moves per size and round, at most
 MAX_ITERATIONS = 200
 MANY = 100  # tensors of 4 KB in one call
 
@@ -99,16 +98,23 @@ class Team:
             files[json.loads(file.readline())["rank"]] = file
         return [files[rank] for rank in sorted(files)]
 
-    def ask(self, **command: object) -> tuple[list[float], float]:
-        """Let both processes run a command: seconds per iteration at rank 0, CPU seconds."""
-        before = self.cpu_seconds()
+    def ask(self, **command: object) -> list[dict[str, Any]]:
+        """Let both processes run a command; give their answers by rank."""
         for file in self.files:
             file.write(json.dumps(command) + "\n")
             file.flush()
-        answers = [json.loads(file.readline()) for file in self.files]
-        if not all(answer["is_right"] for answer in answers):
-            raise SystemExit(f"{self.name}: wrong sum for {command}")
-        return answers[0]["seconds"], self.cpu_seconds() - before
+        return [json.loads(file.readline()) for file in self.files]
+
+    def check(self, **work: int) -> None:
+        """Stop the benchmark if a sum is wrong."""
+        if not all(answer["is_right"] for answer in self.ask(op="check", **work)):
+            raise SystemExit(f"{self.name}: wrong sum for {work}")
+
+    def time(self, iterations: int, **work: int) -> tuple[float, float]:
+        """Give median seconds of an iteration at rank 0, and CPU seconds of one iteration."""
+        before = self.cpu_seconds()
+        seconds = self.ask(op="time", iterations=iterations, **work)[0]["seconds"]
+        return statistics.median(seconds), (self.cpu_seconds() - before) / iterations
 
     def cpu_seconds(self) -> float:
         """Add the user and system time of every process with our mark in its environment."""
@@ -160,12 +166,11 @@ def measure(
     iterations = iterations_of(nbytes * count)
     for _ in range(runs):
         for team in systems:
-            seconds, cpu = team.ask(
-                op="reduce", nbytes=nbytes, count=count, iterations=iterations
-            )
-            gigabytes = nbytes * count * (iterations + 2) / 1e9
-            found[team.name].append((statistics.median(seconds), cpu / gigabytes))
-            time.sleep(0.05)
+            team.check(nbytes=nbytes, count=count)
+            seconds, cpu = team.time(iterations, nbytes=nbytes, count=count)
+            found[team.name].append((seconds, cpu / (nbytes * count / 1e9)))
+    for team in systems:
+        team.ask(op="forget", nbytes=nbytes, count=count)
     return found
 
 
@@ -178,7 +183,9 @@ def add_rows(
         times = [seconds for seconds, _ in rounds]
         ratios = [mine / theirs for mine, theirs in zip(times, base, strict=False)]
         report.add(
-            name, [1e3 * seconds for seconds in times], size=label,
+            name,
+            [1e3 * seconds for seconds in times],
+            size=label,
             alg_GB_s=nbytes / statistics.median(times) / 1e9,
             ratio=statistics.median(ratios) if ratios else float("nan"),
             best_ratio=min(ratios, default=float("nan")),
@@ -207,17 +214,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = [parse_size(text) for text in options.sizes.split(",")]
     with teams(options.systems.split(","), options.servers, options.launch.split()) as systems:
         for nbytes in sizes:
-            add_rows(report, format_size(nbytes), nbytes,
-                     measure(systems, nbytes, 1, options.runs))
-        add_rows(report, f"{MANY}x4K", MANY << 12,
-                 measure(systems, 4 << 10, MANY, options.runs))
+            add_rows(
+                report, format_size(nbytes), nbytes, measure(systems, nbytes, 1, options.runs)
+            )
+        add_rows(report, f"{MANY}x4K", MANY << 12, measure(systems, 4 << 10, MANY, options.runs))
         for team in systems:
             if team.system == "fastps":
-                seconds, _ = team.ask(op="start", iterations=1000)
+                seconds = team.ask(op="start", iterations=1000)[0]["seconds"]
                 report.add("fastps start", [1e3 * value for value in seconds], size="4K")
     report.finish(options.json)
-    print(f"2 workers, {options.servers} servers, congestion control {control} "
-          f"(fastps sets cubic on loopback)")
+    print(
+        f"2 workers, {options.servers} servers, congestion control {control} "
+        f"(fastps sets cubic on loopback)"
+    )
     return 0
 
 

@@ -47,7 +47,7 @@ from tools.bench import _common
 from tools.bench.push_pull import format_size, parse_size
 from tools.netlab import PAYLOAD_SHARE, NetLab, Traffic, ended_by_signals, missing
 
-PEER = Path(__file__).with_name("_peer.py")
+PEER = Path(__file__).with_name("_shaped_peer.py")
 ROOT = Path(__file__).parents[2]
 SCHEDULER_PORT = 7600  # of the first job; the hosts' ports are all free
 GLOO_PORT = 7500
@@ -55,8 +55,10 @@ START_S = 120
 TURN_S = 600
 END_S = 20
 LINGER_S = "0.5"  # the jobs begin no second generation
+# Left alone, sockets keep what the route says; empty would mean the default.
+NO_CONGESTION = ","
 ITERATIONS = 3
-EXTRA_TURNS = 2  # _peer.py warms up once and checks once in every turn
+EXTRA_TURNS = 2  # the peer warms up once and checks once in every turn
 FOREIGN = ("FASTPS_", "DMLC_", "BYTEPS_", "BENCH_", "MASTER_")
 
 
@@ -160,7 +162,8 @@ class Team:
                 "FASTPS_SCHEDULER_PORT": str(SCHEDULER_PORT + number),
                 "FASTPS_TOKEN": secrets.token_hex(32),
                 "FASTPS_JOB_ID": f"shaped-{number}",
-            "FASTPS_LINGER_S": LINGER_S,
+                "FASTPS_LINGER_S": LINGER_S,
+                "FASTPS_SAME_HOST_CONGESTION": NO_CONGESTION,
                 **system.settings,
             }
         )
@@ -185,7 +188,7 @@ class Team:
     def reduce(self, nbytes: int, iterations: int = ITERATIONS) -> Turn:
         """Let all workers reduce a tensor some times; SystemExit when a sum is wrong."""
         before = self.lab.traffic()
-        command = {"op": "reduce", "nbytes": nbytes, "count": 1, "iterations": iterations}
+        command = {"nbytes": nbytes, "iterations": iterations}
         for file in self._files:
             file.write(json.dumps(command) + "\n")
             file.flush()
