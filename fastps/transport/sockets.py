@@ -125,7 +125,8 @@ def connect(
 ) -> socket.socket:
     """Connect to the first address of a host that answers before the deadline.
 
-    prepare sets what must be set before connecting. Raises socket.gaierror or OSError of the last address tried, TimeoutError in the end.
+    prepare sets what must be set before connecting. Raises socket.gaierror or OSError of the last
+    address tried, TimeoutError in the end.
     """
     failure: OSError = TimeoutError("timed out")
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
