@@ -45,9 +45,15 @@ from fastps.errors import (
     error_of,
 )
 from fastps.objects import decode_object, encode_object
-from fastps.partition import make_partitions
+from fastps.partition import ALIGNMENT, make_partitions
 from fastps.transport._tcp import TcpTransport
-from fastps.transport.tcp import choose_credit, dial, pack_lane
+from fastps.transport.tcp import (
+    LOCAL_CHUNK_BYTES,
+    choose_chunk,
+    choose_credit,
+    dial,
+    pack_lane,
+)
 from fastps.types import DType, dtype_of
 from fastps.worker._engine import EngineTensor, WorkerEngine
 from fastps.worker.handle import Array, Handle, LocalHandle
@@ -76,6 +82,8 @@ class Session:
         self._left: set[int] = set()  # ranks of workers that left in order
         self._wait_seconds = [0.0]
         self._client: ControlClient | None = None
+        self._num_servers = 0
+        self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         if config.num_servers or config.size > 1 or config.force_distributed:
             self._join()
@@ -99,6 +107,8 @@ class Session:
         )
         job = self._client.job
         self.rank, self.size = job.rank, job.size
+        self._num_servers = len(job.servers)
+        self._chunk_bytes = config.chunk_bytes or choose_chunk([s.host for s in job.servers])
         self.local_rank, self.local_size = job.local_rank, job.local_size
         self._engine = WorkerEngine(
             rank=job.rank, n_servers=len(job.servers), lanes=config.links_per_peer
@@ -159,9 +169,18 @@ class Session:
             int(dtype),
             shape,
             nbytes,
-            self._config.partition_bytes,
-            self._config.chunk_bytes,
+            self._partition_bytes(nbytes),
+            self._chunk_bytes,
         )
+
+    def _partition_bytes(self, nbytes: int) -> int:
+        """Cut a tensor so that all servers own the same share of it, or nearly."""
+        most = self._config.partition_bytes
+        servers = max(self._num_servers, 1)
+        if nbytes <= most:
+            return most
+        pieces = -(-nbytes // (most * servers)) * servers
+        return min(most, -(-nbytes // (pieces * ALIGNMENT)) * ALIGNMENT)
 
     def _declare_locally(self, wanted: Sequence[TensorSpec]) -> None:
         for spec in wanted:

@@ -13,7 +13,8 @@ An item goes out chunk by chunk: after each frame what is left of it queues agai
 urgent item overtakes at the next chunk, and credit is counted by the chunk. Credit bounds what
 was pushed and has no result yet, which keeps it in the caches; it is no flow control. Two workers
 that push different tensors first would each wait for the other's credit, so a link that has been
-out of credit for STARVED_NS borrows some, and pays back from the credit that comes later.
+out of credit for some time, STARVED_NS or longer on a slow link, borrows some, and pays back from
+the credit that comes later.
 
 Invariants. Only the I/O thread reads, calls landing, deliver and closed, and closes the
 descriptor. send_lock guards everything named send_* and the queue's consumer side. io.lock
@@ -27,7 +28,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 
 from fastps._atomic cimport (
-    fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
+    fps_add32, fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
 )
 from fastps._core cimport (
     E_LINK_TIMEOUT, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, FAULT_LINK_RECV,
@@ -81,6 +82,14 @@ cdef extern from "<sys/epoll.h>" nogil:
     uint32_t EPOLLIN
     uint32_t EPOLLOUT
 
+cdef extern from "<linux/tcp.h>" nogil:
+    struct tcp_info:
+        uint64_t tcpi_delivery_rate     # bytes per second
+    int TCP_INFO
+
+cdef extern from "<netinet/in.h>" nogil:
+    int IPPROTO_TCP
+
 cdef extern from "<sys/uio.h>" nogil:
     struct iovec:
         void* iov_base
@@ -93,6 +102,7 @@ cdef extern from "<sys/socket.h>" nogil:
     ssize_t sendmsg(int, const msghdr*, int)
     ssize_t recvmsg(int, msghdr*, int)
     int shutdown(int, int)
+    int getsockopt(int, int, int, void*, unsigned int*)
     int MSG_NOSIGNAL
     int MSG_DONTWAIT
     int SHUT_WR
@@ -107,8 +117,11 @@ cdef enum:
     READ_BUDGET = 1 << 20       # bytes read from one link before the others have their turn
     BULK_BYTES = 64 << 10       # bytes in one turn from which an I/O thread does not spin after it
     BORROW_BYTES = 512 << 10    # what a starved link sends beyond its credit
-    STARVED_MS = 2              # how long a link is out of credit before it borrows
+    STARVED_MS = 2              # the shortest time out of credit before a link borrows
     STARVED_NS = STARVED_MS * 1000000
+    MAX_STARVED_MS = 200        # and the longest, on a slow link
+    MAX_HALVINGS = 7            # 200 ms to below 2 ms
+    PATIENCE = 2                # times what the link needs to move what is in flight
     MAX_EVENTS = 64
 
 cdef struct IoThread
@@ -131,6 +144,8 @@ cdef struct TcpLink:
     int32_t send_again          # atomic: somebody queued while the lock was held
     bint send_blocked           # EPOLLOUT armed
     bint send_broken            # a write failed; the I/O thread ends the link
+    int64_t patience_ns         # from starving to borrowing, 0: not known yet; I/O thread
+    int32_t loans               # borrowed since the last credit came; atomic
     int64_t starved_since       # out of credit with items waiting, 0: not
     int64_t debt                # borrowed credit; atomic
     Header send_headers[MAX_FRAMES]
@@ -276,23 +291,32 @@ cdef void serve_kicked(IoThread* io) noexcept nogil:
         link = pop_kicked(io)
 
 
-cdef void serve_starved(IoThread* io) noexcept nogil:
-    """Lend credit to links that have waited for it long enough."""
-    cdef TcpLink* link = io.links
-    cdef int64_t now = now_ns()
+cdef void lend_credit(TcpLink* link) noexcept nogil:
+    """Let a link that waits for credit send some more, once its patience is over."""
     cdef QueueStats stats
     cdef uint64_t lent
+    cdef int64_t waited = now_ns() - link.starved_since
+    queue_stats(link.queue, &stats)
+    if waited >= STARVED_NS and link.patience_ns == 0:
+        link.patience_ns = patience_of(link, stats.credit_used)
+    if waited < STARVED_NS or waited < link.patience_ns:
+        fps_store32(&link.io.has_starved, 1)
+        return
+    link.starved_since = 0
+    lent = min(<uint64_t>BORROW_BYTES, stats.credit_used)   # more cannot be returned
+    fps_add64(&link.debt, lent)
+    fps_add32(&link.loans, 1)
+    queue_credit_return(link.queue, lent)
+    flush(link, <uint64_t>INT64_MAX)
+
+
+cdef void serve_starved(IoThread* io) noexcept nogil:
+    """Look after the links that are out of credit."""
+    cdef TcpLink* link = io.links
     fps_store32(&io.has_starved, 0)
     while link != NULL:
-        if link.starved_since and now - link.starved_since >= STARVED_NS:
-            link.starved_since = 0
-            queue_stats(link.queue, &stats)
-            lent = min(<uint64_t>BORROW_BYTES, stats.credit_used)   # more cannot be returned
-            fps_add64(&link.debt, lent)
-            queue_credit_return(link.queue, lent)
-            flush(link, <uint64_t>INT64_MAX)
-        elif link.starved_since:
-            fps_store32(&io.has_starved, 1)
+        if link.starved_since:
+            lend_credit(link)
         link = link.next
 
 

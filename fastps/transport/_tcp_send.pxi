@@ -61,6 +61,24 @@ cdef inline int enqueue(TcpLink* link, SendItem* item) noexcept nogil:
     return queue_push(link.queue, item.header.priority, item.header.key, charged, item)
 
 
+cdef int64_t patience_of(TcpLink* link, uint64_t in_flight) noexcept nogil:
+    """How long a link goes without credit: what is in flight takes its time on a slow one.
+
+    Borrowing earlier lets one worker run ahead of the others on a shared link, and the server
+    can send no result before the last of them has come. Each loan without a result after it
+    halves the patience: then the others wait for something else.
+    """
+    cdef tcp_info info
+    cdef unsigned int size = sizeof(info)
+    cdef double ns
+    memset(&info, 0, sizeof(info))
+    if getsockopt(link.fd, IPPROTO_TCP, TCP_INFO, &info, &size) or not info.tcpi_delivery_rate:
+        return STARVED_NS
+    ns = PATIENCE * 1e9 * <double>in_flight / <double>info.tcpi_delivery_rate
+    ns = min(ns, MAX_STARVED_MS * 1e6) / (1 << min(fps_load32(&link.loans), MAX_HALVINGS))
+    return max(<int64_t>ns, <int64_t>STARVED_NS)
+
+
 cdef void note_starved(TcpLink* link) noexcept nogil:
     """The queue gave nothing: is that for want of credit?"""
     cdef QueueStats stats
@@ -70,6 +88,7 @@ cdef void note_starved(TcpLink* link) noexcept nogil:
     if stats.depth == 0:
         link.starved_since = 0
     elif link.starved_since == 0:
+        link.patience_ns = 0
         link.starved_since = now_ns()
         fps_store32(&link.io.has_starved, 1)
         wake_io(link.io)
@@ -209,6 +228,7 @@ cdef void tcp_credit(Link* base, uint64_t nbytes) noexcept nogil:
     cdef int64_t debt, left
     if not link.is_limited:
         return
+    fps_store32(&link.loans, 0)
     debt = max(fps_load64(&link.debt), <int64_t>0)
     if debt > 0:
         debt = min(debt, <int64_t>nbytes)

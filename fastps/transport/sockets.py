@@ -20,6 +20,7 @@ from fastps.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+DISCARD_PORT = 9
 BACKLOG = 1024  # a large job joins at once
 KEEPALIVE_IDLE_S = 10  # then probes; TCP_USER_TIMEOUT decides when to give up
 KEEPALIVE_INTERVAL_S = 5
@@ -121,12 +122,12 @@ def connect(
     *,
     deadline: float,
     user_timeout_s: float,
-    prepare: Callable[[socket.socket], object] | None = None,
+    prepare: Callable[[socket.socket, str], object] | None = None,
 ) -> socket.socket:
     """Connect to the first address of a host that answers before the deadline.
 
-    prepare sets what must be set before connecting. Raises socket.gaierror or OSError of the last
-    address tried, TimeoutError in the end.
+    prepare gets the socket and the address before it connects. Raises socket.gaierror or OSError
+    of the last address tried, TimeoutError in the end.
     """
     failure: OSError = TimeoutError("timed out")
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -134,7 +135,7 @@ def connect(
         try:
             sock.settimeout(max(deadline - time.monotonic(), 0.001))
             if prepare is not None:
-                prepare(sock)
+                prepare(sock, str(address[0]))
             sock.connect(address)
             _refuse_self(sock)
             tune(sock, user_timeout_s)
@@ -200,6 +201,19 @@ def _wait_writable(sock: socket.socket, deadline: float) -> None:
 def is_same_host(sock: socket.socket) -> bool:
     """Tell whether a connected socket leads back to this machine."""
     return bool(sock.getsockname()[0] == sock.getpeername()[0])
+
+
+def is_own_address(host: str) -> bool:
+    """Tell whether a numeric address belongs to this machine: would it send from there?"""
+    if is_loopback(host):
+        return True
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((host, DISCARD_PORT))  # looks up the route, sends nothing
+        except OSError:
+            return False
+        return bool(sock.getsockname()[0] == host)
 
 
 def is_loopback(host: str) -> bool:

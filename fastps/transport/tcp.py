@@ -36,9 +36,10 @@ log = logging.getLogger(__name__)
 
 MAX_HALF_OPEN = 128  # connections that have not shown the token
 ADMIT_RETRY_S = 0.005  # how often a connection that came too early asks again
-CONGESTION_NAME_BYTES = 16  # TCP_CA_NAME_MAX
 SAME_HOST_CREDIT_BYTES = 640 << 10  # a chunk under way and the next one
-REMOTE_CREDIT_BYTES = 16 << 20  # 100 Gb/s for 1.3 ms
+REMOTE_CREDIT_BYTES = 512 << 10
+LOCAL_CHUNK_BYTES = 512 << 10
+REMOTE_CHUNK_BYTES = 64 << 10
 FULL_PAUSE_S = 0.1  # pause when no descriptor is left
 
 
@@ -56,32 +57,29 @@ def unpack_lane(packed: int) -> tuple[int, int]:
     return packed >> 8, packed & 0xFF
 
 
-def prefer_same_host(sock: socket.socket, config: Config) -> None:
-    """Choose the congestion control for same-host peers, before a connection exists.
+def prefer_same_host(sock: socket.socket, host: str, config: Config) -> None:
+    """Choose the congestion control for a same-host peer, before the connection exists.
 
     Over loopback the common default bbr moves half of what cubic does (measured). It must not
     even begin: the timer that paces a connection stays on when another control takes over, and
     costs a seventh of the time (measured). Sockets that a listener accepts inherit the choice.
     """
+    if sockets.is_own_address(host):
+        _set_congestion(sock, config)
+
+
+def _set_congestion(sock: socket.socket, config: Config) -> None:
     for name in filter(None, config.same_host_congestion.split(",")):
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.strip().encode())
             return
 
 
-def system_congestion() -> bytes:
-    """Name the congestion control that the system gives to new sockets."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_NAME_BYTES)
-    return name.rstrip(b"\0")
-
-
 def tune(sock: socket.socket, config: Config) -> None:
-    """Set the options of a connection; give remote peers the system's congestion control back."""
+    """Set the options of a data connection; remote peers keep the system's congestion control."""
     sockets.tune(sock, config.tcp_user_timeout_s)
-    if config.same_host_congestion and not sockets.is_same_host(sock):
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, system_congestion())
+    if sockets.is_same_host(sock):
+        _set_congestion(sock, config)
 
 
 def dial(
@@ -99,7 +97,7 @@ def dial(
             *address,
             deadline=deadline,
             user_timeout_s=config.tcp_user_timeout_s,
-            prepare=lambda sock: prefer_same_host(sock, config),
+            prepare=lambda sock, host: prefer_same_host(sock, host, config),
         )
     except TimeoutError as error:
         raise TransportTimeout(
@@ -131,7 +129,8 @@ def choose_credit(descriptor: int, config: Config) -> int:
     """Give the credit of a link in bytes: as configured, else by where the link leads.
 
     On one machine the caches decide: what is pushed and has no result yet should fit them.
-    Between machines the link must stay full while a chunk travels, is summed and comes back.
+    Between machines little credit keeps the workers in step, so that results travel back while
+    the rest is still pushed; it must last for a round trip.
     """
     if config.credit_bytes:
         return config.credit_bytes
@@ -140,6 +139,16 @@ def choose_credit(descriptor: int, config: Config) -> int:
         return SAME_HOST_CREDIT_BYTES if sockets.is_same_host(sock) else REMOTE_CREDIT_BYTES
     finally:
         sock.detach()
+
+
+def choose_chunk(hosts: Sequence[str]) -> int:
+    """Give the bytes of a frame when the settings leave it open; the same on all workers.
+
+    Between machines frames are small, so that results come back soon and the workers that share
+    a server's link stay in step; where all servers are on the loopback the caches decide.
+    """
+    is_local = all(map(sockets.is_loopback, hosts))
+    return LOCAL_CHUNK_BYTES if is_local else REMOTE_CHUNK_BYTES
 
 
 def _lead(sock: socket.socket, handshake: ClientHandshake, deadline: float) -> None:
@@ -166,7 +175,8 @@ class Listener:
     ) -> None:
         self._listeners = list(listeners)
         for sock in self._listeners:
-            prefer_same_host(sock, config)
+            if sockets.is_loopback(sock.getsockname()[0]):
+                prefer_same_host(sock, sock.getsockname()[0], config)
         self._config = config
         self._key = key
         self._admit = admit

@@ -174,7 +174,7 @@ def test_congestion_control_is_left_alone_on_request(opened):
         tcp.tune(near, config_of(same_host_congestion=""))
         assert congestion_of(near) == default
     with socket.socket() as fresh:
-        tcp.prefer_same_host(fresh, config_of(same_host_congestion="nonsense, reno"))
+        tcp.prefer_same_host(fresh, "127.0.0.1", config_of(same_host_congestion="nonsense, reno"))
         assert congestion_of(fresh) == "reno"
 
 

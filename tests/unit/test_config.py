@@ -56,7 +56,7 @@ def test_default_is_within_bounds(setting):
 def test_defaults_without_environment():
     loaded = load(environ={})
     assert (loaded.role, loaded.size, loaded.rank) == ("worker", 1, None)
-    assert (loaded.partition_bytes, loaded.chunk_bytes) == (4096000, 524288)
+    assert (loaded.partition_bytes, loaded.chunk_bytes) == (4096000, 0)
     assert (loaded.op_timeout_s, loaded.heartbeat_s) == (300.0, 0.5)
 
 
