@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process of a measured system: takes commands from a benchmark, times, answers.
 
-Started by push_pull.py or shaped.py with the system's name; connects to the driver at
-BENCH_DRIVER, host:port or the path of a Unix socket, and obeys one JSON line after the other,
-until the connection ends. Every system offers the same three functions: reduce in place, reduce
-many in one call, and the number of this process.
+Started by push_pull.py with the system's name; connects to the driver at BENCH_DRIVER and obeys
+one JSON line after the other, until the connection ends. Every system offers the same functions:
+reduce in place, reduce many in one call, a barrier, and the number of this process.
 """
 
 from __future__ import annotations
