@@ -16,7 +16,7 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -61,6 +61,7 @@ from fastps.worker.handle import Array, Handle, LocalHandle
 log = logging.getLogger(__name__)
 
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1  # the field of the frame header
+MIN_SHARE_BYTES = 128 << 10  # a smaller share of a tensor is not worth a frame of its own
 VERDICT_WAIT_S = 2.0  # how long a failed operation waits to hear who is to blame
 E_SHUTDOWN, E_PEER_LOST, E_MISMATCH = -2, -3, -5  # _core.pxd
 
@@ -174,10 +175,13 @@ class Session:
         )
 
     def _partition_bytes(self, nbytes: int) -> int:
-        """Cut a tensor so that all servers own the same share of it, or nearly."""
+        """Cut a tensor so that all servers own the same share of it, unless it is small.
+
+        In one piece even a tensor of a megabyte would fill one server's link and no other's.
+        """
         most = self._config.partition_bytes
         servers = max(self._num_servers, 1)
-        if nbytes <= most:
+        if nbytes <= most and nbytes < servers * MIN_SHARE_BYTES:
             return most
         pieces = -(-nbytes // (most * servers)) * servers
         return min(most, -(-nbytes // (pieces * ALIGNMENT)) * ALIGNMENT)
@@ -238,9 +242,20 @@ class Session:
             if name in self._poisoned:
                 raise MismatchError(self._poisoned[name].message)
 
+    def _submit(
+        self, names: Sequence[str], start: Callable[..., None], *args: Any, **options: Any
+    ) -> None:
+        """Call the engine; turn the bare error of a dead one into one that names the culprit."""
+        try:
+            start(*args, **options)
+        except (PeerLostError, ShutdownError) as error:
+            raise self._blame(names[0] if names else "", error) from None
+        if self._poisoned:
+            self._fail_poisoned(names)
+
     def _fail_poisoned(self, names: Sequence[str]) -> None:
         """Fail what was started in the moment between the last check and the bad news."""
-        for name in names if self._poisoned else ():
+        for name in names:
             if name in self._poisoned:
                 self._engine.fail_tensor(self._poisoned[name].tensor_id, E_MISMATCH)
 
@@ -274,16 +289,16 @@ class Session:
         if self._client is None:
             return self._finish_locally(names, arrays, outputs, dtype, is_single=is_single)
         tensors = self._find(names, arrays, dtype)
-        with self._translated(names):
-            if is_single:
-                self._engine.start(
-                    tensors[0], arrays[0], outputs[0], average=average, priority=priorities[0]
-                )
-            else:
-                self._engine.start_many(
-                    tensors, arrays, outputs, average=average, priorities=priorities
-                )
-        self._fail_poisoned(names)
+        if is_single:
+            self._submit(
+                names, self._engine.start, tensors[0], arrays[0], outputs[0], average=average,
+                priority=priorities[0],
+            )  # fmt: skip
+        else:
+            self._submit(
+                names, self._engine.start_many, tensors, arrays, outputs, average=average,
+                priorities=priorities,
+            )  # fmt: skip
         return self._handle(tensors, outputs, is_single=is_single)
 
     def broadcast_async(
@@ -299,9 +314,7 @@ class Session:
         if self._client is None:
             return self._finish_locally(names, arrays, arrays, dtype, is_single=is_single)
         tensors = self._find(names, arrays, dtype)
-        with self._translated(names):
-            self._engine.start_broadcast(tensors, arrays, root=root_rank)
-        self._fail_poisoned(names)
+        self._submit(names, self._engine.start_broadcast, tensors, arrays, root=root_rank)
         return self._handle(tensors, arrays, is_single=is_single)
 
     def _finish_locally(
@@ -378,14 +391,6 @@ class Session:
                 "this process was forked from one that called fastps.init(); only the original "
                 "may communicate. Call fastps.init() in the worker processes themselves"
             )
-
-    @contextlib.contextmanager
-    def _translated(self, names: Sequence[str]) -> Any:
-        """Turn the bare error of a dead engine into one that names the culprit."""
-        try:
-            yield
-        except (PeerLostError, ShutdownError) as error:
-            raise self._blame(names[0] if names else "", error) from None
 
     def _explain(self, tensor: EngineTensor, status: int) -> FastPSError:
         if tensor.name in self._poisoned:
