@@ -204,7 +204,7 @@ def is_same_host(sock: socket.socket) -> bool:
 
 
 def is_own_address(host: str) -> bool:
-    """Tell whether a numeric address belongs to this machine: would it send from there?"""
+    """Tell whether a numeric address is one that this machine would send from to reach it."""
     if is_loopback(host):
         return True
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -15,10 +15,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100
 TRAIN = """
-import numpy as np, fastps
+import os, numpy as np, fastps
 fastps.init()
 total = fastps.push_pull(np.full(3, 21.0), "x", average=False)
-print(fastps.size(), total.tolist())
+line = f"{fastps.size()} {total.tolist()}\\n"
+os.write(1, line.encode())  # in one piece: both workers write to one pipe
 fastps.shutdown()
 """
 
