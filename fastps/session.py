@@ -89,11 +89,6 @@ class Session:
         if config.num_servers or config.size > 1 or config.force_distributed:
             self._join()
 
-    @property
-    def is_local(self) -> bool:
-        """Tell whether this is a job of one worker without servers."""
-        return self._client is None
-
     def _join(self) -> None:
         config = self._config
         if not config.num_servers:
@@ -347,6 +342,7 @@ class Session:
             explain=self._explain,
             timeout_s=self._config.op_timeout_s,
             seconds=self._wait_seconds,
+            spin_us=self._config.spin_us,
         )
 
     def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:

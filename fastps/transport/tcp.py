@@ -181,7 +181,6 @@ class Listener:
         self._key = key
         self._admit = admit
         self._refused: Counter[str] = Counter()
-        self._half_open = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()

@@ -23,7 +23,15 @@ Explain: TypeAlias = Callable[[EngineTensor, int], FastPSError]
 class Handle:
     """The promise of one operation on one or several tensors."""
 
-    __slots__ = ("_explain", "_is_single", "_outputs", "_seconds", "_tensors", "_timeout_s")
+    __slots__ = (
+        "_explain",
+        "_is_single",
+        "_outputs",
+        "_seconds",
+        "_spin_us",
+        "_tensors",
+        "_timeout_s",
+    )
 
     def __init__(
         self,
@@ -34,12 +42,14 @@ class Handle:
         explain: Explain,
         timeout_s: float,
         seconds: list[float],
+        spin_us: int,
     ) -> None:
         self._tensors = tensors
         self._outputs = outputs
         self._is_single = is_single
         self._explain = explain
         self._timeout_s = timeout_s
+        self._spin_us = spin_us
         self._seconds = seconds  # [time spent waiting]; the session's, shared by its handles
 
     def poll(self) -> bool:
@@ -66,7 +76,9 @@ class Handle:
         """Wait for every tensor, also after a failure, so that all arrays are free again."""
         failed: tuple[EngineTensor, int] | None = None
         for tensor in self._tensors:
-            status = tensor.wait(timeout_s=max(deadline - time.perf_counter(), 0.0))
+            status = tensor.wait(
+                timeout_s=max(deadline - time.perf_counter(), 0.0), spin_us=self._spin_us
+            )
             if status is None:
                 raise self._stalled(tensor, timeout_s)
             if status and failed is None:
@@ -89,7 +101,13 @@ class LocalHandle(Handle):
 
     def __init__(self, outputs: Sequence[Array], *, is_single: bool) -> None:
         super().__init__(
-            (), outputs, is_single=is_single, explain=_no_failure, timeout_s=0.0, seconds=[0.0]
+            (),
+            outputs,
+            is_single=is_single,
+            explain=_no_failure,
+            timeout_s=0.0,
+            seconds=[0.0],
+            spin_us=0,
         )
 
 
