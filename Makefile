@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Everything happens in .venv; nothing outside this folder is changed.
-#   make demo    train a classifier on real data with 2 workers and 2 servers
+#   make demo    train a classifier on real data with 2 workers and 2 servers, over sockets
 #   make test    the whole test suite, style and types included
 #   make bench   measure against the alternatives
 #   make clean   remove what was built; make distclean also removes .venv
@@ -21,7 +21,7 @@ METADATA := setup.cfg pyproject.toml
 all: build
 
 demo: .venv/.demo
-	.venv/bin/fastps-run -np 2 -s 2 $(RUN) examples/train_digits.py --verify
+	.venv/bin/fastps-run -np 2 -s 2 --env FASTPS_SHARED_MEMORY=0 $(RUN) examples/train_digits.py --verify
 
 # The house tests among them run tools/check: style, types, stubs, spelling.
 test: .venv/.test
@@ -39,6 +39,8 @@ bench: .venv/.demo
 	$(RUN) tools/bench/queue_hop.py --json out/queue.jsonl
 	$(RUN) tools/bench/kernels.py --json out/kernels.jsonl
 	$(RUN) tools/bench/push_pull.py --json out/push_pull.jsonl
+	$(RUN) tools/bench/peers/run.py --json out/peers.jsonl
+	$(RUN) tools/bench/train_torch.py --json out/train_torch.jsonl
 
 build: .venv/.built
 

@@ -17,7 +17,10 @@ MODULES = [
     "fastps.transport._inproc",
     "fastps.transport._mailbox",
     "fastps.server._store",
+    "fastps.worker._tensor",
     "fastps.worker._engine",
+    "fastps.transport._shm",
+    "fastps.worker._local",
 ]
 COMPILE_ARGS = ["-O3", "-fno-strict-aliasing", "-Wno-unused-function"]
 

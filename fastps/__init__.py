@@ -21,11 +21,9 @@ from fastps.errors import (
     MismatchError,
     NotInitializedError,
     PeerLostError,
-    ProtocolError,
     ShutdownError,
     StallError,
     TransportError,
-    TransportTimeout,
 )
 from fastps.types import DType, dtype_of
 from fastps.worker.handle import Array, Handle
@@ -39,15 +37,14 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
-    "ProtocolError",
     "ShutdownError",
     "StallError",
     "TransportError",
-    "TransportTimeout",
     "barrier",
     "broadcast",
     "broadcast_object",
     "declare",
+    "empty",
     "init",
     "is_initialized",
     "local_rank",
@@ -56,6 +53,7 @@ __all__ = [
     "push_pull",
     "push_pull_async",
     "rank",
+    "register",
     "shutdown",
     "size",
     "statistics",
@@ -117,6 +115,32 @@ def declare(name: str, tensor: Array | tuple[tuple[int, ...], Any]) -> None:
     _session.current().declare([(name, shape, dtype_of(dtype))])
 
 
+def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
+    """Give an uninitialised array that the workers of this machine can all reach.
+
+    push_pull of it, in place or into another such array, copies nothing: the workers add right
+    where the arrays lie. Views that are C-contiguous count as well. Plain memory where there is
+    nobody to share with. The array lives on after shutdown(). Forked children share it. Raises
+    MemoryError that names the limit and its cure. Does not block.
+    """
+    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    return _session.current().empty(extents, np.dtype(dtype))
+
+
+def register(array: Array) -> Array:
+    """Give an array with the same contents that the workers of this machine can all reach.
+
+    The array itself if it is one already, or if there is nobody to share with; else a copy: use
+    it in the place of the old one. Raises MemoryError as empty() does.
+    """
+    current = _session.current()
+    if current.is_shared(array) or not current.can_share:
+        return array
+    copy = current.empty(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
 def push_pull(
     tensor: Array | Sequence[Array],
     name: str | Sequence[str],
@@ -134,7 +158,7 @@ def push_pull(
     run; half types are summed in float32 and rounded once; NaN and infinities pass through.
     Blocks; raises PeerLostError, MismatchError, StallError. Bytes on the wire: nbytes each way.
     """
-    return push_pull_async(tensor, name, average=average, priority=priority, out=out).wait()
+    return _session.current().push_pull(tensor, name, average=average, priority=priority, out=out)
 
 
 def push_pull_async(

@@ -48,6 +48,8 @@ cdef struct QueueStats:
     uint64_t max_depth
     uint64_t depth
     uint64_t credit_used    # bytes popped and not yet returned
+    uint64_t credit_lent    # of these, how many do not count for now
+    uint64_t credit_ahead   # that hold the first item back: as urgent or more, less what is lent
     uint64_t credit_stalls  # pops that found items but no credit
 
 cdef struct Queue           # opaque: heap, mutex, condvar, credit
@@ -60,12 +62,18 @@ cdef void queue_free(Queue* q) noexcept nogil
 cdef int queue_push(
     Queue* q, int64_t priority, uint64_t key, uint64_t nbytes, void* item
 ) noexcept nogil
-# Several consumers. A pop is allowed while credit_used < credit_bytes (so an item larger than the
-# credit passes alone and order is never changed to fill a gap: ByteScheduler's rule).
+# Several consumers. A pop is allowed while less than credit_bytes is out of what is at least as
+# urgent as the first item, so that nothing waits for what is less urgent; and while all that is
+# out is within a wider bound, 65 x credit_bytes or credit_bytes + 32 MiB. An item larger than the
+# credit passes alone, and order is never changed to fill a gap: ByteScheduler's rule.
 # OK, E_TIMEOUT, or E_SHUTDOWN (closed and empty). A closed queue drains without credit.
 cdef int queue_pop(Queue* q, void** item, int64_t deadline_ns) noexcept nogil
 cdef int queue_pop_nowait(Queue* q, void** item) noexcept nogil     # E_TIMEOUT when nothing may go
-cdef void queue_credit_return(Queue* q, uint64_t nbytes) noexcept nogil
+# priority: of the item popped
+cdef void queue_credit_return(Queue* q, int64_t priority, uint64_t nbytes) noexcept nogil
+# Let nbytes of what is out not count, until as much has been returned. For a link whose credit
+# does not come back: bounded, so that lending often enough lets every item go.
+cdef void queue_lend(Queue* q, uint64_t nbytes) noexcept nogil
 cdef void queue_close(Queue* q) noexcept nogil                      # wakes all consumers
 cdef void queue_stats(Queue* q, QueueStats* out) noexcept nogil
 
@@ -124,6 +132,9 @@ cdef enum FaultPoint:
     FAULT_SERVER_RESULT = 5     # after the sum, before results are queued
     FAULT_LINK_SEND = 6         # before a gathered write
     FAULT_LINK_RECV = 7         # before a read
+    FAULT_LOCAL_ARRIVE = 8      # before a rank counts itself in among those of its machine
+    FAULT_LOCAL_CHUNK = 9       # before a chunk is summed in shared memory
+    FAULT_LOCAL_STAGE = 10      # a chunk was staged and not yet announced
 cdef void fault_hit(int point) noexcept nogil
 
 # ---- faces: what Python sees of the parts above; fields with the GIL ----

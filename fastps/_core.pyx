@@ -16,8 +16,10 @@ waiter pauses for at most 2 us, yields up to ``spin_us``, then sleeps on the fut
 
 Queue. A binary heap in one array under one mutex, with one condition variable on the monotonic
 clock. A sequence number breaks ties, so equal items leave in the order they came. A pop is
-allowed while less than ``credit_bytes`` is out; the head never gives way to a smaller item
-behind it (ByteScheduler, Peng et al., SOSP 2019). Invariant: while an item may go and a consumer
+allowed while less than ``credit_bytes`` is out of what is at least as urgent as the head; the
+head never gives way to a smaller item behind it (ByteScheduler, Peng et al., SOSP 2019). A small
+table counts what is out by priority. All priorities together have a wider bound, and what is
+lent widens both until as much has come back. Invariant: while an item may go and a consumer
 sleeps, one signal is under way: a push or a returned credit sends it, and a consumer that leaves
 such a state behind passes it on. Lock order: a queue's mutex is a leaf.
 
@@ -45,6 +47,7 @@ from libc.math cimport isnan
 from libc.signal cimport SIGKILL, SIGSTOP
 from libc.stdint cimport (
     INT64_MAX,
+    UINT64_MAX,
     int32_t,
     int64_t,
     uint8_t,
@@ -112,6 +115,9 @@ cdef enum:
     CRC_NOGIL_BYTES = 65536         # below it the checksum is quicker than giving the GIL away
     CPU_WORDS = MAX_CPUS // 64
     QUEUE_MIN_CAPACITY = 16
+    MAX_LEVELS = 128                # priorities counted apart; simulated BERT-large has 80 out
+    SPARE_CREDITS = 64              # all priorities together: so much beyond the credit of one..
+    SPARE_BYTES = 33554432          # ..and no more than this; simulated BERT-large needs 30 MiB
     HUGE_PAGE_BYTES = 2097152       # slabs start and end on it so that huge pages fit
     SIZE_CLASSES = 64               # the last is 2^32 pages: more than an address space
     SLAB_BYTES = 33554432           # default slab: eight default partitions; pre-faults in ~2 ms

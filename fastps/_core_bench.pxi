@@ -17,6 +17,18 @@ cdef inline uint64_t next_random(uint64_t seed) noexcept nogil:
     return seed * <uint64_t>6364136223846793005ULL + <uint64_t>1442695040888963407ULL
 
 
+cdef uint64_t push_pop_return(Queue* q, uint64_t rounds, uint64_t levels) noexcept nogil:
+    # With a credit, on the way to one result for each item: the next of it leaves only then.
+    cdef uint64_t came = 0
+    cdef uint64_t i
+    cdef void* item
+    for i in range(rounds):
+        queue_push(q, <int64_t>(i % levels), i, 1, <void*>q)
+        came += queue_pop(q, &item, INT64_MAX) == OK and item == <void*>q
+        queue_credit_return(q, <int64_t>(i % levels), 1)
+    return came
+
+
 cdef uint64_t push_and_pop(Queue* q, uint64_t rounds, uint64_t seed) noexcept nogil:
     # Returns how many items came out.
     cdef uint64_t came = 0
@@ -61,6 +73,29 @@ def _bench_queue(uint64_t depth, uint64_t rounds) -> float:
         push_and_pop(q, rounds // 10, seed)
         took_ns = -now_ns()
         came = push_and_pop(q, rounds, seed)
+        took_ns += now_ns()
+        queue_free(q)
+    if came != rounds:
+        raise AssertionError(f"{came} of {rounds} items came out")
+    return <double>took_ns / rounds
+
+
+def _bench_queue_credit(uint64_t levels, uint64_t rounds) -> float:
+    """Return nanoseconds per push, pop and return of credit while levels priorities are out."""
+    cdef Queue* q = queue_create(4 * rounds, levels)
+    cdef uint64_t came
+    cdef uint64_t i
+    cdef int64_t took_ns
+    cdef void* item
+    if q == NULL:
+        raise MemoryError
+    with nogil:
+        for i in range(levels):
+            queue_push(q, <int64_t>i, 0, 1, <void*>q)
+            queue_pop(q, &item, INT64_MAX)
+        push_pop_return(q, rounds // 10, levels)
+        took_ns = -now_ns()
+        came = push_pop_return(q, rounds, levels)
         took_ns += now_ns()
         queue_free(q)
     if came != rounds:

@@ -10,21 +10,27 @@ cdef int checked(int status, object what) except? 1:
 
 
 class QueueStatistics(NamedTuple):
-    """State of a ScheduledQueue at one moment; credit_used in bytes."""
+    """State of a ScheduledQueue at one moment; credit in bytes, credit_stalls counts pops.
+
+    credit_ahead: what is out and at least as urgent as the first item, less what was lent.
+    """
 
     pushed: int
     popped: int
     max_depth: int
     depth: int
     credit_used: int
+    credit_lent: int
+    credit_ahead: int
     credit_stalls: int
 
 
 cdef class ScheduledQueue:
     """Order items by priority (larger first), then key (smaller first), then arrival.
 
-    A pop is allowed while fewer than credit_bytes are out (0: no bound), so one item larger than
-    the credit passes alone. Any thread may call anything; waiting releases the GIL.
+    A pop is allowed while fewer than credit_bytes are out (0: no bound) of what is at least as
+    urgent as the first item, so one larger than the credit passes alone. All priorities together
+    have a wider bound. Any thread may call anything; waiting releases the GIL.
     """
 
     def __cinit__(self, uint64_t credit_bytes=0, uint64_t capacity_hint=1024):
@@ -77,9 +83,13 @@ cdef class ScheduledQueue:
         checked_pop(queue_pop_nowait(self.queue, &item), 0.0)
         return adopt(item)
 
-    def credit_return(self, uint64_t nbytes) -> None:
-        """Give back credit of popped items that are complete."""
-        queue_credit_return(self.queue, nbytes)
+    def credit_return(self, int64_t priority, uint64_t nbytes) -> None:
+        """Give back credit of popped items of one priority that are complete."""
+        queue_credit_return(self.queue, priority, nbytes)
+
+    def lend(self, uint64_t nbytes) -> None:
+        """Let bytes that are out not count, until as many have been given back."""
+        queue_lend(self.queue, nbytes)
 
     def close(self) -> None:
         """Take no more items, lift the credit so that the rest drains, wake all who wait."""
@@ -95,6 +105,8 @@ cdef class ScheduledQueue:
             max_depth=stats.max_depth,
             depth=stats.depth,
             credit_used=stats.credit_used,
+            credit_lent=stats.credit_lent,
+            credit_ahead=stats.credit_ahead,
             credit_stalls=stats.credit_stalls,
         )
 

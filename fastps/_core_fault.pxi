@@ -47,6 +47,9 @@ _FAULT_POINTS = {
     "server_result": FAULT_SERVER_RESULT,
     "link_send": FAULT_LINK_SEND,
     "link_recv": FAULT_LINK_RECV,
+    "local_arrive": FAULT_LOCAL_ARRIVE,
+    "local_chunk": FAULT_LOCAL_CHUNK,
+    "local_stage": FAULT_LOCAL_STAGE,
 }
 _FAULT_ACTIONS = {
     "kill": ACTION_KILL,

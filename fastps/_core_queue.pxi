@@ -29,12 +29,19 @@ cdef struct QueueNode:
     uint64_t nbytes
     void* item              # the pusher's; the queue never reads it
 
+cdef struct Level:          # what is out of one priority; or of several, with the highest's name
+    int64_t priority
+    uint64_t nbytes         # never 0
+
 cdef struct Queue:          # everything below is guarded by mutex
     pthread_mutex_t mutex
     pthread_cond_t may_pop
     QueueNode* heap         # heap[0] leaves next
     uint64_t capacity       # nodes allocated
     uint64_t credit_bytes   # 0: unlimited
+    uint64_t total_bytes    # what may be out of all priorities together
+    Level levels[MAX_LEVELS]    # most urgent first; empty without a credit
+    int n_levels
     uint64_t sleepers       # consumers inside the condition wait
     bint is_closed
     QueueStats stats        # depth is the number of nodes, pushed the next sequence number
@@ -46,6 +53,7 @@ cdef Queue* queue_create(uint64_t credit_bytes, uint64_t capacity_hint) noexcept
     if q == NULL:
         return NULL
     q.credit_bytes = credit_bytes
+    q.total_bytes = total_of(credit_bytes)
     q.capacity = max(capacity_hint, <uint64_t>QUEUE_MIN_CAPACITY)
     q.heap = <QueueNode*>calloc(q.capacity, sizeof(QueueNode))
     if q.heap == NULL:
@@ -122,12 +130,23 @@ cdef int queue_pop_nowait(Queue* q, void** item) noexcept nogil:
     return status
 
 
-cdef void queue_credit_return(Queue* q, uint64_t nbytes) noexcept nogil:
+cdef void queue_credit_return(Queue* q, int64_t priority, uint64_t nbytes) noexcept nogil:
     pthread_mutex_lock(&q.mutex)
     if nbytes > q.stats.credit_used:
         count(COUNT_OVERCREDIT, 1)
         nbytes = q.stats.credit_used
     q.stats.credit_used -= nbytes
+    q.stats.credit_lent -= min(q.stats.credit_lent, nbytes)
+    levels_lower(q, priority, nbytes)
+    cdef bint must_wake = q.sleepers > 0 and queue_may_pop(q)
+    pthread_mutex_unlock(&q.mutex)
+    if must_wake:
+        pthread_cond_signal(&q.may_pop)
+
+
+cdef void queue_lend(Queue* q, uint64_t nbytes) noexcept nogil:
+    pthread_mutex_lock(&q.mutex)
+    q.stats.credit_lent += min(nbytes, q.stats.credit_used - q.stats.credit_lent)
     cdef bint must_wake = q.sleepers > 0 and queue_may_pop(q)
     pthread_mutex_unlock(&q.mutex)
     if must_wake:
@@ -144,15 +163,20 @@ cdef void queue_close(Queue* q) noexcept nogil:
 cdef void queue_stats(Queue* q, QueueStats* out) noexcept nogil:
     pthread_mutex_lock(&q.mutex)
     out[0] = q.stats
+    out.credit_ahead = credit_ahead(q) if q.stats.depth > 0 and q.credit_bytes > 0 else 0
     pthread_mutex_unlock(&q.mutex)
 
 
 # ---- with the mutex held ----
 cdef inline bint queue_may_pop(Queue* q) noexcept nogil:
     # A closed queue drains without credit: its owner must get every item back.
+    cdef uint64_t held
     if q.stats.depth == 0:
         return False
-    return q.credit_bytes == 0 or q.stats.credit_used < q.credit_bytes or q.is_closed
+    held = q.stats.credit_used - q.stats.credit_lent
+    if q.credit_bytes == 0 or held < q.credit_bytes or q.is_closed:
+        return True
+    return held < q.total_bytes and credit_ahead(q) < q.credit_bytes
 
 
 cdef inline int queue_take(Queue* q, void** item) noexcept nogil:
@@ -160,12 +184,81 @@ cdef inline int queue_take(Queue* q, void** item) noexcept nogil:
         return E_SHUTDOWN if q.is_closed else E_TIMEOUT
     item[0] = q.heap[0].item
     q.stats.credit_used += q.heap[0].nbytes
+    if q.credit_bytes > 0 and q.heap[0].nbytes > 0:
+        levels_raise(q, q.heap[0].priority, q.heap[0].nbytes)
     q.stats.popped += 1
     q.stats.depth -= 1
     count(COUNT_ITEMS, -1)
     if q.stats.depth > 0:
         heap_sink(q.heap, q.stats.depth, q.heap[q.stats.depth])
     return OK
+
+
+cdef uint64_t total_of(uint64_t credit_bytes) noexcept nogil:
+    # No sum may overflow: a credit is any number.
+    cdef uint64_t spare = SPARE_BYTES
+    if credit_bytes < spare // SPARE_CREDITS:
+        spare = SPARE_CREDITS * credit_bytes
+    return credit_bytes + min(spare, UINT64_MAX - credit_bytes)
+
+
+cdef inline uint64_t credit_ahead(Queue* q) noexcept nogil:
+    # What is out and at least as urgent as the first item, less what was lent.
+    cdef uint64_t ahead = 0
+    cdef int i = 0
+    while i < q.n_levels and q.levels[i].priority >= q.heap[0].priority:
+        ahead += q.levels[i].nbytes
+        i += 1
+    return ahead - min(ahead, q.stats.credit_lent)
+
+
+cdef inline void levels_raise(Queue* q, int64_t priority, uint64_t nbytes) noexcept nogil:
+    # Without room for another level the two least urgent become one with the priority of the
+    # higher. So for any priority the table never counts less ahead than there is.
+    cdef Level* levels = q.levels
+    cdef int i = 0
+    cdef int last
+    while i < q.n_levels and levels[i].priority > priority:
+        i += 1
+    if i < q.n_levels and levels[i].priority == priority:
+        levels[i].nbytes += nbytes
+        return
+    if i == MAX_LEVELS:
+        levels[i - 1].nbytes += nbytes
+        return
+    if q.n_levels == MAX_LEVELS:
+        levels[MAX_LEVELS - 2].nbytes += levels[MAX_LEVELS - 1].nbytes
+        q.n_levels -= 1
+    for last in range(q.n_levels, i, -1):
+        levels[last] = levels[last - 1]
+    levels[i].priority = priority
+    levels[i].nbytes = nbytes
+    q.n_levels += 1
+
+
+cdef inline void levels_lower(Queue* q, int64_t priority, uint64_t nbytes) noexcept nogil:
+    # The level of this priority, else the next above: levels that became one were named after
+    # the highest. Whoever returns what was not taken at this priority pays from those below.
+    cdef int i = 0
+    while i < q.n_levels and q.levels[i].priority >= priority:
+        i += 1
+    while nbytes > 0 and i > 0:
+        i -= 1
+        nbytes -= level_pay(q, i, nbytes)
+    while nbytes > 0 and q.n_levels > 0:
+        nbytes -= level_pay(q, 0, nbytes)
+
+
+cdef inline uint64_t level_pay(Queue* q, int i, uint64_t nbytes) noexcept nogil:
+    # Returns how much of nbytes this level paid; one with nothing left goes.
+    cdef uint64_t paid = min(nbytes, q.levels[i].nbytes)
+    q.levels[i].nbytes -= paid
+    if q.levels[i].nbytes > 0:
+        return paid
+    q.n_levels -= 1
+    for i in range(i, q.n_levels):
+        q.levels[i] = q.levels[i + 1]
+    return paid
 
 
 cdef inline int queue_insert(Queue* q, QueueNode* node) noexcept nogil:

@@ -62,6 +62,7 @@ class Purpose(enum.IntEnum):
     CONTROL = 1
     PULSE = 2
     DATA = 3
+    MEMORY = 4
 
 
 class Status(enum.IntEnum):

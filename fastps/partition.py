@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cut tensors into partitions and share the partitions among servers.
 
-Decides offsets, keys and owners; never knows what a tensor is called or holds. Pure: the same
-calls in the same order give the same answers in every process. `Placement` is the only object
-with state; one thread, the scheduler's, uses it.
+Decides offsets, keys, owners and who of a machine pushes; never knows what a tensor is called or
+holds. Pure: the same calls in the same order give the same answers in every process. `Placement`
+is the only object with state; one thread, the scheduler's, uses it.
+
+Shares follow Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
+Heterogeneous GPU/CPU Clusters" (OSDI 2020, section 4): every network card is busy for the same
+time when a server on a machine of its own gets 2(n - 1) parts and one beside a worker n - k, for
+n worker machines and k others.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fastps.errors import ConfigError
@@ -20,12 +25,15 @@ __all__ = [
     "MAX_PARTITIONS",
     "MAX_PARTITION_BYTES",
     "MAX_TENSORS",
-    "Partition",
+    "Piece",
     "Placement",
+    "check_tensor",
+    "cut_tensor",
     "index_of",
-    "join_owners",
     "key_of",
     "make_partitions",
+    "pusher_of",
+    "server_weights",
     "tensor_of",
 ]
 
@@ -34,15 +42,14 @@ INDEX_BITS = 16
 MAX_PARTITIONS = 1 << INDEX_BITS  # per tensor
 MAX_TENSORS = 1 << 31
 MAX_PARTITION_BYTES = 1 << 30  # offsets within a partition travel in 32 bits
+MIN_SHARE_BYTES = 128 << 10  # a smaller share of a tensor is not worth a frame of its own
 _MASK64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
-    """Describe one piece of a tensor: its bytes are offset to offset + nbytes."""
+class Piece:
+    """Describe one partition of a tensor: its bytes, from offset on, and the server they go to."""
 
-    key: int
-    index: int
     offset: int
     nbytes: int
     owner: int
@@ -73,24 +80,86 @@ def make_partitions(tensor_id: int, nbytes: int, partition_bytes: int) -> list[t
     partition. Raises ConfigError, with the value to set, when the tensor has too many.
     """
     _check_tensor_id(tensor_id)
-    if nbytes < 0 or partition_bytes < 1:
-        raise ConfigError(f"tensor {tensor_id}: {nbytes} bytes in partitions of {partition_bytes}")
+    check_tensor(nbytes, partition_bytes=partition_bytes, n_owners=0)
     step = _round_up(partition_bytes)
-    if step > MAX_PARTITION_BYTES:
-        raise ConfigError(f"partition_bytes={step} is above {MAX_PARTITION_BYTES}")
-    if nbytes > step * MAX_PARTITIONS:
-        raise _too_many(tensor_id, nbytes, step)
     return [(offset, min(step, nbytes - offset)) for offset in range(0, max(nbytes, 1), step)]
 
 
-def join_owners(
-    tensor_id: int, pieces: Sequence[tuple[int, int]], owners: Sequence[int]
-) -> tuple[Partition, ...]:
-    """Join the pieces of a tensor with the servers that own them."""
-    return tuple(
-        Partition(key_of(tensor_id, index), index, offset, nbytes, owner)
-        for index, ((offset, nbytes), owner) in enumerate(zip(pieces, owners, strict=True))
-    )
+def pusher_of(machine_ranks: Sequence[int], index: int) -> int:
+    """Choose the worker of a machine that pushes and pulls a partition for all of them."""
+    return machine_ranks[index % len(machine_ranks)]
+
+
+def server_weights(n_machines: int, n_servers: int, *, is_colocated: bool) -> tuple[int, ...]:
+    """Weigh the servers: those apart first, then, if colocated, one per worker machine.
+
+    Servers apart that take everything (as many as machines, or more) leave weight 0 to the
+    others. Without colocation all weigh the same.
+    """
+    if not is_colocated:
+        return (1,) * n_servers
+    if n_servers and n_servers >= n_machines:
+        return (1,) * n_servers + (0,) * n_machines
+    apart, beside = 2 * (n_machines - 1), n_machines - n_servers
+    divisor = math.gcd(apart, beside) if n_servers else beside
+    return (apart // divisor,) * n_servers + (beside // divisor,) * n_machines
+
+
+def check_tensor(nbytes: int, *, partition_bytes: int, n_owners: int) -> None:
+    """Raise ConfigError, with the value to set, for a tensor that cut_tensor would refuse."""
+    if nbytes < 0 or partition_bytes < 1:
+        raise ConfigError(f"a tensor of {nbytes} bytes in partitions of {partition_bytes}")
+    step = _round_up(partition_bytes)
+    if step > MAX_PARTITION_BYTES:
+        raise ConfigError(f"partition_bytes={step} is above {MAX_PARTITION_BYTES}")
+    whole = max(MAX_PARTITIONS - n_owners, 1)  # a stripe may end in a short piece
+    if nbytes > step * whole:
+        raise _too_many(nbytes, step, whole)
+
+
+def cut_tensor(
+    nbytes: int, *, partition_bytes: int, placement: Placement, tensor_id: int
+) -> tuple[Piece, ...]:
+    """Cut a tensor into pieces that cover it exactly once, in order, and place them.
+
+    A large tensor gives every server one stripe, proportional to its weight, in even pieces of
+    at most partition_bytes (rounded up to 64); a small one goes whole to the server with the
+    least load for its weight. All offsets are multiples of 64. Under a hash of keys all pieces
+    are even. Raises ConfigError before anything is placed.
+    """
+    _check_tensor_id(tensor_id)
+    owners = placement.owners
+    check_tensor(nbytes, partition_bytes=partition_bytes, n_owners=len(owners))
+    step = _round_up(partition_bytes)
+    is_small = nbytes <= step and nbytes < len(owners) * MIN_SHARE_BYTES
+    if is_small or placement.is_hashed:
+        even = step if is_small else _even_step(nbytes, step, len(owners))
+        return tuple(
+            Piece(offset, size, placement.place(key_of(tensor_id, index), size))
+            for index, (offset, size) in enumerate(make_partitions(tensor_id, nbytes, even))
+        )
+    return tuple(_stripes(nbytes, step, placement))
+
+
+def _even_step(nbytes: int, step: int, n_owners: int) -> int:
+    """Give the size of even pieces of which every server gets as many."""
+    count = -(-nbytes // (step * n_owners)) * n_owners
+    return min(step, _round_up(-(-nbytes // count)))
+
+
+def _stripes(nbytes: int, step: int, placement: Placement) -> Iterator[Piece]:
+    """Cut one stripe per server and each stripe into even pieces; note the loads."""
+    total = sum(placement.weights)
+    first = weight = 0
+    for owner in placement.owners:
+        weight += placement.weights[owner]
+        last = nbytes if weight == total else nbytes * weight // (total * ALIGNMENT) * ALIGNMENT
+        stripe = last - first
+        if stripe:
+            for offset, size in make_partitions(0, stripe, _even_step(stripe, step, 1)):
+                yield Piece(first + offset, size, owner)
+            placement.add_load(owner, stripe)
+        first = last
 
 
 def _round_up(nbytes: int) -> int:
@@ -102,9 +171,9 @@ def _check_tensor_id(tensor_id: int) -> None:
         raise ConfigError(f"tensor id {tensor_id} is not 0 to {MAX_TENSORS - 1}: too many tensors")
 
 
-def _too_many(tensor_id: int, nbytes: int, step: int) -> ConfigError:
-    needed = _round_up(-(-nbytes // MAX_PARTITIONS))
-    what = f"tensor {tensor_id} of {nbytes} bytes has more than {MAX_PARTITIONS} partitions"
+def _too_many(nbytes: int, step: int, whole: int) -> ConfigError:
+    needed = _round_up(-(-nbytes // whole))
+    what = f"a tensor of {nbytes} bytes has more than {MAX_PARTITIONS} partitions"
     if needed > MAX_PARTITION_BYTES:
         return ConfigError(f"{what} whatever partition_bytes is; split the tensor")
     return ConfigError(f"{what} of {step} bytes; set partition_bytes={needed} or more")
@@ -158,23 +227,35 @@ KEY_HASHES: dict[str, Callable[[int], int]] = {
 class Placement:
     """Choose the owner of each partition, in the order of the calls.
 
-    "bytes" takes the server with the least bytes so far (lowest index on ties), so that loads
-    never differ by more than the largest partition; the other names are BytePS's hashes.
+    "bytes" takes the server with the least bytes for its weight so far (lowest index on ties);
+    the other names are BytePS's hashes, which know no weights. A server of weight 0 gets
+    nothing.
     """
 
     def __init__(
-        self, num_servers: int, key_hash: str = "bytes", *, built_in_hash_coef: int = 1
+        self, weights: Sequence[int], key_hash: str = "bytes", *, built_in_hash_coef: int = 1
     ) -> None:
-        if num_servers < 1:
-            raise ConfigError("a placement needs a server; set FASTPS_NUM_SERVERS=1 or more")
+        if not weights or min(weights) < 0 or not any(weights):
+            raise ConfigError(
+                f"a placement needs a server, not weights {tuple(weights)}; set "
+                "FASTPS_NUM_SERVERS=1 or more"
+            )
         if key_hash != "bytes" and key_hash not in KEY_HASHES:
             raise ConfigError(
                 f"key_hash={key_hash!r} is not one of bytes, {', '.join(KEY_HASHES)}"
             )
+        self.weights = tuple(weights)
+        self.owners = tuple(owner for owner, weight in enumerate(weights) if weight)
         self._hash = KEY_HASHES.get(key_hash)
         self._coef = built_in_hash_coef if key_hash == "built_in" else 1
-        self._loads = [0] * num_servers
-        self._heap = [(0, owner) for owner in range(num_servers)]
+        self._loads = [0] * len(weights)
+        multiple = math.lcm(*(weights[owner] for owner in self.owners))
+        self._scales = [multiple // weight if weight else 0 for weight in weights]
+
+    @property
+    def is_hashed(self) -> bool:
+        """Tell whether keys alone decide the owners."""
+        return self._hash is not None
 
     @property
     def loads(self) -> tuple[int, ...]:
@@ -182,11 +263,15 @@ class Placement:
         return tuple(self._loads)
 
     def place(self, key: int, nbytes: int) -> int:
-        """Choose the server that owns a partition of nbytes; O(log servers)."""
+        """Choose the server that owns a partition of nbytes; O(servers)."""
         if self._hash is None:
-            owner = self._heap[0][1]
-            heapq.heapreplace(self._heap, (self._loads[owner] + nbytes, owner))
+            owner = min(self.owners, key=lambda one: self._loads[one] * self._scales[one])
         else:
-            owner = (self._hash(key) * self._coef & _MASK64) % len(self._loads)
-        self._loads[owner] += nbytes
+            hashed = self._hash(key) * self._coef & _MASK64
+            owner = self.owners[hashed % len(self.owners)]
+        self.add_load(owner, nbytes)
         return owner
+
+    def add_load(self, owner: int, nbytes: int) -> None:
+        """Note bytes that were given to a server without asking place()."""
+        self._loads[owner] += nbytes

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The session: one worker's membership in a job, from init() to shutdown().
 
-Owns control client, transport and engine, made in this order and stopped in the reverse one. A
-session without servers (one worker) does everything locally. `current()` is the one piece of
+Owns the connections of one worker (joining.py) and what the user may do with them. A session
+without them (one worker, no server) does everything locally. `current()` is the one piece of
 mutable module state in the library. Public methods may be called from any thread; each tensor
 name has at most one operation in flight.
 """
@@ -12,22 +12,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import operator
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from fastps import _core
 from fastps import config as _config
-from fastps.affinity import parse_cpu_list
 from fastps.config import Config
 from fastps.control.client import ControlClient
 from fastps.control.protocol import (
-    DeclaredTensor,
     Event,
     JobOver,
     PeerLeft,
@@ -36,7 +35,6 @@ from fastps.control.protocol import (
     TensorSpec,
 )
 from fastps.errors import (
-    ConfigError,
     FastPSError,
     MismatchError,
     NotInitializedError,
@@ -44,26 +42,18 @@ from fastps.errors import (
     ShutdownError,
     error_of,
 )
+from fastps.joining import Connections, PlannedTensor
 from fastps.objects import decode_object, encode_object
-from fastps.partition import ALIGNMENT, make_partitions
-from fastps.transport._tcp import TcpTransport
-from fastps.transport.tcp import (
-    LOCAL_CHUNK_BYTES,
-    choose_chunk,
-    choose_credit,
-    dial,
-    pack_lane,
-)
-from fastps.types import DType, dtype_of
-from fastps.worker._engine import EngineTensor, WorkerEngine
+from fastps.transport.tcp import LOCAL_CHUNK_BYTES
+from fastps.types import DType, dtype_of, numpy_dtype
+from fastps.worker._tensor import LentTensor
 from fastps.worker.handle import Array, Handle, LocalHandle
 
 log = logging.getLogger(__name__)
 
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1  # the field of the frame header
-MIN_SHARE_BYTES = 128 << 10  # a smaller share of a tensor is not worth a frame of its own
 VERDICT_WAIT_S = 2.0  # how long a failed operation waits to hear who is to blame
-E_SHUTDOWN, E_PEER_LOST, E_MISMATCH = -2, -3, -5  # _core.pxd
+E_PEER_LOST, E_MISMATCH = -3, -5  # _core.pxd
 
 Names: TypeAlias = str | Sequence[str]
 Arrays: TypeAlias = Array | Sequence[Array]
@@ -77,69 +67,25 @@ class Session:
         self._config = config
         self._pid = os.getpid()
         self._lock = threading.Lock()  # declarations; held while the scheduler answers
-        self._tensors: dict[str, EngineTensor] = {}
+        self._tensors: dict[str, PlannedTensor] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._poisoned: dict[str, TensorPoisoned] = {}
         self._left: set[int] = set()  # ranks of workers that left in order
         self._wait_seconds = [0.0]
         self._client: ControlClient | None = None
-        self._num_servers = 0
         self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         if config.num_servers or config.size > 1 or config.force_distributed:
             self._join()
 
     def _join(self) -> None:
-        config = self._config
-        if not config.num_servers:
-            raise ConfigError(
-                f"this job has {config.size} workers but no server; start it with "
-                "`fastps-run -np N -s 1 ...`, or start fastps-server and set FASTPS_NUM_SERVERS"
-            )
-        _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
-        _core.arm_fault(config.fault)
-        self._client = ControlClient.connect(
-            config, role="worker", data_address=None, on_event=self._on_event
-        )
-        job = self._client.job
+        self._connections = Connections(self._config, self._on_event)
+        self._client, self._engine = self._connections.client, self._connections.plan
+        job = self._connections.job
         self.rank, self.size = job.rank, job.size
-        self._num_servers = len(job.servers)
-        self._chunk_bytes = config.chunk_bytes or choose_chunk([s.host for s in job.servers])
         self.local_rank, self.local_size = job.local_rank, job.local_size
-        self._engine = WorkerEngine(
-            rank=job.rank, n_servers=len(job.servers), lanes=config.links_per_peer
-        )
-        self._transport = TcpTransport(io_threads=config.io_threads, spin_us=config.spin_us)
+        self._chunk_bytes = self._connections.chunk_bytes
         _sessions.add(self)
-        try:
-            self._connect()
-        except BaseException:
-            self._transport.close(timeout_s=config.shutdown_timeout_s)
-            self._client.close()
-            raise
-
-    def _connect(self) -> None:
-        """Make the links to every server, then wait until all workers have made theirs."""
-        assert self._client is not None
-        config, job = self._config, self._client.job
-        for server in job.servers:
-            for lane in range(config.links_per_peer):
-                descriptor = dial(
-                    (server.host, server.port),
-                    config,
-                    key=self._client.data_key,
-                    sender=job.rank,
-                    lane=pack_lane(job.generation, lane),
-                    what=f"server {server.rank}",
-                )
-                self._transport.adopt(
-                    descriptor,
-                    self._engine,
-                    peer=server.rank,
-                    lane=lane,
-                    credit_bytes=choose_credit(descriptor, config),
-                )
-        self._client.barrier("fastps.connected", timeout_s=config.start_timeout_s)
 
     # ---- declaring ----
 
@@ -165,21 +111,9 @@ class Session:
             int(dtype),
             shape,
             nbytes,
-            self._partition_bytes(nbytes),
+            self._config.partition_bytes,
             self._chunk_bytes,
         )
-
-    def _partition_bytes(self, nbytes: int) -> int:
-        """Cut a tensor so that all servers own the same share of it, unless it is small.
-
-        In one piece even a tensor of a megabyte would fill one server's link and no other's.
-        """
-        most = self._config.partition_bytes
-        servers = max(self._num_servers, 1)
-        if nbytes <= most and nbytes < servers * MIN_SHARE_BYTES:
-            return most
-        pieces = -(-nbytes // (most * servers)) * servers
-        return min(most, -(-nbytes // (pieces * ALIGNMENT)) * ALIGNMENT)
 
     def _declare_locally(self, wanted: Sequence[TensorSpec]) -> None:
         for spec in wanted:
@@ -199,26 +133,14 @@ class Session:
             assert self._client is not None
             answers = self._client.declare(fresh, timeout_s=self._config.op_timeout_s)
             for spec, answer in zip(fresh, answers, strict=True):
-                self._tensors[spec.name] = self._make_tensor(spec, answer)
+                tensor = self._connections.make_tensor(spec, answer)
+                tensor.expect(spec.shape, numpy_dtype(DType(spec.dtype)))
+                self._tensors[spec.name] = tensor
                 self._specs[spec.name] = spec
-
-    def _make_tensor(self, spec: TensorSpec, answer: DeclaredTensor) -> EngineTensor:
-        pieces = make_partitions(answer.tensor_id, spec.nbytes, spec.partition_bytes)
-        return self._engine.declare(
-            answer.tensor_id,
-            spec.name,
-            nbytes=spec.nbytes,
-            dtype=spec.dtype,
-            chunk_bytes=spec.chunk_bytes,
-            partitions=[
-                (offset, nbytes, owner)
-                for (offset, nbytes), owner in zip(pieces, answer.owners, strict=True)
-            ],
-        )
 
     def _find(
         self, names: Sequence[str], arrays: Sequence[Array], dtype: DType | None
-    ) -> list[EngineTensor]:
+    ) -> list[PlannedTensor]:
         """Give the tensors of names, declaring those that are new or have changed."""
         wanted = []
         for name, array in zip(names, arrays, strict=True):
@@ -252,9 +174,56 @@ class Session:
         """Fail what was started in the moment between the last check and the bad news."""
         for name in names:
             if name in self._poisoned:
-                self._engine.fail_tensor(self._poisoned[name].tensor_id, E_MISMATCH)
+                self._connections.fail_tensor(self._poisoned[name].tensor_id, E_MISMATCH)
 
     # ---- operations ----
+
+    def push_pull(
+        self,
+        tensor: Arrays,
+        name: Names,
+        *,
+        average: bool = True,
+        priority: int | Sequence[int] = 0,
+        out: Arrays | None = None,
+    ) -> Array | list[Array]:
+        """Sum tensor over all workers and give the result; see push_pull_async(). Blocks."""
+        known = self._start_known(tensor, name, average, priority, out)
+        if known is None:
+            handle = self.push_pull_async(
+                tensor, name, average=average, priority=priority, out=out
+            )
+            return handle.wait()
+        began = time.perf_counter()
+        status = known.wait(timeout_s=self._config.op_timeout_s, spin_us=self._config.spin_us)
+        self._wait_seconds[0] += time.perf_counter() - began
+        assert isinstance(tensor, np.ndarray)
+        if status == 0:
+            return tensor
+        return self._handle([known], [tensor], is_single=True).wait(0.0)  # raises
+
+    def _start_known(
+        self,
+        tensor: Arrays,
+        name: Names,
+        average: bool,
+        priority: int | Sequence[int],
+        output: Arrays | None,
+    ) -> PlannedTensor | None:
+        """Start what needs no more checks than the engine's own; None: take the long way."""
+        if output is not tensor or type(name) is not str or type(priority) is not int:
+            return None
+        known = self._tensors.get(name)
+        if known is None or self._poisoned or self._client is None or not known.fits(tensor):
+            return None
+        if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+            return None
+        self._check_usable()
+        names = (name,)
+        self._submit(
+            names, self._engine.start, known, tensor, tensor, average=average, priority=priority
+        )
+        return known
 
     def push_pull_async(
         self,
@@ -274,6 +243,10 @@ class Session:
         arrays. NaN and infinities pass through. Does not block, except to declare new names.
         Raises ValueError, TypeError, MismatchError, PeerLostError, FastPSError (name in flight).
         """
+        known = self._start_known(tensor, name, average, priority, out) if dtype is None else None
+        if known is not None:
+            assert isinstance(tensor, np.ndarray)
+            return self._handle((known,), (tensor,), is_single=True)
         self._check_usable()
         is_single = isinstance(name, str)
         names, arrays = _pair(name, tensor)
@@ -309,7 +282,10 @@ class Session:
         if self._client is None:
             return self._finish_locally(names, arrays, arrays, dtype, is_single=is_single)
         tensors = self._find(names, arrays, dtype)
-        self._submit(names, self._engine.start_broadcast, tensors, arrays, root=root_rank)
+        self._submit(
+            names, self._engine.start_broadcast, tensors, arrays, root=root_rank,
+            machine=self._connections.machine_of(root_rank),
+        )  # fmt: skip
         return self._handle(tensors, arrays, is_single=is_single)
 
     def _finish_locally(
@@ -333,7 +309,7 @@ class Session:
         return LocalHandle(outputs, is_single=is_single)
 
     def _handle(
-        self, tensors: Sequence[EngineTensor], outputs: Sequence[Array], *, is_single: bool
+        self, tensors: Sequence[PlannedTensor], outputs: Sequence[Array], *, is_single: bool
     ) -> Handle:
         return Handle(
             tensors,
@@ -344,6 +320,32 @@ class Session:
             seconds=self._wait_seconds,
             spin_us=self._config.spin_us,
         )
+
+    # ---- memory ----
+
+    @property
+    def can_share(self) -> bool:
+        """Tell whether arrays of empty() lie in memory that other workers reach."""
+        return self._client is not None and self._connections.arena is not None
+
+    def empty(self, shape: tuple[int, ...], dtype: DType | np.dtype[Any]) -> Array:
+        """Give an uninitialised array, in shared memory where can_share; see fastps.empty()."""
+        self._check_usable()
+        kind = numpy_dtype(dtype) if isinstance(dtype, DType) else np.dtype(dtype)
+        count = math.prod(shape)
+        if self._client is None or self._connections.arena is None or not count:
+            return np.empty(shape, kind)
+        block, _ = self._connections.arena.allocate(count * kind.itemsize)
+        flat: Array = np.frombuffer(block, kind, count)  # type: ignore[call-overload]
+        return flat.reshape(shape)
+
+    def is_shared(self, array: Array) -> bool:
+        """Tell whether an array lies wholly in memory that other workers reach."""
+        if self._client is None or self._connections.arena is None:
+            return False
+        low, high = np.lib.array_utils.byte_bounds(array)
+        mapping = self._connections.arena.mapping
+        return mapping.address <= low and high <= mapping.address + mapping.nbytes
 
     def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:
         """Wait until every worker has come here; StallError names who is missing."""
@@ -372,7 +374,7 @@ class Session:
         """Count operations, bytes, frames, system calls and seconds spent in wait()."""
         numbers: dict[str, float] = {"wait_seconds": self._wait_seconds[0]}
         if self._client is not None:
-            numbers |= self._engine.statistics() | self._transport.statistics()
+            numbers |= self._connections.statistics()
         return numbers
 
     # ---- failures ----
@@ -388,7 +390,7 @@ class Session:
                 "may communicate. Call fastps.init() in the worker processes themselves"
             )
 
-    def _explain(self, tensor: EngineTensor, status: int) -> FastPSError:
+    def _explain(self, tensor: LentTensor, status: int) -> FastPSError:
         if tensor.name in self._poisoned:
             return MismatchError(self._poisoned[tensor.name].message)
         if status == E_MISMATCH:
@@ -399,18 +401,21 @@ class Session:
             )
         message = f"the operation on tensor {tensor.name!r} failed with status {status}"
         if status == E_PEER_LOST and self._engine.failure is None:  # so a server says it
-            message = f"worker {tensor.culprit} left the job while others still had work"
+            message = _left_text(tensor.culprit)
         return self._blame(tensor.name, error_of(status, message))
 
     def _blame(self, name: str, error: FastPSError) -> FastPSError:
         """Ask the scheduler who was lost first; name the broken link if it does not know."""
         if not isinstance(error, PeerLostError | ShutdownError) or self._client is None:
             return error
-        failure = self._engine.failure
+        server = self._connections.failed_server()
+        is_known = server is None and bool(self._left)
+        worker = None if server is None else self._connections.worker_of_server(server)
+        if worker in self._left:  # and took the server beside it along
+            is_known, error = True, type(error)(_left_text(worker))
         with contextlib.suppress(FastPSError):
-            if failure is not None and failure[1] >= 0 and isinstance(error, PeerLostError):
-                self._client.report_lost("server", failure[1], "its link to a worker broke")
-            is_known = failure is None and bool(self._left)
+            if server is not None and not is_known and isinstance(error, PeerLostError):
+                self._client.report_lost("server", server, "its link to a worker broke")
             verdict = self._client.verdict(0.0 if is_known else VERDICT_WAIT_S)
             if verdict is not None:
                 return type(error)(
@@ -420,20 +425,15 @@ class Session:
 
     def _on_event(self, event: Event) -> None:
         """Take news from the scheduler, on the control client's thread."""
-        engine: WorkerEngine | None = getattr(self, "_engine", None)
         if isinstance(event, TensorPoisoned):
             self._poisoned[event.name] = event
-            if engine is not None:
-                engine.fail_tensor(event.tensor_id, E_MISMATCH)
+            self._connections.fail_tensor(event.tensor_id, E_MISMATCH)
         elif isinstance(event, PeerLeft) and event.role == "worker":
             self._left.add(event.rank)
         elif isinstance(event, PeerLost):
             log.error("%s", event)
-            if engine is not None:
-                engine.fail(E_PEER_LOST)
-        elif isinstance(event, JobOver) and engine is not None:
+        elif isinstance(event, JobOver):
             log.warning("the job is over: %s", event.reason)
-            engine.fail(E_SHUTDOWN)
 
     # ---- the end ----
 
@@ -444,20 +444,17 @@ class Session:
         """
         if self._client is None or os.getpid() != self._pid:
             return
-        client, self._client = self._client, None
-        timeout_s = self._config.shutdown_timeout_s
-        self._engine.leave()
-        try:
-            client.leave(timeout_s=timeout_s)
-        except FastPSError as error:
-            log.warning("left the job without the scheduler's answer: %s", error)
-        self._engine.wait_closed(timeout_s=timeout_s)
-        self._transport.close(timeout_s=timeout_s)
+        self._client = None
+        self._connections.close()
         _sessions.discard(self)
 
     def abandon(self) -> None:
         """Close the links' descriptors in a forked child, so that our death stays visible."""
-        self._transport.abandon()
+        self._connections.abandon()
+
+
+def _left_text(rank: int | None) -> str:
+    return f"worker {rank} left the job while others still had work"
 
 
 def _describe(spec: TensorSpec) -> str:

@@ -11,7 +11,8 @@
         loss_of(model(inputs), labels).backward()  # gradients leave while it runs
         optimizer.step()  # waits for their averages
 
-To clip or unscale gradients call optimizer.synchronize() first.
+To clip or unscale gradients call optimizer.synchronize() first. Where the optimizer is to stay
+as it is, model = fps.DistributedDataParallel(model) does the same as torch's class of that name.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ from fastps.frameworks.torch.ops import (
     synchronize,
 )
 from fastps.frameworks.torch.optimizer import DistributedOptimizer
+from fastps.frameworks.torch.parallel import DistributedDataParallel
 
 __all__ = [
     "Average",
     "Compression",
+    "DistributedDataParallel",
     "DistributedOptimizer",
     "Sum",
     "barrier",

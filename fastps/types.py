@@ -58,3 +58,8 @@ def dtype_of(dtype: np.dtype[np.generic]) -> DType:
     if code is None or not dtype.isnative:
         raise TypeError(f"dtype {dtype} is not supported; use one of {', '.join(_BY_NAME)}")
     return code
+
+
+def numpy_dtype(code: DType) -> np.dtype[np.generic]:
+    """Give the NumPy dtype that holds a wire code's elements; uint16 for BFLOAT16."""
+    return np.dtype("uint16" if code is DType.BFLOAT16 else code.name.lower())

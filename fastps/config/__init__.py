@@ -64,6 +64,8 @@ class Config:
     num_servers: int
     rank: int | None
     force_distributed: bool
+    machine: str
+    colocate: str
     scheduler_host: str
     scheduler_port: int
     interface: str
@@ -73,6 +75,9 @@ class Config:
     token_file: str
     insecure: bool
     transport: str
+    shared_memory: bool
+    shared_memory_bytes: int
+    unix_sockets: bool
     partition_bytes: int
     chunk_bytes: int
     credit_bytes: int
@@ -244,6 +249,12 @@ def _rank_of_machine(environ: Environ, values: Values) -> int | None:
     return machine * (values["local_size"] or 1) + (values["local_rank"] or 0)
 
 
+def _mixed_mode(environ: Environ, values: Values) -> str | None:
+    """BytePS's mixed mode has servers both on worker machines and apart."""
+    wanted = _number(environ, "BYTEPS_ENABLE_MIXED_MODE")
+    return None if wanted is None else ("on" if wanted else "auto")
+
+
 def _credit_in_partitions(environ: Environ, values: Values) -> int | None:
     """BytePS counts credit in partitions."""
     credit = _number(environ, "BYTEPS_SCHEDULING_CREDIT")
@@ -353,7 +364,14 @@ SETTINGS: tuple[Setting, ...] = (
             "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"), "", (0, MAX_PROCESSES - 1),
             "Number of this worker in the job; given by the scheduler if unset."),
     Setting(JOB, "force_distributed", _boolean, False, ("BYTEPS_FORCE_DISTRIBUTED",), "", (),
-            "Use the servers even when there is only one worker."),
+            "Use the servers even when all workers are on one machine."),
+    Setting(JOB, "machine", _text, "", (), "", (),
+            "Name of the machine this process counts as part of; unset, the kernel's boot id and "
+            "the network namespace tell machines apart."),
+    Setting(JOB, "colocate", _text, "auto", (Derived("BYTEPS_ENABLE_MIXED_MODE", _mixed_mode),),
+            "", ("auto", "on", "off"),
+            "Whether one worker of every machine serves a share of the bytes too; auto: where "
+            "there are fewer servers than worker machines."),
     Setting(ADDRESS, "scheduler_host", _text, "", ("DMLC_PS_ROOT_URI", "MASTER_ADDR"), "", (),
             "Name or address of the scheduler."),
     Setting(ADDRESS, "scheduler_port", _integer, 0, ("DMLC_PS_ROOT_PORT",), "", (0, 65535),
@@ -374,6 +392,14 @@ SETTINGS: tuple[Setting, ...] = (
             "Allow a job without a token: whoever reaches a port may join it."),
     Setting(DATA, "transport", _text, "auto", (), "", ("auto", "tcp"),
             "How tensors travel."),
+    Setting(DATA, "shared_memory", _boolean, True, (), "", (),
+            "Let the workers of one machine reduce in shared memory; 0 makes each of them a "
+            "machine of its own."),
+    Setting(DATA, "shared_memory_bytes", _integer, 0, (), "bytes", (0, MAX_POOL_BYTES),
+            "Most shared memory one process may take; 0 allows what the machine, or its "
+            "container, has."),
+    Setting(DATA, "unix_sockets", _boolean, True, (), "", (),
+            "Use Unix sockets in the place of TCP between processes of one machine."),
     Setting(DATA, "partition_bytes", _aligned, 4096000, ("BYTEPS_PARTITION_BYTES",), "bytes",
             (4096, GIB),
             "Largest piece of a tensor that one server owns; rounded up to a multiple of 64."),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may join a job, and which number and place each member gets.
+"""Who may join a job, which number and place each member gets, and who serves.
 
 Pure functions over the members; the Membership holds the list and calls them. Refusals are
 sentences for the user who started one process too many or with other numbers than the rest.
@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 from fastps.config import Config
 from fastps.control.collectives import join_names
-from fastps.control.protocol import AwaitStart, Join, Member
+from fastps.control.identity import host_of
+from fastps.control.protocol import AwaitStart, Job, Join, Leave, Member
+from fastps.errors import ConfigError
+from fastps.partition import server_weights
 
 
 @dataclass
@@ -24,8 +27,16 @@ class Peer:
     rank: int | None
     lease_until: float
     has_started: bool = False
+    server_index: int | None = None  # of a server, or of a worker that serves too
     start_request: AwaitStart | None = None
     start_deadline: float = 0.0
+    leave_request: Leave | None = None  # of a worker that has left but for serving the others
+    leave_deadline: float = 0.0
+
+    @property
+    def is_working(self) -> bool:
+        """Tell whether it takes part in the job that runs."""
+        return self.has_started and self.leave_request is None
 
     @property
     def name(self) -> str:
@@ -109,20 +120,125 @@ def number(group: list[Peer]) -> list[Peer]:
 
 
 def local_ranks(group: list[Peer]) -> dict[int, tuple[int, int]]:
-    """Give (local_rank, local_size) by peer: as configured, else by machine in rank order."""
-    machines: dict[tuple[str, str], list[Peer]] = {}
+    """Give (local_rank, local_size) by peer: as configured, else by host in rank order.
+
+    Workers of one host count together even if they cannot share memory: they share its devices.
+    """
+    hosts: dict[str, list[Peer]] = {}
     for item in group:
-        machines.setdefault((item.join.boot_id, item.join.hostname), []).append(item)
+        hosts.setdefault(host_of(item.join.machine), []).append(item)
     found: dict[int, tuple[int, int]] = {}
-    for machine in machines.values():
-        for place, item in enumerate(machine):
+    for host in hosts.values():
+        for place, item in enumerate(host):
             join = item.join
             local_rank = place if join.local_rank is None else join.local_rank
-            found[item.peer] = (local_rank, join.local_size or len(machine))
+            found[item.peer] = (local_rank, join.local_size or len(host))
     return found
 
 
-def face(item: Peer) -> Member:
+# ---- who serves
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who is who in a job that starts; `serving` and `weights` go by the index of the server."""
+
+    workers: tuple[Member, ...]
+    servers: tuple[Member, ...]
+    serving: tuple[Peer, ...]
+    weights: tuple[int, ...]
+    n_apart: int
+    is_local: bool
+
+    def job(self, config: Config, item: Peer, generation: int, local: tuple[int, int]) -> Job:
+        """Describe the job to one member."""
+        return Job(
+            config.job_id,
+            generation,
+            item.rank or 0,
+            config.size,
+            *local,
+            self.servers,
+            self.workers,
+            self.n_apart,
+            self.is_local,
+        )
+
+
+def plan_job(config: Config, workers: list[Peer], servers: list[Peer]) -> Plan:
+    """Number the machines and appoint joint servers; both groups are in rank order.
+
+    Raises ConfigError when nobody can serve.
+    """
+    machines = _number_machines(workers + servers)
+    firsts: dict[int, Peer] = {}
+    for item in workers:
+        firsts.setdefault(machines[item.join.machine], item)
+    is_local = len(firsts) == 1 and not config.force_distributed
+    joint: list[Peer] = []
+    if not is_local and _wants_joint(config, list(firsts.values()), len(servers)):
+        joint = list(firsts.values())
+    _check_serving(config, joint, len(servers), n_machines=len(firsts), is_local=is_local)
+    serving = tuple(servers + joint)
+    return Plan(
+        tuple(_face(item, "worker", item.rank or 0, machines) for item in workers),
+        tuple(_face(item, "server", index, machines) for index, item in enumerate(serving)),
+        serving,
+        server_weights(len(firsts), len(servers), is_colocated=bool(joint)),
+        len(servers),
+        is_local,
+    )
+
+
+def _number_machines(members: list[Peer]) -> dict[str, int]:
+    """Number the machines by the first member of each."""
+    found: dict[str, int] = {}
+    for item in members:
+        found.setdefault(item.join.machine, len(found))
+    return found
+
+
+def _wants_joint(config: Config, firsts: list[Peer], n_apart: int) -> bool:
+    """Tell whether one worker of every machine shall serve too.
+
+    When it is left open: if there are fewer servers than hosts; workers of one host that do not
+    share memory still share its network card, and a server apart serves them as well.
+    """
+    if config.colocate != "auto":
+        return config.colocate == "on"
+    hosts = {host_of(item.join.machine) for item in firsts}
+    return n_apart == 0 or n_apart < len(hosts)
+
+
+def _check_serving(
+    config: Config, joint: list[Peer], n_apart: int, *, n_machines: int, is_local: bool
+) -> None:
+    if not (is_local or joint or n_apart):
+        raise ConfigError(
+            f"this job has workers on {n_machines} machine(s), no server, and "
+            f"FASTPS_COLOCATE={config.colocate}; set FASTPS_COLOCATE=auto, so that one worker "
+            "of every machine serves too, or start servers (`fastps-run -s 1 ...`, or "
+            "fastps-server, with FASTPS_NUM_SERVERS)"
+        )
+    deaf = [item.full_name for item in joint if not item.join.port]
+    if deaf:
+        raise ConfigError(
+            f"{join_names(deaf)} must serve too, by the scheduler's settings, but not by its "
+            "own; set FASTPS_COLOCATE, FASTPS_SIZE and FASTPS_NUM_SERVERS the same everywhere"
+        )
+
+
+def _face(item: Peer, role: str, number: int, machines: dict[str, int]) -> Member:
     """Describe a member to the others."""
     join = item.join
-    return Member(join.role, item.rank or 0, join.host, join.port, join.pid, join.hostname)
+    return Member(
+        role,
+        number,
+        join.host,
+        join.port,
+        join.pid,
+        join.hostname,
+        machines[join.machine],
+        join.unix,
+        join.host_id,
+    )

@@ -25,14 +25,16 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from fastps._core import Pulse
 from fastps.auth import Purpose, derive_key
 from fastps.config import Config
 from fastps.control.dialling import dial
+from fastps.control.identity import host_id, machine_name
 from fastps.control.protocol import (
     KEY_PURPOSE_CONTROL,
     KEY_PURPOSE_DATA,
@@ -59,6 +61,7 @@ from fastps.control.protocol import (
     Leave,
     Member,
     NewGeneration,
+    NewJob,
     PeerLeft,
     PeerLost,
     ReportLost,
@@ -94,6 +97,7 @@ __all__ = [
     "JobOver",
     "Member",
     "NewGeneration",
+    "NewJob",
     "PeerLeft",
     "PeerLost",
     "TensorPoisoned",
@@ -105,7 +109,6 @@ log = logging.getLogger(__name__)
 GRACE_S = 2.0  # how much longer the client waits than the scheduler
 NOTICE_S = 5.0  # for messages that nobody waits for: to be written, not answered
 PULSE_PAYLOAD = b"\x01"
-BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 
@@ -166,9 +169,14 @@ class ControlClient:
         role: str,
         data_address: tuple[str, int] | None,
         on_event: Callable[[Event], None],
+        unix: str = "",
+        machine: str = "",
     ) -> ControlClient:
         """Join the job and wait until all workers and servers have joined.
 
+        data_address: where data connections arrive, None for a worker that will not serve; unix:
+        the same as an abstract name, if any. machine: from machine_name(); empty for one that
+        shares memory with all of its host.
         Blocks up to start_timeout_s. on_event is called on the reader thread, possibly before
         connect returns; it may send keys_ready and the like, but must not wait for an answer.
         Raises ConfigError (address, numbers, a role started too often), AuthError, ProtocolError,
@@ -180,7 +188,9 @@ class ControlClient:
         sock = dial(config, key, purpose=Purpose.CONTROL, sender=0, deadline=deadline)
         client = cls(config, sock, token, on_event)
         try:
-            client._join(role, data_address, deadline)
+            join = _make_join(config, next(client._numbers), role, data_address, client)
+            machine = machine or machine_name(config, is_shared=True)
+            client._join(replace(join, unix=unix, machine=text_of(machine)), deadline)
         except BaseException:
             client.close()
             raise
@@ -256,13 +266,15 @@ class ControlClient:
     def leave(self, *, timeout_s: float) -> None:
         """Leave in order, so that the others do not take it for a death, and close.
 
-        Does not raise if the scheduler or a peer is lost: there is nobody left to tell.
+        A worker that serves too waits until all workers leave, or for timeout_s. Does not raise
+        if the scheduler or a peer is lost: there is nobody left to tell.
         """
         if self._is_closed or self._is_forked():
             return
         self._is_ending = True
         try:
-            self._ask(Leave(next(self._numbers)), Done, what="leaving", timeout_s=timeout_s)
+            message = Leave(next(self._numbers), timeout_s)
+            self._ask(message, Done, what="leaving", timeout_s=timeout_s)
         except (PeerLostError, ShutdownError) as error:
             log.debug("left without an answer: %s", error)
         finally:
@@ -286,6 +298,7 @@ class ControlClient:
         with self._send_lock:  # held for short times only: the socket is shut down
             self._sock.close()
         _clients.discard(self)
+        self._on_event = _ignore  # whoever owns us is in no cycle and goes at once
 
     def __enter__(self) -> ControlClient:
         """Use as a context manager that closes, without leaving in order."""
@@ -302,8 +315,7 @@ class ControlClient:
 
     # ---- joining ----
 
-    def _join(self, role: str, data_address: tuple[str, int] | None, deadline: float) -> None:
-        message = _make_join(self._config, next(self._numbers), role, data_address, self)
+    def _join(self, message: Join, deadline: float) -> None:
         timeout_s = self._config.handshake_timeout_s
         joined = self._ask(message, Joined, what="joining the job", timeout_s=timeout_s)
         self._start_pulse(joined.member, deadline)
@@ -482,6 +494,10 @@ class ControlClient:
             os.close(self._sock.detach())
 
 
+def _ignore(event: Event) -> None:
+    """Take an event that nobody waits for any more."""
+
+
 def _make_join(
     config: Config,
     number: int,
@@ -503,13 +519,7 @@ def _make_join(
         port=port,
         pid=os.getpid(),
         hostname=text_of(socket.gethostname()),
-        boot_id=_boot_id(),
+        host_id=text_of(host_id()),
+        machine="",
+        unix="",
     )
-
-
-def _boot_id() -> str:
-    """Tell machines apart even where their names are equal."""
-    try:
-        return text_of(BOOT_ID_FILE.read_text("ascii").strip())
-    except OSError:
-        return ""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of one generation: ids, owners, and whether all workers mean the same by a name.
+"""The tensors of one generation: ids, pieces, and whether all workers mean the same by a name.
 
-Decides the id and the servers of each tensor, runs the job's only Placement, and compares what
-each worker declares with what the first one declared. Pure: time is an argument, answers are
-returned as (peer, message) pairs. Knows nothing of connections.
+Decides the id, the pieces and their servers of each tensor, runs the job's only Placement, and
+compares what each worker declares with what the first one declared. Pure: time is an argument,
+answers are returned as (peer, message) pairs. Knows nothing of connections.
 Invariants: a declaration is answered exactly once, when every server holds all its keys or when
 that has become impossible; a poisoned tensor stays poisoned for the generation.
 """
@@ -23,11 +23,12 @@ from fastps.control.protocol import (
     DeclareKeys,
     Failed,
     KeySpec,
+    Pieces,
     TensorPoisoned,
     TensorSpec,
 )
 from fastps.errors import ConfigError
-from fastps.partition import MAX_TENSORS, Placement, key_of, make_partitions
+from fastps.partition import MAX_TENSORS, Placement, check_tensor, cut_tensor
 from fastps.types import DType
 
 MAX_POISON_LINES = 4  # tensors named in one MismatchError; the rest are counted
@@ -39,7 +40,7 @@ class _Tensor:
 
     tensor_id: int
     spec: TensorSpec
-    owners: tuple[int, ...]
+    pieces: Pieces
     first_rank: int
     batch: int  # DeclareKeys that servers must acknowledge
     peers: dict[int, int] = field(default_factory=dict)
@@ -59,14 +60,19 @@ class _Waiting:
 class Declarations:
     """The tensor table of one generation."""
 
-    def __init__(self, config: Config, *, servers: Sequence[int]) -> None:
-        """Place keys on the servers whose peer numbers are given by index."""
+    def __init__(
+        self, config: Config, *, servers: Sequence[int], weights: Sequence[int] = ()
+    ) -> None:
+        """Place keys on the servers whose peer numbers and weights are given by index.
+
+        Without servers tensors are cut all the same; then the owner, 0, means nothing.
+        """
         self._servers = tuple(servers)
-        self._placement: Placement | None = None
-        if servers:
-            self._placement = Placement(
-                len(servers), config.key_hash, built_in_hash_coef=config.built_in_hash_coef
-            )
+        self._placement = Placement(
+            tuple(weights) or (1,) * max(len(servers), 1),
+            config.key_hash,
+            built_in_hash_coef=config.built_in_hash_coef,
+        )
         self._tensors: dict[str, _Tensor] = {}
         self._unready: dict[int, set[int]] = {}  # batch -> server indices that have not answered
         self._batches = 0
@@ -154,21 +160,25 @@ class Declarations:
                     f"tensor {spec.name!r}: {_side(spec)} has {expected} bytes, not {spec.nbytes}"
                 )
             try:
-                make_partitions(0, spec.nbytes, spec.partition_bytes)
+                check_tensor(
+                    spec.nbytes,
+                    partition_bytes=spec.partition_bytes,
+                    n_owners=len(self._placement.owners),
+                )
             except ConfigError as error:
                 return f"tensor {spec.name!r}: {error}"
         return None
 
     def _add(self, rank: int, spec: TensorSpec) -> _Tensor:
         tensor_id = len(self._tensors)
-        owners: tuple[int, ...] = ()
-        if self._placement is not None:
-            pieces = make_partitions(tensor_id, spec.nbytes, spec.partition_bytes)
-            owners = tuple(
-                self._placement.place(key_of(tensor_id, index), nbytes)
-                for index, (_, nbytes) in enumerate(pieces)
-            )
-        tensor = _Tensor(tensor_id, spec, owners, rank, self._batches)
+        cut = cut_tensor(
+            spec.nbytes,
+            partition_bytes=spec.partition_bytes,
+            placement=self._placement,
+            tensor_id=tensor_id,
+        )
+        pieces = tuple((piece.nbytes, piece.owner) for piece in cut)
+        tensor = _Tensor(tensor_id, spec, pieces, rank, self._batches)
         self._tensors[spec.name] = tensor
         return tensor
 
@@ -210,7 +220,7 @@ class Declarations:
         if any(tensor.batch in self._unready for tensor in tensors):
             return None
         return Declared(
-            asked.request, tuple(DeclaredTensor(item.tensor_id, item.owners) for item in tensors)
+            asked.request, tuple(DeclaredTensor(item.tensor_id, item.pieces) for item in tensors)
         )
 
     def _late_text(self, item: _Waiting) -> str:
@@ -235,15 +245,7 @@ def _same(one: TensorSpec, other: TensorSpec) -> bool:
 
 def _key_spec(tensor: _Tensor) -> KeySpec:
     spec = tensor.spec
-    return KeySpec(
-        tensor.tensor_id,
-        spec.name,
-        spec.dtype,
-        spec.nbytes,
-        spec.partition_bytes,
-        spec.chunk_bytes,
-        tensor.owners,
-    )
+    return KeySpec(tensor.tensor_id, spec.name, spec.dtype, spec.chunk_bytes, tensor.pieces)
 
 
 def _side(spec: TensorSpec) -> str:
@@ -251,9 +253,8 @@ def _side(spec: TensorSpec) -> str:
 
 
 def _full_side(spec: TensorSpec) -> str:
-    count = len(make_partitions(0, spec.nbytes, spec.partition_bytes))
     return (
-        f"{_side(spec)} in {count} partition(s) of {spec.partition_bytes} bytes "
+        f"{_side(spec)} in partitions of at most {spec.partition_bytes} bytes "
         f"sent as chunks of {spec.chunk_bytes}"
     )
 

@@ -63,6 +63,23 @@ def dial(
     raise _unreachable(config, last, time.monotonic() - began)
 
 
+def wait_for_name(config: Config) -> None:
+    """Wait until the scheduler's host has an address, which may come later than its name.
+
+    Blocks up to connect_timeout_s, then raises ConfigError.
+    """
+    deadline = time.monotonic() + config.connect_timeout_s
+    for pause_s in sockets.backoff_s(RETRY_FIRST_S, RETRY_LAST_S):
+        try:
+            socket.getaddrinfo(config.scheduler_host or None, config.scheduler_port)
+        except socket.gaierror as error:
+            if time.monotonic() >= deadline:
+                raise _unknown_host(config, error) from error
+        else:
+            return
+        time.sleep(min(pause_s, max(deadline - time.monotonic(), 0)))
+
+
 def _dial_once(config: Config, handshake: ClientHandshake, deadline: float) -> socket.socket:
     now = time.monotonic()
     sock = sockets.connect(

@@ -10,9 +10,10 @@ Phases:  LOBBY --all joined--> RUNNING --all workers left--> LOBBY of the next g
          LOBBY --nobody came for too long--> OVER
 
 Servers stay from generation to generation; workers join each one anew, and may already wait for
-the next one while others have yet to leave this one. Invariants: ranks are unique per role; the
-generation only grows; the first cause is recorded once and nothing replaces it; every request
-is answered, or its peer is told of a loss and dropped.
+the next one while others have yet to leave this one. A worker whose process serves too is let go
+when all workers have asked to leave, or when its own patience ends. Invariants: ranks are unique
+per role; the generation only grows; the first cause is recorded once and nothing replaces it;
+every request is answered, or its peer is told of a loss and dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fastps.config import Config
-from fastps.control.admission import Peer, face, local_ranks, number, places, refuse
+from fastps.control.admission import Peer, Plan, local_ranks, number, places, plan_job, refuse
 from fastps.control.collectives import Answers, Collectives, join_names
 from fastps.control.declarations import Declarations
 from fastps.control.protocol import (
@@ -34,7 +35,6 @@ from fastps.control.protocol import (
     Declare,
     Done,
     Failed,
-    Job,
     JobOver,
     Join,
     Joined,
@@ -42,6 +42,7 @@ from fastps.control.protocol import (
     KeysReady,
     Leave,
     NewGeneration,
+    NewJob,
     PeerLeft,
     PeerLost,
     ReportLost,
@@ -49,6 +50,7 @@ from fastps.control.protocol import (
     ToMember,
     ToScheduler,
 )
+from fastps.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +186,7 @@ class Membership:
         for member in list(self._peers.values()):
             if member.start_request is not None and member.start_deadline <= now:
                 self._start_timed_out(member, now)
+        self._let_go([item for item in self._leaving() if item.leave_deadline <= now], now)
         self._send_all(self._collectives.expire(now))
         self._send_all(self._declarations.expire(now))
         if self._idle_until <= now:
@@ -199,6 +202,7 @@ class Membership:
             for member in self._peers.values()
             if member.start_request is not None
         ]
+        times += [member.leave_deadline for member in self._leaving()]
         parts = (self._collectives.next_deadline(), self._declarations.next_deadline())
         times += [time for time in parts if time is not None]
         times.append(self._idle_until)
@@ -208,13 +212,11 @@ class Membership:
     def pending(self) -> set[tuple[int, int]]:
         """List (peer, request) of all unanswered requests."""
         waiting = set(self._collectives.waiting()) | set(self._declarations.waiting())
-        starts = (member.start_request for member in self._peers.values())
-        peers = list(self._peers)
-        return waiting | {
-            (peer, start.request)
-            for peer, start in zip(peers, starts, strict=True)
-            if start is not None
-        }
+        for member in self._peers.values():
+            for asked in (member.start_request, member.leave_request):
+                if asked is not None:
+                    waiting.add((member.peer, asked.request))
+        return waiting
 
     def members(self) -> tuple[tuple[int, str, int | None], ...]:
         """List (peer, role, rank) of everybody in the job or its lobby."""
@@ -223,7 +225,7 @@ class Membership:
     def missing_text(self) -> str:
         """Say who has joined, who has not, and who came and went."""
         if self.phase is Phase.RUNNING:
-            running = [item.full_name for item in self._of_role("worker") if item.has_started]
+            running = [item.full_name for item in self._of_role("worker") if item.is_working]
             return f"the job's earlier run goes on: {join_names(running)} did not leave it"
         parts: list[str] = []
         for role in ("worker", "server"):
@@ -268,8 +270,8 @@ class Membership:
 
     def _has_worker_left(self) -> bool:
         """Tell whether some, not all, workers of this generation have left."""
-        started = [item for item in self._of_role("worker") if item.has_started]
-        return self.phase is Phase.RUNNING and len(started) < self._config.size
+        working = [item for item in self._of_role("worker") if item.is_working]
+        return self.phase is Phase.RUNNING and len(working) < self._config.size
 
     def _await_start(self, member: Peer, message: AwaitStart, now: float) -> None:
         if member.has_started or member.start_request is not None:
@@ -279,9 +281,9 @@ class Membership:
             return
         member.start_request = message
         member.start_deadline = now + message.timeout_s
-        self._start_if_complete()
+        self._start_if_complete(now)
 
-    def _start_if_complete(self) -> None:
+    def _start_if_complete(self, now: float) -> None:
         if self.phase is not Phase.LOBBY:
             return
         workers, servers = self._of_role("worker"), self._of_role("server")
@@ -289,34 +291,36 @@ class Membership:
             return
         if any(not item.has_started and item.start_request is None for item in workers + servers):
             return
-        workers, servers = number(workers), number(servers)
+        self._start(number(workers), number(servers), now)
+
+    def _start(self, workers: list[Peer], servers: list[Peer], now: float) -> None:
+        try:
+            plan = plan_job(self._config, workers, servers)
+        except ConfigError as error:
+            for item in workers + servers:
+                self._fail_start(item, "config", str(error))
+            self._end(f"it cannot start: {error}", 1, now)
+            return
         self.phase = Phase.RUNNING
         self._notes.clear()
         self._collectives = Collectives(self._config.size)
         self._declarations = Declarations(
-            self._config, servers=[server.peer for server in servers]
+            self._config, servers=[item.peer for item in plan.serving], weights=plan.weights
         )
-        self._tell_started(workers, servers)
-
-    def _tell_started(self, workers: list[Peer], servers: list[Peer]) -> None:
-        faces = [tuple(face(item) for item in group) for group in (servers, workers)]
+        for index, item in enumerate(plan.serving):
+            item.server_index = index
         for group in (servers, workers):
-            locals_ = local_ranks(group)
-            for item in group:
-                item.has_started = True
-                request, item.start_request = item.start_request, None
-                if request is None:  # a server of an earlier generation
-                    continue
-                local_rank, local_size = locals_[item.peer]
-                job = Job(
-                    self._config.job_id,
-                    self.generation,
-                    item.rank or 0,
-                    self._config.size,
-                    local_rank,
-                    local_size,
-                    *faces,
-                )
+            self._tell_started(plan, group)
+
+    def _tell_started(self, plan: Plan, group: list[Peer]) -> None:
+        places = local_ranks(group)
+        for item in group:
+            item.has_started = True
+            request, item.start_request = item.start_request, None
+            job = plan.job(self._config, item, self.generation, places[item.peer])
+            if request is None:  # a server of an earlier generation
+                self._send(item.peer, NewJob(job))
+            else:
                 self._send(item.peer, Started(request.request, job))
 
     def _start_timed_out(self, member: Peer, now: float) -> None:
@@ -336,7 +340,7 @@ class Membership:
         if self._answer_ended(member, message.request):
             return
         rank = member.rank
-        if member.join.role != "worker" or not member.has_started or rank is None:
+        if member.join.role != "worker" or not member.is_working or rank is None:
             text = f"{type(message).__name__.lower()} is for workers of a started job"
             self._fail(member, message.request, "protocol", text)
         elif isinstance(message, Declare):
@@ -345,14 +349,13 @@ class Membership:
             self._send_all(self._collectives.enter(rank, member.peer, message, now))
 
     def _keys(self, member: Peer, message: KeysReady | KeysFailed) -> None:
-        if member.join.role != "server" or not member.has_started or member.rank is None:
+        index = member.server_index
+        if index is None or not member.has_started:
             return
         if isinstance(message, KeysReady):
-            answers = self._declarations.keys_ready(member.rank, message.request_id)
+            answers = self._declarations.keys_ready(index, message.request_id)
         else:
-            answers = self._declarations.keys_failed(
-                member.rank, message.request_id, message.message
-            )
+            answers = self._declarations.keys_failed(index, message.request_id, message.message)
         self._send_all(answers)
 
     def _answer_ended(self, member: Peer, request: int) -> bool:
@@ -366,24 +369,54 @@ class Membership:
     # ---- leaving and losing ----
 
     def _leave(self, member: Peer, message: Leave, now: float) -> None:
-        self._send(member.peer, Done(message.request))
-        if member.join.role == "server" and self._is_needed(member):
+        if member.leave_request is not None:
+            self._fail(member, message.request, "protocol", "leaving was asked for twice")
+            return
+        member.leave_request, member.leave_deadline = message, now + message.timeout_s
+        is_needed = self._is_needed(member)
+        if member.join.role == "server" and is_needed:
+            self._send(member.peer, Done(message.request))
             self._drop(member.peer, "it left in order while workers still need it", now)
             return
-        self._remove(member)
         if member.has_started and self.phase is Phase.RUNNING:
-            assert member.rank is not None
-            self._tell_all(PeerLeft(member.join.role, member.rank))
-            if member.join.role == "worker":
-                self._send_all(self._collectives.remove(member.rank))
-                self._declarations.remove(member.rank)
-        self._after_departure(now)
+            self._note_left(member)
+        if not is_needed:
+            self._let_go([member], now)
+
+    def _note_left(self, member: Peer) -> None:
+        """Tell the others, and end what waits for a worker that will not come, or is its own."""
+        assert member.rank is not None
+        for peer, request in [*self._collectives.waiting(), *self._declarations.waiting()]:
+            if peer == member.peer:
+                self._fail(member, request, "shutdown", "this process leaves the job")
+        event = PeerLeft(member.join.role, member.rank)
+        self._out += [Send(peer, event) for peer in self._peers if peer != member.peer]
+        if member.join.role == "worker":
+            self._send_all(self._collectives.remove(member.rank))
+            self._declarations.remove(member.rank)
+
+    def _let_go(self, leaving: list[Peer], now: float) -> None:
+        """Answer those who asked to leave, and end their membership."""
+        self._dismiss(leaving)
+        if leaving:
+            self._after_departure(now)
+
+    def _dismiss(self, leaving: list[Peer]) -> None:
+        for item in leaving:
+            assert item.leave_request is not None
+            self._send(item.peer, Done(item.leave_request.request))
+            self._remove(item)
+
+    def _leaving(self) -> list[Peer]:
+        """List the workers that have left but for serving the others."""
+        return [item for item in self._peers.values() if item.leave_request is not None]
 
     def _is_needed(self, server: Peer) -> bool:
+        """Tell whether workers that are at work need what this member serves."""
         return (
             self.phase is Phase.RUNNING
-            and server.has_started
-            and any(item.has_started for item in self._of_role("worker"))
+            and server.server_index is not None
+            and any(item.is_working for item in self._of_role("worker"))
         )
 
     def _drop(self, peer: int, cause: str, now: float) -> None:
@@ -419,6 +452,7 @@ class Membership:
         self._send_all(self._declarations.fail_all("peer_lost", message))
         for item in self._peers.values():
             self._fail_start(item, "peer_lost", message)
+        self._dismiss([item for item in self._leaving() if item is not member])
 
     def _remove(self, member: Peer) -> None:
         del self._peers[member.peer]
@@ -427,10 +461,12 @@ class Membership:
 
     def _after_departure(self, now: float) -> None:
         """Begin what comes when the last worker or the last member has gone."""
-        workers = self._of_role("worker")
-        if self.phase is Phase.RUNNING and not any(item.has_started for item in workers):
-            self._next_generation()
-        if self.phase is Phase.BROKEN and not workers:
+        if self.phase is Phase.RUNNING and not any(
+            item.is_working for item in self._of_role("worker")
+        ):
+            self._dismiss(self._leaving())
+            self._next_generation(now)
+        if self.phase is Phase.BROKEN and not self._of_role("worker"):
             self._end(f"the job is broken: {self.first_cause}", 1, now)
         if self.phase is Phase.LOBBY and not self._of_role("worker"):
             if self.generation > 1:
@@ -438,21 +474,24 @@ class Membership:
             elif not self._peers:
                 self._idle_until = now + self._config.start_timeout_s
 
-    def _next_generation(self) -> None:
+    def _next_generation(self, now: float) -> None:
         self.phase = Phase.LOBBY
         self.generation += 1
         self._suspicions.clear()
         for server in self._of_role("server"):
             if server.has_started:
                 self._send(server.peer, NewGeneration(self.generation))
-        self._start_if_complete()
+        self._start_if_complete(now)
 
     def _report_lost(self, member: Peer, report: ReportLost, now: float) -> None:
         """Suspect a member: its own connections may tell better why it is unreachable."""
         if self.phase is not Phase.RUNNING or not member.has_started:
             return
-        for item in self._of_role(report.role):
-            if item.rank == report.rank and item.has_started and item is not member:
+        is_server = report.role == "server"
+        for item in self._peers.values():
+            rank = item.server_index if is_server else item.rank
+            is_meant = is_server or (item.join.role == report.role and item.is_working)
+            if rank == report.rank and is_meant and item is not member:
                 text = f"{member.name} lost its data connection to it: {report.cause}"
                 self._suspicions.append(_Suspicion(item.peer, now + SUSPICION_S, text))
                 return
@@ -489,6 +528,7 @@ class Membership:
         self._send_all(self._declarations.fail_all("shutdown", reason))
         for item in self._peers.values():
             self._fail_start(item, "shutdown", f"the job is over: {reason}")
+        self._dismiss(self._leaving())
         self._tell_all(JobOver(reason))
         self._idle_until = now + self._config.shutdown_timeout_s
 

@@ -50,6 +50,7 @@ Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 Nbytes: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 Id: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and server of each partition
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -64,7 +65,11 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Member(_Record, frozen=True):
-    """One process of the job; host and port are where its data connections arrive."""
+    """One worker or server of the job, and where its data connections arrive.
+
+    machine: dense number; those with workers come first, by their lowest rank. unix: abstract
+    name of a Unix socket, empty if it has none, for peers of the same host_id.
+    """
 
     role: Role
     rank: Rank
@@ -72,10 +77,18 @@ class Member(_Record, frozen=True):
     port: Port
     pid: Id
     hostname: Text
+    machine: Id
+    unix: Text
+    host_id: Text
 
 
 class Job(_Record, frozen=True):
-    """What a member knows of its job once everybody joined; rank is its own."""
+    """What a member knows of its job once everybody joined; rank is its own.
+
+    servers: the n_apart servers that are processes of their own, then, in a job with joint
+    servers, one on every machine with workers, in the process of its lowest rank. is_local: all
+    workers share one machine, so that none of the servers is needed.
+    """
 
     job_id: Text
     generation: Id
@@ -85,10 +98,30 @@ class Job(_Record, frozen=True):
     local_size: Count
     servers: tuple[Member, ...]
     workers: tuple[Member, ...]
+    n_apart: Count
+    is_local: bool
+
+    @property
+    def machines(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of the workers of each machine, in the order of both."""
+        found: dict[int, list[int]] = {}
+        for worker in self.workers:
+            found.setdefault(worker.machine, []).append(worker.rank)
+        return tuple(tuple(found[machine]) for machine in sorted(found))
+
+    @property
+    def joint_servers(self) -> dict[int, int]:
+        """Index of the server in a worker's process, by the rank of the worker."""
+        joint = self.servers[self.n_apart :]
+        firsts = (ranks[0] for ranks in self.machines)
+        return {rank: server.rank for rank, server in zip(firsts, joint, strict=False)}
 
 
 class TensorSpec(_Record, frozen=True):
-    """What a worker declares; dtype is a code of fastps.types.DType."""
+    """What a worker declares; dtype is a code of fastps.types.DType.
+
+    partition_bytes: the most that one partition may have; the scheduler cuts.
+    """
 
     name: Name
     dtype: Annotated[int, Meta(ge=1, le=255)]
@@ -99,10 +132,10 @@ class TensorSpec(_Record, frozen=True):
 
 
 class DeclaredTensor(_Record, frozen=True):
-    """What the scheduler answers: the tensor's id and the server of each partition."""
+    """What the scheduler answers: the tensor's id, and bytes and server of each partition."""
 
     tensor_id: Id
-    owners: tuple[Rank, ...]
+    pieces: Pieces
 
 
 class KeySpec(_Record, frozen=True):
@@ -111,17 +144,20 @@ class KeySpec(_Record, frozen=True):
     tensor_id: Id
     name: Name
     dtype: Annotated[int, Meta(ge=1, le=255)]
-    nbytes: Nbytes
-    partition_bytes: Annotated[int, Meta(ge=1, lt=1 << 31)]
     chunk_bytes: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    owners: tuple[Rank, ...]
+    pieces: Pieces
 
 
 # ---- member to scheduler ----
 
 
 class Join(_Message, frozen=True):
-    """Ask for a place in the job; None or 0 means "not configured here"."""
+    """Ask for a place in the job; None or 0 means "not configured here".
+
+    host_id: equal for processes that reach each other by Unix sockets. machine: equal for workers
+    that can share memory; what follows a # tells apart those of one machine that cannot. port: 0
+    for a worker that will not serve.
+    """
 
     request: Id
     role: Role
@@ -134,7 +170,9 @@ class Join(_Message, frozen=True):
     port: Port
     pid: Id
     hostname: Text
-    boot_id: Text
+    host_id: Text
+    machine: Text
+    unix: Text
 
 
 class AwaitStart(_Message, frozen=True):
@@ -192,9 +230,14 @@ class ReportLost(_Message, frozen=True):
 
 
 class Leave(_Message, frozen=True):
-    """Leave in order; answered by Done."""
+    """Leave in order; answered by Done.
+
+    A worker whose process also serves is answered when all workers have asked, so that it goes on
+    serving till then, but after timeout_s at the latest.
+    """
 
     request: Id
+    timeout_s: Seconds
 
 
 Request: TypeAlias = Join | AwaitStart | Declare | Barrier | Blob | Leave  # are answered
@@ -293,13 +336,21 @@ class NewGeneration(_Message, frozen=True):
     generation: Id
 
 
+class NewJob(_Message, frozen=True):
+    """Servers only: the workers of a new generation are complete."""
+
+    job: Job
+
+
 class JobOver(_Message, frozen=True):
     """The job has ended; leave."""
 
     reason: str
 
 
-Event: TypeAlias = PeerLost | PeerLeft | TensorPoisoned | DeclareKeys | NewGeneration | JobOver
+Event: TypeAlias = (
+    PeerLost | PeerLeft | TensorPoisoned | DeclareKeys | NewGeneration | NewJob | JobOver
+)
 Answer: TypeAlias = Joined | Started | Declared | BlobData | Done | Failed
 ToMember: TypeAlias = Event | Answer
 

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every framework's plugin shares: operations, names, and the round of one optimizer step.
 
-Decides which gradient starts its communication when, which are still missing at the end, and what
-a name must look like. Must never know a framework: parameters are positions in a list here, and
-a handle is anything with wait(). No I/O; one thread at a time (the one that runs backward).
+Decides which gradients travel together, which start their communication when, which are still
+missing at the end, and what a name must look like. Must never know a framework: parameters are
+positions in a list here, and a handle is anything with wait(). No I/O; one thread at a time (the
+one that runs backward).
 
-A round is what lies between two optimizer steps. Each gradient goes through
+A round is what lies between two optimizer steps. Gradients travel in buckets of one or several;
+a gradient is ready after `passes` arrivals, and each bucket goes through
 
-    IDLE -> (passes - 1 arrivals) -> IN FLIGHT -> FINISHED -> (next round) IDLE
+    IDLE -> (all its gradients are ready) -> IN FLIGHT -> FINISHED -> (next round) IDLE
 
-and one that never arrives goes from IDLE to IN FLIGHT when the round is synchronized, so that
-every rank sends every gradient exactly once per round, whatever its forward pass used.
+and one that never fills goes from IDLE to IN FLIGHT when the round is synchronized, so that
+every rank sends every bucket exactly once per round, whatever its forward pass used.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from typing import Generic, Protocol, TypeVar
 from fastps.errors import FastPSError, PeerLostError, ShutdownError, StallError
 
 __all__ = [
+    "ACCUMULATE",
+    "BUCKET_BYTES",
+    "SMALL_BYTES",
     "Average",
     "Op",
     "Round",
@@ -34,6 +39,8 @@ __all__ = [
     "check_passes",
     "derived_names",
     "given_names",
+    "plan_buckets",
+    "shortened",
     "wait_all",
 ]
 
@@ -41,6 +48,18 @@ __all__ = [
 _CONSEQUENCES = (PeerLostError, StallError, ShutdownError)
 # Once one operation of a step has failed the others are given this long, together, to end too.
 _GRACE_S = 5.0
+
+# Below this size of a gradient what an operation costs by itself outweighs what its bytes cost.
+SMALL_BYTES = 64 << 10
+# Large enough for that to vanish, small enough that the rest of backward hides it.
+BUCKET_BYTES = 1 << 20
+
+ACCUMULATE = (
+    "give backward_passes_per_step=<passes> to DistributedOptimizer to accumulate gradients; "
+    "where a step is left out (a GradScaler does so on overflow), call optimizer.zero_grad() "
+    "before the next backward pass; between two backward passes of one step, do not read "
+    "optimizer.param_groups, which waits for all gradients"
+)
 
 P = TypeVar("P", bound=Hashable)
 F = TypeVar("F")
@@ -135,6 +154,36 @@ def _brief(thing: object) -> str:
     return type(thing).__name__
 
 
+def plan_buckets(
+    kinds: Sequence[Hashable],
+    sizes: Sequence[int],
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    small_bytes: int = SMALL_BYTES,
+) -> list[list[int]]:
+    """Put small gradients of one kind that backward makes one after the other into buckets.
+
+    sizes: bytes, in the order of the layers; backward goes through them from the end, so the
+    bucket that is left partly filled is that of the front layers, which is sent last. Larger
+    gradients travel alone, as all do where bucket_bytes is 0. Gives the positions of each
+    bucket, in rising order, buckets by their first position.
+    """
+    buckets: list[list[int]] = []
+    filling: dict[Hashable, tuple[list[int], int]] = {}
+    for place in range(len(sizes) - 1, -1, -1):
+        size = sizes[place]
+        if not bucket_bytes or size > min(small_bytes, bucket_bytes):
+            buckets.append([place])
+            continue
+        bucket, filled = filling.get(kinds[place], ([], 0))
+        if not bucket or filled + size > bucket_bytes:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.insert(0, place)
+        filling[kinds[place]] = bucket, filled + size
+    return sorted(buckets)
+
+
 def wait_all(handles: Iterable[Waitable]) -> None:
     """Wait for every handle; once all have ended or had their grace, raise what went wrong.
 
@@ -164,18 +213,25 @@ class _Stage(enum.Enum):
 class Round(Generic[F]):
     """Count arrivals of gradients and remember what is in flight until the next step.
 
-    F is what the plugin needs to finish one gradient. `names` only serve messages. Not safe for
-    several threads at once; a framework runs the hooks of one backward pass one after the other.
+    F is what the plugin needs to finish one bucket. `names` only serve messages, `cure` says what
+    to do when a gradient arrives too often. Not safe for several threads at once; a framework
+    runs the hooks of one backward pass one after the other.
     """
 
-    def __init__(self, names: Sequence[str], passes: int = 1) -> None:
-        self._names = list(names)
+    def __init__(self, names: Sequence[str], passes: int = 1, *, cure: str = ACCUMULATE) -> None:
+        self._names: list[str] = []
         self._passes = check_passes(passes)
-        self._counts = [0] * len(self._names)
-        self._stages = [_Stage.IDLE] * len(self._names)
+        self._cure = cure
+        self._counts: list[int] = []
+        self._bucket_of: list[int] = []
+        self._members: list[list[int]] = []  # of each bucket
+        self._open: list[int] = []  # how many members of each bucket are not ready
+        self._stages: list[_Stage] = []  # of each bucket
+        self._waiting: dict[int, None] = {}  # ready gradients of buckets that are not
         self._flights: list[tuple[Waitable, Sequence[F]]] = []
-        self._indices: list[int] = []
+        self._flying: list[int] = []  # buckets
         self._is_closed = False
+        self.extend(names)
 
     @property
     def passes(self) -> int:
@@ -184,18 +240,38 @@ class Round(Generic[F]):
 
     @property
     def in_flight(self) -> bool:
-        """Whether any gradient is being communicated."""
-        return bool(self._flights)
+        """Whether any gradient is being communicated, or is ready to be with its bucket."""
+        return bool(self._flights or self._waiting)
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether any gradient has arrived in this round."""
+        return not self._is_closed and any(self._counts)
 
     def names_in_flight(self) -> list[str]:
-        """List the gradients that are being communicated, in the order they were started."""
-        return [self._names[index] for index in self._indices]
+        """List the gradients in flight in the order they were started, then those ready."""
+        flying = [index for bucket in self._flying for index in self._members[bucket]]
+        return [self._names[index] for index in (*flying, *self._waiting)]
 
-    def extend(self, names: Sequence[str]) -> None:
-        """Watch more gradients; they take the next positions."""
+    def bucket_of(self, index: int) -> int:
+        """Give the bucket that a gradient travels in."""
+        return self._bucket_of[index]
+
+    def extend(self, names: Sequence[str], buckets: Iterable[Sequence[int]] | None = None) -> None:
+        """Watch more gradients, which take the next positions, in more buckets.
+
+        buckets: positions in `names`, each in one bucket; None gives every gradient its own.
+        """
+        first = len(self._names)
         self._names.extend(names)
         self._counts.extend([0] * len(names))
-        self._stages.extend([_Stage.IDLE] * len(names))
+        self._bucket_of.extend([0] * len(names))
+        for places in ([place] for place in range(len(names))) if buckets is None else buckets:
+            for place in places:
+                self._bucket_of[first + place] = len(self._members)
+            self._members.append([first + place for place in places])
+            self._open.append(len(places))
+            self._stages.append(_Stage.IDLE)
 
     def set_passes(self, passes: int) -> None:
         """Change the number of backward passes per step; FastPSError while in flight."""
@@ -205,49 +281,50 @@ class Round(Generic[F]):
 
     def check_idle(self, call: str) -> None:
         """Raise FastPSError when gradients are in flight that `call` would disturb."""
-        if self._flights:
+        if self.in_flight:
             raise FastPSError(
                 f"{call} was called while gradients are being communicated ("
-                f"{_shortened(self.names_in_flight())}): call step() or synchronize() first"
+                f"{shortened(self.names_in_flight())}): call step() or synchronize() first"
             )
 
     def arrived(self, index: int) -> bool:
-        """Count one backward pass of a gradient; True when its communication is to start now."""
+        """Count one backward pass of a gradient; True when its bucket is to start now."""
         if self._is_closed:
             self.reopen()
-        if self._stages[index] is not _Stage.IDLE:
-            raise FastPSError(self._too_many(index))
+        bucket = self._bucket_of[index]
+        if self._stages[bucket] is not _Stage.IDLE or index in self._waiting:
+            raise FastPSError(
+                f"gradient of {self._names[index]!r} was computed more than {self._passes} "
+                f"time(s) since the last step: {self._cure}"
+            )
         self._counts[index] += 1
-        return self._counts[index] == self._passes
+        if self._counts[index] != self._passes:
+            return False
+        self._waiting[index] = None
+        self._open[bucket] -= 1
+        return not self._open[bucket]
 
-    def _too_many(self, index: int) -> str:
-        return (
-            f"gradient of {self._names[index]!r} was computed more than "
-            f"{self._passes} time(s) since the last step: give "
-            "backward_passes_per_step=<passes> to DistributedOptimizer to accumulate gradients; "
-            "where a step is left out (a GradScaler does so on overflow), call "
-            "optimizer.zero_grad() before the next backward pass; between two backward passes of "
-            "one step, do not read optimizer.param_groups, which waits for all gradients"
-        )
-
-    def started(self, handle: Waitable, indices: Sequence[int], flights: Sequence[F]) -> None:
-        """Note that these gradients travel under one handle."""
-        for index in indices:
-            self._stages[index] = _Stage.IN_FLIGHT
-        self._indices.extend(indices)
+    def started(self, handle: Waitable, buckets: Sequence[int], flights: Sequence[F]) -> None:
+        """Note that these buckets travel under one handle."""
+        for bucket in buckets:
+            self._stages[bucket] = _Stage.IN_FLIGHT
+            for index in self._members[bucket]:
+                self._waiting.pop(index, None)
+        self._flying.extend(buckets)
         self._flights.append((handle, flights))
 
-    def missing(self, indices: Iterable[int]) -> list[int]:
-        """Give those of the indices that have not been sent in this round."""
-        return [index for index in indices if self._stages[index] is _Stage.IDLE]
+    def missing(self, buckets: Iterable[int]) -> list[int]:
+        """Give those of the buckets that have not been sent in this round."""
+        return [bucket for bucket in buckets if self._stages[bucket] is _Stage.IDLE]
 
     def take(self) -> tuple[list[Waitable], list[F]]:
         """Hand over everything in flight, to be waited for; it counts as finished from now on."""
         handles = [handle for handle, _ in self._flights]
         flights = [flight for _, group in self._flights for flight in group]
-        for index in self._indices:
-            self._stages[index] = _Stage.FINISHED
-        self._flights, self._indices = [], []
+        for bucket in self._flying:
+            self._stages[bucket] = _Stage.FINISHED
+        self._flights, self._flying = [], []
+        self._waiting.clear()
         return handles, flights
 
     def close(self) -> None:
@@ -258,11 +335,12 @@ class Round(Generic[F]):
         """Begin a new round; nothing may be in flight."""
         self.check_idle("a new step")
         self._counts = [0] * len(self._names)
-        self._stages = [_Stage.IDLE] * len(self._names)
+        self._open = [len(members) for members in self._members]
+        self._stages = [_Stage.IDLE] * len(self._members)
         self._is_closed = False
 
 
-def _shortened(names: Sequence[str], most: int = 5) -> str:
+def shortened(names: Sequence[str], most: int = 5) -> str:
     """Join names, leaving out what would make a message unreadable."""
     more = len(names) - most
     tail = f" and {more} more" if more > 0 else ""

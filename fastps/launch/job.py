@@ -3,8 +3,10 @@
 
 Decides when which process is signalled and what the job's exit code is. Knows no command line.
 Theory: one thread sleeps in `select` on all pipes and on a socket that signal handlers write to.
-Stopping goes workers, servers, scheduler, so that nobody loses a process it still needs; each step
-is a signal, a grace period and SIGKILL. Invariants: every wait has a deadline, the first cause is
+A job has parts: processes and, on machine 0, the thread of the scheduler. Stopping goes workers,
+servers, scheduler, so that nobody loses a part it still needs; each step is a signal, a grace
+period and SIGKILL. Where the job has other machines, servers and scheduler first wait for the
+workers there. Invariants: every wait has a deadline or ends with the job, the first cause is
 never replaced by a later one, and when `run` returns no process of the job is left.
 """
 
@@ -19,9 +21,11 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
+from typing import TypeAlias
 
 from fastps.launch.output import Screen, Stream
 from fastps.launch.processes import Child, sweep
+from fastps.launch.scheduler import ENDED_BY, SchedulerThread
 
 EXIT_TIMEOUT = 124
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -33,6 +37,8 @@ _KILL_WAIT_S = 10.0  # SIGKILL that does not end a process: it hangs in the kern
 _SETTLE_S = 2.0  # who lost a peer may be seen to end before the peer itself is
 _READ_BYTES = 64 * 1024
 
+Part: TypeAlias = Child | SchedulerThread
+
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
@@ -40,7 +46,7 @@ class Cause:
 
     text: str
     exit_code: int
-    child: Child | None = None
+    part: Part | None = None
 
 
 class SignalInbox:
@@ -82,7 +88,7 @@ class SignalInbox:
 
 
 class Job:
-    """Watch the children of one job until none is left."""
+    """Watch the parts of one job that are on this machine until none is left."""
 
     def __init__(
         self,
@@ -91,9 +97,13 @@ class Job:
         *,
         grace_s: float,
         timeout_s: float | None,
+        is_spread: bool = False,
     ) -> None:
-        """Begin without children; `add` them in the order of starting."""
-        self.children: list[Child] = []
+        """Begin without parts; `add` them in the order of starting.
+
+        is_spread: there are other machines, whose workers may need our servers and scheduler.
+        """
+        self.parts: list[Part] = []
         self.cause: Cause | None = None
         self._screen = screen
         self._inbox = inbox
@@ -102,23 +112,33 @@ class Job:
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._selector = selectors.DefaultSelector()
         self._selector.register(inbox, selectors.EVENT_READ)
-        self._failed: list[Child] = []  # in the order of being noticed
+        self._is_spread = is_spread
+        self._scheduler: SchedulerThread | None = None
+        self._failed: list[Part] = []  # in the order of being noticed
         self._settled_at: float | None = None
         self._is_stopping = False
         self._is_interrupted = False
 
-    def add(self, child: Child) -> None:
-        """Watch a child that was just started."""
-        self.children.append(child)
-        for pipe, stream in child.pipes():
+    def add(self, part: Part) -> None:
+        """Watch a part that was just started."""
+        self.parts.append(part)
+        for pipe, stream in part.pipes():
             os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, stream)
+
+    def add_scheduler(self, scheduler: SchedulerThread) -> None:
+        """Watch the scheduler too; it is known apart because it knows when the job is over."""
+        self._scheduler = scheduler
+        self.add(scheduler)
 
     def run(self) -> Cause | None:
         """Wait until the job is over and everything is ended; give the first cause, if any."""
         try:
-            self._wait_while(self._is_running)
+            self._wait_while(self._has_work)
             self._judge(is_late=True)
+            if self._is_spread and self.cause is None:
+                self._wait_for_other_machines()
+                self._judge(is_late=True)
             self._stop_in_order()
         except BrokenPipeError:
             self._set_cause(Cause("nobody reads the output any more", 128 + signal.SIGPIPE))
@@ -131,11 +151,25 @@ class Job:
         """Give the job a first cause from outside, e.g. a program that cannot be started."""
         self._set_cause(cause)
 
-    def _is_running(self) -> bool:
+    def _has_work(self) -> bool:
         return self.cause is None and bool(self._alive("worker"))
 
-    def _alive(self, role: str) -> list[Child]:
-        return [child for child in self.children if child.spec.role == role and child.is_alive]
+    def _alive(self, role: str) -> list[Part]:
+        return [part for part in self.parts if part.role == role and part.is_alive]
+
+    def _wait_for_other_machines(self) -> None:
+        """Let scheduler and servers serve the others, as long as the job is alive.
+
+        The scheduler knows when it is over, by leases if need be, and the servers hear it from
+        the scheduler, or notice that they lost it.
+        """
+        if self._scheduler is not None and any(part.role == "worker" for part in self.parts):
+            self._scheduler.end_when_left("its workers have left")
+        role = "server" if self._scheduler is None else "scheduler"
+        awaited = self._alive(role)
+        self._wait_while(lambda: self.cause is None and self._alive(role) == awaited != [])
+        until = time.monotonic() + self._grace_s
+        self._wait_while(lambda: self.cause is None and bool(self._alive("server")), until=until)
 
     def _set_cause(self, cause: Cause) -> None:
         if self.cause is None:
@@ -161,11 +195,10 @@ class Job:
         waits = [_TICK_S]
         deadlines = [until, self._deadline, self._settled_at if self.cause is None else None]
         waits.extend(deadline - now for deadline in deadlines if deadline is not None)
-        for child in self.children:
-            for stream in (child.stdout, child.stderr):
-                wait_s = stream.wait_s(now=now)
-                if wait_s is not None:
-                    waits.append(wait_s)
+        for stream in self._streams(self.parts):
+            wait_s = stream.wait_s(now=now)
+            if wait_s is not None:
+                waits.append(wait_s)
         return max(0.0, min(waits))
 
     def _serve(self, timeout_s: float) -> None:
@@ -176,9 +209,11 @@ class Job:
             else:
                 self._read(key, key.data)
         now = time.monotonic()
-        for child in self.children:
-            child.stdout.flush_silent(now=now)
-            child.stderr.flush_silent(now=now)
+        for stream in self._streams(self.parts):
+            stream.flush_silent(now=now)
+
+    def _streams(self, parts: Sequence[Part]) -> list[Stream]:
+        return [stream for part in parts for stream in part.streams]
 
     def _read(self, key: selectors.SelectorKey, stream: Stream) -> bool:
         """Move what a pipe holds; tell whether it may hold more."""
@@ -194,11 +229,11 @@ class Job:
         return False
 
     def _notice_ends(self) -> None:
-        ended = [child for child in self.children if child.notice_end()]
-        failed = [child for child in ended if child.exit_code != 0]
+        ended = [part for part in self.parts if part.notice_end()]
+        failed = [part for part in ended if part.exit_code != 0]
         if self._is_stopping or not failed:
             return
-        self._drain([stream for child in failed for stream in (child.stdout, child.stderr)])
+        self._drain(self._streams(failed))
         if self._settled_at is None:
             self._settled_at = time.monotonic() + _SETTLE_S
         self._failed.extend(failed)
@@ -210,7 +245,7 @@ class Job:
         first = first_of(self._failed)
         if is_late or not blames_another(first):
             code = first.exit_code or 0
-            text = f"{first.spec.name} (pid {first.pid}) {first.describe_end()}"
+            text = f"{first.describe()} {first.describe_end()}"
             self._set_cause(Cause(text, code if code > 0 else 128 - code, first))
 
     def _check_timeout(self) -> None:
@@ -242,33 +277,34 @@ class Job:
             self._wait_for(group, self._grace_s)
             late = self._alive(role)
             if late:
-                names = ", ".join(child.spec.name for child in late)
+                names = ", ".join(part.name for part in late)
                 self._screen.say(f"{names}: no end in {self._grace_s:g} s, killed")
             self._signal(late, signal.SIGKILL)
             self._wait_for(late, _KILL_WAIT_S)
 
-    def _signal(self, group: Sequence[Child], number: int) -> None:
-        for child in group:
-            child.send(number)
+    def _signal(self, group: Sequence[Part], number: int) -> None:
+        why = "all its workers have ended" if self.cause is None else self.cause.text
+        for part in group:
+            part.send(number, why=why)
 
-    def _wait_for(self, group: Sequence[Child], timeout_s: float) -> None:
+    def _wait_for(self, group: Sequence[Part], timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
-        self._wait_while(lambda: any(child.is_alive for child in group), until=until)
+        self._wait_while(lambda: any(part.is_alive for part in group), until=until)
 
     def _kill_all(self) -> None:
-        self._signal(self.children, signal.SIGKILL)
+        self._signal(self.parts, signal.SIGKILL)
 
     def _finish(self) -> None:
         """Leave nothing behind, whatever happened before."""
         self._kill_all()
-        for child in self.children:
-            if child.is_alive:
-                child.wait(_KILL_WAIT_S)
-        left = sweep()
+        for part in self.parts:
+            if part.is_alive:
+                part.wait(_KILL_WAIT_S)
+        left = [*(part.name for part in self.parts if part.is_alive), *map(str, sweep())]
         try:
-            self._drain([s for child in self.children for s in (child.stdout, child.stderr)])
+            self._drain(self._streams(self.parts))
             if left:
-                self._screen.say(f"these processes could not be ended: {left}", is_alarm=True)
+                self._screen.say(f"could not be ended: {', '.join(left)}", is_alarm=True)
             self._report_disorder()
         except BrokenPipeError:
             self._set_cause(Cause("nobody reads the output any more", 128 + signal.SIGPIPE))
@@ -289,39 +325,41 @@ class Job:
         """Say which servers failed to end well after a job that went well."""
         if self.cause is not None:
             return
-        for child in self.children:
-            if child.exit_code not in (0, -signal.SIGTERM):
-                self._screen.say(f"{child.spec.name} {child.describe_end()} while stopping")
+        for part in self.parts:
+            if part.exit_code not in (0, -signal.SIGTERM):
+                self._screen.say(f"{part.name} {part.describe_end()} while stopping")
 
 
-def first_of(failed: Sequence[Child]) -> Child:
-    """Choose the likeliest first cause among children that failed, in the order of being seen.
+def first_of(failed: Sequence[Part]) -> Part:
+    """Choose the likeliest first cause among parts that failed, in the order of being seen.
 
     A process that a signal killed comes before one that gave up, and one that itself blames
     another comes last.
     """
-    return min(failed, key=lambda child: (blames_another(child), (child.exit_code or 0) > 0))
+    return min(failed, key=lambda part: (blames_another(part), (part.exit_code or 0) > 0))
 
 
-def blames_another(child: Child) -> bool:
-    """Tell whether a process ended because another one had."""
-    says = b"PeerLostError" if child.spec.role == "worker" else b"is lost"  # as they log it
-    has_given_up = (child.exit_code or 0) > 0
-    return has_given_up and any(says in line for line in child.stderr.tail)
+def blames_another(part: Part) -> bool:
+    """Tell whether a part ended because another one had."""
+    says = b"PeerLostError" if part.role == "worker" else b"is lost"  # as they log it
+    has_given_up = (part.exit_code or 0) > 0
+    return has_given_up and any(
+        says in line or ENDED_BY.encode() in line for line in part.stderr.tail
+    )
 
 
 def report(screen: Screen, cause: Cause, *, output_dir: pathlib.Path | None) -> None:
     """Print the first cause, last and plainly."""
-    child = cause.child
-    if child is not None and child.stderr.tail:
-        screen.say(f"last lines of {child.spec.name} on stderr:")
-        for line in child.stderr.tail:
+    part = cause.part
+    if part is not None and part.stderr.tail:
+        screen.say(f"last lines of {part.name} on stderr:")
+        for line in part.stderr.tail:
             screen.say("    " + line.decode(errors="replace"))
-    if child is not None and output_dir is not None:
-        screen.say(f"the whole output: {output_dir}/{child.spec.name.replace(' ', '-')}.stderr")
-    if child is None:
+    if part is not None and output_dir is not None:
+        screen.say(f"the whole output: {output_dir}/{part.name.replace(' ', '-')}.stderr")
+    if part is None:
         ending = f"exit code {cause.exit_code}"
-    elif blames_another(child):
+    elif blames_another(part):
         ending = "it gave up first, and blames the process named above"
     else:
         ending = "it failed first, so the job was ended"

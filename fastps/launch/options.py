@@ -12,30 +12,50 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
+from fastps.launch.layout import Layout, make_layout
+
+MAX_PER_MACHINE = 4096  # processes of one role
+MAX_THREADS = 4096
 EPILOG = """\
-examples:
-  fastps-run -np 2 -s 2 python train.py --epochs 3
-      two copies of train.py, their gradients summed by two servers
+one machine:
+  fastps-run -np 4 python train.py --epochs 3
+      four copies of train.py, which add up their gradients in shared memory; no server needed
   fastps-run python train.py
-      one worker, no server: for a first try and for debugging
-  fastps-run -np 4 -s 2 --output-dir logs python train.py
-      the same lines on the terminal, and one file per process and stream in logs/
-  fastps-run -np 2 -s 1 --dry-run python train.py
+      one worker: for a first try and for debugging
+  fastps-run -np 4 --dry-run python train.py
       print what would be started, with the environment (secrets masked), and stop
-  fastps-run -np 2 -s 2 --env FASTPS_PARTITION_BYTES=1048576 python train.py
+  fastps-run -np 4 --output-dir logs python train.py
+      the same lines on the terminal, and one file per process and stream in logs/
+  fastps-run -np 4 --env FASTPS_PARTITION_BYTES=1048576 python train.py
       one more setting for every process; docs/env.md lists them all
 
-how many servers: each server adds up a share of the gradients. One per two workers is a good
-start on one machine; the workers wait least when -s equals -np and there are cores for all.
+one machine with servers, as on a network, over TCP:
+  fastps-run -np 2 -s 2 --env FASTPS_SHARED_MEMORY=0 python train.py
+      two workers, their gradients added up by two server processes
 
-what happens at the end: when every worker ends with code 0, servers and scheduler are told to
-end, and fastps-run returns 0. When one process fails, all are ended, and the last lines printed
-name the first that failed, how it ended, and what it last wrote to stderr. The exit code is that
-process's code, or 128 + the signal that ended it; 124 after --timeout; 127 for a command that
-does not exist. Ctrl-C goes to the workers; a second Ctrl-C ends everything at once.
+several machines: make a secret token once, copy it to all of them (it must keep mode 0600), then
+run the same command on each, with its own number; machine 0 is the one of --scheduler-host:
+  (umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > job.token)
+  fastps-run --machines 2 --machine-rank 0 --scheduler-host 10.0.0.1 --scheduler-port 7654 \\
+      --token-file job.token -np 4 python train.py
+  fastps-run --machines 2 --machine-rank 1 --scheduler-host 10.0.0.1 --scheduler-port 7654 \\
+      --token-file job.token -np 4 python train.py
+      four workers on each; one worker of each machine also adds up a share of the gradients
 
-All processes run on this machine; starting processes on other machines is not supported.
+with a CPU machine: a list has one number for each machine. Two machines with four workers, and a
+third one that only adds, which takes much of the traffic off the other two; on the third:
+  fastps-run --machine-rank 2 --scheduler-host 10.0.0.1 --scheduler-port 7654 \\
+      --token-file job.token -np 4,4,0 -s 0,0,1 python train.py
+
+what happens at the end: when every worker ends with code 0, servers and scheduler end, and
+fastps-run returns 0; with several machines, the launchers of machine 0 and of those with servers
+wait for the workers of the others. When one process fails, all are ended, on other machines as
+soon as they next wait for it, and the last lines printed name the first that failed, how it
+ended, and what it last wrote to stderr. The exit code is that process's code, or 128 + the signal
+that ended it; 124 after --timeout; 127 for a command that does not exist; 2 for wrong settings.
+Ctrl-C goes to the workers; a second Ctrl-C ends everything at once.
 """
+TOKEN_RECIPE = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > job.token)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +63,9 @@ class Options:
     """What one run of fastps-run was asked to do; docs at the options of `make_parser`."""
 
     command: tuple[str, ...]
-    workers: int = 1
-    servers: int = 0
+    layout: Layout = dataclasses.field(default_factory=Layout)
+    scheduler_host: str = ""
+    scheduler_port: int = 0
     job_id: str = ""
     is_dry_run: bool = False
     output_dir: pathlib.Path | None = None
@@ -54,7 +75,7 @@ class Options:
     grace_s: float = 5.0
     server_threads: int | None = None
     io_threads: int | None = None
-    has_token_file: bool = False
+    token_file: pathlib.Path | None = None
     environment: tuple[tuple[str, str], ...] = ()
     colour: str = "auto"
 
@@ -66,22 +87,26 @@ def parse(arguments: Sequence[str]) -> Options:
     command = found.command[1:] if found.command[:1] == ["--"] else found.command
     if found.hosts is not None:
         parser.error(
-            "-H is not supported: all processes run on this machine. On several machines start "
-            "fastps-server and your program by hand; docs/env.md names the settings"
+            "-H is not supported: run fastps-run on every machine, with its --machine-rank; "
+            "fastps-run --help has examples"
         )
     if not command:
-        parser.error("no command given; try: fastps-run -np 2 -s 2 python train.py")
+        parser.error("no command given; try: fastps-run -np 2 python train.py")
     if command[0].endswith(".py"):
         parser.error(f"a command is expected, not a script; try: python {command[0]}")
-    if found.workers > 1 and found.servers == 0:
-        parser.error("several workers need at least one server to add up gradients; try: -s 1")
-    servers = default_servers(found.workers) if found.servers is None else found.servers
-    return _options(found, command=tuple(command), servers=servers)
-
-
-def default_servers(workers: int) -> int:
-    """Give the number of servers when the user names none: one per two workers, none for one."""
-    return 0 if workers == 1 else (workers + 1) // 2
+    try:
+        layout = make_layout(
+            found.workers, found.servers, machines=found.machines, machine=found.machine_rank
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if layout.is_spread and not (found.scheduler_host and found.scheduler_port):
+        parser.error(
+            "several machines need --scheduler-host, an address of machine 0 that the others can "
+            "reach, and --scheduler-port, a free port there, the same on all machines; "
+            "example: --scheduler-host 10.0.0.1 --scheduler-port 7654"
+        )
+    return _options(found, command=tuple(command), layout=layout)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -89,13 +114,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fastps-run",
         usage="fastps-run [-np N] [-s N] [options] command [arguments ...]",
-        description="Run a training program as several processes on this machine, with servers "
-        "that add up their gradients.",
+        description="Run a training program as several processes that add up their gradients:\n"
+        "on this machine, or on several when started on each of them.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     _add_job(parser.add_argument_group("how many"))
+    _add_machines(parser.add_argument_group("several machines"))
     _add_limits(parser.add_argument_group("time limits"))
     _add_output(parser.add_argument_group("output"))
     _add_settings(parser.add_argument_group("settings"))
@@ -109,17 +135,46 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_job(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "-np", "--workers", type=_Count(1), default=1, metavar="N",
-        help="worker processes, each a copy of the command (default 1)",
+        "-np", "--workers", type=_counts, default=(1,), metavar="N",
+        help="worker processes of each machine, copies of the command (default 1); a list such "
+        "as 4,4,2 has one number for each machine",
     )  # fmt: skip
     group.add_argument(
-        "-s", "--servers", type=_Count(0), default=None, metavar="N",
-        help="server processes (default: half the workers, rounded up; none for one worker)",
+        "-s", "--servers", type=_counts, default=(0,), metavar="N",
+        help="server processes of each machine, or a list (default 0)",
     )  # fmt: skip
     group.add_argument("-H", "--hosts", default=None, help=argparse.SUPPRESS)
     group.add_argument(
         "--dry-run", action="store_true",
         help="print commands and environment, secrets masked, and start nothing",
+    )  # fmt: skip
+
+
+def _add_machines(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--machines", type=_Count(1, 4096), default=None, metavar="N",
+        help="number of machines (default: as many as the lists of -np and -s have numbers)",
+    )  # fmt: skip
+    group.add_argument(
+        "--machine-rank", type=_Count(0, 4095), default=None, metavar="N",
+        help="number of this machine, from 0; machine 0 has the scheduler",
+    )  # fmt: skip
+    group.add_argument(
+        "--scheduler-host", default="", metavar="HOST",
+        help="name or address of machine 0, the same on all machines",
+    )  # fmt: skip
+    group.add_argument(
+        "--scheduler-port", type=_Count(1, 65535), default=0, metavar="PORT",
+        help="a port that is free on machine 0, the same on all machines",
+    )  # fmt: skip
+    group.add_argument(
+        "--job-id", default="", metavar="ID",
+        help="name of the job, the same on all machines (default: made from the port)",
+    )  # fmt: skip
+    group.add_argument(
+        "--token-file", type=pathlib.Path, default=None, metavar="FILE",
+        help="file of mode 0600 with the job's secret token, the same on all machines; else "
+        "several machines take it from FASTPS_TOKEN, and one machine makes a new one",
     )  # fmt: skip
 
 
@@ -156,30 +211,25 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 def _add_settings(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--server-threads", type=_Count(0), default=None, metavar="N",
+        "--server-threads", type=_Count(0, MAX_THREADS), default=None, metavar="N",
         help="threads of each server that sum large partitions (FASTPS_ENGINE_THREADS)",
     )  # fmt: skip
     group.add_argument(
-        "--io-threads", type=_Count(1), default=None, metavar="N",
+        "--io-threads", type=_Count(1, MAX_THREADS), default=None, metavar="N",
         help="threads of each process that move bytes (FASTPS_IO_THREADS)",
     )  # fmt: skip
     group.add_argument(
         "--env", type=_setting, action="append", default=[], metavar="NAME=VALUE",
         help="set a variable for every process; may be given several times",
     )  # fmt: skip
-    group.add_argument("--job-id", default="", metavar="ID", help="name of the job (default: new)")
-    group.add_argument(
-        "--token-file", action="store_true",
-        help="hand the job's secret token on in a file that only you can read (mode 0600) "
-        "instead of the environment",
-    )  # fmt: skip
 
 
-def _options(found: argparse.Namespace, *, command: tuple[str, ...], servers: int) -> Options:
+def _options(found: argparse.Namespace, *, command: tuple[str, ...], layout: Layout) -> Options:
     return Options(
         command=command,
-        workers=found.workers,
-        servers=servers,
+        layout=layout,
+        scheduler_host=found.scheduler_host,
+        scheduler_port=found.scheduler_port,
         job_id=found.job_id,
         is_dry_run=found.dry_run,
         output_dir=found.output_dir,
@@ -189,24 +239,30 @@ def _options(found: argparse.Namespace, *, command: tuple[str, ...], servers: in
         grace_s=found.grace,
         server_threads=found.server_threads,
         io_threads=found.io_threads,
-        has_token_file=found.token_file,
+        token_file=found.token_file,
         environment=tuple(found.env),
         colour=found.colour,
     )
 
 
 class _Count:
-    """Parse a whole number with a lower bound."""
+    """Parse a whole number with bounds."""
 
-    def __init__(self, least: int) -> None:
-        self._least = least
+    def __init__(self, least: int, most: int) -> None:
+        self._bounds = (least, most)
 
     def __call__(self, text: str) -> int:
-        if not text.isdecimal() or not self._least <= int(text) <= 4096:
+        least, most = self._bounds
+        if not (text.isdecimal() and text.isascii() and least <= int(text) <= most):
             raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number from {self._least} to 4096"
+                f"{text!r} is not a whole number from {least} to {most}"
             )
         return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Parse one count, or one for each machine."""
+    return tuple(map(_Count(0, MAX_PER_MACHINE), text.split(",")))
 
 
 def _seconds(text: str) -> float:

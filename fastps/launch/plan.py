@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which processes make one job, with which words and variables: pure.
 
-Turns `Options` into a list of `ProcessSpec`, in the order of starting: scheduler, servers,
-workers. Starts nothing, reads nothing. Invariant: `environment` holds only what the launcher adds
-to the variables a process inherits, and secrets appear in no rendered text.
+Turns `Options` into a list of `ProcessSpec`, in the order of starting: servers, workers; and says
+with which variables the scheduler runs in the launcher. Starts nothing, reads nothing. Invariant:
+`environment` holds only what the launcher adds to the variables a process inherits, and secrets
+appear in no rendered text.
 """
 
 from __future__ import annotations
@@ -21,23 +22,15 @@ SERVER_COMMAND = (sys.executable, "-m", "fastps.server.main")
 # its own, or the launcher gives a new one.
 NOT_INHERITED = ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE", "FASTPS_PORT", "FASTPS_ROLE", "FASTPS_RANK")
 _SECRETS = ("FASTPS_TOKEN",)
-_HOST = "127.0.0.1"
-
-
-@dataclasses.dataclass(frozen=True)
-class Rendezvous:
-    """Where the scheduler listens: a port that is held, and the descriptor that holds it."""
-
-    port: int
-    fd: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What the processes of one job have in common: its name and the way to its secret."""
+    """What the processes of one job have in common: its name, its secret, where they meet."""
 
     job_id: str
-    secret: tuple[str, str]  # FASTPS_TOKEN and the token, or FASTPS_TOKEN_FILE and a path
+    secret: tuple[str, str] | None  # FASTPS_TOKEN and the token, or FASTPS_TOKEN_FILE and a path
+    scheduler: tuple[str, int] | None  # host and port; None when nobody meets anybody
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +41,6 @@ class ProcessSpec:
     rank: int
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    inherited_fd: int | None = None
 
     @property
     def name(self) -> str:
@@ -64,54 +56,75 @@ class ProcessSpec:
         return " ".join([*settings, shlex.join(self.argv)])
 
 
-def needs_scheduler(options: Options) -> bool:
-    """Tell whether the job has anybody to meet; one worker alone has not."""
-    return options.workers > 1 or options.servers > 0
-
-
 def make_plan(
     options: Options,
     identity: Identity,
     *,
-    rendezvous: Rendezvous | None,
     cpus: int,
     inherited: Mapping[str, str],
     server_command: Sequence[str] = SERVER_COMMAND,
 ) -> tuple[ProcessSpec, ...]:
-    """List the processes of a job; rendezvous is None when there is no scheduler.
+    """List the processes of a job on this machine.
 
     inherited: the caller's variables, looked at only to leave the user's own choices alone.
     """
-    common = _common(options, identity, rendezvous=rendezvous)
+    common = _common(options, identity)
     plan: list[ProcessSpec] = []
-    if rendezvous is not None:
-        words = ("--role", "scheduler", "--listen-fd", str(rendezvous.fd))
-        environment = {**common, "FASTPS_ROLE": "scheduler"}
-        argv = (*server_command, *words)
-        plan.append(ProcessSpec("scheduler", 0, argv, environment, rendezvous.fd))
-    for rank in range(options.servers):
+    for rank in options.layout.server_ranks:
         environment = {**common, "FASTPS_ROLE": "server", "FASTPS_RANK": str(rank)}
         plan.append(ProcessSpec("server", rank, tuple(server_command), environment))
-    for rank in range(options.workers):
+    for rank in options.layout.worker_ranks:
         environment = common | _worker(options, rank, cpus=cpus, inherited=inherited)
         plan.append(ProcessSpec("worker", rank, options.command, environment))
     return tuple(plan)
 
 
-def _common(
-    options: Options, identity: Identity, *, rendezvous: Rendezvous | None
-) -> dict[str, str]:
+def scheduler_environment(options: Options, identity: Identity) -> dict[str, str]:
+    """Give the variables that the scheduler is set up with."""
+    return {**_common(options, identity), "FASTPS_ROLE": "scheduler"}
+
+
+def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Give what processes of the job inherit of the caller's variables."""
+    return {name: value for name, value in environment.items() if name not in NOT_INHERITED}
+
+
+def choose_secret(
+    options: Options, environment: Mapping[str, str], *, new_token: str
+) -> tuple[str, str] | None:
+    """Choose the variable that leads to the job's token: the user's, else a new token.
+
+    On several machines there can be no new one: None when the user gave none.
+    """
+    given = {**environment, **dict(options.environment)} if options.layout.is_spread else {}
+    if options.token_file is not None:
+        return "FASTPS_TOKEN_FILE", str(options.token_file)
+    for name in ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE"):
+        if given.get(name):
+            return name, given[name]
+    return None if options.layout.is_spread else ("FASTPS_TOKEN", new_token)
+
+
+def choose_job_id(options: Options, environment: Mapping[str, str], *, new_id: str) -> str:
+    """Name the job: as the user says, else anew, or on several machines by the port."""
+    if options.job_id or not options.layout.is_spread:
+        return options.job_id or new_id
+    return environment.get("FASTPS_JOB_ID") or f"job-{options.scheduler_port}"
+
+
+def _common(options: Options, identity: Identity) -> dict[str, str]:
     settings = {
         "FASTPS_JOB_ID": identity.job_id,
-        "FASTPS_SIZE": str(options.workers),
-        "FASTPS_NUM_SERVERS": str(options.servers),
+        "FASTPS_SIZE": str(options.layout.size),
+        "FASTPS_NUM_SERVERS": str(options.layout.num_servers),
         "FASTPS_LOG_LEVEL": options.log_level,
         "PYTHONUNBUFFERED": "1",
-        identity.secret[0]: identity.secret[1],
     }
-    if rendezvous is not None:
-        settings["FASTPS_SCHEDULER_HOST"] = _HOST
-        settings["FASTPS_SCHEDULER_PORT"] = str(rendezvous.port)
+    if identity.secret is not None:
+        settings[identity.secret[0]] = identity.secret[1]
+    if identity.scheduler is not None:
+        settings["FASTPS_SCHEDULER_HOST"] = identity.scheduler[0]
+        settings["FASTPS_SCHEDULER_PORT"] = str(identity.scheduler[1])
     optional = {
         "FASTPS_START_TIMEOUT_S": options.start_timeout_s,
         "FASTPS_ENGINE_THREADS": options.server_threads,
@@ -124,13 +137,14 @@ def _common(
 def _worker(
     options: Options, rank: int, *, cpus: int, inherited: Mapping[str, str]
 ) -> dict[str, str]:
+    ranks = options.layout.worker_ranks
     settings = {
         "FASTPS_ROLE": "worker",
         "FASTPS_RANK": str(rank),
-        "FASTPS_LOCAL_RANK": str(rank),
-        "FASTPS_LOCAL_SIZE": str(options.workers),
+        "FASTPS_LOCAL_RANK": str(rank - ranks.start),
+        "FASTPS_LOCAL_SIZE": str(len(ranks)),
     }
     is_users_choice = "OMP_NUM_THREADS" in {**inherited, **dict(options.environment)}
-    if options.workers > 1 and not is_users_choice:
-        settings["OMP_NUM_THREADS"] = str(max(1, cpus // options.workers))
+    if len(ranks) > 1 and not is_users_choice:
+        settings["OMP_NUM_THREADS"] = str(max(1, cpus // len(ranks)))
     return settings

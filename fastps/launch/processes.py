@@ -4,7 +4,8 @@
 Moves signals and exit states; decides nothing about when. Invariants: a child is killed by the
 kernel when the launcher dies (PR_SET_PDEATHSIG), orphans of a child become children of the
 launcher (PR_SET_CHILD_SUBREAPER) and are found by `sweep`, and a process id is signalled only
-before it is reaped, so that a reused id is never hit. Used from the launcher's one thread.
+before it is reaped, so that a reused id is never hit. Used from the launcher's main thread, and
+processes are started while there is no other.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import IO, BinaryIO
 
 from fastps.errors import FastPSError
-from fastps.launch.output import Screen, Stream
-from fastps.launch.plan import NOT_INHERITED, ProcessSpec
+from fastps.launch.output import Screen, Stream, name_of
+from fastps.launch.plan import ProcessSpec
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -51,16 +52,26 @@ class Child:
         output_dir: pathlib.Path | None,
     ) -> None:
         """Start the process; StartError when its program cannot be run."""
-        self.spec = spec
+        self.role = spec.role
+        self.name = spec.name
         self.exit_code: int | None = None
-        self.stdout = _stream(spec, screen, output_dir=output_dir, is_error=False)
-        self.stderr = _stream(spec, screen, output_dir=output_dir, is_error=True)
+        self.stderr = open_stream(
+            screen, spec.role, rank=spec.rank, output_dir=output_dir, is_error=True
+        )
+        self._stdout = open_stream(
+            screen, spec.role, rank=spec.rank, output_dir=output_dir, is_error=False
+        )
         self._process = _start(spec, inherited=inherited)
 
     @property
     def pid(self) -> int:
         """Give the process id, which is also the id of the group."""
         return self._process.pid
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """Give the streams of output."""
+        return self._stdout, self.stderr
 
     @property
     def is_alive(self) -> bool:
@@ -70,7 +81,7 @@ class Child:
     def pipes(self) -> Iterator[tuple[IO[bytes], Stream]]:
         """Pair each pipe that is still open with its stream."""
         for pipe, stream in (
-            (self._process.stdout, self.stdout),
+            (self._process.stdout, self._stdout),
             (self._process.stderr, self.stderr),
         ):
             if pipe is not None and not pipe.closed:
@@ -88,14 +99,21 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.exit_code = self._process.wait(timeout_s)
 
-    def send(self, number: int) -> None:
-        """Send a signal to the whole group, waking it if it was stopped; no-op after the end."""
+    def send(self, number: int, *, why: str = "") -> None:
+        """Send a signal to the whole group, waking it if it was stopped; no-op after the end.
+
+        why: ignored; a signal carries no text.
+        """
         if not self.is_alive:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
             if number != signal.SIGKILL:
                 os.killpg(self.pid, signal.SIGCONT)
+
+    def describe(self) -> str:
+        """Give name and process id."""
+        return f"{self.name} (pid {self.pid})"
 
     def describe_end(self) -> str:
         """Say in words how the process ended."""
@@ -161,18 +179,16 @@ def _descendants(root: int) -> list[int]:
 
 
 def _start(spec: ProcessSpec, *, inherited: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    kept = {name: value for name, value in inherited.items() if name not in NOT_INHERITED}
     try:
         return subprocess.Popen(
             spec.argv,
-            env={**kept, **spec.environment},
+            env={**inherited, **spec.environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             process_group=0,
-            pass_fds=() if spec.inherited_fd is None else (spec.inherited_fd,),
-            preexec_fn=_die_with_parent(os.getpid()),  # safe: there is one thread
+            preexec_fn=_die_with_parent(os.getpid()),  # safe: the scheduler's thread starts later
         )
     except OSError as error:
         code = 127 if isinstance(error, FileNotFoundError) else 126
@@ -191,11 +207,12 @@ def _die_with_parent(parent: int) -> Callable[[], None]:
     return prepare
 
 
-def _stream(
-    spec: ProcessSpec, screen: Screen, *, output_dir: pathlib.Path | None, is_error: bool
+def open_stream(
+    screen: Screen, role: str, *, rank: int, output_dir: pathlib.Path | None, is_error: bool
 ) -> Stream:
+    """Make the way of one pipe's lines to the screen and, if there is a folder, to a file."""
     log: BinaryIO | None = None
     if output_dir is not None:
         kind = "stderr" if is_error else "stdout"
-        log = (output_dir / f"{spec.name.replace(' ', '-')}.{kind}").open("wb")
-    return Stream(screen, spec.role, rank=spec.rank, is_error=is_error, log=log)
+        log = (output_dir / f"{name_of(role, rank).replace(' ', '-')}.{kind}").open("wb")
+    return Stream(screen, role, rank=rank, is_error=is_error, log=log)

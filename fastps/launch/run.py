@@ -1,38 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of fastps-run: make the token, hold the port, start the processes, return the code.
+"""Entry point of fastps-run: find the token, hold the port, start the parts, return the code.
 
-Everything that the job needs and no child owns is made here and freed here: the listening socket
-of the scheduler (handed on by descriptor, so that its port is known and held before anybody looks
-for it) and the token's file. Runs in the main thread of a process of its own.
+Everything that the job needs and no part owns is made here: the listening sockets of the
+scheduler, bound before any process is started, so that their port is known and nobody else can
+take it, and the job's name and token. Runs in the main thread of a process of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-import pathlib
 import secrets
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
-from fastps.config import process_environment
+from fastps.config import Config, load, process_environment
+from fastps.errors import ConfigError, FastPSError
 from fastps.launch.job import Cause, Job, SignalInbox, report
-from fastps.launch.options import Options, parse
+from fastps.launch.options import TOKEN_RECIPE, Options, parse
 from fastps.launch.output import Screen
 from fastps.launch.plan import (
     SERVER_COMMAND,
     Identity,
     ProcessSpec,
-    Rendezvous,
+    choose_job_id,
+    choose_secret,
+    inherited_environment,
     make_plan,
-    needs_scheduler,
+    scheduler_environment,
 )
-from fastps.launch.processes import Child, StartError, become_subreaper
+from fastps.launch.processes import Child, StartError, become_subreaper, open_stream
+from fastps.launch.scheduler import SchedulerThread
+from fastps.transport import sockets
 
+EXIT_SETTINGS = 2
 _TOKEN_BYTES = 32
-_BACKLOG = 512  # processes that join before the scheduler runs wait here
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """What the scheduler's thread is made of: its settings, and sockets that hold its port."""
+
+    settings: Config
+    listeners: list[socket.socket]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,26 +60,22 @@ def launch(
     environment: Mapping[str, str],
     server_command: Sequence[str] = SERVER_COMMAND,
 ) -> int:
-    """Run one job and give its exit code; only in the main thread of a process of its own.
+    """Run one job's share of this machine and give the exit code; only in the main thread.
 
     server_command stands for the server program. Blocks until every process has ended.
     """
     screen = _screen(options, environment)
-    with contextlib.ExitStack() as stack:
+    inherited = inherited_environment(environment)
+    identity = _identity(options, environment)
+    try:
         if options.is_dry_run:
-            _print_plan(_dry_plan(options, environment, server_command))
-            return 0
-        identity = _identity(options, stack)
-        held = stack.enter_context(_listen()) if needs_scheduler(options) else None
-        plan = make_plan(
-            options,
-            identity,
-            rendezvous=_rendezvous(held),
-            cpus=len(os.sched_getaffinity(0)),
-            inherited=environment,
-            server_command=server_command,
-        )
-        cause = _run(options, plan, screen=screen, environment=environment, held=held)
+            return _dry_run(options, identity, inherited, server_command)
+        identity, meeting = _prepare(options, identity, inherited)
+    except FastPSError as error:
+        screen.say(str(error), is_alarm=True)
+        return EXIT_SETTINGS
+    plan = _plan(options, identity, inherited, server_command)
+    cause = _run(options, plan, screen=screen, inherited=inherited, meeting=meeting)
     if cause is None:
         return 0
     with _without_reader():
@@ -79,30 +88,51 @@ def _run(
     plan: Sequence[ProcessSpec],
     *,
     screen: Screen,
-    environment: Mapping[str, str],
-    held: socket.socket | None,
+    inherited: Mapping[str, str],
+    meeting: Meeting | None,
 ) -> Cause | None:
-    """Start the processes of a plan and watch them to their end."""
+    """Start the parts of a plan, the scheduler last, and watch them to their end."""
     become_subreaper()
     with SignalInbox() as inbox:
-        job = Job(screen, inbox, grace_s=options.grace_s, timeout_s=options.timeout_s)
+        job = Job(
+            screen,
+            inbox,
+            grace_s=options.grace_s,
+            timeout_s=options.timeout_s,
+            is_spread=options.layout.is_spread,
+        )
         try:
             if options.output_dir is not None:
                 options.output_dir.mkdir(parents=True, exist_ok=True)
             for spec in plan:
                 child = Child(
-                    spec, inherited=environment, screen=screen, output_dir=options.output_dir
+                    spec, inherited=inherited, screen=screen, output_dir=options.output_dir
                 )
                 job.add(child)
                 if options.log_level in ("DEBUG", "INFO"):
                     screen.say(f"{spec.name} is pid {child.pid}")
+            if meeting is not None:
+                job.add_scheduler(_start_scheduler(options, meeting, screen))
         except StartError as error:
             job.abandon(Cause(str(error), error.exit_code))
         except OSError as error:  # of the output files
             job.abandon(Cause(str(error), 1))
-        if held is not None:
-            held.close()
         return job.run()
+
+
+def _start_scheduler(options: Options, meeting: Meeting, screen: Screen) -> SchedulerThread:
+    stderr = open_stream(screen, "scheduler", rank=0, output_dir=options.output_dir, is_error=True)
+    layout = options.layout
+    here = len(layout.worker_ranks) + len(layout.server_ranks)
+    thread = SchedulerThread(
+        meeting.settings,
+        meeting.listeners,
+        stderr=stderr,
+        others=layout.size + layout.num_servers - here,
+        patience_s=options.grace_s / 2,  # so that it ends in order within the grace
+    )
+    thread.start()
+    return thread
 
 
 @contextlib.contextmanager
@@ -117,61 +147,111 @@ def _without_reader() -> Iterator[None]:
         os.dup2(nothing, sys.stderr.fileno())
 
 
-def _identity(options: Options, stack: contextlib.ExitStack) -> Identity:
-    job_id = options.job_id or f"job-{secrets.token_hex(4)}"
-    token = secrets.token_hex(_TOKEN_BYTES)
-    if not options.has_token_file:
-        return Identity(job_id, ("FASTPS_TOKEN", token))
-    path = stack.enter_context(_token_file(token))
-    return Identity(job_id, ("FASTPS_TOKEN_FILE", str(path)))
+def _identity(options: Options, environment: Mapping[str, str]) -> Identity:
+    """Choose name and token; the port of one machine's scheduler is yet to be found."""
+    address = None
+    if options.layout.is_spread:
+        address = (options.scheduler_host, options.scheduler_port)
+    elif options.layout.has_meeting:
+        address = (_LOOPBACK, 0)
+    return Identity(
+        choose_job_id(options, environment, new_id=f"job-{secrets.token_hex(4)}"),
+        choose_secret(options, environment, new_token=secrets.token_hex(_TOKEN_BYTES)),
+        address,
+    )
 
 
-@contextlib.contextmanager
-def _token_file(token: str) -> Iterator[pathlib.Path]:
-    """Write the token where only this user can read it; remove it at the end."""
-    descriptor, name = tempfile.mkstemp(prefix="fastps-token-")  # made with mode 0600
-    path = pathlib.Path(name)
+def _prepare(
+    options: Options, identity: Identity, inherited: Mapping[str, str]
+) -> tuple[Identity, Meeting | None]:
+    """Check the settings and hold the scheduler's port; ConfigError says what is wrong."""
+    if identity.scheduler is None:
+        return identity, None
+    settings = load(environ={**inherited, **scheduler_environment(options, identity)})
+    _check_token(settings, is_missing=identity.secret is None)
+    if not options.layout.has_scheduler:
+        return identity, None
+    host, port = identity.scheduler
+    host = settings.host if settings.host and options.layout.is_spread else host
+    listeners = sockets.listen(host, port, port_setting="--scheduler-port")
+    if options.layout.is_spread:
+        _check_reach(host, [str(sock.getsockname()[0]) for sock in listeners])
+    port = listeners[0].getsockname()[1]
+    identity = dataclasses.replace(identity, scheduler=(identity.scheduler[0], port))
+    return identity, Meeting(settings, listeners)
+
+
+def _check_reach(host: str, bound: Sequence[str]) -> None:
+    """Refuse a name that leads back here, as /etc/hosts often has it; loopback itself may be."""
+    means_here = host == "localhost" or sockets.is_loopback(host)
+    if not means_here and all(map(sockets.is_loopback, bound)):
+        raise ConfigError(
+            f"--scheduler-host {host} leads to {', '.join(bound)} on this machine, which no other "
+            "machine can reach; give an address that they can, or set FASTPS_HOST to it here"
+        )
+
+
+def _check_token(settings: Config, *, is_missing: bool) -> None:
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(token)
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
+        settings.token_bytes()
+    except ConfigError as error:
+        if not is_missing:
+            raise ConfigError(f"{error}; to make a new token: {TOKEN_RECIPE}") from error
+        raise ConfigError(
+            "several machines need a secret token, the same on all of them. To make one: "
+            f"{TOKEN_RECIPE}; copy the file to every machine and add --token-file job.token, or "
+            "set FASTPS_TOKEN"
+        ) from error
 
 
-def _listen() -> socket.socket:
-    """Bind the scheduler's port: the kernel chooses one, and nobody else can take it."""
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    held.bind(("127.0.0.1", 0))
-    held.listen(_BACKLOG)
-    return held
-
-
-def _rendezvous(held: socket.socket | None) -> Rendezvous | None:
-    if held is None:
-        return None
-    return Rendezvous(port=held.getsockname()[1], fd=held.fileno())
-
-
-def _dry_plan(
-    options: Options, environment: Mapping[str, str], server_command: Sequence[str]
+def _plan(
+    options: Options,
+    identity: Identity,
+    inherited: Mapping[str, str],
+    server_command: Sequence[str],
 ) -> tuple[ProcessSpec, ...]:
-    """Make the plan with values that are only known at a real start left at zero."""
-    name = "FASTPS_TOKEN_FILE" if options.has_token_file else "FASTPS_TOKEN"
     return make_plan(
         options,
-        Identity(options.job_id or "job-00000000", (name, "fastps-token-00000000")),
-        rendezvous=Rendezvous(port=0, fd=0) if needs_scheduler(options) else None,
+        identity,
         cpus=len(os.sched_getaffinity(0)),
-        inherited=environment,
+        inherited=inherited,
         server_command=server_command,
     )
 
 
-def _print_plan(plan: Sequence[ProcessSpec]) -> None:
-    sys.stdout.write("# job id, token, port and descriptor are chosen at the start\n")
-    for spec in plan:
-        sys.stdout.write(f"# {spec.name}\n{spec.render()}\n")
+def _dry_run(
+    options: Options,
+    identity: Identity,
+    inherited: Mapping[str, str],
+    server_command: Sequence[str],
+) -> int:
+    """Print what a start would do; what is chosen only then is left at zero."""
+    if not options.layout.is_spread:
+        identity = dataclasses.replace(identity, job_id=options.job_id or "job-00000000")
+    lines = [_describe_meeting(options, identity)]
+    if options.layout.is_spread:
+        lines.append(f"# {options.layout.describe()}")
+        if identity.secret is None:
+            lines.append(f"# a start needs a token: {TOKEN_RECIPE}")
+    for spec in _plan(options, identity, inherited, server_command):
+        lines += [f"# {spec.name}", spec.render()]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _describe_meeting(options: Options, identity: Identity) -> str:
+    """Say where the scheduler is, as a comment."""
+    if identity.scheduler is None:
+        return "# one worker alone: no scheduler; the job id is chosen at the start"
+    where = sockets.join_address(*identity.scheduler)
+    if not options.layout.is_spread:
+        return (
+            "# scheduler: a thread of fastps-run; job id, token and its port are chosen at the "
+            "start"
+        )
+    if options.layout.has_scheduler:
+        return f"# scheduler: a thread of this fastps-run, at {where}"
+    return f"# scheduler: a thread of fastps-run on machine 0, at {where}"
 
 
 def _screen(options: Options, environment: Mapping[str, str]) -> Screen:

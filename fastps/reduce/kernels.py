@@ -385,7 +385,7 @@ def _sum(srcs: Any, n_srcs: int, dst: Any, count: int, divisor: int) -> int:
     """Sum n sources in rank order and divide: dst[i] = (srcs[0][i] + srcs[1][i] + ...) / divisor.
 
     srcs: table of n_srcs addresses of element[count], contiguous, aligned to the element, IN.
-    dst: element[count], OUT; equal to srcs[0], or disjoint from all sources. divisor: 1 to
+    dst: element[count], OUT; each source is dst itself or disjoint from it. divisor: 1 to
     MAX_DIVISOR (bool: 1). Floats are multiplied by 1 / divisor in the accumulator's type;
     integers wrap, then divide towards minus infinity; bool is a logical or. Runs without the
     GIL; allocates nothing; (n_srcs + 1) * count elements of memory traffic. Returns OK, or
@@ -404,7 +404,7 @@ def _sum(srcs: Any, n_srcs: int, dst: Any, count: int, divisor: int) -> int:
         gap = place - _address(dst)
         if place == 0 or (place | gap) & (size - 1) != 0:
             return BAD_ARGUMENT
-        if -nbytes < gap and gap < nbytes and (gap != 0 or j != 0):
+        if -nbytes < gap and gap < nbytes and gap != 0:
             return BAD_ARGUMENT
     if n_srcs == 1 and divisor == 1 and _address(srcs[0]) == _address(dst):
         return OK

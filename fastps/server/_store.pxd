@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# The layout of the store: entries by key, two rounds per entry, one contribution per worker.
+# The layout of the store: entries by key, two rounds per entry, one contribution per machine.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from fastps._table cimport IdTable
@@ -22,21 +22,23 @@ cdef struct Job:                # one chunk whose contributions are all in; prea
     Round* round
     uint32_t chunk
 
-cdef struct Contribution:       # what one worker gave to a round; entry.lock
+cdef struct Contribution:       # what one machine gave to a round; entry.lock
     char** buffers              # per chunk: a loan of the pool, from landing until it is summed
+    const char** borrowed       # per chunk: memory of the pusher, in our process, or NULL
     uint32_t cursor             # bytes landed
     bint has_joined             # a PUSH or PULL of this round was seen
     bint has_data               # a PUSH
+    bint is_lent                # part of it is borrowed
     uint32_t landing            # number of the chunk whose bytes land just now, plus 1; else 0
     bint wants_result           # else an empty RESULT as acknowledgement
     SendItem error              # the ERROR frame, should the round fail
-    int32_t is_error_lent       # it is lent to the worker's link; atomic
+    int32_t is_error_lent       # it is lent to the pusher's link; atomic
 
 cdef struct Round:              # one version of a key; entry.lock unless said otherwise
     Entry* entry
     uint32_t version            # 0: never used
     uint8_t flags               # of the first arrival; all must agree
-    uint32_t root               # that the first arrival named; all must agree
+    uint32_t root               # machine that the first arrival named; all must agree
     int32_t priority            # of the first arrival; results carry it
     int status                  # OK, or why the round failed
     uint32_t culprit            # rank to blame when it failed
@@ -47,11 +49,13 @@ cdef struct Round:              # one version of a key; entry.lock unless said o
     bint is_handing             # a thread is handing chunks on
     uint32_t chunks_done        # summed, results queued
     int32_t in_flight           # items lent to links, jobs, and threads at work on it; atomic
+    int32_t summing             # threads that read contributions just now; atomic
+    bint has_borrowed           # some contribution is memory that is not ours
     int32_t* unsent             # per chunk: results lent to links; the last gives the buffer back
     char** sums                 # per chunk: the buffer that holds the result until it has left
     uint16_t* arrived           # contributions per chunk
-    Contribution* contributions     # one per worker
-    SendItem* results           # n_workers x n_chunks
+    Contribution* contributions     # one per machine
+    SendItem* results           # n_machines x n_chunks
     Job* jobs                   # one per chunk
 
 cdef struct Entry:              # fixed after declare, except rounds
@@ -64,6 +68,8 @@ cdef struct Entry:              # fixed after declare, except rounds
     uint8_t itemsize
     uint32_t lane               # link over which this key's results travel
     int engine                  # index of the engine thread that sums it, -1: the I/O thread
+    uint32_t* pushers           # per machine: the rank that pushes and gets the results
+    int failed                  # OK, or why no round of this key can succeed; entry.lock
     sum_fn kernel
     pthread_mutex_t lock
     Round rounds[2]             # a push of version v goes to rounds[v & 1]
@@ -84,6 +90,8 @@ cdef struct StoreStats:
 cdef struct Store:
     uint32_t index              # of this server
     uint32_t n_workers
+    uint32_t n_machines         # of workers: contributions to a round
+    int32_t* machine_of         # by rank: its machine, NO_MACHINE before it was named
     uint32_t lanes              # links per worker
     IdTable* tensors            # id -> Tensor
     LinkSlot* links             # n_workers x lanes
@@ -104,4 +112,5 @@ cdef class ServerStore(LinkOwner):
     cdef set tensor_ids
     cdef bint is_closed
     cdef int start_engine(self, int index) except -1
+    cdef int place_pushers(self, pushers) except -1
     cdef int choose_engine(self, uint32_t chunk, uint32_t inline_bytes, uint64_t nbytes) except -2

@@ -13,6 +13,7 @@ class ServerStore(LinkOwner):
         *,
         index: int,
         n_workers: int,
+        n_machines: int,
         lanes: int = 1,
         engine_threads: int = 1,
     ) -> Self: ...
@@ -21,13 +22,14 @@ class ServerStore(LinkOwner):
         tensor_id: int,
         *,
         n_partitions: int,
-        partitions: Sequence[tuple[int, int]],
+        partitions: Sequence[tuple[int, int, Sequence[int]]],
         dtype: int,
         itemsize: int,
         chunk_bytes: int,
         kernel: int,
         inline_bytes: int,
     ) -> None: ...
+    def fail_tensor(self, tensor_id: int, status: int) -> None: ...
     def wait_news(self, *, timeout_s: float) -> dict[int, int]: ...
     def wake(self) -> None: ...
     def forget(self, *, timeout_s: float) -> None: ...

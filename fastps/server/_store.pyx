@@ -1,34 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """The store: what the owner of a key does when workers push and pull. No GIL on the way.
 
-Theory of operation. Each key has two rounds; version v of a key uses rounds[v & 1]. A worker's
-chunk lands in a buffer that the pool lends for it. When chunk c of all workers is there, one
-thread sums it in rank order over the buffer of the lowest rank that contributed, gives the
-others back, and queues the result on the links of all workers at once; nobody has to ask for
-it. The last link that has sent it gives its buffer back. So memory holds what some workers have
-pushed and others have not, at most 2 x n_workers x the bytes owned, usually a few chunks; and
-the buffers lent are those used last, which the processor still has in its cache.
+Theory of operation. The workers of one machine speak with one voice: for each key, one of them
+pushes what they have summed up among themselves, and gets the result. Below, a pusher is that
+worker. Where every worker is a machine of its own, the pushers are all workers.
 
-Why two rounds suffice. A worker pushes version v + 2 only after it has received all of v + 1.
-That needs every worker's push of v + 1, which each worker sends only after it has received all
+Each key has two rounds; version v of a key uses rounds[v & 1]. A pusher's chunk lands in a
+buffer that the pool lends for it. When chunk c of all machines is there, one thread sums it in
+machine order over the buffer of the lowest machine that has one, gives the others back, and
+queues the result on the links of all pushers at once; nobody has to ask for it. The last link
+that has sent it gives its buffer back. So memory holds what some machines have pushed and others
+have not, at most 2 x n_machines x the bytes owned, usually a few chunks; and the buffers lent
+are those used last, which the processor still has in its cache.
+
+A pusher in the store's own process lends its memory instead (adopt): it is read once, by the
+sum, and never written. It stays readable until the pusher got the result of its last chunk, by
+when every chunk was summed; or the ERROR of the round, which waits for the sum in progress and
+after which none begins; or until its link ended, which fails every round that it lent to.
+
+Why two rounds suffice. A pusher pushes version v + 2 only after it has received all of v + 1.
+That needs every pusher's push of v + 1, which each of them sends only after it has received all
 of v. So when the first byte of v + 2 lands in rounds[v & 1], no result of v is in flight. A
 worker that breaks this is cut off (E_PROTOCOL), and a result that is still lent to a link is
 waited for, so a buffer in flight is never written.
 
 A PULL joins a round without a contribution: the sum then runs over those that have one. A
-broadcast is a round with one contribution. A worker that left makes every round fail that it
+broadcast is a round with one contribution. A pusher that left makes every round fail that it
 has not contributed to, with its rank as the culprit.
 
 Threads. landing and deliver run on I/O threads, sums on the engine thread of the key (small
 chunks, or all when there are no engines, on the I/O thread that brought the last arrival).
-entry.lock is the only lock; no system call and no sum happens under it.
+entry.lock is the only lock; no sum happens under it, and no system call but sched_yield.
 """
 
 cimport cython
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32_t
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from fastps._atomic cimport fps_add32, fps_add64, fps_load32, fps_store32, fps_swap32
 from fastps._table cimport MAX_RECORDS, IdTable, table_clear, table_each, table_get, table_put
@@ -66,7 +75,8 @@ cdef enum:
     MAX_WORKERS = 4096                      # table of sources lives on the stack
     IN_FLIGHT_WAIT_NS = 1000000000          # how long a landing waits for a result to leave
     KEY_BITS = 16                           # partition index within a key
-    ROUND_FLAGS = FLAG_AVERAGE | FLAG_BROADCAST     # what all workers must agree on
+    NO_MACHINE = -1                         # of a worker that pushes no key
+    ROUND_FLAGS = FLAG_AVERAGE | FLAG_BROADCAST     # what all pushers must agree on
     SERVER_SENDER = 1 << 30                 # sender number of server 0
 
 
@@ -85,8 +95,8 @@ cdef inline uint32_t chunk_length(Entry* entry, uint32_t offset) noexcept nogil:
     return left if left < entry.chunk_bytes else entry.chunk_bytes
 
 
-cdef inline LinkSlot* link_of(Entry* entry, uint32_t rank) noexcept nogil:
-    return &entry.store.links[rank * entry.store.lanes + entry.lane]
+cdef inline LinkSlot* link_of(Entry* entry, uint32_t machine) noexcept nogil:
+    return &entry.store.links[entry.pushers[machine] * entry.store.lanes + entry.lane]
 
 
 include "_store_sum.pxi"
@@ -103,6 +113,19 @@ cdef void fail_waiting_rounds(Entry* entry) noexcept nogil:
         round = &entry.rounds[i]
         if round.version and round.status == OK and round.chunks_done < entry.n_chunks:
             blame_gone(round)
+    pthread_mutex_unlock(&entry.lock)
+
+
+cdef void fail_entry(Entry* entry, int status) noexcept nogil:
+    """Let no round of a key succeed that has not, now or later."""
+    cdef int i
+    cdef Round* round
+    pthread_mutex_lock(&entry.lock)
+    entry.failed = status
+    for i in range(2):
+        round = &entry.rounds[i]
+        if round.version and round.chunks_done < entry.n_chunks:
+            fail_round(round, status, 0)
     pthread_mutex_unlock(&entry.lock)
 
 
@@ -131,8 +154,9 @@ cdef void store_closed(void* context, Link* link, int status) noexcept nogil:
 # ---------------------------------------------------------------- making and freeing
 
 cdef int make_round(Round* round, Entry* entry) noexcept nogil:
-    cdef uint32_t n = entry.store.n_workers
-    cdef uint32_t rank
+    cdef uint32_t n = entry.store.n_machines
+    cdef uint32_t machine
+    cdef Contribution* part
     round.entry = entry
     round.arrived = <uint16_t*>calloc(entry.n_chunks, sizeof(uint16_t))
     round.contributions = <Contribution*>calloc(n, sizeof(Contribution))
@@ -143,18 +167,21 @@ cdef int make_round(Round* round, Entry* entry) noexcept nogil:
     if (round.arrived == NULL or round.contributions == NULL or round.results == NULL
             or round.jobs == NULL or round.unsent == NULL or round.sums == NULL):
         return E_NOMEM
-    for rank in range(n):
-        round.contributions[rank].buffers = <char**>calloc(entry.n_chunks, sizeof(char*))
-        if round.contributions[rank].buffers == NULL:
+    for machine in range(n):
+        part = &round.contributions[machine]
+        part.buffers = <char**>calloc(entry.n_chunks, sizeof(char*))
+        part.borrowed = <const char**>calloc(entry.n_chunks, sizeof(char*))
+        if part.buffers == NULL or part.borrowed == NULL:
             return E_NOMEM
     return OK
 
 
 cdef void free_contributions(Round* round) noexcept nogil:
-    cdef uint32_t rank, chunk
+    cdef uint32_t machine, chunk
     cdef Contribution* part
-    for rank in range(round.entry.store.n_workers):
-        part = &round.contributions[rank]
+    for machine in range(round.entry.store.n_machines):
+        part = &round.contributions[machine]
+        free(part.borrowed)
         if part.buffers == NULL:
             continue
         for chunk in range(round.entry.n_chunks):
@@ -179,6 +206,7 @@ cdef void free_entry(Entry* entry) noexcept nogil:
     free_round(&entry.rounds[0])
     free_round(&entry.rounds[1])
     pthread_mutex_destroy(&entry.lock)
+    free(entry.pushers)
     free(entry)
 
 
@@ -199,6 +227,10 @@ cdef Entry* make_entry(Store* store, uint64_t key, uint32_t nbytes, uint32_t chu
     entry.lane = <uint32_t>(key % store.lanes)
     entry.engine = engine
     entry.kernel = <sum_fn>kernel
+    entry.pushers = <uint32_t*>calloc(store.n_machines, sizeof(uint32_t))
+    if entry.pushers == NULL:
+        free_entry(entry)
+        return NULL
     if make_round(&entry.rounds[0], entry) or make_round(&entry.rounds[1], entry):
         free_entry(entry)
         return NULL
@@ -219,16 +251,19 @@ cdef void free_tensor(void* record, void* context) noexcept nogil:
 @cython.no_gc_clear             # __dealloc__ gives buffers back to the pool
 @cython.final
 cdef class ServerStore(LinkOwner):
-    """Own the keys of one server: sum what n_workers push and send the results.
+    """Own the keys of one server: sum what n_machines push and send the results.
 
-    index: number of this server. lanes: links per worker. engine_threads: threads that sum; 0
-    lets the I/O threads sum. Owner of links from adopt(); thread-safe.
+    index: number of this server. n_workers: ranks that may connect, and the divisor of averages.
+    n_machines: contributions to a round. lanes: links per worker. engine_threads: threads that
+    sum; 0 lets the I/O threads sum. Owner of links from adopt(); thread-safe.
     """
 
     def __cinit__(self, BufferPool pool not None, *, uint32_t index, uint32_t n_workers,
-                  uint32_t lanes=1, int engine_threads=1):
+                  uint32_t n_machines, uint32_t lanes=1, int engine_threads=1):
         if not 0 < n_workers <= MAX_WORKERS:
             raise ValueError(f"n_workers must be between 1 and {MAX_WORKERS}, not {n_workers}")
+        if not 0 < n_machines <= n_workers:
+            raise ValueError(f"{n_workers} workers cannot be on {n_machines} machines")
         self.pool = pool
         self.tensor_ids = set()
         self.engine_bytes = [0] * engine_threads
@@ -238,20 +273,26 @@ cdef class ServerStore(LinkOwner):
         self.store.pool = <void*>pool
         self.store.index = index
         self.store.n_workers = n_workers
+        self.store.n_machines = n_machines
         self.store.lanes = lanes
+        self.store.machine_of = <int32_t*>calloc(n_workers, sizeof(int32_t))
         self.store.tensors = <IdTable*>calloc(1, sizeof(IdTable))
         self.store.links = <LinkSlot*>calloc(n_workers * lanes, sizeof(LinkSlot))
         self.store.gone = <int32_t*>calloc(n_workers, sizeof(int32_t))
         self.store.links_open = <int32_t*>calloc(n_workers, sizeof(int32_t))
         self.store.engines = <Engine*>calloc(engine_threads + 1, sizeof(Engine))
         if (self.store.tensors == NULL or self.store.links == NULL or self.store.gone == NULL
-                or self.store.links_open == NULL or self.store.engines == NULL):
+                or self.store.links_open == NULL or self.store.engines == NULL
+                or self.store.machine_of == NULL):
             raise MemoryError("no memory for the store")
+        for rank in range(n_workers):
+            self.store.machine_of[rank] = NO_MACHINE
         completion_reset(&self.store.news, 1)
         self.c_owner.context = self.store
         self.c_owner.landing = store_landing
         self.c_owner.deliver = store_deliver
         self.c_owner.closed = store_closed
+        self.c_owner.adopt = store_adopt
         for i in range(engine_threads):
             self.start_engine(i)
 
@@ -283,10 +324,12 @@ cdef class ServerStore(LinkOwner):
 
     def declare(self, uint64_t tensor_id, *, uint32_t n_partitions, partitions, uint8_t dtype,
                 uint8_t itemsize, uint32_t chunk_bytes, uintptr_t kernel, uint32_t inline_bytes):
-        """Make the entries of one tensor: partitions is a list of (index, nbytes) owned here.
+        """Make the entries of one tensor: partitions are (index, nbytes, pushers) owned here.
 
-        kernel: address of the sum kernel. Chunks of at most inline_bytes bytes are summed by the
-        I/O thread. Declaring a tensor twice is allowed and does nothing. Raises MemoryError.
+        pushers: by machine, the rank that pushes this partition and gets its result; a rank is
+        on one machine. kernel: address of the sum kernel. Chunks of at most inline_bytes bytes
+        are summed by the I/O thread. Declaring a tensor twice is allowed and does nothing.
+        Raises ValueError, MemoryError.
         """
         cdef Tensor* tensor
         cdef Entry* entry
@@ -294,23 +337,59 @@ cdef class ServerStore(LinkOwner):
             return
         if tensor_id >= MAX_RECORDS:
             raise FastPSError(f"more than {MAX_RECORDS} tensors were declared")
+        for _, _, pushers in partitions:
+            self.place_pushers(pushers)
         tensor = <Tensor*>calloc(1, sizeof(Tensor))
         if tensor == NULL:
             raise MemoryError("no memory for a tensor")
         tensor.n_partitions = n_partitions
         tensor.entries = <Entry**>calloc(n_partitions + 1, sizeof(Entry*))
-        for index, nbytes in partitions:
+        for index, nbytes, pushers in partitions:
             engine = self.choose_engine(min(nbytes, chunk_bytes), inline_bytes, nbytes)
             entry = make_entry(self.store, tensor_id << KEY_BITS | index, nbytes, chunk_bytes,
                                dtype, itemsize, kernel, engine)
             if entry == NULL:
                 free_tensor(tensor, NULL)
                 raise MemoryError(f"no memory for partition {index} of tensor {tensor_id}")
+            for machine, rank in enumerate(pushers):
+                entry.pushers[<uint32_t>machine] = rank
             tensor.entries[<uint32_t>index] = entry
         if not table_put(self.store.tensors, tensor_id, tensor):
             free_tensor(tensor, NULL)
             raise MemoryError("no memory for the tensor table")
         self.tensor_ids.add(tensor_id)
+
+    cdef int place_pushers(self, pushers) except -1:
+        """Note on which machine each pusher is."""
+        cdef int32_t machine
+        cdef uint32_t rank
+        if len(pushers) != self.store.n_machines:
+            raise ValueError(
+                f"{self.store.n_machines} machines need as many pushers, not {len(pushers)}")
+        for machine, rank in enumerate(pushers):
+            if rank >= self.store.n_workers:
+                raise ValueError(f"rank {rank} is not part of this job")
+            if self.store.machine_of[rank] not in (NO_MACHINE, machine):
+                raise ValueError(f"rank {rank} cannot be on machine {machine}: it is on "
+                                 f"machine {self.store.machine_of[rank]}")
+            self.store.machine_of[rank] = machine
+        return 0
+
+    def fail_tensor(self, uint64_t tensor_id, int status):
+        """Fail every round of a tensor that is not complete, and every later one.
+
+        When this returns, no memory that pushers lent for it is read any more. An unknown tensor
+        is passed over.
+        """
+        cdef Tensor* tensor
+        cdef uint32_t index
+        if tensor_id not in self.tensor_ids:
+            return
+        tensor = <Tensor*>table_get(self.store.tensors, tensor_id)
+        with nogil:
+            for index in range(tensor.n_partitions):
+                if tensor.entries[index] != NULL:
+                    fail_entry(tensor.entries[index], status)
 
     cdef int choose_engine(self, uint32_t chunk, uint32_t inline_bytes, uint64_t nbytes) except -2:
         if chunk <= inline_bytes or not self.engine_bytes:
@@ -320,7 +399,10 @@ cdef class ServerStore(LinkOwner):
         return least
 
     def wait_news(self, *, double timeout_s):
-        """Wait until a link ends; give {rank: status} of all workers that are gone."""
+        """Wait until a link ends; give {rank: status} of all workers that are gone.
+
+        Status -6: the link was cut because the pool could not hold what the worker pushed.
+        """
         cdef int64_t deadline = deadline_of(timeout_s)
         with nogil:
             completion_wait(&self.store.news, deadline, 0)
@@ -358,6 +440,7 @@ cdef class ServerStore(LinkOwner):
         self.engine_bytes = [0] * len(self.engine_bytes)
         for rank in range(self.store.n_workers):
             self.store.gone[rank] = OK
+            self.store.machine_of[rank] = NO_MACHINE
 
     def statistics(self):
         """Count chunks and bytes summed, rounds failed and tensors declared, as a dict."""
@@ -397,6 +480,7 @@ cdef class ServerStore(LinkOwner):
         free(self.store.tensors)
         free(self.store.links)
         free(self.store.gone)
+        free(self.store.machine_of)
         free(self.store.links_open)
         free(self.store.engines)
         free(self.store)

@@ -3,20 +3,19 @@
 
 # ---------------------------------------------------------------- arrivals
 
-cdef inline uint32_t root_of(const Header* header) noexcept nogil:
-    """The root of a broadcast: who pushes it, and what a PULL carries as its offset."""
+cdef inline uint32_t root_of(uint32_t machine, const Header* header) noexcept nogil:
+    """The root of a broadcast: the machine that pushes it; a PULL carries it as its offset."""
     if not header.flags & FLAG_BROADCAST:
         return 0
-    return header.sender if header.kind == KIND_PUSH else header.offset
+    return machine if header.kind == KIND_PUSH else header.offset
 
 
-cdef int turn_over(Round* round, const Header* header) noexcept nogil:
+cdef int turn_over(Round* round, uint32_t machine, const Header* header) noexcept nogil:
     """Begin a new version in a slot whose previous round is over; entry.lock is held.
 
     E_TIMEOUT: a result was received, but is not yet marked as sent; ask again.
     """
     cdef Entry* entry = round.entry
-    cdef uint32_t rank
     cdef bint is_over = round.version == 0 or round.status != OK
     if not is_over and round.chunks_done < entry.n_chunks:
         return E_PROTOCOL
@@ -28,7 +27,7 @@ cdef int turn_over(Round* round, const Header* header) noexcept nogil:
         return E_TIMEOUT
     round.version = header.key_version
     round.flags = header.flags & ROUND_FLAGS
-    round.root = root_of(header)
+    round.root = root_of(machine, header)
     round.priority = header.priority
     round.chunks_done = round.chunks_ready = round.chunks_begun = 0
     memset(round.arrived, 0, entry.n_chunks * sizeof(uint16_t))
@@ -36,59 +35,82 @@ cdef int turn_over(Round* round, const Header* header) noexcept nogil:
         give_back_all(round)
     round.late_status = round.status
     round.late_culprit = round.culprit
-    round.status = OK
-    for rank in range(entry.store.n_workers):
-        round.contributions[rank].cursor = 0
-        round.contributions[rank].has_joined = False
-        round.contributions[rank].has_data = False
-        round.contributions[rank].wants_result = False
+    round.status = entry.failed
+    round.culprit = 0
+    forget_contributions(round)
     return OK
+
+
+cdef void forget_contributions(Round* round) noexcept nogil:
+    cdef uint32_t machine
+    cdef Contribution* part
+    for machine in range(round.entry.store.n_machines):
+        part = &round.contributions[machine]
+        part.cursor = 0
+        part.has_joined = part.has_data = part.wants_result = part.is_lent = False
+        if round.has_borrowed:
+            memset(part.borrowed, 0, round.entry.n_chunks * sizeof(char*))
+    round.has_borrowed = False
 
 
 cdef void give_back_all(Round* round) noexcept nogil:
     """Return what contributions of a failed round still hold, but where bytes land just now."""
-    cdef uint32_t rank, chunk
-    for rank in range(round.entry.store.n_workers):
+    cdef uint32_t machine, chunk
+    for machine in range(round.entry.store.n_machines):
         for chunk in range(round.entry.n_chunks):
-            if round.contributions[rank].landing != chunk + 1:
-                give_back(round.entry.store, &round.contributions[rank].buffers[chunk])
+            if round.contributions[machine].landing != chunk + 1:
+                give_back(round.entry.store, &round.contributions[machine].buffers[chunk])
 
 
 cdef void blame_gone(Round* round) noexcept nogil:
-    """Fail a round that waits for somebody who left; entry.lock is held."""
-    cdef uint32_t rank
-    for rank in range(round.entry.store.n_workers):
+    """Fail a round that waits for somebody who left; entry.lock is held.
+
+    Nor can it go on with what was only lent by one who left: the memory leaves with its owner.
+    """
+    cdef uint32_t machine, rank
+    for machine in range(round.entry.store.n_machines):
+        rank = round.entry.pushers[machine]
         if (fps_load32(&round.entry.store.gone[rank])
-                and not has_contributed(round, &round.contributions[rank])):
+                and not is_kept(round, &round.contributions[machine])):
             fail_round(round, E_PEER_LOST, rank)
             return
 
 
-cdef inline bint has_contributed(Round* round, Contribution* part) noexcept nogil:
-    return part.has_joined and (not part.has_data or part.cursor == round.entry.nbytes)
+cdef inline bint is_kept(Round* round, Contribution* part) noexcept nogil:
+    """Tell whether a contribution is whole and stays when its pusher goes."""
+    if not part.has_joined:
+        return False
+    return not part.has_data or (part.cursor == round.entry.nbytes and not part.is_lent)
 
 
-cdef void join_round(Round* round, Contribution* part, const Header* header) noexcept nogil:
-    """A worker's first frame of this round; entry.lock is held."""
+cdef void join_round(Round* round, uint32_t machine, const Header* header) noexcept nogil:
+    """A machine's first frame of this round; entry.lock is held."""
+    cdef Contribution* part = &round.contributions[machine]
     part.has_joined = True
     part.has_data = header.kind == KIND_PUSH
     part.wants_result = not header.flags & FLAG_NO_RESULT
     if round.status != OK:
-        send_error(round, header.sender, round.version, round.status, round.culprit)
-    elif round.flags != header.flags & ROUND_FLAGS or round.root != root_of(header):
+        send_error(round, machine, round.version, round.status, round.culprit)
+    elif round.flags != header.flags & ROUND_FLAGS or round.root != root_of(machine, header):
         fail_round(round, E_MISMATCH, header.sender)
     else:
         blame_gone(round)
+
+
+cdef inline bint is_pusher(Entry* entry, uint32_t rank) noexcept nogil:
+    """Tell whether a worker speaks for its machine where this key is concerned."""
+    cdef int32_t machine = entry.store.machine_of[rank]
+    return machine != NO_MACHINE and entry.pushers[machine] == rank
 
 
 cdef int check_frame(Entry* entry, Link* link, const Header* header) noexcept nogil:
     """Whatever can be said against a header without looking at the round."""
     if entry == NULL or header.dtype != entry.dtype or header.sender != link.peer:
         return E_PROTOCOL
-    if header.key_version == 0:
+    if header.key_version == 0 or not is_pusher(entry, link.peer):
         return E_PROTOCOL
     if header.kind == KIND_PULL:
-        return OK if header.length == 0 and header.offset < entry.store.n_workers else E_PROTOCOL
+        return OK if header.length == 0 and header.offset < entry.store.n_machines else E_PROTOCOL
     if header.kind != KIND_PUSH or header.offset > entry.nbytes:
         return E_PROTOCOL
     if header.offset % entry.chunk_bytes or header.length != chunk_length(entry, header.offset):
@@ -96,26 +118,27 @@ cdef int check_frame(Entry* entry, Link* link, const Header* header) noexcept no
     return OK
 
 
-cdef int enter_late(Round* round, Contribution* part, const Header* header) noexcept nogil:
+cdef int enter_late(Round* round, uint32_t machine, const Header* header) noexcept nogil:
     """Admit a frame of a round that failed so long ago that its slot is in use again.
 
     Its bytes land where nobody reads them; its sender gets the error, as it would have then.
     """
-    if round.late_status == OK or part.has_joined:
+    if round.late_status == OK or round.contributions[machine].has_joined:
         return E_PROTOCOL
     if header.kind == KIND_PULL or header.offset == 0:
-        send_error(round, header.sender, header.key_version, round.late_status,
+        send_error(round, machine, header.key_version, round.late_status,
                    round.late_culprit)
     return OK
 
 
-cdef int enter_round(Round* round, Contribution* part, const Header* header) noexcept nogil:
+cdef int enter_round(Round* round, uint32_t machine, const Header* header) noexcept nogil:
     """Admit a frame to its round and find its place; entry.lock is held."""
+    cdef Contribution* part = &round.contributions[machine]
     cdef int status = OK
     if header.key_version < round.version:
-        return enter_late(round, part, header)
+        return enter_late(round, machine, header)
     if round.version != header.key_version:
-        status = turn_over(round, header)
+        status = turn_over(round, machine, header)
     if status != OK:
         return status
     if part.has_joined:
@@ -124,7 +147,7 @@ cdef int enter_round(Round* round, Contribution* part, const Header* header) noe
     if header.kind == KIND_PUSH and header.offset != part.cursor:
         return E_PROTOCOL
     if not part.has_joined:
-        join_round(round, part, header)
+        join_round(round, machine, header)
     return OK
 
 
@@ -137,36 +160,67 @@ cdef char* lend_buffer(Round* round, Contribution* part, const Header* header) n
     return buffer[0]
 
 
-cdef void* store_landing(void* context, Link* link, const Header* header,
-                         int* status) noexcept nogil:
-    cdef Entry* entry = find_entry(<Store*>context, header.key)
-    cdef Round* round
-    cdef Contribution* part
-    cdef char* place = NULL
+cdef void borrow(Round* round, Contribution* part, const Header* header,
+                 const char* payload) noexcept nogil:
+    """Note where a chunk lies in its sender's memory, unless nobody will read it any more."""
+    if round.version == header.key_version and round.status == OK:
+        part.borrowed[header.offset / round.entry.chunk_bytes] = payload
+        part.is_lent = round.has_borrowed = True
+
+
+cdef int admit(Entry* entry, Link* link, const Header* header, const char* payload,
+               char** place) noexcept nogil:
+    """Admit a frame. Its bytes stay at payload, or if that is NULL, *place says where to put them.
+    """
+    cdef Round* round = &entry.rounds[header.key_version & 1]
+    cdef uint32_t machine = entry.store.machine_of[link.peer]
+    cdef Contribution* part = &round.contributions[machine]
     cdef int64_t deadline = 0
-    status[0] = check_frame(entry, link, header)
-    if status[0] != OK:
-        return NULL
-    round = &entry.rounds[header.key_version & 1]
-    part = &round.contributions[link.peer]
+    cdef int status
     pthread_mutex_lock(&entry.lock)
-    status[0] = enter_round(round, part, header)
-    while status[0] == E_TIMEOUT:
+    status = enter_round(round, machine, header)
+    while status == E_TIMEOUT:
         pthread_mutex_unlock(&entry.lock)
         deadline = deadline if deadline else now_ns() + IN_FLIGHT_WAIT_NS
         if now_ns() > deadline:
-            status[0] = E_PROTOCOL
-            return NULL
+            return E_PROTOCOL
         sched_yield()
         pthread_mutex_lock(&entry.lock)
-        status[0] = enter_round(round, part, header)
-    if status[0] == OK and header.kind == KIND_PUSH:
-        place = lend_buffer(round, part, header)
-        if place == NULL:
-            status[0] = E_NOMEM
+        status = enter_round(round, machine, header)
+    if status == OK and header.kind == KIND_PUSH:
+        if payload != NULL:
+            borrow(round, part, header, payload)
+        else:
+            place[0] = lend_buffer(round, part, header)
+            status = OK if place[0] != NULL else E_NOMEM
     pthread_mutex_unlock(&entry.lock)
     fault_hit(FAULT_SERVER_LANDING)
+    return status
+
+
+cdef void* store_landing(void* context, Link* link, const Header* header,
+                         int* status) noexcept nogil:
+    cdef Entry* entry = find_entry(<Store*>context, header.key)
+    cdef char* place = NULL
+    status[0] = check_frame(entry, link, header)
+    if status[0] == OK:
+        status[0] = admit(entry, link, header, NULL, &place)
     return place
+
+
+cdef int store_adopt(void* context, Link* link, const Header* header,
+                     const char* payload) noexcept nogil:
+    cdef Entry* entry = find_entry(<Store*>context, header.key)
+    cdef char* place = NULL
+    cdef int status = check_frame(entry, link, header)
+    if status != OK:
+        return status
+    if <uintptr_t>payload % entry.itemsize == 0:
+        return admit(entry, link, header, payload, NULL)
+    status = admit(entry, link, header, NULL, &place)   # kernels read aligned elements alone
+    if status == OK:
+        memcpy(place, payload, header.length)
+    return status
 
 
 cdef bint arrive(Round* round, uint32_t chunk) noexcept nogil:
@@ -176,7 +230,7 @@ cdef bint arrive(Round* round, uint32_t chunk) noexcept nogil:
     that results leave in order too.
     """
     round.arrived[chunk] += 1
-    if round.arrived[chunk] < round.entry.store.n_workers or round.status != OK:
+    if round.arrived[chunk] < round.entry.store.n_machines or round.status != OK:
         return False
     round.chunks_ready += 1
     if round.is_handing:
@@ -235,4 +289,4 @@ cdef int store_deliver(void* context, Link* link, const Header* header) noexcept
     cdef Round* round = &entry.rounds[header.key_version & 1]
     if header.kind == KIND_PULL:
         return deliver_pull(round, header)
-    return deliver_push(round, &round.contributions[link.peer], header)
+    return deliver_push(round, &round.contributions[entry.store.machine_of[link.peer]], header)

@@ -38,9 +38,9 @@ cdef bint has_error_back(Contribution* part) noexcept nogil:
     return True
 
 
-cdef void lend_result(Round* round, uint32_t rank, SendItem* item, int kick) noexcept nogil:
-    """Lend a result to the link of a worker; for a worker that is gone it counts as sent."""
-    cdef LinkSlot* slot = link_of(round.entry, rank)
+cdef void lend_result(Round* round, uint32_t machine, SendItem* item, int kick) noexcept nogil:
+    """Lend a result to the link of a pusher; for a worker that is gone it counts as sent."""
+    cdef LinkSlot* slot = link_of(round.entry, machine)
     cdef Link* link = slot_acquire(slot)
     item.context = round
     item.sent = result_sent
@@ -64,32 +64,32 @@ cdef void fill_header(Round* round, Header* header, uint8_t kind) noexcept nogil
     header.priority = round.priority
 
 
-cdef void send_result(Round* round, uint32_t rank, uint32_t chunk, char* payload, uint32_t length,
-                      int kick) noexcept nogil:
-    cdef SendItem* item = &round.results[rank * round.entry.n_chunks + chunk]
+cdef void send_result(Round* round, uint32_t machine, uint32_t chunk, char* payload,
+                      uint32_t length, int kick) noexcept nogil:
+    cdef SendItem* item = &round.results[machine * round.entry.n_chunks + chunk]
     fill_header(round, &item.header, KIND_RESULT)
     item.payload = payload
     item.nbytes = length
     item.base = chunk * round.entry.chunk_bytes
-    lend_result(round, rank, item, kick)
+    lend_result(round, machine, item, kick)
 
 
-cdef void send_acknowledgement(Round* round, uint32_t rank, uint32_t chunk,
+cdef void send_acknowledgement(Round* round, uint32_t machine, uint32_t chunk,
                                int kick) noexcept nogil:
-    cdef SendItem* item = &round.results[rank * round.entry.n_chunks + chunk]
+    cdef SendItem* item = &round.results[machine * round.entry.n_chunks + chunk]
     fill_header(round, &item.header, KIND_RESULT)
     item.header.flags |= FLAG_NO_RESULT
     item.payload = NULL
     item.nbytes = 0
     item.base = 0
-    lend_result(round, rank, item, kick)
+    lend_result(round, machine, item, kick)
 
 
-cdef void send_error(Round* round, uint32_t rank, uint32_t version, int status,
+cdef void send_error(Round* round, uint32_t machine, uint32_t version, int status,
                      uint32_t culprit) noexcept nogil:
-    cdef Contribution* part = &round.contributions[rank]
+    cdef Contribution* part = &round.contributions[machine]
     cdef SendItem* item = &part.error
-    cdef LinkSlot* slot = link_of(round.entry, rank)
+    cdef LinkSlot* slot = link_of(round.entry, machine)
     cdef Link* link
     if not has_error_back(part):
         return
@@ -111,43 +111,116 @@ cdef void send_error(Round* round, uint32_t rank, uint32_t version, int status,
 
 
 cdef void fail_round(Round* round, int status, uint32_t culprit) noexcept nogil:
-    """Tell everybody who joined that this round will never complete; entry.lock is held."""
-    cdef uint32_t rank
+    """Tell everybody who joined that this round will never complete; entry.lock is held.
+
+    Who lent us memory takes it back with the news, so a sum that reads it just now has to end
+    before; it needs no lock for that and takes at most a chunk's time. No other will begin.
+    """
+    cdef uint32_t machine
     if round.status != OK:
         return
     round.status = status
     round.culprit = culprit
+    while round.has_borrowed and fps_load32(&round.summing):
+        sched_yield()
     fps_add64(<int64_t*>&round.entry.store.stats.rounds_failed, 1)
-    for rank in range(round.entry.store.n_workers):
-        if round.contributions[rank].has_joined:
-            send_error(round, rank, round.version, status, culprit)
+    for machine in range(round.entry.store.n_machines):
+        if round.contributions[machine].has_joined:
+            send_error(round, machine, round.version, status, culprit)
 
 
 # ---------------------------------------------------------------- summing
 
+cdef bint begin_sum(Round* round) noexcept nogil:
+    """Take hold of what was contributed; False: the round failed, what was lent may be gone."""
+    cdef bint is_wanted
+    pthread_mutex_lock(&round.entry.lock)
+    is_wanted = round.status == OK
+    if is_wanted:
+        fps_add32(&round.summing, 1)
+    pthread_mutex_unlock(&round.entry.lock)
+    return is_wanted
+
+
+cdef int64_t gather(Round* round, uint32_t chunk, const void** sources, int64_t* ours,
+                    uint32_t* keeper) noexcept nogil:
+    """List the contributions to a chunk in machine order; give their number.
+
+    ours: index of the first that lies in a buffer of the pool, and keeper: whose it is; -1: none.
+    """
+    cdef Contribution* part
+    cdef uint32_t machine
+    cdef int64_t n = 0
+    ours[0] = -1
+    for machine in range(round.entry.store.n_machines):
+        part = &round.contributions[machine]
+        if not part.has_data:
+            continue
+        sources[n] = part.borrowed[chunk]
+        if sources[n] == NULL:
+            sources[n] = part.buffers[chunk]
+            if ours[0] < 0:
+                ours[0] = n
+                keeper[0] = machine
+        n += 1
+    return n
+
+
+cdef char* place_of_sum(Round* round, uint32_t chunk, uint32_t length, const void** sources,
+                        int64_t ours, uint32_t keeper) noexcept nogil:
+    """Choose where the sum goes: over our first contribution, else a fresh loan, or NULL.
+
+    A kernel may write over the first source alone. Where our first contribution is the second,
+    the two change places: a + b and b + a have the same bits.
+    """
+    cdef char** kept = &round.contributions[keeper].buffers[chunk]
+    cdef char* place = kept[0]
+    if ours < 0 or ours > 1:
+        return <char*>(<BufferPool>round.entry.store.pool).c_loan(length)
+    if ours == 1:
+        sources[1] = sources[0]
+        sources[0] = place
+    kept[0] = NULL
+    return place
+
+
+cdef inline int64_t divisor_of(Round* round) noexcept nogil:
+    """An average is over the workers, however many of them one machine speaks for."""
+    if round.flags & FLAG_AVERAGE and not round.flags & FLAG_BROADCAST:
+        return round.entry.store.n_workers
+    return 1
+
+
+cdef void give_back_chunk(Round* round, uint32_t chunk) noexcept nogil:
+    """Return what all machines sent of a chunk: it is summed, or never will be."""
+    cdef uint32_t machine
+    for machine in range(round.entry.store.n_machines):
+        give_back(round.entry.store, &round.contributions[machine].buffers[chunk])
+
+
 cdef int sum_chunk(Round* round, uint32_t chunk, uint32_t length) noexcept nogil:
-    """Sum one chunk in rank order into round.sums; its contributions are fixed by now."""
+    """Sum one chunk in machine order into round.sums; its contributions are fixed by now."""
     cdef const void* sources[MAX_WORKERS]
     cdef Entry* entry = round.entry
-    cdef int64_t n = 0, divisor
-    cdef uint32_t rank, first = 0
-    for rank in range(entry.store.n_workers):
-        if round.contributions[rank].has_data:
-            first = first if n else rank
-            sources[n] = round.contributions[rank].buffers[chunk]
-            n += 1
+    cdef int64_t ours = -1
+    cdef uint32_t keeper = 0
+    cdef int64_t n = gather(round, chunk, sources, &ours, &keeper)
+    cdef int64_t divisor = divisor_of(round)
     if n == 0 or (n > 1 and round.flags & FLAG_BROADCAST):
         return E_MISMATCH
-    divisor = n if round.flags & FLAG_AVERAGE else 1
-    round.sums[chunk] = round.contributions[first].buffers[chunk]
-    round.contributions[first].buffers[chunk] = NULL
-    if n == 1 or length == 0:
+    round.sums[chunk] = place_of_sum(round, chunk, length, sources, ours, keeper)
+    if round.sums[chunk] == NULL:
+        return E_NOMEM
+    if n == 1 and divisor == 1:
+        if ours < 0:
+            memcpy(round.sums[chunk], sources[0], length)
+        return OK
+    if length == 0:
         return OK
     fault_hit(FAULT_SERVER_SUM)
     if entry.kernel(sources, n, round.sums[chunk], length / entry.itemsize, divisor) != 1:
         return E_PROTOCOL
-    for rank in range(first + 1, entry.store.n_workers):
-        give_back(entry.store, &round.contributions[rank].buffers[chunk])
+    give_back_chunk(round, chunk)
     fps_add64(<int64_t*>&entry.store.stats.chunks_summed, 1)
     fps_add64(<int64_t*>&entry.store.stats.bytes_summed, length)
     return OK
@@ -155,16 +228,16 @@ cdef int sum_chunk(Round* round, uint32_t chunk, uint32_t length) noexcept nogil
 
 cdef void send_chunk(Round* round, uint32_t chunk, uint32_t length, bint is_last,
                      int kick) noexcept nogil:
-    """Queue a result on the links of all workers, or the acknowledgement behind the last one."""
-    cdef uint32_t rank
+    """Queue a result on the links of all pushers, or the acknowledgement behind the last one."""
+    cdef uint32_t machine
     fault_hit(FAULT_SERVER_RESULT)
-    for rank in range(round.entry.store.n_workers):
-        if round.contributions[rank].wants_result:
+    for machine in range(round.entry.store.n_machines):
+        if round.contributions[machine].wants_result:
             fps_add32(&round.unsent[chunk], 1)
-            send_result(round, rank, chunk, round.sums[chunk], length, kick)
+            send_result(round, machine, chunk, round.sums[chunk], length, kick)
         elif is_last:
             fps_add32(&round.unsent[chunk], 1)
-            send_acknowledgement(round, rank, chunk, kick)
+            send_acknowledgement(round, machine, chunk, kick)
 
 
 cdef void complete_chunk(Round* round, uint32_t chunk, int kick) noexcept nogil:
@@ -172,7 +245,12 @@ cdef void complete_chunk(Round* round, uint32_t chunk, int kick) noexcept nogil:
     cdef Entry* entry = round.entry
     cdef uint32_t length = chunk_length(entry, chunk * entry.chunk_bytes)
     cdef bint is_last
-    cdef int status = sum_chunk(round, chunk, length)
+    cdef int status = OK
+    if begin_sum(round):
+        status = sum_chunk(round, chunk, length)
+        fps_add32(&round.summing, -1)
+    else:
+        give_back_chunk(round, chunk)
     pthread_mutex_lock(&entry.lock)
     round.chunks_done += 1
     is_last = round.chunks_done == entry.n_chunks

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links within one process: the transport interface with memcpy in the place of a network.
 
-For tests of owners, and for owners that share a process. Theory of operation. connect() makes a
-pair of links, each the other's twin. A pair belongs to one I/O thread, which takes items off both
-queues, asks the twin's owner where each frame lands, copies it there and delivers it. Whoever
-queues an item puts the pair on its thread's ready queue, once; nobody else copies. An item moves
-whole, and credit is a hard bound counted by the item: what an owner under test sees is exact.
+For a server in a worker's process, and for tests of owners. Theory of operation. connect() makes
+a pair of links, each the other's twin. A pair belongs to one I/O thread, which takes items off
+both queues, asks the twin's owner where each frame lands, copies it there and delivers it.
+Whoever queues an item puts the pair on its thread's ready queue, once; nobody else copies. As
+over TCP an item moves frame by frame, what is left of it queues again after each, and credit is
+counted by the frame; here it is a hard bound, so what an owner under test sees is exact.
 
-Invariants. Only the I/O thread pops from links, calls landing, deliver and closed, and ends
-pairs; both links of a pair end together. io.lock guards the list of pairs. Ended pairs that are
-still on the ready queue are freed when they are popped.
+By reference. A pair may hand what is pushed to an owner that can adopt it without a copy: the
+bytes stay in the sender's memory, which the owner reads when it sums. An item is `sent` when its
+last frame was handed on, which does not say that nobody reads it any more; the result does (see
+adopt in _link.pxd). A worker's engine gives memory back when both have come, and the end of a
+link gives up both: the owner that adopted is told first, and lets go of the memory before it
+returns from `closed`; only then the sender's items come back and it is told.
+
+Invariants. Only the I/O thread pops from links, calls landing, adopt, deliver and closed, and
+ends pairs; both links of a pair end together. io.lock guards the list of pairs. Ended pairs that
+are still on the ready queue are freed when they are popped.
 """
 
 cimport cython
@@ -26,7 +34,7 @@ from fastps._core cimport (
 from fastps.transport._link cimport (
     KICK_NONE, Link, LinkOwner, LinkStats, Owner, SendItem, Transport, header_check, header_seal,
 )
-from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
+from fastps.wire cimport HEADER_BYTES, KIND_BYE, KIND_PUSH, Header
 
 from fastps.errors import TransportError, TransportTimeout
 
@@ -50,14 +58,16 @@ cdef struct InprocLink:
     Pair* pair
     InprocLink* twin
     Queue* queue
+    bint is_limited             # the queue counts credit; set once
     int32_t close_status        # atomic; first call of close() wins
     int32_t is_leaving          # atomic; BYE queued
-    SendItem* current           # popped, not yet wholly copied; I/O thread
+    SendItem* current           # popped, its frame not yet handed on; I/O thread
     SendItem bye
 
 cdef struct Pair:
     InprocLink ends[2]
     IoThread* io
+    bint by_reference           # pushed bytes are not copied for an owner that can adopt them
     Pair* next                  # io's list of pairs; io.lock
     int32_t is_kicked           # atomic: on the ready queue, or not yet wholly connected
     bint is_over                # I/O thread: ended, to be freed when it leaves the ready queue
@@ -84,21 +94,34 @@ cdef void inproc_kick(Link* base, int kick) noexcept nogil:
         kick_io((<InprocLink*>base).pair)
 
 
+cdef inline uint32_t frame_bytes(const SendItem* item) noexcept nogil:
+    """Payload of an item's next frame."""
+    cdef uint32_t left = item.nbytes - item.cursor
+    return item.chunk_bytes if item.chunk_bytes and left > item.chunk_bytes else left
+
+
+cdef inline int enqueue(InprocLink* link, SendItem* item) noexcept nogil:
+    """Queue what is left of an item; only its next frame counts against the credit."""
+    cdef uint64_t charged = frame_bytes(item) if item.is_credited else 0
+    return queue_push(link.queue, item.header.priority, item.header.key, charged, item)
+
+
 cdef int inproc_send(Link* base, SendItem* item, int kick) noexcept nogil:
     cdef InprocLink* link = <InprocLink*>base
-    cdef uint64_t charged = item.nbytes if item.is_credited else 0
     cdef int status = E_SHUTDOWN        # after BYE nothing follows
     if not fps_load32(&link.is_leaving):
-        status = queue_push(link.queue, item.header.priority, item.header.key, charged, item)
+        item.cursor = 0
+        status = enqueue(link, item)
     if status == OK:
         inproc_kick(base, kick)
     return status
 
 
-cdef void inproc_credit(Link* base, uint64_t nbytes) noexcept nogil:
+cdef void inproc_credit(Link* base, int32_t priority, uint64_t nbytes) noexcept nogil:
     cdef InprocLink* link = <InprocLink*>base
-    queue_credit_return(link.queue, nbytes)
-    kick_io(link.pair)
+    if link.is_limited:
+        queue_credit_return(link.queue, priority, nbytes)
+        kick_io(link.pair)
 
 
 cdef void begin_close(InprocLink* link, int status) noexcept nogil:
@@ -120,19 +143,38 @@ cdef void inproc_close(Link* base, int status) noexcept nogil:
 
 # ---------------------------------------------------------------- receive side
 
-cdef int receive(InprocLink* link, const Header* header, const char* payload) noexcept nogil:
-    """Land one frame at its receiver; negative: the receiver's link has to end."""
+cdef inline bint is_lent(InprocLink* link, const Header* header) noexcept nogil:
+    """Tell whether the receiver gets a frame by reference."""
+    if not link.pair.by_reference or link.base.owner.adopt == NULL:
+        return False
+    return header.kind == KIND_PUSH and header.length > 0
+
+
+cdef int land(InprocLink* link, const Header* header, const char* payload) noexcept nogil:
+    """Copy a frame's payload to where its receiver wants it, or lend it."""
     cdef Owner* owner = &link.base.owner
     cdef void* place
-    cdef int status = header_check(header)
-    if status != OK:
-        return status
-    fault_hit(FAULT_LINK_RECV)
+    cdef int status = OK
+    if is_lent(link, header):
+        return owner.adopt(owner.context, &link.base, header, payload)
     place = owner.landing(owner.context, &link.base, header, &status)
     if status != OK or (place == NULL and header.length):
         return status if status < 0 else E_PROTOCOL
     if header.length:
         memcpy(place, payload, header.length)
+    return OK
+
+
+cdef int receive(InprocLink* link, const Header* header, const char* payload) noexcept nogil:
+    """Hand one frame to its receiver; negative: the receiver's link has to end."""
+    cdef Owner* owner = &link.base.owner
+    cdef int status = header_check(header)
+    if status != OK:
+        return status
+    fault_hit(FAULT_LINK_RECV)
+    status = land(link, header, payload)
+    if status != OK:
+        return status
     link.base.stats.reads += 1
     link.base.stats.frames_received += 1
     link.base.stats.bytes_received += HEADER_BYTES + header.length
@@ -140,13 +182,11 @@ cdef int receive(InprocLink* link, const Header* header, const char* payload) no
 
 
 cdef int move_frame(InprocLink* link, SendItem* item) noexcept nogil:
-    """Copy the next frame of item to the twin; the item is sent once it is wholly copied."""
+    """Hand the next frame of item to the twin; queue what is left, or the item is sent."""
     cdef Header header = item.header
     cdef uint32_t start = item.cursor
     cdef int status
-    header.length = item.nbytes - start
-    if item.chunk_bytes and header.length > item.chunk_bytes:
-        header.length = item.chunk_bytes
+    header.length = frame_bytes(item)
     if item.nbytes:
         header.offset = item.base + start
     header_seal(&header)
@@ -158,10 +198,11 @@ cdef int move_frame(InprocLink* link, SendItem* item) noexcept nogil:
     link.base.stats.writes += 1
     link.base.stats.frames_sent += 1
     link.base.stats.bytes_sent += HEADER_BYTES + header.length
-    if item.cursor == item.nbytes:
-        link.current = NULL
-        if item.sent != NULL:
-            item.sent(item, OK)
+    link.current = NULL
+    if item.cursor < item.nbytes:
+        enqueue(link, item)     # cannot fail: the queue just held it
+    elif item.sent != NULL:
+        item.sent(item, OK)
     return OK
 
 
@@ -174,16 +215,14 @@ cdef int move_frames(InprocLink* link) noexcept nogil:
     cdef void* item
     cdef int status = OK
     while status == OK:
-        if link.current == NULL:
-            if queue_pop_nowait(link.queue, &item) != OK:
-                return OK
-            if item == <void*>&link.bye:
-                return E_SHUTDOWN
-            link.current = <SendItem*>item
-            link.current.cursor = 0
         if link.base.stats.bytes_sent - start >= TURN_BYTES:
             kick_io(link.pair)
             return OK
+        if queue_pop_nowait(link.queue, &item) != OK:
+            return OK
+        if item == <void*>&link.bye:
+            return E_SHUTDOWN
+        link.current = <SendItem*>item
         status = move_frame(link, link.current)
     return E_PROTOCOL if status == E_SHUTDOWN else status
 
@@ -211,6 +250,7 @@ cdef void add_stats(LinkStats* total, const LinkStats* stats) noexcept nogil:
     total.frames_received += stats.frames_received
     total.writes += stats.writes
     total.reads += stats.reads
+    total.loans += stats.loans
 
 
 cdef void unlist(IoThread* io, Pair* pair) noexcept nogil:
@@ -237,8 +277,13 @@ cdef void end_pair(InprocLink* link, int status) noexcept nogil:
     cdef Pair* pair = link.pair
     cdef IoThread* io = pair.io
     cdef bint in_order = status == E_SHUTDOWN or fps_load32(&link.twin.is_leaving)
-    end_link(link, status)
-    end_link(link.twin, E_SHUTDOWN if in_order else E_PEER_LOST)
+    cdef int twin_status = E_SHUTDOWN if in_order else E_PEER_LOST
+    if pair.by_reference and link.twin.base.owner.adopt != NULL:
+        end_link(link.twin, twin_status)    # it lets go of what the other lent to it
+        end_link(link, status)
+    else:
+        end_link(link, status)
+        end_link(link.twin, twin_status)
     pthread_mutex_lock(&io.lock)
     unlist(io, pair)
     add_stats(&io.ended, &pair.ends[0].base.stats)
@@ -314,17 +359,23 @@ cdef class InprocTransport(Transport):
                 raise TransportError("cannot start an I/O thread; check `ulimit -u`")
 
     def connect(self, LinkOwner owner_a, uint32_t peer_for_a, LinkOwner owner_b,
-                uint32_t peer_for_b, *, uint32_t lane=0, uint64_t credit_bytes=0):
+                uint32_t peer_for_b, *, uint32_t lane=0, uint64_t credit_bytes=0,
+                bint by_reference=False):
         """Join two owners; each knows the other by its peer number.
 
-        credit_bytes: bytes in flight allowed in each direction, 0 = no limit.
+        credit_bytes: bytes in flight allowed in each direction, 0 = no limit. by_reference: what
+        one pushes is lent to the other, if that can adopt it; the pusher then leaves its memory
+        as it is until the round is over for it. One of the two at most may be able to.
         """
         cdef Pair* pair
         if self.is_closed:
             raise TransportError("the transport is closed")
+        if by_reference and owner_a.c_owner.adopt != NULL and owner_b.c_owner.adopt != NULL:
+            raise ValueError("only one end of a link can adopt the other's memory")
         pair = make_pair(&self.threads[self.next_thread], credit_bytes)
         if pair == NULL:
             raise MemoryError("no memory for a pair of links")
+        pair.by_reference = by_reference
         self.next_thread = (self.next_thread + 1) % self.n_threads
         try:
             attach(&pair.ends[0], owner_a, peer_for_a, lane)
@@ -382,6 +433,13 @@ cdef class InprocTransport(Transport):
                 kick_io(pair)
                 pair = pair.next
             pthread_mutex_unlock(&self.threads[i].lock)
+
+    def abandon(self):
+        """Forget the I/O threads in a forked child, where they do not exist."""
+        cdef int i
+        self.is_closed = True
+        for i in range(self.n_threads):
+            self.threads[i].thread = NULL
 
     def close(self, *, double timeout_s=10.0):
         """Stop the I/O threads, end every link that is left and free all. Idempotent.
@@ -443,6 +501,7 @@ cdef Pair* make_pair(IoThread* io, uint64_t credit_bytes) noexcept nogil:
         link.pair = pair
         link.twin = &pair.ends[1 - i]
         link.queue = queue_create(credit_bytes, QUEUE_HINT)
+        link.is_limited = credit_bytes != 0
         link.base.send = inproc_send
         link.base.kick = inproc_kick
         link.base.credit = inproc_credit

@@ -9,6 +9,10 @@
 #
 # After `closed` no callback of this link runs any more, and every queued item was `sent` with an
 # error: memory that was lent to the link may be freed.
+#
+# By reference. A pushed item of such a link is `sent` when its last frame was handed on, though
+# the other owner may still read it. So `sent` alone gives nothing back there: the sender keeps
+# the memory until `sent` and the end of the round have both come.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.wire cimport Header
@@ -38,6 +42,17 @@ cdef struct Owner:
     int (*deliver)(void* context, Link* link, const Header* header) noexcept nogil
     # Called once. E_SHUTDOWN: closed here or after BYE; E_PEER_LOST, E_PROTOCOL, E_LINK_TIMEOUT..
     void (*closed)(void* context, Link* link, int status) noexcept nogil
+    # May be NULL. In the place of `landing`, for a PUSH with a payload over a link within one
+    # process that was connected by reference: the bytes stay where they are, and `deliver`
+    # follows as ever. They may be read, never written, until the round of this partition is over
+    # for its sender: until its last RESULT, its acknowledgement or its ERROR is handed to the
+    # link, or `closed` of this link returned. OK, or a negative status: the link is then closed.
+    int (*adopt)(void* context, Link* link, const Header* header,
+                 const char* payload) noexcept nogil
+    # May be NULL. Where a frame with this header will land in a later round; NULL: not known.
+    # Asked right after `landing` of the same frame in an earlier round. The answer is a promise
+    # until the link's withdraw() or end: peers may write there without asking again.
+    void* (*standing)(void* context, Link* link, const Header* header) noexcept nogil
 
 cdef struct LinkStats:
     uint64_t bytes_sent     # headers included
@@ -46,6 +61,7 @@ cdef struct LinkStats:
     uint64_t frames_received
     uint64_t writes         # system calls (or copies, for inproc)
     uint64_t reads
+    uint64_t loans          # times a link that had no credit for too long borrowed some
 
 cdef enum Kick:
     KICK_NONE = 0           # stay queued until kick() or a later kicked send: small items gather
@@ -58,10 +74,14 @@ cdef struct Link:
     # Any thread.
     int (*send)(Link* link, SendItem* item, int kick) noexcept nogil
     void (*kick)(Link* link, int kick) noexcept nogil
-    void (*credit)(Link* link, uint64_t nbytes) noexcept nogil      # bytes that completed
+    # Bytes that completed, of an item sent with this priority. Any thread.
+    void (*credit)(Link* link, int32_t priority, uint64_t nbytes) noexcept nogil
     # Asynchronous, idempotent. E_SHUTDOWN: what is queued still leaves, then BYE. Any other
     # status: at once.
     void (*close)(Link* link, int status) noexcept nogil
+    # NULL where no promise is used. Take back what `standing` promised for a key, before anything
+    # is queued that may bring the next of its frames. Any thread.
+    void (*withdraw)(Link* link, uint64_t key) noexcept nogil
     uint32_t peer           # rank of a worker or index of a server
     uint32_t lane           # number of the link among those to one peer
     Owner owner

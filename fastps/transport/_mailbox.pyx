@@ -88,7 +88,7 @@ cdef int box_deliver(void* context, Link* link, const Header* header) noexcept n
     box.last = letter
     ring(box)
     pthread_mutex_unlock(&box.lock)
-    link.credit(link, header.length)
+    link.credit(link, header.priority, header.length)
     return OK
 
 

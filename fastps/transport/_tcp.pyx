@@ -14,7 +14,8 @@ urgent item overtakes at the next chunk, and credit is counted by the chunk. Cre
 was pushed and has no result yet, which keeps it in the caches; it is no flow control. Two workers
 that push different tensors first would each wait for the other's credit, so a link that has been
 out of credit for some time, STARVED_NS or longer on a slow link, borrows some, and pays back from
-the credit that comes later.
+the credit that comes later. Tensors of different priorities need no loans: only what is at least
+as urgent as an item counts against its credit, so all workers get to send the most urgent one.
 
 Invariants. Only the I/O thread reads, calls landing, deliver and closed, and closes the
 descriptor. send_lock guards everything named send_* and the queue's consumer side. io.lock
@@ -28,13 +29,13 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 
 from fastps._atomic cimport (
-    fps_add32, fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
+    fps_add32, fps_cas32, fps_fence, fps_load32, fps_store32, fps_swap32,
 )
 from fastps._core cimport (
     E_LINK_TIMEOUT, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, FAULT_LINK_RECV,
     FAULT_LINK_SEND, OK, Queue, QueueStats, Thread, deadline_of, fault_hit, now_ns, queue_close,
-    queue_create, queue_credit_return, queue_free, queue_pop_nowait, queue_push, queue_stats,
-    thread_create, thread_join,
+    queue_create, queue_credit_return, queue_free, queue_lend, queue_pop_nowait, queue_push,
+    queue_stats, thread_create, thread_join,
 )
 from fastps.transport._link cimport (
     KICK_FULL, KICK_INLINE, KICK_WAKE, Link, LinkOwner, LinkStats, SendItem, Transport,
@@ -131,7 +132,7 @@ cdef struct TcpLink:
     int fd
     IoThread* io
     Queue* queue
-    bint is_limited             # the queue counts credit; set once
+    uint64_t credit_bytes       # 0: no limit; set once
     TcpLink* next               # io's list of links; io.lock
     TcpLink* next_kicked        # io's list of kicked links; io.lock
     int32_t is_kicked           # atomic
@@ -147,7 +148,6 @@ cdef struct TcpLink:
     int64_t patience_ns         # from starving to borrowing, 0: not known yet; I/O thread
     int32_t loans               # borrowed since the last credit came; atomic
     int64_t starved_since       # out of credit with items waiting, 0: not
-    int64_t debt                # borrowed credit; atomic
     Header send_headers[MAX_FRAMES]
     iovec send_iov[2 * MAX_FRAMES]
     int send_iov_first
@@ -221,6 +221,7 @@ cdef void add_stats(LinkStats* total, const LinkStats* stats) noexcept nogil:
     total.frames_received += stats.frames_received
     total.writes += stats.writes
     total.reads += stats.reads
+    total.loans += stats.loans
 
 
 cdef void unlist(IoThread* io, TcpLink* link) noexcept nogil:
@@ -294,19 +295,17 @@ cdef void serve_kicked(IoThread* io) noexcept nogil:
 cdef void lend_credit(TcpLink* link) noexcept nogil:
     """Let a link that waits for credit send some more, once its patience is over."""
     cdef QueueStats stats
-    cdef uint64_t lent
     cdef int64_t waited = now_ns() - link.starved_since
-    queue_stats(link.queue, &stats)
     if waited >= STARVED_NS and link.patience_ns == 0:
-        link.patience_ns = patience_of(link, stats.credit_used)
+        queue_stats(link.queue, &stats)
+        link.patience_ns = patience_of(link, max(stats.credit_ahead, link.credit_bytes))
     if waited < STARVED_NS or waited < link.patience_ns:
         fps_store32(&link.io.has_starved, 1)
         return
     link.starved_since = 0
-    lent = min(<uint64_t>BORROW_BYTES, stats.credit_used)   # more cannot be returned
-    fps_add64(&link.debt, lent)
     fps_add32(&link.loans, 1)
-    queue_credit_return(link.queue, lent)
+    link.base.stats.loans += 1
+    queue_lend(link.queue, BORROW_BYTES)
     flush(link, <uint64_t>INT64_MAX)
 
 
@@ -551,7 +550,7 @@ cdef TcpLink* make_link(int fd, IoThread* io, uint64_t credit_bytes) noexcept no
         return NULL
     link.staging = <char*>calloc(1, STAGING_BYTES)
     link.queue = queue_create(credit_bytes, MAX_FRAMES)
-    link.is_limited = credit_bytes != 0
+    link.credit_bytes = credit_bytes
     if link.staging == NULL or link.queue == NULL:
         free(link.staging)
         queue_free(link.queue)

@@ -82,7 +82,7 @@ cdef int64_t patience_of(TcpLink* link, uint64_t in_flight) noexcept nogil:
 cdef void note_starved(TcpLink* link) noexcept nogil:
     """The queue gave nothing: is that for want of credit?"""
     cdef QueueStats stats
-    if not link.is_limited:
+    if not link.credit_bytes:
         return
     queue_stats(link.queue, &stats)
     if stats.depth == 0:
@@ -223,21 +223,12 @@ cdef int tcp_send(Link* base, SendItem* item, int kick) noexcept nogil:
     return status
 
 
-cdef void tcp_credit(Link* base, uint64_t nbytes) noexcept nogil:
+cdef void tcp_credit(Link* base, int32_t priority, uint64_t nbytes) noexcept nogil:
     cdef TcpLink* link = <TcpLink*>base
-    cdef int64_t debt, left
-    if not link.is_limited:
+    if not link.credit_bytes:
         return
     fps_store32(&link.loans, 0)
-    debt = max(fps_load64(&link.debt), <int64_t>0)
-    if debt > 0:
-        debt = min(debt, <int64_t>nbytes)
-        left = fps_add64(&link.debt, -debt)
-        if left < 0:            # another thread paid it back meanwhile
-            left = max(left, -debt)
-            fps_add64(&link.debt, -left)
-            debt += left
-    queue_credit_return(link.queue, nbytes - <uint64_t>debt)
+    queue_credit_return(link.queue, priority, nbytes)
     kick_io(link)               # items may wait for just this credit
 
 

@@ -8,11 +8,15 @@ function here blocks past its deadline. Times are of time.monotonic().
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
+import os
+import secrets
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 
@@ -24,6 +28,12 @@ DISCARD_PORT = 9
 BACKLOG = 1024  # a large job joins at once
 KEEPALIVE_IDLE_S = 10  # then probes; TCP_USER_TIMEOUT decides when to give up
 KEEPALIVE_INTERVAL_S = 5
+UNIX_PREFIX = "fastps-"
+UNIX_NAME_BYTES = 16  # random ones: who was not told a name cannot find it
+UNIX_BUFFER_BYTES = 4 << 20  # a Unix socket does not grow its buffer by itself as TCP does
+SO_SNDBUFFORCE = 32  # socket(7): beyond net.core.wmem_max, for the privileged
+UCRED = struct.Struct("3i")  # pid, uid, gid
+ROOT_UID = 0
 _ABSENT = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT}
 
 
@@ -96,6 +106,58 @@ def _listen_error(host: str, port: int, port_setting: str, error: OSError) -> Co
             f"{what}; set FASTPS_HOST to an address of this machine that the others can reach"
         )
     return ConfigError(f"{what}; set {port_setting} to a port this user may use")
+
+
+def listen_unix() -> tuple[socket.socket, str]:
+    """Listen on a Unix socket with a new name; give both.
+
+    The name is abstract: no file, gone with the last descriptor, and known in this network
+    namespace alone. Anybody there may connect, so who listens has to ask is_own_user().
+    """
+    name = UNIX_PREFIX + secrets.token_hex(UNIX_NAME_BYTES)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind("\0" + name)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on a Unix socket: {error.strerror}; set FASTPS_UNIX_SOCKETS=0"
+        ) from error
+    return sock, name
+
+
+def connect_unix(name: str, *, deadline: float) -> socket.socket:
+    """Connect to a name that listen_unix() gave; OSError when nobody here has it."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        sock.connect("\0" + name)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def tune_unix(sock: socket.socket) -> None:
+    """Let a Unix socket hold enough that writer and reader rarely wait for each other."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < UNIX_BUFFER_BYTES:
+            sock.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, UNIX_BUFFER_BYTES)
+
+
+def is_unix(sock: socket.socket) -> bool:
+    """Tell whether a socket is a Unix socket."""
+    return sock.family == socket.AF_UNIX
+
+
+def is_own_user(sock: socket.socket) -> bool:
+    """Tell whether the other end of a Unix socket belongs to our user or to root."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+    _, uid, _ = UCRED.unpack(raw)
+    return uid in (os.geteuid(), ROOT_UID)
 
 
 def inherit(descriptor: int | None) -> list[socket.socket]:
@@ -200,6 +262,8 @@ def _wait_writable(sock: socket.socket, deadline: float) -> None:
 
 def is_same_host(sock: socket.socket) -> bool:
     """Tell whether a connected socket leads back to this machine."""
+    if is_unix(sock):
+        return True
     return bool(sock.getsockname()[0] == sock.getpeername()[0])
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TCP data connections until they are authenticated: listen, dial, tune, hand over.
+"""TCP and Unix data connections until they are authenticated: listen, dial, tune, hand over.
 
 Decides nothing about frames: a connection that has shown the token is handed to the C side
 (_tcp.TcpTransport.adopt), one that has not is refused, counted and closed within the handshake
 timeout. The listener's asyncio loop runs on one thread, fastps:accept; dialling blocks the
 caller. What strangers cost is bounded: fixed-size messages, a deadline, MAX_HALF_OPEN at once.
+A Unix socket is the same to everybody but this file: there it has no options of TCP, and a peer
+of another user is refused before a byte of it is read.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def prefer_same_host(sock: socket.socket, host: str, config: Config) -> None:
     even begin: the timer that paces a connection stays on when another control takes over, and
     costs a seventh of the time (measured). Sockets that a listener accepts inherit the choice.
     """
-    if sockets.is_own_address(host):
+    if not sockets.is_unix(sock) and sockets.is_own_address(host):
         _set_congestion(sock, config)
 
 
@@ -77,23 +79,48 @@ def _set_congestion(sock: socket.socket, config: Config) -> None:
 
 def tune(sock: socket.socket, config: Config) -> None:
     """Set the options of a data connection; remote peers keep the system's congestion control."""
+    if sockets.is_unix(sock):
+        sockets.tune_unix(sock)
+        return
     sockets.tune(sock, config.tcp_user_timeout_s)
     if sockets.is_same_host(sock):
         _set_congestion(sock, config)
 
 
 def dial(
-    address: tuple[str, int], config: Config, *, key: bytes, sender: int, lane: int, what: str
+    address: tuple[str, int],
+    config: Config,
+    *,
+    key: bytes,
+    sender: int,
+    lane: int,
+    what: str,
+    unix: str = "",
 ) -> int:
     """Connect and authenticate to a listener; give a non-blocking descriptor.
 
     Blocks up to connect_timeout_s and handshake_timeout_s. what: who is called, for errors.
-    Raises TransportTimeout, TransportError, AuthError or ProtocolError.
+    unix: name of its Unix socket, on this machine; when nobody there lets us in, the address is
+    tried. Raises TransportTimeout, TransportError, AuthError or ProtocolError.
     """
+    handshake = ClientHandshake(key, purpose=Purpose.DATA, sender=sender, lane=lane)
     where = f"{what} at {sockets.join_address(*address)}"
+    if unix:
+        try:
+            sock = sockets.connect_unix(unix, deadline=time.monotonic() + config.connect_timeout_s)
+            return _introduce(sock, config, handshake, f"{what} at the Unix socket {unix}")
+        except (TransportTimeout, AuthError, ProtocolError):
+            raise
+        except (TransportError, OSError) as error:
+            log.warning("%s: no Unix socket (%s); TCP takes its place", where, error)
+            handshake = ClientHandshake(key, purpose=Purpose.DATA, sender=sender, lane=lane)
+    return _introduce(_connect(address, config, where), config, handshake, where)
+
+
+def _connect(address: tuple[str, int], config: Config, where: str) -> socket.socket:
     deadline = time.monotonic() + config.connect_timeout_s
     try:
-        sock = sockets.connect(
+        return sockets.connect(
             *address,
             deadline=deadline,
             user_timeout_s=config.tcp_user_timeout_s,
@@ -106,9 +133,12 @@ def dial(
         ) from error
     except OSError as error:
         raise TransportError(f"cannot connect to {where}: {error.strerror or error}") from error
+
+
+def _introduce(sock: socket.socket, config: Config, handshake: ClientHandshake, where: str) -> int:
+    """Tune and authenticate a connection; give its descriptor, or close it and raise."""
     try:
         tune(sock, config)
-        handshake = ClientHandshake(key, purpose=Purpose.DATA, sender=sender, lane=lane)
         _lead(sock, handshake, time.monotonic() + config.handshake_timeout_s)
         sock.setblocking(False)
     except FastPSError as error:
@@ -141,13 +171,16 @@ def choose_credit(descriptor: int, config: Config) -> int:
         sock.detach()
 
 
-def choose_chunk(hosts: Sequence[str]) -> int:
+def choose_chunk(hosts: Sequence[str], *, host_ids: Sequence[str] = ()) -> int:
     """Give the bytes of a frame when the settings leave it open; the same on all workers.
 
+    hosts: addresses of the servers. host_ids: of all workers and servers, where they are known.
     Between machines frames are small, so that results come back soon and the workers that share
-    a server's link stay in step; where all servers are on the loopback the caches decide.
+    a server's link stay in step; where all servers are on the loopback, or everybody is on one
+    host and Unix sockets or the loopback carry everything, the caches decide.
     """
-    is_local = all(map(sockets.is_loopback, hosts))
+    is_one_host = len(set(host_ids)) == 1 and bool(host_ids[0])
+    is_local = is_one_host or all(map(sockets.is_loopback, hosts))
     return LOCAL_CHUNK_BYTES if is_local else REMOTE_CHUNK_BYTES
 
 
@@ -159,7 +192,7 @@ def _lead(sock: socket.socket, handshake: ClientHandshake, deadline: float) -> N
 
 
 class Listener:
-    """Accept data connections on bound sockets and hand the authenticated ones to admit.
+    """Accept data connections on bound sockets, TCP or Unix; hand authenticated ones to admit.
 
     admit(descriptor, sender, packed lane) owns the descriptor once it is called, unless it
     raises NotYet; it runs on the listener's thread. start() begins, close() joins the thread.
@@ -175,7 +208,7 @@ class Listener:
     ) -> None:
         self._listeners = list(listeners)
         for sock in self._listeners:
-            if sockets.is_loopback(sock.getsockname()[0]):
+            if not sockets.is_unix(sock) and sockets.is_loopback(sock.getsockname()[0]):
                 prefer_same_host(sock, sock.getsockname()[0], config)
         self._config = config
         self._key = key
@@ -235,6 +268,10 @@ class Listener:
             log.warning("cannot accept a data connection: %s; check `ulimit -n`", error)
             self._loop.remove_reader(listener)
             self._loop.call_later(FULL_PAUSE_S, self._watch, listener)
+            return
+        if sockets.is_unix(sock) and not sockets.is_own_user(sock):
+            self._refuse("another user", sock, "a Unix socket is for our own user")
+            sock.close()
             return
         if len(self._tasks) >= MAX_HALF_OPEN:
             self._refuse("too many half-open", sock, f"{MAX_HALF_OPEN} wait already")
@@ -304,7 +341,7 @@ class Listener:
         if str(count).strip("0") != "1":
             return
         try:
-            peer = sock.getpeername()[0]
+            peer = "a Unix socket" if sockets.is_unix(sock) else sock.getpeername()[0]
         except OSError:
             peer = "unknown"
         log.warning(

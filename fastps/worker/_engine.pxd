@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # What the worker's engine keeps per tensor and partition.
-from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from fastps._core cimport Completion
 from fastps._table cimport IdTable
 from fastps.transport._link cimport LinkOwner, LinkSlot, SendItem
+from fastps.worker._tensor cimport LentTensor
 
+cdef struct Part
 cdef struct Record
+
+# In place of counting down `done`: a part has left our memory (has_left), or its result landed;
+# or either failed. I/O thread, or whoever sends on a link that is no more.
+ctypedef void (*part_fn)(Part* part, bint has_left, int status) noexcept nogil
 
 cdef struct Part:               # one partition: a task of BytePS
     SendItem item               # its PUSH or PULL; lent to the link while in flight
@@ -30,7 +35,9 @@ cdef struct Record:             # one declared tensor
     Part* parts
     char* output                # results land here; borrowed from the operation's output array
     uint32_t culprit            # rank that made the operation fail
-    Completion done             # two parts per partition: it has left, its result is there
+    Completion* done            # two parts per partition: it has left, its result is there
+    part_fn ended               # NULL, or who is told of each part instead
+    void* context               # of ended
 
 cdef struct EngineState:
     uint32_t rank
@@ -48,16 +55,14 @@ cdef struct EngineState:
     int64_t operations          # started; GIL
     int64_t bytes_started       # GIL
 
-cdef class EngineTensor:
-    cdef readonly str name
+cdef void begin_record(Record* record, char* output) noexcept nogil
+cdef void fill_part(Part* part, EngineState* state, const char* payload, uint8_t kind,
+                    uint8_t flags, int32_t priority) noexcept nogil
+cdef void send_part(Part* part, int kick) noexcept nogil
+
+cdef class EngineTensor(LentTensor):
     cdef Record record
-    cdef Py_buffer input_view   # exported while an operation is in flight
-    cdef Py_buffer output_view
-    cdef bint has_input
-    cdef bint has_output
-    cdef int last_status        # of the last operation that somebody saw the end of
-    cdef bint is_busy           # from start until somebody saw the completion
-    cdef void release(self)
+    cdef Completion own_done    # what `done` is, unless somebody else waits
 
 cdef class WorkerEngine(LinkOwner):
     cdef EngineState* state

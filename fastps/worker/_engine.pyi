@@ -5,21 +5,16 @@ from typing import Any, Self, final
 import numpy as np
 
 from fastps.transport._link import LinkOwner
+from fastps.worker._tensor import LentTensor
 
 @final
-class EngineTensor:
-    name: str
-    @property
-    def nbytes(self) -> int: ...
+class EngineTensor(LentTensor):
     @property
     def is_done(self) -> bool: ...
     @property
     def version(self) -> int: ...
     @property
     def culprit(self) -> int: ...
-    def lend(
-        self, array: np.ndarray[Any, Any] | None, output: np.ndarray[Any, Any] | None
-    ) -> None: ...
     def wait(self, *, timeout_s: float, spin_us: int = 50) -> int | None: ...
 
 @final
@@ -59,6 +54,7 @@ class WorkerEngine(LinkOwner):
         arrays: Sequence[np.ndarray[Any, Any]],
         *,
         root: int,
+        machine: int | None = None,
         priority: int = 0,
     ) -> None: ...
     @property

@@ -16,9 +16,6 @@ I/O threads without it. Part.is_waiting is swapped to 0 by whoever finishes the 
 """
 
 cimport cython
-from cpython.buffer cimport (
-    PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
-)
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
@@ -33,6 +30,7 @@ from fastps.transport._link cimport (
     KICK_INLINE, KICK_NONE, KICK_WAKE, Link, LinkOwner, LinkSlot, SendItem, slot_acquire,
     slot_release, slot_retire, slot_set,
 )
+from fastps.worker._tensor cimport LentTensor, checked_priorities, lend_all
 from fastps.wire cimport (
     FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KIND_ERROR, KIND_PULL, KIND_PUSH, KIND_RESULT,
     Header,
@@ -48,16 +46,23 @@ cdef enum:
 
 # ---------------------------------------------------------------- parts
 
+cdef inline void count_end(Part* part, bint has_left, int status) noexcept nogil:
+    if part.record.ended != NULL:
+        part.record.ended(part, has_left, status)
+    else:
+        completion_part_done(part.record.done, status)
+
+
 cdef inline void finish_part(Part* part, int status) noexcept nogil:
     """The result, or the failure, of one partition is there; only the first caller counts."""
     if fps_swap32(&part.is_waiting, 0):
-        completion_part_done(&part.record.done, status)
+        count_end(part, False, status)
 
 
 cdef inline void settle_credit(Part* part, Link* link) noexcept nogil:
     """Return the credit of chunks that will have no result: at the later of sent and failed."""
     if fps_add32(&part.ends, 1) == 2 and part.item.is_credited:
-        link.credit(link, part.item.nbytes - part.received)
+        link.credit(link, part.item.header.priority, part.item.nbytes - part.received)
 
 
 cdef void part_sent(SendItem* item, int status) noexcept nogil:
@@ -65,7 +70,7 @@ cdef void part_sent(SendItem* item, int status) noexcept nogil:
     cdef Link* link = part.slot.link
     if status == OK and link != NULL:
         settle_credit(part, link)
-    completion_part_done(&part.record.done, status)
+    count_end(part, True, status)
 
 
 cdef inline Part* find_part(EngineState* state, Link* link, const Header* header) noexcept nogil:
@@ -121,7 +126,7 @@ cdef int engine_deliver(void* context, Link* link, const Header* header) noexcep
         return OK
     part.received += header.length
     if part.item.is_credited:
-        link.credit(link, header.length)
+        link.credit(link, part.item.header.priority, header.length)
     if header.kind == KIND_ERROR:
         part.record.culprit = <uint32_t>header.priority
         settle_credit(part, link)
@@ -205,14 +210,19 @@ cdef void send_part(Part* part, int kick) noexcept nogil:
         part_sent(&part.item, E_PEER_LOST)
 
 
+cdef void begin_record(Record* record, char* output) noexcept nogil:
+    """Begin a new version of a record; results land in output, which is borrowed."""
+    fault_hit(FAULT_WORKER_START)
+    record.version += 1
+    record.output = output
+
+
 cdef void start_record(Record* record, EngineState* state, const char* payload, char* output,
                        uint8_t kind, uint8_t flags, int32_t priority, int kick) noexcept nogil:
     """Fill in the records of one operation and queue them; output and payload are borrowed."""
     cdef uint32_t i
-    fault_hit(FAULT_WORKER_START)
-    record.version += 1
-    record.output = output
-    completion_reset(&record.done, 2 * <int64_t>record.n_parts)
+    begin_record(record, output)
+    completion_reset(record.done, 2 * <int64_t>record.n_parts)
     for i in range(record.n_parts):
         fill_part(&record.parts[i], state, payload, kind, flags, priority)
     for i in range(record.n_parts):
@@ -233,28 +243,16 @@ cdef void kick_links(EngineState* state, int kick) noexcept nogil:
 
 @cython.no_gc_clear             # I/O threads use the arrays until the operation is done
 @cython.final
-cdef class EngineTensor:
+cdef class EngineTensor(LentTensor):
     """One declared tensor as the engine knows it; made by WorkerEngine.declare()."""
 
-    cdef void release(self):
-        """Give the arrays back: no thread of ours touches them any more."""
-        if self.has_input:
-            PyBuffer_Release(&self.input_view)
-        if self.has_output:
-            PyBuffer_Release(&self.output_view)
-        if self.is_busy:
-            self.last_status = self.record.done.status
-        self.has_input = self.has_output = self.is_busy = False
-
-    @property
-    def nbytes(self):
-        """Bytes of the whole tensor."""
-        return self.record.nbytes
+    def __cinit__(self):
+        self.done = self.record.done = &self.own_done
 
     @property
     def is_done(self):
         """Tell whether no operation is in flight; never blocks."""
-        return not self.is_busy or completion_is_done(&self.record.done)
+        return not self.is_busy or completion_is_done(self.done)
 
     @property
     def version(self):
@@ -266,33 +264,6 @@ cdef class EngineTensor:
         """Rank that made the last operation fail; meaningful after a PeerLost or Mismatch."""
         return self.record.culprit
 
-    def lend(self, array, output):
-        """Export array (read) and output (written) to the engine until the operation is done.
-
-        Both C-contiguous with exactly nbytes bytes, else ValueError; FastPSError when an
-        operation on this name is still in flight.
-        """
-        if self.is_busy and completion_is_done(&self.record.done):
-            self.release()
-        if self.has_input or self.has_output:
-            raise FastPSError(
-                f"tensor {self.name!r} is already in flight; wait for its handle first, or "
-                "use another name")
-        try:
-            if array is not None:
-                PyObject_GetBuffer(array, &self.input_view, PyBUF_SIMPLE)
-                self.has_input = True
-            if output is not None:
-                PyObject_GetBuffer(output, &self.output_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
-                self.has_output = True
-        except BaseException as error:
-            self.release()
-            raise ValueError(f"tensor {self.name!r}: {error}") from error
-        if (self.has_input and self.input_view.len != <Py_ssize_t>self.record.nbytes
-                or self.has_output and self.output_view.len != <Py_ssize_t>self.record.nbytes):
-            self.release()
-            raise ValueError(f"tensor {self.name!r} was declared with {self.record.nbytes} bytes")
-
     def wait(self, *, double timeout_s, int64_t spin_us=50):
         """Wait without the GIL until the operation is done; give its status, or None in time.
 
@@ -302,47 +273,14 @@ cdef class EngineTensor:
         cdef uint32_t version = self.record.version
         if not self.is_busy:
             return self.last_status
-        if completion_wait_signals(&self.record.done, deadline_of(timeout_s), spin_us) != OK:
+        if completion_wait_signals(self.done, deadline_of(timeout_s), spin_us) != OK:
             return None
         if self.is_busy and self.record.version == version:     # else another waiter was here
             self.release()
         return self.last_status
 
     def __dealloc__(self):
-        # The engine keeps every tensor until its links have ended, so nothing is in flight here.
-        if self.has_input:
-            PyBuffer_Release(&self.input_view)
-        if self.has_output:
-            PyBuffer_Release(&self.output_view)
         free(self.record.parts)
-
-
-cdef uint64_t lend_all(tensors, arrays, outputs) except? 0:
-    """Lend every array or none; give the sum of their bytes."""
-    cdef EngineTensor tensor
-    cdef uint64_t nbytes = 0
-    lent = []
-    try:
-        for tensor, array, output in zip(tensors, arrays, outputs, strict=True):
-            tensor.lend(array, output)
-            lent.append(tensor)
-            nbytes += tensor.record.nbytes
-    except BaseException:
-        for tensor in lent:
-            tensor.release()
-        raise
-    return nbytes
-
-
-cdef list checked_priorities(priorities, Py_ssize_t count):
-    """Raise what priorities raise before anything is lent."""
-    cdef int32_t urgency
-    checked = []
-    for urgency in priorities:
-        checked.append(urgency)
-    if len(checked) != count:
-        raise ValueError(f"{count} tensors need as many priorities, not {len(checked)}")
-    return checked
 
 
 @cython.no_gc_clear             # I/O threads use the tensors until the links have ended
@@ -386,6 +324,7 @@ cdef class WorkerEngine(LinkOwner):
         if tensor_id in self.tensors:
             raise FastPSError(f"tensor {name!r}: number {tensor_id} is already declared")
         tensor.name = name
+        tensor.nbytes = nbytes
         record.parts = <Part*>calloc(len(partitions) + 1, sizeof(Part))
         if record.parts == NULL:
             raise MemoryError(f"no memory for the partitions of tensor {name!r}")
@@ -394,7 +333,7 @@ cdef class WorkerEngine(LinkOwner):
         record.dtype = dtype
         record.chunk_bytes = chunk_bytes
         record.n_parts = len(partitions)
-        completion_reset(&record.done, 0)
+        completion_reset(record.done, 0)
         self.grow_discard(chunk_bytes)
         for offset, part_bytes, owner in partitions:
             self.fill_record(record, i, offset, part_bytes, owner)
@@ -449,8 +388,12 @@ cdef class WorkerEngine(LinkOwner):
             self.begin(tensor, KIND_PUSH, FLAG_AVERAGE if average else 0, urgency, KICK_NONE)
         kick_links(self.state, KICK_INLINE if nbytes <= INLINE_START_BYTES else KICK_WAKE)
 
-    def start_broadcast(self, tensors, arrays, *, uint32_t root, int32_t priority=0):
-        """Begin to send the root's arrays to all, in place. One submit for all tensors."""
+    def start_broadcast(self, tensors, arrays, *, uint32_t root, machine=None,
+                        int32_t priority=0):
+        """Begin to send the root's arrays to all, in place. One submit for all tensors.
+
+        machine: number of the root's machine, where that is not the root's own number.
+        """
         cdef EngineTensor tensor
         cdef bint is_root = root == self.state.rank
         cdef int flags = FLAG_BROADCAST | (FLAG_NO_RESULT if is_root else 0)
@@ -458,7 +401,7 @@ cdef class WorkerEngine(LinkOwner):
         nothing = [None] * len(arrays)
         lend_all(tensors, arrays if is_root else nothing, nothing if is_root else arrays)
         for tensor in tensors:
-            tensor.record.root = root
+            tensor.record.root = root if machine is None else machine
             self.begin(tensor, KIND_PUSH if is_root else KIND_PULL, flags, priority, KICK_NONE)
         kick_links(self.state, KICK_WAKE)
 
@@ -469,9 +412,7 @@ cdef class WorkerEngine(LinkOwner):
         self.state.bytes_started += tensor.record.nbytes
         start_record(
             &tensor.record, self.state,
-            <const char*>tensor.input_view.buf if tensor.has_input else NULL,
-            <char*>tensor.output_view.buf if tensor.has_output else NULL,
-            kind, flags, priority, kick)
+            tensor.input(), tensor.output(), kind, flags, priority, kick)
 
     cdef int check(self) except -1:
         cdef int status = fps_load32(&self.state.status)
@@ -495,7 +436,7 @@ cdef class WorkerEngine(LinkOwner):
         """Fail the operation in flight on one tensor whose results can never come."""
         cdef EngineTensor tensor = self.tensors.get(tensor_id)
         cdef uint32_t i
-        if tensor is None or not tensor.is_busy:
+        if tensor is None or not tensor.is_busy and tensor.record.ended == NULL:
             return
         for i in range(tensor.record.n_parts):
             finish_part(&tensor.record.parts[i], status)

@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fastps.errors import FastPSError, StallError
-from fastps.worker._engine import EngineTensor
+from fastps.worker._tensor import LentTensor
 
 Array: TypeAlias = np.ndarray[Any, Any]
-Explain: TypeAlias = Callable[[EngineTensor, int], FastPSError]
+Explain: TypeAlias = Callable[[LentTensor, int], FastPSError]
 
 
 class Handle:
@@ -35,7 +35,7 @@ class Handle:
 
     def __init__(
         self,
-        tensors: Sequence[EngineTensor],
+        tensors: Sequence[LentTensor],
         outputs: Sequence[Array],
         *,
         is_single: bool,
@@ -74,7 +74,7 @@ class Handle:
 
     def _wait_all(self, deadline: float, timeout_s: float) -> None:
         """Wait for every tensor, also after a failure, so that all arrays are free again."""
-        failed: tuple[EngineTensor, int] | None = None
+        failed: tuple[LentTensor, int] | None = None
         for tensor in self._tensors:
             status = tensor.wait(
                 timeout_s=max(deadline - time.perf_counter(), 0.0), spin_us=self._spin_us
@@ -86,7 +86,7 @@ class Handle:
         if failed is not None:
             raise self._explain(*failed)
 
-    def _stalled(self, tensor: EngineTensor, timeout_s: float) -> StallError:
+    def _stalled(self, tensor: LentTensor, timeout_s: float) -> StallError:
         return StallError(
             f"tensor {tensor.name!r} was not reduced within {timeout_s:g} s although no process "
             "was reported lost: at least one worker has not started this operation. Compare the "
@@ -111,5 +111,5 @@ class LocalHandle(Handle):
         )
 
 
-def _no_failure(tensor: EngineTensor, status: int) -> FastPSError:
+def _no_failure(tensor: LentTensor, status: int) -> FastPSError:
     return FastPSError(f"tensor {tensor.name!r} failed with status {status}")

@@ -2,7 +2,8 @@
 """A job whose processes a test holds in its hands: each can be watched, signalled and outlived.
 
 The launcher ends everybody when one process fails; tests of failures want to see what the others
-do by themselves. So this starts the processes of the launcher's own plan directly. A worker's
+do by themselves. So this starts the processes of the launcher's own plan directly, and the
+scheduler, which the launcher has in a thread, as one more process. A worker's
 program is a function of a `programs_*.py` file; it tells where it is with `mark(...)` lines, and
 its return value (plain JSON) is its result.
 """
@@ -27,8 +28,15 @@ from typing import Any
 
 from harness import ROOT, clean_environ
 
+from fastps.launch.layout import Layout
 from fastps.launch.options import Options
-from fastps.launch.plan import Identity, ProcessSpec, Rendezvous, make_plan
+from fastps.launch.plan import (
+    SERVER_COMMAND,
+    Identity,
+    ProcessSpec,
+    make_plan,
+    scheduler_environment,
+)
 
 RUNNER = Path(__file__).with_name("run_program.py")
 BACKLOG = 512
@@ -40,7 +48,9 @@ Environments = Mapping[tuple[str, int], Mapping[str, str | None]]  # None takes 
 class Process:
     """One process of a job and what it has said."""
 
-    def __init__(self, spec: ProcessSpec, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, spec: ProcessSpec, environ: Mapping[str, str], *, fds: Sequence[int] = ()
+    ) -> None:
         self.spec = spec
         self.lines: list[str] = []
         self._heard = threading.Condition()
@@ -53,7 +63,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            pass_fds=() if spec.inherited_fd is None else (spec.inherited_fd,),
+            pass_fds=fds,
         )
         self._reader = threading.Thread(target=self._read, name=f"reader of {spec.name}")
         self._reader.start()
@@ -186,19 +196,18 @@ class Job:
         self.close()
 
     def _plan(self) -> Sequence[ProcessSpec]:
-        return make_plan(
-            Options(
-                command=self._command,
-                workers=self._n_workers,
-                servers=self._n_servers,
-                environment=tuple(self._environment.items()),
-                log_level="WARNING",
-            ),
-            Identity(self.job_id, ("FASTPS_TOKEN", self.token)),
-            rendezvous=Rendezvous(port=self.scheduler_port, fd=self._held.fileno()),
-            cpus=2,
-            inherited={},
+        """Plan as the launcher does, but with the scheduler as a process of its own."""
+        options = Options(
+            command=self._command,
+            layout=Layout((self._n_workers,), (self._n_servers,)),
+            environment=tuple(self._environment.items()),
+            log_level="WARNING",
         )
+        address = ("127.0.0.1", self.scheduler_port)
+        identity = Identity(self.job_id, ("FASTPS_TOKEN", self.token), address)
+        argv = (*SERVER_COMMAND, "--role", "scheduler", "--listen-fd", str(self._held.fileno()))
+        scheduler = ProcessSpec("scheduler", 0, argv, scheduler_environment(options, identity))
+        return (scheduler, *make_plan(options, identity, cpus=2, inherited={}))
 
     def start(self, spec: ProcessSpec) -> Process:
         """Start one more process."""
@@ -206,7 +215,8 @@ class Job:
         environ = clean_environ() | {"PYTHONPATH": str(ROOT)}
         merged = {**spec.environment, **own}
         settings = {name: value for name, value in merged.items() if value is not None}
-        process = Process(dataclasses.replace(spec, environment=settings), environ)
+        fds = (self._held.fileno(),) if spec.role == "scheduler" else ()
+        process = Process(dataclasses.replace(spec, environment=settings), environ, fds=fds)
         self.processes[spec.role, spec.rank] = process
         return process
 

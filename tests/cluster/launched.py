@@ -16,6 +16,7 @@ import uuid
 LIMIT_S = 60.0  # for a loaded machine; every test here takes a second or less
 LAUNCH = """
 import os, sys
+PRELUDE
 from fastps.launch.options import parse
 from fastps.launch.run import launch
 words = [sys.argv[1]] if sys.argv[1].endswith(".py") else ["-m", sys.argv[1]]
@@ -28,6 +29,7 @@ class JobRunner:
     def __init__(self, folder: pathlib.Path) -> None:
         self.job_id = f"test-{uuid.uuid4().hex}"
         self.folder = folder
+        self.prelude = ""  # Python that runs in the launcher first
         self._server: list[str] = []
 
     def server(self, code: str) -> None:
@@ -43,7 +45,7 @@ class JobRunner:
         return [
             sys.executable,
             "-c",
-            LAUNCH,
+            LAUNCH.replace("PRELUDE", textwrap.dedent(self.prelude)),
             *(self._server or ["fastps.server.main"]),
             "--job-id",
             self.job_id,

@@ -17,6 +17,7 @@ from run_program import mark
 
 import fastps
 from fastps import session
+from fastps.errors import TransportTimeout
 from fastps.types import dtype_of
 
 HALVES = ("float16", "bfloat16")
@@ -464,7 +465,7 @@ def failing_starts(*, count: int, port: int) -> list[dict[str, int]]:
     found = []
     for step in range(count):
         refused(
-            fastps.TransportTimeout,
+            TransportTimeout,
             f"127.0.0.1:{port}",
             lambda: fastps.init(
                 size=2, num_servers=1, token="x" * 32, scheduler_host="127.0.0.1",

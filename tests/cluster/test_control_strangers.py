@@ -390,7 +390,9 @@ class TestFrames:
 
     @given(st.data())
     def test_damaged_messages(self, data: st.DataObject) -> None:
-        join = Join(1, "worker", 0, None, None, 2, 2, "10.0.0.1", 1, 7, "node", "boot")
+        join = Join(
+            1, "worker", 0, None, None, 2, 2, "10.0.0.1", 1, 7, "node", "boot/1", "boot/1", ""
+        )
         body = bytearray(pack(join)[4:])
         for _ in range(data.draw(st.integers(1, 3))):
             body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fastps-run with real processes; a small stand-in takes the place of the server program."""
+"""fastps-run with real processes; a small stand-in takes the place of the server program.
+
+The scheduler is the real one, in the launcher; nobody joins it here.
+"""
 
 from __future__ import annotations
 
@@ -56,16 +59,15 @@ def job(tmp_path):
 
 
 def test_success_ends_servers_in_order_and_returns_zero(job):
-    code = WAIT + "import sys; wait_up(3); print('out'); print('err', file=sys.stderr)"
+    code = WAIT + "import sys; wait_up(2); print('out'); print('err', file=sys.stderr)"
     result = job.run(job.python("-np", "2", "-s", "2", code=code))
     assert result.returncode == 0, result.stderr
     assert sorted(result.stderr.splitlines()) == ["[worker 0] err", "[worker 1] err"]
     lines = result.stdout.splitlines()
     assert {"[worker 0] out", "[worker 1] out"} <= set(lines)
-    for role in ("scheduler", "server 0", "server 1"):
-        assert sum(line.startswith(f"[{role}] up") for line in lines) == 1
+    for role in ("server 0", "server 1"):
+        assert lines.count(f"[{role}] up") == 1
         assert lines.count(f"[{role}] orderly end") == 1
-    assert lines[-1] == "[scheduler] orderly end"
 
 
 def test_one_worker_alone_meets_nobody(job):
@@ -102,7 +104,7 @@ def test_worker_killed_from_outside(job):
 
 
 def test_server_that_fails_is_the_cause(job):
-    job.server("import sys; sys.exit('no memory' if '--role' not in sys.argv else 0)")
+    job.server("import sys; sys.exit('no memory')")
     result = job.run(job.python("-np", "2", "-s", "1", code=FOREVER))
     assert result.returncode == 1
     assert last_line(result).startswith("[fastps-run] server 0 (pid ")
@@ -132,8 +134,8 @@ def test_peer_that_gives_up_is_believed_when_nobody_else_fails(job):
 
 
 def test_server_that_fails_while_stopping_is_reported(job):
-    job.server(SERVER + "sys.exit(5 if '--role' not in sys.argv else 0)\n")
-    result = job.run(job.python("-np", "1", "-s", "1", code=WAIT + "wait_up(2)"))
+    job.server(SERVER + "sys.exit(5)\n")
+    result = job.run(job.python("-np", "1", "-s", "1", code=WAIT + "wait_up(1)"))
     assert result.returncode == 0
     assert last_line(result) == "[fastps-run] server 0 ended with exit code 5 while stopping"
 
@@ -177,7 +179,7 @@ def test_second_interrupt_ends_everything_at_once(job):
 def test_killed_launcher_leaves_nothing(job):
     with job.started(job.python("-np", "2", "-s", "1", code=FOREVER)) as process:
         wait_lines(process, "ready", 2)
-        assert len(job.processes()) == 4
+        assert len(job.processes()) == 3
         process.kill()
         process.wait(LIMIT_S)
         job.wait_gone()
@@ -247,22 +249,22 @@ def test_dry_run_starts_nothing_and_hides_the_token(job):
     result = job.run(job.python("-np", "2", "-s", "2", "--dry-run", code="open('x', 'w')"))
     assert result.returncode == 0
     commands = [line for line in result.stdout.splitlines() if not line.startswith("#")]
-    assert len(commands) == 5
+    assert len(commands) == 4
     assert all("FASTPS_TOKEN=*** " in line for line in commands)
-    assert sum("--role scheduler" in line for line in commands) == 1
+    assert result.stdout.startswith("# scheduler: a thread of fastps-run")
     assert not (job.folder / "x").exists()
 
 
 def test_output_dir_keeps_one_file_per_process_and_stream(job):
     folder = job.folder / "logs"
-    code = "import os, sys; wait_up(2); print('o', os.environ['FASTPS_RANK'])"
+    code = "import os, sys; wait_up(1); print('o', os.environ['FASTPS_RANK'])"
     code = f"{WAIT}{code}; print('e', file=sys.stderr)"
     result = job.run(job.python("-np", "2", "-s", "1", "--output-dir", str(folder), code=code))
     assert result.returncode == 0
     assert (folder / "worker-1.stdout").read_text() == "o 1\n"
     assert (folder / "worker-0.stderr").read_text() == "e\n"
     assert (folder / "server-0.stdout").read_text() == "up\norderly end\n"
-    assert (folder / "scheduler.stdout").exists()
+    assert (folder / "scheduler.stderr").exists()
 
 
 def test_output_dir_that_cannot_be_made_is_said_plainly(job):
@@ -272,25 +274,63 @@ def test_output_dir_that_cannot_be_made_is_said_plainly(job):
     assert "Traceback" not in result.stderr
 
 
-def test_scheduler_port_is_held_from_the_beginning(job):
-    job.server("""
-        import socket, sys
-        if "--listen-fd" in sys.argv:
-            listener = socket.socket(fileno=int(sys.argv[sys.argv.index("--listen-fd") + 1]))
-            for _ in range(2):
-                connection, _ = listener.accept()
-                connection.sendall(b"hello")
-                connection.close()
-    """)
+def test_scheduler_answers_from_the_beginning(job):
     program = """
         import os, socket
         address = os.environ["FASTPS_SCHEDULER_HOST"], int(os.environ["FASTPS_SCHEDULER_PORT"])
         with socket.create_connection(address, timeout=30) as connection:
-            print(connection.recv(5).decode())
+            connection.sendall(b"GET / HTTP/1.0 and what else a stranger may say, at length\\r\\n")
+            print("closed" if connection.recv(5) == b"" else "answered")
     """
-    result = job.run(job.python("-np", "2", "-s", "1", code=program))
+    result = job.run(job.python("-np", "2", "--log-level", "WARNING", code=program))
     assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == ["[worker 0] hello", "[worker 1] hello"]
+    assert sorted(result.stdout.splitlines()) == ["[worker 0] closed", "[worker 1] closed"]
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("[scheduler] ")
+    assert "scheduler WARNING fastps.control.scheduler: refused a connection" in lines[0]
+
+
+def test_scheduler_that_nobody_joins_is_the_cause(job):
+    result = job.run(job.python("-np", "2", "--start-timeout", "0.3", code=FOREVER))
+    assert result.returncode == 1
+    assert last_line(result).startswith("[fastps-run] the scheduler ended with exit code 1; it")
+    assert "nobody joined within 0.3 s" in result.stderr.splitlines()[-2]
+
+
+def test_scheduler_that_dies_is_the_cause(job):
+    job.prelude = """
+        from fastps.launch import scheduler
+        class Mortal(scheduler.Scheduler):
+            async def run(self):
+                raise RuntimeError("out of luck")
+        scheduler.Scheduler = Mortal
+    """
+    result = job.run(job.python("-np", "2", "-s", "1", code=FOREVER))
+    assert result.returncode == 1
+    assert last_line(result).startswith("[fastps-run] the scheduler ended with exit code 1; it")
+    assert "[fastps-run]     RuntimeError: out of luck" in result.stderr
+
+
+def test_scheduler_that_does_not_end_is_cut_off(job):
+    job.prelude = """
+        import asyncio
+        from fastps.launch import scheduler
+        class Stubborn(scheduler.Scheduler):
+            def stop(self, reason):
+                pass
+        scheduler.Scheduler = Stubborn
+    """
+    result = job.run(job.python("-np", "2", "--grace", "0.2", code="pass"))
+    assert result.returncode == 0
+    assert "scheduler: no end in 0.2 s, killed" in result.stderr
+
+
+def test_wrong_setting_is_said_before_anything_is_started(job):
+    result = job.run(job.python("-np", "2", "--env", "FASTPS_LEASE_S=no", code="print('ran')"))
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "FASTPS_LEASE_S='no'" in last_line(result)
 
 
 def test_token_is_new_and_shared_by_environment(job):
@@ -305,18 +345,22 @@ def test_token_is_new_and_shared_by_environment(job):
     assert all(len(token) == 64 for token in tokens)
 
 
-def test_token_file_is_private_and_removed(job):
+def test_token_file_is_handed_on_by_its_path(job):
+    token = job.folder / "job.token"
+    token.write_text("0123456789abcdef0123456789abcdef")
+    token.chmod(0o600)
     code = """
         import json, os
-        path = os.environ["FASTPS_TOKEN_FILE"]
-        text = open(path).read()
-        mode = os.stat(path).st_mode & 0o777
-        print(json.dumps([path, mode, len(text), "FASTPS_TOKEN" in os.environ]))
+        print(json.dumps([os.environ["FASTPS_TOKEN_FILE"], "FASTPS_TOKEN" in os.environ]))
     """
-    result = job.run(job.python("--token-file", code=code))
-    path, mode, length, is_in_environment = json.loads(result.stdout.partition("] ")[2])
-    assert (mode, length, is_in_environment) == (0o600, 64, False)
-    assert not os.path.exists(path)
+    result = job.run(job.python("-np", "2", "--token-file", str(token), code=code))
+    for line in result.stdout.splitlines():
+        assert json.loads(line.partition("] ")[2]) == [str(token), False]
+    token.chmod(0o644)
+    result = job.run(job.python("-np", "2", "--token-file", str(token), code=code))
+    assert result.returncode == 2
+    assert "has mode 0644" in last_line(result)
+    assert "to make a new token: (umask 077;" in last_line(result)
 
 
 def test_reader_that_goes_away_ends_the_job(job):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_nets import NETS, TIMEOUT_S, Net
+from transport_nets import INPROC, NETS, TIMEOUT_S, Net
 
 from fastps._core import BufferPool
 from fastps.partition import make_partitions
@@ -22,10 +22,14 @@ N_WORKERS, N_SERVERS = 3, 2
 PARTITION, CHUNK = 64 << 10, 16 << 10
 COUNTS = [0, 1, 7, 1000, 16384, 16385, 60000]  # elements; up to four partitions
 STEPS = 12
+KINDS = [*NETS, "reference", "colocated"]
 
 
 class Cluster:
-    """Workers and servers in one process; the tensors of COUNTS are declared everywhere."""
+    """Workers and servers in one process; the tensors of COUNTS are declared everywhere.
+
+    Server i counts as part of worker i's process, for transports that care.
+    """
 
     def __init__(
         self,
@@ -40,7 +44,12 @@ class Cluster:
         self.pools = [BufferPool() for _ in range(N_SERVERS)]
         self.stores = [
             ServerStore(
-                pool, index=i, n_workers=N_WORKERS, lanes=lanes, engine_threads=engine_threads
+                pool,
+                index=i,
+                n_workers=N_WORKERS,
+                n_machines=N_WORKERS,
+                lanes=lanes,
+                engine_threads=engine_threads,
             )
             for i, pool in enumerate(self.pools)
         ]
@@ -51,7 +60,13 @@ class Cluster:
             for index, store in enumerate(self.stores):
                 for lane in range(lanes):
                     self.net.connect(
-                        engine, index, store, rank, lane=lane, credit_bytes=credit_bytes
+                        engine,
+                        index,
+                        store,
+                        rank,
+                        lane=lane,
+                        credit_bytes=credit_bytes,
+                        is_inside=rank == index,
                     )
         self.tensors = [self.declare(number, count) for number, count in enumerate(COUNTS)]
 
@@ -63,7 +78,11 @@ class Cluster:
             store.declare(
                 number,
                 n_partitions=len(pieces),
-                partitions=[(i, p[1]) for i, p in enumerate(pieces) if owners[i] == index],
+                partitions=[
+                    (i, p[1], tuple(range(N_WORKERS)))
+                    for i, p in enumerate(pieces)
+                    if owners[i] == index
+                ],
                 dtype=DType.FLOAT32,
                 itemsize=4,
                 chunk_bytes=CHUNK,
@@ -179,18 +198,18 @@ def run(cluster: Cluster, orders: list[int]) -> list[str]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", NETS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_sum_is_right(make, kind, options):
     assert run(make(kind, **options), [1, 1, 1]) == []
 
 
-@pytest.mark.parametrize("kind", [kind for kind in NETS if kind != "inproc"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in INPROC])
 @pytest.mark.parametrize("credit_bytes", [1, CHUNK, PARTITION])
 def test_workers_that_differ_in_order_do_not_lock_each_other_out(make, kind, credit_bytes):
     assert run(make(kind, credit_bytes=credit_bytes), [1, -1, 1]) == []
 
 
-@pytest.mark.parametrize("kind", NETS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_broadcast_reaches_everybody(make, kind):
     cluster = make(kind)
     for step, root in enumerate([0, 2, 1]):

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from fastps.auth import (
 )
 from fastps.config import Config, load
 from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError, TransportTimeout
-from fastps.transport import tcp
+from fastps.transport import sockets, tcp
 
 KEY = derive_key(b"token", "data", "job")
 WRONG_KEY = derive_key(b"other token", "data", "job")
@@ -53,11 +54,13 @@ class Door:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.listener = wrap(socket.create_server((host, 0), family=family, backlog=256))
         self.listener.setblocking(False)
+        unix_listener, self.unix = sockets.listen_unix()
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
         self.admitted: list[tuple[int, int, int]] = []
         self.refusals: list[BaseException] = []  # raised by admit, one per call
         self.calls = 0
-        self.door = tcp.Listener([self.listener], self.config, key=KEY, admit=self.admit)
+        both = [self.listener, unix_listener]
+        self.door = tcp.Listener(both, self.config, key=KEY, admit=self.admit)
         self.door.start()
 
     def admit(self, descriptor: int, sender: int, lane: int) -> None:
@@ -73,6 +76,10 @@ class Door:
     def connect(self) -> socket.socket:
         """Connect without saying anything."""
         return socket.create_connection(self.address, timeout=TIMEOUT_S)
+
+    def connect_unix(self) -> socket.socket:
+        """Connect to the Unix socket without saying anything."""
+        return sockets.connect_unix(self.unix, deadline=time.monotonic() + TIMEOUT_S)
 
     def dial(self, **changes: Any) -> socket.socket:
         """Dial as a worker does."""
@@ -213,9 +220,9 @@ def test_an_owner_that_refuses_is_counted(opened):
 
 def test_many_dial_at_once(opened):
     door = opened()
-    sockets: list[socket.socket] = []
+    dialled: list[socket.socket] = []
     threads = [
-        threading.Thread(target=lambda rank=rank: sockets.append(door.dial(sender=rank)))
+        threading.Thread(target=lambda rank=rank: dialled.append(door.dial(sender=rank)))
         for rank in range(16)
     ]
     for thread in threads:
@@ -223,8 +230,100 @@ def test_many_dial_at_once(opened):
     for thread in threads:
         thread.join(TIMEOUT_S)
     assert sorted(sender for _, sender, _ in door.admitted) == list(range(16))
-    for sock in sockets:
+    for sock in dialled:
         sock.close()
+
+
+# ---- Unix sockets ----
+
+
+def test_who_shows_the_token_is_let_in_by_the_unix_socket(opened):
+    door = opened()
+    with door.dial(sender=5, unix=door.unix) as near:
+        [(descriptor, sender, _)] = door.admitted
+        assert sender == 5
+        assert near.family == socket.AF_UNIX
+        assert not os.get_blocking(descriptor)
+        near.send(b"frames")
+        with socket.socket(fileno=os.dup(descriptor)) as far:
+            assert far.family == socket.AF_UNIX
+            far.settimeout(TIMEOUT_S)
+            assert far.recv(100) == b"frames"
+            for sock in (near, far):
+                assert sockets.is_same_host(sock)
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= room_of_unix()
+        assert tcp.choose_credit(descriptor, door.config) == tcp.SAME_HOST_CREDIT_BYTES
+    assert door.refused() == {}
+
+
+def room_of_unix() -> int:
+    """Give what this machine lets everybody have as a socket's buffer, 4 MiB at most."""
+    allowed = 2 * int(Path("/proc/sys/net/core/wmem_max").read_text())
+    return min(allowed, sockets.UNIX_BUFFER_BYTES)
+
+
+def test_names_of_unix_sockets_are_new_and_go_with_the_socket():
+    first, name = sockets.listen_unix()
+    second, other = sockets.listen_unix()
+    assert name != other
+    assert name.startswith("fastps-")
+    assert len(bytes.fromhex(name.removeprefix("fastps-"))) == 16
+    for sock in (first, second):
+        sock.close()
+    with pytest.raises(ConnectionRefusedError):
+        sockets.connect_unix(name, deadline=time.monotonic() + TIMEOUT_S)
+
+
+def test_tcp_takes_the_place_of_a_unix_socket_that_is_not_there(opened, caplog):
+    door = opened()
+    with door.dial(unix="fastps-0123456789abcdef") as near:
+        assert near.family == socket.AF_INET
+        assert len(door.admitted) == 1
+    assert "TCP takes its place" in caplog.text
+    assert "Connection refused" in caplog.text
+
+
+def test_another_user_is_refused_before_it_says_a_word(opened, monkeypatch, caplog):
+    door = opened()
+    monkeypatch.setattr(sockets, "ROOT_UID", -1)
+    monkeypatch.setattr(sockets.os, "geteuid", lambda: 12345)
+    with door.connect_unix() as sock:
+        assert read_all(sock) == b""
+    assert door.refused() == {"another user": 1}
+    with door.dial(unix=door.unix) as near:
+        assert near.family == socket.AF_INET
+    assert door.refused() == {"another user": 2}
+    assert "another user" in caplog.text
+
+
+def test_a_wrong_token_is_refused_over_a_unix_socket(opened):
+    door = opened()
+    with pytest.raises(AuthError, match=r"Unix socket fastps-.*job token"):
+        door.dial(key=WRONG_KEY, unix=door.unix)
+    wait_until(lambda: sum(door.refused().values()) == 1, "the refusal")
+    assert not door.admitted
+
+
+def test_garbage_gets_no_answer_over_a_unix_socket(opened):
+    door = opened()
+    with door.connect_unix() as sock:
+        sock.sendall(bytes(HELLO_BYTES))
+        assert read_all(sock) == b""
+    wait_until(lambda: door.refused() == {"not our protocol": 1}, "the refusal")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "host_ids", "expected"),
+    [
+        (["127.0.0.1", "::1"], [], tcp.LOCAL_CHUNK_BYTES),
+        (["127.0.0.1", "10.0.0.1"], [], tcp.REMOTE_CHUNK_BYTES),
+        (["10.0.0.1", "10.0.0.1"], ["a", "a", "a"], tcp.LOCAL_CHUNK_BYTES),
+        (["10.0.0.1", "10.0.0.2"], ["a", "a", "b"], tcp.REMOTE_CHUNK_BYTES),
+        (["10.0.0.1"], ["", ""], tcp.REMOTE_CHUNK_BYTES),
+    ],
+)
+def test_frames_are_large_where_all_is_on_one_host(hosts, host_ids, expected):
+    assert tcp.choose_chunk(hosts, host_ids=host_ids) == expected
 
 
 # ---- who is not ----

@@ -166,7 +166,7 @@ def test_many_peers(kind, io_threads):
 
 def test_most_urgent_first_then_smallest_key_then_first_come(exact):
     a, b = exact.pair(credit_bytes=1)
-    blocker = a.post(0, bytes([99]), is_credited=True)
+    blocker = a.post(0, bytes([99]), priority=2**31 - 1, is_credited=True)
     assert b.receive(timeout_s=TIMEOUT_S)[2] == bytes([99])
     posted = [(-1, 3), (5, 9), (-1, 2), (5, 1), (0, 0), (5, 9), (2**31 - 1, 4), (-(2**31), 0)]
     parcels = [
@@ -199,12 +199,17 @@ def test_urgent_overtakes_what_credit_holds_back(exact):
     a, b = exact.pair(credit_bytes=1)
     parcels = [a.post(0, bytes(10), key=i, is_credited=True) for i in range(3)]
     assert b.receive(timeout_s=TIMEOUT_S)[1]["key"] == 0
-    parcels.append(a.post(0, bytes(10), key=99, priority=1, is_credited=True))
-    for key in (99, 1, 2):
-        reply = b.post(0, bytes(10))
-        assert b.receive(timeout_s=TIMEOUT_S)[1]["key"] == key
-        assert outcome(reply) == "OK"
-    assert {outcome(parcel) for parcel in parcels} == {"OK"}
+    for key in (98, 99):
+        parcels.append(a.post(0, bytes(10), key=key, priority=1, is_credited=True))
+    assert b.receive(timeout_s=TIMEOUT_S)[1]["key"] == 98  # less urgent bytes do not count
+    with pytest.raises(StallError):
+        b.receive(timeout_s=SHORT_S)
+    replies = []
+    for priority, key in ((1, 99), (1, None), (0, 1), (0, 2)):
+        replies.append(b.post(0, bytes(10), priority=priority))  # returns credit of its priority
+        if key is not None:
+            assert b.receive(timeout_s=TIMEOUT_S)[1]["key"] == key
+    assert {outcome(parcel) for parcel in parcels + replies} == {"OK"}
 
 
 def test_an_item_larger_than_the_credit_passes(net):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastps.errors import StallError
+from fastps.transport import sockets
 from fastps.transport._inproc import InprocTransport
 from fastps.transport._link import LinkOwner
 from fastps.transport._mailbox import Mailbox, Parcel
@@ -18,6 +19,7 @@ from fastps.transport._tcp import TcpTransport
 TIMEOUT_S = 60.0  # nothing here takes a second; a loaded machine may need some
 OPEN, IN_ORDER, PEER_LOST, PROTOCOL = 1, -2, -3, -4
 KICK_NONE, KICK_WAKE, KICK_INLINE, KICK_FULL = 0, 1, 2, 3
+INPROC = ["inproc", "reference"]
 FAMILIES = {"tcp4": (socket.AF_INET, "127.0.0.1"), "tcp6": (socket.AF_INET6, "::1")}
 
 
@@ -31,7 +33,25 @@ def has_ipv6() -> bool:
     return True
 
 
-NETS = ["inproc", "tcp4"] + (["tcp6"] if has_ipv6() else [])
+TCP_NETS = ["tcp4"] + (["tcp6"] if has_ipv6() else [])
+NETS = ["inproc", "unix", *TCP_NETS]
+
+
+def unix_pair() -> tuple[socket.socket, socket.socket]:
+    """Make two connected, non-blocking Unix sockets, as a worker and a server do."""
+    listener, name = sockets.listen_unix()
+    with listener:
+        near = sockets.connect_unix(name, deadline=time.monotonic() + TIMEOUT_S)
+        far, _ = listener.accept()
+    for sock in (near, far):
+        sockets.tune_unix(sock)
+        sock.setblocking(False)
+    return near, far
+
+
+def socket_pair(kind: str) -> tuple[socket.socket, socket.socket]:
+    """Make two connected, non-blocking stream sockets."""
+    return unix_pair() if kind == "unix" else tcp_pair(kind)
 
 
 def tcp_pair(kind: str = "tcp4", *, buffer_bytes: int = 0) -> tuple[socket.socket, socket.socket]:
@@ -53,12 +73,16 @@ def tcp_pair(kind: str = "tcp4", *, buffer_bytes: int = 0) -> tuple[socket.socke
 
 
 class Net:
-    """One transport, and a way to connect two mailboxes over it."""
+    """One transport, and a way to connect two owners over it.
+
+    Over "colocated", owners that share a process are linked by reference, the others by TCP.
+    """
 
     def __init__(self, kind: str, *, io_threads: int = 1) -> None:
         self.kind = kind
-        make = InprocTransport if kind == "inproc" else TcpTransport
+        make = InprocTransport if kind in INPROC else TcpTransport
         self.transport: Any = make(io_threads=io_threads)
+        self.inside = InprocTransport() if kind == "colocated" else None
 
     def connect(
         self,
@@ -69,13 +93,18 @@ class Net:
         *,
         lane: int = 0,
         credit_bytes: int = 0,
+        is_inside: bool = False,
     ) -> None:
         """Join two owners; each knows the other by its peer number."""
-        options = {"lane": lane, "credit_bytes": credit_bytes}
-        if self.kind == "inproc":
+        if is_inside and self.inside is not None:
+            self.inside.connect(a, peer_for_a, b, peer_for_b, lane=lane, by_reference=True)
+            return
+        options: dict[str, Any] = {"lane": lane, "credit_bytes": credit_bytes}
+        if self.kind in INPROC:
+            options["by_reference"] = self.kind == "reference"
             self.transport.connect(a, peer_for_a, b, peer_for_b, **options)
             return
-        near, far = tcp_pair(self.kind)
+        near, far = socket_pair("tcp4" if self.kind == "colocated" else self.kind)
         with near, far:
             self.transport.adopt(near.detach(), a, peer=peer_for_a, **options)
             self.transport.adopt(far.detach(), b, peer=peer_for_b, **options)
@@ -88,6 +117,8 @@ class Net:
 
     def close(self) -> None:
         """Join the I/O threads."""
+        if self.inside is not None:
+            self.inside.close(timeout_s=TIMEOUT_S)
         self.transport.close(timeout_s=TIMEOUT_S)
 
 

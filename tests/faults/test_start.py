@@ -81,9 +81,6 @@ def test_errors_of_the_start_say_what_to_set():
                 SCHEDULER, free | {"FASTPS_SCHEDULER_PORT": "0"},
                 ("nobody joined within 3 s", "FASTPS_SCHEDULER_PORT", "FASTPS_START_TIMEOUT_S"),
             ),
-            "no server": (
-                WORKER, free | {"FASTPS_NUM_SERVERS": "0"}, ("ConfigError", "FASTPS_NUM_SERVERS")
-            ),
             "no token": (WORKER, free | {"FASTPS_TOKEN": ""}, ("FASTPS_TOKEN",)),
         }  # fmt: skip
         started = time.monotonic()

@@ -24,3 +24,12 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     monkeypatch.setattr(session, "current", job.current)
     job.enter(0)
     return job
+
+
+@pytest.fixture(params=["default", "loose", "copied", "views", "shared"])
+def travel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let wrap() send gradients in one of the ways there are; "shared": as in one machine."""
+    models = pytest.importorskip("torch_models")
+    monkeypatch.setattr(models, "TRAVEL", models.WAYS.get(request.param, {}))
+    monkeypatch.setattr(FakeCluster, "can_share", request.param == "shared")
+    return str(request.param)

@@ -50,6 +50,8 @@ class Event:
 class FakeCluster:
     """The shared half: N ranks, one table of operations."""
 
+    can_share = False  # whether its sessions give shared memory
+
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
@@ -60,6 +62,8 @@ class FakeCluster:
         self.failures: list[tuple[re.Pattern[str], Exception]] = []
         self.submits = 0
         self.is_held = False
+        self.shared: list[np.ndarray] = []
+        self.sent: list[np.ndarray] = []
         self._local = threading.local()
 
     def fail(self, pattern: str, error: Exception) -> None:
@@ -139,7 +143,10 @@ class FakeCluster:
                 operation.error = MismatchError(f"{name!r}: {fingerprint}")
                 operation.is_done = True
             operation.arrays[rank], operation.outs[rank] = array, out
-            self.events.append(Event(kind, rank, name, priority, self.submits))
+            kind = "control" if name == "barrier" or ".alike" in name else kind
+            if kind == "push_pull":
+                self.sent.append(array)
+            self.events.append(Event(kind, rank, name, priority, how["number"]))
             self._finish_if_complete(operation)
             self.changed.notify_all()
         return operation
@@ -227,6 +234,17 @@ class FakeSession:
         self.local_rank = rank
         self.local_size = cluster.size
 
+    @property
+    def can_share(self) -> bool:
+        return self._cluster.can_share
+
+    def empty(self, shape: tuple[int, ...], code: DType) -> np.ndarray:
+        kind = np.uint16 if code == DType.BFLOAT16 else np.dtype(DType(code).name.lower())
+        array = np.empty(shape, kind)
+        array.view(np.uint8).fill(0xFF)  # what nobody has written is NaN
+        self._cluster.shared.append(array)
+        return array
+
     def declare(self, specs: Sequence[tuple[str, tuple[int, ...], DType]]) -> None:
         with self._cluster.changed:
             for name, shape, code in specs:
@@ -251,6 +269,7 @@ class FakeSession:
         outs = list(out) if many else [np.empty_like(tensor) if out is None else out]
         with self._cluster.changed:
             self._cluster.submits += 1
+            number = self._cluster.submits
         operations = [
             self._cluster.submit(
                 kind,
@@ -262,6 +281,7 @@ class FakeSession:
                 dtype=dtype,
                 average=average,
                 root=root,
+                number=number,
             )
             for array, label, urgency, into in zip(arrays, names, priorities, outs, strict=True)
         ]

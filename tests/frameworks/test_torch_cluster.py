@@ -7,6 +7,7 @@ needs no process is tested in the files beside this one.
 
 from __future__ import annotations
 
+import socket
 import sys
 import textwrap
 from pathlib import Path
@@ -329,3 +330,78 @@ def test_a_worker_killed_in_mid_training(tmp_path: Path) -> None:
         seconds, message = result.reports[0][0]
         assert seconds < 5
         assert "worker 1" in message
+
+
+PARALLEL = """
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=os.environ["TEST_GLOO"], rank=rank, world_size=fps.size()
+    )
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(rank)
+            self.front = nn.Linear(64, 40)
+            self.norm = nn.BatchNorm1d(40)
+            self.deep = nn.Sequential(*[nn.Linear(40, 40) for _ in range(10)])
+            self.back = nn.Linear(40, 10)
+            self.arms = nn.ModuleList([nn.Linear(40, 10) for _ in range(2)])
+
+        def forward(self, x, arm):
+            x = torch.tanh(self.norm(self.front(x.flatten(1))))
+            return self.back(self.deep(x)) + self.arms[arm](x)
+
+    def train(wrap, arms):
+        net = wrap(Normed())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=step != 2)
+            with net.no_sync():
+                x, y = batch(2 * step, rank, 2)
+                nn.functional.cross_entropy(net(x, arms), y).backward()
+            x, y = batch(2 * step + 1, rank, 2)
+            nn.functional.cross_entropy(net(x, arms), y).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+        return net
+
+    def compare(arm, **options):
+        ours = train(lambda net: fps.DistributedDataParallel(net, **options), arm)
+        theirs = train(
+            lambda net: nn.parallel.DistributedDataParallel(net, find_unused_parameters=True), arm
+        )
+        for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+        for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
+            if rank == 0:  # the others take them over at the next forward pass only
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        weights = fps.broadcast_object([p.detach().numpy() for p in ours.parameters()])
+        same = [bool((p.detach().numpy() == w).all()) for p, w in zip(ours.parameters(), weights)]
+        assert all(same), same
+
+    compare(0)
+    compare(rank)
+    compare(rank, gradient_views=False)
+    compare(1, gradient_views=True, bucket_bytes=8192)
+    report(["equal to torch"])
+
+    try:
+        fps.DistributedDataParallel(nn.Linear(3 + rank, 1), prefix="Other.")
+    except fastps.MismatchError as error:
+        report(["mismatch", str(error)])
+    dist.destroy_process_group()
+"""
+
+
+def test_parallel_equals_torchs(tmp_path: Path) -> None:
+    """Views and copies, buffers, no_sync, unused layers, a deep model of small tensors."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    environ = {**PIECES, "TEST_GLOO": f"tcp://127.0.0.1:{port}", "GLOO_SOCKET_IFNAME": "lo"}
+    script = "import os\n" + textwrap.dedent(PARALLEL)
+    result = run(script, tmp_path, servers=1, environ=environ).check()
+    for reports in result.reports:
+        assert reports[0] == ["equal to torch"]
+        assert "Other.Gradient.weight" in reports[1][1]

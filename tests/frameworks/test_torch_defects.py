@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each known defect of BytePS's torch plugin, shown to be absent here.
 
-The comment above a test says what BytePS (v0.2.5) does. Its asynchronous mode, cross-barrier and
-DistributedDataParallel have no counterpart here yet; their defects that belong to shared parts
-(compression contexts) are tested on those parts.
+The comment above a test says what BytePS (v0.2.5) does. Its asynchronous mode and cross-barrier
+have no counterpart here yet. Of its DistributedDataParallel, that there can be one instance per
+process, that skipped layers need synchronize() by hand, and that gradients do not accumulate, are
+tested in test_torch_parallel.py; its defect in shared parts (compression contexts) below.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def test_no_names_and_several_groups(cluster: FakeCluster) -> None:
 
     def body(rank: int) -> None:
         groups = [{"params": layer.parameters()} for layer in models[rank]]
-        optimizer = DistributedOptimizer(torch.optim.SGD(groups, lr=0.1))
+        optimizer = DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), bucket_bytes=0)
         models[rank](torch.ones(1, 3) * rank).sum().backward()
         optimizer.step()
 
@@ -129,7 +130,9 @@ def test_unnamed_parameters_are_refused(alone: FakeCluster) -> None:
 # BytePS: the priority of gradients is always 0.
 def test_priorities_differ(alone: FakeCluster) -> None:
     model = two_layers()
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters()), model.named_parameters())
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters()), model.named_parameters(), bucket_bytes=0
+    )
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     urgency = {event.name: event.priority for event in alone.events if event.kind == "push_pull"}

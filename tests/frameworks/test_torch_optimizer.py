@@ -30,6 +30,8 @@ from fastps.frameworks.torch.compression import Compression  # noqa: E402
 
 nn = torch.nn
 
+pytestmark = pytest.mark.usefixtures("travel")
+
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
 def test_two_workers_equal_one_process(cluster: FakeCluster, kind: type) -> None:
@@ -71,7 +73,7 @@ def test_gradients_leave_during_backward_front_layers_most_urgent(cluster: FakeC
     order: list[str] = []
 
     def body(rank: int) -> None:
-        optimizer = wrap(models[rank])
+        optimizer = wrap(models[rank], bucket_bytes=0)
         first = models[rank][0](part(0, rank)[0])
         if rank == 0:
             first.register_hook(lambda _: order.extend(cluster.names(rank)))
@@ -95,7 +97,7 @@ def test_unused_parameters_count_as_zero(cluster: FakeCluster) -> None:
     before = models[0].nobody.weight.clone()
 
     def body(rank: int) -> None:
-        optimizer = wrap(models[rank])
+        optimizer = wrap(models[rank], bucket_bytes=0)
         for step in range(3):
             optimizer.zero_grad()
             x, y = part(step, rank)
@@ -163,7 +165,7 @@ def test_step_before_all_passes_sends_what_there_is(cluster: FakeCluster) -> Non
 
 def test_set_backward_passes_per_step(alone: FakeCluster) -> None:
     model = make_model()
-    optimizer = wrap(model)
+    optimizer = wrap(model, bucket_bytes=0)
     optimizer.set_backward_passes_per_step(2)
     loss_of(model, batch(0)).backward()
     assert not alone.names()
@@ -208,7 +210,7 @@ def test_clipping_between_synchronize_and_step(cluster: FakeCluster, with_skip: 
     models, twin = make_models(cluster), make_model()
 
     def body(rank: int) -> None:
-        optimizer = wrap(models[rank], op=Sum)
+        optimizer = wrap(models[rank], op=Sum, bucket_bytes=0)
         for step in range(4):
             optimizer.zero_grad()
             (loss_of(models[rank], part(step, rank)) / 2).backward()
@@ -429,10 +431,10 @@ def test_learning_rate_schedulers(cluster: FakeCluster, before: bool) -> None:
         plain = torch.optim.SGD(models[rank].parameters(), lr=1.0)
         optimizer: Any = plain
         if not before:
-            optimizer = wrap(models[rank], plain)
+            optimizer = wrap(models[rank], plain, bucket_bytes=0)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         if before:
-            optimizer = wrap(models[rank], plain)
+            optimizer = wrap(models[rank], plain, bucket_bytes=0)
         for step in range(3):
             optimizer.zero_grad()
             loss_of(models[rank], part(step, rank)).backward()
@@ -449,7 +451,7 @@ def test_reading_groups_on_one_rank_does_no_harm(cluster: FakeCluster) -> None:
     models = [Branches(), Branches()]
 
     def body(rank: int) -> None:
-        optimizer = wrap(models[rank])
+        optimizer = wrap(models[rank], bucket_bytes=0)
         for step in range(3):
             optimizer.zero_grad()
             x, y = part(step, rank)
@@ -478,7 +480,7 @@ def test_two_backward_passes_over_different_layers(cluster: FakeCluster) -> None
     models = [Branches(), Branches()]
 
     def body(rank: int) -> None:
-        optimizer = wrap(models[rank])
+        optimizer = wrap(models[rank], bucket_bytes=0)
         for step in range(2):
             optimizer.zero_grad()
             x, y = part(step, rank)

@@ -19,6 +19,8 @@ from fastps import session
 
 torch = pytest.importorskip("torch")
 
+from torch_models import WAYS  # noqa: E402
+
 from fastps.frameworks._adapter import Average, Sum  # noqa: E402
 from fastps.frameworks.torch.optimizer import DistributedOptimizer  # noqa: E402
 
@@ -112,17 +114,24 @@ def take_alone(model: Any, optimizer: Any, step: Step, place: int, scale: float)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(program=st.lists(steps(), min_size=1, max_size=5), op=st.sampled_from([Average, Sum]))
+@given(
+    program=st.lists(steps(), min_size=1, max_size=5),
+    op=st.sampled_from([Average, Sum]),
+    way=st.sampled_from([*WAYS, "shared"]),
+)
 def test_ranks_do_what_one_process_would(
-    monkeypatch: pytest.MonkeyPatch, program: list[Step], op: Any
+    monkeypatch: pytest.MonkeyPatch, program: list[Step], op: Any, way: str
 ) -> None:
     cluster = FakeCluster(RANKS)
+    cluster.can_share = way == "shared"
     monkeypatch.setattr(session, "current", cluster.current)
     models, twin = [make_model() for _ in range(RANKS)], make_model()
 
     def body(rank: int) -> None:
         model = models[rank]
-        optimizer = DistributedOptimizer(make_optimizer(model), model.named_parameters(), op=op)
+        optimizer = DistributedOptimizer(
+            make_optimizer(model), model.named_parameters(), op=op, **WAYS.get(way, {})
+        )
         for place, step in enumerate(program):
             take(model, optimizer, step, place, rank)
 

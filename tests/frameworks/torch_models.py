@@ -12,6 +12,16 @@ from fastps.frameworks.torch.optimizer import DistributedOptimizer
 
 nn = torch.nn
 
+# What wrap() gives unless told otherwise; the fixture `travel` changes it.
+TRAVEL: dict[str, Any] = {}
+# The ways in which gradients can travel; results must be the same in all.
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "loose": {"bucket_bytes": 0, "gradient_views": False},
+    "copied": {"bucket_bytes": 200, "gradient_views": False},
+    "views": {"bucket_bytes": 100, "gradient_views": True},
+}
+
 
 def make_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
@@ -45,7 +55,7 @@ def assert_same_weights(models: list[nn.Module], twin: nn.Module | None, tol: fl
 
 def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    return DistributedOptimizer(optimizer, model.named_parameters(), **options)
+    return DistributedOptimizer(optimizer, model.named_parameters(), **{**TRAVEL, **options})
 
 
 class Branches(nn.Module):

@@ -161,6 +161,7 @@ def uncompared_constants(node: ast.AST) -> Iterator[ast.Constant]:
 # Files that may sleep, because there is nothing to wait on; each sleep has a deadline around it.
 SLEEPERS = (
     "control/dialling.py",  # pause before the next attempt to connect
+    "transport/shm.py",  # pause before the next attempt to reach a leader
     "launch/processes.py",  # orphans are not our children until their parent has died
 )
 

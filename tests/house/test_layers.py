@@ -45,6 +45,7 @@ FLOORS = {
     "fastps.session": 7,
     "fastps.frameworks": 8,
     "fastps.launch": 8,
+    "fastps.bench": 8,
 }
 # Modules that are part of another room: faces, and files that a room had to keep beside itself.
 PART_OF = {
@@ -55,6 +56,7 @@ PART_OF = {
     "fastps.tensorflow": "fastps.frameworks",
     "fastps.mxnet": "fastps.frameworks",
     "fastps._atomic": "fastps._core",
+    "fastps.joining": "fastps.session",
 }
 CORE_PART = re.compile(r"fastps\._core(_\w+)?$")
 
@@ -62,15 +64,16 @@ CORE_PART = re.compile(r"fastps\._core(_\w+)?$")
 RESTRICTED = {
     "numba": ("fastps.reduce",),
     "llvmlite": ("fastps.reduce",),
-    "socket": ("fastps.transport", "fastps.control", "fastps.launch"),
+    "socket": ("fastps.transport", "fastps.control", "fastps.launch", "fastps.bench"),
     "select": ("fastps.transport", "fastps.control", "fastps.launch"),
     "selectors": ("fastps.transport", "fastps.control", "fastps.launch"),
     "ssl": ("fastps.transport", "fastps.control", "fastps.launch"),
     "asyncio": ("fastps.transport", "fastps.control", "fastps.server", "fastps.launch"),
     "pyverbs": ("fastps.transport",),
     "msgspec": ("fastps.objects", "fastps.control", "fastps.telemetry"),
-    "rich": ("fastps.launch", "fastps.telemetry"),
-    "subprocess": ("fastps.launch",),
+    "rich": ("fastps.launch", "fastps.telemetry", "fastps.bench"),
+    "matplotlib": ("fastps.bench",),
+    "subprocess": ("fastps.launch", "fastps.bench"),
     "multiprocessing": (),
     "http": ("fastps.telemetry",),
     "torch": ("fastps.frameworks.torch", "fastps.torch"),

@@ -53,6 +53,7 @@ class Driver:
         self.sent: dict[int, list[ToMember]] = {}
         self.closed: set[int] = set()
         self.finish: Finish | None = None
+        self.is_apart = False  # whether every process is on a machine of its own
         self._peers = 0
         self._requests = 0
 
@@ -92,7 +93,9 @@ class Driver:
             "port": 7000 + peer,
             "pid": 100 + peer,
             "hostname": "node",
-            "boot_id": "boot",
+            "host_id": "boot/1",
+            "machine": f"machine {peer}" if self.is_apart else "boot/1",
+            "unix": f"unix{peer}" if role == "server" else "",
         }
         self.say(peer, Join(**(fields | changes)))  # type: ignore[arg-type]
         return peer
@@ -136,10 +139,10 @@ class Driver:
         self.say(peer, Blob(number, "o", root, data, timeout_s))
         return number
 
-    def leave(self, peer: int) -> int:
+    def leave(self, peer: int, timeout_s: float = 10.0) -> int:
         """Let a peer leave in order."""
         number = self.request()
-        self.say(peer, Leave(number))
+        self.say(peer, Leave(number, timeout_s))
         return number
 
     def die(self, peer: int, cause: str = "it was killed") -> None:

@@ -16,15 +16,15 @@ OK, PEER_LOST, MISMATCH = 0, -3, -5
 
 @dataclass(frozen=True)
 class Op:
-    """What a worker says it wants from a round; all workers must say the same."""
+    """What a pusher says it wants from a round; all pushers must say the same."""
 
     flags: FrameFlag = FrameFlag(0)  # noqa: RUF009
-    root: int = 0  # of a broadcast
+    root: int = 0  # machine that pushes a broadcast
 
 
 @dataclass(frozen=True, order=True)
 class Frame:
-    """What a worker is to receive; for an ERROR offset is -status and priority the culprit."""
+    """What a pusher is to receive; for an ERROR offset is -status and priority the culprit."""
 
     kind: int
     version: int
@@ -36,7 +36,7 @@ class Frame:
 
 @dataclass
 class Part:
-    """What one worker gave to a round."""
+    """What one machine gave to a round."""
 
     payload: bytes | None  # None: a PULL
     wants_result: bool
@@ -57,10 +57,22 @@ class Round:
 
 
 class KeyModel:
-    """One key of a store of n_workers; every method gives {rank: frames that it must get}."""
+    """One key of a store; take() gives the frames that pushers must get, by rank.
 
-    def __init__(self, *, n_workers: int, nbytes: int, chunk_bytes: int) -> None:
-        self.n_workers, self.nbytes, self.chunk_bytes = n_workers, nbytes, chunk_bytes
+    pushers: by machine, the rank that speaks for it. lenders: ranks whose memory is only lent.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_workers: int,
+        pushers: tuple[int, ...],
+        lenders: frozenset[int] = frozenset(),
+        nbytes: int,
+        chunk_bytes: int,
+    ) -> None:
+        self.n_workers, self.pushers, self.lenders = n_workers, pushers, lenders
+        self.nbytes, self.chunk_bytes = nbytes, chunk_bytes
         self.n_chunks = max(1, -(-nbytes // chunk_bytes))
         self.rounds: dict[int, Round] = {}
         self.gone: set[int] = set()
@@ -73,7 +85,7 @@ class KeyModel:
         return out
 
     def join(self, rank: int, version: int, op: Op, part: Part) -> None:
-        """Let a worker's first frame of a round arrive; the payload comes by chunk()."""
+        """Let a pusher's first frame of a round arrive; the payload comes by chunk()."""
         round_ = self.rounds.setdefault(version, Round(op, [0] * self.n_chunks))
         round_.parts[rank] = part
         newer = self.rounds.get(version + 2)
@@ -90,13 +102,13 @@ class KeyModel:
                 self._arrive(version, chunk)
 
     def _late(self, rank: int, version: int) -> None:
-        """Answer a worker whose round failed so long ago that its slot is in use again."""
+        """Answer a pusher whose round failed so long ago that its slot is in use again."""
         before = max(v for v in self.rounds if v % 2 == version % 2) - 2
         failed = self.rounds[before]
         self._error(rank, version, failed.status, failed.culprit)
 
     def chunk(self, rank: int, version: int) -> None:
-        """Let the next chunk of a worker arrive."""
+        """Let the next chunk of a pusher arrive."""
         part = self.rounds[version].parts[rank]
         index = part.cursor // self.chunk_bytes
         part.cursor = min(part.cursor + self.chunk_bytes, self.nbytes)
@@ -112,21 +124,22 @@ class KeyModel:
     def _arrive(self, version: int, chunk: int) -> None:
         round_ = self.rounds[version]
         round_.arrived[chunk] += 1
-        if round_.arrived[chunk] < self.n_workers or round_.status != OK:
+        if round_.arrived[chunk] < len(self.pushers) or round_.status != OK:
             return
         round_.done += 1
         begin = chunk * self.chunk_bytes
         sources = [
             np.frombuffer(part.payload[begin : begin + self.chunk_bytes], np.float32)
-            for _, part in sorted(round_.parts.items())
+            for part in map(round_.parts.__getitem__, self.pushers)
             if part.payload is not None
         ]
         if not sources:
             self._fail(version, MISMATCH, 0)
             return
-        self.summed += len(sources) > 1 and sources[0].size > 0
-        divisor = len(sources) if round_.op.flags & FrameFlag.AVERAGE else 1
-        result = expected(DType.FLOAT32, sources, divisor) if len(sources) > 1 else sources[0]
+        divisor = self.n_workers if round_.op.flags & FrameFlag.AVERAGE else 1
+        is_summed = len(sources) > 1 or divisor > 1
+        self.summed += is_summed and sources[0].size > 0
+        result = expected(DType.FLOAT32, sources, divisor) if is_summed else sources[0]
         self._results(version, begin, result.tobytes())
 
     def _results(self, version: int, begin: int, payload: bytes) -> None:
@@ -140,11 +153,17 @@ class KeyModel:
 
     def _blame(self, version: int) -> None:
         parts = self.rounds[version].parts
-        for rank in sorted(self.gone):
-            part = parts.get(rank)
-            if part is None or (part.payload is not None and part.cursor < self.nbytes):
+        for rank in self.pushers:
+            if rank in self.gone and not self._stays(rank, parts.get(rank)):
                 self._fail(version, PEER_LOST, rank)
                 return
+
+    def _stays(self, rank: int, part: Part | None) -> bool:
+        """Tell whether a pusher's contribution is whole and does not leave with it."""
+        if part is None or part.payload is None:
+            return part is not None
+        is_lent = rank in self.lenders and part.cursor > 0
+        return part.cursor == self.nbytes and not is_lent
 
     def _fail(self, version: int, status: int, culprit: int) -> None:
         round_ = self.rounds[version]

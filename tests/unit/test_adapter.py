@@ -4,13 +4,27 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from fastps.errors import FastPSError, MismatchError, PeerLostError, StallError
 from fastps.frameworks import _adapter
-from fastps.frameworks._adapter import Average, Round, Sum, check_name, derived_names, given_names
+from fastps.frameworks._adapter import (
+    Average,
+    Round,
+    Sum,
+    check_name,
+    derived_names,
+    given_names,
+    plan_buckets,
+)
 
 COUNT = 4
 
@@ -31,49 +45,63 @@ class DoneHandle:
 class RoundMachine(RuleBasedStateMachine):
     """Drive a Round and a model of it: sets of positions instead of stages."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(kind=st.lists(st.integers(0, COUNT - 1), min_size=COUNT, max_size=COUNT))
+    def begin(self, kind: list[int]) -> None:
+        """Sort gradients into buckets of random shapes."""
+        found = [[i for i in range(COUNT) if kind[i] == k] for k in range(COUNT)]
+        self.buckets = [members for members in found if members]
         self.passes = 1
-        self.round: Round[int] = Round([f"p{i}" for i in range(COUNT)], 1)
-        self.counts = dict.fromkeys(range(COUNT), 0)
+        self.round: Round[int] = Round([], 1)
+        self.round.extend([f"p{i}" for i in range(COUNT)], self.buckets)
         self.flying: list[int] = []
-        self.sent: set[int] = set()
-        self.is_closed = False
+        self.reset()
 
     def reset(self) -> None:
         self.counts = dict.fromkeys(range(COUNT), 0)
-        self.sent, self.is_closed = set(), False
+        self.ready: list[int] = []  # of buckets that are not
+        self.sent: set[int] = set()
+        self.is_closed = False
+
+    def bucket_of(self, index: int) -> int:
+        return next(b for b, members in enumerate(self.buckets) if index in members)
 
     @rule(index=st.integers(0, COUNT - 1))
     def gradient(self, index: int) -> None:
         if self.is_closed:
             self.reset()
-        if index in self.sent:
+        bucket = self.bucket_of(index)
+        assert self.round.bucket_of(index) == bucket
+        if bucket in self.sent or index in self.ready:
             with pytest.raises(FastPSError, match=f"'p{index}' was computed more than"):
                 self.round.arrived(index)
             return
         self.counts[index] += 1
-        is_due = self.counts[index] == self.passes
+        if self.counts[index] == self.passes:
+            self.ready.append(index)
+        is_due = all(self.counts[i] >= self.passes for i in self.buckets[bucket])
         assert self.round.arrived(index) is is_due
         if is_due:
-            self.start([index])
+            self.start([bucket])
 
-    def start(self, indices: list[int]) -> None:
-        self.round.started(DoneHandle(), indices, indices)
-        self.flying.extend(indices)
-        self.sent.update(indices)
+    def start(self, buckets: list[int]) -> None:
+        self.round.started(DoneHandle(), buckets, buckets)
+        self.flying.extend(buckets)
+        self.sent.update(buckets)
+        self.ready = [i for i in self.ready if self.bucket_of(i) not in self.sent]
 
     @rule()
     def synchronize(self) -> None:
-        missing = self.round.missing(range(COUNT))
-        assert missing == [i for i in range(COUNT) if i not in self.sent]
+        places = range(len(self.buckets))
+        missing = self.round.missing(places)
+        assert missing == [b for b in places if b not in self.sent]
         if missing:
             self.start(missing)
         self.wait()
-        assert not self.round.missing(range(COUNT))
+        assert not self.round.missing(places)
         self.round.close()
         self.is_closed = True
 
+    @precondition(lambda self: not self.ready)
     @rule()
     def wait(self) -> None:
         handles, flights = self.round.take()
@@ -81,7 +109,7 @@ class RoundMachine(RuleBasedStateMachine):
         assert bool(handles) is bool(flights)
         self.flying = []
 
-    @precondition(lambda self: not self.flying)
+    @precondition(lambda self: not self.flying and not self.ready)
     @rule()
     def step(self) -> None:
         self.round.reopen()
@@ -90,7 +118,7 @@ class RoundMachine(RuleBasedStateMachine):
     @rule(passes=st.integers(1, 3))
     def set_passes(self, passes: int) -> None:
         started = any(self.counts.values())
-        if self.flying:
+        if self.flying or self.ready:
             with pytest.raises(FastPSError, match="communicated"):
                 self.round.set_passes(passes)
         elif not started:
@@ -99,12 +127,44 @@ class RoundMachine(RuleBasedStateMachine):
 
     @invariant()
     def same_view(self) -> None:
-        assert self.round.in_flight is bool(self.flying)
-        assert self.round.names_in_flight() == [f"p{i}" for i in self.flying]
+        assert self.round.in_flight is bool(self.flying or self.ready)
+        flying = [i for bucket in self.flying for i in self.buckets[bucket]]
+        assert self.round.names_in_flight() == [f"p{i}" for i in flying + self.ready]
+        is_counting = any(self.counts.values()) and not self.is_closed
+        assert self.round.has_arrivals is is_counting
 
 
 RoundMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestRound = RoundMachine.TestCase
+
+
+@given(
+    gradients=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 60)), max_size=30),
+    bucket_bytes=st.integers(0, 120),
+    small_bytes=st.integers(0, 80),
+)
+def test_buckets(gradients: list[tuple[str, int]], bucket_bytes: int, small_bytes: int) -> None:
+    kinds, sizes = [kind for kind, _ in gradients], [size for _, size in gradients]
+    buckets = plan_buckets(kinds, sizes, bucket_bytes=bucket_bytes, small_bytes=small_bytes)
+    places = [place for bucket in buckets for place in bucket]
+    assert sorted(places) == list(range(len(gradients)))
+    assert buckets == sorted(sorted(bucket) for bucket in buckets)
+    shared = [bucket for bucket in buckets if len(bucket) > 1]
+    for bucket in shared:
+        assert len({kinds[place] for place in bucket}) == 1
+        assert sum(sizes[place] for place in bucket) <= bucket_bytes
+        assert max(sizes[place] for place in bucket) <= small_bytes
+        # Nothing that could have come along lies between its members.
+        between = [i for i in range(bucket[0], bucket[-1]) if kinds[i] == kinds[bucket[0]]]
+        small = [i for i in between if sizes[i] <= min(small_bytes, bucket_bytes)]
+        assert set(small) <= set(bucket)
+
+
+def test_small_gradients_fill_buckets_from_the_end() -> None:
+    sizes = [30, 30, 500, 30, 30, 30]
+    buckets = plan_buckets(["x"] * 6, sizes, bucket_bytes=100, small_bytes=50)
+    assert buckets == [[0, 1], [2], [3, 4, 5]]
+    assert plan_buckets(["x"] * 6, sizes, bucket_bytes=0) == [[i] for i in range(6)]
 
 
 @pytest.mark.parametrize("passes", [0, -1, 1.5, True, None])

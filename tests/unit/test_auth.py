@@ -221,7 +221,7 @@ def test_a_port_serves_only_its_purposes():
         client.answer(server.refusal)
 
 
-@pytest.mark.parametrize("purpose", [0, 4, 255])
+@pytest.mark.parametrize("purpose", [0, 5, 255])
 def test_unknown_purpose(purpose):
     hello = bytearray(make_client().hello())
     hello[6] = purpose
@@ -307,6 +307,7 @@ def test_numbers_that_travel_do_not_move():
         "CONTROL": 1,
         "PULSE": 2,
         "DATA": 3,
+        "MEMORY": 4,
     }
     assert [status.value for status in Status] == [0, 1, 2, 3]
     assert make_client(lane=0).hello()[12:16] == bytes(4)

@@ -18,7 +18,13 @@ ALLOWED = ROOT / "tools" / "stubtest.txt"
 def test_stub_equals_module():
     pytest.importorskip("mypy")
     command = [sys.executable, "-m", "mypy.stubtest", "fastps._core"]
-    options = ["--allowlist", str(ALLOWED), "--ignore-unused-allowlist"]
+    options = [
+        "--mypy-config-file",
+        "setup.cfg",
+        "--allowlist",
+        str(ALLOWED),
+        "--ignore-unused-allowlist",
+    ]
     done = subprocess.run(
         command + options, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
     )

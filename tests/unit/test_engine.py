@@ -219,6 +219,27 @@ def test_credit_comes_back_with_each_result(make):
     assert statuses == [OK, MISMATCH, OK, MISMATCH, OK]
 
 
+@pytest.mark.parametrize("is_error", [False, True])
+def test_credit_comes_back_to_the_priority_it_was_taken_at(make, is_error):
+    job = make(1, credit_bytes=1)
+    tensors = [job.declare(10 + i, 4) for i in range(3)]
+    arrays = [np.zeros(1, np.float32) for _ in tensors]
+    for i, priority in enumerate([-9, 9, 0]):
+        job.engine.start(tensors[i], arrays[i], arrays[i], priority=priority)
+        if i < 2:
+            assert job.pushed(nbytes=4)[0]["priority"] == priority
+    with pytest.raises(StallError):
+        job.servers[0].receive(timeout_s=SHORT_S)  # the last one waits for the urgent one
+    kind, payload = (FrameKind.ERROR, b"") if is_error else (FrameKind.RESULT, bytes(4))
+    offset = -MISMATCH if is_error else 0
+    job.post(payload=payload, kind=kind, key=11 << 16, offset=offset, priority=-9)
+    assert job.pushed(nbytes=4)[0]["priority"] == 0
+    for number in (10, 12):
+        job.post(payload=bytes(4), key=number << 16)
+    statuses = [tensor.wait(timeout_s=TIMEOUT_S) for tensor in tensors]
+    assert statuses == [OK, MISMATCH if is_error else OK, OK]
+
+
 # ---- servers that break the rules ----
 
 BROKEN: dict[str, list[tuple[bytes, dict[str, Any]]]] = {

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import io
+import logging
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastps.launch.job import first_of
-from fastps.launch.options import parse
+from fastps.launch.layout import Layout, make_layout
+from fastps.launch.options import EPILOG, parse
 from fastps.launch.output import MAX_LINE_BYTES, PARTIAL_LINE_S, LineSplitter, Screen, Stream
-from fastps.launch.plan import Identity, Rendezvous, make_plan
+from fastps.launch.plan import (
+    Identity,
+    choose_job_id,
+    choose_secret,
+    make_plan,
+    scheduler_environment,
+)
+from fastps.launch.scheduler import _logging_to
 
-IDENTITY = Identity("job-x", ("FASTPS_TOKEN", "very-secret"))
+IDENTITY = Identity("job-x", ("FASTPS_TOKEN", "very-secret"), ("127.0.0.1", 1234))
+MEET = ("--scheduler-host", "10.0.0.1", "--scheduler-port", "7654")
 
 
 def plan_of(*words, inherited=None, cpus=4):
@@ -23,7 +34,6 @@ def plan_of(*words, inherited=None, cpus=4):
     return make_plan(
         options,
         IDENTITY,
-        rendezvous=Rendezvous(port=1234, fd=7),
         cpus=cpus,
         inherited=inherited or {},
         server_command=("server-program",),
@@ -36,16 +46,12 @@ def plan_of(*words, inherited=None, cpus=4):
 def test_everything_after_the_command_belongs_to_it():
     options = parse(["-np", "2", "python", "train.py", "-s", "9", "--dry-run", "--", "-np", "3"])
     assert options.command == ("python", "train.py", "-s", "9", "--dry-run", "--", "-np", "3")
-    assert (options.workers, options.servers, options.is_dry_run) == (2, 1, False)
+    assert options.layout == Layout((2,), (0,))
+    assert options.is_dry_run is False
 
 
 def test_a_double_dash_ends_the_options():
     assert parse(["-np", "1", "--", "python"]).command == ("python",)
-
-
-@pytest.mark.parametrize(("workers", "servers"), [(1, 0), (2, 1), (3, 2), (4, 2)])
-def test_default_number_of_servers(workers, servers):
-    assert parse(["-np", str(workers), "true"]).servers == servers
 
 
 @pytest.mark.parametrize(
@@ -53,12 +59,23 @@ def test_default_number_of_servers(workers, servers):
     [
         ([], "no command"),
         (["train.py"], "python train.py"),
-        (["-np", "2", "-s", "0", "true"], "at least one server"),
-        (["-np", "0", "true"], "whole number"),
+        (["-np", "0", "true"], "whole number from 1"),
+        (["-np", "0,0", "--machine-rank", "0", *MEET, "true"], "whole number from 1"),
+        (["-np", "4,", "true"], "'' is not a whole number"),
+        (["-np", "\u0664", "true"], "whole number"),
+        (["-np", "4,4", *MEET, "true"], "Add --machine-rank, from 0 to 1"),
+        (["-np", "4,4", "--machine-rank", "2", *MEET, "true"], "--machine-rank 2 is not 0 to 1"),
+        (["--machine-rank", "1", "true"], "--machine-rank 1 is not 0 to 0"),
+        (["-np", "4,4", "-s", "1,1,1", "--machine-rank", "0", *MEET, "true"], "2 machines, but"),
+        (["-np", "4,4", "--machines", "3", "true"], "-np 4,4 names 2 machines, but there are 3"),
+        (["-np", "4,0", "--machine-rank", "1", *MEET, "true"], "neither workers nor servers"),
+        (["-np", "4,4", "--machine-rank", "1", "true"], "--scheduler-host 10.0.0.1"),
+        (["-np", "4,4", "--machine-rank", "1", *MEET[:2], "true"], "--scheduler-port 7654"),
+        (["--scheduler-port", "65536", "true"], "from 1 to 65535"),
         (["-np", "two", "true"], "whole number"),
         (["--timeout", "-3", "true"], "positive number of seconds"),
         (["--env", "NAME", "true"], "NAME=VALUE"),
-        (["-H", "a:2,b:2", "true"], "run on this machine"),
+        (["-H", "a:2,b:2", "true"], "run fastps-run on every machine"),
         (["--log-level", "loud", "true"], "invalid choice"),
         (["--unknown", "true"], "unknown"),
     ],
@@ -70,25 +87,135 @@ def test_wrong_words_are_refused_with_a_hint(words, hint, capsys):
     assert hint in capsys.readouterr().err
 
 
+# ---- layout ----
+
+COUNTS = st.integers(1, 6).flatmap(
+    lambda machines: st.tuples(
+        st.lists(st.integers(0, 5), min_size=machines, max_size=machines),
+        st.lists(st.integers(0, 3), min_size=machines, max_size=machines),
+    )
+)
+
+
+@given(COUNTS)
+def test_lists_give_every_rank_to_one_machine(counts):
+    workers, servers = counts
+    found = {"worker": [], "server": []}
+    for machine in range(len(workers)):
+        has_processes = workers[machine] + servers[machine] > 0
+        is_met = machine == 0 and sum(workers) + sum(servers) > 1
+        if sum(workers) == 0 or not (has_processes or is_met):
+            with pytest.raises(ValueError, match="worker"):
+                make_layout(workers, servers, machine=machine)
+            continue
+        layout = make_layout(workers, servers, machine=machine)
+        assert (layout.size, layout.num_servers) == (sum(workers), sum(servers))
+        assert len(layout.worker_ranks) == workers[machine]
+        assert len(layout.server_ranks) == servers[machine]
+        assert layout.has_scheduler == is_met
+        found["worker"] += layout.worker_ranks
+        found["server"] += layout.server_ranks
+    if sum(workers):
+        assert found["worker"] == list(range(sum(workers)))
+        assert found["server"] == list(range(sum(servers)))
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 5), st.data())
+def test_one_number_means_the_same_on_every_machine(workers, servers, machines, data):
+    machine = data.draw(st.integers(0, machines - 1))
+    layout = make_layout([workers], [servers], machines=machines, machine=machine)
+    assert layout == make_layout([workers] * machines, [servers] * machines, machine=machine)
+    assert layout.is_spread == (machines > 1)
+
+
+@given(COUNTS)
+def test_plans_of_all_machines_make_one_job(counts):
+    workers, servers = ([1, *rest] for rest in counts)  # so that there is a job at all
+    words = ["-np", ",".join(map(str, workers)), "-s", ",".join(map(str, servers)), *MEET]
+    names, sizes = [], set()
+    for machine, (n_workers, n_servers) in enumerate(zip(workers, servers, strict=True)):
+        if n_workers + n_servers == 0:
+            continue
+        plan = plan_of(*words, "--machine-rank", str(machine))
+        names += [(spec.role, spec.environment["FASTPS_RANK"]) for spec in plan]
+        sizes |= {
+            (spec.environment["FASTPS_SIZE"], spec.environment["FASTPS_NUM_SERVERS"])
+            for spec in plan
+        }
+        local = [
+            (spec.environment["FASTPS_LOCAL_RANK"], spec.environment["FASTPS_LOCAL_SIZE"])
+            for spec in plan
+            if spec.role == "worker"
+        ]
+        assert local == [(str(rank), str(n_workers)) for rank in range(n_workers)]
+    expected = [("worker", str(rank)) for rank in range(sum(workers))]
+    expected += [("server", str(rank)) for rank in range(sum(servers))]
+    assert sorted(names) == sorted(expected)
+    assert sizes == {(str(sum(workers)), str(sum(servers)))}
+
+
+def test_a_layout_describes_itself():
+    layout = Layout((4, 4, 0), (0, 0, 1), machine=1)
+    assert layout.describe() == "machine 1 of 3: workers 4 to 7 of 8, none of 1 servers"
+    layout = Layout((4, 4, 0), (0, 0, 1), machine=2)
+    assert layout.describe() == "machine 2 of 3: none of 8 workers, server 0 of 1"
+
+
 # ---- plan ----
 
 
 def test_plan_has_every_process_with_its_place():
     plan = plan_of("-np", "2", "-s", "2")
-    assert [spec.name for spec in plan] == [
-        "scheduler",
-        "server 0",
-        "server 1",
-        "worker 0",
-        "worker 1",
-    ]
-    assert plan[0].argv == ("server-program", "--role", "scheduler", "--listen-fd", "7")
-    assert [spec.inherited_fd for spec in plan] == [7, None, None, None, None]
-    worker = plan[4].environment
+    assert [spec.name for spec in plan] == ["server 0", "server 1", "worker 0", "worker 1"]
+    assert plan[0].argv == ("server-program",)
+    worker = plan[3].environment
     assert worker["FASTPS_ROLE"] == "worker"
     assert worker["FASTPS_RANK"] == worker["FASTPS_LOCAL_RANK"] == "1"
     assert worker["FASTPS_SIZE"] == worker["FASTPS_LOCAL_SIZE"] == "2"
     assert worker["FASTPS_SCHEDULER_PORT"] == "1234"
+
+
+def test_several_workers_need_no_server():
+    plan = plan_of("-np", "3")
+    assert [spec.name for spec in plan] == ["worker 0", "worker 1", "worker 2"]
+    assert {spec.environment["FASTPS_NUM_SERVERS"] for spec in plan} == {"0"}
+
+
+def test_scheduler_has_the_settings_of_the_job():
+    options = parse(["-np", "2", "--env", "FASTPS_LEASE_S=3", "true"])
+    environment = scheduler_environment(options, IDENTITY)
+    assert environment["FASTPS_ROLE"] == "scheduler"
+    assert environment["FASTPS_SIZE"] == "2"
+    assert environment["FASTPS_LEASE_S"] == "3"
+    assert "FASTPS_RANK" not in environment
+
+
+def spread(*words):
+    return parse(["-np", "2,2", "--machine-rank", "1", *MEET, *words, "true"])
+
+
+def test_token_of_one_machine_is_new_unless_a_file_is_given():
+    mine = {"FASTPS_TOKEN": "mine", "FASTPS_TOKEN_FILE": "f"}
+    assert choose_secret(parse(["true"]), mine, new_token="new") == ("FASTPS_TOKEN", "new")
+    found = choose_secret(parse(["--token-file", "g", "true"]), mine, new_token="new")
+    assert found == ("FASTPS_TOKEN_FILE", "g")
+
+
+def test_token_of_several_machines_is_never_new():
+    mine = {"FASTPS_TOKEN": "mine", "FASTPS_TOKEN_FILE": "f"}
+    assert choose_secret(spread(), {}, new_token="new") is None
+    assert choose_secret(spread(), mine, new_token="new") == ("FASTPS_TOKEN", "mine")
+    del mine["FASTPS_TOKEN"]
+    assert choose_secret(spread(), mine, new_token="new") == ("FASTPS_TOKEN_FILE", "f")
+    found = choose_secret(spread("--token-file", "g"), mine, new_token="new")
+    assert found == ("FASTPS_TOKEN_FILE", "g")
+
+
+def test_name_of_the_job_is_the_same_on_all_machines():
+    assert choose_job_id(parse(["true"]), {"FASTPS_JOB_ID": "old"}, new_id="new") == "new"
+    assert choose_job_id(spread(), {}, new_id="new") == "job-7654"
+    assert choose_job_id(spread(), {"FASTPS_JOB_ID": "ours"}, new_id="new") == "ours"
+    assert choose_job_id(spread("--job-id", "x"), {}, new_id="new") == "x"
 
 
 def test_rendered_plan_masks_the_token():
@@ -177,7 +304,7 @@ def failed(name, code, stderr=b"", role="worker"):
     return SimpleNamespace(
         name=name,
         exit_code=code,
-        spec=SimpleNamespace(role=role),
+        role=role,
         stderr=SimpleNamespace(tail=stderr.splitlines()),
     )
 
@@ -193,3 +320,42 @@ def test_first_cause_prefers_the_killed_and_distrusts_who_blames_another():
     assert first_of([server, crashed]).name == "crashed"
     assert first_of([server, victim]).name == "server"
     assert first_of([victim]).name == "victim"
+
+
+# ---- the scheduler's log ----
+
+
+def test_log_without_a_reader_never_blocks_and_says_what_is_missing():
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    log = logging.getLogger("fastps.test")
+    former = logging.getLogger().handlers[:]
+    with open(reader, "rb") as pipe:
+        with _logging_to(writer, "INFO"):
+            for number in range(5000):
+                log.info("%d %s\nsecond line", number, "x" * 100)
+            seen = pipe.read()
+            log.info("y" * 100_000)
+            log.debug("not wanted")
+            seen += pipe.read()
+        os.close(writer)
+        assert pipe.read() == b""
+    lines = seen.decode().splitlines()
+    assert " scheduler INFO fastps.test: 0 xxx" in lines[0]
+    assert lines[1] == "second line"
+    written = sum(" xxx" in line for line in lines)
+    assert f"{5000 - lines.count('second line')} log lines are missing here" in seen.decode()
+    assert 0 <= written - lines.count("second line") <= 1  # the last one may have lost its half
+    assert lines[-1].endswith("yyy")
+    assert len(lines[-1]) < 4096
+    assert logging.getLogger().handlers == former
+
+
+def test_help_names_only_what_exists():
+    """Every command line of the help is understood as written."""
+    text = EPILOG.replace("\\\n", " ")
+    commands = [line.split() for line in text.splitlines() if line.startswith("  fastps-run ")]
+    assert len(commands) >= 9
+    for words in commands:
+        assert parse(words[1:]).command[:2] == ("python", "train.py")

@@ -64,8 +64,8 @@ class TestJoining:
 
     def test_local_ranks_follow_machines(self) -> None:
         driver = Driver(size=4, num_servers=0)
-        machines = [("a", "1"), ("b", "1"), ("a", "1"), ("a", "2")]
-        peers = [driver.enter(hostname=name, boot_id=boot) for name, boot in machines]
+        machines = ["1/5", "2/5", "1/5", "1/6"]
+        peers = [driver.enter(machine=machine) for machine in machines]
         places = [(job_of(driver, p).local_rank, job_of(driver, p).local_size) for p in peers]
         assert places == [(0, 2), (0, 1), (1, 2), (0, 1)]
 

@@ -31,15 +31,19 @@ from fastps.control.protocol import (
 )
 
 SIZE, SERVERS = 2, 1
+JOINT = 2  # servers in workers' processes, where the workers are on two machines
 PICK = st.integers(0, 63)
 
 
 class MembershipMachine(RuleBasedStateMachine):
     """Drives a job of two workers and one server with arbitrary events."""
 
+    is_joint = False
+
     def __init__(self) -> None:
         super().__init__()
         self.driver = Driver(size=SIZE, num_servers=SERVERS, lease_s=5, linger_s=3)
+        self.driver.is_apart = self.is_joint
         self.asked: set[tuple[int, int]] = set()
         self.seen: dict[int, int] = {}
         self.generation = 1
@@ -116,10 +120,10 @@ class MembershipMachine(RuleBasedStateMachine):
         specs = [make_spec(name, (extent,)) for name in names]
         self.ask(peer, self.driver.declare(peer, *specs, timeout_s=timeout_s))
 
-    @precondition(lambda self: self.members("server"))
+    @precondition(lambda self: self.members())
     @rule(is_good=st.sampled_from([True, True, True, False]))
     def answer_keys(self, is_good: bool) -> None:
-        for server in self.members("server"):
+        for server in self.members():
             for event in self.driver.events(server, DeclareKeys)[-2:]:
                 assert isinstance(event, DeclareKeys)
                 number = event.request_id
@@ -127,11 +131,11 @@ class MembershipMachine(RuleBasedStateMachine):
                 self.driver.say(server, message)
 
     @precondition(lambda self: self.members())
-    @rule(pick=PICK)
-    def leave(self, pick: int) -> None:
+    @rule(pick=PICK, timeout_s=st.sampled_from([0.0, 1.0, 10.0]))
+    def leave(self, pick: int, timeout_s: float) -> None:
         members = self.members()
         peer = members[pick % len(members)]
-        self.ask(peer, self.driver.leave(peer))
+        self.ask(peer, self.driver.leave(peer, timeout_s))
 
     @precondition(lambda self: self.members("worker"))
     @rule()
@@ -207,7 +211,8 @@ class MembershipMachine(RuleBasedStateMachine):
                 if isinstance(message, Started):
                     job = message.job
                     assert [member.rank for member in job.workers] == list(range(SIZE))
-                    assert [member.rank for member in job.servers] == list(range(SERVERS))
+                    total = SERVERS + JOINT * self.is_joint
+                    assert [member.rank for member in job.servers] == list(range(total))
 
     @invariant()
     def generation_grows(self) -> None:
@@ -234,5 +239,13 @@ class MembershipMachine(RuleBasedStateMachine):
         assert self.driver.machine.next_deadline() is None
 
 
+class JointMachine(MembershipMachine):
+    """The same with a server in each worker's process, beside the one apart."""
+
+    is_joint = True
+
+
 TestMembershipMachine = MembershipMachine.TestCase
-TestMembershipMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestMembershipMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestJointMachine = JointMachine.TestCase
+TestJointMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -18,15 +18,18 @@ CONSUMERS = 3
 ITEMS = 2000
 
 
-def drain(queue: _core.ScheduledQueue, nbytes: int) -> list[object]:
-    """Pop until the queue is closed and empty, returning the credit of each item."""
-    taken = []
+def drain(queue: _core.ScheduledQueue, nbytes: int) -> list[tuple[object, int]]:
+    """Pop until the queue is closed and empty, returning the credit of each item.
+
+    Items are (anything, number); their priority is the number modulo 5.
+    """
+    taken: list[tuple[object, int]] = []
     while True:
         try:
             taken.append(queue.pop(timeout_s=60.0))
         except ShutdownError:
             return taken
-        queue.credit_return(nbytes)
+        queue.credit_return(taken[-1][1] % 5, nbytes)
 
 
 @pytest.mark.parametrize("credit", [0, 1, 64])
@@ -87,7 +90,7 @@ def test_credit_bounds_what_is_out():
                 seen_out.append(len(out))
             with lock:
                 out.remove(item)
-            queue.credit_return(nbytes)
+            queue.credit_return(0, nbytes)
             if item == ITEMS - 1:
                 queue.close()
 
@@ -109,7 +112,7 @@ def test_a_returned_credit_wakes_a_waiting_consumer():
         waiting = threads.submit(queue.pop, timeout_s=60.0)
         wait_until(lambda: queue.statistics().credit_stalls > 0)
         assert not waiting.done()
-        queue.credit_return(5)
+        queue.credit_return(0, 5)
         assert waiting.result(60) == "second"
 
 
@@ -117,9 +120,10 @@ def test_close_wakes_every_waiting_consumer():
     queue = _core.ScheduledQueue()
     with ThreadPoolExecutor(CONSUMERS) as threads:
         waiting = [threads.submit(drain, queue, 0) for _ in range(CONSUMERS)]
-        queue.push(0, 0, 0, "only")
+        queue.push(0, 0, 0, ("only", 0))
         queue.close()
-        assert sorted(item for future in waiting for item in future.result(60)) == ["only"]
+        taken = [item for future in waiting for item in future.result(60)]
+        assert taken == [("only", 0)]
 
 
 def test_a_waiting_consumer_keeps_its_deadline():
@@ -152,6 +156,7 @@ def test_a_signal_ends_a_waiting_pop():
 
 def test_c_threads_hand_items_over():
     assert _core._bench_queue(16, 1000) > 0
+    assert _core._bench_queue_credit(3, 1000) > 0
     assert _core._bench_queue_threads(20_000) > 0
     assert _core._bench_queue_handover(200) > 0
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +28,11 @@ OPEN, IN_ORDER, PEER_LOST, PROTOCOL, MISMATCH, NOMEM = 1, -2, -3, -4, -5, -6
 
 
 class Server:
-    """A store with workers that are mailboxes; tensor 0 has one partition of three chunks."""
+    """A store with workers that are mailboxes; tensor 0 has one partition of three chunks.
+
+    pushers: of every partition, by machine; else every worker is a machine of its own. lenders:
+    ranks that lend their memory.
+    """
 
     def __init__(
         self,
@@ -38,10 +43,17 @@ class Server:
         engine_threads: int = 1,
         io_threads: int = 1,
         pool_bytes: int = 0,
+        pushers: tuple[int, ...] = (),
+        lenders: tuple[int, ...] = (),
     ) -> None:
         self.pool = BufferPool(pool_bytes)
+        self.pushers, self.lenders = pushers or tuple(range(n_workers)), lenders
         self.store = ServerStore(
-            self.pool, index=0, n_workers=n_workers, engine_threads=engine_threads
+            self.pool,
+            index=0,
+            n_workers=n_workers,
+            n_machines=len(self.pushers),
+            engine_threads=engine_threads,
         )
         self.transport = InprocTransport(io_threads=io_threads)
         self.parcels: list[object] = []
@@ -53,14 +65,15 @@ class Server:
         """Bring the workers of a generation."""
         self.boxes = [Mailbox() for _ in range(n_workers)]
         for rank, box in enumerate(self.boxes):
-            self.transport.connect(self.store, rank, box, 0)
+            by_reference = rank in self.lenders
+            self.transport.connect(self.store, rank, box, 0, by_reference=by_reference)
 
     def declare(self, tensor_id: int, nbytes: int) -> None:
         """Make one tensor of one partition."""
         self.store.declare(
             tensor_id,
             n_partitions=1,
-            partitions=[(0, nbytes)],
+            partitions=[(0, nbytes, self.pushers)],
             dtype=DType.FLOAT32,
             itemsize=4,
             chunk_bytes=self.chunk_bytes,
@@ -77,7 +90,7 @@ class Server:
 
     def push(self, rank: int, values: np.ndarray, **changes: Any) -> None:
         """Send a whole contribution."""
-        self.post(rank, values.tobytes(), chunk_bytes=CHUNK, **changes)
+        self.post(rank, values.tobytes(), **({"chunk_bytes": CHUNK} | changes))
 
     def result(self, rank: int, version: int = 1) -> np.ndarray:
         """Receive a whole result; its chunks must come in order."""
@@ -201,6 +214,156 @@ def test_a_pool_at_its_limit_ends_the_link(make):
         pass
     for buffer in taken:
         buffer.give_back()
+
+
+# ---- machines ----
+
+
+def test_machines_are_summed_in_order_and_averaged_over_workers(make):
+    server = make(5, pushers=(3, 0, 4))
+    for rank in (0, 4, 3):
+        server.push(rank, values_of(rank), flags=FrameFlag.AVERAGE)
+    total = values_of(3) + values_of(0) + values_of(4)
+    for rank in (3, 0, 4):
+        assert np.array_equal(server.result(rank), total * (np.float32(1) / np.float32(5)))
+    for rank in (1, 2):
+        with pytest.raises(StallError):
+            server.boxes[rank].receive(timeout_s=0.0)
+
+
+@pytest.mark.parametrize("lenders", [(), (2,)])
+def test_one_machine_alone_is_averaged_over_its_workers(make, lenders):
+    server = make(3, pushers=(2,), lenders=lenders)
+    server.push(2, values_of(2), flags=FrameFlag.AVERAGE)
+    assert np.array_equal(server.result(2), values_of(2) * (np.float32(1) / np.float32(3)))
+    server.push(2, values_of(2), key_version=2)
+    assert np.array_equal(server.result(2, 2), values_of(2))
+
+
+@pytest.mark.parametrize("kind", [FrameKind.PUSH, FrameKind.PULL])
+def test_who_does_not_speak_for_its_machine_is_cut_off(make, kind):
+    server = make(4, pushers=(1, 3))
+    server.post(1, bytes(CHUNK))
+    with pytest.raises(PeerLostError):
+        server.post(0, bytes(CHUNK) if kind == FrameKind.PUSH else b"", kind=kind)
+    while server.store.wait_news(timeout_s=TIMEOUT_S) != {0: PROTOCOL}:
+        pass
+    assert server.boxes[1].ended(0) == OPEN
+    server.post(1, bytes(2 * CHUNK), offset=CHUNK, chunk_bytes=CHUNK)
+    server.push(3, values_of(3))
+    assert np.array_equal(server.result(1), values_of(3))
+
+
+def test_a_broadcast_names_the_machine_of_its_root(make):
+    server = make(4, pushers=(3, 1))
+    flags = FrameFlag.BROADCAST
+    server.push(1, values_of(1), flags=flags | FrameFlag.NO_RESULT)
+    server.post(3, kind=FrameKind.PULL, flags=flags, offset=1)
+    assert np.array_equal(server.result(3), values_of(1))
+    server.push(1, values_of(1), flags=flags | FrameFlag.NO_RESULT, key_version=2)
+    server.post(3, kind=FrameKind.PULL, flags=flags, offset=0, key_version=2)
+    assert server.error(3) == (2, MISMATCH, 3)
+
+
+def test_pushers_that_cannot_be_are_refused(make):
+    server = make(3, pushers=(0, 2))
+    options = {
+        "n_partitions": 1,
+        "dtype": DType.FLOAT32,
+        "itemsize": 4,
+        "chunk_bytes": CHUNK,
+        "kernel": sum_kernel(DType.FLOAT32),
+        "inline_bytes": 0,
+    }
+    for pushers, complaint in [
+        ((0,), "2 machines need as many pushers, not 1"),
+        ((0, 3), "rank 3 is not part"),
+        ((2, 0), "rank 2 cannot be on machine 0: it is on machine 1"),
+        ((1, 1), "rank 1 cannot be on machine 1: it is on machine 0"),
+    ]:
+        with pytest.raises(ValueError, match=complaint):
+            server.store.declare(9, partitions=[(0, CHUNK, pushers)], **options)
+    for n_machines in (0, 4):
+        with pytest.raises(ValueError, match="3 workers cannot be on"):
+            ServerStore(server.pool, index=0, n_workers=3, n_machines=n_machines)
+
+
+# ---- memory that is lent ----
+
+
+@pytest.mark.parametrize(
+    ("lenders", "loans"), [((0,), 2), ((1,), 2), ((2,), 2), ((0, 1), 2), ((0, 1, 2), 1)]
+)
+def test_what_is_lent_is_summed_and_never_written(make, lenders, loans):
+    server = make(3, lenders=lenders)
+    given = [values_of(rank) for rank in range(3)]
+    for version in (1, 2, 3):
+        for rank in range(3):
+            memory = given[rank].view(np.uint8)
+            server.post(rank, memory, chunk_bytes=CHUNK, key_version=version)
+        for rank in range(3):
+            assert np.array_equal(server.result(rank, version), given[0] + given[1] + given[2])
+    for rank in range(3):
+        assert np.array_equal(given[rank], values_of(rank))
+    assert server.pool.statistics().total_loans == 9 * loans
+
+
+def test_what_is_lent_and_not_aligned_is_copied(make):
+    server = make(2, lenders=(0,))
+    for version in range(1, 5):
+        memory = bytearray(1) + values_of(0).tobytes() if version % 2 else values_of(0).tobytes()
+        server.post(0, memoryview(memory)[version % 2 :], chunk_bytes=CHUNK, key_version=version)
+        server.push(1, values_of(1), key_version=version)
+        for rank in range(2):
+            assert np.array_equal(server.result(rank, version), values_of(0) + values_of(1))
+
+
+def test_a_lent_broadcast_outlives_the_memory_of_its_root(make):
+    server = make(2, lenders=(0,))
+    memory = bytearray(values_of(0).tobytes())
+    flags = FrameFlag.BROADCAST
+    server.post(0, memory, chunk_bytes=CHUNK, flags=flags | FrameFlag.NO_RESULT)
+    server.post(1, kind=FrameKind.PULL, flags=flags)
+    assert server.boxes[0].receive(timeout_s=TIMEOUT_S)[1]["flags"] & FrameFlag.NO_RESULT
+    memory[:] = bytes(len(memory))
+    assert np.array_equal(server.result(1), values_of(0))
+
+
+def test_a_pool_too_small_for_the_sum_of_lent_memory_fails_the_round(make):
+    server = make(2, pool_bytes=1 << 20, nbytes=CHUNK, lenders=(0, 1))
+    taken: list[Any] = []
+    for nbytes in (1 << 19, 1 << 16, 4096):
+        with contextlib.suppress(FastPSError):
+            while True:
+                taken.append(server.pool.loan(nbytes))
+    for rank in range(2):
+        server.post(rank, bytes(CHUNK))
+    for rank in range(2):
+        assert server.error(rank)[:2] == (1, NOMEM)
+    for buffer in taken:
+        buffer.give_back()
+    for rank in range(2):
+        server.push(rank, values_of(rank, CHUNK), key_version=2)
+        assert server.boxes[rank].ended(0) == OPEN
+    assert np.array_equal(server.result(1, 2), values_of(0, CHUNK) + values_of(1, CHUNK))
+
+
+def test_a_failed_tensor_stays_failed(make):
+    server = make(2, lenders=(0,))
+    server.declare(1, server.nbytes)
+    server.push(0, values_of(0))
+    server.store.fail_tensor(0, MISMATCH)
+    assert server.error(0) == (1, MISMATCH, 0)
+    server.push(1, values_of(1))
+    assert server.error(1) == (1, MISMATCH, 0)
+    for version in (2, 3):
+        for rank in range(2):
+            server.push(rank, values_of(rank), key_version=version)
+            assert server.error(rank)[:2] == (version, MISMATCH)
+    server.store.fail_tensor(7, MISMATCH)
+    for rank in range(2):
+        server.push(rank, values_of(rank), key=1 << 16)
+    assert np.array_equal(server.result(1), values_of(0) + values_of(1))
 
 
 # ---- laggards ----
@@ -346,6 +509,9 @@ def test_a_store_in_a_garbage_cycle_is_freed_in_order():
     server = Server(1)
     server.post(0, bytes(CHUNK))
     server.transport.close(timeout_s=TIMEOUT_S)
+    deadline = time.monotonic() + TIMEOUT_S
+    while server.pool.statistics().loans:  # the engine thread, which nobody joins, is at work
+        assert time.monotonic() < deadline
     cycle: list[Any] = [server]
     cycle.append(cycle)
     del server, cycle

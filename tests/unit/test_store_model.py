@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store against its model: random workers, chunk by chunk, every frame compared."""
+"""The store against its model: random machines, chunk by chunk, every frame compared."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ SIZES = [0, 4, CHUNK - 4, CHUNK, CHUNK + 4, 3 * CHUNK, 3 * CHUNK + 8]
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Workers that obey the protocol, but not each other; two keys, each with its own model."""
+    """Workers that obey the protocol, but not each other; two keys, each with its own model.
+
+    Machines have one or two workers; which of them pushes a key depends on the key. Some workers
+    lend their memory, and spoil it as soon as their round is over.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,22 +40,41 @@ class StoreMachine(RuleBasedStateMachine):
         self.parcels: list[object] = []
 
     @initialize(
-        n_workers=st.integers(1, 3),
+        local_sizes=st.lists(st.integers(1, 2), min_size=1, max_size=3),
+        lenders=st.sets(st.integers(0, 5)),
         sizes=st.lists(st.sampled_from(SIZES), min_size=2, max_size=2),
         engine_threads=st.integers(0, 1),
         seed=st.integers(0, 2**16),
     )
-    def begin(self, n_workers: int, sizes: list[int], engine_threads: int, seed: int) -> None:
+    def begin(
+        self,
+        local_sizes: list[int],
+        lenders: set[int],
+        sizes: list[int],
+        engine_threads: int,
+        seed: int,
+    ) -> None:
         """Make a store and its workers."""
         self.random = np.random.default_rng(seed)
-        self.n_workers = n_workers
+        n_workers = sum(local_sizes)
+        machines = [
+            range(sum(local_sizes[:m]), sum(local_sizes[: m + 1]))
+            for m, _ in enumerate(local_sizes)
+        ]
+        self.pushers = [tuple(ranks[key % len(ranks)] for ranks in machines) for key in range(2)]
+        self.machine_of = {rank: m for m, ranks in enumerate(machines) for rank in ranks}
+        self.n_machines = len(machines)
         self.store = ServerStore(
-            self.pool, index=0, n_workers=n_workers, engine_threads=engine_threads
+            self.pool,
+            index=0,
+            n_workers=n_workers,
+            n_machines=len(machines),
+            engine_threads=engine_threads,
         )
         self.store.declare(
             TENSOR,
             n_partitions=2,
-            partitions=list(enumerate(sizes)),
+            partitions=[(key, sizes[key], self.pushers[key]) for key in range(2)],
             dtype=DType.FLOAT32,
             itemsize=4,
             chunk_bytes=CHUNK,
@@ -59,23 +82,33 @@ class StoreMachine(RuleBasedStateMachine):
             inline_bytes=0,
         )
         self.keys = [
-            KeyModel(n_workers=n_workers, nbytes=nbytes, chunk_bytes=CHUNK) for nbytes in sizes
+            KeyModel(
+                n_workers=n_workers,
+                pushers=pushers,
+                lenders=frozenset(lenders),
+                nbytes=nbytes,
+                chunk_bytes=CHUNK,
+            )
+            for nbytes, pushers in zip(sizes, self.pushers, strict=True)
         ]
         self.boxes = [Mailbox() for _ in range(n_workers)]
         for rank, box in enumerate(self.boxes):
-            self.transport.connect(self.store, rank, box, 0)
+            self.transport.connect(self.store, rank, box, 0, by_reference=rank in lenders)
         self.alive = set(range(n_workers))
         # per key and rank: the version in progress, and whether it is over for the worker
         self.version = [[0] * n_workers for _ in sizes]
         self.is_over = [[True] * n_workers for _ in sizes]
+        self.lent: dict[tuple[int, int], list[bytearray]] = {}
 
     # ---- what a worker does ----
 
     def post(self, rank: int, key: int, payload: bytes = b"", **fields: int) -> None:
         """Send one frame and wait until the store has taken it."""
+        memory = bytearray(payload)
+        self.lent.setdefault((rank, key), []).append(memory)
         parcel = self.boxes[rank].post(
             0,
-            payload,
+            memory,
             key=TENSOR << 16 | key,
             dtype=DType.FLOAT32,
             key_version=self.version[key][rank],
@@ -99,7 +132,10 @@ class StoreMachine(RuleBasedStateMachine):
     def choose(self, data: st.DataObject, can: object) -> tuple[int, int] | None:
         """Draw a living worker and a key for which `can` holds."""
         choices = [
-            (rank, key) for rank in sorted(self.alive) for key in range(2) if can(rank, key)
+            (rank, key)
+            for key in range(2)
+            for rank in self.pushers[key]
+            if rank in self.alive and can(rank, key)
         ]
         return data.draw(st.sampled_from(choices)) if choices else None
 
@@ -116,14 +152,14 @@ class StoreMachine(RuleBasedStateMachine):
         round_ = self.keys[key].rounds.get(version)
         op = round_.op if round_ and agrees else self.draw_op(data)
         if op.flags & FrameFlag.BROADCAST:
-            self.join(rank, key, op, pushes=op.root == rank)
+            self.join(rank, key, op, pushes=op.root == self.machine_of[rank])
         else:
             self.join(rank, key, op, pushes=is_pull > 0)
 
     def draw_op(self, data: st.DataObject) -> Op:
         """Draw what to do with a key."""
         ops = [Op(), Op(FrameFlag.AVERAGE)]
-        ops += [Op(FrameFlag.BROADCAST, root) for root in range(self.n_workers)]
+        ops += [Op(FrameFlag.BROADCAST, root) for root in range(self.n_machines)]
         return data.draw(st.sampled_from(ops))
 
     def join(self, rank: int, key: int, op: Op, *, pushes: bool) -> None:
@@ -175,6 +211,7 @@ class StoreMachine(RuleBasedStateMachine):
         while rank not in self.store.wait_news(timeout_s=TIMEOUT_S):
             pass
         for key in range(2):
+            self.spoil(rank, key)
             self.keys[key].leave(rank)
             self.compare(key)
 
@@ -217,6 +254,12 @@ class StoreMachine(RuleBasedStateMachine):
             acknowledges = frame.flags & FrameFlag.NO_RESULT
             if frame.kind == FrameKind.ERROR or acknowledges or frame.offset == last:
                 self.is_over[key][rank] = True
+                self.spoil(rank, key)
+
+    def spoil(self, rank: int, key: int) -> None:
+        """Overwrite what a worker lent: nobody may read it any more."""
+        for memory in self.lent.pop((rank, key), []):
+            memory[:] = b"\xff" * len(memory)
 
     def teardown(self) -> None:
         """Let everybody go; nothing may be left anywhere."""

@@ -101,7 +101,7 @@ class Sockets:
                 listener.settimeout(60)
                 self.sock, _ = listener.accept()
         else:
-            self.sock = _connect(address)
+            self.sock = connect(address)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def reduce(self, array: np.ndarray[Any, Any], name: str) -> None:
@@ -129,7 +129,8 @@ class Sockets:
 SYSTEMS = {"fastps": FastPS, "gloo": Gloo, "sockets": Sockets}
 
 
-def _connect(address: tuple[str, int]) -> socket.socket:
+def connect(address: tuple[str, int]) -> socket.socket:
+    """Connect to a process that may not listen yet; the last refusal after a minute."""
     deadline = time.monotonic() + 60
     while True:
         try:

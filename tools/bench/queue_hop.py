@@ -2,9 +2,10 @@
 """Time one hop through the scheduled queue, in nanoseconds, beside Python's own queues.
 
 From C, as the rooms of fastps use it: push and pop of one thread with random priorities while
-0 to 4096 items wait, one thread pushing to another, and the round trip of two threads that sleep
-for each other. From Python, in the same run: ScheduledQueue's face, queue.PriorityQueue and
-queue.SimpleQueue. The goal is a push and pop below 200 ns from C.
+0 to 4096 items wait; push, pop and return of credit with 1 to 32 priorities out; one thread
+pushing to another; and the round trip of two threads that sleep for each other. From Python, in
+the same run: ScheduledQueue's face, queue.PriorityQueue and queue.SimpleQueue. The goal is a
+push and pop below 200 ns from C.
 
     python tools/bench/queue_hop.py --runs 7 --json queue.jsonl
 """
@@ -23,6 +24,7 @@ from fastps import _core
 
 DEPTHS = (0, 16, 256, 4096)
 C_ROUNDS = 1_000_000
+LEVELS = (1, 4, 32)  # priorities that are out at once
 C_ITEMS = 500_000
 C_HANDOVERS = 5_000
 PYTHON_ROUNDS = 20_000
@@ -78,6 +80,9 @@ def measure_c(report: Report, runs: int) -> None:
         values = repeat(lambda depth=depth: _core._bench_queue(depth, C_ROUNDS), runs=runs)
         summary = report.add("fastps from C, push+pop", values, depth=depth, threads=1)
         print(f"depth {depth}: {summary.median:.0f} ns, goal {GOAL_NS:.0f} ns")
+    for levels in LEVELS:
+        values = repeat(lambda n=levels: _core._bench_queue_credit(n, C_ROUNDS), runs=runs)
+        report.add(f"fastps from C, with credit, {levels} out", values, depth=0, threads=1)
     values = repeat(lambda: _core._bench_queue_threads(C_ITEMS), runs=runs)
     report.add("fastps from C, push+pop", values, depth="any", threads=2)
     values = repeat(lambda: _core._bench_queue_handover(C_HANDOVERS), runs=runs)

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare push_pull with torch gloo on hosts whose links are slow: who wastes bandwidth?
 
-    python tools/bench/shaped.py [--workers 4] [--servers 4] [--rate 200mbit] [--sizes 64M]
+    python tools/bench/shaped.py [--hosts 4] [--servers 4] [--rate 200mbit] [--sizes 64M]
+    python tools/bench/shaped.py --servers 0,1,2,3,4 --json shaped.jsonl
+    python tools/simulate.py check shaped.jsonl
 
 Needs root: tools/netlab.py makes the hosts. Each worker and each server has a host of its own;
-the scheduler shares host 0. gloo runs on the workers' hosts. The systems take turns in every
-round; every size ends with a checked sum. Columns:
+the scheduler shares host 0. With fewer servers than workers' hosts every worker serves as well
+(--colocate). gloo runs on the workers' hosts. The systems take turns in every round; every size
+ends with a checked sum. Each number of servers has a lab of its own. Columns:
 
-bound   time over M/B, where M is the tensor and B the payload a link carries one way, 0.956 of
-        its rate: of each 1514-byte frame, 1448 are payload. A worker must push M and pull M, at
-        once if they overlap; a server moves n M / k each way, which counts if it is more. No
-        parameter server with servers apart can be below 1; push, then pull is 2, a ring
-        2 (n - 1) / n.
+bound   time over the least that the links allow. M is the tensor, n the workers, k the servers,
+        B the payload a link carries one way, 0.956 of its rate: of each 1514-byte frame, 1448
+        are payload. Servers apart: M/B, or n M / k B if that is more. With servers beside
+        workers, the optimum of Jiang et al. (OSDI 2020): 2n(n-1) M / (n^2 + kn - 2k) B. Push,
+        then pull is twice that; a ring needs 2 (n - 1) / n M/B.
 gloo    time over gloo's of the same round.
 worker, server
-        bytes on the busiest direction of such a link over theory: M, and n M / k, with the
+        bytes on the busiest direction of such a link over what the bound assumes, with the
         frame's headers. 1 is ideal; more is acknowledgements, retransmissions and control.
 drops   packets that the links' queues dropped, per iteration, over all links.
 
@@ -27,6 +30,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import secrets
 import signal
@@ -64,27 +68,48 @@ FOREIGN = ("FASTPS_", "DMLC_", "BYTEPS_", "BENCH_", "MASTER_")
 
 @dataclass(frozen=True)
 class Shape:
-    """Which hosts of the lab do what: workers first, then servers."""
+    """Which hosts of the lab do what: workers first, then servers; do workers serve too?"""
 
     workers: int
     servers: int
+    is_colocated: bool = False
 
     @property
     def hosts(self) -> int:
         """Count the hosts."""
         return self.workers + self.servers
 
+    @property
+    def own_share(self) -> float:
+        """Give the part of a tensor that a worker's host sums."""
+        n, k = self.workers, self.servers
+        if not self.is_colocated or k >= n:
+            return 0.0
+        return (n - k) / (n * n + k * n - 2 * k)
+
     def worker_bytes(self, nbytes: int) -> float:
-        """Give what a worker sends of a tensor, and receives."""
-        return float(nbytes)
+        """Give what a worker's host sends of a tensor, and receives."""
+        pushed = nbytes * (1 - self.own_share)
+        return pushed + (self.workers - 1) * self.own_share * nbytes
 
     def server_bytes(self, nbytes: int) -> float:
-        """Give what each server receives, and sends, of a tensor that is shared evenly."""
-        return nbytes * self.workers / self.servers
+        """Give what each server's host receives of a tensor that is large, and sends."""
+        if not self.servers:
+            return 0.0
+        apart = nbytes * (1 - self.workers * self.own_share)
+        return apart * self.workers / self.servers
 
     def bound_s(self, nbytes: int, bytes_per_s: float) -> float:
         """Give the time below which no link can move its bytes."""
         return max(self.worker_bytes(nbytes), self.server_bytes(nbytes)) / bytes_per_s
+
+
+def make_shape(workers: int, servers: int, colocate: str) -> Shape:
+    """Decide as the library does whether workers serve: auto, on or off."""
+    is_colocated = colocate == "on" or (colocate == "auto" and servers < workers)
+    if not servers and not is_colocated:
+        raise SystemExit("shaped: no servers, and none beside workers: nothing could sum")
+    return Shape(workers, servers, is_colocated and workers > 1)
 
 
 @dataclass(frozen=True)
@@ -108,13 +133,22 @@ class System:
         """Tell fastps from gloo."""
         return self.name != "gloo"
 
+    @property
+    def written(self) -> str:
+        """Write the settings as one word."""
+        return ",".join(f"{key}={value}" for key, value in self.settings.items())
+
+    def __hash__(self) -> int:
+        """Hash by name: a run has each once."""
+        return hash(self.name)
+
 
 class Team:
     """The processes of one system on the hosts of a lab, obeying over Unix sockets."""
 
     def __init__(self, lab: NetLab, shape: Shape, system: System, *, number: int) -> None:
         """Start them; `files` talk to the workers by rank. number: of this team in the lab."""
-        self.lab, self.shape, self.name = lab, shape, system.name
+        self.lab, self.shape, self.system, self.name = lab, shape, system, system.name
         self._folder = tempfile.TemporaryDirectory(prefix="fastps-shaped-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._files: list[Any] = []
@@ -158,6 +192,7 @@ class Team:
             | {
                 "FASTPS_SIZE": str(self.shape.workers),
                 "FASTPS_NUM_SERVERS": str(self.shape.servers),
+                "FASTPS_COLOCATE": "on" if self.shape.is_colocated else "off",
                 "FASTPS_SCHEDULER_HOST": self.lab.address(0),
                 "FASTPS_SCHEDULER_PORT": str(SCHEDULER_PORT + number),
                 "FASTPS_TOKEN": secrets.token_hex(32),
@@ -241,30 +276,35 @@ def link_shares(turns: Sequence[Turn], shape: Shape, nbytes: int) -> tuple[float
     workers, servers = range(shape.workers), range(shape.workers, shape.hosts)
     return (
         share(workers, shape.worker_bytes(nbytes)),
-        share(servers, shape.server_bytes(nbytes)) if servers else 0.0,
+        share(servers, shape.server_bytes(nbytes)) if servers else math.nan,
     )
 
 
 def add_rows(
-    report: _common.Report, lab: NetLab, shape: Shape, nbytes: int, found: dict[str, list[Turn]]
+    report: _common.Report, lab: NetLab, shape: Shape, nbytes: int, found: dict[System, list[Turn]]
 ) -> None:
     """Add one row per system."""
     bound_s = shape.bound_s(nbytes, lab.bytes_per_s)
-    base = [statistics.median(turn.seconds) for turn in found.get("gloo", [])]
-    for name, turns in found.items():
+    gloo = next((system for system in found if not system.is_fastps), None)
+    base = [statistics.median(turn.seconds) for turn in found[gloo]] if gloo else []
+    for system, turns in found.items():
         times = [statistics.median(turn.seconds) for turn in turns]
         worker, server = link_shares(turns, shape, nbytes)
         ratios = [mine / gloo for mine, gloo in zip(times, base, strict=False)]
         drops = [sum(t.drops_sent + t.drops_received for t in u.traffic) for u in turns]
+        has_servers = system.is_fastps and shape.servers > 0
         report.add(
-            name,
+            system.name,
             [1e3 * seconds for seconds in times],
+            servers=shape.servers,
+            colocated=shape.is_colocated,
             size=format_size(nbytes),
             bound=statistics.median(times) / bound_s,
             gloo=statistics.median(ratios) if ratios else float("nan"),
             worker=worker,
-            server=server if name != "gloo" else "",
+            server=server if has_servers else "",
             drops=statistics.median(drops) / turns[0].iterations,
+            **({"settings": system.written} if system.settings else {}),
         )
 
 
@@ -277,13 +317,25 @@ def parse_variant(text: str) -> System:
     return System(name, {key: value for key, _, value in pairs})
 
 
+def parse_counts(text: str) -> list[int]:
+    """Read 0,1,2 as whole numbers."""
+    counts = [int(word) for word in text.split(",")]
+    if min(counts) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 0,1,2")
+    return counts
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workers", type=_common.positive, default=4)
-    parser.add_argument("--servers", type=_common.positive, default=4)
+    parser.add_argument("--hosts", "--workers", type=_common.positive, default=4, metavar="N",
+                        dest="workers", help="workers, each on a host of its own")  # fmt: skip
+    parser.add_argument("--servers", type=parse_counts, default=[4], metavar="K[,K]",
+                        help="servers on hosts of their own, e.g. 0,1,2,3,4")  # fmt: skip
+    parser.add_argument("--colocate", choices=("auto", "on", "off"), default="auto",
+                        help="auto: workers serve too where K < N")  # fmt: skip
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--cc", default="cubic", help="congestion control; empty: the machine's")
     parser.add_argument("--queue-ms", type=float, default=20.0, help="queue of every link")
@@ -295,32 +347,41 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def measure(
+    report: _common.Report, shape: Shape, systems: Sequence[System], options: argparse.Namespace
+) -> None:
+    """Measure all systems and sizes in one lab."""
+    lab = NetLab(hosts=shape.hosts, rate=options.rate, cc=options.cc, queue_ms=options.queue_ms)
+    with lab, teams(lab, shape, systems) as started:
+        for nbytes in map(parse_size, options.sizes.split(",")):
+            found: dict[System, list[Turn]] = {team.system: [] for team in started}
+            for _ in range(options.runs):
+                for team in started:
+                    found[team.system].append(team.reduce(nbytes, options.iterations))
+            add_rows(report, lab, shape, nbytes, found)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     options = make_parser().parse_args(arguments)
     if lack := missing():
         sys.stderr.write(f"shaped: {lack}\n")
         return 2
-    shape = Shape(options.workers, options.servers)
     systems = [System(name) for name in options.systems.split(",") if name] + options.variant
-    lab = NetLab(hosts=shape.hosts, rate=options.rate, cc=options.cc, queue_ms=options.queue_ms)
     report = _common.Report("shaped", unit="ms")
     report.conditions |= {
-        "workers": shape.workers, "servers": shape.servers, "rate": options.rate,
+        "workers": options.workers, "rate": options.rate,
         "congestion": options.cc, "queue_ms": options.queue_ms,
     }  # fmt: skip
-    with ended_by_signals(), lab, teams(lab, shape, systems) as started:
-        for nbytes in map(parse_size, options.sizes.split(",")):
-            found: dict[str, list[Turn]] = {team.name: [] for team in started}
-            for _ in range(options.runs):
-                for team in started:
-                    found[team.name].append(team.reduce(nbytes, options.iterations))
-            add_rows(report, lab, shape, nbytes, found)
+    shapes = [make_shape(options.workers, count, options.colocate) for count in options.servers]
+    with ended_by_signals():
+        for shape in shapes:
+            measure(report, shape, systems, options)
     report.finish(options.json)
     control = options.cc or "the machine's congestion control"
     print(
-        f"{shape.workers} workers and {shape.servers} servers on hosts apart, {options.rate}, "
-        f"{control}, queues of {options.queue_ms:g} ms"
+        f"{options.workers} workers, each worker and each server on a host of its own; "
+        f"{options.rate}, {control}, queues of {options.queue_ms:g} ms"
     )
     return 0
 

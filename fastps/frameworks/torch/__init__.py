@@ -5,5 +5,10 @@ tensors.py       torch tensors as arrays, submits
 ops.py           push_pull in four forms, its gradient
 broadcast.py     values of one rank for all
 compression.py   half types on the wire
+buckets.py       where gradients lie and how they travel: side by side, or each by itself
+agreement.py     do all workers have the same model?
+exchange.py      hooks on parameters, one round of gradients
 optimizer.py     DistributedOptimizer
+buffers.py       buffers of a module on all ranks as on one
+parallel.py      DistributedDataParallel
 """

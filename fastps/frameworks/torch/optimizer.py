@@ -1,189 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """DistributedOptimizer: gradients are added over all workers while backward still runs.
 
-A hook on each parameter starts its push_pull as soon as the gradient is ready; step() waits.
-Invariants: every rank sends every gradient exactly once per step (zeros for parameters that this
-rank did not use), and nobody writes to a gradient in flight unseen. Hooks run in the thread that
-runs backward; everything else in the thread that steps; the two must not overlap.
+The exchange starts them as they become ready; step() waits. Hooks run in the thread that runs
+backward; everything else in the thread that steps; the two must not overlap.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from fastps import session
-from fastps.errors import FastPSError
 from fastps.frameworks._adapter import (
+    BUCKET_BYTES,
     Average,
     Op,
-    Round,
-    check_op,
     derived_names,
     given_names,
-    wait_all,
 )
 from fastps.frameworks.torch.compression import Compression, Compressor
-from fastps.frameworks.torch.tensors import (
-    check_tensor,
-    mark_written,
-    sendable,
-    submit_push_pull,
-    version_of,
-    wire_dtype,
-)
+from fastps.frameworks.torch.exchange import GradientExchange, Views
 
-__all__ = ["DistributedOptimizer", "GradientExchange", "SynchronizedOptimizer"]
-
-_BUILT_IN = (Compression.none, Compression.fp16, Compression.bf16)
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """One gradient under way: what was sent, and what to check and write at the end."""
-
-    index: int
-    gradient: torch.Tensor
-    version: int
-    wire: torch.Tensor
-    context: Any
-    is_in_place: bool
-
-
-class GradientExchange:
-    """Add the gradients of a list of parameters over all workers, once per step.
-
-    Priorities fall along the list, so that the layers the next forward pass needs first arrive
-    first. Holds its parameters; the hooks hold it weakly.
-    """
-
-    def __init__(self, *, compression: Compressor, op: Op, passes: int, prefix: str) -> None:
-        self._compression = compression
-        self._average = check_op(op) is Average
-        self._prefix = prefix
-        self._parameters: list[torch.Tensor] = []
-        self._names: list[str] = []
-        self._hooked: list[bool] = []
-        self._hooks: list[RemovableHandle] = []
-        self._memory: dict[int, int] = {}  # address of a gradient sent -> its parameter
-        self.round: Round[_Flight] = Round([], passes)
-        weakref.finalize(self, _remove_all, self._hooks).atexit = False
-
-    def watch(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        """Take charge of more parameters; declares their gradients in one call."""
-        for parameter, name in zip(parameters, names, strict=True):
-            check_tensor(parameter, name)
-        full = [self._prefix + name for name in names]
-        self._declare(parameters, full)
-        self._parameters.extend(parameters)
-        self._names.extend(full)
-        self._hooked.extend([False] * len(full))
-        self.round.extend(names)
-        self._hook_trainable()
-
-    def synchronize(self) -> None:
-        """Make this step's gradients complete; the next backward pass begins a new step."""
-        self.finish()
-        self.round.close()
-
-    def finish(self) -> None:
-        """Send what was not sent yet, wait for everything, and write the results."""
-        self._hook_trainable()
-        self._start(self.round.missing(self._trainable()))
-        handles, flights = self.round.take()
-        self._memory.clear()
-        wait_all(handles)
-        with torch.no_grad():
-            for flight in flights:
-                self._finish(flight)
-
-    def _declare(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        """Declare all gradients at once, so that no hook has to wait for it in backward."""
-        if self._compression not in _BUILT_IN or not names:
-            return
-        current = session.current()
-        specs = []
-        for parameter, name in zip(parameters, names, strict=True):
-            wire, _ = self._compression.compress(parameter.new_empty(0))
-            specs.append((name, tuple(parameter.shape), wire_dtype(wire.dtype, name)))
-        current.declare(specs)
-
-    def _trainable(self) -> Iterator[int]:
-        return (i for i, p in enumerate(self._parameters) if p.requires_grad)
-
-    def _hook_trainable(self) -> None:
-        """Put hooks where none can be yet: on parameters that were frozen until now."""
-        me = weakref.ref(self)
-        for index in self._trainable():
-            if not self._hooked[index]:
-                hook = _hook_for(me, index)
-                parameter = self._parameters[index]
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-                self._hooked[index] = True
-
-    def on_gradient(self, index: int) -> None:
-        """Count one backward pass; start the communication after the last one of a step."""
-        if self.round.arrived(index):
-            self._start([index])
-
-    def _start(self, indices: Sequence[int]) -> None:
-        if not indices:
-            return
-        flights = [self._prepare(index) for index in indices]
-        names = [self._names[index] for index in indices]
-        started = submit_push_pull(
-            session.current(),
-            [flight.wire for flight in flights],
-            names,
-            average=self._average,
-            priorities=[-index for index in indices],
-        )
-        for handle, places in started:
-            group = [flights[place] for place in places]
-            self.round.started(handle, [flight.index for flight in group], group)
-
-    def _prepare(self, index: int) -> _Flight:
-        """Make the tensor to send: the gradient itself where possible, zeros where is none."""
-        parameter = self._parameters[index]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        gradient = parameter.grad
-        check_tensor(gradient, self._names[index])
-        self._check_alone(gradient, index)
-        plain = gradient.detach()
-        compressed, context = self._compression.compress(plain)
-        wire = sendable(compressed)
-        if wire is plain:
-            mark_written(gradient)
-        return _Flight(index, gradient, version_of(gradient), wire, context, wire is plain)
-
-    def _check_alone(self, gradient: torch.Tensor, index: int) -> None:
-        """Refuse a gradient whose memory is in flight already, as another parameter's."""
-        other = self._memory.setdefault(gradient.data_ptr(), index)
-        if other != index and gradient.numel():
-            raise FastPSError(
-                f"{self._names[other]!r} and {self._names[index]!r} are one piece of memory, as "
-                "torch makes it when two parameters are reshaped and then added: add "
-                "parameter.clone() instead of one of the two"
-            )
-
-    def _finish(self, flight: _Flight) -> None:
-        """Write the result into the gradient, if nobody has touched it meanwhile."""
-        gradient = self._parameters[flight.index].grad
-        if gradient is not flight.gradient or version_of(gradient) != flight.version:
-            raise FastPSError(
-                f"{self._names[flight.index]!r} was changed while it was being communicated: "
-                "call optimizer.synchronize() before clipping, unscaling, zeroing or replacing "
-                "gradients"
-            )
-        if not flight.is_in_place:
-            gradient.copy_(self._compression.decompress(flight.wire, flight.context))
+__all__ = ["DistributedOptimizer", "SynchronizedOptimizer"]
 
 
 class SynchronizedOptimizer(torch.optim.Optimizer):
@@ -265,6 +105,8 @@ def DistributedOptimizer(
     op: Op = Average,
     *,
     prefix: str = "Gradient.",
+    gradient_views: Views = "auto",
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> SynchronizedOptimizer:
     """Make an optimizer step with gradients that are averaged (or summed) over all workers.
 
@@ -278,6 +120,12 @@ def DistributedOptimizer(
     sent once. Gradients of parameters that a rank did not use count as zero, and p.grad is
     zero rather than None after a step.
 
+    bucket_bytes: gradients of at most 64 KiB travel together, up to so many bytes; 0 sends each
+    by itself. gradient_views: True lets p.grad be part of memory that is sent and received in
+    place; False leaves it where autograd puts it; "auto" makes views of large gradients where
+    workers share memory, and of those in buckets. A view is written anew by the next backward
+    pass, so clone a gradient that you want to keep. The values are the same in all cases.
+
     All ranks must call it alike; MismatchError, here or at the first step, if they do not.
     Blocks until the servers are ready for all gradients.
     """
@@ -288,7 +136,12 @@ def DistributedOptimizer(
     given = None if named_parameters is None else given_names(named_parameters, torch.Tensor)
     names = _names_of(optimizer.param_groups, given)
     exchange = GradientExchange(
-        compression=compression, op=op, passes=backward_passes_per_step, prefix=prefix
+        compression=compression,
+        op=op,
+        passes=backward_passes_per_step,
+        prefix=prefix,
+        gradient_views=gradient_views,
+        bucket_bytes=bucket_bytes,
     )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     exchange.watch(*_in_model_order(parameters, names, given))
@@ -369,19 +222,3 @@ def _in_model_order(
     place = {parameter: index for index, parameter in enumerate(given)}
     pairs = sorted(zip(parameters, names, strict=True), key=lambda pair: place[pair[0]])
     return [parameter for parameter, _ in pairs], [name for _, name in pairs]
-
-
-def _hook_for(
-    exchange: weakref.ref[GradientExchange], index: int
-) -> Callable[[torch.Tensor], None]:
-    def hook(_: torch.Tensor) -> None:
-        alive = exchange()
-        if alive is not None:
-            alive.on_gradient(index)
-
-    return hook
-
-
-def _remove_all(hooks: list[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()

@@ -21,10 +21,12 @@ from fastps.worker.handle import Handle
 __all__ = [
     "check_tensor",
     "is_sendable",
+    "make_room",
     "mark_written",
     "sendable",
     "submit_broadcast",
     "submit_push_pull",
+    "tensor_over",
     "version_of",
     "view_of",
     "wire_dtype",
@@ -42,6 +44,9 @@ _WIRE_DTYPES = {
     torch.uint8: DType.UINT8,
     torch.bool: DType.BOOL,
 }
+
+# What an array that holds elements of a code is made of, where NumPy has another name for it.
+_NUMPY_NAMES = {DType.BFLOAT16: "uint16"}
 
 Array = NDArray[np.generic]
 
@@ -107,36 +112,48 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def make_room(session: Session, count: int, code: DType) -> Array:
+    """Make a flat array of zeros, bfloat16 as uint16, in memory that workers share if they can."""
+    array: Array
+    if count and getattr(session, "can_share", False):
+        array = session.empty((count,), code)
+    else:
+        array = np.empty(count, _NUMPY_NAMES.get(code, code.name.lower()))
+    array.fill(0)
+    return array
+
+
+def tensor_over(array: Array, dtype: torch.dtype) -> torch.Tensor:
+    """Give a tensor of the dtype over an array's memory, with a version counter of its own.
+
+    The array has elements of the dtype's size, or is one of bytes.
+    """
+    plain = torch.from_numpy(array)
+    return plain if plain.dtype is dtype else plain.view(dtype)
+
+
 def submit_push_pull(
     session: Session,
-    tensors: Sequence[torch.Tensor],
+    arrays: Sequence[Array],
+    codes: Sequence[DType],
     names: Sequence[str],
     *,
     average: bool,
     priorities: Sequence[int],
 ) -> list[tuple[Handle, list[int]]]:
-    """Start push_pull of contiguous tensors in place; give handles and the positions they cover.
+    """Start push_pull of arrays in place; give handles and the positions they cover.
 
     One submit per dtype.
     """
     started = []
-    for code, places in _by_dtype(tensors, names):
-        arrays = [view_of(tensors[place]) for place in places]
+    for code in dict.fromkeys(codes):
+        places = [place for place, other in enumerate(codes) if other is code]
+        some = [arrays[place] for place in places]
         labels = [names[place] for place in places]
         urgencies = [priorities[place] for place in places]
-        if len(places) == 1:  # the session's quicker form; the hooks of a backward pass use it
-            handle = session.push_pull_async(
-                arrays[0],
-                labels[0],
-                average=average,
-                priority=urgencies[0],
-                out=arrays[0],
-                dtype=code,
-            )
-        else:
-            handle = session.push_pull_async(
-                arrays, labels, average=average, priority=urgencies, out=arrays, dtype=code
-            )
+        handle = session.push_pull_async(
+            some, labels, average=average, priority=urgencies, out=some, dtype=code
+        )
         started.append((handle, places))
     return started
 
@@ -157,8 +174,6 @@ def _by_dtype(
     tensors: Sequence[torch.Tensor], names: Sequence[str]
 ) -> list[tuple[DType, list[int]]]:
     """Sort positions by dtype, because one submit has one."""
-    if len(tensors) == 1:
-        return [(wire_dtype(tensors[0].dtype, names[0]), [0])]
     places: dict[DType, list[int]] = {}
     for place, (tensor, name) in enumerate(zip(tensors, names, strict=True)):
         places.setdefault(wire_dtype(tensor.dtype, name), []).append(place)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All workers learn that one of them has built another model, before a gradient travels.
+
+What travels together is chosen by each worker for itself, from what must be the same everywhere.
+So it is compared, entry by entry, and every worker raises the same error. Called by all workers
+at the same point; blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from fastps import session
+from fastps.errors import MismatchError
+
+__all__ = ["Entry", "check_alike"]
+
+Entry: TypeAlias = tuple[str, tuple[int, ...], str]  # name, shape, dtype and what else counts
+
+
+def check_alike(mine: Sequence[Entry], label: str) -> None:
+    """Raise MismatchError on all workers when one has other entries than worker 0.
+
+    label: names the comparison; one at a time.
+    """
+    current = session.current()
+    if current.size == 1:
+        return
+    theirs = current.broadcast_object(list(mine), 0, f"{label}.alike")
+    found = _difference(mine, theirs, current.rank)
+    differs = np.zeros(current.size, dtype=np.int32)
+    differs[current.rank] = bool(found)
+    current.push_pull_async(differs, f"{label}.alike", average=False, out=differs).wait()
+    if differs.any():
+        culprit = int(differs.argmax())
+        raise MismatchError(current.broadcast_object(found, culprit, f"{label}.alike.why"))
+
+
+def _difference(mine: Sequence[Any], theirs: Sequence[Any], rank: int) -> str:
+    """Describe the first difference; empty if there is none."""
+    for place in range(max(len(mine), len(theirs))):
+        ours = mine[place] if place < len(mine) else None
+        root = theirs[place] if place < len(theirs) else None
+        if ours != root:
+            return (
+                f"number {place} is {_say(ours)} on worker {rank} and {_say(root)} on worker 0: "
+                "build model and optimizer alike, in the same order, on all workers"
+            )
+    return ""
+
+
+def _say(entry: Entry | None) -> str:
+    return "missing" if entry is None else f"{entry[0]!r} of shape {entry[1]}, {entry[2]}"

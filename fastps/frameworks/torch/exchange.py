@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GradientExchange: what DistributedOptimizer and DistributedDataParallel do with gradients.
+
+A hook on each parameter starts the push_pull of its bucket as soon as the bucket's gradients are
+ready; finish() sends what is missing and waits for everything, without the GIL. Invariants: every
+rank sends every bucket exactly once per round (zeros for parameters that this rank did not use),
+and nobody writes to a gradient in flight unseen. Hooks run in the thread that runs backward;
+everything else in the thread that steps; the two must not overlap.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from fastps import session
+from fastps.frameworks._adapter import (
+    ACCUMULATE,
+    Average,
+    Op,
+    Round,
+    check_op,
+    plan_buckets,
+    wait_all,
+)
+from fastps.frameworks.torch.agreement import Entry, check_alike
+from fastps.frameworks.torch.buckets import (
+    ALIGNMENT,
+    Bucket,
+    FlatBucket,
+    LooseGradient,
+    Memory,
+    bucket_name,
+)
+from fastps.frameworks.torch.compression import Compression, Compressor
+from fastps.frameworks.torch.tensors import check_tensor, submit_push_pull
+
+__all__ = ["GradientExchange", "Views"]
+
+Views: TypeAlias = bool | Literal["auto"]
+
+# These work on each element by itself, so that gradients may be compressed side by side.
+_BUILT_IN = (Compression.none, Compression.fp16, Compression.bf16)
+
+
+class GradientExchange:
+    """Add the gradients of a list of parameters over all workers, once per step.
+
+    Priorities fall along the list, so that the layers the next forward pass needs first arrive
+    first. Holds its parameters; the hooks hold it weakly. gradient_views and bucket_bytes are
+    those of DistributedOptimizer; a compression of somebody else's gets each gradient by itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        compression: Compressor,
+        op: Op,
+        prefix: str,
+        gradient_views: Views,
+        bucket_bytes: int,
+        passes: int = 1,
+        cure: str = ACCUMULATE,
+    ) -> None:
+        if gradient_views not in (True, False, "auto"):
+            raise ValueError(
+                f"gradient_views must be True, False or 'auto', not {gradient_views!r}"
+            )
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
+            raise ValueError(f"bucket_bytes must be an integer from 0, not {bucket_bytes!r}")
+        self._compression = compression
+        self._average = check_op(op) is Average
+        self._prefix = prefix
+        self._views = gradient_views
+        self._bucket_bytes = bucket_bytes
+        self._parameters: list[torch.Tensor] = []
+        self._buckets: list[Bucket] = []
+        self._members: list[list[int]] = []  # of each bucket
+        self._hooked: list[bool] = []
+        self._hooks: list[RemovableHandle] = []
+        self._memory: Memory = {}
+        self.round: Round[Bucket] = Round([], passes, cure=cure)
+        weakref.finalize(self, _remove_all, self._hooks).atexit = False
+
+    def watch(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        """Take charge of more parameters; declares their gradients in one call."""
+        for parameter, name in zip(parameters, names, strict=True):
+            check_tensor(parameter, name)
+        full = [self._prefix + name for name in names]
+        check_alike(self._describe(parameters, full), f"{self._prefix}parameters")
+        plan = self._plan(parameters)
+        buckets = [
+            self._make_bucket([parameters[i] for i in places], [full[i] for i in places])
+            for places in plan
+        ]
+        self._declare(buckets)
+        first = len(self._parameters)
+        self._parameters.extend(parameters)
+        self._buckets.extend(buckets)
+        self._members.extend([first + place for place in places] for places in plan)
+        self._hooked.extend([False] * len(full))
+        self.round.extend(names, plan)
+        self._hook_trainable()
+
+    def synchronize(self) -> None:
+        """Make this step's gradients complete; the next backward pass begins a new step."""
+        self.finish()
+        self.round.close()
+
+    def finish(self) -> None:
+        """Send what was not sent yet, wait for everything, and write the results."""
+        self.send_missing()
+        self.wait()
+
+    def send_missing(self) -> None:
+        """Send what this rank has not sent in this round, all in one submit per dtype."""
+        self._hook_trainable()
+        self._start(self.round.missing(self._trainable_buckets()))
+
+    def wait(self) -> None:
+        """Wait for what was sent and write the results; raise what went wrong."""
+        handles, buckets = self.round.take()
+        self._memory.clear()
+        wait_all(handles)
+        for bucket in buckets:
+            bucket.store()
+
+    def on_gradient(self, index: int) -> None:
+        """Count one backward pass; start the bucket after the last one of its last gradient."""
+        if self.round.arrived(index):
+            self._start_one(self.round.bucket_of(index))
+
+    def _describe(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[Entry]:
+        """Say what all workers must have in common."""
+        how = f"{self._bucket_bytes} bytes a bucket, {'average' if self._average else 'sum'}"
+        entries: list[Entry] = [("options", (), how)]
+        for name, parameter in zip(names, parameters, strict=True):
+            kind = str(parameter.dtype) + ("" if parameter.requires_grad else ", frozen")
+            entries.append((name, tuple(parameter.shape), kind))
+        return entries
+
+    def _plan(self, parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+        """Choose buckets from what is the same on all workers: frozen parameters apart."""
+        is_alone = self._compression not in _BUILT_IN
+        return plan_buckets(
+            [(parameter.dtype, parameter.requires_grad) for parameter in parameters],
+            [-(-parameter.nbytes // ALIGNMENT) * ALIGNMENT for parameter in parameters],
+            bucket_bytes=0 if is_alone else self._bucket_bytes,
+        )
+
+    def _make_bucket(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> Bucket:
+        """Choose how the gradients of one bucket travel."""
+        name = bucket_name(names, [parameter.shape for parameter in parameters])
+        if self._compression not in _BUILT_IN:
+            return LooseGradient(name, parameters[0], self._compression)
+        current = session.current()
+        is_alone = len(parameters) == 1
+        dtype = self._wire_dtype(parameters[0])
+        is_view = self._views is True
+        if self._views == "auto":
+            is_view = not is_alone or bool(getattr(current, "can_share", False))
+        if is_alone and dtype is parameters[0].dtype and not is_view:
+            return LooseGradient(name, parameters[0], self._compression)
+        bucket = FlatBucket(name, parameters, names, dtype=dtype, is_view=is_view)
+        if parameters[0].requires_grad:
+            bucket.make_room(current)
+        return bucket
+
+    def _wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """Give the dtype that a built-in compression sends a gradient in."""
+        wire, _ = self._compression.compress(parameter.new_empty(0))
+        return wire.dtype
+
+    def _declare(self, buckets: Sequence[Bucket]) -> None:
+        """Declare all buckets at once, so that no hook has to wait for it in backward."""
+        if self._compression not in _BUILT_IN or not buckets:
+            return
+        session.current().declare([bucket.spec() for bucket in buckets])
+
+    def _trainable_buckets(self) -> Iterator[int]:
+        return (
+            bucket
+            for bucket, members in enumerate(self._members)
+            if any(self._parameters[index].requires_grad for index in members)
+        )
+
+    def _hook_trainable(self) -> None:
+        """Put hooks where none can be yet: on parameters that were frozen until now."""
+        me = weakref.ref(self)
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad and not self._hooked[index]:
+                hook = _hook_for(me, index)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                self._hooked[index] = True
+
+    def _start_one(self, index: int) -> None:
+        """Send a bucket, in the session's quickest form: this happens within backward()."""
+        current, bucket = session.current(), self._buckets[index]
+        bucket.load(current, self._memory)
+        handle = current.push_pull_async(
+            bucket.array,
+            bucket.name,
+            average=self._average,
+            priority=-self._members[index][0],
+            out=bucket.array,
+            dtype=bucket.code,
+        )
+        self.round.started(handle, (index,), (bucket,))
+
+    def _start(self, indices: Sequence[int]) -> None:
+        """Send buckets, all that have one dtype in one submit."""
+        if not indices:
+            return
+        current = session.current()
+        buckets = [self._buckets[index] for index in indices]
+        for bucket in buckets:
+            bucket.load(current, self._memory)
+        started = submit_push_pull(
+            current,
+            [bucket.array for bucket in buckets],
+            [bucket.code for bucket in buckets],
+            [bucket.name for bucket in buckets],
+            average=self._average,
+            priorities=[-self._members[index][0] for index in indices],
+        )
+        for handle, places in started:
+            self.round.started(
+                handle, [indices[place] for place in places], [buckets[place] for place in places]
+            )
+
+
+def _hook_for(
+    exchange: weakref.ref[GradientExchange], index: int
+) -> Callable[[torch.Tensor], None]:
+    def hook(_: torch.Tensor) -> None:
+        alive = exchange()
+        if alive is not None:
+            alive.on_gradient(index)
+
+    return hook
+
+
+def _remove_all(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

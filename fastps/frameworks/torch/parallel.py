@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DistributedDataParallel: backward() returns when the gradients are averaged over all workers.
+
+The exchange starts gradients as they become ready, as for DistributedOptimizer. Here it also has
+to know when a backward pass ends: hooks on the outputs of forward(), which run at the top of the
+pass, ask the autograd engine to call back at its end. So a pass that re-enters the engine (a
+checkpoint) ends once, and torch.autograd.grad(), which accumulates nothing, sends nothing. What
+hooks cannot be put on (outputs of unknown classes) begins with the first gradient instead.
+
+All of one instance runs in one thread at a time, the one that runs forward and backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from fastps import session
+from fastps.errors import FastPSError
+from fastps.frameworks._adapter import BUCKET_BYTES, Average, Op, shortened
+from fastps.frameworks.torch.agreement import check_alike
+from fastps.frameworks.torch.broadcast import broadcast_parameters
+from fastps.frameworks.torch.buffers import BufferSync
+from fastps.frameworks.torch.compression import Compression, Compressor
+from fastps.frameworks.torch.exchange import GradientExchange, Views
+
+__all__ = ["BackwardExchange", "DistributedDataParallel"]
+
+_TWICE = (
+    "one backward pass reaches the parameter several times, as it does through a checkpoint that "
+    "re-enters autograd: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+
+
+class BackwardExchange(GradientExchange):
+    """Make a round of each backward pass that goes through the outputs of forward().
+
+    is_armed: a forward pass has run whose backward pass is to be a round.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cure=_TWICE, **options)
+        self.is_armed = False
+        self._is_blind = False  # the last outputs had no tensor to put a hook on
+        self._is_begun = False
+
+    def expect(self, outputs: Any) -> None:
+        """Let the backward pass through these outputs of forward() be a round."""
+        tensors = [leaf for leaf in _leaves_of(outputs) if leaf.grad_fn is not None]
+        self.is_armed, self._is_blind = True, not tensors
+        for tensor in tensors:
+            tensor.register_hook(self._on_output)  # type: ignore[no-untyped-call]
+
+    def on_gradient(self, index: int) -> None:
+        """Send a gradient if this backward pass is a round; otherwise it just accumulates."""
+        if not self._is_begun:
+            if not self.is_armed:
+                return
+            self._begin()
+        super().on_gradient(index)
+
+    def check_ended(self) -> None:
+        """Raise FastPSError when the last backward pass ended before its round did."""
+        if self._is_begun:
+            names = shortened(self.round.names_in_flight())
+            raise FastPSError(
+                "the last backward() did not come to its end, and gradients may be in flight "
+                f"({names or 'none of this worker'}): other workers wait for the rest. End the "
+                "job, or call synchronize() to send what there is and complete the step"
+            )
+
+    def complete(self) -> None:
+        """End a round that a failed backward pass has left open; does nothing without one."""
+        if self._is_begun:
+            self.finish()
+            self._reset()
+
+    def _on_output(self, gradient: torch.Tensor) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self._is_begun:
+            self._is_begun = True
+            _call_at_the_end(self._send_rest)
+
+    def _send_rest(self) -> None:
+        """Send what did not arrive; the engine calls this after the whole backward pass.
+
+        The wait comes in a second call, so that of several modules in one backward pass all
+        have sent before one waits: their order may differ between workers.
+        """
+        if self.round.has_arrivals:
+            self.send_missing()
+            _call_at_the_end(self._end)
+        else:
+            self._is_begun = False  # torch.autograd.grad(); a backward() may still come
+
+    def _end(self) -> None:
+        self.wait()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.round.reopen()
+        self._is_begun = False
+        self.is_armed = self._is_blind
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Average a module's gradients over all workers during backward(); any optimizer will do.
+
+    Parameters and buffers of rank 0 are given to all ranks at construction. When backward()
+    returns, p.grad holds the average; gradients of parameters that a rank did not use count as
+    zero, always (find_unused_parameters is accepted and not needed), and p.grad is zero rather
+    than None then. broadcast_buffers: before each forward pass in training mode all ranks take
+    over rank 0's buffers. compression, op, gradient_views and bucket_bytes are those of
+    DistributedOptimizer. Gradients accumulate over several backward passes as without this
+    class, with no_sync() at the cost of one exchange.
+
+    All ranks build their instances in the same order, or give each a `prefix`, and run the same
+    number of backward passes; each must reach at least one parameter. An error that is raised
+    within backward(), such as PeerLostError, comes out of it. Wrap anew after shutdown().
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: None = None,
+        output_device: None = None,
+        *,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        compression: Compressor = Compression.none,
+        op: Op = Average,
+        prefix: str | None = None,
+        gradient_views: Views = "auto",
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module must be a torch module, not {type(module).__name__}")
+        if device_ids or output_device is not None:
+            raise ValueError("only modules on the CPU are served: leave device_ids out")
+        lazy = [n for n, p in module.named_parameters() if torch.nn.parameter.is_lazy(p)]
+        if lazy:
+            raise ValueError(f"run one forward pass first: {shortened(lazy)} have no shape yet")
+        self.module = module
+        self.broadcast_buffers = broadcast_buffers
+        self._is_syncing = True
+        prefix = _next_prefix() if prefix is None else prefix
+        self._exchange = BackwardExchange(
+            compression=compression,
+            op=op,
+            prefix=f"{prefix}Gradient.",
+            gradient_views=gradient_views,
+            bucket_bytes=bucket_bytes,
+        )
+        self._buffer_sync = BufferSync(module, f"{prefix}Buffers")
+        named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
+        self._exchange.watch([p for _, p in named], [name for name, _ in named])
+        check_alike(self._buffer_sync.describe(), f"{prefix}buffers")
+        broadcast_parameters(named, prefix=f"{prefix}Parameter.")
+        self._buffer_sync.synchronize()
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Run the module; the backward pass through what it returns averages the gradients."""
+        is_round = torch.is_grad_enabled() and self._is_syncing
+        if is_round and not _is_in_backward():
+            self._exchange.check_ended()
+            if self.broadcast_buffers and self.training:
+                self._buffer_sync.synchronize()
+        outputs = self.module(*inputs, **options)
+        if is_round:
+            self._exchange.expect(outputs)
+        elif torch.is_grad_enabled():
+            self._exchange.is_armed = False
+        return outputs
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let forward passes in this context, with their backward passes, only accumulate.
+
+        The first backward pass of a forward pass outside averages the sum.
+        """
+        before = self._is_syncing
+        self._is_syncing = False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    def synchronize(self) -> None:
+        """Complete the step after backward() has failed: send what there is, wait, go on.
+
+        Does nothing otherwise. Other workers get what this one has, zeros for the rest.
+        """
+        self._exchange.complete()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies: two instances cannot exchange the same gradients."""
+        raise TypeError(
+            "a DistributedDataParallel cannot be copied or pickled; copy its .module, or save "
+            "its state_dict()"
+        )
+
+
+_instances: weakref.WeakKeyDictionary[session.Session, itertools.count[int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _next_prefix() -> str:
+    """Name instances by number within a session: the same on ranks that build them alike."""
+    counter = _instances.setdefault(session.current(), itertools.count())
+    return f"DDP{next(counter)}."
+
+
+def _call_at_the_end(function: Any) -> None:
+    """Ask the engine to call a function when the backward pass that runs now is done."""
+    Variable._execution_engine.queue_callback(function)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _leaves_of(outputs: Any) -> Iterator[torch.Tensor]:
+    """Walk over the tensors in nested containers and dataclasses."""
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from _leaves_of(getattr(leaf, field.name))

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ties a worker to its job: control client, engine, links, and the server it may be beside.
+
+Decides which machine the worker says it is on, whether it can serve, and by which way it reaches
+each server: memory for the one in its own process, a Unix socket on its own host, else TCP. Made
+in the order doors, client, engine, server, transports, links, local group; see
+Connections.close() for the way back. Threads: those of its parts; events come on the client's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from fastps import _core
+from fastps.affinity import parse_cpu_list
+from fastps.config import Config
+from fastps.control.client import ControlClient
+from fastps.control.doors import Doors, open_doors
+from fastps.control.identity import host_id, machine_name
+from fastps.control.protocol import (
+    DeclaredTensor,
+    DeclareKeys,
+    Event,
+    JobOver,
+    Member,
+    PeerLeft,
+    PeerLost,
+    TensorSpec,
+)
+from fastps.errors import FastPSError
+from fastps.transport import shm
+from fastps.transport._inproc import InprocTransport
+from fastps.transport._tcp import TcpTransport
+from fastps.transport.tcp import choose_chunk, choose_credit, dial, pack_lane
+from fastps.types import DType
+from fastps.worker._engine import EngineTensor, WorkerEngine
+from fastps.worker._local import LocalEngine, LocalTensor
+from fastps.worker.local import LocalGroup
+
+if TYPE_CHECKING:
+    from fastps.server.dataplane import DataPlane
+
+__all__ = ["Connections", "Plan", "PlannedTensor", "may_serve"]
+
+log = logging.getLogger(__name__)
+
+E_SHUTDOWN, E_PEER_LOST = -2, -3  # _core.pxd
+
+Plan: TypeAlias = WorkerEngine | LocalEngine
+PlannedTensor: TypeAlias = EngineTensor | LocalTensor
+
+
+def _shares(config: Config) -> bool:
+    """Tell whether this worker shares memory with others of its machine; log why it does not."""
+    reason = shm.can_share() if config.shared_memory and config.size > 1 else ""
+    if reason:
+        log.warning("%s; this worker reduces over sockets instead", reason)
+    return config.shared_memory and not reason
+
+
+def may_serve(config: Config) -> bool:
+    """Tell whether the scheduler may appoint this worker as a server, as far as settings say."""
+    if config.colocate != "auto":
+        return config.colocate == "on"
+    has_enough = 0 < config.size <= config.num_servers
+    return not has_enough
+
+
+def _ignore(event: Event) -> None:
+    """Take an event that nobody waits for any more."""
+
+
+class Connections:
+    """Everything that a worker of a running job holds on to; made whole or not at all."""
+
+    def __init__(self, config: Config, on_event: Callable[[Event], None]) -> None:
+        """Join the job, connect to every server, wait for everybody; blocks to start_timeout_s.
+
+        on_event gets the scheduler's news, on the control thread, after the engine heard of it.
+        """
+        self._config = config
+        self._on_event = on_event
+        self._host_id = host_id()
+        self._group: LocalGroup | None = None
+        self._server: DataPlane | None = None
+        self._transport: TcpTransport | None = None
+        self._memory: InprocTransport | None = None
+        _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
+        _core.arm_fault(config.fault)
+        doors = open_doors(config, port=0) if may_serve(config) else None
+        try:
+            self.client = self._join(doors)
+            self.job = self.client.job
+            is_alone = self.job.is_local and self.job.size > 1
+            self.servers = () if is_alone else self.job.servers
+            self.engine = WorkerEngine(
+                rank=self.job.rank, n_servers=len(self.servers), lanes=config.links_per_peer
+            )
+            self._make(doors)
+            self.plan = self._make_plan()
+            self.client.barrier("fastps.connected", timeout_s=config.start_timeout_s)
+            if self._server is not None:
+                self._server.shut_doors()  # everybody is inside
+        except BaseException:
+            self._undo(doors)
+            raise
+
+    # ---- making ----
+
+    def _join(self, doors: Doors | None) -> ControlClient:
+        return ControlClient.connect(
+            self._config,
+            role="worker",
+            data_address=doors.address if doors else None,
+            unix=doors.unix if doors else "",
+            machine=machine_name(self._config, is_shared=_shares(self._config)),
+            on_event=self._take,
+        )
+
+    def _make(self, doors: Doors | None) -> None:
+        config = self._config
+        index = self.job.joint_servers.get(self.job.rank)
+        if doors is not None and index is not None:
+            self._server = self._make_server(index, doors)
+        elif doors is not None:
+            doors.close()
+        if self.servers:
+            self._transport = TcpTransport(io_threads=config.io_threads, spin_us=config.spin_us)
+        for server in self.servers:
+            for lane in range(config.links_per_peer):
+                if server.rank == index:
+                    self._link_in_memory(index, lane)
+                else:
+                    self._link(server, lane)
+
+    def _make_plan(self) -> Plan:
+        """Give what operations are started with: the links, or the memory of our machine."""
+        ranks = next(ranks for ranks in self.job.machines if self.job.rank in ranks)
+        if len(ranks) == 1:
+            return self.engine
+        self._group = LocalGroup(
+            self._config,
+            ranks=ranks,
+            rank=self.job.rank,
+            n_workers=self.job.size,
+            key=self._memory_key(),
+            engine=self.engine if self.servers else None,
+        )
+        return self._group.engine
+
+    def _memory_key(self) -> bytes:
+        """Make a key that no other job or generation has, also without a token."""
+        members = ",".join(f"{item.host}/{item.pid}" for item in self.job.workers)
+        words = f"memory {self.job.generation} {members}"
+        return hmac.digest(self.client.data_key, words.encode(), "sha256")
+
+    def _make_server(self, index: int, doors: Doors) -> DataPlane:
+        # imported here: a worker that only sends needs neither the kernels nor the store
+        from fastps.server.dataplane import DataPlane  # noqa: PLC0415
+
+        server = DataPlane(self._config, self.client, index=index, doors=doors)
+        server.start()
+        log.info("worker %d is server %d too", self.job.rank, index)
+        return server
+
+    def _link_in_memory(self, index: int, lane: int) -> None:
+        """Join the engine with the store beside it."""
+        assert self._server is not None
+        if self._memory is None:
+            self._memory = InprocTransport()
+        self._memory.connect(
+            self.engine,
+            index,
+            self._server.store,
+            self.job.rank,
+            lane=lane,
+            credit_bytes=0,
+            by_reference=True,
+        )
+
+    def _link(self, server: Member, lane: int) -> None:
+        assert self._transport is not None
+        config = self._config
+        is_near = config.unix_sockets and server.host_id == self._host_id
+        descriptor = dial(
+            (server.host, server.port),
+            config,
+            key=self.client.data_key,
+            sender=self.job.rank,
+            lane=pack_lane(self.job.generation, lane),
+            what=self.name_of_server(server.rank),
+            unix=server.unix if is_near else "",
+        )
+        self._transport.adopt(
+            descriptor,
+            self.engine,
+            peer=server.rank,
+            lane=lane,
+            credit_bytes=choose_credit(descriptor, config),
+        )
+
+    # ---- at work ----
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a frame, the same on all workers."""
+        return self._config.chunk_bytes or choose_chunk(
+            [item.host for item in self.servers],
+            host_ids=[item.host_id for item in (*self.servers, *self.job.workers)],
+        )
+
+    def make_tensor(self, spec: TensorSpec, answer: DeclaredTensor) -> PlannedTensor:
+        """Make the records of a tensor where its operations are started."""
+        remote = self._make_pieces(spec, answer) if self.servers else None
+        if self._group is None:
+            assert remote is not None
+            return remote
+        # imported here: a worker that only sends does not need the kernels
+        from fastps.reduce import sum_kernel  # noqa: PLC0415
+
+        dtype = DType(spec.dtype)
+        return self._group.engine.declare(
+            answer.tensor_id,
+            spec.name,
+            nbytes=spec.nbytes,
+            itemsize=dtype.itemsize,
+            kernel=sum_kernel(dtype),
+            remote=remote,
+        )
+
+    def _make_pieces(self, spec: TensorSpec, answer: DeclaredTensor) -> EngineTensor:
+        """Make the engine's records of a tensor in the pieces that the scheduler chose."""
+        partitions = []
+        offset = 0
+        for nbytes, owner in answer.pieces:
+            partitions.append((offset, nbytes, owner))
+            offset += nbytes
+        return self.engine.declare(
+            answer.tensor_id,
+            spec.name,
+            nbytes=spec.nbytes,
+            dtype=spec.dtype,
+            chunk_bytes=spec.chunk_bytes,
+            partitions=partitions,
+        )
+
+    def machine_of(self, rank: int) -> int:
+        """Give the number of the machine that a worker is on."""
+        return self.job.workers[rank].machine
+
+    def failed_server(self) -> int | None:
+        """Give the server whose link was the first to end by itself."""
+        failure = self.engine.failure
+        return None if failure is None or failure[1] < 0 else failure[1]
+
+    def fail_tensor(self, tensor_id: int, status: int) -> None:
+        """Fail what is in flight on a tensor that can never be complete.
+
+        The server beside us first: while it may sum from our arrays they are not the user's.
+        """
+        if self._server is not None:
+            self._server.store.fail_tensor(tensor_id, status)
+        self.plan.fail_tensor(tensor_id, status)
+        if self._group is not None:
+            self.engine.fail_tensor(tensor_id, status)
+
+    @property
+    def arena(self) -> shm.Arena | None:
+        """The memory that others of this machine can reach; None if there are none."""
+        return None if self._group is None else self._group.arena
+
+    def worker_of_server(self, index: int) -> int | None:
+        """Give the rank of the worker whose process a server is in, None if it is apart."""
+        ranks = {server: rank for rank, server in self.job.joint_servers.items()}
+        return ranks.get(index)
+
+    def name_of_server(self, index: int) -> str:
+        """Name a server for an error, with the worker whose process it is in."""
+        rank = self.worker_of_server(index)
+        return f"server {index}" + ("" if rank is None else f" (in worker {rank})")
+
+    def statistics(self) -> dict[str, float]:
+        """Count what the engine and its links did; with server_ before it, what was served."""
+        counts: Counter[str] = Counter({"bytes_registered": 0, "bytes_staged": 0})
+        counts.update(self.plan.statistics())
+        if self._transport is not None:
+            counts.update(self._transport.statistics())
+        counts["bytes_over_links"] = counts["bytes_sent"]
+        if self._group is not None:
+            counts["shared_memory_bytes"] = self._group.arena.used_bytes
+        if self._server is not None:
+            served = self._server.statistics()
+            counts.update({f"server_{name}": count for name, count in served.items()})
+        return dict(counts)
+
+    def _take(self, event: Event) -> None:
+        """Take news on the control thread; keys are the embedded server's business."""
+        if isinstance(event, DeclareKeys):
+            if self._server is not None:
+                self._server.hold(event)
+            return
+        if isinstance(event, PeerLost):
+            self._fail(E_PEER_LOST)
+        elif isinstance(event, JobOver):
+            self._fail(E_SHUTDOWN)
+        elif isinstance(event, PeerLeft) and event.role == "worker" and self._group is not None:
+            self._group.engine.member_left(event.rank)
+        self._on_event(event)
+
+    def _fail(self, status: int) -> None:
+        """End everything in flight; news may come before we are whole."""
+        if self._group is not None:
+            self._group.engine.fail(status)
+        if hasattr(self, "engine"):
+            self.engine.fail(status)
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Leave the job in order and join every thread. Blocks to shutdown_timeout_s a step.
+
+        First nothing more is pushed; then the scheduler lets us go, which it does at once, or, if
+        others may still need the server beside us, when they leave too; then that server says
+        BYE; then all links have ended, and only then their memory goes.
+        """
+        timeout_s = self._config.shutdown_timeout_s
+        self.plan.leave()
+        self.engine.leave()
+        try:
+            self.client.leave(timeout_s=timeout_s)
+        except FastPSError as error:
+            log.warning("left the job without the scheduler's answer: %s", error)
+        if self._server is not None:
+            self._server.leave()
+        self.engine.wait_closed(timeout_s=timeout_s)
+        self._close_links(timeout_s)
+        self._on_event = _ignore  # so that the session, if nobody else holds it, goes at once
+
+    def _close_links(self, timeout_s: float) -> None:
+        if self._transport is not None:
+            self._transport.close(timeout_s=timeout_s)
+        if self._memory is not None:
+            self._memory.close(timeout_s=timeout_s)
+        if self._server is not None:
+            self._server.close()
+        if self._group is not None:  # last: what landed on links was still to be published
+            self._group.close(timeout_s=timeout_s)
+
+    def _undo(self, doors: Doors | None) -> None:
+        """Free what was made of something that did not become whole."""
+        with contextlib.suppress(FastPSError):
+            self._close_links(self._config.shutdown_timeout_s)
+        if hasattr(self, "client"):
+            self.client.close()
+        if doors is not None:
+            doors.close()
+
+    def abandon(self) -> None:
+        """Close the links' descriptors in a forked child, so that our death stays visible."""
+        for item in (self._transport, self._memory, self._server):
+            if item is not None:
+                item.abandon()

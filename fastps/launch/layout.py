@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the processes of one job lie on its machines: pure.
+
+Every launcher of a job is given the same counts, one number per machine, and so knows all totals
+and every rank without asking anybody. Ranks are given out machine by machine, workers and servers
+apart from each other. Machine 0 has the scheduler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Numbers of workers and servers by machine, and which of the machines this one is."""
+
+    workers: tuple[int, ...] = (1,)
+    servers: tuple[int, ...] = (0,)
+    machine: int = 0
+
+    @property
+    def is_spread(self) -> bool:
+        """Tell whether the job has more than one machine."""
+        return len(self.workers) > 1
+
+    @property
+    def size(self) -> int:
+        """Give the number of workers of the whole job."""
+        return sum(self.workers)
+
+    @property
+    def num_servers(self) -> int:
+        """Give the number of server processes of the whole job."""
+        return sum(self.servers)
+
+    @property
+    def worker_ranks(self) -> range:
+        """Give the ranks of this machine's workers."""
+        return _share(self.workers, self.machine)
+
+    @property
+    def server_ranks(self) -> range:
+        """Give the ranks of this machine's servers."""
+        return _share(self.servers, self.machine)
+
+    @property
+    def has_meeting(self) -> bool:
+        """Tell whether the job has anybody to meet; one worker alone has not."""
+        return self.size > 1 or self.num_servers > 0
+
+    @property
+    def has_scheduler(self) -> bool:
+        """Tell whether the scheduler runs in this machine's launcher."""
+        return self.has_meeting and self.machine == 0
+
+    def describe(self) -> str:
+        """Say what of the job is on this machine."""
+        workers = _words("worker", self.worker_ranks, self.size)
+        servers = _words("server", self.server_ranks, self.num_servers)
+        return f"machine {self.machine} of {len(self.workers)}: {workers}, {servers}"
+
+
+def make_layout(
+    workers: Sequence[int],
+    servers: Sequence[int],
+    *,
+    machines: int | None = None,
+    machine: int | None = None,
+) -> Layout:
+    """Lay out a job; a single count is the same on every machine.
+
+    machines: how many there are, None to take it from the counts. machine: this one, which may be
+    None where there is only one. Raises ValueError with a sentence for the user.
+    """
+    number = machines or max(len(workers), len(servers))
+    layout = Layout(
+        _spread(workers, number, option="-np"), _spread(servers, number, option="-s"), machine or 0
+    )
+    if layout.size == 0:
+        raise ValueError("the job has no worker; -np says how many: a whole number from 1")
+    if machine is None and layout.is_spread:
+        raise ValueError(
+            f"which of the {number} machines is this one? Add --machine-rank, from 0 to "
+            f"{number - 1}; 0 is the one of --scheduler-host"
+        )
+    if layout.machine >= number:
+        raise ValueError(f"--machine-rank {machine} is not 0 to {number - 1}")
+    if not (layout.worker_ranks or layout.server_ranks or layout.has_scheduler):
+        raise ValueError(
+            f"machine {machine} has neither workers nor servers; give it some, or leave it out"
+        )
+    return layout
+
+
+def _spread(counts: Sequence[int], machines: int, *, option: str) -> tuple[int, ...]:
+    """Give one count for each machine."""
+    if len(counts) == 1:
+        return tuple(counts) * machines
+    if len(counts) != machines:
+        raise ValueError(
+            f"{option} {','.join(map(str, counts))} names {len(counts)} machines, but there are "
+            f"{machines}; give one number for all machines, or one for each"
+        )
+    return tuple(counts)
+
+
+def _share(counts: Sequence[int], machine: int) -> range:
+    first = sum(counts[:machine])
+    return range(first, first + counts[machine])
+
+
+def _words(role: str, ranks: range, total: int) -> str:
+    if not ranks:
+        return f"none of {total} {role}s"
+    if len(ranks) == 1:
+        return f"{role} {ranks[0]} of {total}"
+    return f"{role}s {ranks[0]} to {ranks[-1]} of {total}"

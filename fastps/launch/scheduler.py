@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job's scheduler as a part of the launcher: a thread with an event loop of its own.
+
+To the loop over the job's processes it looks like one more of them: it has a name, a stream of log
+lines, an end with a code, and takes SIGTERM and SIGKILL as orders. Its log goes through a pipe,
+so that the launcher's thread wakes up for it and no lock is shared; the pipe's end, as with a
+process, says that the thread is over. Invariants: the thread never waits for the launcher's (a
+full pipe costs log lines, not heartbeats), and the launcher's waits for it have deadlines.
+
+Started after all processes, since only a process of one thread may fork as `processes` does.
+Until then, members that want to join wait in the queue of the listening sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import IO, Any
+
+from fastps.config import Config
+from fastps.control.scheduler import Scheduler
+from fastps.launch.output import Stream
+from fastps.launch.processes import describe_exit
+
+log = logging.getLogger(__name__)
+
+EXIT_DIED = 1
+ENDED_BY = "fastps-run on the scheduler's machine ended it"  # how other machines hear of a cause
+_START_S = 10.0  # for the thread to come up
+_TOLD_S = 1.0  # a process has ended: its connection's end is seen well within this time
+_LOOK_S = 0.02  # how often the state of the job is looked at while a change is due
+_REST_S = 0.2  # the same while other machines' workers are at work
+_CUT_S = 0.05  # between two cancellations; the first may only begin the closing
+
+
+class SchedulerThread:
+    """Serve the job's control connections until the job is over or it is told to end."""
+
+    role = "scheduler"
+    name = "scheduler"
+
+    def __init__(
+        self,
+        settings: Config,
+        listeners: Sequence[socket.socket],
+        *,
+        stderr: Stream,
+        others: int,
+        patience_s: float,
+    ) -> None:
+        """Take over the bound sockets and the stream.
+
+        others: members that come from other machines. patience_s: how long they may take to
+        come to a job that ends before it began, or to leave one that is broken.
+        """
+        self.exit_code: int | None = None
+        self.stderr = stderr
+        self._settings = settings
+        self._listeners = listeners
+        self._others = others
+        self._patience_s = patience_s
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._pipe = os.fdopen(reader, "rb", buffering=0)
+        self._code: int | None = None  # set by the thread, as the last but one thing it does
+        self._is_cut = False
+        self._is_ending = False
+        self._is_up = threading.Event()
+        self._tasks: set[asyncio.Task[None]] = set()  # of the thread's loop
+        self._thread = threading.Thread(target=self._work, name="fastps:scheduler", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread and wait until it takes orders."""
+        self._thread.start()
+        self._is_up.wait(_START_S)
+
+    # ---- as a part of the job; for the launcher's thread ----
+
+    @property
+    def is_alive(self) -> bool:
+        """Tell whether the end has not been noticed yet."""
+        return self.exit_code is None
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """Give the streams of output."""
+        return (self.stderr,)
+
+    def pipes(self) -> Iterator[tuple[IO[bytes], Stream]]:
+        """Pair the pipe of the log with its stream."""
+        yield self._pipe, self.stderr
+
+    def notice_end(self) -> bool:
+        """Tell whether the thread has ended since the last call."""
+        if self.exit_code is not None or self._code is None:
+            return False
+        self.exit_code = self._code
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end; give up silently at the deadline."""
+        self._thread.join(timeout_s)
+        self.notice_end()
+
+    def send(self, number: int, *, why: str = "") -> None:
+        """End the job, and say why to those who are in it; at once for SIGKILL."""
+        self._order(self._cut if number == signal.SIGKILL else functools.partial(self._end, why))
+
+    def end_when_left(self, why: str) -> None:
+        """End the job as soon as no worker is at work in it: no other one can begin."""
+        self._order(functools.partial(self._end_when_left, why))
+
+    def describe(self) -> str:
+        """Say what this is."""
+        return "the scheduler"
+
+    def describe_end(self) -> str:
+        """Say in words how it ended."""
+        return describe_exit(self.exit_code or 0)
+
+    def _order(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Let the thread's loop do something, unless it has ended or never came up."""
+        with contextlib.suppress(AttributeError, RuntimeError):
+            self._loop.call_soon_threadsafe(self._begin, order)
+
+    # ---- in the thread ----
+
+    def _work(self) -> None:
+        code = EXIT_DIED
+        try:
+            with _logging_to(self._writer, self._settings.log_level):
+                try:
+                    code = asyncio.run(self._serve())
+                except asyncio.CancelledError:
+                    code = -signal.SIGKILL if self._is_cut else EXIT_DIED
+                except BaseException:
+                    log.exception("the scheduler died of an error of its own")
+        finally:
+            self._code = code
+            self._is_up.set()
+            os.close(self._writer)
+
+    async def _serve(self) -> int:
+        self._scheduler = Scheduler(self._settings, listeners=self._listeners)
+        self._loop = asyncio.get_running_loop()
+        self._serving = asyncio.ensure_future(self._scheduler.run())
+        await asyncio.sleep(0)  # run() begins
+        self._is_up.set()
+        return await self._serving
+
+    def _begin(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = self._loop.create_task(order())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _phase(self) -> str:
+        return self._scheduler.statistics().phase
+
+    async def _wait_until(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
+        """Wait for a condition of the job up to a time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    await asyncio.sleep(_LOOK_S)
+
+    async def _end(self, why: str) -> None:
+        """Let deaths that just happened be told as such, then end the job in order."""
+        await self._wait_until(lambda: self._phase() != "running", timeout_s=_TOLD_S)
+        await self._wait_until(self._can_be_told, timeout_s=self._patience_s)
+        if self._phase() != "over" and not self._is_ending:  # one more stop would cut it short
+            self._is_ending = True
+            self._scheduler.stop(f"{ENDED_BY}: {why}")
+
+    def _can_be_told(self) -> bool:
+        """Tell whether nobody is still on the way, who would find no scheduler and wait for it."""
+        now = self._scheduler.statistics()
+        has_begun = now.generation > 1 or now.phase != "lobby"
+        return has_begun or now.members >= self._others
+
+    async def _end_when_left(self, why: str) -> None:
+        while self._phase() == "running":  # leases bound this: whoever is silent is lost
+            await asyncio.sleep(_REST_S)
+        if self._phase() == "broken":
+            await self._wait_until(lambda: self._phase() == "over", timeout_s=self._patience_s)
+        await self._end(why)
+
+    async def _cut(self) -> None:
+        self._is_cut = True
+        while not self._serving.done():
+            self._serving.cancel()
+            await asyncio.sleep(_CUT_S)
+
+
+class _PipeHandler(logging.Handler):
+    """Write log records into a pipe, line by line; count those for which there is no room."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Borrow the descriptor, which must not block."""
+        super().__init__()
+        self._descriptor = descriptor
+        self._lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record; no line is longer than what a pipe takes in one piece."""
+        try:
+            if self._lost:
+                self._write(f"{self._lost} log lines are missing here: nobody read them in time")
+                self._lost = 0
+            for line in self.format(record).splitlines():
+                self._write(line)
+        except BlockingIOError:
+            self._lost += 1
+        except OSError:
+            self.handleError(record)
+
+    def _write(self, line: str) -> None:
+        data = line.encode(errors="replace")[: select.PIPE_BUF - 1]
+        os.write(self._descriptor, data + b"\n")
+
+
+@contextlib.contextmanager
+def _logging_to(descriptor: int, level: str) -> Iterator[None]:
+    """Send what this process logs to a descriptor, in the form of fastps-server."""
+    handler = _PipeHandler(descriptor)
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s scheduler %(levelname)s %(name)s: %(message)s")
+    )
+    root = logging.getLogger()
+    former_level = root.level
+    root.addHandler(handler)
+    root.setLevel(level)
+    try:
+        yield
+    finally:
+        root.setLevel(former_level)
+        root.removeHandler(handler)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds and sums the keys of one server, in a process of its own or beside a worker.
+
+Owns pool, store, transport and listener, made in this order and stopped in the reverse one; the
+control client is somebody else's and outlives it. Moves no tensor bytes itself. Threads:
+fastps:accept admits links, fastps:news reports links that broke; I/O and engine threads belong
+to transport and store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Sequence
+
+from fastps import _core
+from fastps.config import Config
+from fastps.control.client import ControlClient
+from fastps.control.doors import Doors
+from fastps.control.protocol import DeclareKeys, Job, KeySpec
+from fastps.errors import FastPSError
+from fastps.partition import pusher_of
+from fastps.reduce import sum_kernel
+from fastps.server._store import ServerStore
+from fastps.transport._tcp import TcpTransport
+from fastps.transport.tcp import Listener, NotYet, unpack_lane
+from fastps.types import DType
+
+__all__ = ["DataPlane"]
+
+log = logging.getLogger(__name__)
+
+E_SHUTDOWN = -2  # a worker said BYE
+CPUS_PER_ENGINE = 4  # the rest moves bytes; a chunk just read is summed fastest where it was read
+MAX_AUTO_ENGINES = 4  # two threads sum at the speed of memory
+NEWS_SLICE_S = 5.0  # how often the news thread looks whether it should end
+
+
+def _engine_threads(config: Config) -> int:
+    """Give the number of summing threads: as configured, else by the CPUs at hand."""
+    if config.engine_threads >= 0:
+        return config.engine_threads
+    return min(len(os.sched_getaffinity(0)) // CPUS_PER_ENGINE, MAX_AUTO_ENGINES)
+
+
+class DataPlane:
+    """Serve the workers of a job as server number index; takes the doors over."""
+
+    def __init__(self, config: Config, client: ControlClient, *, index: int, doors: Doors) -> None:
+        """Make everything for the client's job; start() lets workers in."""
+        self.index = index
+        self._config = config
+        self._client = client
+        self._ending = threading.Event()
+        self._pool = _core.BufferPool(config.pool_bytes)
+        self._machines = client.job.machines
+        self._generation = client.job.generation
+        self.store = self._make_store()
+        self._transport = TcpTransport(io_threads=config.io_threads, spin_us=config.spin_us)
+        self._refused: dict[str, int] = {}
+        self._listener: Listener | None = Listener(
+            doors.sockets, config, key=client.data_key, admit=self._admit
+        )
+        self._news = threading.Thread(target=self._watch, name="fastps:news", daemon=True)
+
+    def _make_store(self) -> ServerStore:
+        return ServerStore(
+            self._pool,
+            index=self.index,
+            n_workers=self._client.job.size,
+            n_machines=len(self._machines),
+            lanes=self._config.links_per_peer,
+            engine_threads=_engine_threads(self._config),
+        )
+
+    def start(self) -> None:
+        """Let workers in and report those whose links break."""
+        assert self._listener is not None
+        self._listener.start()
+        self._news.start()
+
+    # ---- links ----
+
+    def _admit(self, descriptor: int, sender: int, packed_lane: int) -> None:
+        generation, lane = unpack_lane(packed_lane)
+        if generation != self._generation & 0xFFFFFF:
+            raise NotYet
+        self._transport.adopt(descriptor, self.store, peer=sender, lane=lane)
+        log.debug("worker %d is connected, lane %d", sender, lane)
+
+    def _watch(self) -> None:
+        """Tell the scheduler of links that broke; it decides who is to blame."""
+        reported: set[int] = set()
+        while not self._ending.is_set():
+            gone = self.store.wait_news(timeout_s=NEWS_SLICE_S)
+            reported &= gone.keys()
+            for rank in gone.keys() - reported:
+                reported.add(rank)
+                if gone[rank] != E_SHUTDOWN:
+                    self._report(rank, gone[rank])
+
+    def _report(self, rank: int, status: int) -> None:
+        cause = f"its link to server {self.index} broke (status {status})"
+        with contextlib.suppress(FastPSError):
+            self._client.report_lost("worker", rank, cause)
+
+    # ---- keys ----
+
+    def hold(self, request: DeclareKeys) -> None:
+        """Make ready for new tensors and tell the scheduler; never raises, never waits for it."""
+        try:
+            for spec in request.tensors:
+                self._declare(spec)
+        except Exception as error:  # whatever it is, the workers must not wait for an answer
+            log.exception("server %d cannot hold new tensors", self.index)
+            self._client.keys_failed(request.request_id, f"server {self.index}: {error}")
+        else:
+            self._client.keys_ready(request.request_id)
+
+    def _declare(self, spec: KeySpec) -> None:
+        """Make room for our partitions; compile the dtype's kernel before the first push."""
+        dtype = DType(spec.dtype)
+        self.store.declare(
+            spec.tensor_id,
+            n_partitions=len(spec.pieces),
+            partitions=[
+                (index, nbytes, self._pushers(index))
+                for index, (nbytes, owner) in enumerate(spec.pieces)
+                if owner == self.index
+            ],
+            dtype=dtype,
+            itemsize=dtype.itemsize,
+            chunk_bytes=spec.chunk_bytes,
+            kernel=sum_kernel(dtype),
+            inline_bytes=self._config.inline_sum_bytes,
+        )
+
+    def _pushers(self, index: int) -> Sequence[int]:
+        """List the worker of each machine that pushes a partition."""
+        return tuple(pusher_of(ranks, index) for ranks in self._machines)
+
+    # ---- generations ----
+
+    def forget(self) -> None:
+        """Drop all keys: the workers have left. Raises StallError when a link does not end."""
+        self.store.forget(timeout_s=self._config.shutdown_timeout_s)
+
+    def begin(self, job: Job) -> None:
+        """Let the workers of a new generation in, who may be on other machines than the old."""
+        is_resized = len(job.machines) != len(self._machines)
+        self._machines = job.machines
+        if is_resized:
+            old, self.store = self.store, self._make_store()
+            old.wake()
+            old.close(timeout_s=self._config.shutdown_timeout_s)
+        self._generation = job.generation
+
+    # ---- the end ----
+
+    def shut_doors(self) -> None:
+        """Let nobody in any more; idempotent."""
+        listener, self._listener = self._listener, None  # it holds on to us: out of the cycle
+        if listener is not None:
+            listener.close(timeout_s=self._config.shutdown_timeout_s)
+            self._refused = listener.statistics()
+
+    def leave(self) -> None:
+        """Say BYE to the workers once they have what they wait for. Does not wait."""
+        self._ending.set()
+        self.shut_doors()
+        self._transport.leave()
+        log.info(
+            "server %d ends: %s, %s, refused %s",
+            self.index,
+            self.store.statistics(),
+            self._transport.statistics(),
+            self._refused,
+        )
+
+    def close(self) -> None:
+        """Wait for the links and all threads to end. Raises StallError, TransportTimeout."""
+        timeout_s = self._config.shutdown_timeout_s
+        self._ending.set()
+        self.shut_doors()
+        self._transport.close(timeout_s=timeout_s)
+        self.store.wake()
+        if self._news.is_alive():
+            self._news.join(timeout_s)
+        self.store.close(timeout_s=timeout_s)
+
+    def abandon(self) -> None:
+        """Close the links' descriptors in a forked child."""
+        self._transport.abandon()
+
+    def statistics(self) -> dict[str, int]:
+        """Count what the store summed, the links moved and, in the end, the listener refused."""
+        return (
+            self.store.statistics()
+            | self._transport.statistics()
+            | {"refused": sum(self._refused.values())}
+        )

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that several processes map: a mapping of a descriptor, and blocks of it for arrays.
+
+Knows addresses and lengths; shm.py decides where they come from. A Mapping stays as long as
+anything refers to it: blocks refer to theirs, so an array outlives the session that made it.
+Fields are read and written with the GIL.
+"""
+
+cimport cython
+from cpython.buffer cimport PyBuffer_FillInfo
+from libc.stdint cimport uint64_t, uintptr_t
+
+import os
+
+cdef extern from "<errno.h>" nogil:
+    int errno
+    enum:
+        EINVAL
+
+cdef extern from "<sys/mman.h>" nogil:
+    enum:
+        PROT_READ
+        PROT_WRITE
+        MAP_SHARED
+        MAP_NORESERVE
+        MADV_DONTFORK
+        MADV_HUGEPAGE
+    void* MAP_FAILED
+    void* mmap(void*, size_t, int, int, int, long)
+    int munmap(void*, size_t)
+    int madvise(void*, size_t, int)
+
+cdef enum:
+    MADV_POPULATE_WRITE = 23    # Linux 5.14; gives an error where touching would give SIGBUS
+
+
+@cython.final
+cdef class Mapping:
+    """Map nbytes of a descriptor, shared, read and written.
+
+    is_forked: whether children of this process see it too. Raises OSError.
+    """
+
+    def __cinit__(self, int descriptor, uint64_t nbytes, *, bint is_forked=False):
+        cdef void* start = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
+                                descriptor, 0)
+        if start == MAP_FAILED:
+            raise OSError(errno, os.strerror(errno))
+        self.start = <char*>start
+        self.nbytes = nbytes
+        madvise(start, nbytes, MADV_HUGEPAGE)
+        if not is_forked:
+            madvise(start, nbytes, MADV_DONTFORK)
+
+    @property
+    def address(self):
+        """Where the mapping begins."""
+        return <uintptr_t>self.start
+
+    def populate(self, uint64_t offset, uint64_t nbytes):
+        """Give the pages of a range their memory now; OSError where there is none."""
+        if madvise(self.start + offset, nbytes, MADV_POPULATE_WRITE) != 0 and errno != EINVAL:
+            raise OSError(errno, os.strerror(errno))
+
+    def __dealloc__(self):
+        if self.start != NULL:
+            munmap(self.start, self.nbytes)
+
+
+@cython.final
+cdef class Block:
+    """Lend nbytes of a mapping from offset on, by the buffer protocol; returned is told its end.
+
+    returned: a callable of the offset; may run on any thread, with the GIL, and must not block.
+    """
+
+    def __cinit__(self, Mapping mapping not None, uint64_t offset, uint64_t nbytes, returned):
+        if offset + nbytes > mapping.nbytes:
+            raise ValueError("a block reaches beyond its mapping")
+        self.mapping = mapping
+        self.offset = offset
+        self.nbytes = nbytes
+        self.returned = returned
+
+    def __getbuffer__(self, Py_buffer* view, int flags):
+        PyBuffer_FillInfo(view, self, self.mapping.start + self.offset, self.nbytes, False, flags)
+
+    def __dealloc__(self):
+        if self.returned is not None:
+            self.returned(self.offset)

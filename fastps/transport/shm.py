@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared memory of the processes of one machine: where it comes from and how it is handed round.
+
+Memory is a memfd, or an unlinked file of /dev/shm where there are none: it has no name, so it
+collides with nobody's and is gone with its last process, however that ended. Descriptors travel
+over an abstract Unix socket whose name follows from the job's key; both sides prove that they
+know the key, and that they belong to the same user, before anything is handed over.
+
+Knows nothing of ranks' work; worker/local.py decides what the memory holds. Threads: any one.
+"""
+
+from __future__ import annotations
+
+import array
+import bisect
+import contextlib
+import errno
+import hmac
+import logging
+import mmap
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastps.auth import (
+    ACCEPT_BYTES,
+    CHALLENGE_BYTES,
+    HELLO_BYTES,
+    PROOF_BYTES,
+    ClientHandshake,
+    Purpose,
+    ServerHandshake,
+)
+from fastps.errors import AuthError, FastPSError, TransportError, TransportTimeout
+from fastps.transport import sockets
+from fastps.transport._shm import Block, Mapping
+
+log = logging.getLogger(__name__)
+
+__all__ = [
+    "Arena",
+    "can_share",
+    "create_memory",
+    "exchange",
+    "memory_left",
+]
+
+PAGE_BYTES = mmap.PAGESIZE
+PROBE_BYTES = 64 << 10
+RETRY_S = 0.005  # between two attempts to reach a leader that does not listen yet
+DESCRIPTORS_PER_MESSAGE = 128  # the kernel allows 253
+CGROUP = Path("/sys/fs/cgroup")
+RESERVE_BYTES = 64 << 20  # what an arena leaves of a container's memory
+_CREDENTIALS = struct.Struct("3i")
+
+
+# ---- memory ----
+
+
+def create_memory(nbytes: int) -> int:
+    """Make nbytes of memory that other processes can map; give its descriptor.
+
+    It takes up room only where it is used. Raises OSError.
+    """
+    try:
+        descriptor = os.memfd_create("fastps", os.MFD_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
+            raise
+        descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def can_share() -> str:
+    """Say why this process cannot share memory; empty when it can."""
+    try:
+        descriptor = create_memory(PROBE_BYTES)
+        try:
+            os.posix_fallocate(descriptor, 0, PROBE_BYTES)
+            Mapping(descriptor, PROBE_BYTES)
+        finally:
+            os.close(descriptor)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM):
+            return ""
+    except OSError as error:
+        return f"shared memory is not to be had here: {error.strerror or error}"
+
+
+def memory_left() -> int:
+    """Give the bytes that the machine, or this process's container, has left."""
+    return min([_available(), *_cgroup_left()])
+
+
+def _available() -> int:
+    for line in Path("/proc/meminfo").read_text("ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 1 << 62
+
+
+def _cgroup_left() -> list[int]:
+    """List what each control group above this process still allows."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/self/cgroup").read_text("ascii").splitlines()
+        path = next((line[3:] for line in lines if line.startswith("0::")), "/").lstrip("/")
+        folder = CGROUP / path
+        return [
+            left
+            for group in (folder, *folder.parents)
+            if group.is_relative_to(CGROUP) and (left := _left_in(group)) is not None
+        ]
+    return []
+
+
+def _left_in(group: Path) -> int | None:
+    try:
+        most = (group / "memory.max").read_text("ascii").strip()
+        used = (group / "memory.current").read_text("ascii").strip()
+        return None if most == "max" else max(int(most) - int(used), 0)
+    except (OSError, ValueError):
+        return None
+
+
+class Arena:
+    """The memory that one process shares with the others of its machine.
+
+    limit_bytes: the most it may hold, 0 for what the machine has. Blocks are page-aligned and
+    have their memory when they are given; what is given back is used again, and never returned
+    to the kernel before the last block is gone. Any thread.
+    """
+
+    def __init__(self, limit_bytes: int = 0) -> None:
+        total = os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
+        self.nbytes = _round_up(limit_bytes or total)
+        self.descriptor = create_memory(self.nbytes)
+        try:
+            self.mapping = Mapping(self.descriptor, self.nbytes, is_forked=True)
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (offset, nbytes), sorted
+        self._lent: dict[int, int] = {}
+        self._returned: deque[int] = deque()  # a block may end on any thread, even within allocate
+        self._backed = 0  # bytes from the start that have memory
+        self._is_frozen = False
+
+    def allocate(self, nbytes: int) -> tuple[Block, int]:
+        """Lend at least nbytes; give the block and its offset.
+
+        Raises MemoryError that says which limit is reached and how to raise it.
+        """
+        size = _round_up(max(nbytes, 1))
+        self._take_back()
+        for index, (offset, room) in enumerate(self._free):
+            if room >= size:
+                self._back(offset + size)
+                self._free[index : index + 1] = [(offset + size, room - size)] * (room > size)
+                self._lent[offset] = size
+                return Block(self.mapping, offset, nbytes, self._returned.append), offset
+        raise MemoryError(
+            f"no {nbytes} bytes of shared memory left: {self.nbytes} are allowed; raise "
+            "FASTPS_SHARED_MEMORY_BYTES"
+        )
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are lent just now."""
+        self._take_back()
+        return sum(self._lent.values())
+
+    def freeze(self) -> None:
+        """Lend nothing again that was lent before: a process that is gone may still write it."""
+        self._is_frozen = True
+
+    def close(self) -> None:
+        """Lend nothing any more; what is lent lives on. Idempotent."""
+        self._free.clear()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _take_back(self) -> None:
+        while self._returned:
+            offset = self._returned.popleft()
+            size = self._lent.pop(offset)
+            if not self._is_frozen:
+                bisect.insort(self._free, (offset, size))
+        self._free = _merged(self._free)
+
+    def _back(self, end: int) -> None:
+        """Make sure that everything below end has memory."""
+        if end <= self._backed:
+            return
+        missing = end - self._backed
+        left = memory_left()
+        if missing + RESERVE_BYTES > left:
+            raise MemoryError(
+                f"{missing} bytes of shared memory are needed and the machine, or its "
+                f"container, has {left} left; give it more (docker run --memory), use smaller "
+                "tensors, or set FASTPS_SHARED_MEMORY=0"
+            )
+        try:
+            os.posix_fallocate(self.descriptor, self._backed, missing)
+            self.mapping.populate(self._backed, missing)
+        except OSError as error:
+            raise MemoryError(
+                f"{missing} bytes of shared memory are not to be had: {error.strerror}; raise "
+                "the limit (docker run --memory, --shm-size; ulimit -f), or set "
+                "FASTPS_SHARED_MEMORY=0"
+            ) from error
+        self._backed = end
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join ranges that touch."""
+    joined: list[tuple[int, int]] = []
+    for offset, size in ranges:
+        if joined and sum(joined[-1]) == offset:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((offset, size))
+    return joined
+
+
+# ---- handing round ----
+
+
+def exchange(
+    descriptors: Sequence[int], *, ranks: Sequence[int], rank: int, key: bytes, deadline: float
+) -> list[list[int]]:
+    """Give everybody's descriptors to everybody: a list per rank, in the order of ranks.
+
+    All of ranks, processes of one machine, call it; each gives its own descriptors, and the
+    lists it gets hold new ones (its own too). The first of ranks leads. deadline:
+    time.monotonic(). Raises TransportTimeout, TransportError, AuthError.
+    """
+    name = "\0fastps-" + hmac.digest(key, b"meeting of %d" % ranks[0], "sha256").hex()[:32]
+    if rank == ranks[0]:
+        return _lead(name, descriptors, ranks, key, deadline)
+    return _follow(name, descriptors, rank, len(ranks), key, deadline)
+
+
+def _lead(
+    name: str, descriptors: Sequence[int], ranks: Sequence[int], key: bytes, deadline: float
+) -> list[list[int]]:
+    found = {ranks[0]: [os.dup(descriptor) for descriptor in descriptors]}
+    peers: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            listener.bind(name)
+            listener.listen(len(ranks) + 8)
+            while len(found) < len(ranks):
+                missing = sorted(set(ranks) - set(found))
+                sock = _accept(listener, missing, deadline)
+                with contextlib.suppress(FastPSError, OSError):
+                    sender = _admit(sock, key, missing, deadline)
+                    found[sender] = _receive(sock, len(descriptors), deadline)
+                    peers.append(sock)
+                    continue
+                sock.close()
+            everything = [found[rank] for rank in ranks]
+            for sock in peers:
+                _send(sock, [one for group in everything for one in group])
+        except OSError as error:
+            raise TransportError(f"cannot share memory: {error.strerror or error}") from error
+        finally:
+            for sock in peers:
+                sock.close()
+    return everything
+
+
+def _accept(listener: socket.socket, missing: Sequence[int], deadline: float) -> socket.socket:
+    listener.settimeout(max(deadline - time.monotonic(), 0.001))
+    try:
+        sock, _ = listener.accept()
+    except TimeoutError as error:
+        raise TransportTimeout(
+            f"workers {missing} of this machine did not come to share memory in time; are they "
+            "stopped or overloaded? Raise FASTPS_START_TIMEOUT_S, or set FASTPS_SHARED_MEMORY=0"
+        ) from error
+    sock.settimeout(max(deadline - time.monotonic(), 0.001))
+    return sock
+
+
+def _admit(sock: socket.socket, key: bytes, missing: Sequence[int], deadline: float) -> int:
+    """Let a follower prove itself; give its rank."""
+    _check_user(sock)
+    handshake = ServerHandshake(key, purposes=(Purpose.MEMORY,))
+    sock.sendall(handshake.challenge(sockets.read_exactly(sock, HELLO_BYTES, deadline=deadline)))
+    sock.sendall(handshake.accept(sockets.read_exactly(sock, PROOF_BYTES, deadline=deadline)))
+    if handshake.sender not in missing:
+        raise AuthError(f"worker {handshake.sender} is not expected here")
+    return handshake.sender
+
+
+def _check_user(sock: socket.socket) -> None:
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user = _CREDENTIALS.unpack(raw)[1]
+    if user not in (os.geteuid(), 0):
+        raise AuthError(f"user {user} is not to share memory with user {os.geteuid()}")
+
+
+def _follow(
+    name: str, descriptors: Sequence[int], rank: int, count: int, key: bytes, deadline: float
+) -> list[list[int]]:
+    with _reach(name, deadline) as sock:
+        try:
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            _check_user(sock)
+            handshake = ClientHandshake(key, purpose=Purpose.MEMORY, sender=rank)
+            sock.sendall(handshake.hello())
+            challenge = sockets.read_exactly(sock, CHALLENGE_BYTES, deadline=deadline)
+            sock.sendall(handshake.answer(challenge))
+            handshake.finish(sockets.read_exactly(sock, ACCEPT_BYTES, deadline=deadline))
+            _send(sock, descriptors)
+            found = _receive(sock, count * len(descriptors), deadline)
+        except TimeoutError as error:
+            raise TransportTimeout("the first worker of this machine shared no memory") from error
+        except OSError as error:
+            raise TransportError(f"cannot share memory: {error.strerror or error}") from error
+    width = len(descriptors)
+    return [found[start : start + width] for start in range(0, len(found), width)]
+
+
+def _reach(name: str, deadline: float) -> socket.socket:
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            sock.connect(name)
+            return sock
+        except (ConnectionRefusedError, BlockingIOError, TimeoutError) as error:
+            sock.close()
+            if time.monotonic() >= deadline:
+                raise TransportTimeout(
+                    "the first worker of this machine did not offer shared memory in time; is it "
+                    "stopped? Raise FASTPS_START_TIMEOUT_S, or set FASTPS_SHARED_MEMORY=0"
+                ) from error
+        time.sleep(RETRY_S)
+
+
+def _send(sock: socket.socket, descriptors: Sequence[int]) -> None:
+    for start in range(0, len(descriptors), DESCRIPTORS_PER_MESSAGE):
+        batch = descriptors[start : start + DESCRIPTORS_PER_MESSAGE]
+        socket.send_fds(sock, [b"m"], list(batch))
+
+
+def _receive(sock: socket.socket, count: int, deadline: float) -> list[int]:
+    """Receive exactly count descriptors."""
+    found: list[int] = []
+    while len(found) < count:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        wanted = min(count - len(found), DESCRIPTORS_PER_MESSAGE)
+        data, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_SPACE(wanted * 4))
+        if not data:
+            raise ConnectionResetError(errno.ECONNRESET, "the other worker left")
+        for level, kind, raw in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                batch = array.array("i")
+                batch.frombytes(raw[: len(raw) - len(raw) % batch.itemsize])
+                found.extend(batch)
+    return found

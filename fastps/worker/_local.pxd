@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+# What the ranks of one machine share, and what each of them keeps to itself.
+#
+# Control memory:  Control | Cell per rank | staging flags | Task x RING_TASKS | Slot per tensor
+# Arena of a rank: its staging slots, then blocks of arrays
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+
+from fastps._core cimport Completion, Thread
+from fastps._table cimport IdTable
+from fastps.transport._shm cimport Mapping
+from fastps.worker._engine cimport EngineState, EngineTensor, Record, WorkerEngine
+from fastps.worker._tensor cimport LentTensor
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+
+# Sum n sources of count elements into dst (see fastps.reduce.sum_kernel); 1 on success.
+ctypedef int64_t (*sum_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
+                           int64_t divisor) noexcept nogil
+
+cdef enum:
+    MAX_LOCAL = 256             # ranks of one machine
+    CONTROL_BYTES = 4096
+    CELL_BYTES = 256
+    FLAG_BYTES = 64             # a cache line each: neighbours belong to different writers
+    TASK_BYTES = 128
+    ARRIVAL_BYTES = 32
+    RING_TASKS = 1 << 14        # tasks published and not yet passed by every rank, at most
+    STAGE_SLOTS = 8             # chunks of one rank that are staged at a time
+    MAX_SLOTS = 1 << 18         # tensors
+
+# ---- shared by all ranks; atomics throughout ----
+cdef struct Control:
+    int64_t tail                # tasks published or about to be
+    int64_t pad[7]
+
+cdef struct Cell:               # one rank
+    int32_t bell                # futex of its threads; counts rings that had to wake
+    int32_t users_active        # user threads inside wait()
+    int32_t users_sleep         # 1: one of them sleeps, or is about to
+    int32_t helper_sleeps       # 1: the helper sleeps, or is about to
+    int32_t has_left            # LEFT_IDLE or LEFT_AT_WORK
+    int32_t pad[11]
+    int64_t staged_out          # staged chunks it is through with; a line of its own
+
+cdef struct Flag:               # a staged chunk is there: its number plus 1
+    int64_t number
+
+cdef enum TaskKind:
+    TASK_DONE = 1               # whoever came last has done it already
+    TASK_SUM = 2                # add all inputs, write all outputs; by whoever takes a chunk
+    TASK_COPY = 3               # the root's input to all other outputs
+    TASK_STAGED = 4             # the same two for arrays that only their owners can reach
+    TASK_REDUCE = 5             # add all inputs into the output of the one who pushes the part
+    TASK_SHARE = 6              # the root's input to all outputs, then the part is pushed
+    TASK_PULL = 7               # nothing to do but to pull the part
+    TASK_PUBLISH = 8            # the pusher's output, where the result landed, to all others
+
+cdef struct Local
+
+cdef struct Task:               # a piece of work for the ranks of this machine
+    int64_t number              # its place in the ring plus 1, once published
+    int32_t users               # ranks that have yet to pass it; 0: free
+    int32_t kind
+    uint64_t tensor_id
+    uint32_t version
+    uint32_t flags              # of the wire: FLAG_AVERAGE, FLAG_BROADCAST
+    uint32_t root               # local index: whose bytes a broadcast copies
+    uint32_t pusher             # local index: who pushes the part to its server
+    int32_t status              # OK, or what the operation fails with
+    uint32_t culprit            # rank to blame
+    uint32_t part
+    uint64_t offset             # of the bytes, within the tensor
+    uint64_t nbytes
+    uint32_t chunk_bytes
+    int32_t n_chunks
+    int32_t ticket              # the next chunk to take
+    int32_t done                # chunks done
+
+cdef struct Arrival:            # what one rank brings to one version of a tensor
+    int64_t input               # offset in its arena, or PRIVATE
+    int64_t output
+    uint32_t flags
+    uint32_t root
+    uint64_t nbytes
+
+cdef struct Slot:               # one tensor; Arrival[2][n] follows, by parity of the version
+    int32_t arrived[2]
+    int32_t pad[14]
+
+# ---- this rank's own ----
+cdef struct LocalRecord:        # one declared tensor; written by start, read by the runner
+    Local* local
+    uint64_t tensor_id
+    uint64_t nbytes
+    uint32_t itemsize
+    sum_fn kernel
+    Slot* slot
+    uint32_t version
+    const char* input           # borrowed from the user; NULL: brings nothing
+    char* output                # NULL: wants nothing
+    int64_t shadow              # offset of a copy of a private tensor in our arena, or PRIVATE
+    bint is_shadowed            # this operation goes by the shadow
+    bint is_shared              # a broadcast from this machine: no results come back
+    int32_t is_flying           # in flight; whoever swaps it to 0 ends the operation; atomic
+    uint32_t culprit
+    Completion done             # 1, and 2 for each part we push: it has left, its result landed
+    Record* remote              # of the engine, where the machine's sum goes on to servers
+    uint32_t parts_left         # parts that have yet to be published; runner
+    int32_t* is_handed          # by part that we push: the engine has it, or never will; atomic
+
+cdef struct Local:
+    uint32_t n
+    uint32_t me
+    uint32_t slot_bytes
+    uint32_t stage_bytes        # of a staging slot
+    uint32_t n_workers          # of the whole job: what an average divides by
+    Control* control
+    char* cells
+    char* flags
+    char* tasks
+    char* slots
+    char* arenas[MAX_LOCAL]
+    uint64_t arena_bytes        # of ours
+    uint32_t ranks[MAX_LOCAL]   # numbers in the job
+    EngineState* engine         # NULL: no servers
+    IdTable records
+    int32_t status              # OK, or why nothing can succeed any more; atomic
+    int32_t culprit             # rank that left
+    int32_t has_leaver          # somebody left in order; atomic
+    int32_t is_stopping         # atomic
+    Thread* helper
+    pthread_mutex_t lock        # the runner's: all below
+    int64_t cursor              # tasks passed
+    int64_t staged              # staged chunks of the tasks before the cursor
+    int64_t stage_in            # of the task at the cursor: chunks staged,
+    int64_t stage_sum           # summed,
+    int64_t stage_out           # and copied out
+    Task* trailing[MAX_LOCAL + 2]   # passed by us, a chunk still in somebody's hands
+    int n_trailing
+    int64_t bytes_registered    # statistics; atomic adds
+    int64_t bytes_staged
+    int64_t operations
+
+cdef class LocalTensor(LentTensor):
+    cdef LocalRecord record
+    cdef LocalEngine engine     # waiting means working
+    cdef object shadow          # Block that keeps the shadow's memory
+    cdef EngineTensor remote    # keeps the record
+
+cdef class LocalEngine:
+    cdef Local* local
+    cdef dict tensors           # id -> LocalTensor, keeps the records alive
+    cdef object arena
+    cdef list mappings          # keep the memory of all ranks
+    cdef WorkerEngine engine    # None without servers
+    cdef int check(self) except -1
+    cdef int place(self, LocalTensor tensor, Arrival* ours) except -1
+    cdef int begin(self, LocalTensor tensor, uint32_t flags, uint32_t root,
+                   int32_t priority) except -1
+    cdef void withdraw_unpublished(self)

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _local.pyx: what a rank does with the tasks of the ring. The runner's lock is held.
+
+# ---------------------------------------------------------------- the end of an operation
+
+cdef void finish_record(Local* local, LocalRecord* record, int status) noexcept nogil:
+    """Our part of an operation is over: the result is in place, or never will be."""
+    if not fps_swap32(&record.is_flying, 0):
+        return
+    if status == OK and record.is_shadowed and record.output != NULL:
+        memcpy(record.output, local.arenas[local.me] + record.shadow, record.nbytes)
+    completion_part_done(&record.done, status)
+    fps_fence()
+    ring(local, local.me, False)
+
+
+cdef void drop_part(LocalRecord* record, int status) noexcept nogil:
+    """Count a part that is never handed to the engine: it has left, and has its result."""
+    count_parts(record, status)
+    count_parts(record, status)
+
+
+cdef void withdraw(LocalRecord* record, int status) noexcept nogil:
+    """Drop the parts that we would have pushed."""
+    cdef uint32_t part
+    if record.remote == NULL or not fps_load32(&record.is_flying):
+        return
+    for part in range(record.remote.n_parts):
+        if is_mine(record, part) and not fps_load32(&record.is_handed[part]):
+            fps_store32(&record.is_handed[part], 1)
+            drop_part(record, status)
+
+
+cdef void fail_record(void* data, void* context) noexcept nogil:
+    cdef LocalRecord* record = <LocalRecord*>data
+    cdef Local* local = <Local*>context
+    cdef int status = fps_load32(&local.status)
+    withdraw(record, status)
+    finish_record(local, record, status)
+
+
+cdef void hand_over(LocalRecord* record, uint32_t index) noexcept nogil:
+    """The machine's bytes of a part are together: push, or pull, them.
+
+    A link that ends meanwhile fails its parts: of ours it tells us only once they are handed
+    over, so either it sees our mark or we see that the part has failed.
+    """
+    cdef Part* part = &record.remote.parts[index]
+    if fps_load32(&record.is_handed[index]):
+        return
+    fps_store32(&record.is_handed[index], 1)
+    fps_fence()
+    if fps_load32(&part.is_waiting):
+        send_part(part, KICK_WAKE)
+    else:
+        drop_part(record, E_PEER_LOST)
+
+
+cdef void end_part(Local* local, LocalRecord* record, Task* task) noexcept nogil:
+    """Act on the end of a task of an operation that is in flight here."""
+    if task.status != OK:
+        record.culprit = task.culprit
+        withdraw(record, task.status)
+        finish_record(local, record, task.status)
+        return
+    if task.kind in (TASK_REDUCE, TASK_PULL, TASK_SHARE) and task.pusher == local.me:
+        hand_over(record, task.part)
+    if task.kind == TASK_REDUCE or task.kind == TASK_PULL:
+        return
+    if record.remote != NULL:
+        record.parts_left -= 1
+        if record.parts_left > 0:
+            return
+    finish_record(local, record, OK)
+
+
+cdef void pass_task(Local* local, Task* task) noexcept nogil:
+    """We shall not look at a task again: act on its end, and let its place be used again."""
+    cdef LocalRecord* record = <LocalRecord*>table_get(&local.records, task.tensor_id)
+    if record != NULL and fps_load32(&record.is_flying) and record.version == task.version:
+        end_part(local, record, task)
+    fps_add32(&task.users, -1)
+
+
+# ---------------------------------------------------------------- chunks anybody may do
+
+cdef inline char* input_of(Local* local, Arrival* arrivals, uint32_t rank) noexcept nogil:
+    return local.arenas[rank] + arrivals[rank].input
+
+
+cdef inline char* output_of(Local* local, Arrival* arrivals, uint32_t rank) noexcept nogil:
+    return local.arenas[rank] + arrivals[rank].output
+
+
+cdef void copy_to_others(Local* local, Arrival* arrivals, const char* source, uint32_t owner,
+                         uint64_t offset, uint64_t nbytes) noexcept nogil:
+    cdef uint32_t rank
+    for rank in range(local.n):
+        if rank != owner:
+            memcpy(output_of(local, arrivals, rank) + offset, source, nbytes)
+
+
+cdef int sum_inputs(Local* local, LocalRecord* record, Arrival* arrivals, char* result,
+                    uint64_t offset, uint64_t nbytes, bint is_average) noexcept nogil:
+    """Add all inputs in rank order; result may be one of them."""
+    cdef const void* sources[MAX_LOCAL]
+    cdef uint32_t rank
+    for rank in range(local.n):
+        sources[rank] = input_of(local, arrivals, rank) + offset
+    return record.kernel(sources, local.n, result, nbytes / record.itemsize,
+                         local.n_workers if is_average else 1)
+
+
+cdef void do_chunk(Local* local, LocalRecord* record, Task* task, int32_t chunk) noexcept nogil:
+    """Do one chunk of a task, for all ranks."""
+    cdef Arrival* arrivals = arrival_of(local, record.slot, task.version, 0)
+    cdef uint64_t offset = task.offset + <uint64_t>chunk * task.chunk_bytes
+    cdef uint64_t nbytes = task.offset + task.nbytes - offset
+    cdef uint32_t target = task.pusher if task.kind == TASK_REDUCE else local.me
+    cdef char* result
+    if nbytes > task.chunk_bytes:
+        nbytes = task.chunk_bytes
+    fault_hit(FAULT_LOCAL_CHUNK)
+    if task.kind == TASK_PUBLISH:
+        copy_to_others(local, arrivals, output_of(local, arrivals, task.pusher) + offset,
+                       task.pusher, offset, nbytes)
+    elif task.flags & FLAG_BROADCAST:
+        copy_to_others(local, arrivals, input_of(local, arrivals, task.root) + offset, task.root,
+                       offset, nbytes)
+    else:
+        result = output_of(local, arrivals, target) + offset
+        if sum_inputs(local, record, arrivals, result, offset, nbytes,
+                      task.kind != TASK_REDUCE and task.flags & FLAG_AVERAGE) != 1:
+            task.status = E_PROTOCOL
+        elif task.kind != TASK_REDUCE:
+            copy_to_others(local, arrivals, result, target, offset, nbytes)
+
+
+cdef bint take_chunk(Local* local, Task* task) noexcept nogil:
+    """Do one chunk that nobody has taken yet; False: there is none left."""
+    cdef LocalRecord* record
+    cdef int32_t chunk
+    if fps_load32(&task.ticket) >= task.n_chunks:
+        return False
+    chunk = fps_add32(&task.ticket, 1) - 1
+    if chunk >= task.n_chunks:
+        return False
+    record = <LocalRecord*>table_get(&local.records, task.tensor_id)
+    do_chunk(local, record, task, chunk)
+    if fps_add32(&task.done, 1) == task.n_chunks:
+        ring_others(local, task.kind == TASK_REDUCE or task.kind == TASK_SHARE)
+    return True
+
+
+cdef bint settle_trailing(Local* local) noexcept nogil:
+    """Pass tasks whose last chunks others have done by now."""
+    cdef int i = 0
+    cdef bint has_moved = False
+    cdef Task* task
+    while i < local.n_trailing:
+        task = local.trailing[i]
+        if fps_load32(&task.done) < task.n_chunks:
+            i += 1
+            continue
+        local.n_trailing -= 1
+        local.trailing[i] = local.trailing[local.n_trailing]
+        pass_task(local, task)
+        has_moved = True
+    return has_moved
+
+
+# ---------------------------------------------------------------- chunks that pass by the stage
+
+cdef inline char* stage_slot(Local* local, uint32_t rank, int64_t number,
+                             bint is_result) noexcept nogil:
+    cdef int64_t slot = number % STAGE_SLOTS + (STAGE_SLOTS if is_result else 0)
+    return local.arenas[rank] + slot * local.stage_bytes
+
+
+cdef inline int64_t* stage_flag(Local* local, uint32_t rank, int64_t number,
+                                bint is_result) noexcept nogil:
+    cdef int64_t slot = number % STAGE_SLOTS + (STAGE_SLOTS if is_result else 0)
+    return &(<Flag*>(local.flags + (rank * 2 * STAGE_SLOTS + slot) * FLAG_BYTES)).number
+
+
+cdef inline uint32_t stage_owner(Local* local, Task* task, int64_t chunk) noexcept nogil:
+    """Who sums a chunk, or whose bytes it carries."""
+    return task.root if task.flags & FLAG_BROADCAST else <uint32_t>(chunk % local.n)
+
+
+cdef inline uint64_t stage_length(Task* task, int64_t chunk) noexcept nogil:
+    cdef uint64_t left = task.nbytes - <uint64_t>chunk * task.chunk_bytes
+    return left if left < task.chunk_bytes else task.chunk_bytes
+
+
+cdef bint stage_in(Local* local, LocalRecord* record, Task* task) noexcept nogil:
+    """Put our bytes of a chunk that another rank sums where it can reach them.
+
+    A slot is free again once we are through with the chunk that lay in it.
+    """
+    cdef int64_t chunk = local.stage_in
+    cdef int64_t number = local.staged + chunk
+    if chunk >= task.n_chunks or chunk >= local.stage_out + STAGE_SLOTS:
+        return False
+    local.stage_in += 1
+    if task.flags & FLAG_BROADCAST or stage_owner(local, task, chunk) == local.me:
+        return True
+    memcpy(stage_slot(local, local.me, number, False),
+           record.input + <uint64_t>chunk * task.chunk_bytes, stage_length(task, chunk))
+    fault_hit(FAULT_LOCAL_STAGE)
+    fps_store64(stage_flag(local, local.me, number, False), number + 1)
+    return True
+
+
+cdef bint can_sum(Local* local, Task* task, int64_t number) noexcept nogil:
+    """Whether all others have staged a chunk and left the result slot it will use."""
+    cdef uint32_t rank
+    for rank in range(local.n):
+        if rank == local.me:
+            continue
+        if fps_load64(&cell_of(local, rank).staged_out) + STAGE_SLOTS <= number:
+            return False
+        if not task.flags & FLAG_BROADCAST and (
+                fps_load64(stage_flag(local, rank, number, False)) != number + 1):
+            return False
+    return True
+
+
+cdef bint stage_sum(Local* local, LocalRecord* record, Task* task) noexcept nogil:
+    """Make the result of a chunk that is ours, for us and for the others."""
+    cdef const void* sources[MAX_LOCAL]
+    cdef int64_t chunk = local.stage_sum
+    cdef int64_t number = local.staged + chunk
+    cdef uint64_t offset = <uint64_t>chunk * task.chunk_bytes
+    cdef uint64_t nbytes
+    cdef uint32_t rank
+    cdef char* result = stage_slot(local, local.me, number, True)
+    if chunk >= task.n_chunks:
+        return False
+    if stage_owner(local, task, chunk) != local.me:
+        local.stage_sum += 1
+        return True
+    if not can_sum(local, task, number):
+        return False
+    nbytes = stage_length(task, chunk)
+    if task.flags & FLAG_BROADCAST:
+        memcpy(result, record.input + offset, nbytes)
+    else:
+        for rank in range(local.n):
+            sources[rank] = (<const void*>(record.input + offset) if rank == local.me
+                             else stage_slot(local, rank, number, False))
+        if record.kernel(sources, local.n, result, nbytes / record.itemsize,
+                         local.n_workers if task.flags & FLAG_AVERAGE else 1) != 1:
+            fps_cas32(&local.status, OK, E_PROTOCOL)
+            return False
+        memcpy(record.output + offset, result, nbytes)
+    fps_store64(stage_flag(local, local.me, number, True), number + 1)
+    local.stage_sum += 1
+    return True
+
+
+cdef bint stage_out(Local* local, LocalRecord* record, Task* task) noexcept nogil:
+    """Take the result of a chunk that another rank has made."""
+    cdef int64_t chunk = local.stage_out
+    cdef int64_t number = local.staged + chunk
+    cdef uint32_t owner = stage_owner(local, task, chunk)
+    if chunk >= task.n_chunks:
+        return False
+    if owner == local.me:
+        if local.stage_sum <= chunk:
+            return False
+    elif fps_load64(stage_flag(local, owner, number, True)) != number + 1:
+        return False
+    else:
+        memcpy(record.output + <uint64_t>chunk * task.chunk_bytes,
+               stage_slot(local, owner, number, True), stage_length(task, chunk))
+    local.stage_out += 1
+    fps_store64(&cell_of(local, local.me).staged_out, number + 1)
+    return True
+
+
+cdef bint step_staged(Local* local, Task* task) noexcept nogil:
+    """Move a staged task on by up to one chunk of each kind; one of the two arrays is private."""
+    cdef LocalRecord* record = <LocalRecord*>table_get(&local.records, task.tensor_id)
+    cdef bint has_moved = stage_in(local, record, task)
+    has_moved |= stage_sum(local, record, task)
+    has_moved |= stage_out(local, record, task)
+    if has_moved:
+        ring_others(local, True)
+    if local.stage_out == task.n_chunks:
+        local.staged += task.n_chunks
+        local.stage_in = local.stage_sum = local.stage_out = 0
+        local.cursor += 1
+        pass_task(local, task)
+    return has_moved
+
+
+# ---------------------------------------------------------------- one step
+
+cdef bint step(Local* local) noexcept nogil:
+    """Do one piece of work, if there is any; the runner's lock is held."""
+    cdef Task* task
+    cdef bint has_moved
+    if fps_load32(&local.status) != OK:
+        table_each(&local.records, fail_record, local)
+        return False
+    has_moved = local.n_trailing > 0 and settle_trailing(local)
+    task = task_at(local, local.cursor)
+    if fps_load64(&task.number) != local.cursor + 1:
+        return has_moved
+    if task.kind == TASK_STAGED:
+        return step_staged(local, task) or has_moved
+    if take_chunk(local, task):
+        return True
+    local.cursor += 1
+    if fps_load32(&task.done) < task.n_chunks:
+        local.trailing[local.n_trailing] = task
+        local.n_trailing += 1
+    else:
+        pass_task(local, task)
+    return True
+
+
+cdef bint run_step(Local* local) noexcept nogil:
+    """Do one piece of work; False: there was none."""
+    cdef bint has_moved
+    pthread_mutex_lock(&local.lock)
+    has_moved = step(local)
+    pthread_mutex_unlock(&local.lock)
+    return has_moved

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bring the ranks of one machine together: their memory, then the engine that works in it.
+
+Decides how much is shared and who leads; the memory itself is of transport/shm.py, the work of
+_local.pyx. Called once per session, on its thread; blocks until all ranks of the machine came.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+
+from fastps.config import Config
+from fastps.errors import TransportError
+from fastps.transport import shm
+from fastps.transport._shm import Block, Mapping
+from fastps.worker._engine import WorkerEngine
+from fastps.worker._local import LocalEngine, control_bytes, stage_area_bytes
+
+__all__ = ["LocalGroup"]
+
+log = logging.getLogger(__name__)
+
+STAGE_BYTES = 256 << 10  # of a staged chunk: it stays in a core's second-level cache
+
+
+class LocalGroup:
+    """One rank's share in the memory of its machine.
+
+    ranks: the workers of this machine, in order. key: of this job and generation, known to no
+    stranger. engine: of the links to servers, or None. Raises TransportError, TransportTimeout.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        ranks: Sequence[int],
+        rank: int,
+        n_workers: int,
+        key: bytes,
+        engine: WorkerEngine | None = None,
+    ) -> None:
+        """Exchange memory with the other ranks; blocks up to start_timeout_s."""
+        index = list(ranks).index(rank)
+        deadline = time.monotonic() + config.start_timeout_s
+        try:
+            self.arena = shm.Arena(config.shared_memory_bytes)
+            self._stage: Block | None
+            self._stage, offset = self.arena.allocate(stage_area_bytes(STAGE_BYTES))
+            controls, arenas = self._exchange(ranks, rank, key, deadline)
+        except (OSError, MemoryError) as error:
+            raise TransportError(
+                f"cannot share memory with the workers of this machine: {error}; give it more, "
+                "or set FASTPS_SHARED_MEMORY=0"
+            ) from error
+        assert offset == 0, "the stage is the first block"
+        arenas[index] = self.arena.mapping
+        self.engine = LocalEngine(
+            ranks=ranks,
+            index=index,
+            control=controls[0],
+            arenas=arenas,
+            arena=self.arena,
+            stage_bytes=STAGE_BYTES,
+            n_workers=n_workers,
+            engine=engine,
+        )
+
+    def close(self, *, timeout_s: float) -> None:
+        """End the group's thread; arrays in its memory live on. Blocks to timeout_s."""
+        if not self.engine.wait_closed(timeout_s=timeout_s):
+            log.warning("the thread of shared memory did not end within %g s", timeout_s)
+        self._stage = None
+        self.arena.close()
+
+    def _exchange(
+        self, ranks: Sequence[int], rank: int, key: bytes, deadline: float
+    ) -> tuple[list[Mapping], list[Mapping]]:
+        """Give all ranks' control memories (the first counts) and arenas, mapped."""
+        control = shm.create_memory(control_bytes(len(ranks)))
+        try:
+            everybodys = shm.exchange(
+                (control, self.arena.descriptor), ranks=ranks, rank=rank, key=key,
+                deadline=deadline,
+            )  # fmt: skip
+        finally:
+            os.close(control)
+        try:
+            controls = [Mapping(everybodys[0][0], control_bytes(len(ranks)))]
+            arenas = [Mapping(two[1], os.fstat(two[1]).st_size) for two in everybodys]
+        finally:
+            for two in everybodys:
+                for descriptor in two:
+                    os.close(descriptor)
+        return controls, arenas

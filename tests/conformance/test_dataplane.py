@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data plane of a server: what it holds, how it says so, and how it changes generations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fastps.config import Config, load
+from fastps.control.doors import open_doors
+from fastps.control.protocol import DeclareKeys, Job, KeySpec, Member
+from fastps.errors import FastPSError
+from fastps.server.dataplane import DataPlane
+from fastps.types import DType
+
+
+def make_job(machines: list[int], generation: int = 1) -> Job:
+    workers = tuple(
+        Member("worker", rank, "127.0.0.1", 0, 1, "node", machine, "", "h")
+        for rank, machine in enumerate(machines)
+    )
+    server = Member("server", 0, "127.0.0.1", 1, 1, "node", 9, "", "h")
+    return Job("job", generation, 0, len(machines), 0, 1, (server,), workers, 1, False)
+
+
+class Client:
+    """Stands for the control client; keeps what the plane says."""
+
+    data_key = b"k" * 32
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.ready: list[int] = []
+        self.failed: dict[int, str] = {}
+
+    def keys_ready(self, request_id: int) -> None:
+        self.ready.append(request_id)
+
+    def keys_failed(self, request_id: int, message: str) -> None:
+        self.failed[request_id] = message
+
+    def report_lost(self, role: str, rank: int, cause: str) -> None:
+        raise FastPSError(f"nobody was connected, {role} {rank} cannot be lost: {cause}")
+
+
+@pytest.fixture
+def config() -> Config:
+    settings = {"host": "127.0.0.1", "token": "0123456789abcdef", "shutdown_timeout_s": 5.0}
+    return load(settings, {})
+
+
+@pytest.fixture
+def plane(config: Config) -> Iterator[tuple[DataPlane, Client]]:
+    client = Client(make_job([0, 1, 0]))
+    doors = open_doors(config, port=0)
+    made = DataPlane(config, client, index=0, doors=doors)  # type: ignore[arg-type]
+    made.start()
+    yield made, client
+    made.leave()
+    made.close()
+    assert all(sock.fileno() == -1 for sock in doors.sockets)
+
+
+def spec(tensor_id: int, dtype: int = int(DType.FLOAT32)) -> KeySpec:
+    return KeySpec(tensor_id, f"t{tensor_id}", dtype, 4096, ((8192, 0), (8192, 1), (100, 0)))
+
+
+def test_own_pieces_are_held_and_acknowledged(plane: tuple[DataPlane, Client]) -> None:
+    made, client = plane
+    made.hold(DeclareKeys(7, (spec(0), spec(1))))
+    assert client.ready == [7]
+    assert made.statistics()["tensors"] == 2
+    made.forget()
+    assert made.statistics()["tensors"] == 0
+
+
+def test_what_cannot_be_held_is_said(plane: tuple[DataPlane, Client]) -> None:
+    made, client = plane
+    made.hold(DeclareKeys(8, (spec(0, dtype=250),)))
+    assert client.ready == []
+    assert "server 0" in client.failed[8]
+    assert "250" in client.failed[8]
+
+
+@pytest.mark.parametrize("machines", [[0, 1, 1], [0, 0, 0], [0, 1, 2]])
+def test_workers_of_a_new_generation_may_be_on_other_machines(
+    plane: tuple[DataPlane, Client], machines: list[int]
+) -> None:
+    made, client = plane
+    made.hold(DeclareKeys(1, (spec(0),)))
+    made.forget()
+    made.begin(make_job(machines, generation=2))
+    made.hold(DeclareKeys(2, (spec(0), spec(1))))
+    assert client.ready == [1, 2]
+    assert made.statistics()["tensors"] == 2
+    assert made._pushers(1) == tuple(
+        [rank for rank, machine in enumerate(machines) if machine == which][
+            1 % machines.count(which)
+        ]
+        for which in sorted(set(machines))
+    )
+
+
+def test_doors_without_unix_sockets(config: Config) -> None:
+    settings = {"host": "127.0.0.1", "token": "0123456789abcdef", "unix_sockets": False}
+    doors = open_doors(load(settings, {}), port=0)
+    try:
+        assert doors.unix == ""
+        assert len(doors.sockets) == 1
+        assert doors.address[0] == "127.0.0.1"
+        assert doors.address[1] > 0
+    finally:
+        doors.close()

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of one machine in shared memory, several engines in one process, against NumPy."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastps import config
+from fastps.errors import FastPSError, PeerLostError, ShutdownError
+from fastps.reduce import sum_kernel
+from fastps.types import DType, dtype_of
+from fastps.worker.local import LocalGroup
+
+E_SHUTDOWN, E_PEER_LOST, E_MISMATCH = -2, -3, -5
+TIMEOUT_S = 20.0
+LARGE = 1 << 20  # bytes: private arrays of this size go by the stage
+
+
+@contextlib.contextmanager
+def machine(n, **overrides):
+    """Make the engines of n ranks, numbered 0, 3, 6 and so on; close them at the end."""
+    settings_ = config.load({"start_timeout_s": 20.0, **overrides}, environ={})
+    ranks = [3 * place for place in range(n)]
+    key = secrets.token_bytes(32)
+    groups = [None] * n
+
+    def join(place):
+        groups[place] = LocalGroup(settings_, ranks=ranks, rank=ranks[place], n_workers=n, key=key)
+
+    threads = [threading.Thread(target=join, args=(place,)) for place in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            group.engine.leave()
+        for group in groups:
+            assert group.engine.wait_closed(timeout_s=10)
+            group.arena.close()
+
+
+@pytest.fixture(scope="module")
+def trio():
+    with machine(3) as groups:
+        yield groups
+
+
+def declare(groups, number, nbytes, dtype=DType.FLOAT32):
+    """Declare one tensor on all ranks."""
+    return [
+        group.engine.declare(
+            number, f"t{number}", nbytes=nbytes, itemsize=dtype.itemsize, kernel=sum_kernel(dtype)
+        )
+        for group in groups
+    ]
+
+
+def shared(group, array):
+    """Give a copy of an array in a rank's shared memory."""
+    block, _ = group.arena.allocate(array.nbytes)
+    copy = np.frombuffer(block, dtype=array.dtype, count=array.size)
+    copy[:] = array
+    return copy
+
+
+def finish(tensors):
+    """Wait for one operation on all ranks; give the statuses."""
+    return [tensor.wait(timeout_s=TIMEOUT_S) for tensor in tensors]
+
+
+_numbers = iter(range(1 << 17))
+DTYPES = [np.float32, np.float64, np.float16, np.int8, np.int32, np.int64, np.uint8]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.one_of(st.integers(0, 300), st.sampled_from([16384, 70001, 300_007])),
+    dtype=st.sampled_from(DTYPES),
+    is_shared=st.lists(st.booleans(), min_size=3, max_size=3),
+    in_place=st.lists(st.booleans(), min_size=3, max_size=3),
+    average=st.booleans(),
+    order=st.permutations(range(3)),
+    seed=st.integers(0, 1 << 30),
+)
+def test_sum_equals_numpy(trio, count, dtype, is_shared, in_place, average, order, seed):
+    rng = np.random.default_rng(seed)
+    values = [rng.integers(-20, 20, count).astype(dtype) for _ in trio]
+    expected = sum(value.astype(np.float64) for value in values)
+    if average:
+        expected = expected / 3 if np.dtype(dtype).kind == "f" else np.floor(expected / 3)
+    average = average and np.dtype(dtype).kind != "u"
+    if not average:
+        expected = sum(value.astype(np.int64) for value in values)
+    tensors = declare(trio, next(_numbers), values[0].nbytes, dtype_of(np.dtype(dtype)))
+    arrays = [
+        shared(group, value) if is_here else value.copy()
+        for group, value, is_here in zip(trio, values, is_shared, strict=True)
+    ]
+    outputs = [
+        array if here else np.empty_like(array)
+        for array, here in zip(arrays, in_place, strict=True)
+    ]
+    for place in order:
+        trio[place].engine.start(tensors[place], arrays[place], outputs[place], average=average)
+    assert finish(tensors) == [0, 0, 0]
+    for output in outputs:
+        assert output.tobytes() == outputs[0].tobytes()
+    np.testing.assert_allclose(
+        outputs[0].astype(np.float64), expected.astype(dtype).astype(np.float64), rtol=1e-3
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    count=st.sampled_from([1, 1000, 100_003, 400_000]),
+    root=st.integers(0, 2),
+    is_shared=st.lists(st.booleans(), min_size=3, max_size=3),
+)
+def test_broadcast_copies_the_roots_bytes(trio, count, root, is_shared):
+    value = np.arange(count, dtype=np.int32)
+    tensors = declare(trio, next(_numbers), value.nbytes, DType.INT32)
+    arrays = [np.full(count, -1, np.int32) for _ in trio]
+    arrays[root][:] = value
+    arrays = [
+        shared(group, array) if here else array
+        for group, array, here in zip(trio, arrays, is_shared, strict=True)
+    ]
+    for group, tensor, array in zip(trio, tensors, arrays, strict=True):
+        group.engine.start_broadcast([tensor], [array], root=3 * root)
+    assert finish(tensors) == [0, 0, 0]
+    for array in arrays:
+        assert np.array_equal(array, value)
+
+
+def test_all_ways_give_the_same_bits(trio):
+    rng = np.random.default_rng(7)
+    values = [rng.standard_normal(LARGE // 4).astype(np.float32) for _ in trio]
+    expected = (values[0] + values[1]) + values[2]
+    for is_shared in (True, False):
+        tensors = declare(trio, next(_numbers), LARGE)
+        arrays = [
+            shared(group, value) if is_shared else value.copy()
+            for group, value in zip(trio, values, strict=True)
+        ]
+        for group, tensor, array in zip(trio, tensors, arrays, strict=True):
+            group.engine.start(tensor, array, array)
+        assert finish(tensors) == [0, 0, 0]
+        assert all(np.array_equal(array, expected) for array in arrays)
+
+
+def test_many_in_flight_in_another_order_on_every_rank(trio):
+    rng = np.random.default_rng(3)
+    sizes = [int(size) for size in rng.integers(1, 90_000, 30)]
+    numbers = [next(_numbers) for _ in sizes]
+    tensors = [
+        declare(trio, number, 4 * size) for number, size in zip(numbers, sizes, strict=True)
+    ]
+    for _ in range(3):
+        arrays = [[np.full(size, place + 1, np.float32) for size in sizes] for place in range(3)]
+        arrays[1] = [shared(trio[1], array) for array in arrays[1]]
+        for place, group in enumerate(trio):
+            for index in rng.permutation(len(sizes)):
+                array = arrays[place][index]
+                group.engine.start(tensors[index][place], array, array)
+        for index in rng.permutation(len(sizes)):
+            assert finish(tensors[index]) == [0, 0, 0]
+            assert all(np.all(arrays[place][index] == 6.0) for place in range(3))
+
+
+def test_rounds_without_a_pause(trio):
+    tensors = declare(trio, next(_numbers), 4096)
+    arrays = [shared(group, np.zeros(1024, np.float32)) for group in trio]
+    wrong = []
+
+    def work(place):
+        for step in range(300):
+            arrays[place][:] = step + place
+            trio[place].engine.start(tensors[place], arrays[place], arrays[place])
+            tensors[place].wait(timeout_s=TIMEOUT_S)
+            if not np.all(arrays[place] == 3 * step + 3):
+                wrong.append((place, step))
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+def test_the_helper_works_while_nobody_waits(trio):
+    tensors = declare(trio, next(_numbers), LARGE)
+    arrays = [np.ones(LARGE // 4, np.float32) for _ in trio]
+    for group, tensor, array in zip(trio, tensors, arrays, strict=True):
+        group.engine.start(tensor, array, array)
+    finished = threading.Event()
+    for _ in range(2000):
+        if all(np.all(array == 3) for array in arrays):
+            finished.set()
+            break
+        finished.wait(0.005)
+    assert finished.is_set()
+    assert finish(tensors) == [0, 0, 0]
+
+
+def test_another_operation_is_a_mismatch_for_all(trio):
+    tensors = declare(trio, next(_numbers), 400)
+    arrays = [np.ones(100, np.float32) for _ in trio]
+    for place, group in enumerate(trio):
+        group.engine.start(tensors[place], arrays[place], arrays[place], average=place == 2)
+    assert finish(tensors) == [E_MISMATCH] * 3
+    assert {tensor.culprit for tensor in tensors} == {6}
+
+
+def test_a_name_in_flight_cannot_start_again(trio):
+    tensors = declare(trio, next(_numbers), 400)
+    arrays = [np.ones(100, np.float32) for _ in trio]
+    trio[0].engine.start(tensors[0], arrays[0], arrays[0])
+    with pytest.raises(FastPSError, match="in flight"):
+        trio[0].engine.start(tensors[0], arrays[0], arrays[0])
+    assert tensors[0].wait(timeout_s=0.05) is None
+    for place in (1, 2):
+        trio[place].engine.start(tensors[place], arrays[place], arrays[place])
+    assert finish(tensors) == [0, 0, 0]
+
+
+def test_who_leaves_fails_what_it_has_not_started():
+    with machine(2) as groups:
+        tensors = declare(groups, 0, 400)
+        arrays = [np.ones(100, np.float32) for _ in groups]
+        groups[0].engine.start(tensors[0], arrays[0], arrays[0])
+        groups[1].engine.leave()
+        groups[0].engine.member_left(3)
+        assert tensors[0].wait(timeout_s=TIMEOUT_S) == E_PEER_LOST
+        assert tensors[0].culprit == 3
+        with pytest.raises(PeerLostError, match="worker 3"):
+            groups[0].engine.start(tensors[0], arrays[0], arrays[0])
+
+
+@pytest.mark.parametrize("nbytes", [400, LARGE])
+def test_failing_ends_every_wait(nbytes):
+    with machine(2) as groups:
+        tensors = declare(groups, 0, nbytes)
+        array = np.ones(nbytes // 4, np.float32)
+        groups[0].engine.start(tensors[0], array, array)
+        waiter = threading.Timer(0.1, lambda: groups[0].engine.fail(E_PEER_LOST))
+        waiter.start()
+        assert tensors[0].wait(timeout_s=TIMEOUT_S) == E_PEER_LOST
+        waiter.join()
+        assert groups[0].engine.failure == E_PEER_LOST
+        with pytest.raises(PeerLostError):
+            groups[0].engine.start(tensors[0], array, array)
+
+
+def test_leaving_fails_own_operations():
+    with machine(2) as groups:
+        tensors = declare(groups, 0, 400)
+        array = np.ones(100, np.float32)
+        groups[0].engine.start(tensors[0], array, array)
+        groups[0].engine.leave()
+        assert tensors[0].wait(timeout_s=TIMEOUT_S) == E_SHUTDOWN
+        with pytest.raises(ShutdownError):
+            groups[0].engine.start(tensors[0], array, array)
+
+
+def test_memory_is_used_again(trio):
+    arena = trio[0].arena
+    first = [arena.allocate(100_000) for _ in range(4)]
+    offsets = sorted(offset for _, offset in first)
+    del first
+    again = [arena.allocate(100_000) for _ in range(4)]
+    assert sorted(offset for _, offset in again) == offsets
+
+
+def test_a_limit_names_its_setting():
+    with machine(2, shared_memory_bytes=8 << 20) as groups:
+        with pytest.raises(MemoryError, match="FASTPS_SHARED_MEMORY_BYTES"):
+            groups[0].arena.allocate(16 << 20)
+        tensors = declare(groups, 0, 400)  # and the group goes on
+        arrays = [np.ones(100, np.float32) for _ in groups]
+        for group, tensor, array in zip(groups, tensors, arrays, strict=True):
+            group.engine.start(tensor, array, array)
+        assert finish(tensors) == [0, 0]

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared memory: blocks of an arena, limits, and how descriptors are handed round."""
+
+from __future__ import annotations
+
+import gc
+import hmac
+import os
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastps.errors import TransportTimeout
+from fastps.transport import shm
+
+MIB = 1 << 20
+KEY = b"k" * 32
+
+
+def test_this_machine_can_share():
+    assert shm.can_share() == ""
+
+
+def test_why_it_cannot_is_said(monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert "No space left" in shm.can_share()
+
+
+def test_files_stand_in_where_there_is_no_memfd(monkeypatch):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    before = set(os.listdir("/dev/shm"))
+    arena = shm.Arena(4 * MIB)
+    block, _ = arena.allocate(MIB)
+    np.frombuffer(block, np.uint8)[:] = 1
+    assert set(os.listdir("/dev/shm")) == before
+    arena.close()
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 300_000)), min_size=1, max_size=60))
+def test_blocks_never_overlap_and_come_back(steps):
+    arena = shm.Arena(4 * MIB)
+    held: dict[int, object] = {}
+    sizes: dict[int, int] = {}
+    for is_end, number in steps:
+        if is_end and held:
+            offset = sorted(held)[number % len(held)]
+            del held[offset], sizes[offset]
+            continue
+        try:
+            block, offset = arena.allocate(number)
+        except MemoryError:
+            continue
+        array = np.frombuffer(block, np.uint8)
+        assert array.nbytes == number
+        assert offset % 4096 == 0
+        array[:] = len(held)
+        for other, nbytes in sizes.items():
+            assert offset + max(number, 1) <= other or other + max(nbytes, 1) <= offset
+        held[offset], sizes[offset] = block, number
+        del array, block
+    held.clear()
+    gc.collect()
+    whole, offset = arena.allocate(4 * MIB)
+    assert offset == 0
+    del whole
+    arena.close()
+
+
+def test_what_a_dead_process_may_write_is_not_lent_again():
+    arena = shm.Arena(4 * MIB)
+    block, first = arena.allocate(MIB)
+    arena.freeze()
+    del block
+    _, second = arena.allocate(MIB)
+    assert second != first
+    arena.close()
+
+
+def test_a_container_without_memory_is_named(monkeypatch):
+    arena = shm.Arena(64 * MIB)
+    monkeypatch.setattr(shm, "memory_left", lambda: 70 * MIB)
+    arena.allocate(MIB)
+    with pytest.raises(MemoryError, match="docker run --memory"):
+        arena.allocate(32 * MIB)
+    arena.close()
+
+
+def test_memory_left_is_bounded_by_the_machine():
+    assert 0 < shm.memory_left() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def exchange_all(count, results, *, key=KEY, timeout_s=10.0):
+    """Let count ranks exchange one descriptor each."""
+
+    def join(rank):
+        mine = shm.create_memory(4096)
+        os.pwrite(mine, bytes([rank]), 0)
+        try:
+            results[rank] = shm.exchange(
+                (mine,), ranks=range(count), rank=rank, key=key,
+                deadline=time.monotonic() + timeout_s,
+            )  # fmt: skip
+        except Exception as error:
+            results[rank] = error
+        finally:
+            os.close(mine)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def check_exchange(results, count):
+    for rank in range(count):
+        assert not isinstance(results[rank], Exception), results[rank]
+        for other, (descriptor,) in enumerate(results[rank]):
+            assert os.pread(descriptor, 1, 0) == bytes([other])
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize(("count", "batch"), [(2, 128), (30, 128), (9, 2)])
+def test_everybody_gets_everything(count, batch, monkeypatch):
+    monkeypatch.setattr(shm, "DESCRIPTORS_PER_MESSAGE", batch)
+    before = len(os.listdir("/proc/self/fd"))
+    results = {}
+    for thread in exchange_all(count, results):
+        thread.join(30)
+    check_exchange(results, count)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_strangers_do_not_disturb():
+    key = os.urandom(32)
+    name = "\0fastps-" + hmac.digest(key, b"meeting of 0", "sha256").hex()[:32]
+    results = {}
+    threads = exchange_all(2, results, key=key)
+    for _ in range(20):
+        try:
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(name)
+                stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" * 10)
+        except OSError:
+            pass
+    for thread in threads:
+        thread.join(30)
+    check_exchange(results, 2)
+
+
+def test_who_does_not_come_is_named():
+    mine = shm.create_memory(4096)
+    with pytest.raises(TransportTimeout, match=r"workers \[3\]"):
+        shm.exchange((mine,), ranks=[0, 3], rank=0, key=KEY, deadline=time.monotonic() + 0.2)
+    with pytest.raises(TransportTimeout, match="first worker"):
+        shm.exchange((mine,), ranks=[0, 3], rank=3, key=KEY, deadline=time.monotonic() + 0.2)
+    os.close(mine)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of a training that is measured: takes commands from a benchmark, steps, answers.
+
+Started by train_torch.py with the system's name; connects to the driver at BENCH_DRIVER and obeys
+one JSON line after the other, until the connection ends. Every system trains the same models on
+the same batches; they differ in who averages the gradients, if anybody does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+BATCH = 16
+LEARNING_RATE = 1e-3
+
+
+class Many(nn.Module):
+    """200 layers of 32 x 32, added to what goes past them so that gradients stay normal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(200)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the layers one after the other."""
+        for layer in self.layers:
+            x = x + 0.05 * layer(x)
+        return x
+
+
+def make_mlp() -> nn.Module:
+    """Make a perceptron of 0.27 million parameters in 6 tensors."""
+    return nn.Sequential(
+        nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
+
+
+def make_wide() -> nn.Module:
+    """Make a perceptron of 25.2 million parameters, nearly all in 6 tensors."""
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Linear(2048, 2048), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "mlp": (make_mlp, 784),
+    "wide": (make_wide, 2048),
+    "many": (Many, 32),
+}
+
+
+class System(Protocol):
+    """Who averages the gradients."""
+
+    rank: int
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, name: str
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Give the model and the optimizer that a training uses."""
+
+
+class Local:
+    """Nobody: the step itself."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ["RANK"])
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, name: str
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Leave both as they are."""
+        return model, optimizer
+
+
+class Gloo:
+    """torch's DistributedDataParallel over gloo on the loopback."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist  # noqa: PLC0415
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo")
+        self.rank = dist.get_rank()
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, name: str
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Wrap the model; gradients are views of buckets, its quickest way."""
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer
+
+
+class Parallel:
+    """fastps.torch.DistributedDataParallel."""
+
+    def __init__(self) -> None:
+        import fastps.torch as fps  # noqa: PLC0415
+
+        self.face = fps
+        fps.init()
+        self.rank = fps.rank()
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, name: str
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Wrap the model."""
+        return self.face.DistributedDataParallel(model), optimizer
+
+
+class Optimizer(Parallel):
+    """fastps.torch.DistributedOptimizer."""
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, name: str
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Wrap the optimizer."""
+        named = model.named_parameters()
+        prefix = f"{name}."
+        return model, self.face.DistributedOptimizer(optimizer, named, prefix=prefix)
+
+
+SYSTEMS: dict[str, Callable[[], System]] = {
+    "local": Local,
+    "gloo": Gloo,
+    "ddp": Parallel,
+    "optimizer": Optimizer,
+}
+
+
+class Training:
+    """One model in training; every rank has its own batch, the same in each step."""
+
+    def __init__(self, system: System, name: str) -> None:
+        make, width = MODELS[name]
+        torch.manual_seed(0)
+        self.module = make()
+        optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
+        self.model, self.optimizer = system.wrap(self.module, optimizer, name)
+        generator = torch.Generator().manual_seed(1 + system.rank)
+        self.inputs = torch.randn(BATCH, width, generator=generator)
+
+    def step(self) -> None:
+        """Do what every training does."""
+        self.optimizer.zero_grad()
+        self.model(self.inputs).square().mean().backward()
+        self.optimizer.step()
+
+    def time(self, steps: int) -> list[float]:
+        """Give the seconds of each step."""
+        seconds = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            self.step()
+            seconds.append(time.perf_counter() - began)
+        return seconds
+
+    def describe(self) -> dict[str, Any]:
+        """Give a digest of the weights, their length, and how many there are."""
+        hashes, square, count = hashlib.sha256(), 0.0, 0
+        for parameter in self.module.parameters():
+            hashes.update(parameter.detach().numpy().tobytes())
+            square += float(parameter.detach().double().square().sum())
+            count += parameter.numel()
+        return {"digest": hashes.hexdigest(), "length": square**0.5, "parameters": count}
+
+
+def obey(
+    system: System, trainings: dict[str, Training], command: dict[str, Any]
+) -> dict[str, Any]:
+    """Do what the driver asks for."""
+    name = command["model"]
+    if command["op"] == "forget":
+        return {"known": trainings.pop(name, None) is not None}
+    if name not in trainings:
+        trainings[name] = Training(system, name)
+    if command["op"] == "describe":
+        return trainings[name].describe()
+    return {"seconds": trainings[name].time(command["steps"])}
+
+
+def main() -> int:
+    """Obey the driver until it hangs up."""
+    torch.set_num_threads(1)
+    system = SYSTEMS[sys.argv[1]]()
+    host, _, port = os.environ["BENCH_DRIVER"].rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
+        sock.settimeout(None)
+        file = sock.makefile("rw", encoding="utf-8")
+        _say(file, {"rank": system.rank})
+        trainings: dict[str, Training] = {}
+        for line in file:
+            _say(file, obey(system, trainings, json.loads(line)))
+    return 0
+
+
+def _say(file: Any, message: dict[str, Any]) -> None:
+    file.write(json.dumps(message) + "\n")
+    file.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

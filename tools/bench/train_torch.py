@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what averaging gradients adds to a training step, next to torch's DDP over gloo.
+
+    python tools/bench/train_torch.py [--models mlp,wide,many] [--workers 2] [--runs 5]
+
+Systems, each a team of processes on this machine, one thread per process:
+  local      no exchange: the step itself
+  gloo       torch.nn.parallel.DistributedDataParallel over gloo
+  ddp        fastps.torch.DistributedDataParallel
+  optimizer  fastps.torch.DistributedOptimizer
+Models: mlp 0.27 M parameters, wide 25 M in few large tensors, many 200 layers of small tensors.
+
+The systems take turns in every round, because machines are noisy. A team's step is the mean over
+its processes of their median step. added = step - local step of the same round; ratio = added /
+gloo's added of the same round; columns give medians over rounds, in ms. Before and after, all
+processes of a team must hold bitwise equal weights, and all teams nearly the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tools.bench import _common
+
+PEER = Path(__file__).with_name("_train_peer.py")
+MODELS = ("mlp", "wide", "many")
+STEPS = {"mlp": 100, "wide": 6, "many": 40}  # of one turn
+WARM_UP = {"mlp": 30, "wide": 3, "many": 10}
+FASTPS = ("ddp", "optimizer")
+START_S, ANSWER_S = 120, 300
+NEARLY = 1e-5  # of the length of all weights
+
+
+class Team:
+    """The processes of one system, obeying over one connection each."""
+
+    def __init__(
+        self, name: str, workers: int, servers: int, settings: Sequence[str], launch: Sequence[str]
+    ) -> None:
+        self.name = name
+        self.system, _, own = name.partition(":")
+        if self.system not in (*FASTPS, "local", "gloo"):
+            raise SystemExit(f"no system is called {self.system!r}")
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(START_S)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "BENCH_DRIVER": f"127.0.0.1:{self.listener.getsockname()[1]}",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(workers),
+            **dict(item.split("=", 1) for item in [*settings, *own.split("+")] if item),
+        }
+        peer = [sys.executable, str(PEER), self.system]
+        self.processes = []
+        self.files: list[Any] = []
+        if self.system in FASTPS:
+            options = ["-np", str(workers), "-s", str(servers), *launch]
+            commands = [([sys.executable, "-m", "fastps.launch.run", *options, *peer], {})]
+        else:
+            commands = [(peer, {"RANK": str(rank)}) for rank in range(workers)]
+        for command, extra in commands:
+            self.processes.append(
+                subprocess.Popen(command, env=environment | extra, start_new_session=True)
+            )
+        self._accept(workers)
+
+    def _accept(self, workers: int) -> None:
+        files: dict[int, Any] = {}
+        try:
+            for _ in range(workers):
+                sock, _ = self.listener.accept()
+                sock.settimeout(ANSWER_S)
+                file = sock.makefile("rw", encoding="utf-8")
+                files[json.loads(file.readline())["rank"]] = file
+        except TimeoutError:
+            self.close()
+            raise SystemExit(f"{self.name}: only {len(files)} processes came up") from None
+        self.files = [files[rank] for rank in sorted(files)]
+
+    def ask(self, **command: object) -> list[dict[str, Any]]:
+        """Let all processes run a command; give their answers by rank."""
+        for file in self.files:
+            file.write(json.dumps(command) + "\n")
+            file.flush()
+        answers = [file.readline() for file in self.files]
+        if not all(answers):
+            raise SystemExit(f"{self.name}: a process ended early; see its messages above")
+        return [json.loads(answer) for answer in answers]
+
+    def step_seconds(self, model: str, steps: int) -> float:
+        """Train and give the mean over the processes of their median step."""
+        answers = self.ask(op="time", model=model, steps=steps)
+        return statistics.mean(statistics.median(answer["seconds"]) for answer in answers)
+
+    def close(self) -> None:
+        """Hang up; end what does not end by itself."""
+        for file in self.files:
+            with contextlib.suppress(OSError):
+                file.close()
+        self.listener.close()
+        for process in self.processes:
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(15)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def teams(options: argparse.Namespace) -> Iterator[list[Team]]:
+    """Start the systems; end them whatever happens."""
+    started: list[Team] = []
+    try:
+        for name in options.systems.split(","):
+            started.append(
+                Team(
+                    name,
+                    options.workers,
+                    options.servers,
+                    options.settings,
+                    options.launch.split(),
+                )
+            )
+        yield started
+    finally:
+        for team in started:
+            team.close()
+
+
+def check(systems: Sequence[Team], model: str) -> int:
+    """Stop the benchmark if weights are not what they must be; give the number of parameters."""
+    lengths: dict[str, float] = {}
+    parameters = 0
+    for team in systems:
+        answers = team.ask(op="describe", model=model)
+        parameters = answers[0]["parameters"]
+        if team.system == "local":
+            continue
+        if len({answer["digest"] for answer in answers}) > 1:
+            raise SystemExit(f"{team.name}: the workers' weights of {model} differ")
+        lengths[team.name] = answers[0]["length"]
+    if lengths and max(lengths.values()) - min(lengths.values()) > NEARLY * max(lengths.values()):
+        raise SystemExit(f"the systems' weights of {model} differ: lengths {lengths}")
+    return parameters
+
+
+def measure(
+    systems: Sequence[Team], model: str, runs: int, steps: int | None
+) -> tuple[int, dict[str, list[float]]]:
+    """Take turns: parameters of the model, and per system the seconds of a step in each round."""
+    check(systems, model)
+    for team in systems:
+        team.step_seconds(model, WARM_UP[model])
+    found: dict[str, list[float]] = {team.name: [] for team in systems}
+    for _ in range(runs):
+        for team in systems:
+            found[team.name].append(team.step_seconds(model, steps or STEPS[model]))
+    parameters = check(systems, model)
+    for team in systems:
+        team.ask(op="forget", model=model)
+    return parameters, found
+
+
+def add_rows(
+    report: _common.Report, model: str, parameters: int, found: dict[str, list[float]]
+) -> None:
+    """Add one row per system: its step, what it adds, and the ratio of that to gloo's."""
+    local = found.get("local")
+    added = {
+        name: [1e3 * (mine - base) for mine, base in zip(times, local, strict=True)]
+        for name, times in found.items()
+        if local is not None
+    }
+    for name, times in found.items():
+        ratios = [
+            mine / theirs
+            for mine, theirs in zip(added.get(name, []), added.get("gloo", []), strict=False)
+            if theirs > 0
+        ]
+        report.add(
+            name,
+            [1e3 * seconds for seconds in times],
+            model=model,
+            parameters=parameters,
+            added=statistics.median(added[name]) if added else float("nan"),
+            ratio=statistics.median(ratios) if ratios else float("nan"),
+            best_ratio=min(ratios, default=float("nan")),
+            worst_ratio=max(ratios, default=float("nan")),
+        )
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--workers", type=_common.positive, default=2)
+    parser.add_argument("--servers", type=int, default=1, help="for fastps-run -s")
+    parser.add_argument(
+        "--systems",
+        default="local,gloo,ddp,optimizer",
+        help="ddp:FASTPS_SHARED_MEMORY=0+FASTPS_SPIN_US=0 adds a variant with settings",
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="environment of all systems, for example FASTPS_SHARED_MEMORY=0",
+    )
+    parser.add_argument("--launch", default="", help="more options for fastps-run")
+    parser.add_argument("--steps", type=_common.positive, help="steps of one turn")
+    _common.add_options(parser)
+    options = parser.parse_args(arguments)
+    if unknown := set(options.models.split(",")) - set(MODELS):
+        parser.error(f"unknown models: {', '.join(sorted(unknown))}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    options = parse(arguments)
+    report = _common.Report("train_torch", unit="ms")
+    report.conditions |= {
+        "workers": options.workers,
+        "servers": options.servers,
+        "settings": options.settings,
+    }
+    with teams(options) as systems:
+        for model in options.models.split(","):
+            add_rows(report, model, *measure(systems, model, options.runs, options.steps))
+    report.finish(options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
