@@ -33,6 +33,7 @@ from fastps.control.protocol import (
     TensorSpec,
 )
 from fastps.errors import FastPSError
+from fastps.partition import link_counts
 from fastps.transport import shm
 from fastps.transport._inproc import InprocTransport
 from fastps.transport._tcp import TcpTransport
@@ -98,8 +99,10 @@ class Connections:
             self.job = self.client.job
             is_alone = self.job.is_local and self.job.size > 1
             self.servers = () if is_alone else self.job.servers
+            lanes = link_counts(self.job.weights, config.links_per_peer)
+            self._lanes = lanes[: len(self.servers)]
             self.engine = WorkerEngine(
-                rank=self.job.rank, n_servers=len(self.servers), lanes=config.links_per_peer
+                rank=self.job.rank, n_servers=len(self.servers), lanes=self._lanes
             )
             self._make(doors)
             self.plan = self._make_plan()
@@ -132,7 +135,7 @@ class Connections:
         if self.servers:
             self._transport = TcpTransport(io_threads=config.io_threads, spin_us=config.spin_us)
         for server in self.servers:
-            for lane in range(config.links_per_peer):
+            for lane in range(self._lanes[server.rank]):
                 if server.rank == index:
                     self._link_in_memory(index, lane)
                 else:

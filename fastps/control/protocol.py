@@ -28,6 +28,7 @@ from fastps.errors import (
     ShutdownError,
     StallError,
 )
+from fastps.partition import server_weights
 
 # What fastps.auth.derive_key makes the keys of the two kinds of connections for.
 KEY_PURPOSE_CONTROL = "control"
@@ -108,6 +109,12 @@ class Job(_Record, frozen=True):
         for worker in self.workers:
             found.setdefault(worker.machine, []).append(worker.rank)
         return tuple(tuple(found[machine]) for machine in sorted(found))
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """How much each server owns, relative to the others."""
+        is_colocated = len(self.servers) > self.n_apart
+        return server_weights(len(self.machines), self.n_apart, is_colocated=is_colocated)
 
     @property
     def joint_servers(self) -> dict[int, int]:

@@ -21,7 +21,7 @@ from fastps.control.client import ControlClient
 from fastps.control.doors import Doors
 from fastps.control.protocol import DeclareKeys, Job, KeySpec
 from fastps.errors import FastPSError
-from fastps.partition import pusher_of
+from fastps.partition import link_counts, pusher_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport._tcp import TcpTransport
@@ -71,9 +71,13 @@ class DataPlane:
             index=self.index,
             n_workers=self._client.job.size,
             n_machines=len(self._machines),
-            lanes=self._config.links_per_peer,
+            lanes=self._lanes(),
             engine_threads=_engine_threads(self._config),
         )
+
+    def _lanes(self) -> int:
+        """Give the links that each worker has to this server."""
+        return link_counts(self._client.job.weights, self._config.links_per_peer)[self.index]
 
     def start(self) -> None:
         """Let workers in and report those whose links break."""

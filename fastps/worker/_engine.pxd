@@ -42,7 +42,8 @@ cdef struct Record:             # one declared tensor
 cdef struct EngineState:
     uint32_t rank
     uint32_t n_servers
-    uint32_t lanes
+    uint32_t lanes              # links to the server that has most
+    uint32_t* lane_counts       # links to each server
     LinkSlot* links             # n_servers x lanes
     char* discard               # where late results of failed rounds go; one chunk
     uint32_t discard_bytes

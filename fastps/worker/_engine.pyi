@@ -19,7 +19,7 @@ class EngineTensor(LentTensor):
 
 @final
 class WorkerEngine(LinkOwner):
-    def __new__(cls, *, rank: int, n_servers: int, lanes: int = 1) -> Self: ...
+    def __new__(cls, *, rank: int, n_servers: int, lanes: Sequence[int] | None = None) -> Self: ...
     def declare(
         self,
         tensor_id: int,

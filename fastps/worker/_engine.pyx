@@ -288,28 +288,36 @@ cdef class EngineTensor(LentTensor):
 cdef class WorkerEngine(LinkOwner):
     """Run push_pull and broadcast of one worker over links to n_servers servers.
 
-    rank: of this worker. lanes: links per server. Owner of links from adopt().
+    rank: of this worker. lanes: links to each server. Owner of links from adopt().
     """
 
-    def __cinit__(self, *, uint32_t rank, uint32_t n_servers, uint32_t lanes=1):
+    def __cinit__(self, *, uint32_t rank, uint32_t n_servers, lanes=None):
+        cdef uint32_t i
+        counts = [1] * n_servers if lanes is None else list(lanes)
+        if len(counts) != n_servers or min(counts, default=1) < 1:
+            raise ValueError(f"{n_servers} servers with {counts} links")
         self.tensors = {}
         self.state = <EngineState*>calloc(1, sizeof(EngineState))
         if self.state == NULL:
             raise MemoryError("no memory for the engine")
         self.state.rank = rank
         self.state.n_servers = n_servers
-        self.state.lanes = lanes
-        self.state.links = <LinkSlot*>calloc(n_servers * lanes, sizeof(LinkSlot))
-        if self.state.links == NULL:
+        self.state.lanes = max(counts, default=1)
+        self.state.lane_counts = <uint32_t*>calloc(n_servers + 1, sizeof(uint32_t))
+        self.state.links = <LinkSlot*>calloc(n_servers * self.state.lanes + 1, sizeof(LinkSlot))
+        if self.state.links == NULL or self.state.lane_counts == NULL:
             raise MemoryError("no memory for the engine")
-        completion_reset(&self.state.all_closed, n_servers * lanes)
+        for i in range(n_servers):
+            self.state.lane_counts[i] = counts[i]
+        completion_reset(&self.state.all_closed, sum(counts))
         self.c_owner.context = self.state
         self.c_owner.landing = engine_landing
         self.c_owner.deliver = engine_deliver
         self.c_owner.closed = engine_closed
 
     cdef int c_attach(self, Link* link) except -1:
-        if link.peer >= self.state.n_servers or link.lane >= self.state.lanes:
+        if (link.peer >= self.state.n_servers
+                or link.lane >= self.state.lane_counts[link.peer]):
             raise ValueError(f"server {link.peer}, lane {link.lane} is not part of this job")
         fps_add32(&self.state.links_open, 1)
         slot_set(&self.state.links[link.peer * self.state.lanes + link.lane], link)
@@ -361,7 +369,8 @@ cdef class WorkerEngine(LinkOwner):
         part.record = record
         part.offset = offset
         part.nbytes = nbytes
-        part.slot = &self.state.links[owner * self.state.lanes + key % self.state.lanes]
+        part.slot = &self.state.links[
+            owner * self.state.lanes + key % self.state.lane_counts[owner]]
         part.item.header.dtype = record.dtype
         part.item.header.key = key
         part.item.chunk_bytes = record.chunk_bytes
@@ -468,5 +477,6 @@ cdef class WorkerEngine(LinkOwner):
         if self.state != NULL:
             table_clear(&self.state.tensors)
             free(self.state.links)
+            free(self.state.lane_counts)
             free(self.state.discard)
             free(self.state)

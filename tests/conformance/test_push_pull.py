@@ -54,7 +54,8 @@ class Cluster:
             for i, pool in enumerate(self.pools)
         ]
         self.engines = [
-            WorkerEngine(rank=rank, n_servers=N_SERVERS, lanes=lanes) for rank in range(N_WORKERS)
+            WorkerEngine(rank=rank, n_servers=N_SERVERS, lanes=[lanes] * N_SERVERS)
+            for rank in range(N_WORKERS)
         ]
         for rank, engine in enumerate(self.engines):
             for index, store in enumerate(self.stores):
