@@ -58,7 +58,8 @@ PlannedTensor: TypeAlias = EngineTensor | LocalTensor
 
 def _shares(config: Config) -> bool:
     """Tell whether this worker shares memory with others of its machine; log why it does not."""
-    reason = shm.can_share() if config.shared_memory and config.size > 1 else ""
+    is_wanted = config.shared_memory and config.size > 1
+    reason = shm.can_share(config.shared_memory_bytes) if is_wanted else ""
     if reason:
         log.warning("%s; this worker reduces over sockets instead", reason)
     return config.shared_memory and not reason

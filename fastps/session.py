@@ -340,12 +340,12 @@ class Session:
         return flat.reshape(shape)
 
     def is_shared(self, array: Array) -> bool:
-        """Tell whether an array lies wholly in memory that other workers reach."""
+        """Tell whether an array lies in one piece in memory that other workers reach."""
         if self._client is None or self._connections.arena is None:
             return False
-        low, high = np.lib.array_utils.byte_bounds(array)
-        mapping = self._connections.arena.mapping
-        return mapping.address <= low and high <= mapping.address + mapping.nbytes
+        mapping, start = self._connections.arena.mapping, array.ctypes.data
+        is_inside = mapping.address <= start <= mapping.address + mapping.nbytes - array.nbytes
+        return is_inside and bool(array.flags.c_contiguous)
 
     def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:
         """Wait until every worker has come here; StallError names who is missing."""

@@ -33,6 +33,7 @@ __all__ = ["DataPlane"]
 log = logging.getLogger(__name__)
 
 E_SHUTDOWN = -2  # a worker said BYE
+E_NOMEM = -6  # the pool lends no more
 CPUS_PER_ENGINE = 4  # the rest moves bytes; a chunk just read is summed fastest where it was read
 MAX_AUTO_ENGINES = 4  # two threads sum at the speed of memory
 NEWS_SLICE_S = 5.0  # how often the news thread looks whether it should end
@@ -107,6 +108,8 @@ class DataPlane:
 
     def _report(self, rank: int, status: int) -> None:
         cause = f"its link to server {self.index} broke (status {status})"
+        if status == E_NOMEM:
+            cause = f"the buffer pool of server {self.index} is full: raise FASTPS_POOL_BYTES"
         with contextlib.suppress(FastPSError):
             self._client.report_lost("worker", rank, cause)
 

@@ -7,6 +7,7 @@ from libc.stdint cimport uint64_t
 cdef class Mapping:
     cdef char* start            # NULL only if the constructor raised
     cdef readonly uint64_t nbytes
+    cdef int pid                # of the process that has the mapping
 
 @cython.final
 cdef class Block:

@@ -17,6 +17,9 @@ cdef extern from "<errno.h>" nogil:
     enum:
         EINVAL
 
+cdef extern from "<unistd.h>" nogil:
+    int getpid()
+
 cdef extern from "<sys/mman.h>" nogil:
     enum:
         PROT_READ
@@ -48,6 +51,7 @@ cdef class Mapping:
             raise OSError(errno, os.strerror(errno))
         self.start = <char*>start
         self.nbytes = nbytes
+        self.pid = getpid()
         madvise(start, nbytes, MADV_HUGEPAGE)
         if not is_forked:
             madvise(start, nbytes, MADV_DONTFORK)
@@ -63,7 +67,8 @@ cdef class Mapping:
             raise OSError(errno, os.strerror(errno))
 
     def __dealloc__(self):
-        if self.start != NULL:
+        # a forked child may have something else at these addresses
+        if self.start != NULL and self.pid == getpid():
             munmap(self.start, self.nbytes)
 
 

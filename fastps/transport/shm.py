@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 __all__ = [
     "Arena",
+    "arena_bytes",
     "can_share",
     "create_memory",
     "exchange",
@@ -80,19 +81,25 @@ def create_memory(nbytes: int) -> int:
     return descriptor
 
 
-def can_share() -> str:
-    """Say why this process cannot share memory; empty when it can."""
+def can_share(limit_bytes: int = 0) -> str:
+    """Say why this process cannot have an Arena of limit_bytes; empty when it can."""
+    nbytes = arena_bytes(limit_bytes)
     try:
-        descriptor = create_memory(PROBE_BYTES)
+        descriptor = create_memory(nbytes)
         try:
             os.posix_fallocate(descriptor, 0, PROBE_BYTES)
-            Mapping(descriptor, PROBE_BYTES)
+            Mapping(descriptor, nbytes)
         finally:
             os.close(descriptor)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM):
             return ""
     except OSError as error:
         return f"shared memory is not to be had here: {error.strerror or error}"
+
+
+def arena_bytes(limit_bytes: int) -> int:
+    """Give the size of an arena: the limit, or what the machine has."""
+    return _round_up(limit_bytes or os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES)
 
 
 def memory_left() -> int:
@@ -139,8 +146,7 @@ class Arena:
     """
 
     def __init__(self, limit_bytes: int = 0) -> None:
-        total = os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
-        self.nbytes = _round_up(limit_bytes or total)
+        self.nbytes = arena_bytes(limit_bytes)
         self.descriptor = create_memory(self.nbytes)
         try:
             self.mapping = Mapping(self.descriptor, self.nbytes, is_forked=True)

@@ -173,7 +173,7 @@ def test_interrupt_of_one_launcher_ends_the_job_everywhere(machines, victim):
 
 def test_error_before_the_start_on_the_first_machine_reaches_the_other(machines):
     code = "import os, fastps; os.environ['FASTPS_RANK'] == '0' and exit(3); fastps.init()"
-    with machines.started("-np", "1,1", "-s", "0,1", "--grace", "20", code=code) as launchers:
+    with machines.started("-np", "1,1", "-s", "0,1", "--grace", "40", code=code) as launchers:
         first, second = ends(launchers)
     assert first[0] == 3
     assert second[0] != 0
