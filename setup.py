@@ -14,6 +14,9 @@ MODULES = [
     "fastps._core",
     "fastps.transport._link",
     "fastps.transport._tcp",
+    "fastps.transport._rdma",
+    "fastps.transport._rdma_board",
+    "fastps.transport._rdma_verbs",
     "fastps.transport._inproc",
     "fastps.transport._mailbox",
     "fastps.server._store",
@@ -22,7 +25,18 @@ MODULES = [
     "fastps.transport._shm",
     "fastps.worker._local",
 ]
+# Modules that need a library; built only where its header is found.
+OPTIONAL = {"fastps.transport._rdma_verbs": ("infiniband/verbs.h", "ibverbs")}
+INCLUDE_FOLDERS = ("/usr/include", "/usr/local/include")
 COMPILE_ARGS = ["-O3", "-fno-strict-aliasing", "-Wno-unused-function"]
+
+
+def libraries(name):
+    """List what a module links with; None when the header that it needs is missing."""
+    header, library = OPTIONAL.get(name, ("", ""))
+    if not any(os.path.exists(os.path.join(folder, header)) for folder in INCLUDE_FOLDERS):
+        return None
+    return ["pthread", *filter(None, [library])]
 
 
 def extensions():
@@ -35,10 +49,12 @@ def extensions():
             [name.replace(".", "/") + ".pyx"],
             define_macros=[("FASTPS_DEBUG", debug)],
             extra_compile_args=COMPILE_ARGS,
-            libraries=["pthread"],
+            libraries=libraries(name),
         )
         for name in MODULES
-        if os.path.exists(name.replace(".", "/") + ".pyx") and only in (None, name)
+        if os.path.exists(name.replace(".", "/") + ".pyx")
+        and only in (None, name)
+        and libraries(name)
     ]
 
 

@@ -2,7 +2,8 @@
 """What ties a worker to its job: control client, engine, links, and the server it may be beside.
 
 Decides which machine the worker says it is on, whether it can serve, and by which way it reaches
-each server: memory for the one in its own process, a Unix socket on its own host, else TCP. Made
+each server: memory for the one in its own process, a Unix socket on its own host, RDMA where both
+ends have a device and settings allow it, else TCP. Made
 in the order doors, client, engine, server, transports, links, local group; see
 Connections.close() for the way back. Threads: those of its parts; events come on the client's.
 """
@@ -13,7 +14,7 @@ import contextlib
 import hmac
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from fastps import _core
@@ -32,9 +33,9 @@ from fastps.control.protocol import (
     PeerLost,
     TensorSpec,
 )
-from fastps.errors import FastPSError
+from fastps.errors import FastPSError, TransportError
 from fastps.partition import link_counts
-from fastps.transport import shm
+from fastps.transport import rdma, shm
 from fastps.transport._inproc import InprocTransport
 from fastps.transport._tcp import TcpTransport
 from fastps.transport.tcp import choose_chunk, choose_credit, dial, pack_lane
@@ -45,6 +46,7 @@ from fastps.worker.local import LocalGroup
 
 if TYPE_CHECKING:
     from fastps.server.dataplane import DataPlane
+    from fastps.transport._rdma import RdmaTransport
 
 __all__ = ["Connections", "Plan", "PlannedTensor", "may_serve"]
 
@@ -92,6 +94,8 @@ class Connections:
         self._server: DataPlane | None = None
         self._transport: TcpTransport | None = None
         self._memory: InprocTransport | None = None
+        self._rdma: RdmaTransport | None = None
+        self._by_rdma: set[int] = set()  # indices of servers
         _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
         _core.arm_fault(config.fault)
         doors = open_doors(config, port=0) if may_serve(config) else None
@@ -117,12 +121,14 @@ class Connections:
     # ---- making ----
 
     def _join(self, doors: Doors | None) -> ControlClient:
+        self._device = rdma.look_up(self._config)
         return ControlClient.connect(
             self._config,
             role="worker",
             data_address=doors.address if doors else None,
             unix=doors.unix if doors else "",
             machine=machine_name(self._config, is_shared=_shares(self._config)),
+            gid=self._device.usable_gid,
             on_event=self._take,
         )
 
@@ -135,12 +141,33 @@ class Connections:
             doors.close()
         if self.servers:
             self._transport = TcpTransport(io_threads=config.io_threads, spin_us=config.spin_us)
+        self._open_rdma([server for server in self.servers if server.rank != index])
         for server in self.servers:
             for lane in range(self._lanes[server.rank]):
                 if server.rank == index:
                     self._link_in_memory(index, lane)
                 else:
                     self._link(server, lane)
+
+    def _open_rdma(self, servers: Sequence[Member]) -> None:
+        """Open the RDMA device if some servers are reached over it, and say why or why not."""
+        reachable = {server.rank for server in servers if self._wants_rdma(server)}
+        if not reachable:
+            return
+        n_links = sum(self._lanes[index] for index in reachable)
+        self._rdma = rdma.open_transport(self._config, n_links=n_links)
+        if self._rdma is not None:
+            self._by_rdma = reachable
+            self.engine.hold_with(self._rdma.hold)
+
+    def _wants_rdma(self, server: Member) -> bool:
+        mode = self._config.transport
+        if mode != "rdma" and server.host_id == self._host_id:
+            return False  # Unix sockets are the shorter way
+        is_wanted, why = rdma.wants_rdma(mode, self._device, server.gid)
+        how = "by" if is_wanted else "without"
+        log.info("%s is reached %s RDMA: %s", self.name_of_server(server.rank), how, why)
+        return is_wanted
 
     def _make_plan(self) -> Plan:
         """Give what operations are started with: the links, or the memory of our machine."""
@@ -187,8 +214,39 @@ class Connections:
             by_reference=True,
         )
 
+    def _link_by_rdma(self, server: Member, lane: int) -> bool:
+        """Make a link by RDMA; False: the server does not, and settings allow TCP instead."""
+        if self._rdma is None or server.rank not in self._by_rdma:
+            return False
+        config = self._config
+        try:
+            descriptor = dial(
+                (server.host, server.port),
+                config,
+                key=self.client.data_key,
+                sender=self.job.rank,
+                lane=pack_lane(self.job.generation, lane | rdma.RDMA_LANE),
+                what=self.name_of_server(server.rank),
+            )
+        except TransportError as error:
+            if config.transport == "rdma":
+                raise
+            log.warning("no RDMA, TCP takes its place: %s", error)
+            self._by_rdma.discard(server.rank)
+            return False
+        self._rdma.adopt(
+            descriptor,
+            self.engine,
+            peer=server.rank,
+            lane=lane,
+            credit_bytes=rdma.choose_credit(config),
+        )
+        return True
+
     def _link(self, server: Member, lane: int) -> None:
         assert self._transport is not None
+        if self._link_by_rdma(server, lane):
+            return
         config = self._config
         is_near = config.unix_sockets and server.host_id == self._host_id
         descriptor = dial(
@@ -213,9 +271,13 @@ class Connections:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a frame, the same on all workers."""
-        return self._config.chunk_bytes or choose_chunk(
-            [item.host for item in self.servers],
-            host_ids=[item.host_id for item in (*self.servers, *self.job.workers)],
+        members = (*self.servers, *self.job.workers)
+        if self._config.chunk_bytes:
+            return self._config.chunk_bytes
+        if rdma.carries_all(self._config, [(item.gid, item.host_id) for item in members]):
+            return self._config.partition_bytes  # a frame is one work request
+        return choose_chunk(
+            [item.host for item in self.servers], host_ids=[item.host_id for item in members]
         )
 
     def make_tensor(self, spec: TensorSpec, answer: DeclaredTensor) -> PlannedTensor:
@@ -262,6 +324,12 @@ class Connections:
         failure = self.engine.failure
         return None if failure is None or failure[1] < 0 else failure[1]
 
+    @property
+    def why_broken(self) -> str:
+        """Say what broke on an RDMA link, in brackets; empty if nothing did."""
+        failure = "" if self._rdma is None else self._rdma.failure
+        return f" ({failure})" if failure else ""
+
     def fail_tensor(self, tensor_id: int, status: int) -> None:
         """Fail what is in flight on a tensor that can never be complete.
 
@@ -294,6 +362,8 @@ class Connections:
         counts.update(self.plan.statistics())
         if self._transport is not None:
             counts.update(self._transport.statistics())
+        if self._rdma is not None:
+            counts.update(self._rdma.statistics())
         counts["bytes_over_links"] = counts["bytes_sent"]
         if self._group is not None:
             counts["shared_memory_bytes"] = self._group.arena.used_bytes
@@ -348,6 +418,8 @@ class Connections:
     def _close_links(self, timeout_s: float) -> None:
         if self._transport is not None:
             self._transport.close(timeout_s=timeout_s)
+        if self._rdma is not None:
+            self._rdma.close(timeout_s=timeout_s)
         if self._memory is not None:
             self._memory.close(timeout_s=timeout_s)
         if self._server is not None:
@@ -366,6 +438,6 @@ class Connections:
 
     def abandon(self) -> None:
         """Close the links' descriptors in a forked child, so that our death stays visible."""
-        for item in (self._transport, self._memory, self._server):
+        for item in (self._transport, self._rdma, self._memory, self._server):
             if item is not None:
                 item.abandon()

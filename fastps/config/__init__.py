@@ -43,6 +43,7 @@ BUILD_NAMES = ("FASTPS_ANNOTATE", "FASTPS_DEBUG", "FASTPS_ONLY")
 ALIGNMENT = 64  # bytes; partitions and chunks start on cache lines
 MIN_CHUNK_BYTES = 4096
 GIB = 1 << 30
+PATH_MTUS = (0, 256, 512, 1024, 2048, 4096)
 MAX_PROCESSES = 65535
 MAX_POOL_BYTES = 1 << 50
 DAY_S = 86400.0
@@ -75,6 +76,15 @@ class Config:
     token_file: str
     insecure: bool
     transport: str
+    rdma_device: str
+    rdma_port: int
+    rdma_gid_index: int
+    rdma_mtu: int
+    rdma_traffic_class: int
+    rdma_timeout_s: float
+    rdma_retries: int
+    rdma_pinned_bytes: int
+    rdma_data_path: str
     shared_memory: bool
     shared_memory_bytes: int
     unix_sockets: bool
@@ -182,6 +192,13 @@ def _aligned(value: object) -> int:
     return -(-_integer(value) // ALIGNMENT) * ALIGNMENT
 
 
+def _path_mtu(value: object) -> int:
+    size = _integer(value)
+    if size not in PATH_MTUS:
+        raise ValueError(f"one of {', '.join(map(str, PATH_MTUS))}")
+    return size
+
+
 def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError("a number of seconds")
@@ -253,6 +270,12 @@ def _mixed_mode(environ: Environ, values: Values) -> str | None:
     """BytePS's mixed mode has servers both on worker machines and apart."""
     wanted = _number(environ, "BYTEPS_ENABLE_MIXED_MODE")
     return None if wanted is None else ("on" if wanted else "auto")
+
+
+def _rdma_of_byteps(environ: Environ, values: Values) -> str | None:
+    """BytePS switches RDMA on by 1 or the name of its library; a wrong word is refused later."""
+    word = environ.get("DMLC_ENABLE_RDMA", "").strip()
+    return {"": None, "0": None, "zmq": None, "1": "rdma", "ibverbs": "rdma"}.get(word, word)
 
 
 def _credit_in_partitions(environ: Environ, values: Values) -> int | None:
@@ -331,6 +354,7 @@ EXAMPLES = {
     "token_file": "job.token",
     "job_id": "my-job",
     "same_host_congestion": "cubic,reno",
+    "rdma_device": "mlx5_0",
 }
 
 JOB = "Job"
@@ -390,8 +414,30 @@ SETTINGS: tuple[Setting, ...] = (
             "File that holds the token, of mode 0600 or stricter; used when the token is unset."),
     Setting(SECURITY, "insecure", _boolean, False, (), "", (),
             "Allow a job without a token: whoever reaches a port may join it."),
-    Setting(DATA, "transport", _text, "auto", (), "", ("auto", "tcp"),
-            "How tensors travel."),
+    Setting(DATA, "transport", _text, "auto", (Derived("DMLC_ENABLE_RDMA=1", _rdma_of_byteps),),
+            "", ("auto", "tcp", "rdma"),
+            "How tensors travel: auto takes RDMA between machines that both have a device for it, "
+            "else TCP; rdma takes nothing else, also within one machine."),
+    Setting(DATA, "rdma_device", _text, "", (), "", (),
+            "Name of the RDMA device; empty takes the first with an active port."),
+    Setting(DATA, "rdma_port", _integer, 0, (), "", (0, 255),
+            "Port of the RDMA device; 0 takes the first that is active."),
+    Setting(DATA, "rdma_gid_index", _integer, -1, (), "", (-1, 65535),
+            "Place of the own address in the port's table of GIDs; -1 takes the most routable."),
+    Setting(DATA, "rdma_mtu", _path_mtu, 0, (), "bytes", (0, 4096),
+            "Largest packet of RDMA: 256, 512, 1024, 2048 or 4096; 0 takes the port's."),
+    Setting(DATA, "rdma_traffic_class", _integer, 0, (), "", (0, 255),
+            "Traffic class of RDMA packets, which chooses the queue in the switches."),
+    Setting(DATA, "rdma_timeout_s", _seconds, 8.0, (), "seconds", (0.1, 120.0),
+            "A peer that does not answer RDMA packets for so long is given up."),
+    Setting(DATA, "rdma_retries", _integer, 6, (), "", (1, 6),
+            "How often an RDMA packet is sent again within that time."),
+    Setting(DATA, "rdma_pinned_bytes", _integer, 4 * GIB, (), "bytes", (0, MAX_POOL_BYTES),
+            "Most memory of tensors that stays pinned for RDMA, and most that a server keeps for "
+            "what is to come; beyond it each frame costs more."),
+    Setting(DATA, "rdma_data_path", _text, "auto", (), "", ("auto", "native", "pyverbs"),
+            "Who drives the RDMA device: native where libibverbs' header was there when fastps "
+            "was built, else pyverbs."),
     Setting(DATA, "shared_memory", _boolean, True, (), "", (),
             "Let the workers of one machine reduce in shared memory; 0 makes each of them a "
             "machine of its own."),

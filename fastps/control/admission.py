@@ -241,4 +241,5 @@ def _face(item: Peer, role: str, number: int, machines: dict[str, int]) -> Membe
         machines[join.machine],
         join.unix,
         join.host_id,
+        join.gid,
     )

@@ -69,7 +69,8 @@ class Member(_Record, frozen=True):
     """One worker or server of the job, and where its data connections arrive.
 
     machine: dense number; those with workers come first, by their lowest rank. unix: abstract
-    name of a Unix socket, empty if it has none, for peers of the same host_id.
+    name of a Unix socket, empty if it has none, for peers of the same host_id. gid: address of
+    its RDMA device, empty if it has none that it can use.
     """
 
     role: Role
@@ -81,6 +82,7 @@ class Member(_Record, frozen=True):
     machine: Id
     unix: Text
     host_id: Text
+    gid: Text = ""
 
 
 class Job(_Record, frozen=True):
@@ -163,7 +165,7 @@ class Join(_Message, frozen=True):
 
     host_id: equal for processes that reach each other by Unix sockets. machine: equal for workers
     that can share memory; what follows a # tells apart those of one machine that cannot. port: 0
-    for a worker that will not serve.
+    for a worker that will not serve. gid: see Member.
     """
 
     request: Id
@@ -180,6 +182,7 @@ class Join(_Message, frozen=True):
     host_id: Text
     machine: Text
     unix: Text
+    gid: Text = ""
 
 
 class AwaitStart(_Message, frozen=True):

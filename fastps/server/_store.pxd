@@ -24,6 +24,7 @@ cdef struct Job:                # one chunk whose contributions are all in; prea
 
 cdef struct Contribution:       # what one machine gave to a round; entry.lock
     char** buffers              # per chunk: a loan of the pool, from landing until it is summed
+    char** lasting              # per chunk: what `buffers` takes first; a loan kept for ever
     const char** borrowed       # per chunk: memory of the pusher, in our process, or NULL
     uint32_t cursor             # bytes landed
     bint has_joined             # a PUSH or PULL of this round was seen
@@ -103,6 +104,7 @@ cdef struct Store:
     void* pool                  # borrowed BufferPool, alive as long as StoreFace
     Completion news             # armed: a link has ended
     int32_t has_news            # atomic
+    uint64_t lasting_left       # bytes that may still be kept as lasting buffers; GIL
     StoreStats stats            # atomic adds
 
 cdef class ServerStore(LinkOwner):

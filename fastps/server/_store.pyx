@@ -18,6 +18,9 @@ sum, and never written. It stays readable until the pusher got the result of its
 when every chunk was summed; or the ERROR of the round, which waits for the sum in progress and
 after which none begins; or until its link ended, which fails every round that it lent to.
 
+Over links whose peers write into our memory without asking, chunks have lasting buffers: the same
+for every second round, kept from declaration on, 2 x n_machines x the bytes owned up to a bound.
+
 Why two rounds suffice. A pusher pushes version v + 2 only after it has received all of v + 1.
 That needs every pusher's push of v + 1, which each of them sends only after it has received all
 of v. So when the first byte of v + 2 lands in rounds[v & 1], no result of v is in flight. A
@@ -72,6 +75,7 @@ cdef extern from "<sched.h>" nogil:
     int sched_yield()
 
 cdef enum:
+    LASTING_FROM = 4000                     # smaller frames are copied, whoever sends them
     MAX_WORKERS = 4096                      # table of sources lives on the stack
     IN_FLIGHT_WAIT_NS = 1000000000          # how long a landing waits for a result to leave
     KEY_BITS = 16                           # partition index within a key
@@ -170,10 +174,36 @@ cdef int make_round(Round* round, Entry* entry) noexcept nogil:
     for machine in range(n):
         part = &round.contributions[machine]
         part.buffers = <char**>calloc(entry.n_chunks, sizeof(char*))
+        part.lasting = <char**>calloc(entry.n_chunks, sizeof(char*))
         part.borrowed = <const char**>calloc(entry.n_chunks, sizeof(char*))
-        if part.buffers == NULL or part.borrowed == NULL:
+        if part.buffers == NULL or part.lasting == NULL or part.borrowed == NULL:
             return E_NOMEM
+        lend_lasting(part, entry)
     return OK
+
+
+cdef void lend_lasting(Contribution* part, Entry* entry) noexcept nogil:
+    """Lend the lasting buffers of large chunks, as far as the bound and the pool allow."""
+    cdef Store* store = entry.store
+    cdef uint32_t chunk, length
+    for chunk in range(entry.n_chunks):
+        length = chunk_length(entry, chunk * entry.chunk_bytes)
+        if not LASTING_FROM <= length <= store.lasting_left:
+            continue
+        part.lasting[chunk] = <char*>(<BufferPool>store.pool).c_loan(length)
+        if part.lasting[chunk] != NULL:
+            store.lasting_left -= length
+
+
+cdef void free_lasting(Contribution* part, Entry* entry) noexcept nogil:
+    cdef uint32_t chunk
+    if part.lasting == NULL:
+        return
+    for chunk in range(entry.n_chunks):
+        if part.lasting[chunk] != NULL:
+            entry.store.lasting_left += chunk_length(entry, chunk * entry.chunk_bytes)
+            give_back(entry.store, &part.lasting[chunk])
+    free(part.lasting)
 
 
 cdef void free_contributions(Round* round) noexcept nogil:
@@ -182,11 +212,11 @@ cdef void free_contributions(Round* round) noexcept nogil:
     for machine in range(round.entry.store.n_machines):
         part = &round.contributions[machine]
         free(part.borrowed)
-        if part.buffers == NULL:
-            continue
-        for chunk in range(round.entry.n_chunks):
-            give_back(round.entry.store, &part.buffers[chunk])
+        if part.buffers != NULL and part.lasting != NULL:
+            for chunk in range(round.entry.n_chunks):
+                give_back_part(round, part, chunk)
         free(part.buffers)
+        free_lasting(part, round.entry)
     free(round.contributions)
 
 
@@ -293,6 +323,7 @@ cdef class ServerStore(LinkOwner):
         self.c_owner.deliver = store_deliver
         self.c_owner.closed = store_closed
         self.c_owner.adopt = store_adopt
+        self.c_owner.standing = store_standing
         for i in range(engine_threads):
             self.start_engine(i)
 
@@ -374,6 +405,10 @@ cdef class ServerStore(LinkOwner):
                                  f"machine {self.store.machine_of[rank]}")
             self.store.machine_of[rank] = machine
         return 0
+
+    def keep_buffers(self, uint64_t limit_bytes):
+        """Keep lasting buffers for tensors declared from now on, together at most limit_bytes."""
+        self.store.lasting_left = limit_bytes
 
     def fail_tensor(self, uint64_t tensor_id, int status):
         """Fail every round of a tensor that is not complete, and every later one.

@@ -59,7 +59,7 @@ cdef void give_back_all(Round* round) noexcept nogil:
     for machine in range(round.entry.store.n_machines):
         for chunk in range(round.entry.n_chunks):
             if round.contributions[machine].landing != chunk + 1:
-                give_back(round.entry.store, &round.contributions[machine].buffers[chunk])
+                give_back_part(round, &round.contributions[machine], chunk)
 
 
 cdef void blame_gone(Round* round) noexcept nogil:
@@ -152,8 +152,10 @@ cdef int enter_round(Round* round, uint32_t machine, const Header* header) noexc
 
 
 cdef char* lend_buffer(Round* round, Contribution* part, const Header* header) noexcept nogil:
-    """Borrow the place of one chunk from the pool; NULL: its limit is reached."""
+    """Take the lasting buffer of one chunk, else the pool's; NULL: its limit is reached."""
     cdef char** buffer = &part.buffers[header.offset / round.entry.chunk_bytes]
+    if buffer[0] == NULL:
+        buffer[0] = part.lasting[header.offset / round.entry.chunk_bytes]
     if buffer[0] == NULL:
         buffer[0] = <char*>(<BufferPool>round.entry.store.pool).c_loan(header.length)
     part.landing = header.offset / round.entry.chunk_bytes + 1
@@ -206,6 +208,18 @@ cdef void* store_landing(void* context, Link* link, const Header* header,
     if status[0] == OK:
         status[0] = admit(entry, link, header, NULL, &place)
     return place
+
+
+cdef void* store_standing(void* context, Link* link, const Header* header) noexcept nogil:
+    """Where a chunk of a later round lands: its lasting buffer, if it has one."""
+    cdef Store* store = <Store*>context
+    cdef Entry* entry = find_entry(store, header.key)
+    cdef Round* round
+    if check_frame(entry, link, header) != OK or header.kind != KIND_PUSH:
+        return NULL
+    round = &entry.rounds[header.key_version & 1]
+    return round.contributions[store.machine_of[link.peer]].lasting[
+        header.offset / entry.chunk_bytes]
 
 
 cdef int store_adopt(void* context, Link* link, const Header* header,

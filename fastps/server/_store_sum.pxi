@@ -9,9 +9,27 @@ cdef inline void give_back(Store* store, char** buffer) noexcept nogil:
         buffer[0] = NULL
 
 
+cdef inline void give_back_part(Round* round, Contribution* part, uint32_t chunk) noexcept nogil:
+    """Return one contribution's buffer, unless it is kept."""
+    if part.buffers[chunk] == part.lasting[chunk]:
+        part.buffers[chunk] = NULL
+    else:
+        give_back(round.entry.store, &part.buffers[chunk])
+
+
+cdef inline bint is_lasting(Round* round, uint32_t chunk, const char* buffer) noexcept nogil:
+    cdef uint32_t machine
+    for machine in range(round.entry.store.n_machines):
+        if round.contributions[machine].lasting[chunk] == buffer:
+            return True
+    return False
+
+
 cdef void chunk_sent(Round* round, uint32_t chunk) noexcept nogil:
     """One more user of a result is done with it; the last one gives its buffer back."""
     if fps_add32(&round.unsent[chunk], -1) == 0:
+        if is_lasting(round, chunk, round.sums[chunk]):
+            round.sums[chunk] = NULL
         give_back(round.entry.store, &round.sums[chunk])
 
 
@@ -195,7 +213,7 @@ cdef void give_back_chunk(Round* round, uint32_t chunk) noexcept nogil:
     """Return what all machines sent of a chunk: it is summed, or never will be."""
     cdef uint32_t machine
     for machine in range(round.entry.store.n_machines):
-        give_back(round.entry.store, &round.contributions[machine].buffers[chunk])
+        give_back_part(round, &round.contributions[machine], chunk)
 
 
 cdef int sum_chunk(Round* round, uint32_t chunk, uint32_t length) noexcept nogil:

@@ -13,20 +13,26 @@ import contextlib
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fastps import _core
 from fastps.config import Config
 from fastps.control.client import ControlClient
 from fastps.control.doors import Doors
 from fastps.control.protocol import DeclareKeys, Job, KeySpec
-from fastps.errors import FastPSError
+from fastps.errors import FastPSError, TransportError
 from fastps.partition import link_counts, pusher_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
+from fastps.transport import rdma
 from fastps.transport._tcp import TcpTransport
 from fastps.transport.tcp import Listener, NotYet, unpack_lane
 from fastps.types import DType
+
+if TYPE_CHECKING:
+    from fastps.transport._rdma import RdmaTransport
 
 __all__ = ["DataPlane"]
 
@@ -55,7 +61,10 @@ class DataPlane:
         self._config = config
         self._client = client
         self._ending = threading.Event()
-        self._pool = _core.BufferPool(config.pool_bytes)
+        self._rdma = self._open_rdma()
+        self._pool = _core.BufferPool(
+            config.pool_bytes, on_slab=self._rdma.register if self._rdma else None
+        )
         self._machines = client.job.machines
         self._generation = client.job.generation
         self.store = self._make_store()
@@ -66,7 +75,22 @@ class DataPlane:
         )
         self._news = threading.Thread(target=self._watch, name="fastps:news", daemon=True)
 
+    def _open_rdma(self) -> RdmaTransport | None:
+        """Open the RDMA device if workers may come over it; None: they will not, or cannot."""
+        job, config = self._client.job, self._config
+        own = job.servers[self.index]
+        workers = [(worker.gid, worker.host_id) for worker in job.workers]
+        if not own.gid or not rdma.has_reason(config, own.host_id, workers):
+            return None
+        return rdma.open_transport(config, n_links=job.size * self._lanes())
+
     def _make_store(self) -> ServerStore:
+        store = self._make_plain_store()
+        if self._rdma is not None:
+            store.keep_buffers(self._config.rdma_pinned_bytes)
+        return store
+
+    def _make_plain_store(self) -> ServerStore:
         return ServerStore(
             self._pool,
             index=self.index,
@@ -92,8 +116,17 @@ class DataPlane:
         generation, lane = unpack_lane(packed_lane)
         if generation != self._generation & 0xFFFFFF:
             raise NotYet
-        self._transport.adopt(descriptor, self.store, peer=sender, lane=lane)
+        if lane & rdma.RDMA_LANE:
+            self._admit_by_rdma(descriptor, sender, lane & ~rdma.RDMA_LANE)
+        else:
+            self._transport.adopt(descriptor, self.store, peer=sender, lane=lane)
         log.debug("worker %d is connected, lane %d", sender, lane)
+
+    def _admit_by_rdma(self, descriptor: int, sender: int, lane: int) -> None:
+        if self._rdma is None:
+            os.close(descriptor)
+            raise TransportError("it wants RDMA, which this server does not use")
+        self._rdma.adopt(descriptor, self.store, peer=sender, lane=lane, greets_first=False)
 
     def _watch(self) -> None:
         """Tell the scheduler of links that broke; it decides who is to blame."""
@@ -110,6 +143,8 @@ class DataPlane:
         cause = f"its link to server {self.index} broke (status {status})"
         if status == E_NOMEM:
             cause = f"the buffer pool of server {self.index} is full: raise FASTPS_POOL_BYTES"
+        if self._rdma is not None and self._rdma.failure:
+            cause += f"; RDMA: {self._rdma.failure}"
         with contextlib.suppress(FastPSError):
             self._client.report_lost("worker", rank, cause)
 
@@ -120,6 +155,8 @@ class DataPlane:
         try:
             for spec in request.tensors:
                 self._declare(spec)
+            if self._rdma is not None:
+                self._pool.statistics()  # pins the slabs that are new
         except Exception as error:  # whatever it is, the workers must not wait for an answer
             log.exception("server %d cannot hold new tensors", self.index)
             self._client.keys_failed(request.request_id, f"server {self.index}: {error}")
@@ -178,13 +215,9 @@ class DataPlane:
         self._ending.set()
         self.shut_doors()
         self._transport.leave()
-        log.info(
-            "server %d ends: %s, %s, refused %s",
-            self.index,
-            self.store.statistics(),
-            self._transport.statistics(),
-            self._refused,
-        )
+        if self._rdma is not None:
+            self._rdma.leave()
+        log.info("server %d ends: %s, refused %s", self.index, self.statistics(), self._refused)
 
     def close(self) -> None:
         """Wait for the links and all threads to end. Raises StallError, TransportTimeout."""
@@ -192,6 +225,8 @@ class DataPlane:
         self._ending.set()
         self.shut_doors()
         self._transport.close(timeout_s=timeout_s)
+        if self._rdma is not None:
+            self._rdma.close(timeout_s=timeout_s)
         self.store.wake()
         if self._news.is_alive():
             self._news.join(timeout_s)
@@ -200,11 +235,12 @@ class DataPlane:
     def abandon(self) -> None:
         """Close the links' descriptors in a forked child."""
         self._transport.abandon()
+        if self._rdma is not None:
+            self._rdma.abandon()
 
     def statistics(self) -> dict[str, int]:
         """Count what the store summed, the links moved and, in the end, the listener refused."""
-        return (
-            self.store.statistics()
-            | self._transport.statistics()
-            | {"refused": sum(self._refused.values())}
-        )
+        counts = Counter(self._transport.statistics())
+        if self._rdma is not None:
+            counts.update(self._rdma.statistics())
+        return self.store.statistics() | dict(counts) | {"refused": sum(self._refused.values())}

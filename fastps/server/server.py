@@ -27,7 +27,7 @@ from fastps.control.protocol import (
 )
 from fastps.errors import FastPSError
 from fastps.server.dataplane import DataPlane
-from fastps.transport import sockets
+from fastps.transport import rdma, sockets
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class Server:
                 role="server",
                 data_address=doors.address,
                 unix=doors.unix,
+                gid=rdma.look_up(config).usable_gid,
                 on_event=self._on_event,
             )
         except BaseException:

@@ -68,6 +68,8 @@ cdef class EngineTensor(LentTensor):
 cdef class WorkerEngine(LinkOwner):
     cdef EngineState* state
     cdef dict tensors           # id -> EngineTensor, keeps the records alive
+    cdef object holder          # of hold_with()
+    cdef int hold_arrays(self, tensors) except -1
     cdef int grow_discard(self, uint32_t chunk_bytes) except -1
     cdef int fill_record(self, Record* record, uint32_t index, uint64_t offset, uint32_t nbytes,
                          uint32_t owner) except -1

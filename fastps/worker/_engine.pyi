@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self, final
 
 import numpy as np
@@ -57,6 +57,7 @@ class WorkerEngine(LinkOwner):
         machine: int | None = None,
         priority: int = 0,
     ) -> None: ...
+    def hold_with(self, holder: Callable[[Any], object] | None) -> None: ...
     @property
     def failure(self) -> tuple[int, int] | None: ...
     def fail(self, status: int) -> None: ...

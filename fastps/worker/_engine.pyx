@@ -41,6 +41,7 @@ from fastps.errors import FastPSError, error_of
 cdef enum:
     KEY_BITS = 16                   # partition index within a key
     INLINE_START_BYTES = 32 << 10   # operations up to this size are written by the caller itself
+    SMALL_BYTES = 4000              # so little is copied by every transport, and never pinned
     MAX_STATUS = 128                # an ERROR frame's offset is a negated status of _core
 
 
@@ -117,6 +118,21 @@ cdef void* engine_landing(void* context, Link* link, const Header* header,
     if header.length == 0:
         return state.discard
     return part.record.output + part.offset + header.offset
+
+
+cdef void* engine_standing(void* context, Link* link, const Header* header) noexcept nogil:
+    """Where later results of a part land, for as long as begin_record gets the same output."""
+    cdef EngineState* state = <EngineState*>context
+    cdef Record* record = <Record*>table_get(&state.tensors, header.key >> KEY_BITS)
+    cdef uint32_t index = <uint32_t>(header.key & ((1 << KEY_BITS) - 1))
+    cdef Part* part
+    if record == NULL or index >= record.n_parts or header.kind != KIND_RESULT:
+        return NULL
+    part = &record.parts[index]
+    if (record.output == NULL or part.slot.link != link
+            or <uint64_t>header.offset + header.length > part.nbytes):
+        return NULL
+    return record.output + part.offset + header.offset
 
 
 cdef int engine_deliver(void* context, Link* link, const Header* header) noexcept nogil:
@@ -210,11 +226,25 @@ cdef void send_part(Part* part, int kick) noexcept nogil:
         part_sent(&part.item, E_PEER_LOST)
 
 
+cdef void withdraw_places(Record* record) noexcept nogil:
+    """Take back what servers were promised, after the output changed and before any push."""
+    cdef Link* link
+    cdef uint32_t i
+    for i in range(record.n_parts):
+        link = slot_acquire(record.parts[i].slot)
+        if link != NULL:
+            if link.withdraw != NULL:
+                link.withdraw(link, record.parts[i].item.header.key)
+            slot_release(record.parts[i].slot)
+
+
 cdef void begin_record(Record* record, char* output) noexcept nogil:
     """Begin a new version of a record; results land in output, which is borrowed."""
     fault_hit(FAULT_WORKER_START)
     record.version += 1
-    record.output = output
+    if record.output != output:
+        record.output = output
+        withdraw_places(record)
 
 
 cdef void start_record(Record* record, EngineState* state, const char* payload, char* output,
@@ -314,6 +344,7 @@ cdef class WorkerEngine(LinkOwner):
         self.c_owner.landing = engine_landing
         self.c_owner.deliver = engine_deliver
         self.c_owner.closed = engine_closed
+        self.c_owner.standing = engine_standing
 
     cdef int c_attach(self, Link* link) except -1:
         if (link.peer >= self.state.n_servers
@@ -384,6 +415,8 @@ cdef class WorkerEngine(LinkOwner):
         cdef int kick = KICK_INLINE if tensor.record.nbytes <= INLINE_START_BYTES else KICK_WAKE
         self.check()
         tensor.lend(array, output)
+        if self.holder is not None:
+            self.hold_arrays((tensor,))
         self.begin(tensor, KIND_PUSH, FLAG_AVERAGE if average else 0, priority, kick)
 
     def start_many(self, tensors, arrays, outputs, *, bint average=False, priorities):
@@ -393,6 +426,8 @@ cdef class WorkerEngine(LinkOwner):
         self.check()
         urgencies = checked_priorities(priorities, len(tensors))
         nbytes = lend_all(tensors, arrays, outputs)
+        if self.holder is not None:
+            self.hold_arrays(tensors)
         for tensor, urgency in zip(tensors, urgencies, strict=True):
             self.begin(tensor, KIND_PUSH, FLAG_AVERAGE if average else 0, urgency, KICK_NONE)
         kick_links(self.state, KICK_INLINE if nbytes <= INLINE_START_BYTES else KICK_WAKE)
@@ -409,6 +444,8 @@ cdef class WorkerEngine(LinkOwner):
         self.check()
         nothing = [None] * len(arrays)
         lend_all(tensors, arrays if is_root else nothing, nothing if is_root else arrays)
+        if self.holder is not None:
+            self.hold_arrays(tensors)
         for tensor in tensors:
             tensor.record.root = root if machine is None else machine
             self.begin(tensor, KIND_PUSH if is_root else KIND_PULL, flags, priority, KICK_NONE)
@@ -422,6 +459,27 @@ cdef class WorkerEngine(LinkOwner):
         start_record(
             &tensor.record, self.state,
             tensor.input(), tensor.output(), kind, flags, priority, kick)
+
+    def hold_with(self, holder):
+        """Let holder(array) pin every large array before its operation begins, as RDMA needs."""
+        self.holder = holder
+
+    cdef int hold_arrays(self, tensors) except -1:
+        """Pin the arrays that were just lent, or give them all back and raise."""
+        cdef LentTensor tensor
+        try:
+            for tensor in tensors:
+                if tensor.nbytes <= SMALL_BYTES:
+                    continue
+                if tensor.has_input:
+                    self.holder(<object>tensor.input_view.obj)
+                if tensor.has_output:
+                    self.holder(<object>tensor.output_view.obj)
+        except BaseException:
+            for tensor in tensors:
+                tensor.release()
+            raise
+        return 0
 
     cdef int check(self) except -1:
         cdef int status = fps_load32(&self.state.status)

@@ -159,4 +159,5 @@ cdef class LocalEngine:
     cdef int place(self, LocalTensor tensor, Arrival* ours) except -1
     cdef int begin(self, LocalTensor tensor, uint32_t flags, uint32_t root,
                    int32_t priority) except -1
+    cdef int hold_memory(self, LocalTensor tensor) except -1
     cdef void withdraw_unpublished(self)

@@ -386,6 +386,8 @@ cdef class LocalEngine:
         cdef Arrival ours
         try:
             self.place(tensor, &ours)
+            if tensor.remote is not None and self.engine.holder is not None:
+                self.hold_memory(tensor)
         except BaseException:
             tensor.release()
             raise
@@ -432,6 +434,16 @@ cdef class LocalEngine:
         if record.input != NULL:
             with nogil:
                 memcpy(local.arenas[local.me] + record.shadow, record.input, record.nbytes)
+        return 0
+
+    cdef int hold_memory(self, LocalTensor tensor) except -1:
+        """Let the links' device reach the memory that we push from and land in."""
+        if tensor.record.is_shadowed:
+            self.engine.holder(tensor.shadow)
+        elif tensor.has_output:
+            self.engine.holder(<object>tensor.output_view.obj)
+        elif tensor.has_input:
+            self.engine.holder(<object>tensor.input_view.obj)
         return 0
 
     cdef int check(self) except -1:

@@ -89,7 +89,8 @@ def test_the_readmes_program_is_the_example():
 def test_blocks_say_what_they_are():
     for document in DOCUMENTS:
         languages = {language for language, _ in FENCE.findall(document.read_text())}
-        assert languages <= {"sh", "python"}, f"{document.name} has {languages}"
+        # text: what takes several machines, or minutes
+        assert languages <= {"sh", "python", "text"}, f"{document.name} has {languages}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+# What the RDMA transport needs of a device: a table of calls, filled in by a data path.
+#
+# A port is one queue pair with a completion queue of its own. Everything here is callable without
+# the GIL; a data path that needs it takes it itself. One thread uses a port at a time.
+from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
+
+cdef enum:
+    GREETING_MAGIC = 0x52535046     # b"FPSR"
+    GREETING_VERSION = 1
+    GID_BYTES = 16
+
+# What two ends tell each other over the authenticated TCP connection before they use RDMA.
+cdef packed struct Greeting:
+    uint32_t magic          # GREETING_MAGIC
+    uint16_t version        # GREETING_VERSION
+    uint8_t mtu             # of the path, as the verbs count it: 1 is 256 bytes, 5 is 4096
+    uint8_t reserved
+    uint32_t lid            # of the port, 0 on Ethernet
+    uint32_t queue_pair
+    uint32_t first_packet   # sequence number of the first packet
+    uint32_t receives       # how many messages may be on their way to this end
+    uint32_t message_bytes  # how long each may be
+    uint8_t gid[GID_BYTES]
+    uint32_t checksum       # crc32c of what stands before
+
+cdef enum Opcode:
+    OPCODE_SEND = 0
+    OPCODE_WRITE = 1
+    OPCODE_WRITE_WITH_IMM = 2
+
+cdef struct Request:
+    uint64_t work           # comes back with the completion
+    int opcode
+    bint is_inline          # the data path copies the bytes while it posts
+    uint64_t address
+    uint32_t length
+    uint32_t lkey
+    uint64_t remote         # of a write
+    uint32_t rkey
+    uint32_t imm
+
+cdef struct Done:
+    uint64_t work
+    int status              # 0, or the verbs' status of a work request that failed
+    bint is_receive
+    bint has_imm            # a write with immediate: no message in the buffer
+    uint32_t length
+    uint32_t imm
+
+cdef struct Shape:
+    uint32_t sends          # requests on their way at a time
+    uint32_t receives
+
+cdef struct Pinned:
+    void* handle            # the data path's
+    uint32_t lkey
+    uint32_t rkey
+
+cdef enum Access:
+    ACCESS_READ = 0         # the device may read it, for what we send
+    ACCESS_LOCAL = 1        # the device may write what is sent to us
+    ACCESS_REMOTE = 3       # a peer that holds the key may write
+
+cdef enum Trouble:
+    TROUBLE_DEVICE = 1
+    TROUBLE_PORT = 2
+    TROUBLE_ADDRESS = 3
+
+cdef struct Verbs:
+    # A queue pair that can receive, and the descriptor that tells of completions; 0 or an errno.
+    int (*open_port)(void* device, const Shape* shape, void** port,
+                     int* descriptor) noexcept nogil
+    void (*close_port)(void* port) noexcept nogil       # afterwards nothing lands any more
+    void (*describe)(void* port, Greeting* greeting) noexcept nogil
+    int (*connect)(void* port, const Greeting* mine, const Greeting* peer) noexcept nogil
+    # 0 or an errno.
+    int (*post_send)(void* port, const Request* request) noexcept nogil
+    int (*post_receive)(void* port, uint64_t work, uint64_t address, uint32_t length,
+                        uint32_t lkey) noexcept nogil
+    int (*poll)(void* port, Done* done, int room) noexcept nogil    # how many; -1: broken
+    int (*arm)(void* port) noexcept nogil               # tell of the next completion
+    void (*take_event)(void* port) noexcept nogil       # the descriptor was readable
+    # 0 or an errno.
+    int (*pin)(void* device, void* address, uint64_t nbytes, int access,
+               Pinned* pinned) noexcept nogil
+    void (*unpin)(void* device, void* handle) noexcept nogil
+    int (*take_trouble)(void* device) noexcept nogil    # a Trouble; 0: nothing that ends links
+    const char* (*explain)(int status) noexcept nogil   # of a Done
+
+cdef class VerbsDevice:
+    """An open device with its protection domain; a data path fills in the table of calls."""
+    cdef Verbs verbs
+    cdef void* device               # the data path's
+    cdef int trouble_descriptor     # readable when the device has something to say; -1: never
+    cdef readonly uint32_t inline_bytes
+    cdef readonly uint64_t max_message_bytes
+    cdef readonly str name
+    cdef readonly str data_path
+    cdef object __weakref__

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RDMA links: reliable queue pairs driven by I/O threads that never take the GIL themselves.
+
+Theory of operation. A link is a queue pair and the authenticated TCP connection over which its
+two ends told each other how to reach it. The connection stays open and carries nothing more: its
+end is the news that the peer has gone, at once and without a time-out of the device. Frames of at
+most EAGER_BYTES travel as messages into buffers that the receiver has posted. A larger frame is
+announced by a message with its header; the receiver's owner says where it lands, the receiver
+grants that place, and the sender writes the payload there, with an immediate number that tells
+the receiver that it is complete. Where the owner promises that later rounds of the same frame
+will land at known places (`standing`), the grant holds for them too: then a frame is one work
+request, and the immediate number names the grant, the round and the flags of its header. An
+owner takes a promise back with `withdraw`, before it sends what may bring the next such frame.
+
+The receiver is always ready. Each message and each immediate number uses up one posted buffer;
+the sender counts them, and the receiver returns them with its own messages or, when it has
+nothing to say, with a message of their own, for which the last RESERVE buffers are kept.
+
+Memory. Slabs are pinned once, tensors on first use until they are evicted, anything else for one
+frame only, because memory that was given back to the system may return elsewhere.
+
+Invariants. Only a link's I/O thread touches its queue pair, pops its queue, calls landing,
+deliver and closed. At most one announced frame per direction waits for its bytes. A frame is
+sent when all frames before it have been posted, so frames arrive in order. Before `closed` the
+queue pair is destroyed: nothing lands any more. Lock order: io.lock, then pins.lock.
+"""
+
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.errno cimport EAGAIN, EINTR, EIO, ENOMEM, ETIMEDOUT, errno
+from libc.stdint cimport (
+    INT64_MIN, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t,
+)
+from libc.stdlib cimport calloc, free, realloc
+from libc.stdio cimport snprintf
+from libc.string cimport memcpy, memset, strerror
+
+from fastps._atomic cimport (
+    fps_add32, fps_cas32, fps_fence, fps_load32, fps_store32, fps_swap32,
+)
+from fastps._core cimport (
+    E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_SYS, FAULT_LINK_RECV,
+    FAULT_LINK_SEND, OK, Queue, QueueStats, Thread, crc32c, deadline_of, fault_hit, now_ns,
+    queue_close, queue_create, queue_credit_return, queue_free, queue_lend, queue_pop_nowait,
+    queue_push, queue_stats, thread_create, thread_join,
+)
+from fastps.transport._link cimport (
+    Link, LinkOwner, LinkStats, SendItem, Transport, header_check, header_seal,
+)
+from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
+
+import logging
+import os
+from collections import OrderedDict
+
+from fastps.errors import TransportError, TransportTimeout
+
+log = logging.getLogger(__name__)
+
+cdef extern from "Python.h":
+    Py_ssize_t Py_REFCNT(PyObject*)
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_init(pthread_mutex_t*, void*)
+    int pthread_mutex_destroy(pthread_mutex_t*)
+    int pthread_mutex_lock(pthread_mutex_t*)
+    int pthread_mutex_unlock(pthread_mutex_t*)
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+cdef extern from "<stdlib.h>" nogil:
+    int posix_memalign(void**, size_t, size_t)
+
+cdef extern from "<unistd.h>" nogil:
+    int close(int)
+    int getpid()
+    ssize_t read(int, void*, size_t)
+    ssize_t write(int, const void*, size_t)
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    int eventfd(unsigned int, int)
+    int EFD_NONBLOCK
+    int EFD_CLOEXEC
+
+cdef extern from "<sys/epoll.h>" nogil:
+    ctypedef union epoll_data_t:
+        uint64_t u64
+    struct epoll_event:
+        uint32_t events
+        epoll_data_t data
+    int epoll_create1(int)
+    int epoll_ctl(int, int, int, epoll_event*)
+    int epoll_wait(int, epoll_event*, int, int)
+    int EPOLL_CLOEXEC
+    int EPOLL_CTL_ADD
+    int EPOLL_CTL_DEL
+    uint32_t EPOLLIN
+
+cdef extern from "<sys/socket.h>" nogil:
+    ssize_t send(int, const void*, size_t, int)
+    ssize_t recv(int, void*, size_t, int)
+    int shutdown(int, int)
+    int MSG_NOSIGNAL
+    int MSG_DONTWAIT
+    int SHUT_WR
+    int SHUT_RDWR
+
+cdef enum:
+    MESSAGE_BYTES = 4096        # of a posted buffer; a page
+    SENDS = 64                  # requests of a link on their way
+    RECEIVES = 64               # buffers that a link has posted
+    RESERVE = 2                 # buffers of the peer that only returned credit may use
+    RETURN_AT = RECEIVES / 2    # used buffers that are reported in a message of their own
+    FRAMES = 32                 # frames taken off the queue and not yet sent
+    COMMIT_BYTES = 4 << 20      # the same in bytes, from the second frame on
+    SEGMENT_BYTES = 8 << 20     # the longest single write
+    POLL_BATCH = 16
+    SERVE_BATCHES = 16          # batches of completions before the other links have their turn
+    BUCKETS = 1024              # of the grants of a link, by key
+    REUSE_AFTER = 256           # withdrawn grants before the number of one is used again
+    MAX_GRANTS = 1 << 20        # what fits into an immediate number
+    BORROW_BYTES = 4 << 20      # what a starved link sends beyond its credit
+    STARVED_MS = 2              # the shortest time out of credit before a link borrows
+    STARVED_NS = STARVED_MS * 1000000
+    MAX_STARVED_MS = 200        # and the longest, on a slow link
+    MAX_HALVINGS = 7            # 200 ms to below 2 ms
+    PATIENCE = 2                # times what the link needs to move what is in flight
+    PACE_SHARE = 8              # weight of the past in the time that a byte takes
+    TIMER_MS = 20               # how often deadlines are looked at, when there are any
+    GRACE_NS = 100000000        # from the end of the connection to the last completion
+    MAX_EVENTS = 64
+    IDLE_SHARE = 16             # a part of the bytes held may be arrays that nobody else has
+    IDLE_HOLDS = 64             # how many others are used before such an array is let go, and more
+    TEXT_BYTES = 256
+    PAGE = 4096
+    READY = 0x52                # "R": the queue pair of the sender of this byte can receive
+    STATUS_FLUSHED = 5          # a request that was cut short by the failure of another
+
+cdef enum Stage:
+    STAGE_GREETING = 0          # our greeting was sent; the peer's is awaited
+    STAGE_READY = 1             # our queue pair can receive; the peer's word is awaited
+    STAGE_OPEN = 2
+
+cdef enum NoteKind:
+    NOTE_FRAME = 1              # header and payload follow
+    NOTE_ANNOUNCE = 2           # header follows; the payload waits for a grant
+    NOTE_GRANT = 3              # the rest of a GrantNote follows
+    NOTE_CREDIT = 4
+    NOTE_WITHDRAW = 5           # standing grants of a key are void
+
+cdef packed struct Note:
+    uint8_t kind
+    uint8_t reserved
+    uint16_t credits            # buffers posted anew since the last message
+    uint32_t index              # of a standing grant
+    uint64_t key
+
+cdef packed struct GrantNote:
+    Note note
+    uint64_t place              # of this frame
+    uint32_t rkey
+    uint32_t is_standing        # the places of later rounds follow
+    uint64_t places[2]          # by the parity of the round
+    uint32_t rkeys[2]
+
+cdef enum:
+    NOTE_BYTES = 16
+    EAGER_BYTES = MESSAGE_BYTES - NOTE_BYTES - HEADER_BYTES
+    IMM_ANNOUNCED = 1 << 31     # the payload of the announced frame; otherwise a standing grant
+    IMM_INDEX_SHIFT = 11
+    IMM_VERSION_SHIFT = 3
+    IMM_VERSIONS = 256
+    IMM_FLAGS = 7
+
+cdef enum WorkKind:
+    WORK_MESSAGE = 0
+    WORK_SEGMENT = 1            # part of a frame; more follows
+    WORK_FRAME = 2              # the last write of a frame
+    WORK_BYE = 3
+
+cdef enum FrameState:
+    FRAME_NEW = 0
+    FRAME_ANNOUNCED = 1
+    FRAME_GRANTED = 2
+    FRAME_SENT = 3
+
+cdef struct Region:
+    char* start
+    uint64_t nbytes
+    int access
+    Pinned pinned
+    int32_t users               # pins.lock
+    bint is_temporary           # unpinned with its last user
+    Region* next                # pins.lock
+
+cdef struct Pins:
+    pthread_mutex_t lock
+    Region* regions
+    Verbs* verbs
+    void* device
+    int pid                     # a fork shares the device, and must leave it alone
+    uint64_t pinned_bytes       # now, but for buffers of messages
+    uint64_t pinnings           # ever
+    uint64_t temporary          # of these for one frame only
+    char failure[TEXT_BYTES]    # the first; empty: none
+
+cdef struct Frame:
+    SendItem* item
+    bint is_last                # the item ends with this frame
+    int state
+    Header header
+    const char* payload
+    uint32_t posted             # bytes
+    int64_t begun               # when its turn came
+    Region* region
+    uint64_t remote
+    uint32_t rkey
+    uint32_t imm
+
+cdef struct Work:
+    int kind
+    uint32_t frame
+
+cdef struct Taken:              # a standing grant that the peer gave us
+    Header header               # as it was announced; key_version: of the last frame
+    uint32_t index
+    uint64_t places[2]
+    uint32_t rkeys[2]
+    Taken* next
+
+cdef struct Given:              # a standing grant that we gave
+    Header header
+    uint32_t index
+    char* places[2]
+    Region* regions[2]
+    Given* next                 # of the same bucket, or of the withdrawn
+
+cdef struct RdmaCounts:
+    uint64_t work_requests      # sends and writes posted
+    uint64_t announced          # frames that asked for a grant
+    uint64_t standing           # frames that needed none
+    uint64_t credit_messages
+    uint64_t bytes_copied       # of payloads, by us: small frames, twice
+
+cdef struct IoThread
+
+cdef struct RdmaLink:
+    Link base                   # first: a Link* is an RdmaLink*
+    int fd                      # the connection
+    int completion_fd
+    void* port
+    IoThread* io
+    Pins* pins
+    Verbs* verbs
+    Queue* queue
+    uint64_t credit_bytes       # 0: no limit; set once
+    RdmaLink* next              # io's list of links, then of those to be freed; io.lock
+    RdmaLink* next_kicked       # io's list of kicked links; io.lock
+    int32_t is_kicked           # atomic
+    int32_t close_status        # atomic; first call of close() wins
+    int32_t is_leaving          # atomic; BYE queued
+    pthread_mutex_t withdraw_lock
+    uint64_t* withdrawn         # keys; withdraw_lock
+    uint32_t withdrawn_count
+    uint32_t withdrawn_room
+    int32_t has_withdrawn       # atomic
+    int32_t loans               # borrowed since the last credit came; atomic
+    int64_t starved_since       # out of credit with items waiting, 0: not
+    SendItem bye
+    # the rest: I/O thread only
+    bint greets_first
+    bint is_polled
+    bint is_over
+    bint is_broken
+    bint has_bye
+    int stage
+    int64_t deadline            # of the greeting; later: when a lost connection ends the link
+    Greeting mine
+    Greeting peer
+    uint32_t greeted            # bytes of the peer's greeting
+    char* messages              # RECEIVES buffers, then SENDS
+    Pinned messages_pinned
+    uint32_t inline_bytes
+    uint32_t room               # buffers that the peer has posted for us
+    uint32_t owed               # buffers posted anew that the peer does not know of
+    Work works[SENDS]
+    uint32_t work_first
+    uint32_t work_end
+    Frame frames[FRAMES]
+    uint32_t frame_first        # oldest that is not sent
+    uint32_t frame_next         # to be posted next
+    uint32_t frame_end
+    uint64_t committed          # bytes of the frames
+    double ns_per_byte          # of late, from a frame's turn to its end; 0: not known
+    Taken* taken[BUCKETS]
+    Given* given[BUCKETS]
+    Given** grants              # by index
+    uint32_t n_grants
+    Given* spare_first          # withdrawn, oldest first
+    Given* spare_last
+    uint32_t spares
+    bint is_landing             # an announced frame waits for its bytes
+    bint has_grant              # and this is still to be told
+    GrantNote grant
+    Header landing_header
+    char* landing_place
+    Region* landing_region
+    RdmaCounts counts
+
+cdef struct IoThread:
+    int epoll_fd
+    int wake_fd
+    int32_t is_stopping         # atomic
+    int32_t is_asleep           # atomic
+    int32_t has_starved         # atomic
+    bint has_deadlines
+    int64_t spin_ns
+    pthread_mutex_t lock
+    RdmaLink* links
+    RdmaLink* kicked
+    RdmaLink* dead              # ended, freed when no event can name them; I/O thread
+    LinkStats ended             # sums over links that are no more; lock
+    RdmaCounts ended_counts
+    IoThread* threads           # all of the transport's, for trouble of the device
+    int n_threads
+    Pins* pins
+    Verbs* verbs
+    void* device
+    Thread* thread
+
+
+include "_rdma_memory.pxi"
+include "_rdma_send.pxi"
+include "_rdma_receive.pxi"
+include "_rdma_thread.pxi"
+include "_rdma_face.pxi"
+include "_rdma_python.pxi"

@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _rdma.pyx: what Python sees.
+
+cdef class VerbsDevice:
+    """An open device with its protection domain; a data path fills in the table of calls."""
+
+    def __cinit__(self, *args, **options):
+        self.trouble_descriptor = -1
+
+
+cdef RdmaLink* make_link(int fd, IoThread* io, uint64_t credit_bytes) noexcept nogil:
+    """A link without a queue pair; owns fd from here on, unless NULL."""
+    cdef RdmaLink* link = <RdmaLink*>calloc(1, sizeof(RdmaLink))
+    cdef void* messages = NULL
+    if link == NULL:
+        return NULL
+    link.queue = queue_create(credit_bytes, FRAMES)
+    if link.queue == NULL or posix_memalign(&messages, PAGE,
+                                            (RECEIVES + SENDS) * <size_t>MESSAGE_BYTES):
+        queue_free(link.queue)
+        free(link)
+        return NULL
+    pthread_mutex_init(&link.withdraw_lock, NULL)
+    link.messages = <char*>messages
+    link.credit_bytes = credit_bytes
+    link.fd = fd
+    link.io = io
+    link.pins = io.pins
+    link.verbs = io.verbs
+    link.is_kicked = 1          # adopt() lists it, when it is whole
+    link.base.send = rdma_send
+    link.base.kick = rdma_kick
+    link.base.credit = rdma_credit
+    link.base.close = rdma_close
+    link.base.withdraw = rdma_withdraw
+    return link
+
+
+cdef int open_link(RdmaLink* link, const char** what) noexcept nogil:
+    """Make the queue pair and post its buffers; 0, or an errno and what failed."""
+    cdef Shape shape
+    cdef uint64_t i
+    cdef int error
+    shape.sends = SENDS
+    shape.receives = RECEIVES
+    what[0] = b"cannot make a queue pair"
+    error = link.verbs.open_port(link.pins.device, &shape, &link.port, &link.completion_fd)
+    if error:
+        return error
+    what[0] = b"cannot pin the buffers of messages"
+    error = link.verbs.pin(link.pins.device, link.messages,
+                           (RECEIVES + SENDS) * <size_t>MESSAGE_BYTES, ACCESS_LOCAL,
+                           &link.messages_pinned)
+    if error:
+        return error
+    what[0] = b"cannot post the buffers of messages"
+    for i in range(<uint64_t>RECEIVES):
+        error = post_buffer(link, i)
+        if error:
+            return error
+    link.verbs.describe(link.port, &link.mine)
+    link.mine.first_packet = <uint32_t>(now_ns() >> 8) & 0xFFFFFF
+    link.mine.receives = RECEIVES
+    link.mine.message_bytes = MESSAGE_BYTES
+    seal_greeting(&link.mine)
+    return OK
+
+
+@cython.no_gc_clear
+@cython.final
+cdef class Memory:
+    """The pinned memory of one transport; outlives every region in it."""
+
+    cdef VerbsDevice device
+    cdef Pins pins
+
+    def __cinit__(self, VerbsDevice device not None):
+        self.device = device
+        pthread_mutex_init(&self.pins.lock, NULL)
+        self.pins.pid = getpid()
+        self.pins.verbs = &device.verbs
+        self.pins.device = device.device
+
+    def __dealloc__(self):
+        pthread_mutex_destroy(&self.pins.lock)
+
+
+@cython.no_gc_clear
+@cython.final
+cdef class RdmaRegion:
+    """Memory that a device may read and write; made by RdmaTransport, ended by close()."""
+
+    cdef Memory memory
+    cdef Region* region
+    cdef Py_buffer view
+    cdef bint has_view
+    cdef uint64_t used_at       # the transport's clock
+
+    @property
+    def nbytes(self):
+        """Bytes of the region, 0 when it was closed."""
+        return self.region.nbytes if self.region != NULL else 0
+
+    def close(self):
+        """Unpin the memory; False when a link still uses it. Idempotent."""
+        cdef bint is_ended = True
+        if self.region != NULL:
+            with nogil:
+                is_ended = end_region(&self.memory.pins, self.region)
+        if is_ended:
+            self.region = NULL
+            if self.has_view:
+                self.has_view = False
+                PyBuffer_Release(&self.view)
+        return is_ended
+
+    def __dealloc__(self):
+        # A region that a link still uses stays pinned, and its array alive: better a leak.
+        if self.region != NULL and end_region(&self.memory.pins, self.region):
+            self.region = NULL
+        if self.has_view and self.region == NULL:
+            PyBuffer_Release(&self.view)
+
+
+@cython.no_gc_clear             # the I/O threads use the owners until they are joined
+@cython.final
+cdef class RdmaTransport(Transport):
+    """I/O threads, their links, and the memory that the device may use.
+
+    device: open, owned by nobody else while links are open. io_threads: how many threads share
+    the links. spin_us: how long an I/O thread polls after activity, in microseconds.
+    pinned_bytes: bound of what hold() pins. greeting_timeout_s: until a peer has told how to
+    reach its queue pair. Threads are created here and joined by close().
+    """
+
+    cdef VerbsDevice device
+    cdef Memory memory
+    cdef Pins* pins             # the memory's
+    cdef IoThread* threads
+    cdef int n_threads
+    cdef int next_thread
+    cdef bint is_closed
+    cdef int64_t greeting_ns
+    cdef uint64_t held_limit
+    cdef uint64_t held_bytes
+    cdef uint64_t clock         # counts the changes from one held array to another
+    cdef object held            # (address, nbytes) -> RdmaRegion, least recently used first
+    cdef set owners             # kept alive until no callback can come any more
+
+    def __cinit__(self, VerbsDevice device not None, *, int io_threads=1, int64_t spin_us=0,
+                  uint64_t pinned_bytes=1 << 32, double greeting_timeout_s=10.0):
+        cdef IoThread* io
+        cdef int i
+        self.device = device
+        self.memory = Memory(device)
+        self.pins = &self.memory.pins
+        self.owners = set()
+        self.held = OrderedDict()
+        self.clock = 1          # a new region has not been used
+        self.held_limit = pinned_bytes
+        self.greeting_ns = <int64_t>(greeting_timeout_s * 1e9)
+        self.threads = <IoThread*>calloc(io_threads, sizeof(IoThread))
+        if self.threads == NULL:
+            raise MemoryError("no memory for I/O threads")
+        for i in range(io_threads):
+            io = &self.threads[i]
+            io.epoll_fd = epoll_create1(EPOLL_CLOEXEC)
+            io.wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
+            io.spin_ns = spin_us * 1000
+            io.pins = self.pins
+            io.verbs = &device.verbs
+            io.device = device.device
+            io.threads = self.threads
+            io.n_threads = io_threads
+            pthread_mutex_init(&io.lock, NULL)
+            self.n_threads = i + 1
+            if io.epoll_fd < 0 or io.wake_fd < 0 or watch(io, io.wake_fd, EVENT_WAKE):
+                raise TransportError(f"cannot make an I/O thread's descriptors: errno {errno}")
+        if device.trouble_descriptor >= 0:
+            watch(&self.threads[0], device.trouble_descriptor, EVENT_TROUBLE)
+        for i in range(io_threads):
+            io = &self.threads[i]
+            io.thread = thread_create("rdma", i, io_main, io, NULL, 0, -1)
+            if io.thread == NULL:
+                raise TransportError("cannot start an I/O thread; check `ulimit -u`")
+
+    def adopt(self, int fd, LinkOwner owner, *, uint32_t peer, uint32_t lane=0,
+              uint64_t credit_bytes=0, bint greets_first=True):
+        """Make a link with whoever is at the other end of an authenticated TCP connection.
+
+        fd: non-blocking descriptor, owned by the transport from here on, also when this raises;
+        the peer has to do the same. peer: rank of a worker or index of a server. credit_bytes:
+        bytes in flight allowed, 0 = no limit. greets_first: False lets the peer speak first, for
+        who accepted the connection and may have something to say on it before. Raises
+        TransportError when the device refuses.
+        """
+        cdef IoThread* io = &self.threads[self.next_thread]
+        cdef RdmaLink* link
+        cdef const char* what = NULL
+        cdef int error
+        if self.is_closed:
+            close(fd)
+            raise TransportError("the transport is closed")
+        self.next_thread = (self.next_thread + 1) % self.n_threads
+        link = make_link(fd, io, credit_bytes)
+        if link == NULL:
+            close(fd)
+            raise MemoryError("no memory for a link")
+        link.base.peer = peer
+        link.base.lane = lane
+        link.base.owner = owner.c_owner
+        link.inline_bytes = self.device.inline_bytes
+        link.greets_first = greets_first
+        link.deadline = now_ns() + self.greeting_ns
+        with nogil:
+            error = open_link(link, &what)
+        try:
+            if error:
+                raise self.refusal(what.decode(), error)
+            owner.c_attach(&link.base)
+        except BaseException:
+            with nogil:
+                free_link(link)
+            raise
+        self.owners.add(owner)
+        pthread_mutex_lock(&io.lock)
+        link.next = io.links
+        io.links = link
+        link.next_kicked = io.kicked
+        io.kicked = link
+        pthread_mutex_unlock(&io.lock)
+        wake_io(io)
+
+    cdef object refusal(self, str what, int error):
+        cure = "; raise `ulimit -l`" if error == ENOMEM else "; see ibv_devinfo"
+        return TransportError(f"{self.device.name}: {what}: {os.strerror(error)}{cure}")
+
+    # ---- memory ----
+
+    cdef RdmaRegion pin(self, char* start, uint64_t nbytes, int access):
+        cdef RdmaRegion region = RdmaRegion()
+        cdef int error = 0
+        with nogil:
+            region.region = pin_region(self.pins, start, nbytes, access, False, &error)
+        if region.region == NULL:
+            raise self.refusal(f"cannot pin {nbytes} bytes", error)
+        region.memory = self.memory
+        return region
+
+    def register(self, uintptr_t address, uint64_t nbytes):
+        """Pin memory until the region that this gives is closed; on_slab of a BufferPool.
+
+        The memory has to stay mapped as long. Raises TransportError when the device refuses.
+        """
+        return self.pin(<char*>address, nbytes, ACCESS_REMOTE)
+
+    def hold(self, array):
+        """Pin the memory of an array, if it is not, and keep both until they are evicted.
+
+        Arrays that nobody else has any more go after a while, once pinned_bytes / 16 are held.
+        When more than pinned_bytes would be held, evicts what was not used for the longest time,
+        as far as no link uses it. False: there is no room; each frame pins its part then. Raises
+        TransportError when the device refuses.
+        """
+        cdef Py_buffer view
+        cdef RdmaRegion region
+        cdef Region* known
+        cdef int access = ACCESS_REMOTE
+        if PyObject_GetBuffer(array, &view, PyBUF_SIMPLE):
+            raise BufferError("no contiguous memory")
+        if view.readonly:
+            access = ACCESS_READ
+        key = (<uintptr_t>view.buf, view.len)
+        if key in self.held or view.len == 0:
+            if view.len:
+                self.touch(key)
+            PyBuffer_Release(&view)
+            return True
+        known = find_region(self.pins, <char*>view.buf, view.len, access)
+        if known != NULL:       # part of a slab, or of a larger array
+            leave_region(self.pins, &known)
+            PyBuffer_Release(&view)
+            return True
+        self.drop_idle()
+        if <uint64_t>view.len <= self.held_limit:
+            self.evict(view.len)
+        if self.held_bytes + <uint64_t>view.len > self.held_limit:
+            PyBuffer_Release(&view)
+            return False
+        try:
+            region = self.pin(<char*>view.buf, view.len, access)
+        except BaseException:
+            PyBuffer_Release(&view)
+            raise
+        region.view = view
+        region.has_view = True
+        self.held[key] = region
+        self.held_bytes += view.len
+        self.touch(key)
+        return True
+
+    cdef void touch(self, key):
+        cdef RdmaRegion region = self.held[key]
+        self.held.move_to_end(key)
+        if region.used_at != self.clock:
+            self.clock += 1
+            region.used_at = self.clock
+
+    cdef void drop_idle(self):
+        """Let go of arrays that only we still have, such as old results.
+
+        Not of the few last ones: their owner may make a new array of the same memory each time.
+        """
+        cdef RdmaRegion region
+        cdef uint64_t patience = 3 * <uint64_t>len(self.held) / 2 + IDLE_HOLDS
+        if self.held_bytes <= self.held_limit / IDLE_SHARE:
+            return
+        for key in list(self.held):
+            region = self.held[key]
+            if self.clock - region.used_at <= patience:
+                return
+            if Py_REFCNT(<PyObject*>region.view.obj) == 1 and region.close():
+                del self.held[key]
+                self.held_bytes -= <uint64_t>key[1]
+
+    cdef void evict(self, uint64_t wanted):
+        cdef RdmaRegion region
+        for key in list(self.held):
+            if self.held_bytes + wanted <= self.held_limit:
+                return
+            region = self.held[key]
+            if region.close():
+                del self.held[key]
+                self.held_bytes -= <uint64_t>key[1]
+
+    # ---- the rest ----
+
+    @property
+    def failure(self):
+        """Tell what failed first, on which link and what to do; empty when nothing did."""
+        cdef bytes text
+        pthread_mutex_lock(&self.pins.lock)
+        text = self.pins.failure
+        pthread_mutex_unlock(&self.pins.lock)
+        return text.decode(errors="replace")
+
+    def statistics(self):
+        """Sum the counters of all links so far, as a dict; `links` counts those still open."""
+        cdef LinkStats total
+        cdef RdmaCounts counts
+        cdef RdmaLink* link
+        cdef int i, links = 0
+        memset(&total, 0, sizeof(total))
+        memset(&counts, 0, sizeof(counts))
+        for i in range(self.n_threads):
+            pthread_mutex_lock(&self.threads[i].lock)
+            add_stats(&total, &self.threads[i].ended)
+            add_counts(&counts, &self.threads[i].ended_counts)
+            link = self.threads[i].links
+            while link != NULL:
+                links += 1
+                add_stats(&total, &link.base.stats)
+                add_counts(&counts, &link.counts)
+                link = link.next
+            pthread_mutex_unlock(&self.threads[i].lock)
+        result = dict(total) | dict(counts)
+        result["links"] = links
+        result["bytes_pinned"] = self.pins.pinned_bytes
+        result["pinnings"] = self.pins.pinnings
+        result["pinnings_for_one_frame"] = self.pins.temporary
+        return result
+
+    def leave(self):
+        """Say BYE on every link; each ends when the peer has closed its end. Does not wait."""
+        self.close_links(E_SHUTDOWN)
+
+    def abort(self):
+        """End every link now; owners are told E_PEER_LOST. Does not wait."""
+        self.close_links(E_PEER_LOST)
+
+    cdef void close_links(self, int status):
+        cdef RdmaLink* link
+        cdef int i
+        for i in range(self.n_threads):
+            pthread_mutex_lock(&self.threads[i].lock)
+            link = self.threads[i].links
+            while link != NULL:
+                begin_close(link, status)
+                list_kicked(link)
+                link = link.next
+            pthread_mutex_unlock(&self.threads[i].lock)
+            wake_io(&self.threads[i])
+
+    def abandon(self):
+        """Close the connections in a forked child, where the I/O threads do not exist."""
+        cdef RdmaLink* link
+        cdef int i
+        self.is_closed = True
+        for i in range(self.n_threads):
+            self.threads[i].thread = NULL
+            link = self.threads[i].links
+            while link != NULL:
+                close(link.fd)
+                link = link.next
+
+    def close(self, *, double timeout_s=10.0):
+        """Stop the I/O threads, end every link that is left, unpin what is held. Idempotent.
+
+        Raises TransportTimeout when a thread does not end within timeout_s seconds.
+        """
+        cdef int64_t deadline = deadline_of(timeout_s)
+        cdef RdmaRegion region
+        cdef int i, status = OK
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for i in range(self.n_threads):
+            fps_store32(&self.threads[i].is_stopping, 1)
+            wake_io(&self.threads[i])
+        for i in range(self.n_threads):
+            if self.threads[i].thread == NULL:
+                continue
+            with nogil:
+                status = thread_join(self.threads[i].thread, deadline)
+            if status != OK:
+                raise TransportTimeout(
+                    f"I/O thread {i} did not end within {timeout_s:g} s; this is a bug")
+            self.threads[i].thread = NULL
+        self.owners.clear()
+        for region in self.held.values():
+            region.close()
+        self.held.clear()
+        self.held_bytes = 0
+
+    def __dealloc__(self):
+        cdef int i
+        if self.threads == NULL:
+            return
+        for i in range(self.n_threads):
+            if self.threads[i].thread != NULL:
+                fps_store32(&self.threads[i].is_stopping, 1)
+                wake_io(&self.threads[i])
+                with nogil:
+                    thread_join(self.threads[i].thread, deadline_of(10.0))
+            if self.threads[i].epoll_fd >= 0:
+                close(self.threads[i].epoll_fd)
+            if self.threads[i].wake_fd >= 0:
+                close(self.threads[i].wake_fd)
+            pthread_mutex_destroy(&self.threads[i].lock)
+        free(self.threads)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _rdma.pyx: regions, and the words for what failed. Any thread.
+
+# ---------------------------------------------------------------- failures
+
+cdef void note_failure(Pins* pins, const char* what, uint32_t peer, const char* why,
+                       const char* cure) noexcept nogil:
+    """Keep the first failure for Python to tell."""
+    pthread_mutex_lock(&pins.lock)
+    if pins.failure[0] == 0:
+        snprintf(pins.failure, TEXT_BYTES, b"%s on the link to peer %u: %s%s", what, peer, why,
+                 cure)
+    pthread_mutex_unlock(&pins.lock)
+
+
+cdef void note_pin_failure(Pins* pins, uint32_t peer, uint64_t nbytes, int error) noexcept nogil:
+    cdef char what[64]
+    snprintf(what, sizeof(what), b"cannot pin %llu bytes", <unsigned long long>nbytes)
+    note_failure(pins, what, peer, strerror(error),
+                 b"; raise `ulimit -l`" if error == ENOMEM else b"")
+
+
+# ---------------------------------------------------------------- regions
+
+cdef Region* pin_region(Pins* pins, char* start, uint64_t nbytes, int access,
+                        bint is_temporary, int* error) noexcept nogil:
+    """Pin memory, with one user; NULL and *error when the device refuses."""
+    cdef Region* region = <Region*>calloc(1, sizeof(Region))
+    error[0] = ENOMEM
+    if region == NULL:
+        return NULL
+    region.start = start
+    region.nbytes = nbytes
+    region.access = access
+    region.is_temporary = is_temporary
+    region.users = 1
+    error[0] = pins.verbs.pin(pins.device, start, nbytes, access, &region.pinned)
+    if error[0]:
+        free(region)
+        return NULL
+    pthread_mutex_lock(&pins.lock)
+    pins.pinned_bytes += nbytes
+    pins.pinnings += 1
+    if is_temporary:
+        pins.temporary += 1
+    else:
+        region.next = pins.regions
+        pins.regions = region
+    pthread_mutex_unlock(&pins.lock)
+    return region
+
+
+cdef Region* find_region(Pins* pins, const char* start, uint64_t nbytes,
+                         int access) noexcept nogil:
+    """The lasting region that covers some memory, with one more user; NULL: none."""
+    cdef Region* region
+    pthread_mutex_lock(&pins.lock)
+    region = pins.regions
+    while region != NULL:
+        if (region.start <= start and start + nbytes <= region.start + region.nbytes
+                and region.access & access == access):
+            region.users += 1
+            break
+        region = region.next
+    pthread_mutex_unlock(&pins.lock)
+    return region
+
+
+cdef void unpin_region(Pins* pins, Region* region) noexcept nogil:
+    if pins.pid == getpid():
+        pins.verbs.unpin(pins.device, region.pinned.handle)
+    pthread_mutex_lock(&pins.lock)
+    pins.pinned_bytes -= region.nbytes
+    pthread_mutex_unlock(&pins.lock)
+    free(region)
+
+
+cdef void leave_region(Pins* pins, Region** held) noexcept nogil:
+    """Stop using a region."""
+    cdef Region* region = held[0]
+    cdef bint is_last
+    held[0] = NULL
+    if region == NULL:
+        return
+    pthread_mutex_lock(&pins.lock)
+    region.users -= 1
+    is_last = region.users == 0 and region.is_temporary
+    pthread_mutex_unlock(&pins.lock)
+    if is_last:
+        unpin_region(pins, region)
+
+
+cdef bint end_region(Pins* pins, Region* region) noexcept nogil:
+    """Unpin a lasting region that nobody but the caller uses; False: somebody does."""
+    cdef Region** place = &pins.regions
+    pthread_mutex_lock(&pins.lock)
+    if region.users > 1:
+        pthread_mutex_unlock(&pins.lock)
+        return False
+    while place[0] != NULL and place[0] != region:
+        place = &place[0].next
+    if place[0] == region:
+        place[0] = region.next
+    pthread_mutex_unlock(&pins.lock)
+    unpin_region(pins, region)
+    return True
+
+
+cdef Region* reach(RdmaLink* link, const char* start, uint64_t nbytes, int access) noexcept nogil:
+    """A region for one frame: a lasting one, else one that ends with the frame."""
+    cdef int error = 0
+    cdef Region* region = find_region(link.pins, start, nbytes, access)
+    if region == NULL:
+        region = pin_region(link.pins, <char*>start, nbytes, access, True, &error)
+    if region == NULL:
+        note_pin_failure(link.pins, link.base.peer, nbytes, error)
+    return region

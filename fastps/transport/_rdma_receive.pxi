@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _rdma.pyx: messages and immediate numbers become frames. I/O thread only.
+
+# ---------------------------------------------------------------- standing grants that we gave
+
+cdef Given* new_given(RdmaLink* link) noexcept nogil:
+    """A record with a number that no message under way can mean; NULL: there is none."""
+    cdef Given* given
+    cdef Given** more
+    if link.spares > REUSE_AFTER:
+        given = link.spare_first
+        link.spare_first = given.next
+        link.spares -= 1
+        return given
+    if link.n_grants == MAX_GRANTS:
+        return NULL
+    if link.n_grants & link.n_grants - 1 == 0:      # full at every power of two
+        more = <Given**>realloc(link.grants, 2 * (link.n_grants + 1) * sizeof(Given*))
+        if more == NULL:
+            return NULL
+        link.grants = more
+    given = <Given*>calloc(1, sizeof(Given))
+    if given == NULL:
+        return NULL
+    given.index = link.n_grants
+    link.grants[link.n_grants] = given
+    link.n_grants += 1
+    return given
+
+
+cdef void retire_given(RdmaLink* link, Given* given) noexcept nogil:
+    given.places[0] = given.places[1] = NULL
+    leave_region(link.pins, &given.regions[0])
+    leave_region(link.pins, &given.regions[1])
+    given.next = NULL
+    if link.spares:
+        link.spare_last.next = given
+    else:
+        link.spare_first = given
+    link.spare_last = given
+    link.spares += 1
+
+
+cdef bint drop_given(RdmaLink* link, uint64_t key) noexcept nogil:
+    """Void the standing grants of a key; tell whether there were any."""
+    cdef Given** place = &link.given[bucket_of(key)]
+    cdef Given* given
+    cdef bint is_any = False
+    while place[0] != NULL:
+        given = place[0]
+        if given.header.key == key:
+            place[0] = given.next
+            retire_given(link, given)
+            is_any = True
+        else:
+            place = &given.next
+    return is_any
+
+
+cdef void drop_given_frame(RdmaLink* link, const Header* header) noexcept nogil:
+    """Void the grant for frames like one that was announced anew."""
+    cdef Given** place = &link.given[bucket_of(header.key)]
+    cdef Given* given
+    while place[0] != NULL:
+        given = place[0]
+        if (given.header.key == header.key and given.header.offset == header.offset
+                and given.header.kind == header.kind):
+            place[0] = given.next
+            retire_given(link, given)
+        else:
+            place = &given.next
+
+
+cdef bint promise(RdmaLink* link, const Header* header, uint32_t rounds, char** place,
+                  Region** region) noexcept nogil:
+    """Ask the owner where a later round of a frame will land."""
+    cdef Header later = header[0]
+    later.key_version += rounds
+    place[0] = <char*>link.base.owner.standing(link.base.owner.context, &link.base, &later)
+    if place[0] == NULL:
+        return False
+    region[0] = find_region(link.pins, place[0], header.length, ACCESS_REMOTE)
+    return region[0] != NULL
+
+
+cdef void offer_standing(RdmaLink* link, const Header* header) noexcept nogil:
+    """Let the grant of an announced frame stand for its later rounds, if the owner promises."""
+    cdef uint32_t next = (header.key_version + 1) & 1
+    cdef char* places[2]
+    cdef Region* regions[2]
+    cdef Given* given = NULL
+    regions[0] = regions[1] = NULL
+    drop_given_frame(link, header)
+    if (link.base.owner.standing != NULL
+            and promise(link, header, 1, &places[next], &regions[next])
+            and promise(link, header, 2, &places[1 - next], &regions[1 - next])):
+        given = new_given(link)
+    if given == NULL:
+        leave_region(link.pins, &regions[0])
+        leave_region(link.pins, &regions[1])
+        return
+    given.header = header[0]
+    given.places[0], given.places[1] = places[0], places[1]
+    given.regions[0], given.regions[1] = regions[0], regions[1]
+    given.next = link.given[bucket_of(header.key)]
+    link.given[bucket_of(header.key)] = given
+    link.grant.is_standing = 1
+    link.grant.note.index = given.index
+    link.grant.places[0] = <uint64_t><uintptr_t>places[0]
+    link.grant.places[1] = <uint64_t><uintptr_t>places[1]
+    link.grant.rkeys[0] = regions[0].pinned.rkey
+    link.grant.rkeys[1] = regions[1].pinned.rkey
+
+
+# ---------------------------------------------------------------- frames
+
+cdef int count_frame(RdmaLink* link, const Header* header) noexcept nogil:
+    link.base.stats.frames_received += 1
+    link.base.stats.bytes_received += HEADER_BYTES + header.length
+    return link.base.owner.deliver(link.base.owner.context, &link.base, header)
+
+
+cdef char* ask_landing(RdmaLink* link, const Header* header, int* status) noexcept nogil:
+    """Where the owner wants a frame; NULL with *status OK for a frame without payload."""
+    cdef char* place
+    status[0] = OK
+    place = <char*>link.base.owner.landing(link.base.owner.context, &link.base, header, status)
+    if status[0] == OK and place == NULL and header.length:
+        status[0] = E_PROTOCOL
+    if status[0] > 0:
+        status[0] = E_PROTOCOL
+    return place
+
+
+cdef int take_frame(RdmaLink* link, const char* body, uint32_t length) noexcept nogil:
+    """A small frame with its payload."""
+    cdef Header header
+    cdef char* place
+    cdef int status
+    if length < HEADER_BYTES:
+        return E_PROTOCOL
+    memcpy(&header, body, HEADER_BYTES)
+    if header_check(&header) != OK or header.length != length - HEADER_BYTES or link.is_landing:
+        return E_PROTOCOL
+    if header.kind == KIND_BYE:
+        link.has_bye = True
+        return OK if header.length == 0 else E_PROTOCOL
+    place = ask_landing(link, &header, &status)
+    if status != OK:
+        return status
+    if header.length:
+        memcpy(place, body + HEADER_BYTES, header.length)
+        link.counts.bytes_copied += header.length
+    return count_frame(link, &header)
+
+
+cdef int take_announcement(RdmaLink* link, const char* body, uint32_t length) noexcept nogil:
+    """A large frame is coming: grant the place where its owner wants it."""
+    cdef Header* header = &link.landing_header
+    cdef int status
+    if length != HEADER_BYTES or link.is_landing:
+        return E_PROTOCOL
+    memcpy(header, body, HEADER_BYTES)
+    if (header_check(header) != OK or header.length <= EAGER_BYTES or header.kind == KIND_BYE):
+        return E_PROTOCOL
+    link.landing_place = ask_landing(link, header, &status)
+    if status != OK:
+        return status
+    link.is_landing = True
+    link.landing_region = reach(link, link.landing_place, header.length, ACCESS_REMOTE)
+    if link.landing_region == NULL:
+        return E_SYS
+    memset(&link.grant, 0, sizeof(GrantNote))
+    link.grant.place = <uint64_t><uintptr_t>link.landing_place
+    link.grant.rkey = link.landing_region.pinned.rkey
+    link.has_grant = True
+    offer_standing(link, header)
+    return OK
+
+
+cdef int finish_landing(RdmaLink* link) noexcept nogil:
+    """The bytes of the announced frame are there."""
+    cdef Header header = link.landing_header
+    if not link.is_landing or link.has_grant:
+        return E_PROTOCOL
+    link.is_landing = False
+    leave_region(link.pins, &link.landing_region)   # the owner may free the memory
+    return count_frame(link, &header)
+
+
+cdef int take_standing(RdmaLink* link, uint32_t imm, uint32_t length) noexcept nogil:
+    """The bytes of a frame are where a standing grant said; make up its header."""
+    cdef uint32_t index = imm >> IMM_INDEX_SHIFT
+    cdef Header header
+    cdef Given* given
+    cdef char* place
+    cdef char* landed
+    cdef uint32_t rounds
+    cdef int status
+    if index >= link.n_grants or link.is_landing:
+        return E_PROTOCOL
+    given = link.grants[index]
+    if given.places[0] == NULL:
+        return E_PROTOCOL       # withdrawn before the frame that this answers was sent
+    rounds = ((imm >> IMM_VERSION_SHIFT) - given.header.key_version) % IMM_VERSIONS
+    if rounds == 0 or length != (given.header.length - 1) % SEGMENT_BYTES + 1:
+        return E_PROTOCOL
+    given.header.key_version += rounds
+    given.header.flags = imm & IMM_FLAGS
+    header = given.header
+    header_seal(&header)
+    landed = given.places[header.key_version & 1]
+    place = ask_landing(link, &header, &status)
+    if status != OK:
+        return status
+    if place != landed:         # the owner does not want it there any more
+        memcpy(place, landed, header.length)
+        link.counts.bytes_copied += header.length
+    return count_frame(link, &header)
+
+
+cdef int take_message(RdmaLink* link, const char* message, uint32_t length) noexcept nogil:
+    cdef const Note* note = <const Note*>message
+    cdef const char* body = message + NOTE_BYTES
+    if length < NOTE_BYTES or length > MESSAGE_BYTES:
+        return E_PROTOCOL
+    link.room += note.credits
+    if link.room > link.peer.receives:
+        return E_PROTOCOL
+    length -= NOTE_BYTES
+    if note.kind == NOTE_FRAME:
+        return take_frame(link, body, length)
+    if note.kind == NOTE_ANNOUNCE:
+        return take_announcement(link, body, length)
+    if note.kind == NOTE_GRANT and length == sizeof(GrantNote) - NOTE_BYTES:
+        return take_grant(link, <const GrantNote*>message)
+    if note.kind == NOTE_WITHDRAW and length == 0:
+        drop_taken(link, note.key, NULL)
+        return OK
+    return OK if note.kind == NOTE_CREDIT and length == 0 else E_PROTOCOL
+
+
+cdef int post_buffer(RdmaLink* link, uint64_t number) noexcept nogil:
+    return link.verbs.post_receive(
+        link.port, number, <uint64_t><uintptr_t>(link.messages + number * MESSAGE_BYTES),
+        MESSAGE_BYTES, link.messages_pinned.lkey)
+
+
+cdef int take_arrival(RdmaLink* link, const Done* done) noexcept nogil:
+    """A posted buffer was used up, by a message or by an immediate number."""
+    cdef int status
+    fault_hit(FAULT_LINK_RECV)
+    link.base.stats.reads += 1
+    if done.work >= RECEIVES:
+        return E_SYS
+    if not done.has_imm:
+        status = take_message(link, link.messages + done.work * MESSAGE_BYTES, done.length)
+    elif done.imm == <uint32_t>IMM_ANNOUNCED:
+        status = finish_landing(link)
+    elif done.imm & <uint32_t>IMM_ANNOUNCED:
+        status = E_PROTOCOL
+    else:
+        status = take_standing(link, done.imm, done.length)
+    if status != OK:
+        return status
+    if post_buffer(link, done.work):
+        return E_PEER_LOST
+    link.owed += 1
+    return OK
+
+
+cdef int note_broken(RdmaLink* link, const Done* done) noexcept nogil:
+    """A work request failed: the queue pair takes no more. Why may stand in another one."""
+    link.is_broken = True
+    if done.status == STATUS_FLUSHED:
+        return OK
+    note_failure(link.pins, b"a work request failed", link.base.peer,
+                 link.verbs.explain(done.status),
+                 b"; check that the peer lives and that the fabric carries RDMA (ibv_devinfo)")
+    return E_PEER_LOST
+
+
+cdef int take_completions(RdmaLink* link, bint* has_more) noexcept nogil:
+    """Work off completions, some batches at most; negative: the link is broken."""
+    cdef Done done[POLL_BATCH]
+    cdef int i, count, batch, status = OK
+    has_more[0] = False
+    for batch in range(SERVE_BATCHES):
+        count = link.verbs.poll(link.port, done, POLL_BATCH)
+        if count < 0:
+            return E_PEER_LOST
+        if count == 0 and link.is_broken:
+            note_failure(link.pins, b"the queue pair failed", link.base.peer,
+                         b"the peer wrote where it may not, or what does not fit", b"")
+            return E_PEER_LOST
+        if count == 0:
+            return OK
+        for i in range(count):
+            if done[i].status:
+                status = note_broken(link, &done[i])
+            elif done[i].is_receive:
+                status = take_arrival(link, &done[i])
+            else:
+                status = finish_work(link, &done[i])
+            if status != OK:
+                return status
+        status = pump(link)
+        if status != OK:
+            return status
+    has_more[0] = True
+    return OK

@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether this machine can use RDMA, over which device, address and data path.
+
+Reads the kernel's tables of devices; opens one only in open_device(). Frames and queue pairs are
+_rdma's; what a device is asked for goes to one of two data paths: the native one (_rdma_verbs,
+where libibverbs' header was there when fastps was built), else pyverbs. Starts no thread.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import logging
+import math
+import os
+import resource
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastps.config import Config
+from fastps.errors import ConfigError, FastPSError, TransportError
+
+if TYPE_CHECKING:  # what needs no device must not load what drives one
+    from fastps.transport._rdma import RdmaTransport, VerbsDevice
+
+log = logging.getLogger(__name__)
+
+DEVICES = Path("/sys/class/infiniband")
+VERBS_DEVICES = Path("/sys/class/infiniband_verbs")
+DEVICE_FILES = Path("/dev/infiniband")
+STATUS = Path("/proc/self/status")
+DEBIAN_PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
+DATA_PATHS = ("auto", "native", "pyverbs")
+MTUS = {0: 0, 256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}  # bytes -> as the verbs count them
+MAX_RETRIES = 6  # 7 is for ever on some devices: a dead peer would go unnoticed
+ACK_UNIT_S = 4.096e-6
+MAX_ACK_TIMEOUT = 31
+ACTIVE = "4:"  # how a port's state begins
+UNUSABLE = 9
+RDMA_LANE = 0x80  # in the lane that a worker shows when it connects: it wants RDMA
+LINK_BYTES = 512 << 10  # that every link pins for its messages
+CAP_IPC_LOCK = 14  # the right to pin without limit
+CREDIT_PARTITIONS = 4  # that a link may push before the first result; chunks are partitions
+INSTALL = (
+    "apt-get install ibverbs-providers libibverbs-dev and build fastps again, or apt-get install "
+    "ibverbs-providers python3-pyverbs and let this Python see it: fastps doctor --link-pyverbs"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaOptions:
+    """Say which device to use and how; the defaults take what is there.
+
+    device: name, empty for the first with an active port. port, gid_index: 0 and -1 choose.
+    mtu: bytes, 0 for the port's own. timeout_s: until a peer that does not answer is given up.
+    """
+
+    device: str = ""
+    port: int = 0
+    gid_index: int = -1
+    mtu: int = 0
+    traffic_class: int = 0
+    timeout_s: float = 8.0
+    retries: int = MAX_RETRIES
+    data_path: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """Tell what RDMA this process can use, or why none; reason is empty when it can."""
+
+    device: str = ""
+    port: int = 0
+    gid_index: int = 0
+    gid: str = ""
+    data_path: str = ""
+    reason: str = ""
+
+    @property
+    def is_usable(self) -> bool:
+        """Tell whether there is a device, an address and a data path."""
+        return not self.reason
+
+    @property
+    def usable_gid(self) -> str:
+        """Give the address to tell the others, empty when they cannot use it."""
+        return self.gid if self.is_usable else ""
+
+    def describe(self) -> str:
+        """Say it in one line, for a log or the doctor."""
+        if self.reason:
+            return f"no RDMA: {self.reason}"
+        return (
+            f"RDMA over {self.device} port {self.port}, GID {self.gid_index} ({self.gid}), "
+            f"by the {self.data_path} data path"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    device: str
+    port: int
+    gid_index: int
+    gid: str
+
+
+def ack_timeout_of(timeout_s: float, retries: int) -> int:
+    """Give the exponent of the verbs' time-out, so that all tries together take timeout_s."""
+    one_try = timeout_s / (retries + 1)
+    return min(max(round(math.log2(one_try / ACK_UNIT_S)), 1), MAX_ACK_TIMEOUT)
+
+
+def wants_rdma(transport: str, mine: Capability, theirs: str) -> tuple[bool, str]:
+    """Decide about one link: (whether it uses RDMA, why or why not).
+
+    transport: the setting, tcp, rdma or auto. theirs: the GID that the peer told, empty when it
+    has none. Raises ConfigError when RDMA is asked for and one end cannot use it.
+    """
+    if transport == "tcp":
+        return False, "FASTPS_TRANSPORT=tcp"
+    if mine.is_usable and theirs:
+        return True, mine.describe()
+    why = mine.reason or "the peer has no RDMA device; run fastps doctor on its machine"
+    if transport == "rdma":
+        raise ConfigError(f"FASTPS_TRANSPORT=rdma, but {why}; FASTPS_TRANSPORT=auto falls back")
+    return False, why
+
+
+# ---- what there is ----
+
+
+def probe(options: RdmaOptions | None = None, *, devices: Path = DEVICES) -> Capability:
+    """Look for a device with an active port, an address on it and a data path.
+
+    Reads a few small files and imports nothing that is not there; never raises for a machine
+    without RDMA. devices: the kernel's table of devices.
+    """
+    options = options or RdmaOptions()
+    address, why = _find_address(options, devices)
+    if address is None:
+        return Capability(reason=why)
+    why = "" if devices != DEVICES else _why_closed(address.device)
+    data_path, missing = _find_data_path(options.data_path)
+    return Capability(
+        device=address.device,
+        port=address.port,
+        gid_index=address.gid_index,
+        gid=address.gid,
+        data_path=data_path,
+        reason=why or missing,
+    )
+
+
+def _find_address(options: RdmaOptions, devices: Path) -> tuple[_Address | None, str]:
+    names = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
+    if not names:
+        return None, "the kernel knows no RDMA device (ibv_devinfo lists them)"
+    if options.device and options.device not in names:
+        return None, f"FASTPS_RDMA_DEVICE={options.device}: there are {', '.join(names)}"
+    why = ""
+    for name in [options.device] if options.device else names:
+        ports = sorted(int(path.name) for path in (devices / name / "ports").iterdir())
+        for port in [options.port] if options.port else ports:
+            found, reason = _find_on_port(devices / name, port, options.gid_index)
+            if found is not None:
+                return found, ""
+            why = why or reason
+    return None, why
+
+
+def _find_on_port(device: Path, port: int, gid_index: int) -> tuple[_Address | None, str]:
+    folder = device / "ports" / str(port)
+    state = _read(folder / "state")
+    if not state.startswith(ACTIVE):
+        return None, f"port {port} of {device.name} is {state or 'not there'}, not active"
+    best: tuple[int, int, str] | None = None
+    wanted = range(gid_index, gid_index + 1) if gid_index >= 0 else _gid_indices(folder)
+    for index in wanted:
+        rank, gid = _rank_of(folder, index)
+        if rank < UNUSABLE and (best is None or rank < best[0]):
+            best = (rank, index, gid)
+        if rank == 0:
+            break  # the table may have a thousand entries
+    if best is None:
+        return None, (
+            f"port {port} of {device.name} has no usable address (GID); give its network "
+            "interface an IPv4 address, or set FASTPS_RDMA_GID_INDEX"
+        )
+    return _Address(device.name, port, best[1], best[2]), ""
+
+
+def _gid_indices(folder: Path) -> list[int]:
+    try:
+        return sorted(int(name) for name in os.listdir(folder / "gids"))
+    except OSError:
+        return []
+
+
+def _rank_of(folder: Path, index: int) -> tuple[int, str]:
+    """Order addresses: routable RoCE v2 over IPv4, over IPv6, InfiniBand, link-local."""
+    gid = _read(f"{folder}/gids/{index}")
+    if not gid.replace(":", "").strip("0"):
+        return UNUSABLE, ""
+    kind = _read(f"{folder}/gid_attrs/types/{index}")
+    address = ipaddress.IPv6Address(gid)
+    if kind.startswith("RoCE v2"):
+        if address.ipv4_mapped:
+            return 0, gid
+        return (3 if address.is_link_local else 1), gid
+    return (2 if kind.startswith("IB") else UNUSABLE), gid
+
+
+def _read(path: str | Path) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        return ""  # an empty entry of the table reads as an error
+
+
+def _why_closed(device: str) -> str:
+    """Say why the device's file cannot be opened, or nothing."""
+    for entry in VERBS_DEVICES.glob("uverbs*"):
+        if _read(entry / "ibdev") == device:
+            path = DEVICE_FILES / entry.name
+            if os.access(path, os.R_OK | os.W_OK):
+                return ""
+            return f"{path} cannot be opened; it must be readable and writable for this user"
+    return f"{device} has no file under {DEVICE_FILES}; modprobe ib_uverbs"
+
+
+def _find_data_path(wanted: str) -> tuple[str, str]:
+    """Give (data path, why there is none)."""
+    if wanted in ("auto", "native") and importlib.util.find_spec("fastps.transport._rdma_verbs"):
+        try:
+            importlib.import_module("fastps.transport._rdma_verbs")
+            return "native", ""
+        except ImportError:
+            pass  # libibverbs is not installed
+    if wanted in ("auto", "pyverbs") and importlib.util.find_spec("pyverbs"):
+        return "pyverbs", ""
+    return "", f"no data path: {INSTALL}"
+
+
+# ---- using it ----
+
+
+def open_device(options: RdmaOptions | None = None) -> VerbsDevice:
+    """Open the device that probe() finds.
+
+    Raises ConfigError when there is none, TransportError when it cannot be opened.
+    """
+    options = options or RdmaOptions()
+    found = probe(options)
+    if not found.is_usable:
+        raise ConfigError(found.reason)
+    from fastps.transport._rdma import PythonDevice  # noqa: PLC0415
+    from fastps.transport.rdma_pyverbs import Device as PyverbsHandler  # noqa: PLC0415
+
+    arguments = {
+        "port": found.port,
+        "gid_index": found.gid_index,
+        "mtu": MTUS[options.mtu],
+        "traffic_class": options.traffic_class,
+        "ack_timeout": ack_timeout_of(options.timeout_s, options.retries),
+        "retries": min(options.retries, MAX_RETRIES),
+    }
+    try:
+        if found.data_path == "native":
+            from fastps.transport._rdma_verbs import NativeDevice  # noqa: PLC0415
+
+            return NativeDevice(found.device, **arguments)
+        return PythonDevice(PyverbsHandler(found.device, **arguments), name=found.device)
+    except TransportError:
+        raise
+    except Exception as error:  # pyverbs has classes of its own
+        raise TransportError(f"cannot open {found.device}: {error}; see ibv_devinfo") from error
+
+
+# ---- as settings say ----
+
+
+def options_of(config: Config) -> RdmaOptions:
+    """Read the options from the settings."""
+    return RdmaOptions(
+        device=config.rdma_device,
+        port=config.rdma_port,
+        gid_index=config.rdma_gid_index,
+        mtu=config.rdma_mtu,
+        traffic_class=config.rdma_traffic_class,
+        timeout_s=config.rdma_timeout_s,
+        retries=config.rdma_retries,
+        data_path=config.rdma_data_path,
+    )
+
+
+def look_up(config: Config) -> Capability:
+    """Probe as settings allow: for tcp not at all.
+
+    Raises ConfigError when settings ask for RDMA and this machine has none.
+    """
+    if config.transport == "tcp":
+        return Capability(reason="FASTPS_TRANSPORT=tcp")
+    found = probe(options_of(config))
+    if config.transport == "rdma" and not found.is_usable:
+        raise ConfigError(f"FASTPS_TRANSPORT=rdma, but {found.reason}; fastps doctor tells more")
+    why = _why_unlockable(config)
+    if config.transport == "auto" and found.is_usable and why:
+        found = replace(found, reason=why)
+    log.debug("%s", found.describe())
+    return found
+
+
+def _why_unlockable(config: Config) -> str:
+    """Say why this process may be unable to pin what settings allow it, or nothing."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY or limit >= config.rdma_pinned_bytes or may_lock():
+        return ""
+    return (
+        f"`ulimit -l` allows {limit >> 20} MiB, but FASTPS_RDMA_PINNED_BYTES is "
+        f"{config.rdma_pinned_bytes}; raise the one or lower the other"
+    )
+
+
+def may_lock(status: Path = STATUS) -> bool:
+    """Tell whether this process may pin memory without limit."""
+    for line in _read(status).splitlines():
+        name, _, value = line.partition(":")
+        if name == "CapEff":
+            return bool(int(value, 16) >> CAP_IPC_LOCK & 1)
+    return False
+
+
+def has_reason(config: Config, own_host: str, others: Sequence[tuple[str, str]]) -> bool:
+    """Tell whether RDMA may be used with any of the others, given as (GID, host id).
+
+    Within one host only where settings insist: memory and Unix sockets are the shorter way.
+    """
+    is_forced = config.transport == "rdma"
+    return any(gid and (is_forced or host != own_host) for gid, host in others)
+
+
+def carries_all(config: Config, members: Sequence[tuple[str, str]]) -> bool:
+    """Tell whether everything between hosts goes by RDMA, from what all members know alike.
+
+    members: (GID, host id) of all workers and servers.
+    """
+    hosts = {host for _, host in members}
+    return all(gid for gid, _ in members) and (config.transport == "rdma" or len(hosts) > 1)
+
+
+def choose_credit(config: Config) -> int:
+    """Give the credit of an RDMA link in bytes: as configured, else some partitions."""
+    return config.credit_bytes or CREDIT_PARTITIONS * config.partition_bytes
+
+
+def open_transport(config: Config, *, n_links: int) -> RdmaTransport | None:
+    """Open the device and make a transport that can pin what n_links need.
+
+    None when that fails and settings allow TCP in its place, which is logged; else raises
+    ConfigError or TransportError.
+    """
+    try:
+        from fastps.transport._rdma import RdmaTransport  # noqa: PLC0415
+
+        transport = RdmaTransport(
+            open_device(options_of(config)),
+            io_threads=config.io_threads,
+            spin_us=config.spin_us,
+            pinned_bytes=config.rdma_pinned_bytes,
+            greeting_timeout_s=config.handshake_timeout_s,
+        )
+        try:
+            _rehearse(transport, n_links)
+        except BaseException:
+            transport.close(timeout_s=config.shutdown_timeout_s)
+            raise
+        return transport
+    except (FastPSError, ImportError) as error:
+        if config.transport == "rdma":
+            raise
+        log.warning("RDMA cannot be used, TCP takes its place: %s", error)
+        return None
+
+
+def _rehearse(transport: RdmaTransport, n_links: int) -> None:
+    """Pin as much as the links will, so that a low limit shows before a peer relies on us."""
+    memory = np.empty(max(n_links, 1) * LINK_BYTES, np.uint8)
+    transport.register(memory.ctypes.data, memory.nbytes).close()
+
+
+# ---- the distribution's pyverbs ----
+
+
+def link_pyverbs(site: Path | None = None, *, installed: Path = DEBIAN_PYVERBS) -> Path:
+    """Let this Python import the distribution's pyverbs, by one symbolic link; give its path.
+
+    site: folder of packages, by default this Python's own. Raises ConfigError when pyverbs is
+    not installed, was built for another Python, or something else stands there.
+    """
+    tag = f"cpython-{sys.version_info[0]}{sys.version_info[1]}"
+    if not installed.is_dir():
+        raise ConfigError(f"{installed} is not there: run apt-get install python3-pyverbs")
+    if not list(installed.glob(f"qp.{tag}-*.so")):
+        raise ConfigError(f"{installed} was built for another Python than {tag}")
+    link = (site or Path(sysconfig.get_path("platlib"))) / "pyverbs"
+    if link.is_symlink():
+        link.unlink()
+    elif link.exists():
+        raise ConfigError(f"{link} is there already and no link; remove it first")
+    link.symlink_to(installed)
+    return link

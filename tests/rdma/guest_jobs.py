@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole jobs over RDMA, servers and all; runs where there is a device."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import programs_rdma
+import pytest
+from harness import ROOT, clean_environ, run_workers
+from job import Job
+
+HERE = Path(__file__).parent
+SLOW = {"FASTPS_START_TIMEOUT_S": "150", "FASTPS_HANDSHAKE_TIMEOUT_S": "60"}
+RDMA = SLOW | {"FASTPS_TRANSPORT": "rdma"}
+JOB_TIMEOUT_S = 170.0
+NOTICE_S = 5.0  # the device alone would need eight seconds; usual are some milliseconds
+SCRIPT = """
+import sys
+sys.path.insert(0, {folder!r})
+import programs_rdma
+report(programs_rdma.sums())
+report(programs_rdma.training())
+"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
+    """Give what two workers with two servers found in two memberships of one job."""
+    result = run_workers(
+        SCRIPT.format(folder=str(HERE)),
+        tmp_path_factory.mktemp("job"),
+        timeout_s=JOB_TIMEOUT_S,
+        environ=RDMA | {"FASTPS_PARTITION_BYTES": "16384"},
+    )
+    return list(result.check().reports)
+
+
+@pytest.mark.timeout(200)
+def test_every_dtype_and_what_it_costs(reports):
+    """The workers compare the sums themselves; from the third round on nothing is announced."""
+    for found, _ in reports:
+        assert found["links"]
+        assert found["announced"] == 0, found
+        assert found["pinnings_for_one_frame"] == 0, found
+        assert found["standing"] > 0.9 * found["frames_sent"], found
+        # one for each frame, and now and then one that returns credit
+        assert found["work_requests"] <= 1.2 * found["frames_sent"], found
+
+
+@pytest.mark.timeout(200)
+def test_a_training_without_a_framework(reports):
+    first, second = (weights for _, weights in reports)
+    assert first == second
+    loss, begin = first[:2]
+    assert loss < 0.5 * begin
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_a_killed_process_is_noticed_at_once(role):
+    with Job(programs_rdma.until_lost, servers=1, environment=RDMA) as job:
+        for worker in job.workers:
+            worker.wait_line("busy", timeout_s=JOB_TIMEOUT_S)
+        victim = job.workers[1] if role == "worker" else job.servers[0]
+        killed_at = victim.send(signal.SIGKILL)
+        found = job.workers[0].result()
+        assert found["at"] - killed_at < NOTICE_S, found
+        assert f"{role} {1 if role == 'worker' else 0}" in found["error"]
+
+
+@pytest.mark.timeout(100)
+def test_the_doctor_finds_the_device():
+    done = subprocess.run(
+        [sys.executable, "-m", "fastps.launch.doctor", "doctor"],
+        cwd=ROOT,
+        env=clean_environ(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=True,
+    )
+    assert "RDMA over rxe0 port 1" in done.stdout

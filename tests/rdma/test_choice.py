@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which links use RDMA, what happens where it cannot be used, and what the doctor says."""
+
+from __future__ import annotations
+
+import os
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastps import joining
+from fastps.config import Config, load
+from fastps.control.doors import open_doors
+from fastps.control.protocol import Member
+from fastps.errors import ConfigError, TransportError
+from fastps.launch import doctor
+from fastps.server.dataplane import DataPlane
+from fastps.transport import rdma
+from fastps.transport.rdma import RDMA_LANE, Capability, RdmaOptions
+from fastps.transport.tcp import Listener, dial
+from fastps.worker._engine import WorkerEngine
+
+GID = "0000:0000:0000:0000:0000:ffff:0a09:0001"
+DEVICE = Capability(device="rxe0", port=1, gid=GID, data_path="native")
+
+
+def settings(**given: Any) -> Config:
+    """Load settings that no environment disturbs."""
+    return load(given, {})
+
+
+def test_byteps_switch_asks_for_rdma():
+    for word, transport in (("1", "rdma"), ("ibverbs", "rdma"), ("0", "auto"), ("", "auto")):
+        assert load({}, {"DMLC_ENABLE_RDMA": word}).transport == transport
+    environ = {"DMLC_ENABLE_RDMA": "1", "FASTPS_TRANSPORT": "tcp"}
+    assert load({}, environ).transport == "tcp"
+    with pytest.raises(ConfigError, match="DMLC_ENABLE_RDMA=1='fabric'"):
+        load({}, {"DMLC_ENABLE_RDMA": "fabric"})
+
+
+def test_options_come_from_settings():
+    assert rdma.options_of(settings()) == RdmaOptions()
+    found = rdma.options_of(settings(rdma_device="mlx5_1", rdma_port=2, rdma_mtu=1024))
+    assert (found.device, found.port, found.mtu) == ("mlx5_1", 2, 1024)
+    with pytest.raises(ConfigError, match="256, 512, 1024"):
+        settings(rdma_mtu=1500)
+
+
+def test_tcp_never_looks_for_a_device(monkeypatch):
+    monkeypatch.setattr(rdma, "probe", lambda options: pytest.fail("it looked"))
+    found = rdma.look_up(settings(transport="tcp"))
+    assert found.usable_gid == ""
+    assert "FASTPS_TRANSPORT=tcp" in found.reason
+
+
+def test_a_missing_device_is_an_error_only_where_rdma_is_asked_for(monkeypatch):
+    monkeypatch.setattr(rdma, "probe", lambda options: Capability(gid=GID, reason="no path"))
+    assert rdma.look_up(settings()).usable_gid == ""
+    with pytest.raises(ConfigError, match="FASTPS_TRANSPORT=rdma, but no path; fastps doctor"):
+        rdma.look_up(settings(transport="rdma"))
+    monkeypatch.setattr(rdma, "probe", lambda options: DEVICE)
+    assert rdma.look_up(settings(transport="rdma")).usable_gid == GID
+
+
+def test_little_lockable_memory_makes_auto_take_tcp(monkeypatch, tmp_path):
+    monkeypatch.setattr(rdma, "probe", lambda options: DEVICE)
+    monkeypatch.setattr(rdma.resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
+    monkeypatch.setattr(rdma, "may_lock", lambda: False)
+    found = rdma.look_up(settings())
+    assert found.usable_gid == ""
+    assert "`ulimit -l` allows 8 MiB" in found.reason
+    assert rdma.look_up(settings(rdma_pinned_bytes=8 << 20)).usable_gid == GID
+    assert rdma.look_up(settings(transport="rdma")).usable_gid == GID
+    monkeypatch.setattr(rdma, "may_lock", lambda: True)
+    assert rdma.look_up(settings()).usable_gid == GID
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [("CapEff:\t000001ffffffffff\n", True), ("CapEff:\t0000000000000000\n", False), ("", False)],
+)
+def test_the_right_to_pin_is_read(tmp_path, text, is_allowed):
+    status = tmp_path / "status"
+    status.write_text(f"Name:\tpython\n{text}", encoding="ascii")
+    assert rdma.may_lock(status) is is_allowed
+
+
+def test_within_a_host_rdma_has_to_be_asked_for():
+    auto, forced = settings(), settings(transport="rdma")
+    here, there, without = (GID, "here"), (GID, "there"), ("", "there")
+    assert not rdma.has_reason(auto, "here", [here, without])
+    assert rdma.has_reason(auto, "here", [here, there])
+    assert rdma.has_reason(forced, "here", [here])
+    assert not rdma.has_reason(forced, "here", [without])
+    assert not rdma.carries_all(auto, [here, here])
+    assert rdma.carries_all(forced, [here, here])
+    assert rdma.carries_all(auto, [here, there])
+    assert not rdma.carries_all(auto, [here, there, without])
+
+
+def test_credit_is_some_partitions_unless_configured():
+    assert rdma.choose_credit(settings(partition_bytes=1 << 20)) == 4 << 20
+    assert rdma.choose_credit(settings(credit_bytes=12345)) == 12345
+
+
+def test_a_device_that_fails_gives_way_to_tcp_only_under_auto(monkeypatch, caplog):
+    def refuse(options: RdmaOptions) -> None:
+        raise TransportError("cannot open rxe0")
+
+    monkeypatch.setattr(rdma, "open_device", refuse)
+    assert rdma.open_transport(settings(), n_links=1) is None
+    assert "TCP takes its place: cannot open rxe0" in caplog.text
+    with pytest.raises(TransportError, match="cannot open rxe0"):
+        rdma.open_transport(settings(transport="rdma"), n_links=1)
+
+
+def test_a_server_without_rdma_refuses_such_a_link():
+    plane = DataPlane.__new__(DataPlane)
+    plane._generation, plane._rdma = 1, None
+    near, far = socket.socketpair()
+    with near:
+        descriptor = far.detach()
+        with pytest.raises(TransportError, match="this server does not use"):
+            plane._admit(descriptor, 0, 1 << 8 | RDMA_LANE)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
+def test_a_refused_link_can_be_dialled_again():
+    """What a worker sees of the refusal is an error that lets it fall back."""
+    config = settings(host="127.0.0.1", token="0123456789abcdef", handshake_timeout_s=5.0)
+    doors = open_doors(config, port=0)
+    admitted: list[int] = []
+
+    def admit(descriptor: int, sender: int, lane: int) -> None:
+        os.close(descriptor)
+        if lane & RDMA_LANE:
+            raise TransportError("it wants RDMA")
+        admitted.append(lane)
+
+    listener = Listener(doors.sockets, config, key=b"k" * 32, admit=admit)
+    listener.start()
+    options: dict[str, Any] = {"key": b"k" * 32, "sender": 0, "what": "server 0"}
+    with pytest.raises(TransportError, match="server 0"):
+        dial(doors.address, config, lane=RDMA_LANE, **options)
+    os.close(dial(doors.address, config, lane=0, **options))
+    listener.close(timeout_s=5.0)
+    assert admitted == [0]
+    assert listener.statistics() == {"not admitted": 1}
+
+
+@pytest.mark.parametrize("transport", ["auto", "rdma"])
+def test_a_worker_falls_back_when_the_server_refuses(monkeypatch, caplog, transport):
+    def refuse(address: tuple[str, int], config: Config, **options: Any) -> int:
+        assert options["lane"] & RDMA_LANE
+        raise TransportError("server 0 closed the connection")
+
+    monkeypatch.setattr(joining, "dial", refuse)
+    worker = joining.Connections.__new__(joining.Connections)
+    worker._config = settings(transport=transport)
+    worker._rdma, worker._by_rdma = object(), {0}  # type: ignore[assignment]
+    worker.client = SimpleNamespace(data_key=b"k")  # type: ignore[assignment]
+    worker.job = SimpleNamespace(rank=0, generation=1, joint_servers={})  # type: ignore[assignment]
+    server = Member("server", 0, "127.0.0.1", 1, 1, "node", 0, "", "h", GID)
+    if transport == "rdma":
+        with pytest.raises(TransportError, match="closed the connection"):
+            worker._link_by_rdma(server, 0)
+        return
+    assert not worker._link_by_rdma(server, 0)
+    assert not worker._link_by_rdma(server, 1), "it asks only once"
+    assert caplog.text.count("TCP takes its place") == 1
+
+
+# ---- memory ----
+
+
+def test_large_arrays_are_held_before_an_operation_begins():
+    engine = WorkerEngine(rank=0, n_servers=1)
+    options = {"dtype": 1, "chunk_bytes": 1 << 20}
+    large = engine.declare(0, "large", nbytes=8000, partitions=[(0, 8000, 0)], **options)
+    small = engine.declare(1, "small", nbytes=400, partitions=[(0, 400, 0)], **options)
+    held: list[Any] = []
+    engine.hold_with(held.append)
+    given, out, little = (np.zeros(n, np.float32) for n in (2000, 2000, 100))
+    engine.start(small, little, little)
+    assert held == []
+    engine.start(large, given, out)
+    assert held[0] is given
+    assert held[1] is out
+    assert large.wait(timeout_s=5.0) == -3  # nobody is connected
+
+
+def test_arrays_that_cannot_be_held_are_given_back():
+    engine = WorkerEngine(rank=0, n_servers=1)
+    tensor = engine.declare(
+        0, "a", nbytes=8000, dtype=1, chunk_bytes=8000, partitions=[(0, 8000, 0)]
+    )
+    array = bytearray(8000)
+
+    def refuse(array: Any) -> None:
+        raise TransportError("cannot pin 8000 bytes; raise `ulimit -l`")
+
+    engine.hold_with(refuse)
+    for _ in range(2):
+        with pytest.raises(TransportError, match="ulimit"):
+            engine.start(tensor, array, array)
+        with pytest.raises(TransportError, match="ulimit"):
+            engine.start_many([tensor], [array], [array], priorities=[0])
+    array.append(1)  # nobody exports it any more
+    assert tensor.version == 0
+
+
+# ---- the doctor ----
+
+
+def test_the_doctor_tells_everything(capsys, monkeypatch):
+    monkeypatch.setattr(rdma, "probe", lambda options: DEVICE)
+    assert doctor.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert f"RDMA over rxe0 port 1, GID 0 ({GID})" in shown
+    for what in ("CPUs:", "shared memory:", "Unix sockets:", "lockable memory:"):
+        assert what in shown
+
+
+def test_the_doctor_links_pyverbs_or_says_what_to_install(capsys, monkeypatch):
+    def refuse() -> None:
+        raise ConfigError("run apt-get install python3-pyverbs")
+
+    monkeypatch.setattr(rdma, "link_pyverbs", refuse)
+    assert doctor.main(["doctor", "--link-pyverbs"]) == 2
+    assert "apt-get install python3-pyverbs" in capsys.readouterr().err
+
+
+def test_features_of_the_cpu_are_read(tmp_path):
+    table = tmp_path / "cpuinfo"
+    table.write_text("processor : 0\nflags\t\t: fpu avx2 fma f16c\n", encoding="ascii")
+    assert doctor.cpu_features(table) == "avx2 f16c fma"
+    assert "unknown" in doctor.cpu_features(tmp_path / "nothing")
