@@ -426,6 +426,7 @@ class Connections:
             self._server.close()
         if self._group is not None:  # last: what landed on links was still to be published
             self._group.close(timeout_s=timeout_s)
+            self._group = None
 
     def _undo(self, doors: Doors | None) -> None:
         """Free what was made of something that did not become whole."""

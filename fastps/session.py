@@ -134,7 +134,7 @@ class Session:
             answers = self._client.declare(fresh, timeout_s=self._config.op_timeout_s)
             for spec, answer in zip(fresh, answers, strict=True):
                 tensor = self._connections.make_tensor(spec, answer)
-                tensor.expect(spec.shape, numpy_dtype(DType(spec.dtype)))
+                tensor.expect(spec.shape, DType(spec.dtype))
                 self._tensors[spec.name] = tensor
                 self._specs[spec.name] = spec
 
@@ -447,6 +447,7 @@ class Session:
             return
         self._client = None
         self._connections.close()
+        self._tensors.clear()  # they hold shared memory
         _sessions.discard(self)
 
     def abandon(self) -> None:

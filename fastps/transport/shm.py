@@ -21,6 +21,7 @@ import mmap
 import os
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -153,6 +154,7 @@ class Arena:
         except OSError:
             os.close(self.descriptor)
             raise
+        self._lock = threading.Lock()  # all below; a block's end takes no lock
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (offset, nbytes), sorted
         self._lent: dict[int, int] = {}
         self._returned: deque[int] = deque()  # a block may end on any thread, even within allocate
@@ -164,7 +166,10 @@ class Arena:
 
         Raises MemoryError that says which limit is reached and how to raise it.
         """
-        size = _round_up(max(nbytes, 1))
+        with self._lock:  # finding memory for a range lets other threads run
+            return self._allocate(nbytes, _round_up(max(nbytes, 1)))
+
+    def _allocate(self, nbytes: int, size: int) -> tuple[Block, int]:
         self._take_back()
         for index, (offset, room) in enumerate(self._free):
             if room >= size:
@@ -180,8 +185,9 @@ class Arena:
     @property
     def used_bytes(self) -> int:
         """Bytes that are lent just now."""
-        self._take_back()
-        return sum(self._lent.values())
+        with self._lock:
+            self._take_back()
+            return sum(self._lent.values())
 
     def freeze(self) -> None:
         """Lend nothing again that was lent before: a process that is gone may still write it."""
@@ -189,7 +195,8 @@ class Arena:
 
     def close(self) -> None:
         """Lend nothing any more; what is lent lives on. Idempotent."""
-        self._free.clear()
+        with self._lock:
+            self._free.clear()
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

@@ -528,8 +528,11 @@ cdef class LocalEngine:
             if status == OK:
                 local.helper = NULL
                 run_step(local)     # fails what is still in flight
-        if status == OK:
-            self.mappings = []      # nobody touches the memory any more
+        if status == OK:            # nobody touches memory or records any more
+            table_clear(&local.records)
+            self.tensors = {}
+            self.mappings = []
+            self.arena = None
         return status == OK
 
     def statistics(self):

@@ -4,11 +4,13 @@ from typing import Any
 import numpy as np
 from typing_extensions import disjoint_base
 
+from fastps.types import DType
+
 @disjoint_base
 class LentTensor:
     name: str
     nbytes: int
-    def expect(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None: ...
+    def expect(self, shape: tuple[int, ...], code: DType) -> None: ...
     def fits(self, array: object) -> bool: ...
     @property
     def is_done(self) -> bool: ...

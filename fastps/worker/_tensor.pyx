@@ -15,6 +15,7 @@ from fastps._core cimport completion_is_done
 from numpy import ndarray
 
 from fastps.errors import FastPSError
+from fastps.types import DType, numpy_dtype
 
 
 cdef class LentTensor:
@@ -36,10 +37,14 @@ cdef class LentTensor:
     cdef char* output(self) noexcept:
         return <char*>self.output_view.buf if self.has_output else NULL
 
-    def expect(self, shape, dtype):
-        """Say what arrays were declared: shape, and NumPy dtype; booleans have no average."""
+    def expect(self, shape, code):
+        """Say what arrays were declared: shape and element type.
+
+        Booleans have no average, and uint16 arrays do not say that they hold bfloat16: of these
+        two nothing fits, so that whoever calls looks closer.
+        """
         self.shape = shape
-        self.dtype = None if dtype.kind == "b" else dtype
+        self.dtype = None if code in (DType.BOOL, DType.BFLOAT16) else numpy_dtype(code)
 
     def fits(self, array):
         """Tell whether array is exactly what was declared; False also where it takes long."""

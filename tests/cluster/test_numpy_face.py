@@ -18,6 +18,7 @@ import pytest
 from harness import ROOT, clean_environ
 from job import Job, Process, run_job
 
+SHARED = {"FASTPS_SHARED_MEMORY": "1"}
 SMALL = {"FASTPS_PARTITION_BYTES": "65536", "FASTPS_CHUNK_BYTES": "8192"}
 SPARE_RSS_KIB = 8 << 10  # caches of the allocator; a leak of 1 KiB per step would be 10 MiB
 SPARE_DESCRIPTORS = 2
@@ -64,6 +65,8 @@ def test_bits_depend_on_nothing_but_the_inputs():
     [
         (2, 2, {"FASTPS_SPIN_US": "0"}),
         (3, 2, SMALL | {"FASTPS_LINKS_PER_PEER": "2"}),
+        (2, 0, SHARED),
+        (3, 0, SHARED),
     ],
 )
 def test_shapes_sequences_orders_and_threads(workers, servers, environment):
@@ -220,8 +223,9 @@ def check_growth(first: dict[str, int], last: dict[str, int], who: str) -> None:
     assert last["rss_kib"] <= first["rss_kib"] + SPARE_RSS_KIB, (who, first, last)
 
 
-def test_a_hundred_memberships_leave_nothing():
-    environment = {"FASTPS_LINGER_S": "60", "FASTPS_LINKS_PER_PEER": "2"}
+@pytest.mark.parametrize("more", [{"FASTPS_LINKS_PER_PEER": "2"}, SHARED], ids=["links", "shared"])
+def test_a_hundred_memberships_leave_nothing(more):
+    environment = {"FASTPS_LINGER_S": "60", **more}
     with Job(
         programs_numpy.cycles, arguments={"count": 100, "warm": 10}, environment=environment
     ) as job:

@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -75,6 +76,30 @@ def test_blocks_never_overlap_and_come_back(steps):
     whole, offset = arena.allocate(4 * MIB)
     assert offset == 0
     del whole
+    arena.close()
+
+
+def test_threads_never_get_the_same_memory():
+    arena = shm.Arena(256 * MIB)
+    held: list[tuple[int, int]] = []
+    blocks = []
+    start = threading.Barrier(8)
+
+    def take():
+        start.wait(10)
+        for size in range(1, 40):
+            block, offset = arena.allocate(size * 4096)  # each needs new memory: others run
+            blocks.append(block)
+            held.append((offset, size * 4096))
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    held.sort()
+    assert len(held) == 8 * 39
+    assert all(a + nbytes <= b for (a, nbytes), (b, _) in pairwise(held))
     arena.close()
 
 

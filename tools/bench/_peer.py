@@ -147,8 +147,12 @@ class Work:
     def __init__(self, system: System, nbytes: int, count: int) -> None:
         self.system = system
         self.name = f"bench.{nbytes}.{count}"
-        self.arrays = [np.zeros(nbytes // 4, np.float32) for _ in range(count)]
+        self.arrays = [self.make(nbytes // 4) for _ in range(count)]
         self.reduce()  # declares the name, touches the memory
+
+    def make(self, count: int) -> np.ndarray[Any, Any]:
+        """Make an array of zeros."""
+        return np.zeros(count, np.float32)
 
     def reduce(self) -> None:
         """Do it once."""

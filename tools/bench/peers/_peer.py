@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any, Protocol
@@ -215,33 +214,16 @@ def is_filled(array: Array, values: Array) -> bool:
     return all(np.array_equal(part, values[: part.size]) for part in parts)
 
 
-class Work:
-    """One operation, repeated: arrays made once, then checked and timed."""
+class Work(pair.Work):
+    """One operation, repeated: arrays made once, then checked with another pattern, and timed."""
 
-    def __init__(self, system: System, nbytes: int, count: int) -> None:
-        self.system = system
-        self.name = f"bench.{nbytes}.{count}"
-        self.arrays = [system.empty(nbytes // 4) for _ in range(count)]
-        for array in self.arrays:
-            array[:] = 0
-        self.reduce()  # declares the name, touches the memory
+    system: System
 
-    def reduce(self) -> None:
-        """Do it once."""
-        if len(self.arrays) == 1:
-            self.system.reduce(self.arrays[0], self.name)
-        else:
-            self.system.reduce_many(self.arrays, self.name)
-
-    def time(self, iterations: int) -> list[float]:
-        """Give the seconds of each iteration."""
-        self.system.barrier()
-        seconds = []
-        for _ in range(iterations):
-            began = time.perf_counter()
-            self.reduce()
-            seconds.append(time.perf_counter() - began)
-        return seconds
+    def make(self, count: int) -> Array:
+        """Make an array of zeros where the system wants it."""
+        array = self.system.empty(count)
+        array[:] = 0
+        return array
 
     def check(self, seed: int) -> bool:
         """Compare every element of one more reduction with what it must be."""
