@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ties a worker to its job: control client, engine, links, and the server it may be beside.
 
-Decides which machine the worker says it is on, whether it can serve, and by which way it reaches
-each server: memory for the one in its own process, a Unix socket on its own host, RDMA where both
-ends have a device and settings allow it, else TCP. Made
-in the order doors, client, engine, server, transports, links, local group; see
-Connections.close() for the way back. Threads: those of its parts; events come on the client's.
+Decides which machine the worker says it is on, and whether it can serve. Made in the order doors,
+client, engine, server, links, local group; see Connections.close() for the way back. Threads:
+those of its parts; events come on the client's.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import contextlib
 import hmac
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from fastps import _core
@@ -22,23 +20,21 @@ from fastps.affinity import parse_cpu_list
 from fastps.config import Config
 from fastps.control.client import ControlClient
 from fastps.control.doors import Doors, open_doors
-from fastps.control.identity import host_id, machine_name
+from fastps.control.identity import machine_name
 from fastps.control.protocol import (
     DeclaredTensor,
     DeclareKeys,
     Event,
     JobOver,
-    Member,
     PeerLeft,
     PeerLost,
     TensorSpec,
 )
-from fastps.errors import FastPSError, TransportError
+from fastps.errors import FastPSError
+from fastps.links import Links, name_of_server
 from fastps.partition import link_counts
 from fastps.transport import rdma, shm
-from fastps.transport._inproc import InprocTransport
-from fastps.transport._tcp import TcpTransport
-from fastps.transport.tcp import choose_chunk, choose_credit, dial, pack_lane
+from fastps.transport.tcp import choose_chunk
 from fastps.types import DType
 from fastps.worker._engine import EngineTensor, WorkerEngine
 from fastps.worker._local import LocalEngine, LocalTensor
@@ -46,7 +42,6 @@ from fastps.worker.local import LocalGroup
 
 if TYPE_CHECKING:
     from fastps.server.dataplane import DataPlane
-    from fastps.transport._rdma import RdmaTransport
 
 __all__ = ["Connections", "Plan", "PlannedTensor", "may_serve"]
 
@@ -89,13 +84,9 @@ class Connections:
         """
         self._config = config
         self._on_event = on_event
-        self._host_id = host_id()
         self._group: LocalGroup | None = None
         self._server: DataPlane | None = None
-        self._transport: TcpTransport | None = None
-        self._memory: InprocTransport | None = None
-        self._rdma: RdmaTransport | None = None
-        self._by_rdma: set[int] = set()  # indices of servers
+        self._links: Links | None = None
         _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
         _core.arm_fault(config.fault)
         doors = open_doors(config, port=0) if may_serve(config) else None
@@ -133,41 +124,16 @@ class Connections:
         )
 
     def _make(self, doors: Doors | None) -> None:
-        config = self._config
         index = self.job.joint_servers.get(self.job.rank)
         if doors is not None and index is not None:
             self._server = self._make_server(index, doors)
         elif doors is not None:
             doors.close()
-        if self.servers:
-            self._transport = TcpTransport(io_threads=config.io_threads, spin_us=config.spin_us)
-        self._open_rdma([server for server in self.servers if server.rank != index])
-        for server in self.servers:
-            for lane in range(self._lanes[server.rank]):
-                if server.rank == index:
-                    self._link_in_memory(index, lane)
-                else:
-                    self._link(server, lane)
-
-    def _open_rdma(self, servers: Sequence[Member]) -> None:
-        """Open the RDMA device if some servers are reached over it, and say why or why not."""
-        reachable = {server.rank for server in servers if self._wants_rdma(server)}
-        if not reachable:
-            return
-        n_links = sum(self._lanes[index] for index in reachable)
-        self._rdma = rdma.open_transport(self._config, n_links=n_links)
-        if self._rdma is not None:
-            self._by_rdma = reachable
-            self.engine.hold_with(self._rdma.hold)
-
-    def _wants_rdma(self, server: Member) -> bool:
-        mode = self._config.transport
-        if mode != "rdma" and server.host_id == self._host_id:
-            return False  # Unix sockets are the shorter way
-        is_wanted, why = rdma.wants_rdma(mode, self._device, server.gid)
-        how = "by" if is_wanted else "without"
-        log.info("%s is reached %s RDMA: %s", self.name_of_server(server.rank), how, why)
-        return is_wanted
+        self._links = Links(
+            self._config, self.job, self.engine, key=self.client.data_key, device=self._device
+        )
+        own = None if index is None or self._server is None else (index, self._server.store)
+        self._links.connect(self._lanes, own if self.servers else None)
 
     def _make_plan(self) -> Plan:
         """Give what operations are started with: the links, or the memory of our machine."""
@@ -198,73 +164,6 @@ class Connections:
         server.start()
         log.info("worker %d is server %d too", self.job.rank, index)
         return server
-
-    def _link_in_memory(self, index: int, lane: int) -> None:
-        """Join the engine with the store beside it."""
-        assert self._server is not None
-        if self._memory is None:
-            self._memory = InprocTransport()
-        self._memory.connect(
-            self.engine,
-            index,
-            self._server.store,
-            self.job.rank,
-            lane=lane,
-            credit_bytes=0,
-            by_reference=True,
-        )
-
-    def _link_by_rdma(self, server: Member, lane: int) -> bool:
-        """Make a link by RDMA; False: the server does not, and settings allow TCP instead."""
-        if self._rdma is None or server.rank not in self._by_rdma:
-            return False
-        config = self._config
-        try:
-            descriptor = dial(
-                (server.host, server.port),
-                config,
-                key=self.client.data_key,
-                sender=self.job.rank,
-                lane=pack_lane(self.job.generation, lane | rdma.RDMA_LANE),
-                what=self.name_of_server(server.rank),
-            )
-        except TransportError as error:
-            if config.transport == "rdma":
-                raise
-            log.warning("no RDMA, TCP takes its place: %s", error)
-            self._by_rdma.discard(server.rank)
-            return False
-        self._rdma.adopt(
-            descriptor,
-            self.engine,
-            peer=server.rank,
-            lane=lane,
-            credit_bytes=rdma.choose_credit(config),
-        )
-        return True
-
-    def _link(self, server: Member, lane: int) -> None:
-        assert self._transport is not None
-        if self._link_by_rdma(server, lane):
-            return
-        config = self._config
-        is_near = config.unix_sockets and server.host_id == self._host_id
-        descriptor = dial(
-            (server.host, server.port),
-            config,
-            key=self.client.data_key,
-            sender=self.job.rank,
-            lane=pack_lane(self.job.generation, lane),
-            what=self.name_of_server(server.rank),
-            unix=server.unix if is_near else "",
-        )
-        self._transport.adopt(
-            descriptor,
-            self.engine,
-            peer=server.rank,
-            lane=lane,
-            credit_bytes=choose_credit(descriptor, config),
-        )
 
     # ---- at work ----
 
@@ -327,7 +226,7 @@ class Connections:
     @property
     def why_broken(self) -> str:
         """Say what broke on an RDMA link, in brackets; empty if nothing did."""
-        failure = "" if self._rdma is None else self._rdma.failure
+        failure = "" if self._links is None else self._links.failure
         return f" ({failure})" if failure else ""
 
     def fail_tensor(self, tensor_id: int, status: int) -> None:
@@ -353,17 +252,14 @@ class Connections:
 
     def name_of_server(self, index: int) -> str:
         """Name a server for an error, with the worker whose process it is in."""
-        rank = self.worker_of_server(index)
-        return f"server {index}" + ("" if rank is None else f" (in worker {rank})")
+        return name_of_server(self.job, index)
 
     def statistics(self) -> dict[str, float]:
         """Count what the engine and its links did; with server_ before it, what was served."""
         counts: Counter[str] = Counter({"bytes_registered": 0, "bytes_staged": 0})
         counts.update(self.plan.statistics())
-        if self._transport is not None:
-            counts.update(self._transport.statistics())
-        if self._rdma is not None:
-            counts.update(self._rdma.statistics())
+        if self._links is not None:
+            counts.update(self._links.statistics())
         counts["bytes_over_links"] = counts["bytes_sent"]
         if self._group is not None:
             counts["shared_memory_bytes"] = self._group.arena.used_bytes
@@ -416,12 +312,8 @@ class Connections:
         self._on_event = _ignore  # so that the session, if nobody else holds it, goes at once
 
     def _close_links(self, timeout_s: float) -> None:
-        if self._transport is not None:
-            self._transport.close(timeout_s=timeout_s)
-        if self._rdma is not None:
-            self._rdma.close(timeout_s=timeout_s)
-        if self._memory is not None:
-            self._memory.close(timeout_s=timeout_s)
+        if self._links is not None:
+            self._links.close(timeout_s=timeout_s)
         if self._server is not None:
             self._server.close()
         if self._group is not None:  # last: what landed on links was still to be published
@@ -439,6 +331,6 @@ class Connections:
 
     def abandon(self) -> None:
         """Close the links' descriptors in a forked child, so that our death stays visible."""
-        for item in (self._transport, self._rdma, self._memory, self._server):
+        for item in (self._links, self._server):
             if item is not None:
                 item.abandon()

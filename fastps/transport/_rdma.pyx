@@ -2,8 +2,10 @@
 """RDMA links: reliable queue pairs driven by I/O threads that never take the GIL themselves.
 
 Theory of operation. A link is a queue pair and the authenticated TCP connection over which its
-two ends told each other how to reach it. The connection stays open and carries nothing more: its
-end is the news that the peer has gone, at once and without a time-out of the device. Frames of at
+two ends told each other how to reach it. A message goes each way before the owner gets the link,
+so that a fabric that carries nothing is found out while TCP can still take its place. The
+connection stays open and carries nothing more: its end is the news that the peer has gone, at
+once and without a time-out of the device. Frames of at
 most EAGER_BYTES travel as messages into buffers that the receiver has posted. A larger frame is
 announced by a message with its header; the receiver's owner says where it lands, the receiver
 grants that place, and the sender writes the payload there, with an immediate number that tells
@@ -53,6 +55,7 @@ from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
 
 import logging
 import os
+import threading
 from collections import OrderedDict
 
 from fastps.errors import TransportError, TransportTimeout
@@ -81,6 +84,9 @@ cdef extern from "<unistd.h>" nogil:
     int getpid()
     ssize_t read(int, void*, size_t)
     ssize_t write(int, const void*, size_t)
+
+cdef extern from "<sys/random.h>" nogil:
+    ssize_t getrandom(void*, size_t, unsigned int)
 
 cdef extern from "<sys/eventfd.h>" nogil:
     int eventfd(unsigned int, int)
@@ -143,8 +149,10 @@ cdef enum:
 
 cdef enum Stage:
     STAGE_GREETING = 0          # our greeting was sent; the peer's is awaited
-    STAGE_READY = 1             # our queue pair can receive; the peer's word is awaited
-    STAGE_OPEN = 2
+    STAGE_ROUTE = 1             # a router looks for the way to the peer
+    STAGE_READY = 2             # our queue pair can receive; the peer's word is awaited
+    STAGE_PROOF = 3             # our hello is under way; it and the peer's are awaited
+    STAGE_OPEN = 4              # the owner has the link
 
 cdef enum NoteKind:
     NOTE_FRAME = 1              # header and payload follow
@@ -152,6 +160,7 @@ cdef enum NoteKind:
     NOTE_GRANT = 3              # the rest of a GrantNote follows
     NOTE_CREDIT = 4
     NOTE_WITHDRAW = 5           # standing grants of a key are void
+    NOTE_HELLO = 6              # the first message of all, as long as a message may be
 
 cdef packed struct Note:
     uint8_t kind
@@ -182,6 +191,7 @@ cdef enum WorkKind:
     WORK_SEGMENT = 1            # part of a frame; more follows
     WORK_FRAME = 2              # the last write of a frame
     WORK_BYE = 3
+    WORK_HELLO = 4
 
 cdef enum FrameState:
     FRAME_NEW = 0
@@ -275,11 +285,19 @@ cdef struct RdmaLink:
     # the rest: I/O thread only
     bint greets_first
     bint is_polled
+    bint is_attached            # the owner knows the link
+    bint is_awaited             # the peer's queue pair can receive
+    bint is_heard               # the peer's hello came
+    bint is_proven              # and ours arrived there
     bint is_over
     bint is_broken
     bint has_bye
     int stage
     int64_t deadline            # of the greeting; later: when a lost connection ends the link
+    PyObject* opening           # while the link is set up; a reference
+    PyObject* way               # the router's, NULL without one; a reference
+    Route route
+    char failure[TEXT_BYTES]    # why it could not be set up; pins.lock
     Greeting mine
     Greeting peer
     uint32_t greeted            # bytes of the peer's greeting
@@ -331,12 +349,14 @@ cdef struct IoThread:
     Pins* pins
     Verbs* verbs
     void* device
+    PyObject* router            # the transport's, NULL: none
     Thread* thread
 
 
 include "_rdma_memory.pxi"
 include "_rdma_send.pxi"
 include "_rdma_receive.pxi"
+include "_rdma_opening.pxi"
 include "_rdma_thread.pxi"
 include "_rdma_face.pxi"
 include "_rdma_python.pxi"

@@ -58,10 +58,13 @@ cdef int open_link(RdmaLink* link, const char** what) noexcept nogil:
         error = post_buffer(link, i)
         if error:
             return error
-    link.verbs.describe(link.port, &link.mine)
+    link.verbs.describe(link.port, &link.mine, &link.route)
     link.mine.first_packet = <uint32_t>(now_ns() >> 8) & 0xFFFFFF
     link.mine.receives = RECEIVES
     link.mine.message_bytes = MESSAGE_BYTES
+    what[0] = b"cannot make a secret"
+    if getrandom(link.mine.secret, SECRET_BYTES, 0) != SECRET_BYTES:
+        return errno
     seal_greeting(&link.mine)
     return OK
 
@@ -129,8 +132,9 @@ cdef class RdmaTransport(Transport):
 
     device: open, owned by nobody else while links are open. io_threads: how many threads share
     the links. spin_us: how long an I/O thread polls after activity, in microseconds.
-    pinned_bytes: bound of what hold() pins. greeting_timeout_s: until a peer has told how to
-    reach its queue pair. Threads are created here and joined by close().
+    pinned_bytes: bound of what hold() pins. greeting_timeout_s: until a link is set up. router:
+    finds the ways to peers (rdma_cm.Router), which then need one too; closed by its owner, after
+    the transport. Threads are created here and joined by close().
     """
 
     cdef VerbsDevice device
@@ -140,6 +144,8 @@ cdef class RdmaTransport(Transport):
     cdef int n_threads
     cdef int next_thread
     cdef bint is_closed
+    cdef object router
+    cdef uint16_t router_port
     cdef int64_t greeting_ns
     cdef uint64_t held_limit
     cdef uint64_t held_bytes
@@ -148,13 +154,15 @@ cdef class RdmaTransport(Transport):
     cdef set owners             # kept alive until no callback can come any more
 
     def __cinit__(self, VerbsDevice device not None, *, int io_threads=1, int64_t spin_us=0,
-                  uint64_t pinned_bytes=1 << 32, double greeting_timeout_s=10.0):
+                  uint64_t pinned_bytes=1 << 32, double greeting_timeout_s=10.0, router=None):
         cdef IoThread* io
         cdef int i
         self.device = device
         self.memory = Memory(device)
         self.pins = &self.memory.pins
         self.owners = set()
+        self.router = router
+        self.router_port = 0 if router is None else router.port
         self.held = OrderedDict()
         self.clock = 1          # a new region has not been used
         self.held_limit = pinned_bytes
@@ -170,6 +178,7 @@ cdef class RdmaTransport(Transport):
             io.pins = self.pins
             io.verbs = &device.verbs
             io.device = device.device
+            io.router = <PyObject*>router
             io.threads = self.threads
             io.n_threads = io_threads
             pthread_mutex_init(&io.lock, NULL)
@@ -188,6 +197,9 @@ cdef class RdmaTransport(Transport):
               uint64_t credit_bytes=0, bint greets_first=True):
         """Make a link with whoever is at the other end of an authenticated TCP connection.
 
+        Gives an Opening; the owner gets the link, on an I/O thread, once a message has gone each
+        way.
+
         fd: non-blocking descriptor, owned by the transport from here on, also when this raises;
         the peer has to do the same. peer: rank of a worker or index of a server. credit_bytes:
         bytes in flight allowed, 0 = no limit. greets_first: False lets the peer speak first, for
@@ -196,6 +208,7 @@ cdef class RdmaTransport(Transport):
         """
         cdef IoThread* io = &self.threads[self.next_thread]
         cdef RdmaLink* link
+        cdef Opening opening
         cdef const char* what = NULL
         cdef int error
         if self.is_closed:
@@ -210,6 +223,7 @@ cdef class RdmaTransport(Transport):
         link.base.lane = lane
         link.base.owner = owner.c_owner
         link.inline_bytes = self.device.inline_bytes
+        link.mine.router_port = self.router_port
         link.greets_first = greets_first
         link.deadline = now_ns() + self.greeting_ns
         with nogil:
@@ -217,11 +231,14 @@ cdef class RdmaTransport(Transport):
         try:
             if error:
                 raise self.refusal(what.decode(), error)
-            owner.c_attach(&link.base)
+            opening = Opening(owner)
         except BaseException:
             with nogil:
                 free_link(link)
             raise
+        opening.link = link
+        Py_INCREF(opening)
+        link.opening = <PyObject*>opening
         self.owners.add(owner)
         pthread_mutex_lock(&io.lock)
         link.next = io.links
@@ -230,6 +247,7 @@ cdef class RdmaTransport(Transport):
         io.kicked = link
         pthread_mutex_unlock(&io.lock)
         wake_io(io)
+        return opening
 
     cdef object refusal(self, str what, int error):
         cure = "; raise `ulimit -l`" if error == ENOMEM else "; see ibv_devinfo"

@@ -3,20 +3,23 @@
 
 # ---------------------------------------------------------------- failures
 
-cdef void note_failure(Pins* pins, const char* what, uint32_t peer, const char* why,
+cdef void note_failure(RdmaLink* link, const char* what, const char* why,
                        const char* cure) noexcept nogil:
-    """Keep the first failure for Python to tell."""
-    pthread_mutex_lock(&pins.lock)
-    if pins.failure[0] == 0:
-        snprintf(pins.failure, TEXT_BYTES, b"%s on the link to peer %u: %s%s", what, peer, why,
+    """Keep the first failure for Python to tell: a link's own while it is set up."""
+    cdef char* text = link.failure
+    if link.stage == STAGE_OPEN:
+        text = link.pins.failure
+    pthread_mutex_lock(&link.pins.lock)
+    if text[0] == 0:
+        snprintf(text, TEXT_BYTES, b"%s on the link to peer %u: %s%s", what, link.base.peer, why,
                  cure)
-    pthread_mutex_unlock(&pins.lock)
+    pthread_mutex_unlock(&link.pins.lock)
 
 
-cdef void note_pin_failure(Pins* pins, uint32_t peer, uint64_t nbytes, int error) noexcept nogil:
+cdef void note_pin_failure(RdmaLink* link, uint64_t nbytes, int error) noexcept nogil:
     cdef char what[64]
     snprintf(what, sizeof(what), b"cannot pin %llu bytes", <unsigned long long>nbytes)
-    note_failure(pins, what, peer, strerror(error),
+    note_failure(link, what, strerror(error),
                  b"; raise `ulimit -l`" if error == ENOMEM else b"")
 
 
@@ -113,5 +116,5 @@ cdef Region* reach(RdmaLink* link, const char* start, uint64_t nbytes, int acces
     if region == NULL:
         region = pin_region(link.pins, <char*>start, nbytes, access, True, &error)
     if region == NULL:
-        note_pin_failure(link.pins, link.base.peer, nbytes, error)
+        note_pin_failure(link, nbytes, error)
     return region

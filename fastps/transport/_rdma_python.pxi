@@ -28,21 +28,23 @@ cdef void python_close_port(void* port) noexcept with gil:
     Py_DECREF(<object>port)
 
 
-cdef void python_describe(void* port, Greeting* greeting) noexcept with gil:
+cdef void python_describe(void* port, Greeting* greeting, Route* route) noexcept with gil:
     cdef bytes gid
     try:
         greeting.mtu, greeting.lid, greeting.queue_pair, gid = (<object>port).describe()
         memcpy(greeting.gid, <const char*>gid, GID_BYTES)
+        route.gid_index, route.traffic_class, route.hop_limit = (<object>port).way_out()
     except BaseException as error:
         log.warning("cannot describe a queue pair: %s", error)
 
 
-cdef int python_connect(void* port, const Greeting* mine, const Greeting* peer) noexcept with gil:
+cdef int python_connect(void* port, const Route* route) noexcept with gil:
     try:
         (<object>port).connect(
-            mtu=min(mine.mtu, peer.mtu), queue_pair=peer.queue_pair, lid=peer.lid,
-            gid=(<const char*>peer.gid)[:GID_BYTES], receive_from=peer.first_packet,
-            send_from=mine.first_packet)
+            mtu=route.mtu, service_level=route.service_level, gid_index=route.gid_index,
+            traffic_class=route.traffic_class, hop_limit=route.hop_limit, lid=route.lid,
+            gid=(<const char*>route.gid)[:GID_BYTES], queue_pair=route.queue_pair,
+            receive_from=route.receive_from, send_from=route.send_from)
         return 0
     except BaseException as error:
         return errno_of(error)

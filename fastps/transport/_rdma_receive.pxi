@@ -222,12 +222,17 @@ cdef int take_standing(RdmaLink* link, uint32_t imm, uint32_t length) noexcept n
 cdef int take_message(RdmaLink* link, const char* message, uint32_t length) noexcept nogil:
     cdef const Note* note = <const Note*>message
     cdef const char* body = message + NOTE_BYTES
+    cdef int status
     if length < NOTE_BYTES or length > MESSAGE_BYTES:
         return E_PROTOCOL
     link.room += note.credits
     if link.room > link.peer.receives:
         return E_PROTOCOL
     length -= NOTE_BYTES
+    if link.stage != STAGE_OPEN:
+        status = hear(link, note.kind)
+        if status != OK or note.kind == NOTE_HELLO:
+            return status
     if note.kind == NOTE_FRAME:
         return take_frame(link, body, length)
     if note.kind == NOTE_ANNOUNCE:
@@ -274,8 +279,7 @@ cdef int note_broken(RdmaLink* link, const Done* done) noexcept nogil:
     link.is_broken = True
     if done.status == STATUS_FLUSHED:
         return OK
-    note_failure(link.pins, b"a work request failed", link.base.peer,
-                 link.verbs.explain(done.status),
+    note_failure(link, b"a work request failed", link.verbs.explain(done.status),
                  b"; check that the peer lives and that the fabric carries RDMA (ibv_devinfo)")
     return E_PEER_LOST
 
@@ -290,7 +294,7 @@ cdef int take_completions(RdmaLink* link, bint* has_more) noexcept nogil:
         if count < 0:
             return E_PEER_LOST
         if count == 0 and link.is_broken:
-            note_failure(link.pins, b"the queue pair failed", link.base.peer,
+            note_failure(link, b"the queue pair failed",
                          b"the peer wrote where it may not, or what does not fit", b"")
             return E_PEER_LOST
         if count == 0:

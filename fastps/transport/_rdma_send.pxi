@@ -115,8 +115,7 @@ cdef int post(RdmaLink* link, Request* request, int kind) noexcept nogil:
     link.works[link.work_end % SENDS].frame = link.frame_next
     error = link.verbs.post_send(link.port, request)
     if error:
-        note_failure(link.pins, b"cannot post a work request", link.base.peer, strerror(error),
-                     b"")
+        note_failure(link, b"cannot post a work request", strerror(error), b"")
         return E_PEER_LOST
     link.work_end += 1
     link.counts.work_requests += 1
@@ -444,4 +443,7 @@ cdef int finish_work(RdmaLink* link, const Done* done) noexcept nogil:
         finish_frame(link, &link.frames[work.frame % FRAMES])
     elif work.kind == WORK_BYE:
         shutdown(link.fd, SHUT_WR)
+    elif work.kind == WORK_HELLO:
+        link.is_proven = True
+        return open_if_proven(link)
     return OK

@@ -121,10 +121,15 @@ cdef void end_link(RdmaLink* link, int status) noexcept nogil:
         unwatch(io, link.completion_fd)
         unwatch(io, link.fd)
     close_port(link)            # nothing lands and nothing leaves any more
+    if link.way != NULL:
+        leave_way(link)
     leave_region(link.pins, &link.landing_region)
     drop_queue(link, status)
     drop_grants(link)
-    link.base.owner.closed(link.base.owner.context, &link.base, status)
+    if link.is_attached:
+        link.base.owner.closed(link.base.owner.context, &link.base, status)
+    if link.opening != NULL:
+        fail(link)
     close(link.fd)
     link.fd = -1
     pthread_mutex_lock(&io.lock)
@@ -142,80 +147,6 @@ cdef void free_dead(IoThread* io) noexcept nogil:
         link = io.dead
         io.dead = link.next
         free_link(link)
-
-
-# ---------------------------------------------------------------- greeting
-
-cdef void seal_greeting(Greeting* greeting) noexcept nogil:
-    greeting.magic = GREETING_MAGIC
-    greeting.version = GREETING_VERSION
-    greeting.checksum = crc32c(greeting, sizeof(Greeting) - 4)
-
-
-cdef bint is_greeting(const Greeting* greeting) noexcept nogil:
-    return (greeting.magic == GREETING_MAGIC and greeting.version == GREETING_VERSION
-            and greeting.checksum == crc32c(greeting, sizeof(Greeting) - 4)
-            and greeting.message_bytes == MESSAGE_BYTES and greeting.receives > RESERVE
-            and 1 <= greeting.mtu <= 5)
-
-
-cdef int say(RdmaLink* link, const void* data, size_t nbytes) noexcept nogil:
-    """Write some bytes that fit into the empty buffer of a connection."""
-    if send(link.fd, data, nbytes, MSG_NOSIGNAL | MSG_DONTWAIT) == <ssize_t>nbytes:
-        return OK
-    return E_PEER_LOST
-
-
-cdef int begin_poll(RdmaLink* link) noexcept nogil:
-    """Greet the peer: only now, when its owner and its thread know the link."""
-    link.is_polled = True
-    link.io.has_deadlines = True
-    if (watch(link.io, link.fd, <uint64_t><uintptr_t>link)
-            or watch(link.io, link.completion_fd, <uint64_t><uintptr_t>link + EVENT_COMPLETION)
-            or link.verbs.arm(link.port)):
-        return E_SYS
-    return say(link, &link.mine, sizeof(Greeting)) if link.greets_first else OK
-
-
-cdef int meet(RdmaLink* link) noexcept nogil:
-    """The peer's greeting is whole: join our queue pair to its, and say that we are ready."""
-    cdef char ready = READY
-    cdef int error
-    if not is_greeting(&link.peer):
-        note_failure(link.pins, b"no RDMA", link.base.peer, b"its greeting is not ours",
-                     b"; use the same version and FASTPS_TRANSPORT everywhere")
-        return E_PROTOCOL
-    if not link.greets_first and say(link, &link.mine, sizeof(Greeting)) != OK:
-        return E_PEER_LOST
-    error = link.verbs.connect(link.port, &link.mine, &link.peer)
-    if error:
-        note_failure(link.pins, b"cannot connect the queue pair", link.base.peer,
-                     strerror(error), b"; are both devices in one network? see ibv_devinfo")
-        return E_SYS
-    link.room = link.peer.receives
-    link.stage = STAGE_READY
-    return say(link, &ready, 1)
-
-
-cdef int read_greeting(RdmaLink* link) noexcept nogil:
-    """Read what the peer says before it uses RDMA; negative: the link has ended."""
-    cdef char ready = 0
-    cdef ssize_t count
-    if link.stage == STAGE_GREETING:
-        count = recv(link.fd, <char*>&link.peer + link.greeted, sizeof(Greeting) - link.greeted,
-                     MSG_DONTWAIT)
-        if count <= 0:
-            return end_status(link, count)
-        link.greeted += <uint32_t>count
-        return meet(link) if link.greeted == sizeof(Greeting) else OK
-    count = recv(link.fd, &ready, 1, MSG_DONTWAIT)
-    if count <= 0:
-        return end_status(link, count)
-    if ready != READY:
-        return E_PROTOCOL
-    link.stage = STAGE_OPEN
-    link.deadline = 0
-    return pump(link)
 
 
 # ---------------------------------------------------------------- serving
@@ -261,6 +192,8 @@ cdef int read_connection(RdmaLink* link) noexcept nogil:
         return status
     if link.has_bye:
         return E_SHUTDOWN
+    if link.stage != STAGE_OPEN:
+        return E_PEER_LOST
     unwatch(link.io, link.fd)
     link.deadline = now_ns() + GRACE_NS
     link.io.has_deadlines = True
@@ -293,7 +226,7 @@ cdef void serve_event(IoThread* io, uint64_t what) noexcept nogil:
     if what & EVENT_COMPLETION:
         link.verbs.take_event(link.port)
         settle(link, E_PEER_LOST if link.verbs.arm(link.port) else serve_completions(link))
-    elif link.stage == STAGE_OPEN:
+    elif link.stage >= STAGE_PROOF:
         settle(link, read_connection(link))
     else:
         settle(link, read_greeting(link))
@@ -315,7 +248,7 @@ cdef void serve_trouble(IoThread* io) noexcept nogil:
         pthread_mutex_lock(&io.threads[i].lock)
         link = io.threads[i].links
         while link != NULL:
-            note_failure(io.pins, b"RDMA ended", link.base.peer, why, b"; see ibv_devinfo")
+            note_failure(link, b"RDMA ended", why, b"; see ibv_devinfo")
             begin_close(link, E_PEER_LOST)
             list_kicked(link)
             link = link.next
@@ -352,7 +285,7 @@ cdef void serve_kicked(IoThread* io) noexcept nogil:
         if not link.is_polled:
             status = begin_poll(link)
         if status == OK and fps_load32(&link.close_status) == OK:
-            status = serve_completions(link) if link.stage == STAGE_OPEN else OK
+            status = take_route(link) if link.stage == STAGE_ROUTE else serve_completions(link)
         if status == OK and fps_load32(&link.close_status) == OK:
             status = pump(link)
         settle(link, status)
@@ -378,8 +311,8 @@ cdef void check_deadline(RdmaLink* link, int64_t now) noexcept nogil:
     if now < link.deadline:
         return
     if link.stage != STAGE_OPEN:
-        note_failure(link.pins, b"no RDMA", link.base.peer, b"it did not greet in time",
-                     b"; does it use FASTPS_TRANSPORT=rdma or auto?")
+        note_failure(link, b"no RDMA", why_late(link),
+                     b"; see fastps doctor on both machines, and FASTPS_TRANSPORT")
     settle(link, E_PEER_LOST if link.stage == STAGE_OPEN else E_LINK_TIMEOUT)
 
 

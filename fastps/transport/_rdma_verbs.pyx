@@ -14,7 +14,7 @@ from libc.string cimport memcmp, memcpy, memset, strcmp
 
 from fastps.transport._rdma cimport (
     ACCESS_LOCAL, ACCESS_REMOTE, GID_BYTES, OPCODE_SEND, OPCODE_WRITE_WITH_IMM, TROUBLE_ADDRESS,
-    TROUBLE_DEVICE, TROUBLE_PORT, Done, Greeting, Pinned, Request, Shape, VerbsDevice,
+    TROUBLE_DEVICE, TROUBLE_PORT, Done, Greeting, Pinned, Request, Route, Shape, VerbsDevice,
 )
 
 import os
@@ -73,6 +73,7 @@ cdef extern from "<infiniband/verbs.h>" nogil:
     struct ibv_ah_attr:
         ibv_global_route grh
         uint16_t dlid
+        uint8_t sl
         uint8_t is_global
         uint8_t port_num
     struct ibv_qp_attr:
@@ -259,33 +260,36 @@ cdef int verbs_open_port(void* handle, const Shape* shape, void** opened,
     return 0
 
 
-cdef void verbs_describe(void* handle, Greeting* greeting) noexcept nogil:
+cdef void verbs_describe(void* handle, Greeting* greeting, Route* route) noexcept nogil:
     cdef Port* port = <Port*>handle
     greeting.mtu = port.device.settings.mtu
     greeting.lid = port.device.lid
     greeting.queue_pair = port.pair.qp_num
     memcpy(greeting.gid, port.device.gid.raw, GID_BYTES)
+    route.gid_index = port.device.settings.gid_index
+    route.traffic_class = port.device.settings.traffic_class
+    route.hop_limit = HOP_LIMIT
 
 
-cdef int verbs_connect(void* handle, const Greeting* mine, const Greeting* peer) noexcept nogil:
-    """Take the queue pair to the state in which it sends; 0 or an errno."""
+cdef int verbs_connect(void* handle, const Route* route) noexcept nogil:
     cdef Port* port = <Port*>handle
     cdef Settings* settings = &port.device.settings
     cdef ibv_qp_attr attributes
     cdef int error
     memset(&attributes, 0, sizeof(attributes))
     attributes.qp_state = IBV_QPS_RTR
-    attributes.path_mtu = min(mine.mtu, peer.mtu)
-    attributes.dest_qp_num = peer.queue_pair
-    attributes.rq_psn = peer.first_packet
+    attributes.path_mtu = route.mtu
+    attributes.dest_qp_num = route.queue_pair
+    attributes.rq_psn = route.receive_from
     attributes.min_rnr_timer = MIN_RNR_TIMER
     attributes.ah_attr.is_global = 1
-    attributes.ah_attr.dlid = <uint16_t>peer.lid
+    attributes.ah_attr.dlid = <uint16_t>route.lid
+    attributes.ah_attr.sl = route.service_level
     attributes.ah_attr.port_num = settings.port
-    memcpy(attributes.ah_attr.grh.dgid.raw, peer.gid, GID_BYTES)
-    attributes.ah_attr.grh.sgid_index = settings.gid_index
-    attributes.ah_attr.grh.hop_limit = HOP_LIMIT
-    attributes.ah_attr.grh.traffic_class = settings.traffic_class
+    memcpy(attributes.ah_attr.grh.dgid.raw, route.gid, GID_BYTES)
+    attributes.ah_attr.grh.sgid_index = route.gid_index
+    attributes.ah_attr.grh.hop_limit = route.hop_limit
+    attributes.ah_attr.grh.traffic_class = route.traffic_class
     error = ibv_modify_qp(
         port.pair, &attributes, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN
         | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)
@@ -293,7 +297,7 @@ cdef int verbs_connect(void* handle, const Greeting* mine, const Greeting* peer)
         return error
     memset(&attributes, 0, sizeof(attributes))
     attributes.qp_state = IBV_QPS_RTS
-    attributes.sq_psn = mine.first_packet
+    attributes.sq_psn = route.send_from
     attributes.timeout = settings.ack_timeout
     attributes.retry_cnt = settings.retries
     attributes.rnr_retry = 0            # credits: the peer is always ready

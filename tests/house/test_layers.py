@@ -57,6 +57,7 @@ PART_OF = {
     "fastps.mxnet": "fastps.frameworks",
     "fastps._atomic": "fastps._core",
     "fastps.joining": "fastps.session",
+    "fastps.links": "fastps.session",
 }
 CORE_PART = re.compile(r"fastps\._core(_\w+)?$")
 

@@ -28,7 +28,7 @@ from transport_nets import (
 )
 
 from fastps._core import BufferPool
-from fastps.errors import PeerLostError
+from fastps.errors import PeerLostError, TransportError
 from fastps.transport import rdma
 from fastps.transport._mailbox import Mailbox
 from fastps.transport._rdma import RdmaTransport
@@ -37,10 +37,9 @@ from fastps.transport.rdma_pyverbs import Device, Port
 from fastps.wire import FrameKind, Header, crc32c, pack_header
 
 MIB = 1 << 20
-GREETING = struct.Struct("<IHBBIIIII16s")  # Greeting of _rdma.pxd, without its checksum
-FRAME, ANNOUNCE, GRANT, CREDIT, WITHDRAW = 1, 2, 3, 4, 5
+GREETING = struct.Struct("<IHBBHHIIIII16s8s")  # Greeting of _rdma.pxd, without its checksum
+FRAME, ANNOUNCE, GRANT, CREDIT, WITHDRAW, HELLO = 1, 2, 3, 4, 5, 6
 IMM_ANNOUNCED = 1 << 31
-LINK_TIMEOUT = -8
 
 
 @pytest.fixture(params=DATA_PATHS)
@@ -55,8 +54,12 @@ def join(transport: RdmaTransport, a: Any, b: Any) -> None:
     """Link two owners."""
     near, far = tcp_pair()
     with near, far:
-        transport.adopt(near.detach(), a, peer=0)
-        transport.adopt(far.detach(), b, peer=0)
+        openings = [
+            transport.adopt(near.detach(), a, peer=0),
+            transport.adopt(far.detach(), b, peer=0),
+        ]
+    for opening in openings:
+        opening.wait(timeout_s=TIMEOUT_S)
 
 
 def fill(array: memoryview, seed: int) -> bytes:
@@ -293,7 +296,7 @@ class RawPeer:
         self.sock.setblocking(True)
         self.sock.settimeout(TIMEOUT_S)
         with near:
-            transport.adopt(near.detach(), self.box, peer=0)
+            self.opening = transport.adopt(near.detach(), self.box, peer=0)
         self.device = Device("rxe0", port=1, gid_index=rdma.probe().gid_index)
         self.port = Port(self.device, 64, 64)
         self.memory = mmap.mmap(-1, 2 * MIB)
@@ -314,14 +317,17 @@ class RawPeer:
             data += piece
         return data
 
-    def greet(self, **wrong: int) -> None:
-        """Exchange greetings and connect the queue pairs."""
+    def greet(self, *, join: bool = True, **wrong: int) -> None:
+        """Exchange greetings, connect the queue pairs and, unless told not to, prove the link."""
         mtu, lid, number, gid = self.port.describe()
-        mine = {"magic": 0x52535046, "version": 1, "receives": 32, "message_bytes": 4096} | wrong
+        number = wrong.get("queue_pair", number)
+        mine = {"magic": 0x52535046, "version": 2, "receives": 32, "message_bytes": 4096} | wrong
         body = GREETING.pack(
             mine["magic"],
             mine["version"],
             mtu,
+            0,
+            0,
             0,
             lid,
             number,
@@ -329,17 +335,30 @@ class RawPeer:
             mine["receives"],
             mine["message_bytes"],
             gid,
+            bytes(8),
         )
         self.sock.sendall(body + struct.pack("<I", crc32c(body)))
         theirs = self.read(GREETING.size + 4)
-        _, _, mtu, _, lid, number, first, _, _, gid = GREETING.unpack(theirs[:-4])
+        _, _, mtu, _, _, _, lid, number, first, _, _, gid, _ = GREETING.unpack(theirs[:-4])
         self.port.connect(
-            mtu=mtu, queue_pair=number, lid=lid, gid=gid, receive_from=first, send_from=7
+            mtu=mtu,
+            service_level=0,
+            gid_index=self.device.gid_index,
+            traffic_class=0,
+            hop_limit=64,
+            lid=lid,
+            gid=gid,
+            queue_pair=number,
+            receive_from=first,
+            send_from=7,
         )
-        if wrong:
+        if wrong or not join:
             return
         self.sock.sendall(b"R")
         assert self.read(1) == b"R"
+        self.send(HELLO, bytes(4080))
+        assert self.receive()[0] == HELLO
+        self.opening.wait(timeout_s=TIMEOUT_S)
 
     def send(self, kind: int, body: bytes = b"", *, credits: int = 0) -> None:
         """Send one message."""
@@ -428,23 +447,59 @@ def test_a_raw_peer_that_keeps_the_rules(raw):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"magic": 1}, {"version": 2}, {"message_bytes": 512}, {"receives": 1}], ids=str
+    "wrong", [{"magic": 1}, {"version": 1}, {"message_bytes": 512}, {"receives": 1}], ids=str
 )
 def test_a_wrong_greeting_ends_the_link(transport, raw, wrong):
     raw.greet(**wrong)
-    assert raw.box.wait_ended(0, timeout_s=TIMEOUT_S) == PROTOCOL
-    assert "greeting" in transport.failure
+    with pytest.raises(TransportError, match="its greeting is not ours"):
+        raw.opening.wait(timeout_s=TIMEOUT_S)
+    assert transport.failure == "", "it was no link yet"
 
 
 def test_a_silent_peer_is_given_up():
     transport = RdmaTransport(open_device(), greeting_timeout_s=0.2)
-    box = Mailbox()
     near, far = tcp_pair()
     with near, far:
-        transport.adopt(near.detach(), box, peer=0)
-        assert box.wait_ended(0, timeout_s=TIMEOUT_S) == LINK_TIMEOUT
-    assert "did not greet in time" in transport.failure
+        opening = transport.adopt(near.detach(), Mailbox(), peer=0)
+        with pytest.raises(TransportError, match="did not greet in time"):
+            opening.wait(timeout_s=TIMEOUT_S)
     transport.close(timeout_s=TIMEOUT_S)
+
+
+def test_a_fabric_that_carries_nothing_is_found_out(transport, raw):
+    """Both ends say that they are ready, but no message arrives."""
+    raw.greet(queue_pair=0xFFFFF)
+    raw.sock.sendall(b"R")
+    with pytest.raises(TransportError, match="retry counter exceeded"):
+        raw.opening.wait(timeout_s=TIMEOUT_S)
+    assert transport.failure == ""
+    still_works(*other_link(transport))
+
+
+def test_a_peer_that_gives_up_ends_the_opening(transport, raw):
+    raw.greet(join=False)
+    raw.sock.close()
+    with pytest.raises(TransportError, match="ended while its link was set up"):
+        raw.opening.wait(timeout_s=TIMEOUT_S)
+
+
+def test_frames_before_the_hello_are_refused(transport, raw):
+    raw.greet(join=False)
+    raw.sock.sendall(b"R")
+    raw.send(FRAME, frame_header(3) + b"abc")
+    with pytest.raises(TransportError):
+        raw.opening.wait(timeout_s=TIMEOUT_S)
+
+
+def test_the_owner_can_refuse_a_link(transport):
+    """As a server does with a second link of one worker."""
+    near, far = tcp_pair()
+    with near, far:
+        box = Mailbox()
+        near_opening = transport.adopt(near.detach(), box, peer=10**6)
+        transport.adopt(far.detach(), Mailbox(), peer=0)
+        with pytest.raises(ValueError, match="at most"):
+            near_opening.wait(timeout_s=TIMEOUT_S)
 
 
 BAD_MESSAGES = {
@@ -454,7 +509,7 @@ BAD_MESSAGES = {
     "small announcement": (ANNOUNCE, frame_header(10), 0),
     "grant of nothing": (GRANT, bytes(40), 0),
     "unknown kind": (99, b"", 0),
-    "too much credit": (CREDIT, b"", 1),
+    "too much credit": (CREDIT, b"", 3),
 }
 
 
@@ -524,7 +579,7 @@ def test_a_killed_peer_is_noticed_at_once(tmp_path: Path):
         "transport, box = RdmaTransport(open_device()), Mailbox()\n"
         "sock = socket.socket(fileno=int(sys.argv[1]))\n"
         "sock.setblocking(False)\n"
-        "transport.adopt(sock.detach(), box, peer=0)\n"
+        "transport.adopt(sock.detach(), box, peer=0).wait(timeout_s=60)\n"
         "while True: box.receive(timeout_s=600)\n"
     )
     near, far = tcp_pair()
@@ -535,7 +590,7 @@ def test_a_killed_peer_is_noticed_at_once(tmp_path: Path):
             [sys.executable, "-c", program, str(far.fileno())], pass_fds=[far.fileno()]
         )
         far.close()
-        transport.adopt(near.detach(), box, peer=0)
+        transport.adopt(near.detach(), box, peer=0).wait(timeout_s=TIMEOUT_S)
         parcel = box.post(0, bytes(100000))
         assert outcome(parcel) == "OK"
         child.kill()

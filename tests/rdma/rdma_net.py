@@ -57,8 +57,14 @@ class RdmaNet(PlainNet):
             return
         near, far = transport_nets.tcp_pair()
         with near, far:
-            self.transport.adopt(near.detach(), a, peer=peer_for_a, **options)
-            self.transport.adopt(far.detach(), b, peer=peer_for_b, greets_first=False, **options)
+            openings = [
+                self.transport.adopt(near.detach(), a, peer=peer_for_a, **options),
+                self.transport.adopt(
+                    far.detach(), b, peer=peer_for_b, greets_first=False, **options
+                ),
+            ]
+        for opening in openings:
+            opening.wait(timeout_s=transport_nets.TIMEOUT_S)
 
 
 def use_rdma() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastps import joining
+from fastps import links
 from fastps.config import Config, load
 from fastps.control.doors import open_doors
 from fastps.control.protocol import Member
@@ -152,26 +152,109 @@ def test_a_refused_link_can_be_dialled_again():
     assert listener.statistics() == {"not admitted": 1}
 
 
+class Pending:
+    """What a transport gives for a link that is being set up."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def wait(self, *, timeout_s: float) -> None:
+        if self.why:
+            raise TransportError(self.why)
+
+
+class Fabric:
+    """An RDMA transport whose links work or not, by lane."""
+
+    def __init__(self, *whys: str) -> None:
+        self.whys = whys
+        self.is_closed = False
+
+    def adopt(self, fd: int, owner: Any, *, lane: int, **options: Any) -> Pending:
+        os.close(fd)
+        return Pending(self.whys[lane])
+
+    def hold(self, array: Any) -> bool:
+        return True
+
+    def close(self, *, timeout_s: float) -> None:
+        self.is_closed = True
+
+
+class Worker:
+    """The links of a worker to one server with three lanes, beside a listener for TCP."""
+
+    def __init__(self, monkeypatch: Any, transport: str, fabric: Fabric) -> None:
+        self.lanes: list[int] = []
+        self.held: list[Any] = []
+        near = Member("worker", 0, "127.0.0.1", 1, 1, "here", 0, "", "here", GID)
+        far = Member("server", 0, "127.0.0.1", 1, 1, "there", 1, "", "there", GID)
+        job = SimpleNamespace(
+            rank=0, generation=1, joint_servers={}, workers=(near,), servers=(far,)
+        )
+        monkeypatch.setattr(rdma, "open_transport", lambda config, n_links: fabric)
+        monkeypatch.setattr(links, "dial", self.dial)
+        engine: Any = SimpleNamespace(hold_with=self.held.append)
+        config = settings(transport=transport)
+        self.links = links.Links(config, job, engine, key=b"k", device=DEVICE)  # type: ignore[arg-type]
+        monkeypatch.setattr(links.Links, "_link_by_socket", self.link_by_socket)
+
+    def dial(self, address: tuple[str, int], config: Config, **options: Any) -> int:
+        near, far = socket.socketpair()
+        far.close()
+        return near.detach()
+
+    def link_by_socket(self, server: Member, lane: int) -> None:
+        self.lanes.append(lane)
+
+
+def test_links_that_work_use_rdma(monkeypatch):
+    fabric = Fabric("", "", "")
+    worker = Worker(monkeypatch, "auto", fabric)
+    worker.links.connect([3], None)
+    assert worker.lanes == []
+    assert worker.held == [fabric.hold]
+    assert not fabric.is_closed
+
+
+def test_tcp_takes_the_place_of_links_that_do_not_work(monkeypatch, caplog):
+    worker = Worker(monkeypatch, "auto", Fabric("", "retry counter exceeded", ""))
+    worker.links.connect([3], None)
+    assert worker.lanes == [1]
+    assert "server 0: no RDMA, TCP takes its place: retry counter exceeded" in caplog.text
+
+
+def test_a_device_that_reaches_nobody_is_closed(monkeypatch):
+    fabric = Fabric("no", "no", "no")
+    worker = Worker(monkeypatch, "auto", fabric)
+    worker.links.connect([3], None)
+    assert worker.lanes == [0, 1, 2]
+    assert worker.held == []
+    assert fabric.is_closed
+
+
+def test_links_that_do_not_work_are_an_error_where_rdma_is_asked_for(monkeypatch):
+    worker = Worker(monkeypatch, "rdma", Fabric("", "retry counter exceeded", ""))
+    with pytest.raises(TransportError, match="server 0 cannot be reached by RDMA: retry"):
+        worker.links.connect([3], None)
+
+
 @pytest.mark.parametrize("transport", ["auto", "rdma"])
 def test_a_worker_falls_back_when_the_server_refuses(monkeypatch, caplog, transport):
+    worker = Worker(monkeypatch, transport, Fabric())
+
     def refuse(address: tuple[str, int], config: Config, **options: Any) -> int:
         assert options["lane"] & RDMA_LANE
         raise TransportError("server 0 closed the connection")
 
-    monkeypatch.setattr(joining, "dial", refuse)
-    worker = joining.Connections.__new__(joining.Connections)
-    worker._config = settings(transport=transport)
-    worker._rdma, worker._by_rdma = object(), {0}  # type: ignore[assignment]
-    worker.client = SimpleNamespace(data_key=b"k")  # type: ignore[assignment]
-    worker.job = SimpleNamespace(rank=0, generation=1, joint_servers={})  # type: ignore[assignment]
-    server = Member("server", 0, "127.0.0.1", 1, 1, "node", 0, "", "h", GID)
+    monkeypatch.setattr(links, "dial", refuse)
     if transport == "rdma":
         with pytest.raises(TransportError, match="closed the connection"):
-            worker._link_by_rdma(server, 0)
+            worker.links.connect([2], None)
         return
-    assert not worker._link_by_rdma(server, 0)
-    assert not worker._link_by_rdma(server, 1), "it asks only once"
-    assert caplog.text.count("TCP takes its place") == 1
+    worker.links.connect([2], None)
+    assert worker.lanes == [0, 1]
+    assert caplog.text.count("TCP takes its place") == 1, "it asks only once"
 
 
 # ---- memory ----

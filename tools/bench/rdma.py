@@ -74,8 +74,12 @@ class Bench:
         self.push = PushBoard(count, nbytes, chunk_bytes=chunk)
         near, far = tcp_pair(host)
         with near, far:
-            self.transports[0].adopt(near.detach(), self.push, peer=0)
-            self.transports[1].adopt(far.detach(), self.echo, peer=0)
+            openings = [
+                self.transports[0].adopt(near.detach(), self.push, peer=0),
+                self.transports[1].adopt(far.detach(), self.echo, peer=0),
+            ]
+        for opening in filter(None, openings):
+            opening.wait(timeout_s=TIMEOUT_S)
         self.arrays = [[mmap.mmap(-1, nbytes) for _ in range(2)] for _ in range(count)]
         for key, (array, output) in enumerate(self.arrays):
             array[:] = os.urandom(nbytes)

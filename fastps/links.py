@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""By which way a worker reaches each server, and the links that this makes.
+
+Memory for the server in the worker's own process, RDMA where both ends have a device and settings
+allow it, else a Unix socket on its own host, else TCP. A fabric is trusted only when it has
+carried something: where a link by RDMA cannot be set up, TCP takes its place, unless settings
+insist. Threads: those of the transports.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fastps.config import Config
+from fastps.control.protocol import Job, Member
+from fastps.errors import TransportError
+from fastps.transport import rdma
+from fastps.transport._inproc import InprocTransport
+from fastps.transport._tcp import TcpTransport
+from fastps.transport.rdma import Capability
+from fastps.transport.tcp import choose_credit, dial, pack_lane
+from fastps.worker._engine import WorkerEngine
+
+if TYPE_CHECKING:
+    from fastps.server._store import ServerStore
+    from fastps.transport._rdma import Opening, RdmaTransport
+
+__all__ = ["Links", "name_of_server"]
+
+log = logging.getLogger(__name__)
+
+SETTLING_S = 5.0  # beyond a link's own deadline, for an I/O thread that is busy
+
+
+def name_of_server(job: Job, index: int) -> str:
+    """Name a server for an error, with the worker whose process it is in."""
+    ranks = {server: rank for rank, server in job.joint_servers.items()}
+    return f"server {index}" + (f" (in worker {ranks[index]})" if index in ranks else "")
+
+
+class Links:
+    """The links of one worker; connect() makes them, close() waits for their end."""
+
+    def __init__(
+        self, config: Config, job: Job, engine: WorkerEngine, *, key: bytes, device: Capability
+    ) -> None:
+        self._config = config
+        self._job = job
+        self._engine = engine
+        self._key = key
+        self._device = device
+        self._host_id = job.workers[job.rank].host_id
+        self._tcp: TcpTransport | None = None
+        self._memory: InprocTransport | None = None
+        self._rdma: RdmaTransport | None = None
+
+    # ---- making ----
+
+    def connect(self, lanes: Sequence[int], own: tuple[int, ServerStore] | None) -> None:
+        """Link the engine with each server, as often as lanes says; blocks until all links work.
+
+        own: index and store of the server in this process. Raises ConfigError, TransportError.
+        """
+        index = own[0] if own else None
+        remote = [
+            (server, lane)
+            for server in self._job.servers[: len(lanes)]
+            for lane in range(lanes[server.rank])
+            if server.rank != index
+        ]
+        if own is not None:
+            for lane in range(lanes[own[0]]):
+                self._link_in_memory(*own, lane)
+        by_rdma = self._begin_rdma(remote)
+        self._finish_rdma(by_rdma)
+        for place in remote:
+            if place not in by_rdma:
+                self._link_by_socket(*place)
+
+    def _link_in_memory(self, index: int, store: ServerStore, lane: int) -> None:
+        """Join the engine with the store beside it."""
+        if self._memory is None:
+            self._memory = InprocTransport()
+        self._memory.connect(
+            self._engine,
+            index,
+            store,
+            self._job.rank,
+            lane=lane,
+            credit_bytes=0,
+            by_reference=True,
+        )
+
+    def _link_by_socket(self, server: Member, lane: int) -> None:
+        if self._tcp is None:
+            self._tcp = TcpTransport(
+                io_threads=self._config.io_threads, spin_us=self._config.spin_us
+            )
+        is_near = self._config.unix_sockets and server.host_id == self._host_id
+        descriptor = self._dial(server, lane, unix=server.unix if is_near else "")
+        self._tcp.adopt(
+            descriptor,
+            self._engine,
+            peer=server.rank,
+            lane=lane,
+            credit_bytes=choose_credit(descriptor, self._config),
+        )
+
+    def _dial(self, server: Member, lane: int, *, unix: str = "") -> int:
+        return dial(
+            (server.host, server.port),
+            self._config,
+            key=self._key,
+            sender=self._job.rank,
+            lane=pack_lane(self._job.generation, lane),
+            what=name_of_server(self._job, server.rank),
+            unix=unix,
+        )
+
+    # ---- RDMA ----
+
+    def _begin_rdma(
+        self, remote: Sequence[tuple[Member, int]]
+    ) -> dict[tuple[Member, int], Opening]:
+        """Open the device if it may reach some servers, and begin the links to those."""
+        servers = dict.fromkeys(server for server, _ in remote)
+        wanted = {server for server in servers if self._wants_rdma(server)}
+        places = [place for place in remote if place[0] in wanted]
+        if places:
+            self._rdma = rdma.open_transport(self._config, n_links=len(places))
+        openings: dict[tuple[Member, int], Opening] = {}
+        for server, lane in places if self._rdma is not None else ():
+            if server in wanted:
+                try:
+                    openings[server, lane] = self._begin_link(server, lane)
+                except TransportError as error:
+                    self._give_up(server, error)
+                    wanted.remove(server)
+        return openings
+
+    def _wants_rdma(self, server: Member) -> bool:
+        mode = self._config.transport
+        if mode != "rdma" and server.host_id == self._host_id:
+            return False  # Unix sockets are the shorter way
+        is_wanted, why = rdma.wants_rdma(mode, self._device, server.gid)
+        how = "by" if is_wanted else "without"
+        name = name_of_server(self._job, server.rank)
+        log.info("%s is reached %s RDMA: %s", name, how, why)
+        return is_wanted
+
+    def _begin_link(self, server: Member, lane: int) -> Opening:
+        assert self._rdma is not None
+        return self._rdma.adopt(
+            self._dial(server, lane | rdma.RDMA_LANE),
+            self._engine,
+            peer=server.rank,
+            lane=lane,
+            credit_bytes=rdma.choose_credit(self._config),
+        )
+
+    def _finish_rdma(self, openings: dict[tuple[Member, int], Opening]) -> None:
+        """Wait until links work; take those out that do not, where TCP may take their place."""
+        timeout_s = self._config.handshake_timeout_s + SETTLING_S
+        for (server, lane), opening in list(openings.items()):
+            try:
+                opening.wait(timeout_s=timeout_s)
+            except TransportError as error:
+                self._give_up(server, error)
+                del openings[server, lane]
+        if openings:
+            assert self._rdma is not None
+            self._engine.hold_with(self._rdma.hold)
+        elif self._rdma is not None:
+            self._rdma.close(timeout_s=self._config.shutdown_timeout_s)
+            self._rdma = None
+
+    def _give_up(self, server: Member, error: TransportError) -> None:
+        name = name_of_server(self._job, server.rank)
+        if self._config.transport == "rdma":
+            raise TransportError(f"{name} cannot be reached by RDMA: {error}") from error
+        log.warning("%s: no RDMA, TCP takes its place: %s", name, error)
+
+    # ---- at work ----
+
+    @property
+    def failure(self) -> str:
+        """Say what broke first on a link by RDMA; empty if nothing did."""
+        return "" if self._rdma is None else self._rdma.failure
+
+    def statistics(self) -> dict[str, int]:
+        """Add up the counters of all links but those in memory."""
+        counts: Counter[str] = Counter({"bytes_sent": 0})
+        for transport in (self._tcp, self._rdma):
+            if transport is not None:
+                counts.update(transport.statistics())
+        return dict(counts)
+
+    # ---- the end ----
+
+    def close(self, *, timeout_s: float) -> None:
+        """End all links and join their threads. Raises TransportTimeout."""
+        for transport in (self._tcp, self._rdma, self._memory):
+            if transport is not None:
+                transport.close(timeout_s=timeout_s)
+
+    def abandon(self) -> None:
+        """Close the links' descriptors in a forked child."""
+        for transport in (self._tcp, self._rdma, self._memory):
+            if transport is not None:
+                transport.abandon()

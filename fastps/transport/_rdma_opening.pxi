@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _rdma.pyx: a link from its first byte until both ends know that it works. I/O thread, but
+# for the class. The GIL is taken here: nothing that a user started waits for it yet.
+
+@cython.no_gc
+@cython.final
+cdef class Opening:
+    """A link that is being set up, from RdmaTransport.adopt()."""
+
+    cdef LinkOwner owner
+    cdef RdmaLink* link         # while it is being set up
+    cdef object settled         # an event
+    cdef object route           # what the router found, and why nothing
+    cdef str missing
+    cdef object error           # why there is no link
+
+    def __cinit__(self, LinkOwner owner):
+        self.owner = owner
+        self.settled = threading.Event()
+        self.missing = ""
+
+    def wait(self, *, double timeout_s=10.0):
+        """Block until a message has gone each way and the owner has the link.
+
+        Raises TransportError when the link failed before that, and says why; or what the owner
+        raised when it was given the link.
+        """
+        if not self.settled.wait(timeout_s):
+            raise TransportError(f"the link was not set up within {timeout_s:g} s")
+        if self.error is not None:
+            raise self.error
+
+    def take_route(self, route, str missing):
+        """Take what a router found, or why it found nothing. Any thread."""
+        if self.link != NULL:   # under the GIL, as what forgets it
+            self.route = route
+            self.missing = missing
+            kick_io(self.link)
+
+    cdef settle(self, error):
+        self.link = NULL
+        self.owner = None
+        self.error = error
+        self.settled.set()
+
+
+cdef object take_opening(RdmaLink* link):
+    """The opening of a link; it is settled after this."""
+    opening = <Opening>link.opening
+    link.opening = NULL
+    Py_DECREF(opening)
+    return opening
+
+
+cdef int succeed(RdmaLink* link) noexcept with gil:
+    """Give a link that works to its owner."""
+    cdef Opening opening = take_opening(link)
+    cdef int status = OK
+    try:
+        opening.owner.c_attach(&link.base)
+        link.is_attached = True
+        opening.settle(None)
+    except BaseException as error:
+        log.warning("link to peer %d: %s", link.base.peer, error)
+        opening.settle(error)
+        status = E_PROTOCOL
+    return status
+
+
+cdef void fail(RdmaLink* link) noexcept with gil:
+    """Tell whoever waits for a link that there will be none."""
+    cdef Opening opening = take_opening(link)
+    cdef bytes why
+    pthread_mutex_lock(&link.pins.lock)
+    why = link.failure
+    pthread_mutex_unlock(&link.pins.lock)
+    failure = why.decode(errors="replace")
+    if not failure:
+        failure = f"the connection to peer {link.base.peer} ended while its link was set up"
+    log.info("%s", failure)
+    opening.settle(TransportError(failure))
+
+
+# ---------------------------------------------------------------- greeting
+
+cdef void seal_greeting(Greeting* greeting) noexcept nogil:
+    greeting.magic = GREETING_MAGIC
+    greeting.version = GREETING_VERSION
+    greeting.checksum = crc32c(greeting, sizeof(Greeting) - 4)
+
+
+cdef bint is_greeting(const Greeting* greeting) noexcept nogil:
+    return (greeting.magic == GREETING_MAGIC and greeting.version == GREETING_VERSION
+            and greeting.checksum == crc32c(greeting, sizeof(Greeting) - 4)
+            and greeting.message_bytes == MESSAGE_BYTES and greeting.receives > RESERVE
+            and 1 <= greeting.mtu <= 5)
+
+
+cdef int say(RdmaLink* link, const void* data, size_t nbytes) noexcept nogil:
+    """Write some bytes that fit into the empty buffer of a connection."""
+    if send(link.fd, data, nbytes, MSG_NOSIGNAL | MSG_DONTWAIT) == <ssize_t>nbytes:
+        return OK
+    return E_PEER_LOST
+
+
+cdef int begin_poll(RdmaLink* link) noexcept nogil:
+    """Greet the peer: only now, when the I/O thread knows the link."""
+    link.is_polled = True
+    link.io.has_deadlines = True
+    if (watch(link.io, link.fd, <uint64_t><uintptr_t>link)
+            or watch(link.io, link.completion_fd, <uint64_t><uintptr_t>link + EVENT_COMPLETION)
+            or link.verbs.arm(link.port)):
+        return E_SYS
+    return say(link, &link.mine, sizeof(Greeting)) if link.greets_first else OK
+
+
+cdef int meet(RdmaLink* link) noexcept nogil:
+    """The peer's greeting is whole: find the way to it."""
+    cdef Route* route = &link.route
+    cdef Greeting* peer = &link.peer
+    if not is_greeting(peer):
+        note_failure(link, b"no RDMA", b"its greeting is not ours",
+                     b"; use the same version and FASTPS_TRANSPORT everywhere")
+        return E_PROTOCOL
+    if not link.greets_first and say(link, &link.mine, sizeof(Greeting)) != OK:
+        return E_PEER_LOST
+    if (link.mine.router_port == 0) != (peer.router_port == 0):
+        note_failure(link, b"no RDMA", b"only one end has FASTPS_RDMA_CM=1", b"; set it alike")
+        return E_PROTOCOL
+    if peer.router_port:
+        link.stage = STAGE_ROUTE
+        return ask_router(link)
+    route.mtu = min(link.mine.mtu, peer.mtu)
+    route.lid = peer.lid
+    route.queue_pair = peer.queue_pair
+    route.receive_from = peer.first_packet
+    route.send_from = link.mine.first_packet
+    memcpy(route.gid, peer.gid, GID_BYTES)
+    return join_pair(link)
+
+
+cdef int ask_router(RdmaLink* link) noexcept with gil:
+    """Let the router find the way; the opening is told of it, on the router's thread."""
+    cdef Opening opening = <Opening>link.opening
+    cdef Greeting* mine = &link.mine
+    cdef Greeting* peer = &link.peer
+    try:
+        way = (<object>link.io.router).find(
+            opening.take_route, is_active=link.greets_first,
+            own_queue_pair=mine.queue_pair, peer_queue_pair=peer.queue_pair,
+            own_secret=(<const char*>mine.secret)[:SECRET_BYTES],
+            peer_secret=(<const char*>peer.secret)[:SECRET_BYTES],
+            peer_gid=(<const char*>peer.gid)[:GID_BYTES], peer_port=peer.router_port)
+    except BaseException as error:
+        opening.take_route(None, f"cannot look for a route: {error}")
+        return OK
+    Py_INCREF(way)
+    link.way = <PyObject*>way
+    return OK
+
+
+cdef void leave_way(RdmaLink* link) noexcept with gil:
+    """The queue pair is gone: the router may forget how it was reached."""
+    way = <object>link.way
+    link.way = NULL
+    Py_DECREF(way)
+    try:
+        (<object>link.io.router).forget(way)
+    except BaseException as error:
+        log.warning("cannot end a route: %s", error)
+
+
+cdef int take_route(RdmaLink* link) noexcept with gil:
+    """Go the way that the router found; OK also when it is still looking."""
+    cdef Opening opening = <Opening>link.opening
+    cdef Route* route = &link.route
+    cdef bytes gid
+    if opening.missing:
+        note_failure(link, b"no RDMA", opening.missing.encode(), b"")
+        return E_PEER_LOST
+    if opening.route is None:
+        return OK
+    found = opening.route
+    gid = found.gid
+    route.mtu = found.mtu
+    route.service_level = found.service_level
+    route.gid_index = found.gid_index
+    route.traffic_class = found.traffic_class
+    route.hop_limit = found.hop_limit
+    route.lid = found.lid
+    route.queue_pair = found.queue_pair
+    route.receive_from = found.receive_from
+    route.send_from = found.send_from
+    memcpy(route.gid, <const char*>gid, GID_BYTES)
+    return join_pair(link)
+
+
+# ---------------------------------------------------------------- proof
+
+cdef int join_pair(RdmaLink* link) noexcept nogil:
+    """Join our queue pair to the peer's, and say that we are ready."""
+    cdef char ready = READY
+    cdef int error = link.verbs.connect(link.port, &link.route)
+    if error:
+        note_failure(link, b"cannot connect the queue pair", strerror(error),
+                     b"; are both devices in one network? see ibv_devinfo")
+        return E_SYS
+    link.room = link.peer.receives
+    link.stage = STAGE_READY
+    if say(link, &ready, 1) != OK:
+        return E_PEER_LOST
+    return begin_proof(link) if link.is_awaited else OK
+
+
+cdef int read_greeting(RdmaLink* link) noexcept nogil:
+    """Read what the peer says before it uses RDMA; negative: the link has ended."""
+    cdef char ready = 0
+    cdef ssize_t count
+    if link.stage == STAGE_GREETING:
+        count = recv(link.fd, <char*>&link.peer + link.greeted, sizeof(Greeting) - link.greeted,
+                     MSG_DONTWAIT)
+        if count <= 0:
+            return end_status(link, count)
+        link.greeted += <uint32_t>count
+        return meet(link) if link.greeted == sizeof(Greeting) else OK
+    count = recv(link.fd, &ready, 1, MSG_DONTWAIT)
+    if count <= 0:
+        return end_status(link, count)
+    if ready != READY or link.is_awaited:
+        return E_PROTOCOL
+    link.is_awaited = True      # by the peer, which may have found the way before us
+    return begin_proof(link) if link.stage == STAGE_READY else OK
+
+
+cdef int begin_proof(RdmaLink* link) noexcept nogil:
+    """Both queue pairs can receive: send the longest message, over the fabric itself."""
+    link.stage = STAGE_PROOF
+    memset(message_buffer(link), 0, MESSAGE_BYTES)
+    return post_message(link, NOTE_HELLO, MESSAGE_BYTES, WORK_HELLO)
+
+
+cdef int hear(RdmaLink* link, uint8_t note_kind) noexcept nogil:
+    """A message came before we knew that the link works."""
+    if note_kind == NOTE_HELLO:
+        if link.is_heard:
+            return E_PROTOCOL
+        link.is_heard = True
+    elif link.is_heard:
+        link.is_proven = True       # the peer has our hello, though we are not told yet
+    else:
+        return E_PROTOCOL
+    return open_if_proven(link)
+
+
+cdef int open_if_proven(RdmaLink* link) noexcept nogil:
+    """The link is open when a message went each way."""
+    if link.stage != STAGE_PROOF or not (link.is_heard and link.is_proven):
+        return OK
+    link.stage = STAGE_OPEN
+    link.deadline = 0
+    return succeed(link)
+
+
+cdef const char* why_late(RdmaLink* link) noexcept nogil:
+    """What a link waited for in vain while it was set up."""
+    if link.stage == STAGE_GREETING:
+        return b"it did not greet in time"
+    if link.stage == STAGE_ROUTE:
+        return b"rdma_cm found no way to it in time"
+    if link.stage == STAGE_READY:
+        return b"its queue pair was not ready in time"
+    return b"no message came through in time"
