@@ -42,7 +42,7 @@ def findings(settings: config.Config) -> Iterator[tuple[str, str]]:
     yield "CPUs", f"{len(os.sched_getaffinity(0))} for this process; {cpu_features()}"
     yield "shared memory", shm.can_share() or "works between workers of this machine"
     yield "Unix sockets", _unix_sockets()
-    yield "RDMA", rdma.probe(rdma.options_of(settings)).describe()
+    yield "RDMA", _rdma(rdma.options_of(settings))
     yield "lockable memory", _memory_limit()
     yield "transport", f"FASTPS_TRANSPORT={settings.transport}"
 
@@ -68,6 +68,16 @@ def _unix_sockets() -> str:
         return f"cannot be used: {error}"
     sock.close()
     return "work between processes of this machine"
+
+
+def _rdma(options: rdma.RdmaOptions) -> str:
+    """Say what there is, and whether it carries anything."""
+    found = rdma.probe(options)
+    if not found.is_usable:
+        return found.describe()
+    why = rdma.try_out(options)
+    result = f"but it does not reach itself: {why}" if why else "it reaches itself"
+    return f"{found.describe()}; {result}"
 
 
 def _memory_limit() -> str:

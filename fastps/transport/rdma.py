@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import resource
+import socket
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -393,6 +394,34 @@ def _rehearse(transport: RdmaTransport, n_links: int) -> None:
     """Pin as much as the links will, so that a low limit shows before a peer relies on us."""
     memory = np.empty(max(n_links, 1) * LINK_BYTES, np.uint8)
     transport.register(memory.ctypes.data, memory.nbytes).close()
+
+
+def try_out(options: RdmaOptions | None = None, *, timeout_s: float = 10.0) -> str:
+    """Link this machine's device with itself; give why that does not work, or nothing.
+
+    Blocks until a message has gone each way, at most timeout_s seconds.
+    """
+    try:
+        from fastps.transport._mailbox import Mailbox  # noqa: PLC0415
+        from fastps.transport._rdma import RdmaTransport  # noqa: PLC0415
+
+        transport = RdmaTransport(open_device(options), greeting_timeout_s=timeout_s)
+        try:
+            ends = [end.detach() for end in _connected()]
+            for opening in [transport.adopt(end, Mailbox(), peer=0) for end in ends]:
+                opening.wait(timeout_s=timeout_s)
+        finally:
+            transport.close(timeout_s=timeout_s)
+    except (FastPSError, ImportError) as error:
+        return str(error)
+    return ""
+
+
+def _connected() -> tuple[socket.socket, socket.socket]:
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    return ends
 
 
 # ---- the distribution's pyverbs ----

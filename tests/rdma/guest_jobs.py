@@ -85,3 +85,4 @@ def test_the_doctor_finds_the_device():
         check=True,
     )
     assert "RDMA over rxe0 port 1" in done.stdout
+    assert "; it reaches itself" in done.stdout
