@@ -34,6 +34,9 @@ cdef struct Contribution:       # what one machine gave to a round; entry.lock
     bint wants_result           # else an empty RESULT as acknowledgement
     SendItem error              # the ERROR frame, should the round fail
     int32_t is_error_lent       # it is lent to the pusher's link; atomic
+    int owed_status             # of an error that the pusher is still to hear of; OK: none
+    uint32_t owed_version
+    uint32_t owed_culprit
 
 cdef struct Round:              # one version of a key; entry.lock unless said otherwise
     Entry* entry
@@ -71,6 +74,8 @@ cdef struct Entry:              # fixed after declare, except rounds
     int engine                  # index of the engine thread that sums it, -1: the I/O thread
     uint32_t* pushers           # per machine: the rank that pushes and gets the results
     int failed                  # OK, or why no round of this key can succeed; entry.lock
+    int32_t owes_errors         # some contribution is owed one; atomic
+    bint is_promised            # pushers may write into lasting buffers without asking
     sum_fn kernel
     pthread_mutex_t lock
     Round rounds[2]             # a push of version v goes to rounds[v & 1]
@@ -87,6 +92,7 @@ cdef struct StoreStats:
     uint64_t chunks_summed
     uint64_t bytes_summed       # bytes of results
     uint64_t rounds_failed
+    uint64_t buffers_not_kept   # for want of room
 
 cdef struct Store:
     uint32_t index              # of this server
@@ -104,6 +110,7 @@ cdef struct Store:
     void* pool                  # borrowed BufferPool, alive as long as StoreFace
     Completion news             # armed: a link has ended
     int32_t has_news            # atomic
+    uint64_t lasting_limit      # bytes of lasting buffers; 0: none are kept
     uint64_t lasting_left       # bytes that may still be kept as lasting buffers; GIL
     StoreStats stats            # atomic adds
 

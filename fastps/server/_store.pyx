@@ -20,12 +20,14 @@ after which none begins; or until its link ended, which fails every round that i
 
 Over links whose peers write into our memory without asking, chunks have lasting buffers: the same
 for every second round, kept from declaration on, 2 x n_machines x the bytes owned up to a bound.
+Tensors that were used and have no promise (parameters that are broadcast once) give theirs up.
 
 Why two rounds suffice. A pusher pushes version v + 2 only after it has received all of v + 1.
 That needs every pusher's push of v + 1, which each of them sends only after it has received all
 of v. So when the first byte of v + 2 lands in rounds[v & 1], no result of v is in flight. A
 worker that breaks this is cut off (E_PROTOCOL), and a result that is still lent to a link is
-waited for, so a buffer in flight is never written.
+waited for, so a buffer in flight is never written. A round v + 1 that fails breaks the chain: who
+writes without asking hears of that only when the results of v have left.
 
 A PULL joins a round without a contribution: the sum then runs over those that have one. A
 broadcast is a round with one contribution. A pusher that left makes every round fail that it
@@ -42,7 +44,9 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from fastps._atomic cimport fps_add32, fps_add64, fps_load32, fps_store32, fps_swap32
+from fastps._atomic cimport (
+    fps_add32, fps_add64, fps_fence, fps_load32, fps_store32, fps_swap32,
+)
 from fastps._table cimport MAX_RECORDS, IdTable, table_clear, table_each, table_get, table_put
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, FAULT_SERVER_LANDING,
@@ -51,7 +55,7 @@ from fastps._core cimport (
     queue_close, queue_create, queue_free, queue_pop, queue_push, thread_create, thread_join,
 )
 from fastps.transport._link cimport (
-    KICK_FULL, KICK_WAKE, Link, LinkOwner, LinkSlot, SendItem, slot_acquire,
+    KICK_FULL, KICK_WAKE, Link, LinkOwner, LinkSlot, SendItem, is_early_broadcast, slot_acquire,
     slot_release, slot_retire, slot_set,
 )
 from fastps.wire cimport (
@@ -188,11 +192,50 @@ cdef void lend_lasting(Contribution* part, Entry* entry) noexcept nogil:
     cdef uint32_t chunk, length
     for chunk in range(entry.n_chunks):
         length = chunk_length(entry, chunk * entry.chunk_bytes)
-        if not LASTING_FROM <= length <= store.lasting_left:
+        if length < LASTING_FROM or store.lasting_limit == 0:
+            continue
+        if length > store.lasting_left:
+            store.stats.buffers_not_kept += 1
             continue
         part.lasting[chunk] = <char*>(<BufferPool>store.pool).c_loan(length)
         if part.lasting[chunk] != NULL:
             store.lasting_left -= length
+
+
+cdef void take_back_idle(void* record, void* context) noexcept nogil:
+    """Take lasting buffers back from a tensor that had a round and was promised nothing.
+
+    Such as parameters that were broadcast once: others may come that need the bytes.
+    """
+    cdef Tensor* tensor = <Tensor*>record
+    cdef Entry* entry
+    cdef uint32_t index
+    cdef int i
+    for index in range(tensor.n_partitions):
+        entry = tensor.entries[index]
+        if entry == NULL:
+            continue
+        pthread_mutex_lock(&entry.lock)
+        if not entry.is_promised and (entry.rounds[0].version or entry.rounds[1].version):
+            for i in range(2):
+                take_back_unused(&entry.rounds[i])
+        pthread_mutex_unlock(&entry.lock)
+
+
+cdef void take_back_unused(Round* round) noexcept nogil:
+    cdef Contribution* part
+    cdef uint32_t machine, chunk
+    for machine in range(round.entry.store.n_machines):
+        part = &round.contributions[machine]
+        for chunk in range(round.entry.n_chunks):
+            if (part.lasting[chunk] != NULL and part.buffers[chunk] != part.lasting[chunk]
+                    and fps_load32(&round.in_flight) == 0):
+                give_back_lasting(part, round.entry, chunk)
+
+
+cdef void give_back_lasting(Contribution* part, Entry* entry, uint32_t chunk) noexcept nogil:
+    entry.store.lasting_left += chunk_length(entry, chunk * entry.chunk_bytes)
+    give_back(entry.store, &part.lasting[chunk])
 
 
 cdef void free_lasting(Contribution* part, Entry* entry) noexcept nogil:
@@ -201,8 +244,7 @@ cdef void free_lasting(Contribution* part, Entry* entry) noexcept nogil:
         return
     for chunk in range(entry.n_chunks):
         if part.lasting[chunk] != NULL:
-            entry.store.lasting_left += chunk_length(entry, chunk * entry.chunk_bytes)
-            give_back(entry.store, &part.lasting[chunk])
+            give_back_lasting(part, entry, chunk)
     free(part.lasting)
 
 
@@ -408,7 +450,12 @@ cdef class ServerStore(LinkOwner):
 
     def keep_buffers(self, uint64_t limit_bytes):
         """Keep lasting buffers for tensors declared from now on, together at most limit_bytes."""
-        self.store.lasting_left = limit_bytes
+        self.store.lasting_limit = self.store.lasting_left = limit_bytes
+
+    def take_back_idle(self):
+        """Take lasting buffers back from tensors that do not seem to need them; see declare()."""
+        with nogil:
+            table_each(self.store.tensors, take_back_idle, NULL)
 
     def fail_tensor(self, uint64_t tensor_id, int status):
         """Fail every round of a tensor that is not complete, and every later one.

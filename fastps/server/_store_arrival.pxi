@@ -215,11 +215,17 @@ cdef void* store_standing(void* context, Link* link, const Header* header) noexc
     cdef Store* store = <Store*>context
     cdef Entry* entry = find_entry(store, header.key)
     cdef Round* round
-    if check_frame(entry, link, header) != OK or header.kind != KIND_PUSH:
+    cdef char* place
+    if (check_frame(entry, link, header) != OK or header.kind != KIND_PUSH
+            or is_early_broadcast(header)):
         return NULL
     round = &entry.rounds[header.key_version & 1]
-    return round.contributions[store.machine_of[link.peer]].lasting[
+    pthread_mutex_lock(&entry.lock)
+    place = round.contributions[store.machine_of[link.peer]].lasting[
         header.offset / entry.chunk_bytes]
+    entry.is_promised |= place != NULL
+    pthread_mutex_unlock(&entry.lock)
+    return place
 
 
 cdef int store_adopt(void* context, Link* link, const Header* header,
@@ -262,7 +268,8 @@ cdef void hand_on(Round* round) noexcept nogil:
         chunk = round.chunks_begun
         if chunk == round.chunks_ready:
             round.is_handing = False
-            fps_add32(&round.in_flight, -1)
+            if fps_add32(&round.in_flight, -1) == 0 and fps_load32(&round.entry.owes_errors):
+                pay_errors(round.entry)
             pthread_mutex_unlock(&round.entry.lock)
             return
         round.chunks_begun += 1

@@ -36,7 +36,7 @@ cdef void chunk_sent(Round* round, uint32_t chunk) noexcept nogil:
 cdef void result_sent(SendItem* item, int status) noexcept nogil:
     cdef Round* round = <Round*>item.context
     chunk_sent(round, <uint32_t>((item - round.results) % round.entry.n_chunks))
-    fps_add32(&round.in_flight, -1)
+    let_go(round)
 
 
 cdef void error_sent(SendItem* item, int status) noexcept nogil:
@@ -103,18 +103,65 @@ cdef void send_acknowledgement(Round* round, uint32_t machine, uint32_t chunk,
     lend_result(round, machine, item, kick)
 
 
+cdef inline Round* other_round(Round* round) noexcept nogil:
+    return &round.entry.rounds[1 - (round - round.entry.rounds)]
+
+
 cdef void send_error(Round* round, uint32_t machine, uint32_t version, int status,
                      uint32_t culprit) noexcept nogil:
+    """Tell a pusher that a version failed, at once or when it can do no harm; entry.lock is held.
+
+    Who may write into our buffers without asking writes its next version over the results of the
+    one before this: it must not hear of this one's end before those have left.
+    """
+    cdef Contribution* part = &round.contributions[machine]
+    part.owed_status = status
+    part.owed_version = version
+    part.owed_culprit = culprit
+    fps_store32(&round.entry.owes_errors, 1)
+    fps_fence()
+    pay_errors(round.entry)
+
+
+cdef void pay_errors(Entry* entry) noexcept nogil:
+    """Send the errors that nothing holds back any more; entry.lock is held."""
+    cdef Round* round
+    cdef uint32_t machine
+    cdef int i
+    fps_store32(&entry.owes_errors, 0)
+    for i in range(2):
+        round = &entry.rounds[i]
+        for machine in range(entry.store.n_machines):
+            if round.contributions[machine].owed_status == OK:
+                continue
+            if entry.is_promised and fps_load32(&other_round(round).in_flight):
+                fps_store32(&entry.owes_errors, 1)
+            else:
+                pay_error(round, machine)
+
+
+cdef void let_go(Round* round) noexcept nogil:
+    """Something lent or at work is back; what waited for the last of them goes on."""
+    cdef Entry* entry = round.entry
+    if fps_add32(&round.in_flight, -1) == 0 and fps_load32(&entry.owes_errors):
+        pthread_mutex_lock(&entry.lock)
+        pay_errors(entry)
+        pthread_mutex_unlock(&entry.lock)
+
+
+cdef void pay_error(Round* round, uint32_t machine) noexcept nogil:
     cdef Contribution* part = &round.contributions[machine]
     cdef SendItem* item = &part.error
     cdef LinkSlot* slot = link_of(round.entry, machine)
     cdef Link* link
+    cdef int status = part.owed_status
+    part.owed_status = OK
     if not has_error_back(part):
         return
     fill_header(round, &item.header, KIND_ERROR)
-    item.header.key_version = version
+    item.header.key_version = part.owed_version
     item.header.offset = <uint32_t>-status
-    item.header.priority = <int32_t>culprit
+    item.header.priority = <int32_t>part.owed_culprit
     item.context = part
     item.sent = error_sent
     link = slot_acquire(slot)
@@ -315,5 +362,5 @@ cdef void engine_main(void* arg) noexcept nogil:
     while queue_pop(queue, &item, INT64_MAX) == OK:
         round = (<Job*>item).round
         complete_chunk(round, (<Job*>item).chunk, KICK_FULL)
-        fps_add32(&round.in_flight, -1)
+        let_go(round)
         fps_add32(&start.store.jobs_open, -1)

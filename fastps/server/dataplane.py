@@ -61,6 +61,7 @@ class DataPlane:
         self._config = config
         self._client = client
         self._ending = threading.Event()
+        self._has_warned = False
         self._rdma = self._open_rdma()
         self._pool = _core.BufferPool(
             config.pool_bytes, on_slab=self._rdma.register if self._rdma else None
@@ -87,7 +88,8 @@ class DataPlane:
     def _make_store(self) -> ServerStore:
         store = self._make_plain_store()
         if self._rdma is not None:
-            store.keep_buffers(self._config.rdma_pinned_bytes)
+            limit = self._config.pool_bytes // 2 or self._config.rdma_pinned_bytes
+            store.keep_buffers(min(limit, self._config.rdma_pinned_bytes))
         return store
 
     def _make_plain_store(self) -> ServerStore:
@@ -153,15 +155,27 @@ class DataPlane:
     def hold(self, request: DeclareKeys) -> None:
         """Make ready for new tensors and tell the scheduler; never raises, never waits for it."""
         try:
+            self.store.take_back_idle()
             for spec in request.tensors:
                 self._declare(spec)
             if self._rdma is not None:
                 self._pool.statistics()  # pins the slabs that are new
+                self._warn_of_small_bound()
         except Exception as error:  # whatever it is, the workers must not wait for an answer
             log.exception("server %d cannot hold new tensors", self.index)
             self._client.keys_failed(request.request_id, f"server {self.index}: {error}")
         else:
             self._client.keys_ready(request.request_id)
+
+    def _warn_of_small_bound(self) -> None:
+        """Say once that some tensors will be slower than they could be."""
+        if not self._has_warned and self.store.statistics()["buffers_not_kept"]:
+            self._has_warned = True
+            log.warning(
+                "server %d cannot keep a buffer for every chunk; the others are asked for each "
+                "time: raise FASTPS_RDMA_PINNED_BYTES",
+                self.index,
+            )
 
     def _declare(self, spec: KeySpec) -> None:
         """Make room for our partitions; compile the dtype's kernel before the first push."""

@@ -102,6 +102,9 @@ cdef void slot_retire(LinkSlot* slot) noexcept nogil
 # Fill magic, version and checksum of a header that is about to leave; check one that arrived.
 cdef void header_seal(Header* header) noexcept nogil
 cdef int header_check(const Header* header) noexcept nogil
+# For `standing`: a later round of a broadcast that was used once or twice. Parameters are sent to
+# all just once, so nothing is to be kept ready for these.
+cdef bint is_early_broadcast(const Header* later) noexcept nogil
 
 cdef class LinkOwner:
     """Whatever owns links: carries the C callbacks to a transport's adopt()."""

@@ -8,12 +8,15 @@ from posix.unistd cimport usleep
 
 from fastps._atomic cimport fps_add32, fps_fence, fps_load32, fps_load_ptr, fps_store_ptr
 from fastps._core cimport E_PROTOCOL, OK, crc32c
-from fastps.wire cimport HEADER_BYTES, KIND_BYE, KIND_PUSH, MAGIC, PROTOCOL_VERSION
+from fastps.wire cimport (
+    FLAG_BROADCAST, HEADER_BYTES, KIND_BYE, KIND_PUSH, MAGIC, PROTOCOL_VERSION,
+)
 
 
 cdef enum:
     CHECKED_BYTES = HEADER_BYTES - 4    # what the checksum covers
     RETIRE_NAP_US = 20                  # a pinned section lasts microseconds
+    EARLY_VERSIONS = 3                  # the first use promises for the second and the third
 
 
 cdef Link* slot_acquire(LinkSlot* slot) noexcept nogil:
@@ -54,6 +57,10 @@ cdef int header_check(const Header* header) noexcept nogil:
     if header.kind < KIND_PUSH or header.kind > KIND_BYE:
         return E_PROTOCOL
     return OK
+
+
+cdef bint is_early_broadcast(const Header* later) noexcept nogil:
+    return later.flags & FLAG_BROADCAST and later.key_version <= EARLY_VERSIONS
 
 
 cdef class LinkOwner:

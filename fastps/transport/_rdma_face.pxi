@@ -106,15 +106,17 @@ cdef class RdmaRegion:
 
     def close(self):
         """Unpin the memory; False when a link still uses it. Idempotent."""
+        cdef Region* region = self.region
         cdef bint is_ended = True
-        if self.region != NULL:
+        self.region = NULL      # for whoever else closes it meanwhile
+        if region != NULL:
             with nogil:
-                is_ended = end_region(&self.memory.pins, self.region)
-        if is_ended:
-            self.region = NULL
-            if self.has_view:
-                self.has_view = False
-                PyBuffer_Release(&self.view)
+                is_ended = end_region(&self.memory.pins, region)
+        if not is_ended:
+            self.region = region
+        elif self.has_view:
+            self.has_view = False
+            PyBuffer_Release(&self.view)
         return is_ended
 
     def __dealloc__(self):
@@ -151,6 +153,8 @@ cdef class RdmaTransport(Transport):
     cdef uint64_t held_bytes
     cdef uint64_t clock         # counts the changes from one held array to another
     cdef object held            # (address, nbytes) -> RdmaRegion, least recently used first
+    cdef object holding         # a lock: unpinning lets other threads run
+    cdef bint has_warned        # that arrays do not fit
     cdef set owners             # kept alive until no callback can come any more
 
     def __cinit__(self, VerbsDevice device not None, *, int io_threads=1, int64_t spin_us=0,
@@ -164,6 +168,7 @@ cdef class RdmaTransport(Transport):
         self.router = router
         self.router_port = 0 if router is None else router.port
         self.held = OrderedDict()
+        self.holding = threading.Lock()
         self.clock = 1          # a new region has not been used
         self.held_limit = pinned_bytes
         self.greeting_ns = <int64_t>(greeting_timeout_s * 1e9)
@@ -276,10 +281,14 @@ cdef class RdmaTransport(Transport):
         """Pin the memory of an array, if it is not, and keep both until they are evicted.
 
         Arrays that nobody else has any more go after a while, once pinned_bytes / 16 are held.
-        When more than pinned_bytes would be held, evicts what was not used for the longest time,
-        as far as no link uses it. False: there is no room; each frame pins its part then. Raises
-        TransportError when the device refuses.
+        When more than pinned_bytes would be held, or the device refuses, evicts what was not used
+        for the longest time, as far as no link uses it. False: there is no room; each frame pins
+        its part then, which is said once. Thread-safe.
         """
+        with self.holding:
+            return self.hold_alone(array)
+
+    cdef bint hold_alone(self, array) except -1:
         cdef Py_buffer view
         cdef RdmaRegion region
         cdef Region* known
@@ -304,12 +313,14 @@ cdef class RdmaTransport(Transport):
             self.evict(view.len)
         if self.held_bytes + <uint64_t>view.len > self.held_limit:
             PyBuffer_Release(&view)
+            self.warn_of_limit("more than FASTPS_RDMA_PINNED_BYTES are in use")
             return False
         try:
-            region = self.pin(<char*>view.buf, view.len, access)
-        except BaseException:
+            region = self.pin_after_eviction(<char*>view.buf, view.len, access)
+        except TransportError as error:
             PyBuffer_Release(&view)
-            raise
+            self.warn_of_limit(str(error))
+            return False
         region.view = view
         region.has_view = True
         self.held[key] = region
@@ -317,14 +328,29 @@ cdef class RdmaTransport(Transport):
         self.touch(key)
         return True
 
-    cdef void touch(self, key):
+    cdef RdmaRegion pin_after_eviction(self, char* start, uint64_t nbytes, int access):
+        """Pin, if need be in the place of all that can be evicted."""
+        try:
+            return self.pin(start, nbytes, access)
+        except TransportError:
+            self.evict(self.held_limit)
+            return self.pin(start, nbytes, access)
+
+    cdef int warn_of_limit(self, str why) except -1:
+        if not self.has_warned:
+            self.has_warned = True
+            log.warning("%s: arrays are pinned anew for each frame, which is slow", why)
+        return 0
+
+    cdef int touch(self, key) except -1:
         cdef RdmaRegion region = self.held[key]
         self.held.move_to_end(key)
         if region.used_at != self.clock:
             self.clock += 1
             region.used_at = self.clock
+        return 0
 
-    cdef void drop_idle(self):
+    cdef int drop_idle(self) except -1:
         """Let go of arrays that only we still have, such as old results.
 
         Not of the few last ones: their owner may make a new array of the same memory each time.
@@ -332,24 +358,26 @@ cdef class RdmaTransport(Transport):
         cdef RdmaRegion region
         cdef uint64_t patience = 3 * <uint64_t>len(self.held) / 2 + IDLE_HOLDS
         if self.held_bytes <= self.held_limit / IDLE_SHARE:
-            return
+            return 0
         for key in list(self.held):
             region = self.held[key]
             if self.clock - region.used_at <= patience:
-                return
+                break
             if Py_REFCNT(<PyObject*>region.view.obj) == 1 and region.close():
                 del self.held[key]
                 self.held_bytes -= <uint64_t>key[1]
+        return 0
 
-    cdef void evict(self, uint64_t wanted):
+    cdef int evict(self, uint64_t wanted) except -1:
         cdef RdmaRegion region
         for key in list(self.held):
             if self.held_bytes + wanted <= self.held_limit:
-                return
+                break
             region = self.held[key]
             if region.close():
                 del self.held[key]
                 self.held_bytes -= <uint64_t>key[1]
+        return 0
 
     # ---- the rest ----
 
@@ -445,10 +473,11 @@ cdef class RdmaTransport(Transport):
                     f"I/O thread {i} did not end within {timeout_s:g} s; this is a bug")
             self.threads[i].thread = NULL
         self.owners.clear()
-        for region in self.held.values():
-            region.close()
-        self.held.clear()
-        self.held_bytes = 0
+        with self.holding:
+            for region in self.held.values():
+                region.close()
+            self.held.clear()
+            self.held_bytes = 0
 
     def __dealloc__(self):
         cdef int i

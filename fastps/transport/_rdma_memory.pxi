@@ -96,6 +96,8 @@ cdef void leave_region(Pins* pins, Region** held) noexcept nogil:
 cdef bint end_region(Pins* pins, Region* region) noexcept nogil:
     """Unpin a lasting region that nobody but the caller uses; False: somebody does."""
     cdef Region** place = &pins.regions
+    if pins.pid != getpid():
+        return True             # the lock may be held for ever, and the pages are the parent's
     pthread_mutex_lock(&pins.lock)
     if region.users > 1:
         pthread_mutex_unlock(&pins.lock)

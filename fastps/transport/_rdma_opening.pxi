@@ -23,10 +23,13 @@ cdef class Opening:
         """Block until a message has gone each way and the owner has the link.
 
         Raises TransportError when the link failed before that, and says why; or what the owner
-        raised when it was given the link.
+        raised when it was given the link. After a time-out there will be no link.
         """
         if not self.settled.wait(timeout_s):
-            raise TransportError(f"the link was not set up within {timeout_s:g} s")
+            if self.link != NULL:       # under the GIL, as what gives it to the owner
+                begin_close(self.link, E_LINK_TIMEOUT)
+                kick_io(self.link)
+                raise TransportError(f"the link was not set up within {timeout_s:g} s")
         if self.error is not None:
             raise self.error
 
@@ -57,6 +60,8 @@ cdef int succeed(RdmaLink* link) noexcept with gil:
     cdef Opening opening = take_opening(link)
     cdef int status = OK
     try:
+        if fps_load32(&link.close_status) != OK:
+            raise TransportError("the link was given up before it was set up")
         opening.owner.c_attach(&link.base)
         link.is_attached = True
         opening.settle(None)

@@ -43,10 +43,12 @@ MAX_RETRIES = 6  # 7 is for ever on some devices: a dead peer would go unnoticed
 ACK_UNIT_S = 4.096e-6
 MAX_ACK_TIMEOUT = 31
 ACTIVE = "4:"  # how a port's state begins
+CHANNEL_ADAPTER = "1:"  # and a kind of device; others (iWARP, EFA) cannot write with a number
 UNUSABLE = 9
 RDMA_LANE = 0x80  # in the lane that a worker shows when it connects: it wants RDMA
 LINK_BYTES = 512 << 10  # that every link pins for its messages
 CAP_IPC_LOCK = 14  # the right to pin without limit
+ROLES = 2  # worker and server may be one process
 CREDIT_PARTITIONS = 4  # that a link may push before the first result; chunks are partitions
 INSTALL = (
     "apt-get install ibverbs-providers libibverbs-dev and build fastps again, or apt-get install "
@@ -166,6 +168,10 @@ def _find_address(options: RdmaOptions, devices: Path) -> tuple[_Address | None,
         return None, f"FASTPS_RDMA_DEVICE={options.device}: there are {', '.join(names)}"
     why = ""
     for name in [options.device] if options.device else names:
+        kind = _read(devices / name / "node_type")
+        if not kind.startswith(CHANNEL_ADAPTER):
+            why = why or f"{name} is {kind or 'unknown'}: neither InfiniBand nor RoCE"
+            continue
         ports = sorted(int(path.name) for path in (devices / name / "ports").iterdir())
         for port in [options.port] if options.port else ports:
             found, reason = _find_on_port(devices / name, port, options.gid_index)
@@ -204,7 +210,10 @@ def _gid_indices(folder: Path) -> list[int]:
 
 
 def _rank_of(folder: Path, index: int) -> tuple[int, str]:
-    """Order addresses: routable RoCE v2 over IPv4, over IPv6, InfiniBand, link-local."""
+    """Order addresses: routable RoCE v2 over IPv4, over IPv6, InfiniBand, link-local, RoCE v1.
+
+    The kernel has one name for addresses of InfiniBand and of RoCE v1; the port knows.
+    """
     gid = _read(f"{folder}/gids/{index}")
     if not gid.replace(":", "").strip("0"):
         return UNUSABLE, ""
@@ -214,7 +223,9 @@ def _rank_of(folder: Path, index: int) -> tuple[int, str]:
         if address.ipv4_mapped:
             return 0, gid
         return (3 if address.is_link_local else 1), gid
-    return (2 if kind.startswith("IB") else UNUSABLE), gid
+    if kind.startswith("IB"):
+        return (2 if _read(folder / "link_layer") == "InfiniBand" else 4), gid
+    return UNUSABLE, gid
 
 
 def _read(path: str | Path) -> str:
@@ -321,11 +332,12 @@ def look_up(config: Config) -> Capability:
 def _why_unlockable(config: Config) -> str:
     """Say why this process may be unable to pin what settings allow it, or nothing."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit == resource.RLIM_INFINITY or limit >= config.rdma_pinned_bytes or may_lock():
+    wanted = ROLES * config.rdma_pinned_bytes
+    if limit == resource.RLIM_INFINITY or limit >= wanted or may_lock():
         return ""
     return (
-        f"`ulimit -l` allows {limit >> 20} MiB, but FASTPS_RDMA_PINNED_BYTES is "
-        f"{config.rdma_pinned_bytes}; raise the one or lower the other"
+        f"`ulimit -l` allows {limit >> 20} MiB, but a worker and a server in one process may pin "
+        f"FASTPS_RDMA_PINNED_BYTES each, {wanted >> 20} MiB; raise the one or lower the other"
     )
 
 

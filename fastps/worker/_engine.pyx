@@ -27,8 +27,8 @@ from fastps._core cimport (
 )
 from fastps._table cimport MAX_RECORDS, table_clear, table_each, table_get, table_put
 from fastps.transport._link cimport (
-    KICK_INLINE, KICK_NONE, KICK_WAKE, Link, LinkOwner, LinkSlot, SendItem, slot_acquire,
-    slot_release, slot_retire, slot_set,
+    KICK_INLINE, KICK_NONE, KICK_WAKE, Link, LinkOwner, LinkSlot, SendItem, is_early_broadcast,
+    slot_acquire, slot_release, slot_retire, slot_set,
 )
 from fastps.worker._tensor cimport LentTensor, checked_priorities, lend_all
 from fastps.wire cimport (
@@ -126,7 +126,8 @@ cdef void* engine_standing(void* context, Link* link, const Header* header) noex
     cdef Record* record = <Record*>table_get(&state.tensors, header.key >> KEY_BITS)
     cdef uint32_t index = <uint32_t>(header.key & ((1 << KEY_BITS) - 1))
     cdef Part* part
-    if record == NULL or index >= record.n_parts or header.kind != KIND_RESULT:
+    if (record == NULL or index >= record.n_parts or header.kind != KIND_RESULT
+            or is_early_broadcast(header)):
         return NULL
     part = &record.parts[index]
     if (record.output == NULL or part.slot.link != link
@@ -350,8 +351,11 @@ cdef class WorkerEngine(LinkOwner):
         if (link.peer >= self.state.n_servers
                 or link.lane >= self.state.lane_counts[link.peer]):
             raise ValueError(f"server {link.peer}, lane {link.lane} is not part of this job")
+        cdef LinkSlot* slot = &self.state.links[link.peer * self.state.lanes + link.lane]
+        if slot.link != NULL:
+            raise ValueError(f"server {link.peer}, lane {link.lane} is already connected")
         fps_add32(&self.state.links_open, 1)
-        slot_set(&self.state.links[link.peer * self.state.lanes + link.lane], link)
+        slot_set(slot, link)
         return 0
 
     def declare(self, uint64_t tensor_id, str name, *, uint64_t nbytes, uint8_t dtype,

@@ -72,7 +72,7 @@ def test_little_lockable_memory_makes_auto_take_tcp(monkeypatch, tmp_path):
     found = rdma.look_up(settings())
     assert found.usable_gid == ""
     assert "`ulimit -l` allows 8 MiB" in found.reason
-    assert rdma.look_up(settings(rdma_pinned_bytes=8 << 20)).usable_gid == GID
+    assert rdma.look_up(settings(rdma_pinned_bytes=4 << 20)).usable_gid == GID
     assert rdma.look_up(settings(transport="rdma")).usable_gid == GID
     monkeypatch.setattr(rdma, "may_lock", lambda: True)
     assert rdma.look_up(settings()).usable_gid == GID

@@ -22,12 +22,21 @@ V1, V2, IB = "IB/RoCE v1", "RoCE v2", "IB/RoCE v1"
 
 
 def make_port(
-    devices: Path, name: str, port: int, gids: list[tuple[str, str]], *, state: str = "4: ACTIVE"
+    devices: Path,
+    name: str,
+    port: int,
+    gids: list[tuple[str, str]],
+    *,
+    state: str = "4: ACTIVE",
+    layer: str = "Ethernet",
+    kind: str = "1: CA",
 ) -> None:
     """Write what the kernel says of one port."""
     folder = devices / name / "ports" / str(port)
     (folder / "gids").mkdir(parents=True)
     (folder / "gid_attrs" / "types").mkdir(parents=True)
+    (devices / name / "node_type").write_text(kind + "\n", encoding="utf-8")
+    (folder / "link_layer").write_text(layer + "\n", encoding="utf-8")
     (folder / "state").write_text(state + "\n", encoding="utf-8")
     for index, (gid, kind) in enumerate(gids):
         (folder / "gids" / str(index)).write_text(gid + "\n", encoding="utf-8")
@@ -63,13 +72,29 @@ def test_no_device(tmp_path, devices):
         ([(IPV4, V1), (IPV4, V2)], 1),
         ([(LINK_LOCAL, V2), (IPV6, V2)], 1),
         ([(UNSET, V2), (LINK_LOCAL, V2)], 1),
-        ([(LINK_LOCAL, IB), (UNSET, "")], 0),
-        ([(LINK_LOCAL, V2), (LINK_LOCAL, IB)], 1),
+        ([(LINK_LOCAL, V1), (LINK_LOCAL, V2)], 1),
+        ([(IPV4, V1), (UNSET, "")], 0),
     ],
 )
 def test_the_most_routable_address_is_chosen(devices, gids, best):
     make_port(devices, "rxe0", 1, gids)
     assert chosen(devices) == ("rxe0", 1, best, gids[best][0])
+
+
+def test_the_address_of_infiniband_is_no_roce_v1(devices):
+    make_port(devices, "mlx5_0", 1, [(LINK_LOCAL, IB), (UNSET, "")], layer="InfiniBand")
+    make_port(devices, "mlx5_1", 1, [(LINK_LOCAL, V2), (LINK_LOCAL, V1)])
+    assert chosen(devices) == ("mlx5_0", 1, 0, LINK_LOCAL)
+    assert chosen(devices, device="mlx5_1") == ("mlx5_1", 1, 0, LINK_LOCAL)
+
+
+def test_devices_that_cannot_write_with_a_number_are_passed_over(devices):
+    make_port(devices, "efa_0", 1, [(IPV6, IB)], kind="7: unspecified")
+    make_port(devices, "irdma0", 1, [(IPV4, IB)], kind="4: RNIC")
+    reason = rdma.probe(devices=devices).reason
+    assert "efa_0 is 7: unspecified: neither InfiniBand nor RoCE" in reason
+    make_port(devices, "mlx5_0", 1, [(IPV4, V2)])
+    assert chosen(devices) == ("mlx5_0", 1, 0, IPV4)
 
 
 def test_the_first_active_port_is_chosen(devices):

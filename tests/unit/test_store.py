@@ -505,6 +505,41 @@ def test_a_second_link_of_the_same_worker_is_refused(make):
     assert np.array_equal(server.result(1), values_of(0) + values_of(1))
 
 
+def test_lasting_buffers_go_where_they_are_needed(make):
+    """Parameters are broadcast once; what was kept for them goes to tensors that come later."""
+    chunk, n_chunks = 8192, 3
+    server = make(2, nbytes=n_chunks * chunk, chunk_bytes=chunk)
+    wanted = 2 * 2 * n_chunks  # rounds x machines x chunks
+    server.store.keep_buffers(wanted * chunk)
+    server.declare(1, server.nbytes)
+    server.declare(2, server.nbytes)
+    assert server.pool.statistics().loans == wanted, "all for the tensor that came first"
+    assert server.store.statistics()["buffers_not_kept"] == wanted
+    server.store.take_back_idle()
+    assert server.pool.statistics().loans == wanted, "it was not used yet"
+    options = {"key": 1 << 16, "flags": FrameFlag.BROADCAST}
+    values = values_of(0, server.nbytes)
+    server.post(0, values.tobytes(), chunk_bytes=chunk, **options)
+    server.post(1, kind=FrameKind.PULL, **options)
+    for rank in range(2):
+        assert np.array_equal(server.result(rank), values)
+    wait_for_loans(server, wanted)
+    server.store.take_back_idle()
+    assert server.pool.statistics().loans == 0
+    server.declare(3, server.nbytes)
+    assert server.pool.statistics().loans == wanted
+    server.push(0, values, key=1 << 16, key_version=2, chunk_bytes=chunk)
+    server.push(1, values, key=1 << 16, key_version=2, chunk_bytes=chunk)
+    assert np.array_equal(server.result(1, 2), values + values), "it works without them"
+
+
+def wait_for_loans(server: Server, count: int) -> None:
+    """Wait until results have left and their buffers are back."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while server.pool.statistics().loans != count:
+        assert time.monotonic() < deadline
+
+
 def test_a_store_in_a_garbage_cycle_is_freed_in_order():
     server = Server(1)
     server.post(0, bytes(CHUNK))
