@@ -118,7 +118,7 @@ cdef extern from "<infiniband/verbs.h>" nogil:
         unsigned int wc_flags
     struct ibv_async_event:
         int event_type
-    int IBV_QPT_RC, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS
+    int IBV_QPT_RC, IBV_QPS_RESET, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS
     int IBV_QP_STATE, IBV_QP_PKEY_INDEX, IBV_QP_PORT, IBV_QP_ACCESS_FLAGS, IBV_QP_AV
     int IBV_QP_PATH_MTU, IBV_QP_DEST_QPN, IBV_QP_RQ_PSN, IBV_QP_MAX_DEST_RD_ATOMIC
     int IBV_QP_MIN_RNR_TIMER, IBV_QP_TIMEOUT, IBV_QP_RETRY_CNT, IBV_QP_RNR_RETRY
@@ -157,26 +157,42 @@ cdef extern from "<infiniband/verbs.h>" nogil:
     void ibv_ack_async_event(ibv_async_event*)
     const char* ibv_wc_status_str(int)
     int ibv_fork_init()
+    int ibv_is_fork_initialized()
+    int IBV_FORK_UNNEEDED
+    int ibv_query_pkey(ibv_context*, uint8_t, int, uint16_t*)
 
 cdef extern from *:
     """
+    #include <errno.h>
     static inline void fps_set_remote(struct ibv_send_wr* work, uint64_t address, uint32_t key) {
         work->wr.rdma.remote_addr = address;
         work->wr.rdma.rkey = key;
     }
+    static inline int fps_port_of(struct ibv_async_event* event) {
+        return event->element.port_num;
+    }
+    static inline void fps_forget_error(void) {
+        errno = 0;
+    }
     """
     void fps_set_remote(ibv_send_wr* work, uint64_t address, uint32_t key) noexcept nogil
+    int fps_port_of(ibv_async_event* event) noexcept nogil
+    void fps_forget_error() noexcept nogil
 
 cdef enum:
     POLL_BATCH = 16
     HOP_LIMIT = 64
     MIN_RNR_TIMER = 12      # 0.64 ms; credits keep it from ever mattering
     INLINE_WISH = 256       # a message without payload fits, and small payloads with it
+    LEAST_INLINE = 32       # fewer would not hold the shortest message
+    MAX_PKEYS = 128
+    FULL_MEMBER = 0x8000    # in a partition's key: may talk to all of its members
 
 cdef struct Settings:
     uint8_t port
     uint8_t gid_index
     uint8_t traffic_class
+    uint16_t pkey_index
     uint8_t ack_timeout     # 4.096 us times two to the power of this
     uint8_t retries
     uint8_t mtu
@@ -199,10 +215,26 @@ cdef struct Port:
 
 # ---------------------------------------------------------------- queue pairs
 
+cdef inline int last_error() noexcept nogil:
+    """Why a call gave nothing: some drivers do not say."""
+    return errno if errno else EIO
+
+
+cdef void end_pair(ibv_qp* pair) noexcept nogil:
+    """Destroy a queue pair; one that cannot be is at least made deaf."""
+    cdef ibv_qp_attr attributes
+    if ibv_destroy_qp(pair) == 0:
+        return
+    memset(&attributes, 0, sizeof(attributes))
+    attributes.qp_state = IBV_QPS_RESET
+    ibv_modify_qp(pair, &attributes, IBV_QP_STATE)
+    ibv_destroy_qp(pair)
+
+
 cdef void verbs_close_port(void* handle) noexcept nogil:
     cdef Port* port = <Port*>handle
     if port.pair != NULL:
-        ibv_destroy_qp(port.pair)
+        end_pair(port.pair)
     if port.queue != NULL:
         ibv_destroy_cq(port.queue)
     if port.channel != NULL:
@@ -215,6 +247,7 @@ cdef int begin_pair(Port* port) noexcept nogil:
     cdef ibv_qp_attr attributes
     memset(&attributes, 0, sizeof(attributes))
     attributes.qp_state = IBV_QPS_INIT
+    attributes.pkey_index = port.device.settings.pkey_index
     attributes.port_num = port.device.settings.port
     attributes.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE
     return ibv_modify_qp(port.pair, &attributes,
@@ -222,26 +255,63 @@ cdef int begin_pair(Port* port) noexcept nogil:
 
 
 cdef int make_pair(Port* port, const Shape* shape) noexcept nogil:
-    cdef ibv_qp_init_attr attributes
     cdef int flags
+    fps_forget_error()
     port.channel = ibv_create_comp_channel(port.device.context)
     if port.channel == NULL:
-        return errno
+        return last_error()
     flags = fcntl(port.channel.fd, F_GETFL)
     fcntl(port.channel.fd, F_SETFL, flags | O_NONBLOCK)
     port.queue = ibv_create_cq(port.device.context, shape.sends + shape.receives + 1, NULL,
                                port.channel, 0)
     if port.queue == NULL:
-        return errno
+        return last_error()
+    port.pair = create_pair(port.device.domain, port.queue, shape, port.device.inline_bytes)
+    return last_error() if port.pair == NULL else begin_pair(port)
+
+
+cdef ibv_qp* create_pair(ibv_pd* domain, ibv_cq* queue, const Shape* shape,
+                         uint32_t inline_bytes) noexcept nogil:
+    cdef ibv_qp_init_attr attributes
     memset(&attributes, 0, sizeof(attributes))
-    attributes.send_cq = attributes.recv_cq = port.queue
+    attributes.send_cq = attributes.recv_cq = queue
     attributes.qp_type = IBV_QPT_RC
     attributes.cap.max_send_wr = shape.sends
     attributes.cap.max_recv_wr = shape.receives
     attributes.cap.max_send_sge = attributes.cap.max_recv_sge = 1
-    attributes.cap.max_inline_data = port.device.inline_bytes
-    port.pair = ibv_create_qp(port.device.domain, &attributes)
-    return errno if port.pair == NULL else begin_pair(port)
+    attributes.cap.max_inline_data = inline_bytes
+    return ibv_create_qp(domain, &attributes)
+
+
+cdef uint32_t find_inline(ibv_context* context, ibv_pd* domain) noexcept nogil:
+    """How many bytes the device takes inline: no query tells, so queue pairs are tried."""
+    cdef uint32_t wish = INLINE_WISH
+    cdef Shape shape
+    cdef ibv_qp* pair
+    cdef ibv_cq* queue = ibv_create_cq(context, 2, NULL, NULL, 0)
+    if queue == NULL:
+        return 0
+    shape.sends = shape.receives = 1
+    while wish:
+        pair = create_pair(domain, queue, &shape, wish)
+        if pair != NULL:
+            ibv_destroy_qp(pair)
+            break
+        wish = wish / 2 if wish > LEAST_INLINE else 0
+    ibv_destroy_cq(queue)
+    return wish
+
+
+cdef uint16_t find_partition(ibv_context* context, uint8_t port) noexcept nogil:
+    """Index of the first partition in which we are a full member, else the first of all."""
+    cdef uint16_t key, index
+    for index in range(<uint16_t>MAX_PKEYS):
+        if ibv_query_pkey(context, port, index, &key):
+            break
+        # numbers stand as they travel; the first byte has the bit
+        if (<uint8_t*>&key)[0] & FULL_MEMBER >> 8:
+            return index
+    return 0
 
 
 cdef int verbs_open_port(void* handle, const Shape* shape, void** opened,
@@ -385,9 +455,10 @@ cdef int verbs_pin(void* handle, void* address, uint64_t nbytes, int access,
         flags = IBV_ACCESS_LOCAL_WRITE
     if access == ACCESS_REMOTE:
         flags |= IBV_ACCESS_REMOTE_WRITE
+    fps_forget_error()
     region = ibv_reg_mr(device.domain, address, nbytes, flags)
     if region == NULL:
-        return errno
+        return last_error()
     pinned.handle = region
     pinned.lkey = region.lkey
     pinned.rkey = region.rkey
@@ -402,16 +473,17 @@ cdef int verbs_take_trouble(void* handle) noexcept nogil:
     cdef Device* device = <Device*>handle
     cdef ibv_async_event event
     cdef ibv_gid gid
-    cdef int kind
+    cdef int kind, port
     if ibv_get_async_event(device.context, &event):
         return 0
     kind = event.event_type
+    port = fps_port_of(&event)
     ibv_ack_async_event(&event)
     if kind == IBV_EVENT_DEVICE_FATAL:
         return TROUBLE_DEVICE
-    if kind == IBV_EVENT_PORT_ERR:
+    if kind == IBV_EVENT_PORT_ERR and port == device.settings.port:
         return TROUBLE_PORT
-    if kind == IBV_EVENT_GID_CHANGE:
+    if kind == IBV_EVENT_GID_CHANGE and port == device.settings.port:
         if (ibv_query_gid(device.context, device.settings.port, device.settings.gid_index, &gid)
                 or memcmp(gid.raw, device.gid.raw, GID_BYTES)):
             return TROUBLE_ADDRESS
@@ -423,6 +495,15 @@ cdef const char* verbs_explain(int status) noexcept nogil:
 
 
 # ---------------------------------------------------------------- Python face
+
+cdef int protect_forks() except -1:
+    """Keep pinned pages ours when this process forks; kernels from 5.12 do so by themselves."""
+    if ibv_is_fork_initialized() != IBV_FORK_UNNEEDED and ibv_fork_init():
+        raise TransportError(
+            "a fork would part this process from its pinned memory on this kernel: call "
+            "fastps.init() before others use RDMA, or set RDMAV_FORK_SAFE=1, or use Linux 5.12")
+    return 0
+
 
 cdef ibv_context* open_by_name(bytes name) except NULL:
     cdef ibv_context* context = NULL
@@ -459,8 +540,8 @@ cdef class NativeDevice(VerbsDevice):
         self.device = device
         self.name = name
         self.data_path = "native"
-        ibv_fork_init()         # keeps pinned pages ours in a fork; kernels from 5.12 need it not
         device.context = open_by_name(name.encode())
+        protect_forks()
         device.domain = ibv_alloc_pd(device.context)
         if device.domain == NULL:
             raise OSError(errno, f"no protection domain: {os.strerror(errno)}")
@@ -477,7 +558,8 @@ cdef class NativeDevice(VerbsDevice):
         device.settings.mtu = min(mtu or 5, attributes.active_mtu)
         device.lid = attributes.lid
         self.max_message_bytes = attributes.max_msg_sz
-        self.inline_bytes = device.inline_bytes = INLINE_WISH
+        device.settings.pkey_index = find_partition(device.context, port)
+        self.inline_bytes = device.inline_bytes = find_inline(device.context, device.domain)
         self.trouble_descriptor = device.context.async_fd
         fcntl(device.context.async_fd, F_SETFL,
               fcntl(device.context.async_fd, F_GETFL) | O_NONBLOCK)

@@ -13,6 +13,7 @@ import importlib
 import ipaddress
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -27,6 +28,9 @@ ACCESS_LOCAL, ACCESS_REMOTE = 1, 3  # Access of _rdma.pxd
 OPCODE_SEND, OPCODE_WRITE, OPCODE_WRITE_WITH_IMM = 0, 1, 2  # Opcode of _rdma.pxd
 TROUBLE_DEVICE, TROUBLE_PORT, TROUBLE_ADDRESS = 1, 2, 3  # Trouble of _rdma.pxd
 PORT_ACTIVE = 4
+FORK_UNNEEDED = 2
+MAX_PKEYS = 128
+FULL_MEMBER = 0x80  # in the first byte of a partition's key: may talk to all of its members
 EVENT_LINK = "anon_inode:[infinibandevent]"
 
 _event_lock = threading.Lock()  # between two looks at the open descriptors
@@ -90,7 +94,8 @@ class Device:
         retries: int = 6,
     ) -> None:
         self.verbs = load_pyverbs()
-        self.verbs.fork.fork_init()  # keeps pinned pages ours; kernels from 5.12 need it not
+        if self.verbs.fork.is_fork_initialized() != FORK_UNNEEDED:
+            self.verbs.fork.fork_init()  # keeps pinned pages ours on kernels before 5.12
         self.port = port
         self.gid_index = gid_index
         self.traffic_class = traffic_class
@@ -111,7 +116,17 @@ class Device:
         self.lid = attributes.lid
         self.mtu = min(mtu or 5, attributes.active_mtu)
         self.max_message_bytes = attributes.max_msg_sz
+        self.pkey_index = self._find_partition()
         self.domain = self.verbs.pd.PD(self.context)
+
+    def _find_partition(self) -> int:
+        """Give the index of the first partition in which we are a full member, else 0."""
+        with contextlib.suppress(self.verbs.Failure):
+            for index in range(MAX_PKEYS):
+                key = self.context.query_pkey(self.port, index)
+                if key.to_bytes(2, sys.byteorder)[0] & FULL_MEMBER:
+                    return index
+        return 0
 
     def open_port(self, sends: int, receives: int) -> Port:
         """Make a queue pair that can receive."""
@@ -135,8 +150,9 @@ class Device:
         event.ack()
         if event.event_type == enums.IBV_EVENT_DEVICE_FATAL:
             return TROUBLE_DEVICE
-        if event.event_type == enums.IBV_EVENT_PORT_ERR:
-            return TROUBLE_PORT
+        if event.event_type == enums.IBV_EVENT_PORT_ERR:  # perhaps of another port
+            is_active = self.context.query_port(self.port).state == PORT_ACTIVE
+            return 0 if is_active else TROUBLE_PORT
         if event.event_type != enums.IBV_EVENT_GID_CHANGE:
             return 0
         gid = self.context.query_gid(self.port, self.gid_index).gid
@@ -190,6 +206,7 @@ class Port:
     def _attributes(self) -> Any:
         enums = self.device.verbs.enums
         attributes = self.device.verbs.qp.QPAttr(port_num=self.device.port)
+        attributes.pkey_index = self.device.pkey_index
         attributes.qp_access_flags = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
         return attributes
 
