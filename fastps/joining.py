@@ -223,10 +223,9 @@ class Connections:
         failure = self.engine.failure
         return None if failure is None or failure[1] < 0 else failure[1]
 
-    @property
-    def why_broken(self) -> str:
-        """Say what broke on an RDMA link, in brackets; empty if nothing did."""
-        failure = "" if self._links is None else self._links.failure
+    def why_broken(self, server: int) -> str:
+        """Say what broke on an RDMA link to a server, in brackets; empty if nothing did."""
+        failure = "" if self._links is None else self._links.failure_of(server)
         return f" ({failure})" if failure else ""
 
     def fail_tensor(self, tensor_id: int, status: int) -> None:

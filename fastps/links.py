@@ -185,10 +185,9 @@ class Links:
 
     # ---- at work ----
 
-    @property
-    def failure(self) -> str:
-        """Say what broke first on a link by RDMA; empty if nothing did."""
-        return "" if self._rdma is None else self._rdma.failure
+    def failure_of(self, server: int) -> str:
+        """Say what broke on a link to a server by RDMA; empty if nothing did."""
+        return "" if self._rdma is None else self._rdma.failure_of(server)
 
     def statistics(self) -> dict[str, int]:
         """Add up the counters of all links but those in memory."""

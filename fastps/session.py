@@ -415,7 +415,7 @@ class Session:
             is_known, error = True, type(error)(_left_text(worker))
         with contextlib.suppress(FastPSError):
             if server is not None and not is_known and isinstance(error, PeerLostError):
-                cause = "its link to a worker broke" + self._connections.why_broken
+                cause = "its link to a worker broke" + self._connections.why_broken(server)
                 self._client.report_lost("server", server, cause)
             verdict = self._client.verdict(0.0 if is_known else VERDICT_WAIT_S)
             if verdict is not None:

@@ -145,8 +145,9 @@ class DataPlane:
         cause = f"its link to server {self.index} broke (status {status})"
         if status == E_NOMEM:
             cause = f"the buffer pool of server {self.index} is full: raise FASTPS_POOL_BYTES"
-        if self._rdma is not None and self._rdma.failure:
-            cause += f"; RDMA: {self._rdma.failure}"
+        failure = "" if self._rdma is None else self._rdma.failure_of(rank)
+        if failure:
+            cause += f"; RDMA: {failure}"
         with contextlib.suppress(FastPSError):
             self._client.report_lost("worker", rank, cause)
 
@@ -214,6 +215,8 @@ class DataPlane:
             old.wake()
             old.close(timeout_s=self._config.shutdown_timeout_s)
         self._generation = job.generation
+        if self._rdma is not None:
+            self._rdma.forget_failures()
 
     # ---- the end ----
 

@@ -208,6 +208,11 @@ cdef struct Region:
     bint is_temporary           # unpinned with its last user
     Region* next                # pins.lock
 
+cdef struct Failure:
+    uint32_t peer
+    char text[TEXT_BYTES]
+    Failure* next
+
 cdef struct Pins:
     pthread_mutex_t lock
     Region* regions
@@ -217,7 +222,7 @@ cdef struct Pins:
     uint64_t pinned_bytes       # now, but for buffers of messages
     uint64_t pinnings           # ever
     uint64_t temporary          # of these for one frame only
-    char failure[TEXT_BYTES]    # the first; empty: none
+    Failure* failures           # of links that worked, latest first; lock
 
 cdef struct Frame:
     SendItem* item
@@ -297,7 +302,7 @@ cdef struct RdmaLink:
     PyObject* opening           # while the link is set up; a reference
     PyObject* way               # the router's, NULL without one; a reference
     Route route
-    char failure[TEXT_BYTES]    # why it could not be set up; pins.lock
+    char failure[TEXT_BYTES]    # what went wrong first, empty: nothing; pins.lock
     Greeting mine
     Greeting peer
     uint32_t greeted            # bytes of the peer's greeting

@@ -85,6 +85,8 @@ cdef class Memory:
         self.pins.device = device.device
 
     def __dealloc__(self):
+        if self.pins.pid == getpid():
+            drop_failures(&self.pins)
         pthread_mutex_destroy(&self.pins.lock)
 
 
@@ -381,14 +383,22 @@ cdef class RdmaTransport(Transport):
 
     # ---- the rest ----
 
-    @property
-    def failure(self):
-        """Tell what failed first, on which link and what to do; empty when nothing did."""
-        cdef bytes text
+    def failure_of(self, uint32_t peer):
+        """Tell what failed last on a link to a peer, and what to do; empty when nothing did."""
+        cdef bytes text = b""
+        cdef Failure* failure
         pthread_mutex_lock(&self.pins.lock)
-        text = self.pins.failure
+        failure = self.pins.failures
+        while failure != NULL and failure.peer != peer:
+            failure = failure.next
+        if failure != NULL:
+            text = failure.text
         pthread_mutex_unlock(&self.pins.lock)
         return text.decode(errors="replace")
+
+    def forget_failures(self):
+        """Drop what was told of peers, whose numbers will stand for others."""
+        drop_failures(self.pins)
 
     def statistics(self):
         """Sum the counters of all links so far, as a dict; `links` counts those still open."""

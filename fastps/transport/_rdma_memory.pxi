@@ -5,15 +5,35 @@
 
 cdef void note_failure(RdmaLink* link, const char* what, const char* why,
                        const char* cure) noexcept nogil:
-    """Keep the first failure for Python to tell: a link's own while it is set up."""
-    cdef char* text = link.failure
-    if link.stage == STAGE_OPEN:
-        text = link.pins.failure
+    """Keep a link's first failure for Python to tell; its opening tells it while it is set up."""
     pthread_mutex_lock(&link.pins.lock)
-    if text[0] == 0:
-        snprintf(text, TEXT_BYTES, b"%s on the link to peer %u: %s%s", what, link.base.peer, why,
-                 cure)
+    if link.failure[0] == 0:
+        snprintf(link.failure, TEXT_BYTES, b"%s on the link to peer %u: %s%s", what,
+                 link.base.peer, why, cure)
+        if link.stage == STAGE_OPEN:
+            list_failure(link)
     pthread_mutex_unlock(&link.pins.lock)
+
+
+cdef void list_failure(RdmaLink* link) noexcept nogil:
+    """Let the failure of a link outlive it; pins.lock is held."""
+    cdef Failure* failure = <Failure*>calloc(1, sizeof(Failure))
+    if failure == NULL:
+        return
+    failure.peer = link.base.peer
+    memcpy(failure.text, link.failure, TEXT_BYTES)
+    failure.next = link.pins.failures
+    link.pins.failures = failure
+
+
+cdef void drop_failures(Pins* pins) noexcept nogil:
+    cdef Failure* failure
+    pthread_mutex_lock(&pins.lock)
+    while pins.failures != NULL:
+        failure = pins.failures
+        pins.failures = failure.next
+        free(failure)
+    pthread_mutex_unlock(&pins.lock)
 
 
 cdef void note_pin_failure(RdmaLink* link, uint64_t nbytes, int error) noexcept nogil:

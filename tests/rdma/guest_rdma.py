@@ -457,7 +457,7 @@ def test_a_wrong_greeting_ends_the_link(transport, raw, wrong):
     raw.greet(**wrong)
     with pytest.raises(TransportError, match="its greeting is not ours"):
         raw.opening.wait(timeout_s=TIMEOUT_S)
-    assert transport.failure == "", "it was no link yet"
+    assert transport.failure_of(0) == "", "it was no link yet"
 
 
 def test_a_silent_peer_is_given_up():
@@ -476,7 +476,7 @@ def test_a_fabric_that_carries_nothing_is_found_out(transport, raw):
     raw.sock.sendall(b"R")
     with pytest.raises(TransportError, match="retry counter exceeded"):
         raw.opening.wait(timeout_s=TIMEOUT_S)
-    assert transport.failure == ""
+    assert transport.failure_of(0) == ""
     still_works(*other_link(transport))
 
 
@@ -540,7 +540,7 @@ def test_a_write_with_a_wrong_key_breaks_only_its_link(transport, raw):
     place, rkey = raw.announce(10000)
     raw.write(place, rkey ^ 0x10000, 10000, IMM_ANNOUNCED)
     assert raw.box.wait_ended(0, timeout_s=TIMEOUT_S) == PEER_LOST
-    assert "wrote where it may not" in transport.failure
+    assert "wrote where it may not" in transport.failure_of(0)
     still_works(*others)
 
 
@@ -558,7 +558,7 @@ def test_a_message_that_is_too_long_breaks_only_its_link(transport, raw):
     raw.greet()
     raw.send(FRAME, bytes(5000))
     assert raw.box.wait_ended(0, timeout_s=TIMEOUT_S) == PEER_LOST
-    assert transport.failure
+    assert transport.failure_of(0)
     still_works(*others)
 
 
@@ -637,7 +637,7 @@ def test_a_link_that_goes_down_ends_links_and_is_named():
     try:
         assert a.wait_ended(0, timeout_s=TIMEOUT_S) == PEER_LOST
         assert b.wait_ended(0, timeout_s=TIMEOUT_S) == PEER_LOST
-        assert "port is down" in transport.failure
+        assert "port is down" in transport.failure_of(0)
         assert "not active" in rdma.probe().reason
     finally:
         set_link("up")
