@@ -74,10 +74,14 @@ cdef struct Pinned:
     uint32_t lkey
     uint32_t rkey
 
+cdef struct Opened:
+    void* handle            # the data path's; NULL: there is no window
+    uint32_t rkey           # of the last bind
+
 cdef enum Access:
     ACCESS_READ = 0         # the device may read it, for what we send
     ACCESS_LOCAL = 1        # the device may write what is sent to us
-    ACCESS_REMOTE = 3       # a peer that holds the key may write
+    ACCESS_REMOTE = 3       # a peer may: by windows, or where there are none by the region's key
 
 cdef enum Trouble:
     TROUBLE_DEVICE = 1
@@ -88,7 +92,8 @@ cdef struct Verbs:
     # A queue pair that can receive, and the descriptor that tells of completions; 0 or an errno.
     int (*open_port)(void* device, const Shape* shape, void** port,
                      int* descriptor) noexcept nogil
-    void (*close_port)(void* port) noexcept nogil       # afterwards nothing lands any more
+    void (*halt_port)(void* port) noexcept nogil        # afterwards nothing lands any more
+    void (*close_port)(void* port) noexcept nogil       # its windows are closed
     # Fill in what the port knows: of the greeting, and of a route to a peer that it gets.
     void (*describe)(void* port, Greeting* greeting, Route* route) noexcept nogil
     # Take the queue pair to the state in which it sends; 0 or an errno.
@@ -103,6 +108,13 @@ cdef struct Verbs:
     int (*pin)(void* device, void* address, uint64_t nbytes, int access,
                Pinned* pinned) noexcept nogil
     void (*unpin)(void* device, void* handle) noexcept nogil
+    # Windows of type 2B: a key for one range, on one queue pair. 0 or an errno.
+    int (*open_window)(void* device, Opened* opened) noexcept nogil
+    void (*close_window)(void* device, void* handle) noexcept nogil     # its key is void then
+    # Bind a window that is not bound; opened tells the new key.
+    int (*post_bind)(void* port, uint64_t work, Opened* opened, const Pinned* pinned,
+                     uint64_t address, uint64_t nbytes) noexcept nogil
+    int (*post_unbind)(void* port, uint64_t work, const Opened* opened) noexcept nogil
     int (*take_trouble)(void* device) noexcept nogil    # a Trouble; 0: nothing that ends links
     const char* (*explain)(int status) noexcept nogil   # of a Done
 
@@ -113,6 +125,7 @@ cdef class VerbsDevice:
     cdef int trouble_descriptor     # readable when the device has something to say; -1: never
     cdef readonly uint32_t inline_bytes
     cdef readonly uint64_t max_message_bytes
+    cdef readonly bint has_windows  # else a granted key opens its whole region, to all links
     cdef readonly str name
     cdef readonly str data_path
     cdef object __weakref__

@@ -21,10 +21,23 @@ nothing to say, with a message of their own, for which the last RESERVE buffers 
 Memory. Slabs are pinned once, tensors on first use until they are evicted, anything else for one
 frame only, because memory that was given back to the system may return elsewhere.
 
+Keys. A region's own key lets nobody write. Each place of a grant gets a memory window (of type
+2B): a key for these bytes, for writing, on this queue pair. It is bound by a work request just
+before the message that tells the grant, so a grant costs one to three binds, and a frame that a
+standing grant covers none. The window of an announced frame is made void by a work request as
+soon as the frame has landed, those of a standing grant when it is taken back, before anything
+that was queued after that leaves; then they are spare, under another key. Until its window is
+void a region is in use. Memory that is pinned for one frame goes back to its owner with the
+frame: there the window is closed, which does not wait for the queue pair, and for that the bind
+must be complete before the grant is told. On devices without windows a grant tells the region's
+key.
+
 Invariants. Only a link's I/O thread touches its queue pair, pops its queue, calls landing,
 deliver and closed. At most one announced frame per direction waits for its bytes. A frame is
 sent when all frames before it have been posted, so frames arrive in order. Before `closed` the
-queue pair is destroyed: nothing lands any more. Lock order: io.lock, then pins.lock.
+queue pair is halted, its windows are closed and it is destroyed, in this order: nothing lands any
+more. While keys wait for room to be made void, nothing else is posted. Lock order: io.lock, then
+pins.lock.
 """
 
 cimport cython
@@ -192,6 +205,13 @@ cdef enum WorkKind:
     WORK_FRAME = 2              # the last write of a frame
     WORK_BYE = 3
     WORK_HELLO = 4
+    WORK_BIND = 5               # of a window
+    WORK_UNBIND = 6
+
+cdef enum WindowState:
+    WINDOW_FREE = 0             # not bound
+    WINDOW_BINDING = 1          # the bind is posted
+    WINDOW_BOUND = 2
 
 cdef enum FrameState:
     FRAME_NEW = 0
@@ -219,6 +239,8 @@ cdef struct Pins:
     Verbs* verbs
     void* device
     int pid                     # a fork shares the device, and must leave it alone
+    bint has_windows            # else a region's own key is granted
+    int64_t windows             # open now; pins.lock
     uint64_t pinned_bytes       # now, but for buffers of messages
     uint64_t pinnings           # ever
     uint64_t temporary          # of these for one frame only
@@ -237,9 +259,19 @@ cdef struct Frame:
     uint32_t rkey
     uint32_t imm
 
+cdef struct Window:             # what lets the peer write to one place
+    Opened opened               # without a handle: the key of the region
+    int state
+    Region* region              # NULL: the window is spare
+    char* start
+    uint64_t nbytes
+    Window* next                # spare, or to be made void
+    Window* sibling             # of the same link
+
 cdef struct Work:
     int kind
     uint32_t frame
+    Window* window              # of WORK_BIND and WORK_UNBIND
 
 cdef struct Taken:              # a standing grant that the peer gave us
     Header header               # as it was announced; key_version: of the last frame
@@ -252,7 +284,7 @@ cdef struct Given:              # a standing grant that we gave
     Header header
     uint32_t index
     char* places[2]
-    Region* regions[2]
+    Window* windows[2]          # and with them the regions
     Given* next                 # of the same bucket, or of the withdrawn
 
 cdef struct RdmaCounts:
@@ -260,6 +292,7 @@ cdef struct RdmaCounts:
     uint64_t announced          # frames that asked for a grant
     uint64_t standing           # frames that needed none
     uint64_t credit_messages
+    uint64_t binds              # of windows
     uint64_t bytes_copied       # of payloads, by us: small frames, twice
 
 cdef struct IoThread
@@ -330,9 +363,15 @@ cdef struct RdmaLink:
     bint is_landing             # an announced frame waits for its bytes
     bint has_grant              # and this is still to be told
     GrantNote grant
+    Given* offered              # what stands of it; NULL: nothing
     Header landing_header
     char* landing_place
-    Region* landing_region
+    Region* landing_region      # until the window has it
+    Window* landing_window
+    Window* windows             # all
+    Window* spare_windows
+    Window* revoked             # to be made void
+    uint32_t n_revoked          # these, and those whose end is posted
     RdmaCounts counts
 
 cdef struct IoThread:
@@ -360,6 +399,7 @@ cdef struct IoThread:
 
 include "_rdma_memory.pxi"
 include "_rdma_send.pxi"
+include "_rdma_windows.pxi"
 include "_rdma_receive.pxi"
 include "_rdma_opening.pxi"
 include "_rdma_thread.pxi"

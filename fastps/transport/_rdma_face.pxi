@@ -83,6 +83,7 @@ cdef class Memory:
         self.pins.pid = getpid()
         self.pins.verbs = &device.verbs
         self.pins.device = device.device
+        self.pins.has_windows = device.has_windows
 
     def __dealloc__(self):
         if self.pins.pid == getpid():
@@ -421,6 +422,7 @@ cdef class RdmaTransport(Transport):
             pthread_mutex_unlock(&self.threads[i].lock)
         result = dict(total) | dict(counts)
         result["links"] = links
+        result["windows"] = self.pins.windows
         result["bytes_pinned"] = self.pins.pinned_bytes
         result["pinnings"] = self.pins.pinnings
         result["pinnings_for_one_frame"] = self.pins.temporary

@@ -20,6 +20,13 @@ cdef int python_open_port(void* device, const Shape* shape, void** port,
         return errno_of(error)
 
 
+cdef void python_halt_port(void* port) noexcept with gil:
+    try:
+        (<object>port).halt()
+    except BaseException as error:
+        log.warning("cannot halt a queue pair: %s", error)
+
+
 cdef void python_close_port(void* port) noexcept with gil:
     try:
         (<object>port).close()
@@ -122,6 +129,42 @@ cdef void python_unpin(void* device, void* handle) noexcept with gil:
     Py_DECREF(<object>handle)
 
 
+cdef int python_open_window(void* device, Opened* opened) noexcept with gil:
+    try:
+        window = (<object>device).open_window()
+        Py_INCREF(window)
+        opened.handle = <void*>window
+        return 0
+    except BaseException as error:
+        return errno_of(error)
+
+
+cdef void python_close_window(void* device, void* handle) noexcept with gil:
+    try:
+        (<object>handle).close()
+    except BaseException as error:
+        log.warning("cannot close a memory window: %s", error)
+    Py_DECREF(<object>handle)
+
+
+cdef int python_post_bind(void* port, uint64_t work, Opened* opened, const Pinned* pinned,
+                          uint64_t address, uint64_t nbytes) noexcept with gil:
+    try:
+        opened.rkey = (<object>port).post_bind(
+            work, <object>opened.handle, <object>pinned.handle, address, nbytes)
+        return 0
+    except BaseException as error:
+        return errno_of(error)
+
+
+cdef int python_post_unbind(void* port, uint64_t work, const Opened* opened) noexcept with gil:
+    try:
+        (<object>port).post_unbind(work, opened.rkey)
+        return 0
+    except BaseException as error:
+        return errno_of(error)
+
+
 cdef int python_take_trouble(void* device) noexcept with gil:
     try:
         return (<object>device).take_trouble()
@@ -138,6 +181,8 @@ cdef const char* python_explain(int status) noexcept nogil:
         return b"local queue pair operation error; is the port's link up?"
     if status == 4:
         return b"local protection error"
+    if status == 6:
+        return b"memory window bind error"
     if status == 9:
         return b"remote invalid request error"
     if status == 10:
@@ -167,7 +212,9 @@ cdef class PythonDevice(VerbsDevice):
         self.inline_bytes = 0
         self.trouble_descriptor = handler.trouble_descriptor
         self.max_message_bytes = handler.max_message_bytes
+        self.has_windows = handler.has_windows
         self.verbs.open_port = python_open_port
+        self.verbs.halt_port = python_halt_port
         self.verbs.close_port = python_close_port
         self.verbs.describe = python_describe
         self.verbs.connect = python_connect
@@ -178,6 +225,10 @@ cdef class PythonDevice(VerbsDevice):
         self.verbs.take_event = python_take_event
         self.verbs.pin = python_pin
         self.verbs.unpin = python_unpin
+        self.verbs.open_window = python_open_window
+        self.verbs.close_window = python_close_window
+        self.verbs.post_bind = python_post_bind
+        self.verbs.post_unbind = python_post_unbind
         self.verbs.take_trouble = python_take_trouble
         self.verbs.explain = python_explain
 

@@ -30,8 +30,11 @@ cdef Given* new_given(RdmaLink* link) noexcept nogil:
 
 cdef void retire_given(RdmaLink* link, Given* given) noexcept nogil:
     given.places[0] = given.places[1] = NULL
-    leave_region(link.pins, &given.regions[0])
-    leave_region(link.pins, &given.regions[1])
+    revoke(link, &given.windows[0])
+    revoke(link, &given.windows[1])
+    if link.offered == given:   # not told yet
+        link.offered = NULL
+        link.grant.is_standing = 0
     given.next = NULL
     if link.spares:
         link.spare_last.next = given
@@ -83,6 +86,26 @@ cdef bint promise(RdmaLink* link, const Header* header, uint32_t rounds, char** 
     return region[0] != NULL
 
 
+cdef Given* open_given(RdmaLink* link, const Header* header, char** places,
+                       Region** regions) noexcept nogil:
+    """A grant of two places, with windows for them and the regions; NULL: there is none left."""
+    cdef Given* given = new_given(link)
+    cdef int i, error = 0
+    if given == NULL:
+        return NULL
+    for i in range(2):
+        given.places[i] = places[i]
+        given.windows[i] = NULL
+        if error == 0:
+            given.windows[i] = take_window(link, &regions[i], places[i], header.length, &error)
+    if given.windows[0] != NULL and given.windows[1] != NULL:
+        return given
+    if given.windows[0] != NULL:
+        close_window(link, given.windows[0])    # another link may need it for want of any
+    retire_given(link, given)
+    return NULL
+
+
 cdef void offer_standing(RdmaLink* link, const Header* header) noexcept nogil:
     """Let the grant of an announced frame stand for its later rounds, if the owner promises."""
     cdef uint32_t next = (header.key_version + 1) & 1
@@ -90,26 +113,22 @@ cdef void offer_standing(RdmaLink* link, const Header* header) noexcept nogil:
     cdef Region* regions[2]
     cdef Given* given = NULL
     regions[0] = regions[1] = NULL
-    drop_given_frame(link, header)
     if (link.base.owner.standing != NULL
             and promise(link, header, 1, &places[next], &regions[next])
             and promise(link, header, 2, &places[1 - next], &regions[1 - next])):
-        given = new_given(link)
+        given = open_given(link, header, places, regions)
+    leave_region(link.pins, &regions[0])    # unless the windows have them
+    leave_region(link.pins, &regions[1])
     if given == NULL:
-        leave_region(link.pins, &regions[0])
-        leave_region(link.pins, &regions[1])
         return
     given.header = header[0]
-    given.places[0], given.places[1] = places[0], places[1]
-    given.regions[0], given.regions[1] = regions[0], regions[1]
     given.next = link.given[bucket_of(header.key)]
     link.given[bucket_of(header.key)] = given
     link.grant.is_standing = 1
     link.grant.note.index = given.index
     link.grant.places[0] = <uint64_t><uintptr_t>places[0]
     link.grant.places[1] = <uint64_t><uintptr_t>places[1]
-    link.grant.rkeys[0] = regions[0].pinned.rkey
-    link.grant.rkeys[1] = regions[1].pinned.rkey
+    link.offered = given
 
 
 # ---------------------------------------------------------------- frames
@@ -172,20 +191,24 @@ cdef int take_announcement(RdmaLink* link, const char* body, uint32_t length) no
         return E_SYS
     memset(&link.grant, 0, sizeof(GrantNote))
     link.grant.place = <uint64_t><uintptr_t>link.landing_place
-    link.grant.rkey = link.landing_region.pinned.rkey
-    link.has_grant = True
-    offer_standing(link, header)
-    return OK
+    link.has_grant = True       # pump() tells it
+    drop_given_frame(link, header)
+    status = open_landing(link)
+    if link.landing_window != NULL:
+        offer_standing(link, header)
+    return status
 
 
 cdef int finish_landing(RdmaLink* link) noexcept nogil:
     """The bytes of the announced frame are there."""
     cdef Header header = link.landing_header
+    cdef int status
     if not link.is_landing or link.has_grant:
         return E_PROTOCOL
     link.is_landing = False
-    leave_region(link.pins, &link.landing_region)   # the owner may free the memory
-    return count_frame(link, &header)
+    revoke(link, &link.landing_window)  # the owner may free the memory
+    status = post_revocations(link)
+    return count_frame(link, &header) if status == OK else status
 
 
 cdef int take_standing(RdmaLink* link, uint32_t imm, uint32_t length) noexcept nogil:

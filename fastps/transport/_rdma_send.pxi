@@ -107,20 +107,31 @@ cdef inline char* message_buffer(RdmaLink* link) noexcept nogil:
     return link.messages + (RECEIVES + link.work_end % SENDS) * <size_t>MESSAGE_BYTES
 
 
-cdef int post(RdmaLink* link, Request* request, int kind) noexcept nogil:
-    cdef int error
-    fault_hit(FAULT_LINK_SEND)
-    request.work = link.work_end
-    link.works[link.work_end % SENDS].kind = kind
-    link.works[link.work_end % SENDS].frame = link.frame_next
-    error = link.verbs.post_send(link.port, request)
+cdef inline Work* begin_work(RdmaLink* link, int kind) noexcept nogil:
+    """The record of what is posted next, as number work_end."""
+    cdef Work* work = &link.works[link.work_end % SENDS]
+    work.kind = kind
+    return work
+
+
+cdef int end_post(RdmaLink* link, int error) noexcept nogil:
     if error:
         note_failure(link, b"cannot post a work request", strerror(error), b"")
         return E_PEER_LOST
     link.work_end += 1
-    link.counts.work_requests += 1
-    link.base.stats.writes += 1
     return OK
+
+
+cdef int post(RdmaLink* link, Request* request, int kind) noexcept nogil:
+    cdef int status
+    fault_hit(FAULT_LINK_SEND)
+    request.work = link.work_end
+    begin_work(link, kind).frame = link.frame_next
+    status = end_post(link, link.verbs.post_send(link.port, request))
+    if status == OK:
+        link.counts.work_requests += 1
+        link.base.stats.writes += 1
+    return status
 
 
 cdef inline bint may_send(RdmaLink* link, uint32_t reserve) noexcept nogil:
@@ -389,7 +400,9 @@ cdef int post_frames(RdmaLink* link) noexcept nogil:
         # Only now: what was taken back before this frame was queued is told before it.
         if fps_load32(&link.has_withdrawn):
             status = post_withdrawals(link)
-            if status != OK or fps_load32(&link.has_withdrawn):
+            if status == OK:
+                status = post_revocations(link)
+            if status != OK or fps_load32(&link.has_withdrawn) or link.revoked != NULL:
                 return status
         next = link.frame_next
         status = post_frame(link, &link.frames[next % FRAMES])
@@ -418,13 +431,14 @@ cdef int post_withdrawals(RdmaLink* link) noexcept nogil:
 
 cdef int pump(RdmaLink* link) noexcept nogil:
     """Send whatever may be sent; negative: the link is broken."""
-    cdef int status = OK
+    cdef int status
     if link.stage != STAGE_OPEN or link.is_over or link.is_broken:
         return OK
-    if link.has_grant and may_send(link, RESERVE):
-        memcpy(message_buffer(link), &link.grant, sizeof(GrantNote))
-        link.has_grant = False
-        status = post_message(link, NOTE_GRANT, sizeof(GrantNote), WORK_MESSAGE)
+    status = post_revocations(link)
+    if status != OK or link.revoked != NULL:
+        return status
+    if link.has_grant:
+        status = tell_grant(link)
     if status == OK:
         status = post_frames(link)
     if status == OK and link.owed >= RETURN_AT and may_send(link, 0):
@@ -446,4 +460,6 @@ cdef int finish_work(RdmaLink* link, const Done* done) noexcept nogil:
     elif work.kind == WORK_HELLO:
         link.is_proven = True
         return open_if_proven(link)
+    elif work.kind == WORK_BIND or work.kind == WORK_UNBIND:
+        finish_window(link, work)
     return OK

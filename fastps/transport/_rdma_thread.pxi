@@ -46,8 +46,6 @@ cdef void drop_grants(RdmaLink* link) noexcept nogil:
     cdef uint32_t i
     cdef Taken* taken
     for i in range(link.n_grants):
-        leave_region(link.pins, &link.grants[i].regions[0])
-        leave_region(link.pins, &link.grants[i].regions[1])
         free(link.grants[i])
     free(link.grants)
     link.grants = NULL
@@ -60,8 +58,14 @@ cdef void drop_grants(RdmaLink* link) noexcept nogil:
 
 
 cdef void close_port(RdmaLink* link) noexcept nogil:
-    """End the queue pair; what it used is unpinned after it."""
+    """End the queue pair; what it used is unpinned after it.
+
+    Windows go between its last work and its end: one that is bound keeps some devices from ending
+    it, and a bind that is still to come must not find another window in the place of its own.
+    """
     if link.port != NULL:
+        link.verbs.halt_port(link.port)
+        close_windows(link)
         link.verbs.close_port(link.port)
         link.port = NULL
     if link.messages_pinned.handle != NULL:
@@ -95,6 +99,7 @@ cdef void add_counts(RdmaCounts* total, const RdmaCounts* counts) noexcept nogil
     total.announced += counts.announced
     total.standing += counts.standing
     total.credit_messages += counts.credit_messages
+    total.binds += counts.binds
     total.bytes_copied += counts.bytes_copied
 
 

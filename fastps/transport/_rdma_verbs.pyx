@@ -14,7 +14,8 @@ from libc.string cimport memcmp, memcpy, memset, strcmp
 
 from fastps.transport._rdma cimport (
     ACCESS_LOCAL, ACCESS_REMOTE, GID_BYTES, OPCODE_SEND, OPCODE_WRITE_WITH_IMM, TROUBLE_ADDRESS,
-    TROUBLE_DEVICE, TROUBLE_PORT, Done, Greeting, Pinned, Request, Route, Shape, VerbsDevice,
+    TROUBLE_DEVICE, TROUBLE_PORT, Done, Greeting, Opened, Pinned, Request, Route, Shape,
+    VerbsDevice,
 )
 
 import os
@@ -44,6 +45,11 @@ cdef extern from "<infiniband/verbs.h>" nogil:
     struct ibv_mr:
         uint32_t lkey
         uint32_t rkey
+    struct ibv_mw:
+        uint32_t rkey
+    struct ibv_device_attr:
+        unsigned int device_cap_flags
+        int max_mw
     union ibv_gid:
         uint8_t raw[16]
     struct ibv_port_attr:
@@ -118,15 +124,18 @@ cdef extern from "<infiniband/verbs.h>" nogil:
         unsigned int wc_flags
     struct ibv_async_event:
         int event_type
-    int IBV_QPT_RC, IBV_QPS_RESET, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS
+    int IBV_QPT_RC, IBV_QPS_RESET, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QPS_ERR
     int IBV_QP_STATE, IBV_QP_PKEY_INDEX, IBV_QP_PORT, IBV_QP_ACCESS_FLAGS, IBV_QP_AV
     int IBV_QP_PATH_MTU, IBV_QP_DEST_QPN, IBV_QP_RQ_PSN, IBV_QP_MAX_DEST_RD_ATOMIC
     int IBV_QP_MIN_RNR_TIMER, IBV_QP_TIMEOUT, IBV_QP_RETRY_CNT, IBV_QP_RNR_RETRY
     int IBV_QP_SQ_PSN, IBV_QP_MAX_QP_RD_ATOMIC
-    int IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_REMOTE_WRITE
+    int IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_REMOTE_WRITE, IBV_ACCESS_MW_BIND
     int IBV_WR_SEND, IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM
+    int IBV_WR_BIND_MW, IBV_WR_LOCAL_INV
     int IBV_SEND_SIGNALED, IBV_SEND_INLINE
     int IBV_WC_SUCCESS, IBV_WC_RECV, IBV_WC_RECV_RDMA_WITH_IMM
+    int IBV_MW_TYPE_2
+    unsigned int IBV_DEVICE_MEM_WINDOW_TYPE_2B
     int IBV_PORT_ACTIVE
     int IBV_EVENT_DEVICE_FATAL, IBV_EVENT_PORT_ERR, IBV_EVENT_GID_CHANGE
     ibv_device** ibv_get_device_list(int*)
@@ -134,6 +143,7 @@ cdef extern from "<infiniband/verbs.h>" nogil:
     const char* ibv_get_device_name(ibv_device*)
     ibv_context* ibv_open_device(ibv_device*)
     int ibv_close_device(ibv_context*)
+    int ibv_query_device(ibv_context*, ibv_device_attr*)
     int ibv_query_port(ibv_context*, uint8_t, ibv_port_attr*)
     int ibv_query_gid(ibv_context*, uint8_t, int, ibv_gid*)
     ibv_pd* ibv_alloc_pd(ibv_context*)
@@ -151,6 +161,9 @@ cdef extern from "<infiniband/verbs.h>" nogil:
     int ibv_destroy_qp(ibv_qp*)
     ibv_mr* ibv_reg_mr(ibv_pd*, void*, size_t, int)
     int ibv_dereg_mr(ibv_mr*)
+    ibv_mw* ibv_alloc_mw(ibv_pd*, int)
+    int ibv_dealloc_mw(ibv_mw*)
+    uint32_t ibv_inc_rkey(uint32_t)
     int ibv_post_send(ibv_qp*, ibv_send_wr*, ibv_send_wr**)
     int ibv_post_recv(ibv_qp*, ibv_recv_wr*, ibv_recv_wr**)
     int ibv_get_async_event(ibv_context*, ibv_async_event*)
@@ -174,10 +187,25 @@ cdef extern from *:
     static inline void fps_forget_error(void) {
         errno = 0;
     }
+    static inline void fps_set_bind(struct ibv_send_wr* work, struct ibv_mw* window, uint32_t key,
+                                    struct ibv_mr* region, uint64_t address, uint64_t nbytes) {
+        work->bind_mw.mw = window;
+        work->bind_mw.rkey = key;
+        work->bind_mw.bind_info.mr = region;
+        work->bind_mw.bind_info.addr = address;
+        work->bind_mw.bind_info.length = nbytes;
+        work->bind_mw.bind_info.mw_access_flags = IBV_ACCESS_REMOTE_WRITE;
+    }
+    static inline void fps_set_invalidate(struct ibv_send_wr* work, uint32_t key) {
+        work->invalidate_rkey = key;
+    }
     """
     void fps_set_remote(ibv_send_wr* work, uint64_t address, uint32_t key) noexcept nogil
     int fps_port_of(ibv_async_event* event) noexcept nogil
     void fps_forget_error() noexcept nogil
+    void fps_set_bind(ibv_send_wr* work, ibv_mw* window, uint32_t key, ibv_mr* region,
+                      uint64_t address, uint64_t nbytes) noexcept nogil
+    void fps_set_invalidate(ibv_send_wr* work, uint32_t key) noexcept nogil
 
 cdef enum:
     POLL_BATCH = 16
@@ -205,6 +233,7 @@ cdef struct Device:
     ibv_gid gid
     uint16_t lid
     uint32_t inline_bytes
+    bint has_windows
 
 cdef struct Port:
     Device* device
@@ -220,15 +249,22 @@ cdef inline int last_error() noexcept nogil:
     return errno if errno else EIO
 
 
+cdef int set_state(ibv_qp* pair, int state) noexcept nogil:
+    cdef ibv_qp_attr attributes
+    memset(&attributes, 0, sizeof(attributes))
+    attributes.qp_state = state
+    return ibv_modify_qp(pair, &attributes, IBV_QP_STATE)
+
+
 cdef void end_pair(ibv_qp* pair) noexcept nogil:
     """Destroy a queue pair; one that cannot be is at least made deaf."""
-    cdef ibv_qp_attr attributes
-    if ibv_destroy_qp(pair) == 0:
-        return
-    memset(&attributes, 0, sizeof(attributes))
-    attributes.qp_state = IBV_QPS_RESET
-    ibv_modify_qp(pair, &attributes, IBV_QP_STATE)
-    ibv_destroy_qp(pair)
+    if ibv_destroy_qp(pair):
+        set_state(pair, IBV_QPS_RESET)
+        ibv_destroy_qp(pair)
+
+
+cdef void verbs_halt_port(void* handle) noexcept nogil:
+    set_state((<Port*>handle).pair, IBV_QPS_ERR)
 
 
 cdef void verbs_close_port(void* handle) noexcept nogil:
@@ -444,6 +480,49 @@ cdef void verbs_take_event(void* handle) noexcept nogil:
         ibv_ack_cq_events(queue, 1)
 
 
+# ---------------------------------------------------------------- windows
+
+cdef int verbs_open_window(void* handle, Opened* opened) noexcept nogil:
+    cdef ibv_mw* window = ibv_alloc_mw((<Device*>handle).domain, IBV_MW_TYPE_2)
+    if window == NULL:
+        return errno
+    opened.handle = window
+    return 0
+
+
+cdef void verbs_close_window(void* device, void* handle) noexcept nogil:
+    ibv_dealloc_mw(<ibv_mw*>handle)
+
+
+cdef int verbs_post_bind(void* handle, uint64_t work_id, Opened* opened, const Pinned* pinned,
+                         uint64_t address, uint64_t nbytes) noexcept nogil:
+    cdef ibv_mw* window = <ibv_mw*>opened.handle
+    cdef ibv_send_wr work
+    cdef ibv_send_wr* refused
+    cdef int error
+    memset(&work, 0, sizeof(work))
+    work.wr_id = work_id
+    work.opcode = IBV_WR_BIND_MW
+    work.send_flags = IBV_SEND_SIGNALED
+    opened.rkey = ibv_inc_rkey(window.rkey)
+    fps_set_bind(&work, window, opened.rkey, <ibv_mr*>pinned.handle, address, nbytes)
+    error = ibv_post_send((<Port*>handle).pair, &work, &refused)
+    if error == 0:
+        window.rkey = opened.rkey       # nobody else tells the library, for windows of type 2
+    return error
+
+
+cdef int verbs_post_unbind(void* handle, uint64_t work_id, const Opened* opened) noexcept nogil:
+    cdef ibv_send_wr work
+    cdef ibv_send_wr* refused
+    memset(&work, 0, sizeof(work))
+    work.wr_id = work_id
+    work.opcode = IBV_WR_LOCAL_INV
+    work.send_flags = IBV_SEND_SIGNALED
+    fps_set_invalidate(&work, opened.rkey)
+    return ibv_post_send((<Port*>handle).pair, &work, &refused)
+
+
 # ---------------------------------------------------------------- memory and trouble
 
 cdef int verbs_pin(void* handle, void* address, uint64_t nbytes, int access,
@@ -454,7 +533,7 @@ cdef int verbs_pin(void* handle, void* address, uint64_t nbytes, int access,
     if access & ACCESS_LOCAL:
         flags = IBV_ACCESS_LOCAL_WRITE
     if access == ACCESS_REMOTE:
-        flags |= IBV_ACCESS_REMOTE_WRITE
+        flags |= IBV_ACCESS_MW_BIND if device.has_windows else IBV_ACCESS_REMOTE_WRITE
     fps_forget_error()
     region = ibv_reg_mr(device.domain, address, nbytes, flags)
     if region == NULL:
@@ -534,6 +613,7 @@ cdef class NativeDevice(VerbsDevice):
                   uint8_t traffic_class=0, uint8_t ack_timeout=18, uint8_t retries=6):
         cdef Device* device = <Device*>calloc(1, sizeof(Device))
         cdef ibv_port_attr attributes
+        cdef ibv_device_attr abilities
         if device == NULL:
             raise MemoryError("no memory for a device")
         device.pid = getpid()
@@ -550,6 +630,11 @@ cdef class NativeDevice(VerbsDevice):
             raise OSError(EIO, f"port {port} cannot be queried")
         if attributes.state != IBV_PORT_ACTIVE:
             raise TransportError(f"port {port} of {name} is not active; check its cable and link")
+        if ibv_query_device(device.context, &abilities):
+            raise OSError(EIO, f"{name} cannot be queried")
+        device.has_windows = (abilities.device_cap_flags & IBV_DEVICE_MEM_WINDOW_TYPE_2B != 0
+                              and abilities.max_mw > 0)
+        self.has_windows = device.has_windows
         device.settings.port = port
         device.settings.gid_index = gid_index
         device.settings.traffic_class = traffic_class
@@ -567,6 +652,7 @@ cdef class NativeDevice(VerbsDevice):
 
     cdef void fill_calls(self):
         self.verbs.open_port = verbs_open_port
+        self.verbs.halt_port = verbs_halt_port
         self.verbs.close_port = verbs_close_port
         self.verbs.describe = verbs_describe
         self.verbs.connect = verbs_connect
@@ -577,6 +663,10 @@ cdef class NativeDevice(VerbsDevice):
         self.verbs.take_event = verbs_take_event
         self.verbs.pin = verbs_pin
         self.verbs.unpin = verbs_unpin
+        self.verbs.open_window = verbs_open_window
+        self.verbs.close_window = verbs_close_window
+        self.verbs.post_bind = verbs_post_bind
+        self.verbs.post_unbind = verbs_post_unbind
         self.verbs.take_trouble = verbs_take_trouble
         self.verbs.explain = verbs_explain
 

@@ -117,6 +117,7 @@ class Device:
         self.mtu = min(mtu or 5, attributes.active_mtu)
         self.max_message_bytes = attributes.max_msg_sz
         self.pkey_index = self._find_partition()
+        self.has_windows = self._has_windows()
         self.domain = self.verbs.pd.PD(self.context)
 
     def _find_partition(self) -> int:
@@ -128,6 +129,11 @@ class Device:
                     return index
         return 0
 
+    def _has_windows(self) -> bool:
+        abilities = self.context.query_device()
+        flag = self.verbs.enums.IBV_DEVICE_MEM_WINDOW_TYPE_2B
+        return bool(abilities.device_cap_flags & flag) and abilities.max_mw > 0
+
     def open_port(self, sends: int, receives: int) -> Port:
         """Make a queue pair that can receive."""
         return Port(self, sends, receives)
@@ -137,8 +143,13 @@ class Device:
         enums = self.verbs.enums
         flags = enums.IBV_ACCESS_LOCAL_WRITE if access & ACCESS_LOCAL else 0
         if access == ACCESS_REMOTE:
-            flags |= enums.IBV_ACCESS_REMOTE_WRITE
+            by_key, by_window = enums.IBV_ACCESS_REMOTE_WRITE, enums.IBV_ACCESS_MW_BIND
+            flags |= by_window if self.has_windows else by_key
         return self.verbs.mr.MR(self.domain, nbytes, flags, address=address)
+
+    def open_window(self) -> Window:
+        """Make a window that is not bound; close() of the result ends it, and its key."""
+        return Window(self)
 
     def take_trouble(self) -> int:
         """Read what the device says: what went wrong, or 0."""
@@ -162,6 +173,35 @@ class Device:
         """Close the domain and the device; queue pairs and regions must be closed."""
         self.domain.close()
         self.context.close()
+
+
+class Window:
+    """A memory window of type 2: a key for one range of a region, on one queue pair.
+
+    pyverbs keeps the first key of a window, and the device wants the last one with the next bind;
+    so each bind but the first makes the window anew.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.is_used = False
+        self.made = self._make()
+
+    def _make(self) -> Any:
+        verbs = self.device.verbs
+        return verbs.mr.MW(self.device.domain, verbs.enums.IBV_MW_TYPE_2)
+
+    def fresh(self) -> Any:
+        """Give a window that was never bound; the last one is not bound any more."""
+        if self.is_used:
+            self.made.close()
+            self.made = self._make()
+        self.is_used = True
+        return self.made
+
+    def close(self) -> None:
+        """End the window, bound or not."""
+        self.made.close()
 
 
 class Port:
@@ -273,6 +313,27 @@ class Port:
             request.imm_data = imm
         self.pair.post_send(request)
 
+    def post_bind(self, work: int, window: Window, region: Any, address: int, nbytes: int) -> int:
+        """Post the bind of a window to a range of a region; give the key for it."""
+        verbs, enums = self.device.verbs, self.device.verbs.enums
+        range_ = verbs.mr.MWBindInfo(region, address, nbytes, enums.IBV_ACCESS_REMOTE_WRITE)
+        request = verbs.wr.SendWR(wr_id=work, opcode=enums.IBV_WR_BIND_MW)
+        try:
+            request.set_bind_wr(window.fresh(), range_)
+            self.pair.post_send(request)
+            return int(request.rkey)
+        finally:
+            request.close()
+
+    def post_unbind(self, work: int, rkey: int) -> None:
+        """Post the end of a window's key; pyverbs has it stand where immediate data would."""
+        verbs, enums = self.device.verbs, self.device.verbs.enums
+        request = verbs.wr.SendWR(wr_id=work, opcode=enums.IBV_WR_LOCAL_INV, imm_data=rkey)
+        try:
+            self.pair.post_send(request)
+        finally:
+            request.close()
+
     def post_receive(self, work: int, address: int, length: int, lkey: int) -> None:
         """Post one buffer for a message."""
         wr = self.device.verbs.wr
@@ -308,6 +369,11 @@ class Port:
         with contextlib.suppress(self.device.verbs.Failure):
             self.channel.get_cq_event(self.queue)
             self.queue.ack_events(1)
+
+    def halt(self) -> None:
+        """Take the queue pair to its error state: nothing leaves and nothing lands any more."""
+        verbs, enums = self.device.verbs, self.device.verbs.enums
+        self.pair.modify(verbs.qp.QPAttr(qp_state=enums.IBV_QPS_ERR), enums.IBV_QP_STATE)
 
     def close(self) -> None:
         """Close everything in order; afterwards nothing lands any more."""

@@ -6,40 +6,35 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import random
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from rdma_net import DATA_PATHS, RdmaNet, open_device
-from transport_nets import (
-    IN_ORDER,
-    PEER_LOST,
-    PROTOCOL,
-    TIMEOUT_S,
-    outcome,
-    tcp_pair,
-    wait_until,
+from rdma_peers import (
+    ANNOUNCE,
+    CREDIT,
+    FRAME,
+    GRANT,
+    IMM_ANNOUNCED,
+    MIB,
+    Boards,
+    RawPeer,
+    fill,
+    frame_header,
+    join,
+    other_link,
+    still_works,
 )
+from transport_nets import PEER_LOST, PROTOCOL, TIMEOUT_S, outcome, tcp_pair, wait_until
 
-from fastps._core import BufferPool
 from fastps.errors import PeerLostError, TransportError
 from fastps.transport import rdma
 from fastps.transport._mailbox import Mailbox
 from fastps.transport._rdma import RdmaTransport
-from fastps.transport._rdma_board import EchoBoard, PushBoard
-from fastps.transport.rdma_pyverbs import Device, Port
-from fastps.wire import FrameKind, Header, crc32c, pack_header
-
-MIB = 1 << 20
-GREETING = struct.Struct("<IHBBHHIIIII16s8s")  # Greeting of _rdma.pxd, without its checksum
-FRAME, ANNOUNCE, GRANT, CREDIT, WITHDRAW, HELLO = 1, 2, 3, 4, 5, 6
-IMM_ANNOUNCED = 1 << 31
 
 
 @pytest.fixture(params=DATA_PATHS)
@@ -48,60 +43,6 @@ def transport(request: pytest.FixtureRequest) -> Iterator[RdmaTransport]:
     made = RdmaTransport(open_device(request.param), greeting_timeout_s=TIMEOUT_S)
     yield made
     made.close(timeout_s=TIMEOUT_S)
-
-
-def join(transport: RdmaTransport, a: Any, b: Any) -> None:
-    """Link two owners."""
-    near, far = tcp_pair()
-    with near, far:
-        openings = [
-            transport.adopt(near.detach(), a, peer=0),
-            transport.adopt(far.detach(), b, peer=0),
-        ]
-    for opening in openings:
-        opening.wait(timeout_s=TIMEOUT_S)
-
-
-def fill(array: memoryview, seed: int) -> bytes:
-    """Write bytes of a seed into an array."""
-    data = random.Random(seed).randbytes(len(array))
-    array[:] = data
-    return data
-
-
-class Boards:
-    """A push board and an echo board over one link, all memory pinned."""
-
-    def __init__(self, transport: RdmaTransport, count: int, nbytes: int) -> None:
-        self.transport, self.count = transport, count
-        self.pool = BufferPool(on_slab=transport.register)
-        self.memory = self.pool.loan(2 * count * nbytes)
-        self.echo = EchoBoard(count, nbytes, self.memory)
-        self.push = PushBoard(count, nbytes)
-        join(transport, self.push, self.echo)
-        self.inputs = [memoryview(mmap.mmap(-1, nbytes)) for _ in range(count)]
-        self.outputs = [memoryview(mmap.mmap(-1, nbytes)) for _ in range(count)]
-        for array in (*self.inputs, *self.outputs):
-            transport.hold(array)
-
-    def round(self, seed: int) -> None:
-        """Push every key once and check what came back."""
-        given = [fill(array, seed * 100 + key) for key, array in enumerate(self.inputs)]
-        for key in range(self.count):
-            self.push.push(key, self.inputs[key], self.outputs[key])
-        for key in range(self.count):
-            self.push.wait(key, timeout_s=TIMEOUT_S)
-            assert bytes(self.outputs[key]) == given[key]
-
-    def close(self) -> None:
-        """End the link in order and give the memory back."""
-        self.push.end(IN_ORDER)
-        assert self.push.wait_ended(timeout_s=TIMEOUT_S) == IN_ORDER
-        assert self.echo.wait_ended(timeout_s=TIMEOUT_S) == IN_ORDER
-        del self.echo
-        self.transport.close(timeout_s=TIMEOUT_S)
-        self.memory.give_back()
-        self.pool.close()
 
 
 # ---- work requests ----
@@ -125,6 +66,7 @@ def test_one_work_request_per_partition_from_the_second_round(transport):
     wait_until(lambda: requests() == 2 * 3 * rounds, "the last credit message")
     last = transport.statistics()
     assert grown("announced") == 0
+    assert grown("binds") == 0
     assert grown("standing") == 2 * 3 * rounds
     assert grown("credit_messages") <= 2 * (3 * rounds // 32 + 1)
     assert last["bytes_copied"] == 0
@@ -291,153 +233,12 @@ def test_a_fork_leaves_the_device_alone(transport):
 # ---- strangers: a peer that speaks verbs by itself ----
 
 
-class RawPeer:
-    """A mailbox behind the transport, and a queue pair that plays its peer."""
-
-    def __init__(self, transport: RdmaTransport) -> None:
-        self.box = Mailbox(max_frame=MIB)
-        near, self.sock = tcp_pair()
-        self.sock.setblocking(True)
-        self.sock.settimeout(TIMEOUT_S)
-        with near:
-            self.opening = transport.adopt(near.detach(), self.box, peer=0)
-        self.device = Device("rxe0", port=1, gid_index=rdma.probe().gid_index)
-        self.port = Port(self.device, 64, 64)
-        self.memory = mmap.mmap(-1, 2 * MIB)
-        self.view = memoryview(self.memory)
-        address = _address_of(self.memory)
-        self.address = address
-        self.region = self.device.pin(address, 2 * MIB, 3)
-        for number in range(32):
-            self.port.post_receive(number, address + number * 4096, 4096, self.region.lkey)
-        self.work = 0
-
-    def read(self, nbytes: int) -> bytes:
-        """Read from the connection."""
-        data = b""
-        while len(data) < nbytes:
-            piece = self.sock.recv(nbytes - len(data))
-            assert piece, "the link ended early"
-            data += piece
-        return data
-
-    def greet(self, *, join: bool = True, **wrong: int) -> None:
-        """Exchange greetings, connect the queue pairs and, unless told not to, prove the link."""
-        mtu, lid, number, gid = self.port.describe()
-        number = wrong.get("queue_pair", number)
-        mine = {"magic": 0x52535046, "version": 2, "receives": 32, "message_bytes": 4096} | wrong
-        body = GREETING.pack(
-            mine["magic"],
-            mine["version"],
-            mtu,
-            0,
-            0,
-            0,
-            lid,
-            number,
-            7,
-            mine["receives"],
-            mine["message_bytes"],
-            gid,
-            bytes(8),
-        )
-        self.sock.sendall(body + struct.pack("<I", crc32c(body)))
-        theirs = self.read(GREETING.size + 4)
-        _, _, mtu, _, _, _, lid, number, first, _, _, gid, _ = GREETING.unpack(theirs[:-4])
-        self.port.connect(
-            mtu=mtu,
-            service_level=0,
-            gid_index=self.device.gid_index,
-            traffic_class=0,
-            hop_limit=64,
-            lid=lid,
-            gid=gid,
-            queue_pair=number,
-            receive_from=first,
-            send_from=7,
-        )
-        if wrong or not join:
-            return
-        self.sock.sendall(b"R")
-        assert self.read(1) == b"R"
-        self.send(HELLO, bytes(4080))
-        assert self.receive()[0] == HELLO
-        self.opening.wait(timeout_s=TIMEOUT_S)
-
-    def send(self, kind: int, body: bytes = b"", *, credits: int = 0) -> None:
-        """Send one message."""
-        message = struct.pack("<BBHIQ", kind, 0, credits, 0, 0) + body
-        start = MIB + (self.work % 16) * 8192
-        self.view[start : start + len(message)] = message
-        self.port.post_send(
-            self.work, 0, self.address + start, len(message), self.region.lkey, 0, 0, 0
-        )
-        self.work += 1
-
-    def write(self, place: int, rkey: int, length: int, imm: int) -> None:
-        """Write with an immediate number."""
-        self.port.post_send(
-            self.work, 2, self.address + MIB, length, self.region.lkey, place, rkey, imm
-        )
-        self.work += 1
-
-    def receive(self) -> bytes:
-        """Wait for the next message of the link."""
-        import time  # noqa: PLC0415
-
-        deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline:
-            for work, status, is_receive, _, length, _ in self.port.poll(1):
-                assert status == 0
-                if is_receive:
-                    return bytes(self.view[work * 4096 : work * 4096 + length])
-        raise AssertionError("no message came")
-
-    def announce(self, nbytes: int) -> tuple[int, int]:
-        """Announce a frame; give the place and the key that were granted."""
-        self.send(ANNOUNCE, frame_header(nbytes))
-        place, rkey = struct.unpack_from("<QI", self.receive(), 16)
-        return place, rkey
-
-    def close(self) -> None:
-        """Close everything in order."""
-        self.sock.close()
-        self.port.close()
-        self.region.close()
-        self.device.close()
-
-
-def _address_of(memory: mmap.mmap) -> int:
-    import ctypes  # noqa: PLC0415
-
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def frame_header(length: int) -> bytes:
-    """Make the header of one frame."""
-    return pack_header(Header(kind=FrameKind.PUSH, key=0, length=length))
-
-
 @pytest.fixture
 def raw(transport: RdmaTransport) -> Iterator[RawPeer]:
     """A raw peer that has said nothing yet."""
     peer = RawPeer(transport)
     yield peer
     peer.close()
-
-
-def other_link(transport: RdmaTransport) -> tuple[Mailbox, Mailbox]:
-    """Make a second link, which has to outlive the first."""
-    a, b = Mailbox(), Mailbox()
-    join(transport, a, b)
-    return a, b
-
-
-def still_works(a: Mailbox, b: Mailbox) -> None:
-    """Send something over a link."""
-    parcel = a.post(0, bytes(100000))
-    assert len(b.receive(timeout_s=TIMEOUT_S)[2]) == 100000
-    assert outcome(parcel) == "OK"
 
 
 def test_a_raw_peer_that_keeps_the_rules(raw):

@@ -21,7 +21,15 @@ SETUP_TIMEOUT_S = 240.0
 GUEST_TIMEOUT_S = 540.0  # a minute or two on an idle machine
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5")
 # The pyverbs data path is the same protocol under the GIL: what could differ, and little more.
-PYVERBS_TESTS = "payload_arrives or leaks or work_request or withdrawn or breaks or goes_down"
+PYVERBS_TESTS = (
+    "payload_arrives or leaks or work_request or withdrawn or breaks or goes_down or is_void "
+    "or opens_nothing or at_once"
+)
+LINKS = (
+    "tests/rdma/guest_conformance.py",
+    "tests/rdma/guest_rdma.py",
+    "tests/rdma/guest_windows.py",
+)
 
 
 def run(command: tuple[str, ...], timeout_s: float, **environment: str) -> tuple[int, str]:
@@ -75,15 +83,13 @@ def run_in_guest(python_path: str, data_path: str, *command: str) -> str:
 
 @pytest.mark.timeout(SETUP_TIMEOUT_S + GUEST_TIMEOUT_S + 60)
 def test_conformance_and_faults(python_path):
-    files = ("tests/rdma/guest_conformance.py", "tests/rdma/guest_rdma.py")
-    text = run_in_guest(python_path, native_or_pyverbs(), *PYTEST, *files)
+    text = run_in_guest(python_path, native_or_pyverbs(), *PYTEST, *LINKS)
     assert "passed" in text
 
 
 @pytest.mark.timeout(GUEST_TIMEOUT_S + 60)
 def test_the_pyverbs_data_path(python_path):
-    files = ("tests/rdma/guest_conformance.py", "tests/rdma/guest_rdma.py")
-    text = run_in_guest(python_path, "pyverbs", *PYTEST, *files, "-k", PYVERBS_TESTS)
+    text = run_in_guest(python_path, "pyverbs", *PYTEST, *LINKS, "-k", PYVERBS_TESTS)
     assert "passed" in text
 
 
