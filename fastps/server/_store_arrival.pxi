@@ -181,7 +181,7 @@ cdef int admit(Entry* entry, Link* link, const Header* header, const char* paylo
     cdef int status
     pthread_mutex_lock(&entry.lock)
     status = enter_round(round, machine, header)
-    while status == E_TIMEOUT:
+    while status == E_TIMEOUT and not link.can_wait:
         pthread_mutex_unlock(&entry.lock)
         deadline = deadline if deadline else now_ns() + IN_FLIGHT_WAIT_NS
         if now_ns() > deadline:

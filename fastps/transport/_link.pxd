@@ -36,7 +36,8 @@ cdef struct SendItem:
 cdef struct Owner:
     void* context
     # A header arrived and is well formed. Say where its `length` bytes go (any address, non-NULL;
-    # ignored when length is 0) or return NULL with *status < 0: the link is then closed.
+    # ignored when length is 0) or return NULL with *status < 0: the link is then closed, but for
+    # E_TIMEOUT where link.can_wait: it is asked again soon.
     void* (*landing)(void* context, Link* link, const Header* header, int* status) noexcept nogil
     # The payload is where `landing` said. OK, or a negative status: the link is then closed.
     int (*deliver)(void* context, Link* link, const Header* header) noexcept nogil
@@ -53,6 +54,9 @@ cdef struct Owner:
     # Asked right after `landing` of the same frame in an earlier round. The answer is a promise
     # until the link's withdraw() or end: peers may write there without asking again.
     void* (*standing)(void* context, Link* link, const Header* header) noexcept nogil
+    # May be NULL. The answer to withdraw() that wants one: no frame of this key that had no
+    # `landing` can be under way any more.
+    void (*withdrawn)(void* context, Link* link, uint64_t key) noexcept nogil
 
 cdef struct LinkStats:
     uint64_t bytes_sent     # headers included
@@ -79,9 +83,11 @@ cdef struct Link:
     # Asynchronous, idempotent. E_SHUTDOWN: what is queued still leaves, then BYE. Any other
     # status: at once.
     void (*close)(Link* link, int status) noexcept nogil
-    # NULL where no promise is used. Take back what `standing` promised for a key, before anything
-    # is queued that may bring the next of its frames. Any thread.
-    void (*withdraw)(Link* link, uint64_t key) noexcept nogil
+    # NULL where no promise is used. Take back what `standing` promised for a key: before anything
+    # is queued that may bring the next of its frames, or with an answer, when frames may be under
+    # way; they may land where it was promised until the answer or the end of the link. Any thread.
+    void (*withdraw)(Link* link, uint64_t key, bint wants_answer) noexcept nogil
+    bint can_wait           # `landing` may put a frame off; see there
     uint32_t peer           # rank of a worker or index of a server
     uint32_t lane           # number of the link among those to one peer
     Owner owner

@@ -12,7 +12,8 @@ grants that place, and the sender writes the payload there, with an immediate nu
 the receiver that it is complete. Where the owner promises that later rounds of the same frame
 will land at known places (`standing`), the grant holds for them too: then a frame is one work
 request, and the immediate number names the grant, the round and the flags of its header. An
-owner takes a promise back with `withdraw`, before it sends what may bring the next such frame.
+owner takes a promise back with `withdraw`, before it sends what may bring the next such frame; or
+it has the peer answer, behind the last write that used the promise.
 
 The receiver is always ready. Each message and each immediate number uses up one posted buffer;
 the sender counts them, and the receiver returns them with its own messages or, when it has
@@ -56,10 +57,10 @@ from fastps._atomic cimport (
     fps_add32, fps_cas32, fps_fence, fps_load32, fps_store32, fps_swap32,
 )
 from fastps._core cimport (
-    E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_SYS, FAULT_LINK_RECV,
-    FAULT_LINK_SEND, OK, Queue, QueueStats, Thread, crc32c, deadline_of, fault_hit, now_ns,
-    queue_close, queue_create, queue_credit_return, queue_free, queue_lend, queue_pop_nowait,
-    queue_push, queue_stats, thread_create, thread_join,
+    E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_SYS, E_TIMEOUT,
+    FAULT_LINK_RECV, FAULT_LINK_SEND, OK, Queue, QueueStats, Thread, crc32c, deadline_of,
+    fault_hit, now_ns, queue_close, queue_create, queue_credit_return, queue_free, queue_lend,
+    queue_pop_nowait, queue_push, queue_stats, thread_create, thread_join,
 )
 from fastps.transport._link cimport (
     Link, LinkOwner, LinkStats, SendItem, Transport, header_check, header_seal,
@@ -160,6 +161,8 @@ cdef enum:
     READY = 0x52                # "R": the queue pair of the sender of this byte can receive
     STATUS_FLUSHED = 5          # a request that was cut short by the failure of another
 
+cdef int64_t WAITING_NS = 30000000000   # how long an arrival may wait for its owner
+
 cdef enum Stage:
     STAGE_GREETING = 0          # our greeting was sent; the peer's is awaited
     STAGE_ROUTE = 1             # a router looks for the way to the peer
@@ -174,6 +177,7 @@ cdef enum NoteKind:
     NOTE_CREDIT = 4
     NOTE_WITHDRAW = 5           # standing grants of a key are void
     NOTE_HELLO = 6              # the first message of all, as long as a message may be
+    NOTE_WITHDRAWN = 7          # answers a WITHDRAW whose index is ANSWER: none is used any more
 
 cdef packed struct Note:
     uint8_t kind
@@ -191,6 +195,7 @@ cdef packed struct GrantNote:
     uint32_t rkeys[2]
 
 cdef enum:
+    ANSWER = 1                  # as index of a WITHDRAW: say WITHDRAWN
     NOTE_BYTES = 16
     EAGER_BYTES = MESSAGE_BYTES - NOTE_BYTES - HEADER_BYTES
     IMM_ANNOUNCED = 1 << 31     # the payload of the announced frame; otherwise a standing grant
@@ -287,6 +292,10 @@ cdef struct Given:              # a standing grant that we gave
     Window* windows[2]          # and with them the regions
     Given* next                 # of the same bucket, or of the withdrawn
 
+cdef struct Withdrawal:
+    uint64_t key
+    bint wants_answer
+
 cdef struct RdmaCounts:
     uint64_t work_requests      # sends and writes posted
     uint64_t announced          # frames that asked for a grant
@@ -313,10 +322,13 @@ cdef struct RdmaLink:
     int32_t close_status        # atomic; first call of close() wins
     int32_t is_leaving          # atomic; BYE queued
     pthread_mutex_t withdraw_lock
-    uint64_t* withdrawn         # keys; withdraw_lock
+    Withdrawal* withdrawn       # withdraw_lock
     uint32_t withdrawn_count
     uint32_t withdrawn_room
     int32_t has_withdrawn       # atomic
+    uint64_t* answers           # keys of withdrawals that the peer wants answered; I/O thread
+    uint32_t answer_count
+    uint32_t answer_room
     int32_t loans               # borrowed since the last credit came; atomic
     int64_t starved_since       # out of credit with items waiting, 0: not
     SendItem bye
@@ -360,6 +372,10 @@ cdef struct RdmaLink:
     Given* spare_first          # withdrawn, oldest first
     Given* spare_last
     uint32_t spares
+    Done waiting[RECEIVES]      # what arrived and its owner is not ready for, in order
+    uint32_t waiting_first
+    uint32_t waiting_end
+    int64_t waiting_since       # 0: nothing waits
     bint is_landing             # an announced frame waits for its bytes
     bint has_grant              # and this is still to be told
     GrantNote grant

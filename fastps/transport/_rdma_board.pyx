@@ -9,11 +9,12 @@ over every transport.
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
+from fastps._atomic cimport fps_add32, fps_load32, fps_store32
 from fastps._core cimport (
-    E_PEER_LOST, E_PROTOCOL, OK, Completion, completion_part_done, completion_reset,
+    E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, OK, Completion, completion_part_done, completion_reset,
     completion_wait, deadline_of, now_ns,
 )
 from fastps.transport._link cimport (
@@ -40,6 +41,7 @@ cdef struct State:
     int64_t rounds              # PushBoard: answered; EchoBoard: echoed
     int ended                   # status of closed(), 1 while open
     Completion closed
+    int32_t hesitations         # landings to be put off; atomic
 
 
 cdef inline Place* place_of(State* state, const Header* header) noexcept nogil:
@@ -65,9 +67,14 @@ cdef void board_closed(void* context, Link* link, int status) noexcept nogil:
 
 cdef void* echo_landing(void* context, Link* link, const Header* header,
                         int* status) noexcept nogil:
-    cdef Place* place = place_of(<State*>context, header)
+    cdef State* state = <State*>context
+    cdef Place* place = place_of(state, header)
     if place == NULL or header.kind != KIND_PUSH:
         status[0] = E_PROTOCOL
+        return NULL
+    if fps_load32(&state.hesitations) > 0 and link.can_wait:
+        fps_add32(&state.hesitations, -1)
+        status[0] = E_TIMEOUT
         return NULL
     return place.rounds[header.key_version & 1] + header.offset
 
@@ -152,6 +159,15 @@ cdef class Board(LinkOwner):
     def rounds(self):
         """Count the rounds of keys that are over."""
         return self.state.rounds
+
+    def hesitate(self, int32_t count):
+        """Put the next landings off, count times in all; an EchoBoard only."""
+        fps_store32(&self.state.hesitations, count)
+
+    @property
+    def hesitations(self):
+        """Count how often landings are still to be put off."""
+        return fps_load32(&self.state.hesitations)
 
     def end(self, int status):
         """Close the link: -2 in order, another status at once."""
@@ -245,7 +261,7 @@ cdef class PushBoard(Board):
         if link == NULL:
             raise error_of(E_PEER_LOST, "the link has ended")
         if place.output != NULL and place.output != <char*>&output[0] and link.withdraw != NULL:
-            link.withdraw(link, key)
+            link.withdraw(link, key, False)
         slot_release(&self.state.slot)
         place.output = <char*>&output[0]
         place.items[0].payload = <const char*>&array[0]

@@ -115,6 +115,7 @@ cdef int begin_poll(RdmaLink* link) noexcept nogil:
     if (watch(link.io, link.fd, <uint64_t><uintptr_t>link)
             or watch(link.io, link.completion_fd, <uint64_t><uintptr_t>link + EVENT_COMPLETION)
             or link.verbs.arm(link.port)):
+        note_failure(link, b"cannot watch the link", strerror(errno), b"; raise `ulimit -n`")
         return E_SYS
     return say(link, &link.mine, sizeof(Greeting)) if link.greets_first else OK
 

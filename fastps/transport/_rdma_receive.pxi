@@ -60,6 +60,14 @@ cdef bint drop_given(RdmaLink* link, uint64_t key) noexcept nogil:
     return is_any
 
 
+cdef bint has_given(RdmaLink* link, uint64_t key) noexcept nogil:
+    """Tell whether a standing grant of a key may still be used."""
+    cdef Given* given = link.given[bucket_of(key)]
+    while given != NULL and given.header.key != key:
+        given = given.next
+    return given != NULL
+
+
 cdef void drop_given_frame(RdmaLink* link, const Header* header) noexcept nogil:
     """Void the grant for frames like one that was announced anew."""
     cdef Given** place = &link.given[bucket_of(header.key)]
@@ -228,14 +236,15 @@ cdef int take_standing(RdmaLink* link, uint32_t imm, uint32_t length) noexcept n
     rounds = ((imm >> IMM_VERSION_SHIFT) - given.header.key_version) % IMM_VERSIONS
     if rounds == 0 or length != (given.header.length - 1) % SEGMENT_BYTES + 1:
         return E_PROTOCOL
-    given.header.key_version += rounds
-    given.header.flags = imm & IMM_FLAGS
     header = given.header
+    header.key_version += rounds
+    header.flags = imm & IMM_FLAGS
     header_seal(&header)
     landed = given.places[header.key_version & 1]
     place = ask_landing(link, &header, &status)
     if status != OK:
         return status
+    given.header = header
     if place != landed:         # the owner does not want it there any more
         memcpy(place, landed, header.length)
         link.counts.bytes_copied += header.length
@@ -243,12 +252,13 @@ cdef int take_standing(RdmaLink* link, uint32_t imm, uint32_t length) noexcept n
 
 
 cdef int take_message(RdmaLink* link, const char* message, uint32_t length) noexcept nogil:
-    cdef const Note* note = <const Note*>message
+    cdef Note* note = <Note*>message
     cdef const char* body = message + NOTE_BYTES
     cdef int status
     if length < NOTE_BYTES or length > MESSAGE_BYTES:
         return E_PROTOCOL
     link.room += note.credits
+    note.credits = 0            # they count once, also if the message has to wait
     if link.room > link.peer.receives:
         return E_PROTOCOL
     length -= NOTE_BYTES
@@ -264,6 +274,10 @@ cdef int take_message(RdmaLink* link, const char* message, uint32_t length) noex
         return take_grant(link, <const GrantNote*>message)
     if note.kind == NOTE_WITHDRAW and length == 0:
         drop_taken(link, note.key, NULL)
+        return keep_answer(link, note.key) if note.index == ANSWER else OK
+    if note.kind == NOTE_WITHDRAWN and length == 0:
+        drop_given(link, note.key)
+        tell_withdrawn(link, note.key)
         return OK
     return OK if note.kind == NOTE_CREDIT and length == 0 else E_PROTOCOL
 
@@ -275,10 +289,13 @@ cdef int post_buffer(RdmaLink* link, uint64_t number) noexcept nogil:
 
 
 cdef int take_arrival(RdmaLink* link, const Done* done) noexcept nogil:
-    """A posted buffer was used up, by a message or by an immediate number."""
+    """A posted buffer was used up, by a message or by an immediate number.
+
+    E_TIMEOUT: its owner is not ready for it; nothing happened yet.
+    """
+    cdef int error
     cdef int status
     fault_hit(FAULT_LINK_RECV)
-    link.base.stats.reads += 1
     if done.work >= RECEIVES:
         return E_SYS
     if not done.has_imm:
@@ -289,11 +306,48 @@ cdef int take_arrival(RdmaLink* link, const Done* done) noexcept nogil:
         status = E_PROTOCOL
     else:
         status = take_standing(link, done.imm, done.length)
+    if status == E_PROTOCOL:
+        note_failure(link, b"RDMA ended", b"a message, a frame or a number breaks the protocol",
+                     b"; use the same version everywhere")
     if status != OK:
         return status
-    if post_buffer(link, done.work):
+    error = post_buffer(link, done.work)
+    if error:
+        note_failure(link, b"cannot post a buffer", strerror(error), b"")
         return E_PEER_LOST
+    link.base.stats.reads += 1
     link.owed += 1
+    return OK
+
+
+cdef int take_waiting(RdmaLink* link) noexcept nogil:
+    """Try again what an owner was not ready for; OK also when it still is not."""
+    cdef int status = OK
+    while link.waiting_first != link.waiting_end:
+        status = take_arrival(link, &link.waiting[link.waiting_first % RECEIVES])
+        if status == E_TIMEOUT and now_ns() - link.waiting_since < WAITING_NS:
+            fps_store32(&link.io.has_starved, 1)    # so the timers look after it
+            return OK
+        if status != OK:
+            return E_PROTOCOL if status == E_TIMEOUT else status
+        link.waiting_first += 1
+        link.waiting_since = now_ns()
+    link.waiting_since = 0
+    return OK
+
+
+cdef int take_or_keep(RdmaLink* link, const Done* done) noexcept nogil:
+    """Take an arrival in its turn. Sends are worked off meanwhile: owners may wait for those."""
+    cdef int status = E_TIMEOUT
+    if link.waiting_first == link.waiting_end:
+        status = take_arrival(link, done)
+    if status != E_TIMEOUT:
+        return status
+    if link.waiting_since == 0:
+        link.waiting_since = now_ns()
+    link.waiting[link.waiting_end % RECEIVES] = done[0]
+    link.waiting_end += 1
+    fps_store32(&link.io.has_starved, 1)
     return OK
 
 
@@ -312,9 +366,16 @@ cdef int take_completions(RdmaLink* link, bint* has_more) noexcept nogil:
     cdef Done done[POLL_BATCH]
     cdef int i, count, batch, status = OK
     has_more[0] = False
+    if link.waiting_since:
+        status = take_waiting(link)
+        if status == OK:
+            status = pump(link)
+        if status != OK:
+            return status
     for batch in range(SERVE_BATCHES):
         count = link.verbs.poll(link.port, done, POLL_BATCH)
         if count < 0:
+            note_failure(link, b"RDMA ended", b"the completion queue failed", b"")
             return E_PEER_LOST
         if count == 0 and link.is_broken:
             note_failure(link, b"the queue pair failed",
@@ -326,7 +387,7 @@ cdef int take_completions(RdmaLink* link, bint* has_more) noexcept nogil:
             if done[i].status:
                 status = note_broken(link, &done[i])
             elif done[i].is_receive:
-                status = take_arrival(link, &done[i])
+                status = take_or_keep(link, &done[i])
             else:
                 status = finish_work(link, &done[i])
             if status != OK:

@@ -61,23 +61,26 @@ cdef void rdma_credit(Link* base, int32_t priority, uint64_t nbytes) noexcept no
     kick_io(link)               # items may wait for just this credit
 
 
-cdef void rdma_withdraw(Link* base, uint64_t key) noexcept nogil:
+cdef void rdma_withdraw(Link* base, uint64_t key, bint wants_answer) noexcept nogil:
     cdef RdmaLink* link = <RdmaLink*>base
-    cdef uint64_t* more
+    cdef Withdrawal* more
     pthread_mutex_lock(&link.withdraw_lock)
     if link.withdrawn_count == link.withdrawn_room:
-        more = <uint64_t*>realloc(link.withdrawn,
-                                  (2 * link.withdrawn_room + 16) * sizeof(uint64_t))
+        more = <Withdrawal*>realloc(link.withdrawn,
+                                    (2 * link.withdrawn_room + 16) * sizeof(Withdrawal))
         if more != NULL:
             link.withdrawn = more
             link.withdrawn_room = 2 * link.withdrawn_room + 16
     if link.withdrawn_count < link.withdrawn_room:
-        link.withdrawn[link.withdrawn_count] = key
+        link.withdrawn[link.withdrawn_count].key = key
+        link.withdrawn[link.withdrawn_count].wants_answer = wants_answer
         link.withdrawn_count += 1
     else:                       # a promise that cannot be taken back ends the link
         fps_cas32(&link.close_status, OK, E_NOMEM)
     fps_store32(&link.has_withdrawn, 1)
     pthread_mutex_unlock(&link.withdraw_lock)
+    if wants_answer:            # else it goes with what is sent next
+        kick_io(link)
 
 
 cdef void begin_close(RdmaLink* link, int status) noexcept nogil:
@@ -398,12 +401,9 @@ cdef int post_frames(RdmaLink* link) noexcept nogil:
         if link.frame_next == link.frame_end and not commit_frame(link):
             return OK
         # Only now: what was taken back before this frame was queued is told before it.
-        if fps_load32(&link.has_withdrawn):
-            status = post_withdrawals(link)
-            if status == OK:
-                status = post_revocations(link)
-            if status != OK or fps_load32(&link.has_withdrawn) or link.revoked != NULL:
-                return status
+        status = keep_promises(link)
+        if status != OK:
+            return status
         next = link.frame_next
         status = post_frame(link, &link.frames[next % FRAMES])
         if status != OK or link.frame_next == next:
@@ -412,7 +412,7 @@ cdef int post_frames(RdmaLink* link) noexcept nogil:
 
 cdef int post_withdrawals(RdmaLink* link) noexcept nogil:
     """Tell the peer which of its standing grants are void; the flag stays up if some remain."""
-    cdef uint64_t key
+    cdef Withdrawal withdrawal
     cdef int status = OK
     while status == OK and may_send(link, RESERVE):
         pthread_mutex_lock(&link.withdraw_lock)
@@ -421,11 +421,65 @@ cdef int post_withdrawals(RdmaLink* link) noexcept nogil:
             pthread_mutex_unlock(&link.withdraw_lock)
             return OK
         link.withdrawn_count -= 1
-        key = link.withdrawn[link.withdrawn_count]
+        withdrawal = link.withdrawn[link.withdrawn_count]
         pthread_mutex_unlock(&link.withdraw_lock)
-        if drop_given(link, key):
-            (<Note*>message_buffer(link)).key = key
-            status = post_message(link, NOTE_WITHDRAW, NOTE_BYTES, WORK_MESSAGE)
+        if withdrawal.wants_answer and has_given(link, withdrawal.key):
+            status = post_note(link, NOTE_WITHDRAW, withdrawal.key, ANSWER)
+        elif withdrawal.wants_answer:
+            tell_withdrawn(link, withdrawal.key)
+        elif drop_given(link, withdrawal.key):
+            status = post_note(link, NOTE_WITHDRAW, withdrawal.key, 0)
+    return status
+
+
+cdef int keep_promises(RdmaLink* link) noexcept nogil:
+    """Take back what is to be taken back before anything else goes; 1: for want of room, later."""
+    cdef int status
+    if not fps_load32(&link.has_withdrawn):
+        return OK
+    status = post_withdrawals(link)
+    if status == OK:
+        status = post_revocations(link)
+    if status == OK and (fps_load32(&link.has_withdrawn) or link.revoked != NULL):
+        return 1
+    return status
+
+
+cdef int post_note(RdmaLink* link, uint8_t kind, uint64_t key, uint32_t index) noexcept nogil:
+    """Send a message about a key; the caller asked may_send."""
+    cdef Note* note = <Note*>message_buffer(link)
+    note.key = key
+    note.index = index
+    return post_message(link, kind, NOTE_BYTES, WORK_MESSAGE)
+
+
+cdef void tell_withdrawn(RdmaLink* link, uint64_t key) noexcept nogil:
+    if link.base.owner.withdrawn != NULL:
+        link.base.owner.withdrawn(link.base.owner.context, &link.base, key)
+
+
+cdef int keep_answer(RdmaLink* link, uint64_t key) noexcept nogil:
+    """The peer wants to know when its grants for a key are used no more."""
+    cdef uint64_t* more
+    if link.answer_count == link.answer_room:
+        more = <uint64_t*>realloc(link.answers, (2 * link.answer_room + 16) * sizeof(uint64_t))
+        if more == NULL:
+            return E_NOMEM
+        link.answers = more
+        link.answer_room = 2 * link.answer_room + 16
+    link.answers[link.answer_count] = key
+    link.answer_count += 1
+    return OK
+
+
+cdef int post_answers(RdmaLink* link) noexcept nogil:
+    """Answer withdrawals; not between the writes of one frame, which may be of that key."""
+    cdef int status = OK
+    if link.frame_next != link.frame_end and link.frames[link.frame_next % FRAMES].posted:
+        return OK
+    while status == OK and link.answer_count and may_send(link, RESERVE):
+        link.answer_count -= 1
+        status = post_note(link, NOTE_WITHDRAWN, link.answers[link.answer_count], 0)
     return status
 
 
@@ -440,11 +494,15 @@ cdef int pump(RdmaLink* link) noexcept nogil:
     if link.has_grant:
         status = tell_grant(link)
     if status == OK:
+        status = post_answers(link)
+    if status == OK:
+        status = keep_promises(link)
+    if status == OK:
         status = post_frames(link)
-    if status == OK and link.owed >= RETURN_AT and may_send(link, 0):
+    if status >= OK and link.owed >= RETURN_AT and may_send(link, 0):
         link.counts.credit_messages += 1
         status = post_message(link, NOTE_CREDIT, NOTE_BYTES, WORK_MESSAGE)
-    return status
+    return min(status, OK)
 
 
 cdef int finish_work(RdmaLink* link, const Done* done) noexcept nogil:

@@ -80,6 +80,7 @@ cdef void free_link(RdmaLink* link) noexcept nogil:
     queue_free(link.queue)
     pthread_mutex_destroy(&link.withdraw_lock)
     free(link.withdrawn)
+    free(link.answers)
     free(link.messages)
     free(link)
 
@@ -332,6 +333,8 @@ cdef void serve_timers(IoThread* io) noexcept nogil:
         next = link.next
         if link.starved_since:
             lend_credit(link)
+        if link.waiting_since and not link.is_over:
+            settle(link, serve_completions(link))
         if not link.is_over:
             check_deadline(link, now)
         link = next

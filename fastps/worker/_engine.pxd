@@ -22,6 +22,9 @@ cdef struct Part:               # one partition: a task of BytePS
     uint32_t received           # result bytes landed; I/O thread
     int32_t ends                # has left, has failed: 2 when both happened; atomic
     int32_t is_waiting          # a result or an error is still to come; atomic
+    int32_t is_landing          # bytes are coming into the user's output; atomic
+    int32_t failing             # OK, or what it fails with once nothing lands; atomic
+    bint is_withdrawn           # and nothing lands by a promise any more; I/O thread
     LinkSlot* slot              # link to its owner
 
 cdef struct Record:             # one declared tensor

@@ -19,7 +19,9 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from fastps._atomic cimport fps_add32, fps_cas32, fps_load32, fps_store32, fps_swap32
+from fastps._atomic cimport (
+    fps_add32, fps_cas32, fps_fence, fps_load32, fps_store32, fps_swap32,
+)
 from fastps._core cimport (
     E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, FAULT_WORKER_RESULT, FAULT_WORKER_START, OK,
     completion_is_done, completion_part_done, completion_reset, completion_wait,
@@ -64,6 +66,28 @@ cdef inline void settle_credit(Part* part, Link* link) noexcept nogil:
     """Return the credit of chunks that will have no result: at the later of sent and failed."""
     if fps_add32(&part.ends, 1) == 2 and part.item.is_credited:
         link.credit(link, part.item.header.priority, part.item.nbytes - part.received)
+
+
+cdef void fail_landed(Part* part, Link* link) noexcept nogil:
+    """Fail a part unless bytes are just coming into the user's memory: `deliver` does it then."""
+    fps_fence()
+    if not fps_load32(&part.is_landing) and fps_swap32(&part.is_waiting, 0):
+        settle_credit(part, link)
+        count_end(part, False, fps_load32(&part.failing))
+
+
+cdef void fail_part(Part* part, int status) noexcept nogil:
+    """Fail a part for which a result may be under way, as soon as nothing lands any more."""
+    cdef Link* link = slot_acquire(part.slot)
+    fps_store32(&part.failing, status)
+    if link == NULL:
+        finish_part(part, status)
+        return
+    if link.withdraw != NULL:
+        link.withdraw(link, part.item.header.key, True)
+    else:
+        fail_landed(part, link)
+    slot_release(part.slot)
 
 
 cdef void part_sent(SendItem* item, int status) noexcept nogil:
@@ -117,6 +141,11 @@ cdef void* engine_landing(void* context, Link* link, const Header* header,
         return NULL
     if header.length == 0:
         return state.discard
+    fps_store32(&part.is_landing, 1)
+    fps_fence()
+    if fps_load32(&part.failing):       # the user may have the output back
+        fps_store32(&part.is_landing, 0)
+        return state.discard
     return part.record.output + part.offset + header.offset
 
 
@@ -139,7 +168,15 @@ cdef void* engine_standing(void* context, Link* link, const Header* header) noex
 cdef int engine_deliver(void* context, Link* link, const Header* header) noexcept nogil:
     cdef Part* part = find_part(<EngineState*>context, link, header)
     fault_hit(FAULT_WORKER_RESULT)
-    if part == NULL or is_late(part, header):
+    if part == NULL:
+        return OK
+    fps_store32(&part.is_landing, 0)
+    fps_fence()
+    if is_late(part, header):
+        return OK
+    if fps_load32(&part.failing):
+        if link.withdraw == NULL or part.is_withdrawn:
+            fail_landed(part, link)
         return OK
     part.received += header.length
     if part.item.is_credited:
@@ -151,6 +188,16 @@ cdef int engine_deliver(void* context, Link* link, const Header* header) noexcep
     elif part.received == part.nbytes or part.item.header.flags & FLAG_NO_RESULT:
         finish_part(part, OK)
     return OK
+
+
+cdef void engine_withdrawn(void* context, Link* link, uint64_t key) noexcept nogil:
+    """No result comes by a promise any more: what waited for that may fail."""
+    cdef EngineState* state = <EngineState*>context
+    cdef Record* record = <Record*>table_get(&state.tensors, key >> KEY_BITS)
+    cdef uint32_t index = <uint32_t>(key & ((1 << KEY_BITS) - 1))
+    if record != NULL and index < record.n_parts and fps_load32(&record.parts[index].failing):
+        record.parts[index].is_withdrawn = True
+        fail_landed(&record.parts[index], link)
 
 
 # ---------------------------------------------------------------- links that end
@@ -212,6 +259,8 @@ cdef void fill_part(Part* part, EngineState* state, const char* payload, uint8_t
     part.item.nbytes = part.nbytes if kind == KIND_PUSH else 0
     part.item.is_credited = kind == KIND_PUSH and not flags & FLAG_BROADCAST
     part.received = 0
+    part.is_withdrawn = False
+    fps_store32(&part.failing, OK)
     fps_store32(&part.ends, 0)
     fps_store32(&part.is_waiting, 1)
 
@@ -235,7 +284,7 @@ cdef void withdraw_places(Record* record) noexcept nogil:
         link = slot_acquire(record.parts[i].slot)
         if link != NULL:
             if link.withdraw != NULL:
-                link.withdraw(link, record.parts[i].item.header.key)
+                link.withdraw(link, record.parts[i].item.header.key, False)
             slot_release(record.parts[i].slot)
 
 
@@ -346,6 +395,7 @@ cdef class WorkerEngine(LinkOwner):
         self.c_owner.deliver = engine_deliver
         self.c_owner.closed = engine_closed
         self.c_owner.standing = engine_standing
+        self.c_owner.withdrawn = engine_withdrawn
 
     cdef int c_attach(self, Link* link) except -1:
         if (link.peer >= self.state.n_servers
@@ -504,13 +554,16 @@ cdef class WorkerEngine(LinkOwner):
             close_links(self.state, status)
 
     def fail_tensor(self, uint64_t tensor_id, int status):
-        """Fail the operation in flight on one tensor whose results can never come."""
+        """Fail the operation in flight on one tensor whose results are of no use. Does not wait.
+
+        It has failed when nothing can land in its output any more.
+        """
         cdef EngineTensor tensor = self.tensors.get(tensor_id)
         cdef uint32_t i
         if tensor is None or not tensor.is_busy and tensor.record.ended == NULL:
             return
         for i in range(tensor.record.n_parts):
-            finish_part(&tensor.record.parts[i], status)
+            fail_part(&tensor.record.parts[i], status)
 
     def leave(self):
         """Say BYE on all links; operations in flight fail with ShutdownError. Does not wait."""

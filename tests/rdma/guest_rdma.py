@@ -74,6 +74,17 @@ def test_one_work_request_per_partition_from_the_second_round(transport):
     boards.close()
 
 
+@pytest.mark.parametrize("nbytes", [100, 100000])
+def test_frames_wait_for_an_owner_that_is_not_ready(transport, nbytes):
+    """In order, and while what the link sends goes on."""
+    boards = Boards(transport, 5, nbytes)
+    for seed in range(1, 9):
+        boards.echo.hesitate(7)
+        boards.round(seed)
+        assert boards.echo.hesitations == 0
+    boards.close()
+
+
 def test_a_result_lands_in_the_array_of_its_round(transport):
     """Standing grants are taken back before the push that another result answers."""
     boards = Boards(transport, 2, 100000)

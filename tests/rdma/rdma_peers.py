@@ -22,7 +22,7 @@ from fastps.wire import FrameKind, Header, crc32c, pack_header
 
 MIB = 1 << 20
 GREETING = struct.Struct("<IHBBHHIIIII16s8s")  # Greeting of _rdma.pxd, without its checksum
-FRAME, ANNOUNCE, GRANT, CREDIT, WITHDRAW, HELLO = 1, 2, 3, 4, 5, 6
+FRAME, ANNOUNCE, GRANT, CREDIT, WITHDRAW, HELLO, WITHDRAWN = range(1, 8)
 IMM_ANNOUNCED = 1 << 31
 
 
@@ -153,13 +153,13 @@ class Grant(NamedTuple):
 class RawPeer:
     """A mailbox, or another owner, behind the transport, and a queue pair that plays its peer."""
 
-    def __init__(self, transport: RdmaTransport, owner: Any = None) -> None:
+    def __init__(self, transport: RdmaTransport, owner: Any = None, peer: int = 0) -> None:
         self.box = owner or Mailbox(max_frame=MIB)
         near, self.sock = tcp_pair()
         self.sock.setblocking(True)
         self.sock.settimeout(TIMEOUT_S)
         with near:
-            self.opening = transport.adopt(near.detach(), self.box, peer=0)
+            self.opening = transport.adopt(near.detach(), self.box, peer=peer)
         self.device = open_handler()
         self.device.has_windows = False  # what the link writes to us it writes by the region's key
         self.port = Port(self.device, 64, 64)
