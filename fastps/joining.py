@@ -223,6 +223,11 @@ class Connections:
         failure = self.engine.failure
         return None if failure is None or failure[1] < 0 else failure[1]
 
+    @property
+    def is_to_blame(self) -> bool:
+        """Tell whether links broke for a fault on this side."""
+        return self._links is not None and self._links.has_trouble
+
     def why_broken(self, server: int) -> str:
         """Say what broke on an RDMA link to a server, in brackets; empty if nothing did."""
         failure = "" if self._links is None else self._links.failure_of(server)

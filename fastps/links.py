@@ -21,6 +21,7 @@ from fastps.transport import rdma
 from fastps.transport._inproc import InprocTransport
 from fastps.transport._tcp import TcpTransport
 from fastps.transport.rdma import Capability
+from fastps.transport.sockets import watch_closely
 from fastps.transport.tcp import choose_credit, dial, pack_lane
 from fastps.worker._engine import WorkerEngine
 
@@ -153,8 +154,10 @@ class Links:
 
     def _begin_link(self, server: Member, lane: int) -> Opening:
         assert self._rdma is not None
+        descriptor = self._dial(server, lane | rdma.RDMA_LANE)
+        watch_closely(descriptor, self._config.rdma_timeout_s)
         return self._rdma.adopt(
-            self._dial(server, lane | rdma.RDMA_LANE),
+            descriptor,
             self._engine,
             peer=server.rank,
             lane=lane,
@@ -184,6 +187,11 @@ class Links:
         log.warning("%s: no RDMA, TCP takes its place: %s", name, error)
 
     # ---- at work ----
+
+    @property
+    def has_trouble(self) -> bool:
+        """Tell whether our own RDMA device failed, not a peer."""
+        return self._rdma is not None and self._rdma.has_trouble
 
     def failure_of(self, server: int) -> str:
         """Say what broke on a link to a server by RDMA; empty if nothing did."""

@@ -59,11 +59,23 @@ Names: TypeAlias = str | Sequence[str]
 Arrays: TypeAlias = Array | Sequence[Array]
 
 
+def _show_logs(level: str) -> None:
+    """Let FASTPS_LOG_LEVEL count in programs that set up no logging of their own."""
+    logger = logging.getLogger("fastps")
+    if logger.level == logging.NOTSET and level != "WARNING":  # which is shown anyway
+        logger.setLevel(level)
+        if not logger.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+            logger.addHandler(handler)
+
+
 class Session:
     """Membership of this process in a job; made by init()."""
 
     def __init__(self, config: Config) -> None:
         """Join the job, connect to every server, wait for everybody; blocks to start_timeout_s."""
+        _show_logs(config.log_level)
         self._config = config
         self._pid = os.getpid()
         self._lock = threading.Lock()  # declarations; held while the scheduler answers
@@ -415,14 +427,26 @@ class Session:
             is_known, error = True, type(error)(_left_text(worker))
         with contextlib.suppress(FastPSError):
             if server is not None and not is_known and isinstance(error, PeerLostError):
-                cause = "its link to a worker broke" + self._connections.why_broken(server)
-                self._client.report_lost("server", server, cause)
+                why = self._connections.why_broken(server)
+                if self._connections.is_to_blame:
+                    self._client.report_lost("worker", self.rank, "its own links broke" + why)
+                else:
+                    self._client.report_lost("server", server, "its link to a worker broke" + why)
             verdict = self._client.verdict(0.0 if is_known else VERDICT_WAIT_S)
             if verdict is not None:
                 return type(error)(
                     f"tensor {name!r} cannot be reduced: {verdict}. Restart the job"
                 )
-        return type(error)(f"tensor {name!r} cannot be reduced: {error}. Restart the job")
+        seen = str(error) if server is None or is_known else self._seen_from_here(server)
+        return type(error)(f"tensor {name!r} cannot be reduced: {seen}. Restart the job")
+
+    def _seen_from_here(self, server: int) -> str:
+        """Say which link broke: there is no scheduler to say who is to blame."""
+        name = self._connections.name_of_server(server)
+        return (
+            f"the link to {name} broke{self._connections.why_broken(server)}, and the scheduler "
+            f"did not say within {VERDICT_WAIT_S:g} s who is lost"
+        )
 
     def _on_event(self, event: Event) -> None:
         """Take news from the scheduler, on the control client's thread."""

@@ -252,7 +252,10 @@ class ControlClient:
         self._tell(KeysFailed(request_id, text_of(message)))
 
     def report_lost(self, role: str, rank: int, cause: str) -> None:
-        """Tell that a data connection broke; the scheduler decides who is to blame."""
+        """Tell that a data connection broke; the scheduler decides who is to blame.
+
+        Naming ourselves says that the fault is here.
+        """
         self._tell(ReportLost(role, rank, text_of(cause)))
 
     def verdict(self, timeout_s: float) -> str | None:

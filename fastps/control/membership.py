@@ -55,6 +55,7 @@ from fastps.errors import ConfigError
 log = logging.getLogger(__name__)
 
 SUSPICION_S = 1.0  # how long a reported member may take to turn out dead by itself
+MISSED_BEATS = 3  # so many heartbeats without a sign of life are worth telling
 MAX_NOTES = 8  # departures before the start that are told to those who wait
 
 
@@ -182,7 +183,8 @@ class Membership:
             if member.lease_until <= now:
                 self._drop(member.peer, self._silence_text(), now)
         for suspicion in [item for item in self._suspicions if item.until <= now]:
-            self._drop(suspicion.suspect, f"{suspicion.text}; it is alive otherwise", now)
+            text = f"{suspicion.text}; {self._life_text(suspicion.suspect, now)}"
+            self._drop(suspicion.suspect, text, now)
         for member in list(self._peers.values()):
             if member.start_request is not None and member.start_deadline <= now:
                 self._start_timed_out(member, now)
@@ -484,17 +486,31 @@ class Membership:
         self._start_if_complete(now)
 
     def _report_lost(self, member: Peer, report: ReportLost, now: float) -> None:
-        """Suspect a member: its own connections may tell better why it is unreachable."""
+        """Suspect a member: its own connections may tell better why it is unreachable.
+
+        One that reports itself knows: its device or its network failed.
+        """
         if self.phase is not Phase.RUNNING or not member.has_started:
             return
         is_server = report.role == "server"
         for item in self._peers.values():
             rank = item.server_index if is_server else item.rank
             is_meant = is_server or (item.join.role == report.role and item.is_working)
+            if rank == report.rank and item is member and item.join.role == report.role:
+                self._drop(item.peer, report.cause, now)
+                return
             if rank == report.rank and is_meant and item is not member:
                 text = f"{member.name} lost its data connection to it: {report.cause}"
                 self._suspicions.append(_Suspicion(item.peer, now + SUSPICION_S, text))
                 return
+
+    def _life_text(self, peer: int, now: float) -> str:
+        """Say whether a suspect gives signs of life; its machine may be off."""
+        member = self._peers.get(peer)
+        silent_s = now - member.lease_until + self._config.lease_s if member else 0.0
+        if silent_s < MISSED_BEATS * self._config.heartbeat_s:
+            return "it is alive otherwise"
+        return f"it has given no sign of life for {silent_s:.1f} s"
 
     def _silence_text(self) -> str:
         return (

@@ -28,6 +28,7 @@ from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport import rdma
 from fastps.transport._tcp import TcpTransport
+from fastps.transport.sockets import watch_closely
 from fastps.transport.tcp import Listener, NotYet, unpack_lane
 from fastps.types import DType
 
@@ -81,6 +82,8 @@ class DataPlane:
         job, config = self._client.job, self._config
         own = job.servers[self.index]
         workers = [(worker.gid, worker.host_id) for worker in job.workers]
+        if config.transport == "rdma":
+            rdma.wants_rdma("rdma", rdma.look_up(config), own.gid)  # or say what is missing
         if not own.gid or not rdma.has_reason(config, own.host_id, workers):
             return None
         return rdma.open_transport(config, n_links=job.size * self._lanes())
@@ -128,6 +131,7 @@ class DataPlane:
         if self._rdma is None:
             os.close(descriptor)
             raise TransportError("it wants RDMA, which this server does not use")
+        watch_closely(descriptor, self._config.rdma_timeout_s)
         self._rdma.adopt(descriptor, self.store, peer=sender, lane=lane, greets_first=False)
 
     def _watch(self) -> None:
@@ -149,7 +153,10 @@ class DataPlane:
         if failure:
             cause += f"; RDMA: {failure}"
         with contextlib.suppress(FastPSError):
-            self._client.report_lost("worker", rank, cause)
+            if self._rdma is not None and self._rdma.has_trouble:
+                self._client.report_lost("server", self.index, failure)  # it is our own
+            else:
+                self._client.report_lost("worker", rank, cause)
 
     # ---- keys ----
 

@@ -125,6 +125,7 @@ cdef class VerbsDevice:
     cdef int trouble_descriptor     # readable when the device has something to say; -1: never
     cdef readonly uint32_t inline_bytes
     cdef readonly uint64_t max_message_bytes
+    cdef readonly uint16_t partition    # index of the one that queue pairs are in
     cdef readonly bint has_windows  # else a granted key opens its whole region, to all links
     cdef readonly str name
     cdef readonly str data_path

@@ -244,6 +244,7 @@ cdef struct Pins:
     Verbs* verbs
     void* device
     int pid                     # a fork shares the device, and must leave it alone
+    int32_t has_trouble         # the device itself failed; atomic
     bint has_windows            # else a region's own key is granted
     int64_t windows             # open now; pins.lock
     uint64_t pinned_bytes       # now, but for buffers of messages

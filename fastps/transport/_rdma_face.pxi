@@ -139,8 +139,8 @@ cdef class RdmaTransport(Transport):
     device: open, owned by nobody else while links are open. io_threads: how many threads share
     the links. spin_us: how long an I/O thread polls after activity, in microseconds.
     pinned_bytes: bound of what hold() pins. greeting_timeout_s: until a link is set up. router:
-    finds the ways to peers (rdma_cm.Router), which then need one too; closed by its owner, after
-    the transport. Threads are created here and joined by close().
+    finds the ways to peers (rdma_cm.Router), which then need one too; closed by close(). Threads
+    are created here and joined by close().
     """
 
     cdef VerbsDevice device
@@ -385,6 +385,11 @@ cdef class RdmaTransport(Transport):
 
     # ---- the rest ----
 
+    @property
+    def has_trouble(self):
+        """Tell whether our own device, port or address failed, not a peer."""
+        return bool(fps_load32(&self.pins.has_trouble))
+
     def failure_of(self, uint32_t peer):
         """Tell what failed last on a link to a peer, and what to do; empty when nothing did."""
         cdef bytes text = b""
@@ -491,6 +496,8 @@ cdef class RdmaTransport(Transport):
                 region.close()
             self.held.clear()
             self.held_bytes = 0
+        if self.router is not None:
+            self.router.close(timeout_s=timeout_s)
 
     def __dealloc__(self):
         cdef int i

@@ -188,7 +188,7 @@ cdef int take_route(RdmaLink* link) noexcept with gil:
         return OK
     found = opening.route
     gid = found.gid
-    route.mtu = found.mtu
+    route.mtu = min(<uint8_t>found.mtu, link.mine.mtu, link.peer.mtu)
     route.service_level = found.service_level
     route.gid_index = found.gid_index
     route.traffic_class = found.traffic_class

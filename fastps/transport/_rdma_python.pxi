@@ -212,6 +212,7 @@ cdef class PythonDevice(VerbsDevice):
         self.inline_bytes = 0
         self.trouble_descriptor = handler.trouble_descriptor
         self.max_message_bytes = handler.max_message_bytes
+        self.partition = handler.pkey_index
         self.has_windows = handler.has_windows
         self.verbs.open_port = python_open_port
         self.verbs.halt_port = python_halt_port

@@ -246,6 +246,7 @@ cdef void serve_trouble(IoThread* io) noexcept nogil:
     cdef int i
     if trouble == 0:
         return
+    fps_store32(&io.pins.has_trouble, 1)
     if trouble == TROUBLE_PORT:
         why = b"the device's port is down"
     elif trouble == TROUBLE_ADDRESS:

@@ -643,7 +643,7 @@ cdef class NativeDevice(VerbsDevice):
         device.settings.mtu = min(mtu or 5, attributes.active_mtu)
         device.lid = attributes.lid
         self.max_message_bytes = attributes.max_msg_sz
-        device.settings.pkey_index = find_partition(device.context, port)
+        self.partition = device.settings.pkey_index = find_partition(device.context, port)
         self.inline_bytes = device.inline_bytes = find_inline(device.context, device.domain)
         self.trouble_descriptor = device.context.async_fd
         fcntl(device.context.async_fd, F_SETFL,

@@ -29,6 +29,7 @@ from fastps.errors import ConfigError, FastPSError, TransportError
 
 if TYPE_CHECKING:  # what needs no device must not load what drives one
     from fastps.transport._rdma import RdmaTransport, VerbsDevice
+    from fastps.transport.rdma_cm import Router
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ UNUSABLE = 9
 RDMA_LANE = 0x80  # in the lane that a worker shows when it connects: it wants RDMA
 LINK_BYTES = 512 << 10  # that every link pins for its messages
 CAP_IPC_LOCK = 14  # the right to pin without limit
+ROUTING_SHARE = 0.8  # of the time for a handshake: so that a router says first what is wrong
 ROLES = 2  # worker and server may be one process
 CREDIT_PARTITIONS = 4  # that a link may push before the first result; chunks are partitions
 INSTALL = (
@@ -129,9 +131,12 @@ def wants_rdma(transport: str, mine: Capability, theirs: str) -> tuple[bool, str
         return False, "FASTPS_TRANSPORT=tcp"
     if mine.is_usable and theirs:
         return True, mine.describe()
-    why = mine.reason or "the peer has no RDMA device; run fastps doctor on its machine"
+    why = mine.reason or "the peer has no RDMA device that it can use"
     if transport == "rdma":
-        raise ConfigError(f"FASTPS_TRANSPORT=rdma, but {why}; FASTPS_TRANSPORT=auto falls back")
+        raise ConfigError(
+            f"FASTPS_TRANSPORT=rdma, but {why}; fastps doctor tells more, FASTPS_TRANSPORT=auto "
+            "falls back"
+        )
     return False, why
 
 
@@ -244,7 +249,7 @@ def _why_closed(device: str) -> str:
             if os.access(path, os.R_OK | os.W_OK):
                 return ""
             return f"{path} cannot be opened; it must be readable and writable for this user"
-    return f"{device} has no file under {DEVICE_FILES}; modprobe ib_uverbs"
+    return f"{device} has no file under {DEVICE_FILES}; modprobe ib_uverbs, unless it is removed"
 
 
 def _find_data_path(wanted: str) -> tuple[str, str]:
@@ -313,15 +318,10 @@ def options_of(config: Config) -> RdmaOptions:
 
 
 def look_up(config: Config) -> Capability:
-    """Probe as settings allow: for tcp not at all.
-
-    Raises ConfigError when settings ask for RDMA and this machine has none.
-    """
+    """Probe as settings allow: for tcp not at all."""
     if config.transport == "tcp":
         return Capability(reason="FASTPS_TRANSPORT=tcp")
     found = probe(options_of(config))
-    if config.transport == "rdma" and not found.is_usable:
-        raise ConfigError(f"FASTPS_TRANSPORT=rdma, but {found.reason}; fastps doctor tells more")
     why = _why_unlockable(config)
     if config.transport == "auto" and found.is_usable and why:
         found = replace(found, reason=why)
@@ -382,12 +382,14 @@ def open_transport(config: Config, *, n_links: int) -> RdmaTransport | None:
     try:
         from fastps.transport._rdma import RdmaTransport  # noqa: PLC0415
 
+        device = open_device(options_of(config))
         transport = RdmaTransport(
-            open_device(options_of(config)),
+            device,
             io_threads=config.io_threads,
             spin_us=config.spin_us,
             pinned_bytes=config.rdma_pinned_bytes,
             greeting_timeout_s=config.handshake_timeout_s,
+            router=_open_router(config, device.partition) if config.rdma_cm else None,
         )
         try:
             _rehearse(transport, n_links)
@@ -400,6 +402,19 @@ def open_transport(config: Config, *, n_links: int) -> RdmaTransport | None:
             raise
         log.warning("RDMA cannot be used, TCP takes its place: %s", error)
         return None
+
+
+def _open_router(config: Config, partition: int) -> Router:
+    from fastps.transport.rdma_cm import Router  # noqa: PLC0415
+
+    found = probe(options_of(config))
+    return Router(
+        found.gid,
+        device=found.device,
+        partition=partition,
+        timeout_s=ROUTING_SHARE * config.handshake_timeout_s,
+        traffic_class=config.rdma_traffic_class,
+    )
 
 
 def _rehearse(transport: RdmaTransport, n_links: int) -> None:

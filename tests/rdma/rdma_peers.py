@@ -32,7 +32,7 @@ def join(transport: RdmaTransport, a: Any, b: Any, *, other: RdmaTransport | Non
     with near, far:
         openings = [
             transport.adopt(near.detach(), a, peer=0),
-            (other or transport).adopt(far.detach(), b, peer=0),
+            (other or transport).adopt(far.detach(), b, peer=0, greets_first=False),
         ]
     for opening in openings:
         opening.wait(timeout_s=TIMEOUT_S)

@@ -58,9 +58,14 @@ def test_tcp_never_looks_for_a_device(monkeypatch):
 
 def test_a_missing_device_is_an_error_only_where_rdma_is_asked_for(monkeypatch):
     monkeypatch.setattr(rdma, "probe", lambda options: Capability(gid=GID, reason="no path"))
-    assert rdma.look_up(settings()).usable_gid == ""
+    for transport in ("auto", "rdma"):
+        assert rdma.look_up(settings(transport=transport)).usable_gid == ""
+    found = rdma.look_up(settings())
+    assert rdma.wants_rdma("auto", found, GID) == (False, "no path")
     with pytest.raises(ConfigError, match="FASTPS_TRANSPORT=rdma, but no path; fastps doctor"):
-        rdma.look_up(settings(transport="rdma"))
+        rdma.wants_rdma("rdma", found, GID)
+    with pytest.raises(ConfigError, match="the peer has no RDMA device that it can use"):
+        rdma.wants_rdma("rdma", DEVICE, "")
     monkeypatch.setattr(rdma, "probe", lambda options: DEVICE)
     assert rdma.look_up(settings(transport="rdma")).usable_gid == GID
 
@@ -200,9 +205,8 @@ class Worker:
         monkeypatch.setattr(links.Links, "_link_by_socket", self.link_by_socket)
 
     def dial(self, address: tuple[str, int], config: Config, **options: Any) -> int:
-        near, far = socket.socketpair()
-        far.close()
-        return near.detach()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            return socket.create_connection(listener.getsockname()).detach()
 
     def link_by_socket(self, server: Member, lane: int) -> None:
         self.lanes.append(lane)

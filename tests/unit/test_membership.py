@@ -286,6 +286,26 @@ class TestBlame:
         assert "connection reset" in lost.cause
         assert "alive otherwise" in lost.cause
 
+    def test_who_reports_itself_is_believed_at_once(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.say(workers[1], ReportLost("worker", 1, "its own links broke"))
+        lost = lost_of(driver, workers[0])
+        assert (lost.role, lost.rank, lost.cause) == ("worker", 1, "its own links broke")
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.say(servers[0], ReportLost("server", 0, "its port is down"))
+        assert lost_of(driver, workers[0]).role == "server"
+
+    def test_silence_of_a_reported_member_is_told(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        driver.keep_alive()
+        driver.advance(3)
+        driver.say(workers[0], ReportLost("server", 1, "retries exceeded"))
+        driver.advance(SUSPICION_S)
+        assert "no sign of life for 4.0 s" in lost_of(driver, workers[1]).cause
+
     def test_reporter_that_dies_is_the_cause(self) -> None:
         driver = Driver()
         workers, servers = driver.start()

@@ -3,15 +3,16 @@
 # Make ready what run.py needs: Debian packages, and a kernel with an RDMA device beside its modules.
 #   tools/rdma-vm/setup.sh          safe to repeat; the second time it does next to nothing
 # Needs Debian 12 or later on amd64, and root where packages are missing. The kernel is unpacked
-# into the cache, not installed. FASTPS_RDMA_VM names the cache (/var/cache/fastps-rdma-vm).
+# into the cache, not installed. RDMA_VM_CACHE names the cache (/var/cache/fastps-rdma-vm).
 set -euo pipefail
 PATH=$PATH:/usr/sbin:/sbin
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-cache=${FASTPS_RDMA_VM:-/var/cache/fastps-rdma-vm}
+cache=${RDMA_VM_CACHE:-/var/cache/fastps-rdma-vm}
 packages=(busybox-static cpio ibverbs-providers ibverbs-utils iproute2 kmod libibverbs-dev perftest
     python3-pyverbs qemu-system-x86 xz-utils)
 # rxe computes a CRC of every packet; it does not load what it needs for that by itself.
-modules=(virtio_pci virtio_console 9pnet_virtio 9p overlay dummy crc32_generic rdma_rxe ib_uverbs)
+modules=(virtio_pci virtio_console 9pnet_virtio 9p overlay dummy virtio_net crc32_generic rdma_rxe
+    ib_uverbs rdma_ucm)
 
 fail() { echo "setup.sh: $*" >&2; exit 1; }
 
