@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1  # the field of the frame header
 VERDICT_WAIT_S = 2.0  # how long a failed operation waits to hear who is to blame
-E_PEER_LOST, E_MISMATCH = -3, -5  # _core.pxd
+E_PEER_LOST, E_MISMATCH, E_LINK_TIMEOUT = -3, -5, -8  # _core.pxd
 
 Names: TypeAlias = str | Sequence[str]
 Arrays: TypeAlias = Array | Sequence[Array]
@@ -412,6 +412,8 @@ class Session:
                 "call the same"
             )
         message = f"the operation on tensor {tensor.name!r} failed with status {status}"
+        if status == E_LINK_TIMEOUT:
+            status, message = E_PEER_LOST, "a server's machine, or the network to it, is gone"
         if status == E_PEER_LOST and self._engine.failure is None:  # so a server says it
             message = _left_text(tensor.culprit)
         return self._blame(tensor.name, error_of(status, message))

@@ -67,6 +67,8 @@ class DataPlane:
         self._pool = _core.BufferPool(
             config.pool_bytes, on_slab=self._rdma.register if self._rdma else None
         )
+        ranks = {number: rank for rank, number in client.job.joint_servers.items()}
+        self._beside = ranks.get(index)  # the worker in this process; it speaks for itself
         self._machines = client.job.machines
         self._generation = client.job.generation
         self.store = self._make_store()
@@ -142,7 +144,7 @@ class DataPlane:
             reported &= gone.keys()
             for rank in gone.keys() - reported:
                 reported.add(rank)
-                if gone[rank] != E_SHUTDOWN:
+                if gone[rank] != E_SHUTDOWN and rank != self._beside:
                     self._report(rank, gone[rank])
 
     def _report(self, rank: int, status: int) -> None:

@@ -2,7 +2,6 @@
 # Part of _rdma.pyx: a link from its first byte until both ends know that it works. I/O thread, but
 # for the class. The GIL is taken here: nothing that a user started waits for it yet.
 
-@cython.no_gc
 @cython.final
 cdef class Opening:
     """A link that is being set up, from RdmaTransport.adopt()."""

@@ -159,6 +159,7 @@ cdef void free_dead(IoThread* io) noexcept nogil:
 
 cdef int end_status(RdmaLink* link, ssize_t count) noexcept nogil:
     """Why reading ended; OK: it did not."""
+    cdef const char* why
     cdef int error = errno
     cdef int asked = fps_load32(&link.close_status)
     if count < 0 and error in (EAGAIN, EINTR):
@@ -167,8 +168,11 @@ cdef int end_status(RdmaLink* link, ssize_t count) noexcept nogil:
         return asked
     if link.has_bye or fps_load32(&link.is_leaving):
         return E_SHUTDOWN
-    if count < 0 and error == ETIMEDOUT:
-        return E_LINK_TIMEOUT
+    if count < 0:
+        why = strerror(error)
+        if error == ETIMEDOUT:
+            why = b"its machine does not answer"
+        note_failure(link, b"the connection ended", why, b"; is it up, and its network?")
     return E_PEER_LOST
 
 

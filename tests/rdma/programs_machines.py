@@ -29,6 +29,7 @@ BUSY_ROUNDS = 3
 PAUSE_S = 1.5  # a third: everybody has the last result; all: the other machine is gone
 DOWN_S = 9.0  # of a network that comes back; the other end has noticed by then
 CARD = "eth0"
+NOBODY = "52:54:00:00:09:77"
 SIOCGIFFLAGS, SIOCSIFFLAGS = 0x8913, 0x8914
 IFF_UP = 1
 
@@ -53,6 +54,23 @@ def sums() -> dict[str, float]:
     counts = {name: fastps.statistics().get(name, 0) for name in COUNTED}
     fastps.shutdown()
     return counts
+
+
+def astray() -> dict[str, float]:
+    """Sum while the device's packets vanish: its address is in a network that has no switch."""
+    own = own_machine()
+    commands = [
+        f"address add 10.20.{own}.1/24 dev {CARD}",
+        f"route add 10.20.{1 - own}.0/24 dev {CARD}",
+        f"neighbour add 10.20.{1 - own}.1 lladdr {NOBODY} dev {CARD}",
+    ]
+    for command in commands:
+        subprocess.run(["ip", *command.split()], check=True, timeout=30)
+    try:
+        return sums()
+    finally:
+        command = f"address del 10.20.{own}.1/24 dev {CARD}"
+        subprocess.run(["ip", *command.split()], check=True, timeout=30)
 
 
 def refused() -> dict[str, Any]:
