@@ -189,6 +189,8 @@ cdef int admit(Entry* entry, Link* link, const Header* header, const char* paylo
         sched_yield()
         pthread_mutex_lock(&entry.lock)
         status = enter_round(round, machine, header)
+    if link.withdraw != NULL and not header.flags & FLAG_BROADCAST:
+        entry.is_promised = True    # or will be, as soon as this frame's place is told
     if status == OK and header.kind == KIND_PUSH:
         if payload != NULL:
             borrow(round, part, header, payload)

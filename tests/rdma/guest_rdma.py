@@ -295,7 +295,7 @@ def test_a_fabric_that_carries_nothing_is_found_out(transport, raw):
 def test_a_peer_that_gives_up_ends_the_opening(transport, raw):
     raw.greet(join=False)
     raw.sock.close()
-    with pytest.raises(TransportError, match="connection ended|ended while its link"):
+    with pytest.raises(TransportError, match=r"connection ended|ended while its link"):
         raw.opening.wait(timeout_s=TIMEOUT_S)
 
 
