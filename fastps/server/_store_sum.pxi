@@ -112,7 +112,8 @@ cdef void send_error(Round* round, uint32_t machine, uint32_t version, int statu
     """Tell a pusher that a version failed, at once or when it can do no harm; entry.lock is held.
 
     Who may write into our buffers without asking writes its next version over the results of the
-    one before this: it must not hear of this one's end before those have left.
+    one before this, and may have results of this one written into what its user gets back: it
+    must not hear of this one's end before all of those have left.
     """
     cdef Contribution* part = &round.contributions[machine]
     part.owed_status = status
@@ -127,17 +128,20 @@ cdef void pay_errors(Entry* entry) noexcept nogil:
     """Send the errors that nothing holds back any more; entry.lock is held."""
     cdef Round* round
     cdef uint32_t machine
+    cdef bint is_owed = False
     cdef int i
-    fps_store32(&entry.owes_errors, 0)
     for i in range(2):
         round = &entry.rounds[i]
         for machine in range(entry.store.n_machines):
             if round.contributions[machine].owed_status == OK:
                 continue
-            if entry.is_promised and fps_load32(&other_round(round).in_flight):
-                fps_store32(&entry.owes_errors, 1)
+            if entry.is_promised and (fps_load32(&round.in_flight)
+                                      or fps_load32(&other_round(round).in_flight)):
+                is_owed = True
             else:
                 pay_error(round, machine)
+    if not is_owed:             # the flag stays up meanwhile: let_go() may look at it just now
+        fps_store32(&entry.owes_errors, 0)
 
 
 cdef void let_go(Round* round) noexcept nogil:

@@ -155,10 +155,17 @@ class DataPlane:
         if failure:
             cause += f"; RDMA: {failure}"
         with contextlib.suppress(FastPSError):
-            if self._rdma is not None and self._rdma.has_trouble:
-                self._client.report_lost("server", self.index, failure)  # it is our own
+            if failure and self._rdma is not None and self._rdma.has_trouble:
+                self._report_self(failure)
             else:
                 self._client.report_lost("worker", rank, cause)
+
+    def _report_self(self, failure: str) -> None:
+        """Tell that the fault is on our side."""
+        if self._beside is None:
+            self._client.report_lost("server", self.index, failure)
+        else:
+            self._client.report_lost("worker", self._beside, failure)
 
     # ---- keys ----
 

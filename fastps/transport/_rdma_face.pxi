@@ -404,7 +404,8 @@ cdef class RdmaTransport(Transport):
         return text.decode(errors="replace")
 
     def forget_failures(self):
-        """Drop what was told of peers, whose numbers will stand for others."""
+        """Drop what was told of peers, whose numbers will stand for others, and of ourselves."""
+        fps_store32(&self.pins.has_trouble, 0)
         drop_failures(self.pins)
 
     def statistics(self):

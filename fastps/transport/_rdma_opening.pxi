@@ -250,7 +250,7 @@ cdef int hear(RdmaLink* link, uint8_t note_kind) noexcept nogil:
         if link.is_heard:
             return E_PROTOCOL
         link.is_heard = True
-    elif link.is_heard:
+    elif link.is_heard and link.stage == STAGE_PROOF:
         link.is_proven = True       # the peer has our hello, though we are not told yet
     else:
         return E_PROTOCOL

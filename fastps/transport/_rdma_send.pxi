@@ -423,6 +423,7 @@ cdef int post_withdrawals(RdmaLink* link) noexcept nogil:
         link.withdrawn_count -= 1
         withdrawal = link.withdrawn[link.withdrawn_count]
         pthread_mutex_unlock(&link.withdraw_lock)
+        retract_offer(link, withdrawal.key)
         if withdrawal.wants_answer and has_given(link, withdrawal.key):
             status = post_note(link, NOTE_WITHDRAW, withdrawal.key, ANSWER)
         elif withdrawal.wants_answer:
@@ -473,9 +474,10 @@ cdef int keep_answer(RdmaLink* link, uint64_t key) noexcept nogil:
 
 
 cdef int post_answers(RdmaLink* link) noexcept nogil:
-    """Answer withdrawals; not between the writes of one frame, which may be of that key."""
+    """Answer withdrawals; not before a frame that has its place already, perhaps of that key."""
     cdef int status = OK
-    if link.frame_next != link.frame_end and link.frames[link.frame_next % FRAMES].posted:
+    if (link.frame_next != link.frame_end
+            and link.frames[link.frame_next % FRAMES].state == FRAME_GRANTED):
         return OK
     while status == OK and link.answer_count and may_send(link, RESERVE):
         link.answer_count -= 1

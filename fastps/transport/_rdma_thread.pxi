@@ -319,8 +319,9 @@ cdef void check_deadline(RdmaLink* link, int64_t now) noexcept nogil:
     if link.deadline == 0:
         return
     link.io.has_deadlines = True
-    if now < link.deadline:
-        return
+    if now < link.deadline or (link.stage == STAGE_OPEN and link.waiting_since
+                               and not link.is_broken):
+        return                  # what waits for its owner has a limit of its own
     if link.stage != STAGE_OPEN:
         note_failure(link, b"no RDMA", why_late(link),
                      b"; see fastps doctor on both machines, and FASTPS_TRANSPORT")

@@ -483,9 +483,11 @@ cdef void verbs_take_event(void* handle) noexcept nogil:
 # ---------------------------------------------------------------- windows
 
 cdef int verbs_open_window(void* handle, Opened* opened) noexcept nogil:
-    cdef ibv_mw* window = ibv_alloc_mw((<Device*>handle).domain, IBV_MW_TYPE_2)
+    cdef ibv_mw* window
+    fps_forget_error()
+    window = ibv_alloc_mw((<Device*>handle).domain, IBV_MW_TYPE_2)
     if window == NULL:
-        return errno
+        return last_error()
     opened.handle = window
     return 0
 

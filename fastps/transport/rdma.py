@@ -383,14 +383,20 @@ def open_transport(config: Config, *, n_links: int) -> RdmaTransport | None:
         from fastps.transport._rdma import RdmaTransport  # noqa: PLC0415
 
         device = open_device(options_of(config))
-        transport = RdmaTransport(
-            device,
-            io_threads=config.io_threads,
-            spin_us=config.spin_us,
-            pinned_bytes=config.rdma_pinned_bytes,
-            greeting_timeout_s=config.handshake_timeout_s,
-            router=_open_router(config, device.partition) if config.rdma_cm else None,
-        )
+        router = _open_router(config, device.partition) if config.rdma_cm else None
+        try:
+            transport = RdmaTransport(
+                device,
+                io_threads=config.io_threads,
+                spin_us=config.spin_us,
+                pinned_bytes=config.rdma_pinned_bytes,
+                greeting_timeout_s=config.handshake_timeout_s,
+                router=router,
+            )
+        except BaseException:
+            if router is not None:
+                router.close(timeout_s=config.shutdown_timeout_s)
+            raise
         try:
             _rehearse(transport, n_links)
         except BaseException:
@@ -408,6 +414,8 @@ def _open_router(config: Config, partition: int) -> Router:
     from fastps.transport.rdma_cm import Router  # noqa: PLC0415
 
     found = probe(options_of(config))
+    if not found.is_usable:
+        raise ConfigError(found.reason)
     return Router(
         found.gid,
         device=found.device,

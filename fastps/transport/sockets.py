@@ -49,20 +49,21 @@ def tune(sock: socket.socket, user_timeout_s: float) -> None:
 
 
 def watch_closely(descriptor: int, timeout_s: float) -> None:
-    """Let a silent connection end soon after its peer's machine is gone.
+    """Let a silent TCP connection end soon after its peer's machine is gone.
 
     For one beside an RDMA link: the device itself notices nothing while it has nothing to send.
     """
+    tries = max(math.ceil(timeout_s), 1)
     sock = socket.socket(fileno=descriptor)
     try:
-        tries = max(math.ceil(timeout_s), 1)
-        for option, value in (
-            (socket.TCP_KEEPIDLE, 1),
-            (socket.TCP_KEEPINTVL, 1),
-            (socket.TCP_KEEPCNT, tries),
-            (socket.TCP_USER_TIMEOUT, 1000 * (tries + 1)),
-        ):
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        with contextlib.suppress(OSError):  # of another kind of socket
+            for option, value in (
+                (socket.TCP_KEEPIDLE, 1),
+                (socket.TCP_KEEPINTVL, 1),
+                (socket.TCP_KEEPCNT, tries),
+                (socket.TCP_USER_TIMEOUT, 1000 * (tries + 1)),
+            ):
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
     finally:
         sock.detach()
 

@@ -159,25 +159,14 @@ cdef void* engine_standing(void* context, Link* link, const Header* header) noex
             or is_early_broadcast(header)):
         return NULL
     part = &record.parts[index]
-    if (record.output == NULL or part.slot.link != link
+    if (record.output == NULL or part.slot.link != link or fps_load32(&part.failing)
             or <uint64_t>header.offset + header.length > part.nbytes):
         return NULL
     return record.output + part.offset + header.offset
 
 
-cdef int engine_deliver(void* context, Link* link, const Header* header) noexcept nogil:
-    cdef Part* part = find_part(<EngineState*>context, link, header)
-    fault_hit(FAULT_WORKER_RESULT)
-    if part == NULL:
-        return OK
-    fps_store32(&part.is_landing, 0)
-    fps_fence()
-    if is_late(part, header):
-        return OK
-    if fps_load32(&part.failing):
-        if link.withdraw == NULL or part.is_withdrawn:
-            fail_landed(part, link)
-        return OK
+cdef void take_in(Part* part, Link* link, const Header* header) noexcept nogil:
+    """Count what landed, or the error that came instead."""
     part.received += header.length
     if part.item.is_credited:
         link.credit(link, part.item.header.priority, header.length)
@@ -187,6 +176,19 @@ cdef int engine_deliver(void* context, Link* link, const Header* header) noexcep
         finish_part(part, -<int>header.offset)
     elif part.received == part.nbytes or part.item.header.flags & FLAG_NO_RESULT:
         finish_part(part, OK)
+
+
+cdef int engine_deliver(void* context, Link* link, const Header* header) noexcept nogil:
+    cdef Part* part = find_part(<EngineState*>context, link, header)
+    fault_hit(FAULT_WORKER_RESULT)
+    if part == NULL:
+        return OK
+    if not is_late(part, header) and fps_load32(&part.failing) == OK:
+        take_in(part, link, header)
+    fps_store32(&part.is_landing, 0)
+    fps_fence()
+    if fps_load32(&part.failing) and (link.withdraw == NULL or part.is_withdrawn):
+        fail_landed(part, link)
     return OK
 
 
