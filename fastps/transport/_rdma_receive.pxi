@@ -84,13 +84,8 @@ cdef void drop_given_frame(RdmaLink* link, const Header* header) noexcept nogil:
 
 cdef void retract_offer(RdmaLink* link, uint64_t key) noexcept nogil:
     """Let the grant that is still to be told stand for nothing more than its frame."""
-    cdef Header header
-    if link.offered == NULL or link.offered.header.key != key:
-        return
-    header = link.offered.header
-    link.offered = NULL
-    link.grant.is_standing = 0
-    drop_given_frame(link, &header)
+    if link.offered != NULL and link.offered.header.key == key:
+        drop_given_frame(link, &link.offered.header)
 
 
 cdef bint promise(RdmaLink* link, const Header* header, uint32_t rounds, char** place,

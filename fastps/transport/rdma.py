@@ -3,7 +3,8 @@
 
 Reads the kernel's tables of devices; opens one only in open_device(). Frames and queue pairs are
 _rdma's; what a device is asked for goes to one of two data paths: the native one (_rdma_verbs,
-where libibverbs' header was there when fastps was built), else pyverbs. Starts no thread.
+where libibverbs' header was there when fastps was built), else pyverbs. Threads: those of
+the transports that it opens.
 """
 
 from __future__ import annotations

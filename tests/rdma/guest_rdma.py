@@ -19,6 +19,7 @@ from rdma_peers import (
     CREDIT,
     FRAME,
     GRANT,
+    HELLO,
     IMM_ANNOUNCED,
     MIB,
     Boards,
@@ -31,7 +32,7 @@ from rdma_peers import (
 )
 from transport_nets import PEER_LOST, PROTOCOL, TIMEOUT_S, outcome, tcp_pair, wait_until
 
-from fastps.errors import PeerLostError, TransportError
+from fastps.errors import PeerLostError, StallError, TransportError
 from fastps.transport import rdma
 from fastps.transport._mailbox import Mailbox
 from fastps.transport._rdma import RdmaTransport
@@ -299,12 +300,19 @@ def test_a_peer_that_gives_up_ends_the_opening(transport, raw):
         raw.opening.wait(timeout_s=TIMEOUT_S)
 
 
-def test_frames_before_the_hello_are_refused(transport, raw):
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_frames_before_the_link_is_open_are_refused(transport, raw, is_ready):
+    """Before the hello; or after it from a peer that never said it was ready for ours."""
     raw.greet(join=False)
-    raw.sock.sendall(b"R")
+    if is_ready:
+        raw.sock.sendall(b"R")
+    else:
+        raw.send(HELLO, bytes(4080))
     raw.send(FRAME, frame_header(3) + b"abc")
-    with pytest.raises(TransportError):
+    with pytest.raises(TransportError, match="breaks the protocol"):
         raw.opening.wait(timeout_s=TIMEOUT_S)
+    with pytest.raises(StallError):
+        raw.box.receive(timeout_s=0.1)
 
 
 def test_the_owner_can_refuse_a_link(transport):

@@ -20,6 +20,7 @@ from fastps.launch import doctor
 from fastps.server.dataplane import DataPlane
 from fastps.transport import rdma
 from fastps.transport.rdma import RDMA_LANE, Capability, RdmaOptions
+from fastps.transport.sockets import watch_closely
 from fastps.transport.tcp import Listener, dial
 from fastps.worker._engine import WorkerEngine
 
@@ -132,6 +133,41 @@ def test_a_server_without_rdma_refuses_such_a_link():
             plane._admit(descriptor, 0, 1 << 8 | RDMA_LANE)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("beside", "failure", "has_trouble", "reported"),
+    [
+        (None, "retries", False, ("worker", 3, "broke (status -3); RDMA: retries")),
+        (None, "", True, ("worker", 3, "broke (status -3)")),
+        (None, "its port is down", True, ("server", 1, "its port is down")),
+        (2, "its port is down", True, ("worker", 2, "its port is down")),
+    ],
+)
+def test_a_server_says_whose_fault_a_broken_link_is(beside, failure, has_trouble, reported):
+    said: list[tuple[str, int, str]] = []
+    plane: Any = DataPlane.__new__(DataPlane)
+    plane.index, plane._beside = 1, beside
+    plane._rdma = SimpleNamespace(failure_of=lambda rank: failure, has_trouble=has_trouble)
+    plane._client = SimpleNamespace(report_lost=lambda *what: said.append(what))
+    plane._report(3, -3)
+    ((role, rank, cause),) = said
+    assert (role, rank) == reported[:2]
+    assert cause.endswith(reported[2])
+
+
+def test_a_silent_connection_is_watched_closely():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+    with near:
+        watch_closely(near.fileno(), 2.5)
+        for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPCNT, 3)):
+            assert near.getsockopt(socket.IPPROTO_TCP, option) == value
+        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 4000
+    near, far = socket.socketpair()
+    with near, far:
+        watch_closely(near.fileno(), 2.5)  # nothing to set, and still open
+        near.send(b"x")
 
 
 def test_a_refused_link_can_be_dialled_again():
