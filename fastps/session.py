@@ -82,7 +82,8 @@ class Session:
         self._tensors: dict[str, PlannedTensor] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._poisoned: dict[str, TensorPoisoned] = {}
-        self._left: set[int] = set()  # ranks of workers that left in order
+        self._left: list[int] = []  # ranks of workers that left in order, the first one first
+        self._servers_left: list[int] = []  # that such workers took along
         self._wait_seconds = [0.0]
         self._client: ControlClient | None = None
         self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
@@ -414,33 +415,47 @@ class Session:
         message = f"the operation on tensor {tensor.name!r} failed with status {status}"
         if status == E_LINK_TIMEOUT:
             status, message = E_PEER_LOST, "a server's machine, or the network to it, is gone"
+        culprit = None
         if status == E_PEER_LOST and self._engine.failure is None:  # so a server says it
-            message = _left_text(tensor.culprit)
-        return self._blame(tensor.name, error_of(status, message))
+            culprit, message = tensor.culprit, _left_text(tensor.culprit)
+        return self._blame(tensor.name, error_of(status, message), culprit)
 
-    def _blame(self, name: str, error: FastPSError) -> FastPSError:
-        """Ask the scheduler who was lost first; name the broken link if it does not know."""
+    def _blame(self, name: str, error: FastPSError, culprit: int | None = None) -> FastPSError:
+        """Ask the scheduler who was lost first; name what was seen here if it does not know."""
         if not isinstance(error, PeerLostError | ShutdownError) or self._client is None:
             return error
         server = self._connections.failed_server()
-        is_known = server is None and bool(self._left)
-        worker = None if server is None else self._connections.worker_of_server(server)
-        if worker in self._left:  # and took the server beside it along
-            is_known, error = True, type(error)(_left_text(worker))
+        verdict = None
         with contextlib.suppress(FastPSError):
-            if server is not None and not is_known and isinstance(error, PeerLostError):
-                why = self._connections.why_broken(server)
-                if self._connections.is_to_blame:
-                    self._client.report_lost("worker", self.rank, "its own links broke" + why)
-                else:
-                    self._client.report_lost("server", server, "its link to a worker broke" + why)
-            verdict = self._client.verdict(0.0 if is_known else VERDICT_WAIT_S)
-            if verdict is not None:
-                return type(error)(
-                    f"tensor {name!r} cannot be reduced: {verdict}. Restart the job"
-                )
-        seen = str(error) if server is None or is_known else self._seen_from_here(server)
+            if server is not None and isinstance(error, PeerLostError):
+                self._report(server)
+            verdict = self._client.verdict(
+                VERDICT_WAIT_S, unless=lambda: bool(self._departure(server, culprit))
+            )
+        seen = verdict or self._departure(server, culprit)
+        if not seen:
+            seen = str(error) if server is None else self._seen_from_here(server)
         return type(error)(f"tensor {name!r} cannot be reduced: {seen}. Restart the job")
+
+    def _report(self, server: int) -> None:
+        """Tell the scheduler that a link to a server broke, or that our device did."""
+        assert self._client is not None
+        why = self._connections.why_broken(server)
+        if self._connections.is_to_blame:
+            self._client.report_lost("worker", self.rank, "its own links broke" + why)
+        elif not self._departure(server, None):
+            self._client.report_lost("server", server, "its link to a worker broke" + why)
+
+    def _departure(self, server: int | None, culprit: int | None) -> str:
+        """Say who left, if that explains the end of a link or what a server says; else empty.
+
+        The first ones count: what others do after that, and links that end, are consequences.
+        """
+        for index in (*self._servers_left[:1], server):
+            rank = None if index is None else self._connections.worker_of_server(index)
+            if rank in self._left:
+                return f"{_left_text(rank)}, and server {index} with it"
+        return _left_text(self._left[0]) if culprit in self._left else ""
 
     def _seen_from_here(self, server: int) -> str:
         """Say which link broke: there is no scheduler to say who is to blame."""
@@ -456,7 +471,9 @@ class Session:
             self._poisoned[event.name] = event
             self._connections.fail_tensor(event.tensor_id, E_MISMATCH)
         elif isinstance(event, PeerLeft) and event.role == "worker":
-            self._left.add(event.rank)
+            self._left.append(event.rank)
+        elif isinstance(event, PeerLeft):
+            self._servers_left.append(event.rank)
         elif isinstance(event, PeerLost):
             log.error("%s", event)
         elif isinstance(event, JobOver):

@@ -147,7 +147,8 @@ class ControlClient:
         self._cause: FastPSError | None = None  # why no request can succeed any more
         self._first_lost: PeerLost | None = None
         self._over: JobOver | None = None
-        self._lost = threading.Event()
+        self._is_decided = False  # a first cause or the end of the job is known
+        self._news = threading.Condition()  # every event, and _is_decided
         self._is_ending = False  # the scheduler will close the connection in order
         self._is_closed = False
         self._write_failure = ""
@@ -258,10 +259,16 @@ class ControlClient:
         """
         self._tell(ReportLost(role, rank, text_of(cause)))
 
-    def verdict(self, timeout_s: float) -> str | None:
-        """Wait for the first cause of a loss, or the job's end; None if neither came in time."""
+    def verdict(
+        self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False
+    ) -> str | None:
+        """Wait for the first cause of a loss, or the job's end; None if neither came in time.
+
+        unless: asked first and after every event; once it is true nothing more is waited for.
+        """
         self._check_usable()
-        self._lost.wait(timeout_s)
+        with self._news:
+            self._news.wait_for(lambda: self._is_decided or unless(), timeout_s)
         if self._first_lost is not None:
             return str(self._first_lost)
         return None if self._over is None else f"the job is over: {self._over.reason}"
@@ -299,7 +306,7 @@ class ControlClient:
             self._reader.join(self._config.shutdown_timeout_s)
             if self._reader.is_alive():
                 log.warning("the control thread is still inside on_event; it ends after that")
-        self._lost.set()  # ends verdict()
+        self._decide()  # ends verdict()
         with self._send_lock:  # held for short times only: the socket is shut down
             self._sock.close()
         _clients.discard(self)
@@ -438,8 +445,10 @@ class ControlClient:
         elif isinstance(message, JobOver):
             self._is_ending = True
             self._over = message
-            self._lost.set()
+            self._decide()
         self._deliver(message)
+        with self._news:
+            self._news.notify_all()
 
     def _deliver(self, event: Event) -> None:
         try:
@@ -451,13 +460,18 @@ class ControlClient:
         """Keep the first cause; requests under way are failed by the scheduler itself."""
         if self._first_lost is None:
             self._first_lost = lost
-        self._lost.set()
+        self._decide()
+
+    def _decide(self) -> None:
+        with self._news:
+            self._is_decided = True
+            self._news.notify_all()
 
     def _scheduler_lost(self, cause: str) -> None:
         """End all waits: nobody answers any more."""
         if self._is_ending:
             self._end(ShutdownError("the job is over or was left"))
-            self._lost.set()
+            self._decide()
             return
         lost = self._first_lost or self._lost_scheduler(cause)
         if not self._end(PeerLostError(str(lost))):

@@ -114,6 +114,7 @@ class Membership:
         self._config = config
         self._peers: dict[int, Peer] = {}
         self._suspicions: list[_Suspicion] = []
+        self._departure = ""  # who stopped serving while others were at work
         self._notes: list[str] = []
         self._out: list[Action] = []
         self._idle_until = now + config.start_timeout_s
@@ -188,7 +189,10 @@ class Membership:
         for member in list(self._peers.values()):
             if member.start_request is not None and member.start_deadline <= now:
                 self._start_timed_out(member, now)
-        self._let_go([item for item in self._leaving() if item.leave_deadline <= now], now)
+        impatient = [item for item in self._leaving() if item.leave_deadline <= now]
+        for item in impatient:
+            self._note_departure(item)
+        self._let_go(impatient, now)
         self._send_all(self._collectives.expire(now))
         self._send_all(self._declarations.expire(now))
         if self._idle_until <= now:
@@ -345,6 +349,8 @@ class Membership:
         if member.join.role != "worker" or not member.is_working or rank is None:
             text = f"{type(message).__name__.lower()} is for workers of a started job"
             self._fail(member, message.request, "protocol", text)
+        elif isinstance(message, Declare) and self._departure:
+            self._fail(member, message.request, "peer_lost", self._departure)
         elif isinstance(message, Declare):
             self._send_all(self._declarations.declare(rank, member.peer, message, now))
         else:
@@ -396,6 +402,24 @@ class Membership:
         if member.join.role == "worker":
             self._send_all(self._collectives.remove(member.rank))
             self._declarations.remove(member.rank)
+
+    def _note_departure(self, member: Peer) -> None:
+        """Tell those at work that a server goes with its worker, before their links to it end."""
+        if not self._is_needed(member) or member.server_index is None:
+            return
+        self._out += [
+            Send(item.peer, PeerLeft("server", member.server_index))
+            for item in self._of_role("worker")
+            if item.is_working
+        ]
+        if not self._departure:
+            self._departure = (
+                f"{member.full_name} left the job while others still had work, and server "
+                f"{member.server_index} with it"
+            )
+            log.warning("%s", self._departure)
+            self._suspicions.clear()
+            self._send_all(self._declarations.fail_all("peer_lost", self._departure))
 
     def _let_go(self, leaving: list[Peer], now: float) -> None:
         """Answer those who asked to leave, and end their membership."""
@@ -479,6 +503,7 @@ class Membership:
     def _next_generation(self, now: float) -> None:
         self.phase = Phase.LOBBY
         self.generation += 1
+        self._departure = ""
         self._suspicions.clear()
         for server in self._of_role("server"):
             if server.has_started:
@@ -488,9 +513,10 @@ class Membership:
     def _report_lost(self, member: Peer, report: ReportLost, now: float) -> None:
         """Suspect a member: its own connections may tell better why it is unreachable.
 
-        One that reports itself knows: its device or its network failed.
+        One that reports itself knows: its device or its network failed. Once a server has gone
+        with its worker nothing is suspected any more: others end all links when one has ended.
         """
-        if self.phase is not Phase.RUNNING or not member.has_started:
+        if self.phase is not Phase.RUNNING or not member.has_started or self._departure:
             return
         is_server = report.role == "server"
         for item in self._peers.values():

@@ -319,7 +319,7 @@ class PeerLost(_Message, frozen=True):
 
 
 class PeerLeft(_Message, frozen=True):
-    """A member left in order."""
+    """A member left in order; a server: the worker it is beside no longer waits for others."""
 
     role: Role
     rank: Rank

@@ -132,6 +132,18 @@ def train(*, leaver: int = -1, steps: int = 100_000) -> dict[str, Any]:
     return {"steps": steps}
 
 
+def leave_while_idle(*, pause_s: float) -> dict[str, Any]:
+    """Sum once; worker 1 leaves at once, the others need nothing any more and leave later."""
+    fastps.init()
+    rank, size = fastps.rank(), fastps.size()
+    result = fastps.push_pull(np.full(60_000, rank + 1.0), "w", average=False)
+    assert (result == size * (size + 1) / 2).all()
+    if rank != 1:
+        threading.Event().wait(pause_s)
+    fastps.shutdown()
+    return {"rank": rank}
+
+
 def leave_one_by_one(*, pause_s: float) -> dict[str, Any]:
     """Leave with pauses between; what was summed before is right everywhere."""
     fastps.init()

@@ -134,6 +134,24 @@ def test_orderly_exit_while_others_push(patience_s):
             assert result["at"] - left_at < LIMIT_S
 
 
+def test_nobody_is_blamed_when_nothing_is_needed_from_the_one_that_left():
+    environment = APART | {"FASTPS_SHUTDOWN_TIMEOUT_S": "0.3"}
+    with Job(
+        programs_colocated.leave_while_idle,
+        workers=3,
+        servers=0,
+        environment=environment,
+        arguments={"pause_s": 2.5},
+    ) as job:
+        assert [worker.result() for worker in job.workers] == [
+            {"rank": 0},
+            {"rank": 1},
+            {"rank": 2},
+        ]
+        assert job.scheduler.wait() == 0
+        assert "is lost" not in "".join(worker.stderr() for worker in job.workers)
+
+
 def test_first_one_to_leave_serves_the_others_to_the_end():
     found = run_job(
         programs_colocated.leave_one_by_one,

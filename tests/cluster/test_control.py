@@ -370,6 +370,14 @@ class TestDeath:
                 workers[0].client.close()
                 assert waiting.result(WAIT_S / 2) is None
 
+    def test_verdict_is_not_waited_for_once_an_event_explains_enough(self) -> None:
+        with started_job(size=2, num_servers=0) as (_, workers, _):
+            client, told = workers[0].client, workers[0].told
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(client.verdict, WAIT_S, unless=lambda: told.events != [])
+                workers[1].client.leave(timeout_s=1)
+                assert waiting.result(WAIT_S / 2) is None
+
     def test_dead_scheduler(self) -> None:
         with scheduler_process(make_settings(size=1, num_servers=0)) as (config, process):
             member = Member(config)

@@ -197,6 +197,32 @@ class TestLeaving:
         driver.leave(workers[1])
         assert driver.machine.generation == 2
 
+    def test_a_server_that_goes_with_its_worker_is_told_and_nobody_else_is_suspected(self) -> None:
+        driver = Driver(size=3, num_servers=0)
+        workers, _ = start(driver, ["a", "b", "c"], [])
+        waiting = driver.declare(workers[2], make_spec("w"))
+        driver.leave(workers[1], timeout_s=0.3)
+        driver.say(workers[0], ReportLost("worker", 2, "its link to server 0 broke"))
+        driver.advance(0.3)
+        number = driver.declare(workers[0], make_spec("v"))
+        for peer, request in ((workers[0], number), (workers[2], waiting)):
+            assert PeerLeft("server", 1) in driver.sent[peer]
+            failed = driver.last(peer)
+            assert isinstance(failed, Failed)
+            assert (failed.request, failed.kind) == (request, "peer_lost")
+            assert "worker 1" in failed.message
+            assert "server 1 with it" in failed.message
+        driver.say(workers[0], ReportLost("worker", 2, "its link to server 0 broke"))
+        driver.advance(2.0)
+        assert driver.machine.phase is Phase.RUNNING
+        for peer in (workers[0], workers[2]):
+            driver.leave(peer)
+            assert not driver.events(peer, PeerLost)
+        again, _ = start(driver, ["a", "b", "c"], [])
+        driver.say(again[0], ReportLost("worker", 2, "its link to server 0 broke"))
+        driver.advance(2.0)
+        assert driver.machine.phase is Phase.BROKEN
+
     def test_what_needs_the_one_that_left_fails(self) -> None:
         driver = Driver(size=2, num_servers=0)
         workers, _ = start(driver, ["a", "b"], [])
