@@ -6,13 +6,26 @@ Engines and stores over RDMA, against peers that speak verbs by themselves and t
 
 from __future__ import annotations
 
+import mmap
 import struct
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from rdma_net import DATA_PATHS, open_device
-from rdma_peers import ANNOUNCE, GRANT, IMM_ANNOUNCED, MIB, WITHDRAW, WITHDRAWN, Grant, RawPeer
+from rdma_peers import (
+    ANNOUNCE,
+    CREDIT,
+    FRAME,
+    GRANT,
+    IMM_ANNOUNCED,
+    MIB,
+    WITHDRAW,
+    WITHDRAWN,
+    Grant,
+    RawPeer,
+)
 from transport_nets import TIMEOUT_S, wait_until
 
 from fastps._core import BufferPool
@@ -133,6 +146,28 @@ def test_a_tensor_fails_after_the_frame_that_is_landing(worker):
     assert worker.tensor.wait(timeout_s=TIMEOUT_S) == MISMATCH
 
 
+def test_a_withdrawal_is_answered_behind_a_frame_that_has_its_place(transport):
+    """Also when the sender has no room for either when it is asked."""
+    peer = RawPeer(transport)
+    peer.greet()
+    for _ in range(28):  # with the hello and the announcement all but the reserve of two
+        peer.box.post(0, b"a")
+        assert peer.receive()[0] == FRAME
+    peer.box.post(0, mmap.mmap(-1, NBYTES), key=7)
+    assert peer.receive()[0] == ANNOUNCE
+    grant = struct.pack("<QIIQQII", peer.address + MIB, peer.region.rkey, *[0] * 5)
+    peer.send(GRANT, grant)
+    peer.send(WITHDRAW, index=ANSWER, key=7)
+    time.sleep(0.3)
+    assert not any(is_receive for _, _, is_receive, *_ in peer.port.poll(16))
+    for number in range(8):  # back to the link: room for what comes now
+        peer.port.post_receive(number, peer.address + number * 4096, 4096, peer.region.lkey)
+    peer.send(CREDIT, credits=8)
+    assert peer.receive() == b"", "first the frame"
+    assert peer.receive()[0] == WITHDRAWN
+    peer.close()
+
+
 def test_a_tensor_fails_with_its_link(worker):
     worker.push()
     worker.engine.fail_tensor(0, MISMATCH)
@@ -145,16 +180,16 @@ def test_a_tensor_fails_with_its_link(worker):
 
 
 class Server:
-    """A store with three machines that are raw peers, and buffers that last."""
+    """A store with three machines that are raw peers, and buffers that last; frames of NBYTES."""
 
-    def __init__(self, transport: RdmaTransport) -> None:
+    def __init__(self, transport: RdmaTransport, n_frames: int = 1) -> None:
         self.pool = BufferPool(on_slab=transport.register)
         self.store = ServerStore(self.pool, index=0, n_workers=3, n_machines=3)
         self.store.keep_buffers(1 << 24)
         self.store.declare(
             0,
             n_partitions=1,
-            partitions=[(0, NBYTES, (0, 1, 2))],
+            partitions=[(0, n_frames * NBYTES, (0, 1, 2))],
             dtype=DType.FLOAT32,
             itemsize=4,
             chunk_bytes=NBYTES,
@@ -166,14 +201,15 @@ class Server:
         for worker in self.workers:
             worker.greet()
 
-    def announce(self, rank: int, version: int, flags: int = 0) -> Grant:
-        """Announce a push of one worker."""
+    def announce(self, rank: int, version: int, flags: int = 0, *, frame: int = 0) -> Grant:
+        """Announce a frame of a push of one worker."""
         header = Header(
             kind=FrameKind.PUSH,
             dtype=DType.FLOAT32,
             key=0,
             key_version=version,
             length=NBYTES,
+            offset=frame * NBYTES,
             sender=rank,
             flags=flags,
         )
@@ -198,6 +234,14 @@ class Server:
             pass
         return float(np.frombuffer(worker.view, np.float32, 1, MIB + NBYTES)[0])
 
+    def close(self, transport: RdmaTransport) -> None:
+        """Close everything in order."""
+        for worker in self.workers:
+            worker.close()
+        self.store.forget(timeout_s=TIMEOUT_S)
+        transport.close(timeout_s=TIMEOUT_S)
+        self.store.close(timeout_s=TIMEOUT_S)
+
     def errors(self, rank: int) -> int:
         """Count the ERROR frames that have come to a worker, without waiting."""
         worker = self.workers[rank]
@@ -221,15 +265,26 @@ def test_an_error_waits_for_the_results_before_it(transport):
     for rank, flags in ((0, 0), (1, FrameFlag.AVERAGE)):
         server.push(rank, server.announce(rank, 2, flags), 9.0)
     wait_until(lambda: server.store.statistics()["rounds_failed"] == 1, "the mismatch")
-    import time  # noqa: PLC0415
-
     time.sleep(0.3)
     assert server.errors(0) == server.errors(1) == 0, "the third worker's result is not sent yet"
     assert server.take_result(2) == 6.0
     wait_until(lambda: server.errors(0) == 1, "the error of the first worker")
     wait_until(lambda: server.errors(1) == 1, "the error of the second worker")
-    for worker in server.workers:
-        worker.close()
-    server.store.forget(timeout_s=TIMEOUT_S)
-    transport.close(timeout_s=TIMEOUT_S)
-    server.store.close(timeout_s=TIMEOUT_S)
+    server.close(transport)
+
+
+def test_an_error_waits_for_the_results_of_its_own_round(transport):
+    """The first frame is summed and on its way when the round fails for want of the second."""
+    server = Server(transport, n_frames=2)
+    for rank in range(3):
+        server.push(rank, server.announce(rank, 1), 1.0 + rank)
+    wait_until(lambda: server.store.statistics()["chunks_summed"] == 1, "the sum")
+    assert server.take_result(1) == 6.0
+    server.workers[2].sock.close()
+    wait_until(lambda: server.store.statistics()["rounds_failed"] == 1, "the loss")
+    time.sleep(0.3)
+    assert server.errors(1) == 0, "the first worker's result is not sent yet"
+    assert server.take_result(0) == 6.0
+    wait_until(lambda: server.errors(0) == 1, "the error of the first worker")
+    wait_until(lambda: server.errors(1) == 1, "the error of the second worker")
+    server.close(transport)

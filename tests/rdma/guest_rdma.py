@@ -283,6 +283,28 @@ def test_a_silent_peer_is_given_up():
     transport.close(timeout_s=TIMEOUT_S)
 
 
+def test_a_peer_that_stops_after_its_greeting_is_given_up():
+    transport = RdmaTransport(open_device(), greeting_timeout_s=0.2)
+    peer = RawPeer(transport)
+    peer.greet(join=False)
+    with pytest.raises(TransportError, match="in time"):
+        peer.opening.wait(timeout_s=TIMEOUT_S)
+    peer.close()
+    transport.close(timeout_s=TIMEOUT_S)
+
+
+def test_a_link_that_comes_after_its_time_is_none(raw):
+    raw.greet(join=False)
+    with pytest.raises(TransportError, match=r"not set up within 0\.2 s"):
+        raw.opening.wait(timeout_s=0.2)
+    assert raw.read(1) == b"R"
+    assert raw.sock.recv(1) == b"", "the connection has ended"
+    with pytest.raises(TransportError):
+        raw.opening.wait(timeout_s=TIMEOUT_S)
+    with pytest.raises(PeerLostError, match="no link"):
+        raw.box.post(0, b"to nobody")
+
+
 def test_a_fabric_that_carries_nothing_is_found_out(transport, raw):
     """Both ends say that they are ready, but no message arrives."""
     raw.greet(queue_pair=0xFFFFF)

@@ -213,9 +213,11 @@ class RawPeer:
         assert self.receive()[0] == HELLO
         self.opening.wait(timeout_s=TIMEOUT_S)
 
-    def send(self, kind: int, body: bytes = b"", *, credits: int = 0) -> None:
+    def send(
+        self, kind: int, body: bytes = b"", *, credits: int = 0, index: int = 0, key: int = 0
+    ) -> None:
         """Send one message."""
-        message = struct.pack("<BBHIQ", kind, 0, credits, 0, 0) + body
+        message = struct.pack("<BBHIQ", kind, 0, credits, index, key) + body
         start = MIB + (self.work % 16) * 8192
         self.view[start : start + len(message)] = message
         self.port.post_send(
