@@ -19,6 +19,8 @@ from fastps.transport._link cimport (
 )
 from fastps.wire cimport Header
 
+from collections import deque
+
 from fastps.errors import StallError, error_of
 
 cdef extern from "<pthread.h>" nogil:
@@ -129,6 +131,9 @@ cdef class Parcel:
         if self.done.status != OK:
             raise error_of(self.done.status, "the link ended before the payload had left")
 
+    cdef bint is_back(self) noexcept:
+        return completion_wait(&self.done, 0, 0) == OK
+
 
 cdef void parcel_sent(SendItem* item, int status) noexcept nogil:
     completion_part_done(<Completion*>item.context, status)
@@ -139,6 +144,7 @@ cdef class Mailbox(LinkOwner):
     """Own up to 64 links, numbered by peer; keep what arrives until receive() takes it."""
 
     cdef Box* box
+    cdef object parcels         # on their way, as far as we know: links use their memory
 
     def __cinit__(self, *, uint64_t max_frame=1 << 30):
         self.box = <Box*>calloc(1, sizeof(Box))
@@ -146,6 +152,7 @@ cdef class Mailbox(LinkOwner):
             raise MemoryError("no memory for a mailbox")
         pthread_mutex_init(&self.box.lock, NULL)
         self.box.max_frame = max_frame
+        self.parcels = deque()
         self.c_owner.context = self.box
         self.c_owner.landing = box_landing
         self.c_owner.deliver = box_deliver
@@ -192,6 +199,9 @@ cdef class Mailbox(LinkOwner):
         slot_release(&self.box.slots[peer])
         if status != OK:
             raise error_of(status, f"the link to peer {peer} is closed")
+        self.parcels.append(parcel)
+        while self.parcels and (<Parcel>self.parcels[0]).is_back():
+            self.parcels.popleft()
         return parcel
 
     def kick(self, uint32_t peer, int kick=KICK_WAKE):

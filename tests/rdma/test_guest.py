@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from rdma_guest import GUEST_TIMEOUT_S, PYTEST, SETUP_TIMEOUT_S, native_or_pyverbs, run_in_guest
 
-AT_ONCE = 2  # guests; each waits as often as it computes
+AT_ONCE = 2  # guests, of one processor each
 PARTS = ("conformance", "rdma", "windows", "promises", "trouble")  # the last harms the device
 LINKS = tuple(f"tests/rdma/guest_{name}.py" for name in PARTS)
 # The pyverbs data path is the same protocol under the GIL: what could differ, and little more.
@@ -26,11 +26,11 @@ SUMS = "(native or pyverbs) and (broadcast or lanes or order)"
 NATIVE = native_or_pyverbs()
 # by name: data path and arguments of pytest; the longest first
 PROGRAMS = {
-    "conformance and faults": (NATIVE, LINKS),
     "whole jobs": (NATIVE, ("tests/rdma/guest_jobs.py",)),
+    "conformance and faults": (NATIVE, LINKS),
     "the pyverbs data path": ("pyverbs", (*LINKS, "-k", PYVERBS_TESTS)),
-    "routes by rdma_cm": (NATIVE, ("tests/rdma/guest_cm.py",)),
     "sums of engines and stores": (NATIVE, ("tests/rdma/guest_push_pull.py", "-k", SUMS)),
+    "routes by rdma_cm": (NATIVE, ("tests/rdma/guest_cm.py",)),
 }
 
 
@@ -46,7 +46,9 @@ def outputs(
         for name in chosen:
             data_path, arguments = PROGRAMS[name]
             command = (*with_kernels, *PYTEST, *arguments)
-            futures[name] = pool.submit(run_in_guest, python_path, data_path, *command)
+            futures[name] = pool.submit(
+                run_in_guest, python_path, data_path, *command, options=("-p", "1")
+            )
         yield futures
 
 

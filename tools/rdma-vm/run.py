@@ -3,13 +3,15 @@
 """Run a command in a virtual machine that has an RDMA device, whatever this machine has.
 
     tools/rdma-vm/setup.sh
-    tools/rdma-vm/run.py [-t SECONDS] [-e NAME[=VALUE]] [--] COMMAND [ARGUMENT]...
+    tools/rdma-vm/run.py [-t SECONDS] [-p COUNT] [-e NAME[=VALUE]] [--] COMMAND [ARGUMENT]...
     tools/rdma-vm/run.py --machines 2 [--without-rdma 1] [--] COMMAND [ARGUMENT]...
 
 The guest sees this machine's files, so the same Python and the same code; what it writes is lost
 when it ends. Its device is rxe0 (Soft-RoCE) at 10.9.0.1 and 10.9.0.2, its user root, its network
-its own. Nothing is accelerated: Python runs some twenty times slower there. Output comes as it is
-written, the exit status is the command's; 124: out of time, 125: the guest itself failed.
+its own. Nothing is accelerated: Python runs some twenty times slower there, and several guests at
+once each take at most one processor (-p 1), or they wait for each other in their kernels' locks.
+Output comes as it is written, the exit status is the command's; 124: out of time, 125: the guest
+itself failed.
 
 Several machines run the same command at the same time. Each has one processor, a kernel and a
 name of its own, one device over one network card: machine K, as RDMA_VM_MACHINE says, is
@@ -96,6 +98,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("-t", dest="timeout_s", type=float, default=600.0, metavar="SECONDS")
     parser.add_argument("-m", dest="memory_mib", type=int, default=2048, metavar="MIB")
     parser.add_argument("-e", dest="environment", action="append", default=[], metavar="NAME")
+    parser.add_argument("-p", dest="processors", type=int, default=2, metavar="COUNT")
     parser.add_argument("--machines", type=int, default=1, choices=range(1, MAX_MACHINES + 1))
     parser.add_argument(
         "--without-rdma", action="append", type=int, default=[], metavar="MACHINE",
@@ -156,7 +159,7 @@ def emulator(options: argparse.Namespace, rank: int, job: str, output: int) -> l
         *("qemu-system-x86_64", "-nodefaults", "-no-user-config", "-no-reboot"),
         *("-display", "none", "-accel", "tcg,thread=multi", "-cpu", CPU),
         *("-m", str(options.memory_mib)),
-        *("-smp", str(min(2, os.cpu_count() or 1) if is_single else 1)),
+        *("-smp", str(min(options.processors, os.cpu_count() or 1) if is_single else 1)),
         *("-serial", f"file:{job}/console"),
         *("-add-fd", f"fd={output},set=1"),
         *("-chardev", "file,id=out,path=/dev/fdset/1,append=on"),
