@@ -422,14 +422,15 @@ class Session:
 
     def _blame(self, name: str, error: FastPSError, culprit: int | None = None) -> FastPSError:
         """Ask the scheduler who was lost first; name what was seen here if it does not know."""
-        if not isinstance(error, PeerLostError | ShutdownError) or self._client is None:
+        client = self._client  # another thread may close us
+        if not isinstance(error, PeerLostError | ShutdownError) or client is None:
             return error
         server = self._connections.failed_server()
         verdict = None
         with contextlib.suppress(FastPSError):
             if server is not None and isinstance(error, PeerLostError):
-                self._report(server)
-            verdict = self._client.verdict(
+                self._report(client, server)
+            verdict = client.verdict(
                 VERDICT_WAIT_S, unless=lambda: bool(self._departure(server, culprit))
             )
         seen = verdict or self._departure(server, culprit)
@@ -437,14 +438,13 @@ class Session:
             seen = str(error) if server is None else self._seen_from_here(server)
         return type(error)(f"tensor {name!r} cannot be reduced: {seen}. Restart the job")
 
-    def _report(self, server: int) -> None:
+    def _report(self, client: ControlClient, server: int) -> None:
         """Tell the scheduler that a link to a server broke, or that our device did."""
-        assert self._client is not None
         why = self._connections.why_broken(server)
         if self._connections.is_to_blame:
-            self._client.report_lost("worker", self.rank, "its own links broke" + why)
+            client.report_lost("worker", self.rank, "its own links broke" + why)
         elif not self._departure(server, None):
-            self._client.report_lost("server", server, "its link to a worker broke" + why)
+            client.report_lost("server", server, "its link to a worker broke" + why)
 
     def _departure(self, server: int | None, culprit: int | None) -> str:
         """Say who left, if that explains the end of a link or what a server says; else empty.
@@ -455,7 +455,8 @@ class Session:
             rank = None if index is None else self._connections.worker_of_server(index)
             if rank in self._left:
                 return f"{_left_text(rank)}, and server {index} with it"
-        return _left_text(self._left[0]) if culprit in self._left else ""
+        is_explained = culprit in self._left or server is culprit is None
+        return _left_text(self._left[0]) if self._left and is_explained else ""
 
     def _seen_from_here(self, server: int) -> str:
         """Say which link broke: there is no scheduler to say who is to blame."""

@@ -342,10 +342,18 @@ cdef int take_waiting(RdmaLink* link) noexcept nogil:
     return OK
 
 
+cdef bint lets_us_send(RdmaLink* link, const Done* done) noexcept nogil:
+    """Tell whether an arrival has no turn: it grants a place or returns credit."""
+    cdef const char* message = link.messages + done.work * MESSAGE_BYTES
+    if done.work >= RECEIVES or done.has_imm or done.length < NOTE_BYTES:
+        return False
+    return (<const Note*>message).kind in (NOTE_GRANT, NOTE_CREDIT)
+
+
 cdef int take_or_keep(RdmaLink* link, const Done* done) noexcept nogil:
-    """Take an arrival in its turn. Sends are worked off meanwhile: owners may wait for those."""
+    """Take an arrival in its turn. Sends go on meanwhile: owners may wait for those."""
     cdef int status = E_TIMEOUT
-    if link.waiting_first == link.waiting_end:
+    if link.waiting_first == link.waiting_end or lets_us_send(link, done):
         status = take_arrival(link, done)
     if status != E_TIMEOUT:
         return status

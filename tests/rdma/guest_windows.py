@@ -153,6 +153,21 @@ def echo(transport: RdmaTransport) -> Iterator[Echo]:
         yield made
 
 
+def test_a_grant_does_not_wait_behind_a_frame_that_waits(echo):
+    """The owner may be waiting for just what that grant lets us send."""
+    grant = echo.ask()
+    echo.raw.write(grant.place, grant.rkey, NBYTES, IMM_ANNOUNCED)
+    assert echo.raw.receive()[0] == ANNOUNCE
+    echo.board.hesitate(1 << 30)
+    echo.raw.send(ANNOUNCE, frame_header(NBYTES, version=1))
+    place = echo.raw.address + MIB + NBYTES
+    echo.raw.send(GRANT, struct.pack("<QIIQQII", place, echo.raw.region.rkey, *[0] * 5))
+    assert echo.raw.receive() == b"", "the result, while the second push waits"
+    assert echo.board.hesitations
+    echo.board.hesitate(0)
+    assert echo.raw.receive()[0] == GRANT
+
+
 # ---- what is granted ----
 
 
