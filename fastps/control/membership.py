@@ -99,8 +99,10 @@ class _Suspicion:
     """A member that another one cannot reach."""
 
     suspect: int
+    reporter: int
     until: float
     text: str
+    text_of_reporter: str  # should that one be the one to blame
 
 
 class Membership:
@@ -467,6 +469,7 @@ class Membership:
     def _break(self, member: Peer, cause: str) -> None:
         """Record the first cause and tell it to everybody, the lost one included."""
         related = [item.text for item in self._suspicions if item.suspect == member.peer]
+        related += [x.text_of_reporter for x in self._suspicions if x.reporter == member.peer]
         text = "; ".join([cause, *(item for item in related if item not in cause)])
         join = member.join
         self.first_cause = PeerLost(join.role, member.rank or 0, join.hostname, join.pid, text)
@@ -526,8 +529,10 @@ class Membership:
                 self._drop(item.peer, report.cause, now)
                 return
             if rank == report.rank and is_meant and item is not member:
-                text = f"{member.name} lost its data connection to it: {report.cause}"
-                self._suspicions.append(_Suspicion(item.peer, now + SUSPICION_S, text))
+                lost, until = "lost its data connection to", now + SUSPICION_S
+                text = f"{member.name} {lost} it: {report.cause}"
+                own = f"it {lost} {report.role} {report.rank}: {report.cause}"
+                self._suspicions.append(_Suspicion(item.peer, member.peer, until, text, own))
                 return
 
     def _life_text(self, peer: int, now: float) -> str:

@@ -266,6 +266,18 @@ class TestBlame:
         assert lost.cause.startswith("it was killed")
         assert "worker 0 lost its data connection to it: connection reset" in lost.cause
 
+    def test_the_one_to_blame_has_told_of_others(self) -> None:
+        """One link broke; then worker 1 ended the other one, and the server there spoke first."""
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.say(servers[0], ReportLost("worker", 1, "its link to server 0 broke"))
+        driver.say(workers[1], ReportLost("server", 1, "its link to a worker broke"))
+        driver.advance(1.5)
+        lost = lost_of(driver, workers[0])
+        assert (lost.role, lost.rank) == ("worker", 1)
+        assert "server 0 lost its data connection to it: its link to server 0" in lost.cause
+        assert "it lost its data connection to server 1: its link to a worker" in lost.cause
+
     def test_end_of_the_pulse_is_proof(self) -> None:
         driver = Driver()
         workers, servers = driver.start()
