@@ -2,13 +2,10 @@
 # The layout of the store: entries by key, two rounds per entry, one contribution per machine.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
+from fastps._posix cimport pthread_mutex_t
 from fastps._table cimport IdTable
 from fastps._core cimport BufferPool, Completion, Queue, Thread
 from fastps.transport._link cimport LinkOwner, LinkSlot, SendItem
-
-cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_mutex_t:
-        pass
 
 # Sum n sources of count elements into dst (see fastps.reduce.sum_kernel); 1 on success.
 ctypedef int64_t (*sum_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,

@@ -47,6 +47,10 @@ from libc.string cimport memcpy, memset
 from fastps._atomic cimport (
     fps_add32, fps_add64, fps_fence, fps_load32, fps_store32, fps_swap32,
 )
+from fastps._posix cimport (
+    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
+    sched_yield,
+)
 from fastps._table cimport MAX_RECORDS, IdTable, table_clear, table_each, table_get, table_put
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, FAULT_SERVER_LANDING,
@@ -68,15 +72,6 @@ import time
 from fastps.errors import FastPSError, StallError
 
 _FORGET_NAP_S = 0.001   # between looks at links that are about to end; once per generation
-
-cdef extern from "<pthread.h>" nogil:
-    int pthread_mutex_init(pthread_mutex_t*, void*)
-    int pthread_mutex_destroy(pthread_mutex_t*)
-    int pthread_mutex_lock(pthread_mutex_t*)
-    int pthread_mutex_unlock(pthread_mutex_t*)
-
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
 
 cdef enum:
     LASTING_FROM = 4000                     # smaller frames are copied, whoever sends them

@@ -31,20 +31,16 @@ from fastps._core cimport (
     Thread, deadline_of, fault_hit, queue_close, queue_create, queue_credit_return, queue_free,
     queue_pop, queue_pop_nowait, queue_push, thread_create, thread_join,
 )
+from fastps._posix cimport (
+    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
+    pthread_mutex_unlock,
+)
 from fastps.transport._link cimport (
     KICK_NONE, Link, LinkOwner, LinkStats, Owner, SendItem, Transport, header_check, header_seal,
 )
 from fastps.wire cimport HEADER_BYTES, KIND_BYE, KIND_PUSH, Header
 
 from fastps.errors import TransportError, TransportTimeout
-
-cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_mutex_t:
-        pass
-    int pthread_mutex_init(pthread_mutex_t*, void*)
-    int pthread_mutex_destroy(pthread_mutex_t*)
-    int pthread_mutex_lock(pthread_mutex_t*)
-    int pthread_mutex_unlock(pthread_mutex_t*)
 
 cdef enum:
     QUEUE_HINT = 64             # items that a queue holds before it grows

@@ -13,6 +13,10 @@ from fastps._core cimport (
     E_NOMEM, E_PROTOCOL, OK, Completion, completion_part_done, completion_reset,
     completion_wait, deadline_of,
 )
+from fastps._posix cimport (
+    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
+    pthread_mutex_unlock,
+)
 from fastps.transport._link cimport (
     KICK_WAKE, Link, LinkOwner, LinkSlot, SendItem, slot_acquire, slot_release, slot_retire,
     slot_set,
@@ -22,14 +26,6 @@ from fastps.wire cimport Header
 from collections import deque
 
 from fastps.errors import StallError, error_of
-
-cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_mutex_t:
-        pass
-    int pthread_mutex_init(pthread_mutex_t*, void*)
-    int pthread_mutex_destroy(pthread_mutex_t*)
-    int pthread_mutex_lock(pthread_mutex_t*)
-    int pthread_mutex_unlock(pthread_mutex_t*)
 
 cdef enum:
     MAX_PEERS = 64

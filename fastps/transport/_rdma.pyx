@@ -62,6 +62,12 @@ from fastps._core cimport (
     fault_hit, now_ns, queue_close, queue_create, queue_credit_return, queue_free, queue_lend,
     queue_pop_nowait, queue_push, queue_stats, thread_create, thread_join,
 )
+from fastps._posix cimport (
+    EFD_CLOEXEC, EFD_NONBLOCK, EPOLLIN, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLL_CTL_DEL, MSG_DONTWAIT,
+    MSG_NOSIGNAL, SHUT_WR, close, epoll_create1, epoll_ctl, epoll_event,
+    epoll_wait, eventfd, getpid, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
+    pthread_mutex_t, pthread_mutex_unlock, read, recv, sched_yield, send, shutdown, write,
+)
 from fastps.transport._link cimport (
     Link, LinkOwner, LinkStats, SendItem, Transport, header_check, header_seal,
 )
@@ -79,56 +85,11 @@ log = logging.getLogger(__name__)
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)
 
-cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_mutex_t:
-        pass
-    int pthread_mutex_init(pthread_mutex_t*, void*)
-    int pthread_mutex_destroy(pthread_mutex_t*)
-    int pthread_mutex_lock(pthread_mutex_t*)
-    int pthread_mutex_unlock(pthread_mutex_t*)
-
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
-
 cdef extern from "<stdlib.h>" nogil:
     int posix_memalign(void**, size_t, size_t)
 
-cdef extern from "<unistd.h>" nogil:
-    int close(int)
-    int getpid()
-    ssize_t read(int, void*, size_t)
-    ssize_t write(int, const void*, size_t)
-
 cdef extern from "<sys/random.h>" nogil:
     ssize_t getrandom(void*, size_t, unsigned int)
-
-cdef extern from "<sys/eventfd.h>" nogil:
-    int eventfd(unsigned int, int)
-    int EFD_NONBLOCK
-    int EFD_CLOEXEC
-
-cdef extern from "<sys/epoll.h>" nogil:
-    ctypedef union epoll_data_t:
-        uint64_t u64
-    struct epoll_event:
-        uint32_t events
-        epoll_data_t data
-    int epoll_create1(int)
-    int epoll_ctl(int, int, int, epoll_event*)
-    int epoll_wait(int, epoll_event*, int, int)
-    int EPOLL_CLOEXEC
-    int EPOLL_CTL_ADD
-    int EPOLL_CTL_DEL
-    uint32_t EPOLLIN
-
-cdef extern from "<sys/socket.h>" nogil:
-    ssize_t send(int, const void*, size_t, int)
-    ssize_t recv(int, void*, size_t, int)
-    int shutdown(int, int)
-    int MSG_NOSIGNAL
-    int MSG_DONTWAIT
-    int SHUT_WR
-    int SHUT_RDWR
 
 cdef enum:
     MESSAGE_BYTES = 4096        # of a posted buffer; a page

@@ -12,6 +12,7 @@ from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy, memset, strcmp
 
+from fastps._posix cimport getpid
 from fastps.transport._rdma cimport (
     ACCESS_LOCAL, ACCESS_REMOTE, GID_BYTES, OPCODE_SEND, OPCODE_WRITE_WITH_IMM, TROUBLE_ADDRESS,
     TROUBLE_DEVICE, TROUBLE_PORT, Done, Greeting, Opened, Pinned, Request, Route, Shape,
@@ -27,9 +28,6 @@ cdef extern from "<fcntl.h>" nogil:
     int F_GETFL
     int F_SETFL
     int O_NONBLOCK
-
-cdef extern from "<unistd.h>" nogil:
-    int getpid()
 
 cdef extern from "<infiniband/verbs.h>" nogil:
     struct ibv_device:

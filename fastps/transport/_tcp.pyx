@@ -37,6 +37,13 @@ from fastps._core cimport (
     queue_create, queue_credit_return, queue_free, queue_lend, queue_pop_nowait, queue_push,
     queue_stats, thread_create, thread_join,
 )
+from fastps._posix cimport (
+    EFD_CLOEXEC, EFD_NONBLOCK, EPOLLIN, EPOLLOUT, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLL_CTL_DEL,
+    EPOLL_CTL_MOD, MSG_DONTWAIT, MSG_NOSIGNAL, SHUT_RDWR, SHUT_WR, close, epoll_create1, epoll_ctl,
+    epoll_event, epoll_wait, eventfd, pthread_mutex_destroy, pthread_mutex_init,
+    pthread_mutex_lock, pthread_mutex_t, pthread_mutex_trylock, pthread_mutex_unlock, read,
+    sched_yield, shutdown, write,
+)
 from fastps.transport._link cimport (
     KICK_FULL, KICK_INLINE, KICK_WAKE, Link, LinkOwner, LinkStats, SendItem, Transport,
     header_check, header_seal,
@@ -44,44 +51,6 @@ from fastps.transport._link cimport (
 from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
 
 from fastps.errors import TransportError, TransportTimeout
-
-cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_mutex_t:
-        pass
-    int pthread_mutex_init(pthread_mutex_t*, void*)
-    int pthread_mutex_destroy(pthread_mutex_t*)
-    int pthread_mutex_lock(pthread_mutex_t*)
-    int pthread_mutex_trylock(pthread_mutex_t*)
-    int pthread_mutex_unlock(pthread_mutex_t*)
-
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
-
-cdef extern from "<unistd.h>" nogil:
-    int close(int)
-    ssize_t read(int, void*, size_t)
-    ssize_t write(int, const void*, size_t)
-
-cdef extern from "<sys/eventfd.h>" nogil:
-    int eventfd(unsigned int, int)
-    int EFD_NONBLOCK
-    int EFD_CLOEXEC
-
-cdef extern from "<sys/epoll.h>" nogil:
-    ctypedef union epoll_data_t:
-        void* ptr
-    struct epoll_event:
-        uint32_t events
-        epoll_data_t data
-    int epoll_create1(int)
-    int epoll_ctl(int, int, int, epoll_event*)
-    int epoll_wait(int, epoll_event*, int, int)
-    int EPOLL_CLOEXEC
-    int EPOLL_CTL_ADD
-    int EPOLL_CTL_DEL
-    int EPOLL_CTL_MOD
-    uint32_t EPOLLIN
-    uint32_t EPOLLOUT
 
 cdef extern from "<linux/tcp.h>" nogil:
     struct tcp_info:
@@ -102,12 +71,7 @@ cdef extern from "<sys/socket.h>" nogil:
         size_t msg_iovlen
     ssize_t sendmsg(int, const msghdr*, int)
     ssize_t recvmsg(int, msghdr*, int)
-    int shutdown(int, int)
     int getsockopt(int, int, int, void*, unsigned int*)
-    int MSG_NOSIGNAL
-    int MSG_DONTWAIT
-    int SHUT_WR
-    int SHUT_RDWR
 
 cdef enum:
     MAX_FRAMES = 64             # frames in one gathered write; IOV_MAX is 1024

@@ -6,14 +6,11 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from fastps._core cimport Completion, Thread
+from fastps._posix cimport pthread_mutex_t
 from fastps._table cimport IdTable
 from fastps.transport._shm cimport Mapping
 from fastps.worker._engine cimport EngineState, EngineTensor, Record, WorkerEngine
 from fastps.worker._tensor cimport LentTensor
-
-cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_mutex_t:
-        pass
 
 # Sum n sources of count elements into dst (see fastps.reduce.sum_kernel); 1 on success.
 ctypedef int64_t (*sum_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,

@@ -39,6 +39,10 @@ from fastps._core cimport (
     FAULT_LOCAL_CHUNK, FAULT_LOCAL_STAGE, OK, completion_is_done, completion_part_done,
     completion_reset, deadline_of, fault_hit, now_ns, thread_create, thread_join,
 )
+from fastps._posix cimport (
+    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
+    sched_yield, syscall,
+)
 from fastps._table cimport table_clear, table_each, table_get, table_put
 from fastps.transport._link cimport KICK_WAKE
 from fastps.transport._shm cimport Mapping
@@ -50,15 +54,6 @@ from fastps.worker._tensor cimport LentTensor, checked_priorities, lend_all
 
 from fastps.errors import FastPSError, error_of
 
-cdef extern from "<pthread.h>" nogil:
-    int pthread_mutex_init(pthread_mutex_t*, void*)
-    int pthread_mutex_destroy(pthread_mutex_t*)
-    int pthread_mutex_lock(pthread_mutex_t*)
-    int pthread_mutex_unlock(pthread_mutex_t*)
-
-cdef extern from "<unistd.h>" nogil:
-    long syscall(long number, ...)
-
 cdef extern from "<sys/syscall.h>" nogil:
     enum:
         SYS_futex
@@ -67,9 +62,6 @@ cdef extern from "<linux/futex.h>" nogil:
     enum:
         FUTEX_WAIT_BITSET
         FUTEX_WAKE_BITSET
-
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
 
 cdef extern from "Python.h":
     int PyErr_CheckSignals() except -1

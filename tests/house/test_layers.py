@@ -56,6 +56,7 @@ PART_OF = {
     "fastps.tensorflow": "fastps.frameworks",
     "fastps.mxnet": "fastps.frameworks",
     "fastps._atomic": "fastps._core",
+    "fastps._posix": "fastps._core",
     "fastps.joining": "fastps.session",
     "fastps.links": "fastps.session",
 }
