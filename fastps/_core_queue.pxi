@@ -3,16 +3,10 @@
 # all of them have returned.
 
 cdef extern from "<pthread.h>" nogil:
-    ctypedef struct pthread_mutex_t:
-        pass
     ctypedef struct pthread_cond_t:
         pass
     ctypedef struct pthread_condattr_t:
         pass
-    int pthread_mutex_init(pthread_mutex_t*, const void*)
-    int pthread_mutex_destroy(pthread_mutex_t*)
-    int pthread_mutex_lock(pthread_mutex_t*)
-    int pthread_mutex_unlock(pthread_mutex_t*)
     int pthread_cond_init(pthread_cond_t*, const pthread_condattr_t*)
     int pthread_cond_destroy(pthread_cond_t*)
     int pthread_cond_signal(pthread_cond_t*)

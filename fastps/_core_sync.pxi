@@ -107,9 +107,6 @@ cdef extern from * nogil:
         COUNT_THREADS
         COUNT_LOANS
 
-cdef extern from "<unistd.h>" nogil:
-    long syscall(long number, ...)
-
 cdef extern from "<sys/syscall.h>" nogil:
     enum:
         SYS_futex
@@ -121,9 +118,6 @@ cdef extern from "<linux/futex.h>" nogil:
     enum:
         FUTEX_WAKE_PRIVATE
         FUTEX_WAIT_BITSET_PRIVATE
-
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
 
 cdef enum:
     WORD_PENDING = 0

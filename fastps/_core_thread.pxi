@@ -189,12 +189,6 @@ cdef void forget_threads() noexcept nogil:
 
 
 # ---- pulse: proof of life that no busy GIL can delay ----
-cdef extern from "<sys/socket.h>" nogil:
-    enum:
-        MSG_DONTWAIT
-        MSG_NOSIGNAL
-    ssize_t send(int, const void*, size_t, int)
-
 cdef extern from "<fcntl.h>" nogil:
     enum:
         F_DUPFD_CLOEXEC

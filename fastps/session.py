@@ -455,7 +455,7 @@ class Session:
             rank = None if index is None else self._connections.worker_of_server(index)
             if rank in self._left:
                 return f"{_left_text(rank)}, and server {index} with it"
-        is_explained = culprit in self._left or server is culprit is None
+        is_explained = culprit in self._left or (server is None and culprit is None)
         return _left_text(self._left[0]) if self._left and is_explained else ""
 
     def _seen_from_here(self, server: int) -> str:

@@ -264,7 +264,7 @@ class ControlClient:
     ) -> str | None:
         """Wait for the first cause of a loss, or the job's end; None if neither came in time.
 
-        unless: asked first and after every event; once it is true nothing more is waited for.
+        unless: asked first and after every event; must not block. Once true, the wait is over.
         """
         self._check_usable()
         with self._news:

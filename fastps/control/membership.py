@@ -11,7 +11,8 @@ Phases:  LOBBY --all joined--> RUNNING --all workers left--> LOBBY of the next g
 
 Servers stay from generation to generation; workers join each one anew, and may already wait for
 the next one while others have yet to leave this one. A worker whose process serves too is let go
-when all workers have asked to leave, or when its own patience ends. Invariants: ranks are unique
+when all workers have asked to leave, or when its own patience ends; then broken links prove
+nothing any more, and who needs nothing may still leave in order. Invariants: ranks are unique
 per role; the generation only grows; the first cause is recorded once and nothing replaces it;
 every request is answered, or its peer is told of a loss and dropped.
 """
@@ -407,8 +408,9 @@ class Membership:
 
     def _note_departure(self, member: Peer) -> None:
         """Tell those at work that a server goes with its worker, before their links to it end."""
-        if not self._is_needed(member) or member.server_index is None:
+        if not self._is_needed(member):
             return
+        assert member.server_index is not None
         self._out += [
             Send(item.peer, PeerLeft("server", member.server_index))
             for item in self._of_role("worker")

@@ -34,7 +34,9 @@ must be complete before the grant is told. On devices without windows a grant te
 key.
 
 Invariants. Only a link's I/O thread touches its queue pair, pops its queue, calls landing,
-deliver and closed. At most one announced frame per direction waits for its bytes. A frame is
+deliver and closed. At most one announced frame per direction waits for its bytes. What arrives is
+taken in order, and waits while its owner is not ready for it; only grants and credit pass what
+waits, since the owner may be waiting for what they let us send. A frame is
 sent when all frames before it have been posted, so frames arrive in order. Before `closed` the
 queue pair is halted, its windows are closed and it is destroyed, in this order: nothing lands any
 more. While keys wait for room to be made void, nothing else is posted. Lock order: io.lock, then
@@ -64,9 +66,9 @@ from fastps._core cimport (
 )
 from fastps._posix cimport (
     EFD_CLOEXEC, EFD_NONBLOCK, EPOLLIN, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLL_CTL_DEL, MSG_DONTWAIT,
-    MSG_NOSIGNAL, SHUT_WR, close, epoll_create1, epoll_ctl, epoll_event,
-    epoll_wait, eventfd, getpid, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
-    pthread_mutex_t, pthread_mutex_unlock, read, recv, sched_yield, send, shutdown, write,
+    MSG_NOSIGNAL, SHUT_WR, close, epoll_create1, epoll_ctl, epoll_event, epoll_wait, eventfd,
+    getpid, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
+    pthread_mutex_unlock, read, recv, sched_yield, send, shutdown, write,
 )
 from fastps.transport._link cimport (
     Link, LinkOwner, LinkStats, SendItem, Transport, header_check, header_seal,

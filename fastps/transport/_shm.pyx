@@ -10,15 +10,14 @@ cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdint cimport uint64_t, uintptr_t
 
+from fastps._posix cimport getpid
+
 import os
 
 cdef extern from "<errno.h>" nogil:
     int errno
     enum:
         EINVAL
-
-cdef extern from "<unistd.h>" nogil:
-    int getpid()
 
 cdef extern from "<sys/mman.h>" nogil:
     enum:
