@@ -364,6 +364,20 @@ def test_a_lost_server_fails_everything(make, how):
         job.start()
 
 
+@pytest.mark.parametrize("how", [IN_ORDER, PEER_LOST])
+def test_what_a_lost_server_leaves_unsent_fails_as_lost(make, how):
+    """The link gives it back with its own status; a server that leaves is lost all the same."""
+    job = make(credit_bytes=CHUNK)
+    other = job.declare(TENSOR + 1)
+    job.start()
+    job.servers[0].receive(timeout_s=TIMEOUT_S)  # one frame, which takes all credit
+    array = np.ones(other.nbytes // 4, np.float32)
+    job.engine.start(other, array, array)
+    job.servers[0].end(0, how)
+    for tensor in (job.tensor, other):
+        assert tensor.wait(timeout_s=TIMEOUT_S) == PEER_LOST
+
+
 def test_fail_ends_all_operations(make):
     job = make(2)
     job.start()
