@@ -122,20 +122,21 @@ cdef class Buffer:          # one loan made by BufferPool.loan; fields with the 
     cdef uint64_t length
     cdef int views          # buffer-protocol exports alive
 
-# ---- fault points: FASTPS_FAULT arms one; free when none is armed ----
-cdef enum FaultPoint:
-    FAULT_NONE = 0
-    FAULT_WORKER_START = 1      # an operation is about to be queued
-    FAULT_WORKER_RESULT = 2     # a result chunk landed in a worker
-    FAULT_SERVER_LANDING = 3    # a push header was accepted by the store
-    FAULT_SERVER_SUM = 4        # all contributions of a chunk are in, before the sum
-    FAULT_SERVER_RESULT = 5     # after the sum, before results are queued
-    FAULT_LINK_SEND = 6         # before a gathered write
-    FAULT_LINK_RECV = 7         # before a read
-    FAULT_LOCAL_ARRIVE = 8      # before a rank counts itself in among those of its machine
-    FAULT_LOCAL_CHUNK = 9       # before a chunk is summed in shared memory
-    FAULT_LOCAL_STAGE = 10      # a chunk was staged and not yet announced
-cdef void fault_hit(int point) noexcept nogil
+# ---- probes: what happens to a key, where; FASTPS_FAULT arms one; free when none is armed ----
+cdef enum Probe:
+    PROBE_NONE = 0
+    PROBE_WORKER_START = 1      # an operation is about to be queued
+    PROBE_WORKER_RESULT = 2     # a result chunk landed in a worker
+    PROBE_SERVER_LANDING = 3    # a push header was accepted by the store
+    PROBE_SERVER_SUM = 4        # all contributions of a chunk are in, before the sum
+    PROBE_SERVER_RESULT = 5     # after the sum, before results are queued
+    PROBE_LINK_SEND = 6         # before a gathered write
+    PROBE_LINK_RECV = 7         # before a read
+    PROBE_LOCAL_ARRIVE = 8      # before a rank counts itself in among those of its machine
+    PROBE_LOCAL_CHUNK = 9       # before a chunk is summed in shared memory
+    PROBE_LOCAL_STAGE = 10      # a chunk was staged and not yet announced
+# key: 0 where a call serves several; a tensor as a whole: its id << KEY_BITS.
+cdef void probe_hit(int point, uint64_t key, uint32_t version) noexcept nogil
 
 # ---- faces: what Python sees of the parts above; fields with the GIL ----
 @cython.final

@@ -139,7 +139,7 @@ cdef enum:
 include "_core_sync.pxi"
 include "_core_queue.pxi"
 include "_core_thread.pxi"
-include "_core_fault.pxi"
+include "_core_probe.pxi"
 include "_core_pool.pxi"
 include "_core_face.pxi"
 include "_core_bench.pxi"

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 MAGIC = b"FPSH"
-PROTOCOL_VERSION = 1  # the same as wire.PROTOCOL_VERSION; a test compares them
+PROTOCOL_VERSION = 2  # the same as wire.PROTOCOL_VERSION; a test compares them
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 

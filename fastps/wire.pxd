@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # The frame header as C sees it; wire.py holds the same layout as a struct.Struct and a test
-# compares the two. Little-endian, 40 bytes, no padding.
+# compares the two. Little-endian, 48 bytes, no padding.
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 
 cdef packed struct Header:
@@ -13,20 +13,23 @@ cdef packed struct Header:
     uint32_t key_version    # round of this key, counts from 1
     uint32_t sender         # rank of a worker, SERVER_SENDER + index for a server
     int32_t priority        # larger is more urgent; RESULT frames carry the push's priority back
-    uint32_t offset         # of the payload within the partition, bytes; the root, in a PULL
+    uint32_t offset         # of the payload within the partition, bytes
     uint32_t length         # payload bytes that follow
-    uint32_t checksum       # crc32c of the 36 bytes before
+    int32_t status          # ERROR: why the round failed, a negative status; else 0
+    uint32_t subject        # ERROR: who is to blame; PUSH and PULL of a broadcast: its root
+    uint32_t checksum       # crc32c of the 44 bytes before
 
 cdef enum:
+    KEY_BITS = 16           # of a key: the index of the partition
     MAGIC = 0x31535046      # b"FPS1"
-    PROTOCOL_VERSION = 1
-    HEADER_BYTES = 40
+    PROTOCOL_VERSION = 2
+    HEADER_BYTES = 48
 
 cdef enum FrameKind:
     KIND_PUSH = 1           # worker -> owner: one chunk of one contribution
     KIND_RESULT = 2         # owner -> worker: one chunk of the reduced value
     KIND_PULL = 3           # worker -> owner: no contribution, send me the result
-    KIND_ERROR = 4          # owner -> worker: this round fails; offset = -status, length = 0
+    KIND_ERROR = 4          # owner -> worker: this round fails; length = 0
     KIND_BYE = 5            # either way: orderly end of the link, length = 0
 
 cdef enum FrameFlag:

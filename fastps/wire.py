@@ -3,7 +3,7 @@
 
 Decides the layout and what a well-formed header is; never knows what a key or a payload means.
 wire.pxd holds the same layout for C, which does the work in a running job; this twin serves
-tests, tools and whoever wants to read a capture. Little-endian, 40 bytes, no padding. Pure.
+tests, tools and whoever wants to read a capture. Little-endian, 48 bytes, no padding. Pure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MAGIC = 0x31535046  # b"FPS1"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 SERVER_SENDER = 1 << 30  # a server's sender number is this plus its index
 
 # One letter of `struct` per field, in the order of the C struct.
@@ -47,6 +47,8 @@ HEADER_FIELDS = {
     "priority": "i",
     "offset": "I",
     "length": "I",
+    "status": "i",
+    "subject": "I",
     "checksum": "I",
 }
 HEADER = struct.Struct("<" + "".join(HEADER_FIELDS.values()))
@@ -86,10 +88,12 @@ class Header:
     priority: int = 0
     offset: int = 0
     length: int = 0
+    status: int = 0
+    subject: int = 0
 
 
 def pack_header(header: Header) -> bytes:
-    """Write a header with magic, version and checksum; 40 bytes.
+    """Write a header with magic, version and checksum; 48 bytes.
 
     Raises ProtocolError when a field does not fit.
     """
@@ -106,6 +110,8 @@ def pack_header(header: Header) -> bytes:
             header.priority,
             header.offset,
             header.length,
+            header.status,
+            header.subject,
             0,
         )
     except struct.error as error:
@@ -115,7 +121,7 @@ def pack_header(header: Header) -> bytes:
 
 
 def unpack_header(raw: bytes) -> Header:
-    """Read 40 bytes as a header.
+    """Read 48 bytes as a header.
 
     Raises ProtocolError for wrong length, magic, version, checksum or kind, in this order.
     """
@@ -130,7 +136,7 @@ def unpack_header(raw: bytes) -> Header:
         raise ProtocolError("the checksum of a header is wrong: bytes were lost or changed")
     if kind not in tuple(FrameKind):
         raise ProtocolError(f"frame kind {kind} is unknown")
-    key, key_version, sender, priority, offset, length = rest
+    key, key_version, sender, priority, offset, length, status, subject = rest
     return Header(
         kind=FrameKind(kind),
         dtype=dtype,
@@ -141,6 +147,8 @@ def unpack_header(raw: bytes) -> Header:
         priority=priority,
         offset=offset,
         length=length,
+        status=status,
+        subject=subject,
     )
 
 

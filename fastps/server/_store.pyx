@@ -53,9 +53,9 @@ from fastps._posix cimport (
 )
 from fastps._table cimport MAX_RECORDS, IdTable, table_clear, table_each, table_get, table_put
 from fastps._core cimport (
-    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, FAULT_SERVER_LANDING,
-    FAULT_SERVER_RESULT, FAULT_SERVER_SUM, OK, BufferPool, completion_is_done,
-    completion_part_done, completion_reset, completion_wait, deadline_of, fault_hit, now_ns,
+    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_LANDING,
+    PROBE_SERVER_RESULT, PROBE_SERVER_SUM, OK, BufferPool, completion_is_done,
+    completion_part_done, completion_reset, completion_wait, deadline_of, probe_hit, now_ns,
     queue_close, queue_create, queue_free, queue_pop, queue_push, thread_create, thread_join,
 )
 from fastps.transport._link cimport (
@@ -63,8 +63,8 @@ from fastps.transport._link cimport (
     slot_release, slot_retire, slot_set,
 )
 from fastps.wire cimport (
-    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KIND_ERROR, KIND_PULL, KIND_PUSH, KIND_RESULT,
-    Header,
+    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KEY_BITS, KIND_ERROR, KIND_PULL, KIND_PUSH,
+    KIND_RESULT, Header,
 )
 
 import time
@@ -77,7 +77,6 @@ cdef enum:
     LASTING_FROM = 4000                     # smaller frames are copied, whoever sends them
     MAX_WORKERS = 4096                      # table of sources lives on the stack
     IN_FLIGHT_WAIT_NS = 1000000000          # how long a landing waits for a result to leave
-    KEY_BITS = 16                           # partition index within a key
     NO_MACHINE = -1                         # of a worker that pushes no key
     ROUND_FLAGS = FLAG_AVERAGE | FLAG_BROADCAST     # what all pushers must agree on
     SERVER_SENDER = 1 << 30                 # sender number of server 0

@@ -3,13 +3,6 @@
 
 # ---------------------------------------------------------------- arrivals
 
-cdef inline uint32_t root_of(uint32_t machine, const Header* header) noexcept nogil:
-    """The root of a broadcast: the machine that pushes it; a PULL carries it as its offset."""
-    if not header.flags & FLAG_BROADCAST:
-        return 0
-    return machine if header.kind == KIND_PUSH else header.offset
-
-
 cdef int turn_over(Round* round, uint32_t machine, const Header* header) noexcept nogil:
     """Begin a new version in a slot whose previous round is over; entry.lock is held.
 
@@ -27,7 +20,7 @@ cdef int turn_over(Round* round, uint32_t machine, const Header* header) noexcep
         return E_TIMEOUT
     round.version = header.key_version
     round.flags = header.flags & ROUND_FLAGS
-    round.root = root_of(machine, header)
+    round.root = header.subject
     round.priority = header.priority
     round.chunks_done = round.chunks_ready = round.chunks_begun = 0
     memset(round.arrived, 0, entry.n_chunks * sizeof(uint16_t))
@@ -91,7 +84,7 @@ cdef void join_round(Round* round, uint32_t machine, const Header* header) noexc
     part.wants_result = not header.flags & FLAG_NO_RESULT
     if round.status != OK:
         send_error(round, machine, round.version, round.status, round.culprit)
-    elif round.flags != header.flags & ROUND_FLAGS or round.root != root_of(machine, header):
+    elif round.flags != header.flags & ROUND_FLAGS or round.root != header.subject:
         fail_round(round, E_MISMATCH, header.sender)
     else:
         blame_gone(round)
@@ -103,14 +96,25 @@ cdef inline bint is_pusher(Entry* entry, uint32_t rank) noexcept nogil:
     return machine != NO_MACHINE and entry.pushers[machine] == rank
 
 
+cdef inline uint32_t root_of(Entry* entry, uint32_t rank, const Header* header) noexcept nogil:
+    """The only subject that a frame may have: the machine whose data a broadcast carries."""
+    if not header.flags & FLAG_BROADCAST:
+        return 0
+    if header.kind == KIND_PUSH:
+        return entry.store.machine_of[rank]
+    return min(header.subject, entry.store.n_machines - 1)
+
+
 cdef int check_frame(Entry* entry, Link* link, const Header* header) noexcept nogil:
     """Whatever can be said against a header without looking at the round."""
     if entry == NULL or header.dtype != entry.dtype or header.sender != link.peer:
         return E_PROTOCOL
     if header.key_version == 0 or not is_pusher(entry, link.peer):
         return E_PROTOCOL
+    if header.subject != root_of(entry, link.peer, header):
+        return E_PROTOCOL
     if header.kind == KIND_PULL:
-        return OK if header.length == 0 and header.offset < entry.store.n_machines else E_PROTOCOL
+        return OK if header.length == 0 and header.offset == 0 else E_PROTOCOL
     if header.kind != KIND_PUSH or header.offset > entry.nbytes:
         return E_PROTOCOL
     if header.offset % entry.chunk_bytes or header.length != chunk_length(entry, header.offset):
@@ -198,7 +202,7 @@ cdef int admit(Entry* entry, Link* link, const Header* header, const char* paylo
             place[0] = lend_buffer(round, part, header)
             status = OK if place[0] != NULL else E_NOMEM
     pthread_mutex_unlock(&entry.lock)
-    fault_hit(FAULT_SERVER_LANDING)
+    probe_hit(PROBE_SERVER_LANDING, header.key, header.key_version)
     return status
 
 

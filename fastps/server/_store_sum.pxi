@@ -164,8 +164,8 @@ cdef void pay_error(Round* round, uint32_t machine) noexcept nogil:
         return
     fill_header(round, &item.header, KIND_ERROR)
     item.header.key_version = part.owed_version
-    item.header.offset = <uint32_t>-status
-    item.header.priority = <int32_t>part.owed_culprit
+    item.header.status = status
+    item.header.subject = part.owed_culprit
     item.context = part
     item.sent = error_sent
     link = slot_acquire(slot)
@@ -286,7 +286,7 @@ cdef int sum_chunk(Round* round, uint32_t chunk, uint32_t length) noexcept nogil
         return OK
     if length == 0:
         return OK
-    fault_hit(FAULT_SERVER_SUM)
+    probe_hit(PROBE_SERVER_SUM, entry.key, round.version)
     if entry.kernel(sources, n, round.sums[chunk], length / entry.itemsize, divisor) != 1:
         return E_PROTOCOL
     give_back_chunk(round, chunk)
@@ -299,7 +299,7 @@ cdef void send_chunk(Round* round, uint32_t chunk, uint32_t length, bint is_last
                      int kick) noexcept nogil:
     """Queue a result on the links of all pushers, or the acknowledgement behind the last one."""
     cdef uint32_t machine
-    fault_hit(FAULT_SERVER_RESULT)
+    probe_hit(PROBE_SERVER_RESULT, round.entry.key, round.version)
     for machine in range(round.entry.store.n_machines):
         if round.contributions[machine].wants_result:
             fps_add32(&round.unsent[chunk], 1)

@@ -27,8 +27,8 @@ from libc.string cimport memcpy, memset
 
 from fastps._atomic cimport fps_cas32, fps_load32, fps_store32, fps_swap32
 from fastps._core cimport (
-    E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, FAULT_LINK_RECV, FAULT_LINK_SEND, OK, Queue,
-    Thread, deadline_of, fault_hit, queue_close, queue_create, queue_credit_return, queue_free,
+    E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, PROBE_LINK_RECV, PROBE_LINK_SEND, OK, Queue,
+    Thread, deadline_of, probe_hit, queue_close, queue_create, queue_credit_return, queue_free,
     queue_pop, queue_pop_nowait, queue_push, thread_create, thread_join,
 )
 from fastps._posix cimport (
@@ -167,7 +167,7 @@ cdef int receive(InprocLink* link, const Header* header, const char* payload) no
     cdef int status = header_check(header)
     if status != OK:
         return status
-    fault_hit(FAULT_LINK_RECV)
+    probe_hit(PROBE_LINK_RECV, header.key, header.key_version)
     status = land(link, header, payload)
     if status != OK:
         return status
@@ -186,7 +186,7 @@ cdef int move_frame(InprocLink* link, SendItem* item) noexcept nogil:
     if item.nbytes:
         header.offset = item.base + start
     header_seal(&header)
-    fault_hit(FAULT_LINK_SEND)
+    probe_hit(PROBE_LINK_SEND, header.key, header.key_version)
     status = receive(link.twin, &header, item.payload + start)
     if status != OK:
         return status

@@ -163,14 +163,14 @@ cdef class Mailbox(LinkOwner):
 
     def post(self, uint32_t peer, payload, *, int kind=1, uint64_t key=0, int priority=0,
              uint32_t chunk_bytes=0, bint is_credited=False, int kick=KICK_WAKE, uint8_t dtype=0,
-             uint8_t flags=0, uint32_t key_version=0, uint32_t sender=0, uint32_t offset=0):
+             uint8_t flags=0, uint32_t key_version=0, uint32_t sender=0, uint32_t offset=0,
+             int status=0, uint32_t subject=0):
         """Send bytes-like payload as frames of chunk_bytes; return a Parcel to wait for.
 
         offset: of the payload within its partition. The other fields travel in the header.
         """
         cdef Parcel parcel = Parcel()
         cdef Link* link
-        cdef int status
         parcel.payload = payload
         parcel.view = payload
         parcel.item.header.kind = kind
@@ -181,6 +181,8 @@ cdef class Mailbox(LinkOwner):
         parcel.item.header.key_version = key_version
         parcel.item.header.sender = sender
         parcel.item.header.offset = parcel.item.base = offset
+        parcel.item.header.status = status
+        parcel.item.header.subject = subject
         parcel.item.nbytes = parcel.view.shape[0]
         parcel.item.payload = <const char*>&parcel.view[0] if parcel.view.shape[0] else NULL
         parcel.item.chunk_bytes = chunk_bytes

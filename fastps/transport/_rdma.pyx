@@ -60,8 +60,8 @@ from fastps._atomic cimport (
 )
 from fastps._core cimport (
     E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_SYS, E_TIMEOUT,
-    FAULT_LINK_RECV, FAULT_LINK_SEND, OK, Queue, QueueStats, Thread, crc32c, deadline_of,
-    fault_hit, now_ns, queue_close, queue_create, queue_credit_return, queue_free, queue_lend,
+    PROBE_LINK_RECV, PROBE_LINK_SEND, OK, Queue, QueueStats, Thread, crc32c, deadline_of,
+    probe_hit, now_ns, queue_close, queue_create, queue_credit_return, queue_free, queue_lend,
     queue_pop_nowait, queue_push, queue_stats, thread_create, thread_join,
 )
 from fastps._posix cimport (

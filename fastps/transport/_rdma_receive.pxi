@@ -301,7 +301,7 @@ cdef int take_arrival(RdmaLink* link, const Done* done) noexcept nogil:
     """
     cdef int error
     cdef int status
-    fault_hit(FAULT_LINK_RECV)
+    probe_hit(PROBE_LINK_RECV, 0, 0)
     if done.work >= RECEIVES:
         return E_SYS
     if not done.has_imm:

@@ -127,7 +127,7 @@ cdef int end_post(RdmaLink* link, int error) noexcept nogil:
 
 cdef int post(RdmaLink* link, Request* request, int kind) noexcept nogil:
     cdef int status
-    fault_hit(FAULT_LINK_SEND)
+    probe_hit(PROBE_LINK_SEND, 0, 0)
     request.work = link.work_end
     begin_work(link, kind).frame = link.frame_next
     status = end_post(link, link.verbs.post_send(link.port, request))
@@ -170,7 +170,8 @@ cdef inline bint is_alike(const Header* one, const Header* other) noexcept nogil
     """Two headers that differ in round and flags only."""
     return (one.key == other.key and one.offset == other.offset and one.length == other.length
             and one.kind == other.kind and one.dtype == other.dtype
-            and one.sender == other.sender and one.priority == other.priority)
+            and one.sender == other.sender and one.priority == other.priority
+            and one.subject == other.subject)
 
 
 cdef Taken* find_taken(RdmaLink* link, const Header* header) noexcept nogil:

@@ -32,8 +32,8 @@ from fastps._atomic cimport (
     fps_add32, fps_cas32, fps_fence, fps_load32, fps_store32, fps_swap32,
 )
 from fastps._core cimport (
-    E_LINK_TIMEOUT, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, FAULT_LINK_RECV,
-    FAULT_LINK_SEND, OK, Queue, QueueStats, Thread, deadline_of, fault_hit, now_ns, queue_close,
+    E_LINK_TIMEOUT, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, PROBE_LINK_RECV,
+    PROBE_LINK_SEND, OK, Queue, QueueStats, Thread, deadline_of, probe_hit, now_ns, queue_close,
     queue_create, queue_credit_return, queue_free, queue_lend, queue_pop_nowait, queue_push,
     queue_stats, thread_create, thread_join,
 )

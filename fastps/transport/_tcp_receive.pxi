@@ -78,7 +78,7 @@ cdef ssize_t read_once(TcpLink* link) noexcept nogil:
     link.recv_asked = iov[used].iov_len + (link.recv_missing if used else 0)
     message.msg_iov = iov
     message.msg_iovlen = used + 1
-    fault_hit(FAULT_LINK_RECV)
+    probe_hit(PROBE_LINK_RECV, 0, 0)
     count = recvmsg(link.fd, &message, MSG_DONTWAIT)
     link.base.stats.reads += 1
     return count

@@ -152,7 +152,7 @@ cdef int write_batch(TcpLink* link) noexcept nogil:
     memset(&message, 0, sizeof(message))
     message.msg_iov = &link.send_iov[link.send_iov_first]
     message.msg_iovlen = link.send_iov_count - link.send_iov_first
-    fault_hit(FAULT_LINK_SEND)
+    probe_hit(PROBE_LINK_SEND, 0, 0)
     count = sendmsg(link.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT)
     link.base.stats.writes += 1
     if count >= 0:

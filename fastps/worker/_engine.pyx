@@ -23,9 +23,9 @@ from fastps._atomic cimport (
     fps_add32, fps_cas32, fps_fence, fps_load32, fps_store32, fps_swap32,
 )
 from fastps._core cimport (
-    E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, FAULT_WORKER_RESULT, FAULT_WORKER_START, OK,
+    E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, PROBE_WORKER_RESULT, PROBE_WORKER_START, OK,
     completion_is_done, completion_part_done, completion_reset, completion_wait,
-    completion_wait_signals, deadline_of, fault_hit,
+    completion_wait_signals, deadline_of, probe_hit,
 )
 from fastps._table cimport MAX_RECORDS, table_clear, table_each, table_get, table_put
 from fastps.transport._link cimport (
@@ -34,17 +34,16 @@ from fastps.transport._link cimport (
 )
 from fastps.worker._tensor cimport LentTensor, checked_priorities, lend_all
 from fastps.wire cimport (
-    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KIND_ERROR, KIND_PULL, KIND_PUSH, KIND_RESULT,
-    Header,
+    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KEY_BITS, KIND_ERROR, KIND_PULL, KIND_PUSH,
+    KIND_RESULT, Header,
 )
 
 from fastps.errors import FastPSError, error_of
 
 cdef enum:
-    KEY_BITS = 16                   # partition index within a key
     INLINE_START_BYTES = 32 << 10   # operations up to this size are written by the caller itself
     SMALL_BYTES = 4000              # so little is copied by every transport, and never pinned
-    MAX_STATUS = 128                # an ERROR frame's offset is a negated status of _core
+    MAX_STATUS = 128                # an ERROR frame carries a status of _core, all are above -128
 
 
 # ---------------------------------------------------------------- parts
@@ -117,7 +116,7 @@ cdef inline bint is_late(Part* part, const Header* header) noexcept nogil:
 cdef inline bint is_expected(Part* part, const Header* header) noexcept nogil:
     cdef uint32_t left = part.nbytes - part.received
     if header.kind == KIND_ERROR:
-        return header.length == 0 and 0 < header.offset < MAX_STATUS
+        return header.length == 0 and -MAX_STATUS < header.status < 0
     if header.kind != KIND_RESULT or header.dtype != part.record.dtype:
         return False
     if part.item.header.flags & FLAG_NO_RESULT:
@@ -171,16 +170,16 @@ cdef void take_in(Part* part, Link* link, const Header* header) noexcept nogil:
     if part.item.is_credited:
         link.credit(link, part.item.header.priority, header.length)
     if header.kind == KIND_ERROR:
-        part.record.culprit = <uint32_t>header.priority
+        part.record.culprit = header.subject
         settle_credit(part, link)
-        finish_part(part, -<int>header.offset)
+        finish_part(part, header.status)
     elif part.received == part.nbytes or part.item.header.flags & FLAG_NO_RESULT:
         finish_part(part, OK)
 
 
 cdef int engine_deliver(void* context, Link* link, const Header* header) noexcept nogil:
     cdef Part* part = find_part(<EngineState*>context, link, header)
-    fault_hit(FAULT_WORKER_RESULT)
+    probe_hit(PROBE_WORKER_RESULT, header.key, header.key_version)
     if part == NULL:
         return OK
     if not is_late(part, header) and fps_load32(&part.failing) == OK:
@@ -256,7 +255,7 @@ cdef void fill_part(Part* part, EngineState* state, const char* payload, uint8_t
     header.priority = priority
     header.key_version = part.record.version
     header.sender = state.rank
-    header.offset = part.record.root if kind == KIND_PULL else 0
+    header.subject = part.record.root if flags & FLAG_BROADCAST else 0
     part.item.payload = payload + part.offset if kind == KIND_PUSH else NULL
     part.item.nbytes = part.nbytes if kind == KIND_PUSH else 0
     part.item.is_credited = kind == KIND_PUSH and not flags & FLAG_BROADCAST
@@ -292,8 +291,8 @@ cdef void withdraw_places(Record* record) noexcept nogil:
 
 cdef void begin_record(Record* record, char* output) noexcept nogil:
     """Begin a new version of a record; results land in output, which is borrowed."""
-    fault_hit(FAULT_WORKER_START)
     record.version += 1
+    probe_hit(PROBE_WORKER_START, record.tensor_id << KEY_BITS, record.version)
     if record.output != output:
         record.output = output
         withdraw_places(record)

@@ -35,9 +35,9 @@ from fastps._atomic cimport (
     fps_swap32,
 )
 from fastps._core cimport (
-    E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, FAULT_LOCAL_ARRIVE,
-    FAULT_LOCAL_CHUNK, FAULT_LOCAL_STAGE, OK, completion_is_done, completion_part_done,
-    completion_reset, deadline_of, fault_hit, now_ns, thread_create, thread_join,
+    E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, PROBE_LOCAL_ARRIVE,
+    PROBE_LOCAL_CHUNK, PROBE_LOCAL_STAGE, OK, completion_is_done, completion_part_done,
+    completion_reset, deadline_of, probe_hit, now_ns, thread_create, thread_join,
 )
 from fastps._posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
@@ -46,7 +46,9 @@ from fastps._posix cimport (
 from fastps._table cimport table_clear, table_each, table_get, table_put
 from fastps.transport._link cimport KICK_WAKE
 from fastps.transport._shm cimport Mapping
-from fastps.wire cimport FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KIND_PULL, KIND_PUSH
+from fastps.wire cimport (
+    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KEY_BITS, KIND_PULL, KIND_PUSH,
+)
 from fastps.worker._engine cimport (
     EngineTensor, Part, Record, WorkerEngine, begin_record, fill_part, send_part,
 )
@@ -360,7 +362,7 @@ cdef class LocalEngine:
         """Begin to send the arrays of rank root, on machine number machine, to all, in place."""
         cdef LocalTensor tensor
         cdef uint32_t i
-        cdef uint32_t place = MAX_LOCAL + <uint32_t>(machine or 0)  # not on this machine
+        cdef uint32_t place = MAX_LOCAL     # not on this machine
         self.check()
         for i in range(self.local.n):
             if self.local.ranks[i] == root:
@@ -369,6 +371,8 @@ cdef class LocalEngine:
         is_root = place == self.local.me
         lend_all(tensors, arrays if is_root else nothing, nothing if is_root else arrays)
         for tensor in tensors:
+            if tensor.record.remote != NULL:
+                tensor.record.remote.root = machine or 0
             self.begin(tensor, FLAG_BROADCAST, place, priority)
 
     cdef int begin(self, LocalTensor tensor, uint32_t flags, uint32_t root,

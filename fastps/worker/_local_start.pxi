@@ -86,7 +86,7 @@ cdef void arrive(Local* local, LocalRecord* record, const Arrival* ours) noexcep
     """Count ourselves in; the last one to come publishes."""
     cdef uint32_t parity = record.version & 1
     arrival_of(local, record.slot, record.version, local.me)[0] = ours[0]
-    fault_hit(FAULT_LOCAL_ARRIVE)
+    probe_hit(PROBE_LOCAL_ARRIVE, record.tensor_id << KEY_BITS, record.version)
     if fps_add32(&record.slot.arrived[parity], 1) < <int32_t>local.n:
         return
     # Nobody comes with the next version of this parity before this one is done.
@@ -157,7 +157,6 @@ cdef void fill_remote(Local* local, LocalRecord* record, char* base, uint32_t fl
         flags |= FLAG_NO_RESULT
     elif flags & FLAG_BROADCAST:
         kind = KIND_PULL
-        remote.root = root - MAX_LOCAL
     begin_record(remote, base)
     record.parts_left = remote.n_parts
     for i in range(remote.n_parts):

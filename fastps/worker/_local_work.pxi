@@ -120,7 +120,7 @@ cdef void do_chunk(Local* local, LocalRecord* record, Task* task, int32_t chunk)
     cdef char* result
     if nbytes > task.chunk_bytes:
         nbytes = task.chunk_bytes
-    fault_hit(FAULT_LOCAL_CHUNK)
+    probe_hit(PROBE_LOCAL_CHUNK, task.tensor_id << KEY_BITS, task.version)
     if task.kind == TASK_PUBLISH:
         copy_to_others(local, arrivals, output_of(local, arrivals, task.pusher) + offset,
                        task.pusher, offset, nbytes)
@@ -207,7 +207,7 @@ cdef bint stage_in(Local* local, LocalRecord* record, Task* task) noexcept nogil
         return True
     memcpy(stage_slot(local, local.me, number, False),
            record.input + <uint64_t>chunk * task.chunk_bytes, stage_length(task, chunk))
-    fault_hit(FAULT_LOCAL_STAGE)
+    probe_hit(PROBE_LOCAL_STAGE, task.tensor_id << KEY_BITS, task.version)
     fps_store64(stage_flag(local, local.me, number, False), number + 1)
     return True
 

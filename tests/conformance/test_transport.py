@@ -31,6 +31,7 @@ from transport_nets import (
 from fastps._core import threads_alive
 from fastps.errors import PeerLostError, ShutdownError, StallError, TransportError
 from fastps.transport._mailbox import Mailbox
+from fastps.wire import HEADER_BYTES
 
 PAGE = 4096
 SIZES = [0, 1, PAGE - 1, PAGE, PAGE + 1, 4 << 20]
@@ -112,7 +113,7 @@ def test_chunks(net, nbytes, chunk_bytes, lengths):
 
 def test_small_and_large_frames_in_turn(net):
     a, b = net.pair()
-    sizes = [0, 1, 39, 40, 41, 65535, 65536, 65537, 200000, 3, 16384, 16383, 0, 1 << 20]
+    sizes = [0, 1, 47, 48, 49, 65535, 65536, 65537, 200000, 3, 16384, 16383, 0, 1 << 20]
     payloads = [payload_of(nbytes, seed=i) for i, nbytes in enumerate(sizes * 4)]
     parcels = [a.post(0, payload, key=i, kick=0) for i, payload in enumerate(payloads)]
     a.kick(0)
@@ -456,7 +457,7 @@ def test_statistics_add_up(net):
     numbers = net.transport.statistics()
     byes = numbers["frames_sent"] - 3
     assert 0 <= byes <= 2
-    assert numbers["bytes_sent"] == 1010 + (3 + byes) * 40
+    assert numbers["bytes_sent"] == 1010 + (3 + byes) * HEADER_BYTES
     assert numbers["frames_received"] == 3
     assert numbers["links"] == 0
 

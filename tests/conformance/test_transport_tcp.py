@@ -204,17 +204,17 @@ def sealed(**fields: int) -> bytes:
 
 
 GARBAGE = {
-    "http": b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\nmore than forty bytes",
-    "zeros": bytes(40),
+    "http": b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\nmore bytes than a header has",
+    "zeros": bytes(HEADER_BYTES),
     "bad checksum": GOOD[:-1] + bytes([GOOD[-1] ^ 1]) + b"data",
     "bad magic": sealed(magic=0x32535046),
-    "wrong version": sealed(version=2),
+    "wrong version": sealed(version=1),
     "unknown kind": sealed(kind=6),
     "kind 0": sealed(kind=0),
     "too long": sealed(length=(1 << 20) + 1),
     "longest": sealed(length=2**32 - 1),
     "good frame, then garbage": frame(b"data") + bytes(range(100)),
-    "bye with a payload": sealed(kind=5, length=40) + bytes(40),
+    "bye with a payload": sealed(kind=5, length=40) + bytes(HEADER_BYTES),
 }
 
 

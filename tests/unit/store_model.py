@@ -24,7 +24,7 @@ class Op:
 
 @dataclass(frozen=True, order=True)
 class Frame:
-    """What a pusher is to receive; for an ERROR offset is -status and priority the culprit."""
+    """What a pusher is to receive; the subject of an ERROR is its culprit."""
 
     kind: int
     version: int
@@ -32,6 +32,8 @@ class Frame:
     payload: bytes = b""
     flags: int = 0
     priority: int = 0
+    status: int = 0
+    subject: int = 0
 
 
 @dataclass
@@ -175,5 +177,5 @@ class KeyModel:
             self._error(rank, version, status, culprit)
 
     def _error(self, rank: int, version: int, status: int, culprit: int) -> None:
-        frame = Frame(FrameKind.ERROR, version, -status, flags=0, priority=culprit)
+        frame = Frame(FrameKind.ERROR, version, 0, flags=0, status=status, subject=culprit)
         self.out.append((rank, frame))

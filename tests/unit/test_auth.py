@@ -59,7 +59,7 @@ def test_sizes_are_fixed():
 
 def test_layout_of_the_hello():
     hello = make_client(sender=7, lane=2, random_bytes=lambda n: b"n" * n).hello()
-    assert hello == b"FPSH" + struct.pack("<HBBII", 1, 3, 0, 7, 2) + b"n" * 16
+    assert hello == b"FPSH" + struct.pack("<HBBII", 2, 3, 0, 7, 2) + b"n" * 16
 
 
 def test_proofs_by_hand():
@@ -67,7 +67,7 @@ def test_proofs_by_hand():
     hello = make_client(random_bytes=lambda n: b"c" * n).hello()
     server = ServerHandshake(KEY, random_bytes=lambda n: b"s" * n)
     challenge = server.challenge(hello)
-    head = b"FPSH" + struct.pack("<HBB", 1, 0, 0) + b"s" * 16
+    head = b"FPSH" + struct.pack("<HBB", 2, 0, 0) + b"s" * 16
     proof = hmac.new(KEY, b"server" + hello + head, hashlib.sha256).digest()
     assert challenge == head + proof
     server.accept(hmac.new(KEY, b"client" + hello + challenge, hashlib.sha256).digest())
@@ -177,11 +177,11 @@ def test_a_message_of_wrong_length_is_refused(step, cut):
 
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_another_version_is_refused_by_name(step):
-    def newer(index: int, data: bytes) -> bytes:
-        return data[:4] + struct.pack("<H", 2) + data[6:] if index == step else data
+    def older(index: int, data: bytes) -> bytes:
+        return data[:4] + struct.pack("<H", 1) + data[6:] if index == step else data
 
-    with pytest.raises(ProtocolError, match="version 2, this process 1"):
-        talk(make_client(), ServerHandshake(KEY), newer)
+    with pytest.raises(ProtocolError, match="version 1, this process 2"):
+        talk(make_client(), ServerHandshake(KEY), older)
 
 
 def test_a_client_of_another_version_is_told():
@@ -235,7 +235,7 @@ def test_unknown_status_is_refused():
     client = make_client()
     client.answer(ServerHandshake(KEY).challenge(client.hello()))
     with pytest.raises(ProtocolError, match="status 77"):
-        client.finish(b"FPSH" + struct.pack("<HBB", 1, 77, 0))
+        client.finish(b"FPSH" + struct.pack("<HBB", auth.PROTOCOL_VERSION, 77, 0))
 
 
 @given(st.integers(0, 3), st.integers(0), st.integers(1, 255))

@@ -195,7 +195,7 @@ def test_others_pull_a_broadcast(job):
     array = np.zeros(NBYTES // 4, np.float32)
     job.engine.start_broadcast([job.tensor], [array], root=4)
     header, _ = job.pushed(nbytes=0)
-    assert (header["kind"], header["offset"], header["length"]) == (FrameKind.PULL, 4, 0)
+    assert (header["kind"], header["subject"], header["length"]) == (FrameKind.PULL, 4, 0)
     job.answer(b"\x01" * NBYTES, flags=FrameFlag.BROADCAST)
     assert job.tensor.wait(timeout_s=TIMEOUT_S) == OK
     assert array.tobytes() == b"\x01" * NBYTES
@@ -212,7 +212,7 @@ def test_credit_comes_back_with_each_result(make):
         with pytest.raises(StallError):
             job.servers[0].receive(timeout_s=SHORT_S)
         if i % 2:
-            job.post(kind=FrameKind.ERROR, key=header["key"], offset=-MISMATCH)
+            job.post(kind=FrameKind.ERROR, key=header["key"], status=MISMATCH)
         else:
             job.post(payload=bytes(4), key=header["key"])
     statuses = [tensor.wait(timeout_s=TIMEOUT_S) for tensor in tensors]
@@ -231,8 +231,8 @@ def test_credit_comes_back_to_the_priority_it_was_taken_at(make, is_error):
     with pytest.raises(StallError):
         job.servers[0].receive(timeout_s=SHORT_S)  # the last one waits for the urgent one
     kind, payload = (FrameKind.ERROR, b"") if is_error else (FrameKind.RESULT, bytes(4))
-    offset = -MISMATCH if is_error else 0
-    job.post(payload=payload, kind=kind, key=11 << 16, offset=offset, priority=-9)
+    status = MISMATCH if is_error else 0
+    job.post(payload=payload, kind=kind, key=11 << 16, status=status, priority=-9)
     assert job.pushed(nbytes=4)[0]["priority"] == 0
     for number in (10, 12):
         job.post(payload=bytes(4), key=number << 16)
@@ -261,9 +261,9 @@ BROKEN: dict[str, list[tuple[bytes, dict[str, Any]]]] = {
     "a push": [(bytes(CHUNK), {"kind": FrameKind.PUSH})],
     "a pull": [(b"", {"kind": FrameKind.PULL})],
     "an acknowledgement": [(b"", {"flags": FrameFlag.NO_RESULT})],
-    "an error with a payload": [(bytes(4), {"kind": FrameKind.ERROR, "offset": 3})],
-    "an error without a status": [(b"", {"kind": FrameKind.ERROR, "offset": 0})],
-    "an error that is none": [(b"", {"kind": FrameKind.ERROR, "offset": 2**32 - 1})],
+    "an error with a payload": [(bytes(4), {"kind": FrameKind.ERROR, "status": -3})],
+    "an error without a status": [(b"", {"kind": FrameKind.ERROR, "status": 0})],
+    "an error that is none": [(b"", {"kind": FrameKind.ERROR, "status": 3})],
 }
 
 
@@ -307,7 +307,7 @@ def test_a_result_before_any_operation_is_refused(job):
 def test_an_error_reaches_the_operation_and_names_the_culprit(make):
     job = make(2)
     job.start()
-    job.post(0, kind=FrameKind.ERROR, offset=-MISMATCH, priority=6)
+    job.post(0, kind=FrameKind.ERROR, status=MISMATCH, subject=6)
     assert job.tensor.wait(timeout_s=SHORT_S) is None, "the other partition is still waiting"
     job.pushed(1)
     job.answer(bytes(NBYTES), 1)
@@ -321,7 +321,7 @@ def test_results_that_crossed_an_error_are_discarded(job):
     _, taken = job.start()
     job.pushed()
     job.post(payload=b"\x01" * CHUNK)
-    job.post(kind=FrameKind.ERROR, offset=-PEER_LOST)
+    job.post(kind=FrameKind.ERROR, status=PEER_LOST)
     assert job.tensor.wait(timeout_s=TIMEOUT_S) == PEER_LOST
     job.post(payload=b"\x02" * CHUNK, offset=CHUNK)
     assert taken.tobytes() == b"\x01" * CHUNK + bytes(2 * CHUNK)

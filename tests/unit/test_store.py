@@ -106,7 +106,7 @@ class Server:
         """Receive an ERROR: version, status, culprit."""
         _, header, _ = self.boxes[rank].receive(timeout_s=TIMEOUT_S)
         assert header["kind"] == FrameKind.ERROR
-        return header["key_version"], -header["offset"], header["priority"]
+        return header["key_version"], header["status"], header["subject"]
 
     def close(self) -> None:
         """End all links; every buffer comes back."""
@@ -146,7 +146,7 @@ BROKEN: dict[str, list[tuple[bytes, dict[str, Any]]]] = {
     "another dtype": [(bytes(CHUNK), {"dtype": DType.FLOAT64})],
     "another sender": [(bytes(CHUNK), {"sender": 1})],
     "a result": [(bytes(CHUNK), {"kind": FrameKind.RESULT})],
-    "an error": [(b"", {"kind": FrameKind.ERROR, "offset": 5})],
+    "an error": [(b"", {"kind": FrameKind.ERROR, "status": -5})],
     "too short": [(bytes(CHUNK - 4), {})],
     "empty": [(b"", {})],
     "too long": [(bytes(CHUNK + 4), {})],
@@ -163,7 +163,12 @@ BROKEN: dict[str, list[tuple[bytes, dict[str, Any]]]] = {
     "pull twice": [(b"", {"kind": FrameKind.PULL}), (b"", {"kind": FrameKind.PULL})],
     "push after pull": [(b"", {"kind": FrameKind.PULL}), (bytes(CHUNK), {})],
     "pull with a payload": [(bytes(4), {"kind": FrameKind.PULL})],
-    "pull with an unknown root": [(b"", {"kind": FrameKind.PULL, "offset": 3})],
+    "pull with an offset": [(b"", {"kind": FrameKind.PULL, "offset": 3})],
+    "a root where nothing is broadcast": [(bytes(CHUNK), {"subject": 1})],
+    "pull with an unknown root": [
+        (b"", {"kind": FrameKind.PULL, "flags": FrameFlag.BROADCAST, "subject": 3})
+    ],
+    "a root that is another": [(bytes(CHUNK), {"flags": FrameFlag.BROADCAST, "subject": 1})],
     "version 3 first": [(bytes(CHUNK), {"key_version": 3})],
     "version 0": [(bytes(CHUNK), {"key_version": 0})],
     "version 3 too early": [
@@ -257,11 +262,12 @@ def test_who_does_not_speak_for_its_machine_is_cut_off(make, kind):
 def test_a_broadcast_names_the_machine_of_its_root(make):
     server = make(4, pushers=(3, 1))
     flags = FrameFlag.BROADCAST
-    server.push(1, values_of(1), flags=flags | FrameFlag.NO_RESULT)
-    server.post(3, kind=FrameKind.PULL, flags=flags, offset=1)
+    server.push(1, values_of(1), flags=flags | FrameFlag.NO_RESULT, subject=1)
+    server.post(3, kind=FrameKind.PULL, flags=flags, subject=1)
     assert np.array_equal(server.result(3), values_of(1))
-    server.push(1, values_of(1), flags=flags | FrameFlag.NO_RESULT, key_version=2)
-    server.post(3, kind=FrameKind.PULL, flags=flags, offset=0, key_version=2)
+    root = {"flags": flags | FrameFlag.NO_RESULT, "subject": 1}
+    server.push(1, values_of(1), key_version=2, **root)
+    server.post(3, kind=FrameKind.PULL, flags=flags, subject=0, key_version=2)
     assert server.error(3) == (2, MISMATCH, 3)
 
 

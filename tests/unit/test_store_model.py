@@ -167,7 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
         model, version = self.keys[key], self.version[key][rank]
         if not pushes:
             model.join(rank, version, op, Part(None, True, op.flags))
-            self.post(rank, key, kind=FrameKind.PULL, flags=op.flags, offset=op.root)
+            self.post(rank, key, kind=FrameKind.PULL, flags=op.flags, subject=op.root)
             self.compare(key)
             return
         values = self.random.standard_normal(model.nbytes // 4).astype(np.float32)
@@ -184,7 +184,8 @@ class StoreMachine(RuleBasedStateMachine):
         begin = part.cursor
         model.chunk(rank, version)
         payload = part.payload[begin : begin + CHUNK]
-        self.post(rank, key, payload, flags=part.flags, offset=begin)
+        root = self.machine_of[rank] if part.flags & FrameFlag.BROADCAST else 0
+        self.post(rank, key, payload, flags=part.flags, offset=begin, subject=root)
         self.compare(key)
 
     @rule(data=st.data())
@@ -243,6 +244,8 @@ class StoreMachine(RuleBasedStateMachine):
             payload,
             0 if is_error else header["flags"],
             header["priority"],
+            header["status"],
+            header["subject"],
         )
 
     def note(self, rank: int, key: int, frames: list[Frame]) -> None:

@@ -168,7 +168,7 @@ from fastps import _core
 _core.arm_fault(sys.argv[1])
 for number in range(1, 6):
     for point in range(1, 8):
-        _core._hit_fault(point)
+        _core._hit_probe(point)
     print(number, flush=True)
 """
 
@@ -204,8 +204,8 @@ def test_a_delay_delays():
     _core.arm_fault("worker_result@2:delay50")
     try:
         begin = time.monotonic()
-        _core._hit_fault(2)
-        _core._hit_fault(2)
+        _core._hit_probe(2)
+        _core._hit_probe(2)
         assert time.monotonic() - begin >= 0.05
     finally:
         _core.arm_fault("")

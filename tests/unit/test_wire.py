@@ -103,14 +103,17 @@ def test_known_bytes():
         priority=-5,
         offset=6,
         length=7,
+        status=-8,
+        subject=9,
     )
     assert pack_header(header)[:-4].hex(" ", 4) == (
-        "46505331 01010105 02000100 00000000 03000000 04000000 fbffffff 06000000 07000000"
+        "46505331 02010105 02000100 00000000 03000000 04000000 fbffffff 06000000 07000000 "
+        "f8ffffff 09000000"
     )
 
 
 def test_what_is_not_given_is_zero():
-    assert pack_header(Header(kind=FrameKind.BYE))[6:-4] == bytes(30)
+    assert pack_header(Header(kind=FrameKind.BYE))[6:-4] == bytes(38)
 
 
 @given(headers, st.integers(0, wire.HEADER_BYTES - 1), st.integers(1, 255))
@@ -134,7 +137,7 @@ def reseal(raw: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
-    [(0, 0, "magic"), (4, 2, "version 2"), (5, 0, "kind 0"), (5, 6, "kind 6")],
+    [(0, 0, "magic"), (4, 1, "version 1"), (5, 0, "kind 0"), (5, 6, "kind 6")],
 )
 def test_each_reason_is_told(place, value, message):
     raw = bytearray(pack_header(Header(kind=FrameKind.BYE)))
@@ -149,7 +152,7 @@ def test_wrong_checksum_is_told():
         unpack_header(raw[:-1] + bytes([raw[-1] ^ 1]))
 
 
-@pytest.mark.parametrize("size", [0, 39, 41])
+@pytest.mark.parametrize("size", [0, 47, 49])
 def test_wrong_length_is_told(size):
     with pytest.raises(ProtocolError, match=f"header of {size} bytes"):
         unpack_header(bytes(size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _core.pyx: one armed fault point per process, for tests of bad luck.
+# Part of _core.pyx: the points that a key passes; one armed fault per process, for tests.
 
 cdef enum:
     ACTION_KILL = 1
@@ -8,7 +8,7 @@ cdef enum:
     ACTION_EXIT = 4
 
 cdef struct Fault:
-    int32_t point           # FAULT_NONE: not armed; the only field an unarmed check reads
+    int32_t point           # PROBE_NONE: not armed; the only field an unarmed check reads
     int32_t action
     int32_t value           # milliseconds of a delay, code of an exit
     int32_t hits_left       # the action is due when it falls to zero
@@ -18,7 +18,7 @@ cdef Fault armed_fault
 memset(&armed_fault, 0, sizeof(armed_fault))
 
 
-cdef void fault_hit(int point) noexcept nogil:
+cdef void probe_hit(int point, uint64_t key, uint32_t version) noexcept nogil:
     if unlikely(peek32(&armed_fault.point) == point):
         fault_count_hit()
 
@@ -40,16 +40,16 @@ cdef void fault_count_hit() noexcept nogil:
 
 
 _FAULT_POINTS = {
-    "worker_start": FAULT_WORKER_START,
-    "worker_result": FAULT_WORKER_RESULT,
-    "server_landing": FAULT_SERVER_LANDING,
-    "server_sum": FAULT_SERVER_SUM,
-    "server_result": FAULT_SERVER_RESULT,
-    "link_send": FAULT_LINK_SEND,
-    "link_recv": FAULT_LINK_RECV,
-    "local_arrive": FAULT_LOCAL_ARRIVE,
-    "local_chunk": FAULT_LOCAL_CHUNK,
-    "local_stage": FAULT_LOCAL_STAGE,
+    "worker_start": PROBE_WORKER_START,
+    "worker_result": PROBE_WORKER_RESULT,
+    "server_landing": PROBE_SERVER_LANDING,
+    "server_sum": PROBE_SERVER_SUM,
+    "server_result": PROBE_SERVER_RESULT,
+    "link_send": PROBE_LINK_SEND,
+    "link_recv": PROBE_LINK_RECV,
+    "local_arrive": PROBE_LOCAL_ARRIVE,
+    "local_chunk": PROBE_LOCAL_CHUNK,
+    "local_stage": PROBE_LOCAL_STAGE,
 }
 _FAULT_ACTIONS = {
     "kill": ACTION_KILL,
@@ -67,7 +67,7 @@ def arm_fault(spec: str) -> None:
     this process), ``stop`` (SIGSTOP), ``delay<ms>``, ``exit<code>``. ConfigError when it does
     not parse.
     """
-    store32(&armed_fault.point, FAULT_NONE)
+    store32(&armed_fault.point, PROBE_NONE)
     if not spec:
         return
     match = _FAULT_SPEC.fullmatch(spec)
@@ -82,6 +82,6 @@ def arm_fault(spec: str) -> None:
     store32(&armed_fault.point, _FAULT_POINTS[match[1]])
 
 
-def _hit_fault(int point) -> None:
-    """Pass a fault point, for tests."""
-    fault_hit(point)
+def _hit_probe(int point) -> None:
+    """Pass a point, for tests."""
+    probe_hit(point, 0, 0)
