@@ -24,9 +24,10 @@ import hashlib
 import hmac
 import secrets
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
+from typing import TypeAlias, TypeVar
 
-from fastps.errors import AuthError, FastPSError, ProtocolError
+from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError
 
 __all__ = [
     "ACCEPT_BYTES",
@@ -36,10 +37,17 @@ __all__ = [
     "PROTOCOL_VERSION",
     "ClientHandshake",
     "Purpose",
+    "Result",
     "ServerHandshake",
     "Status",
+    "Steps",
     "derive_key",
 ]
+
+Result = TypeVar("Result")
+# One side's part of a handshake: gives what to send and then how many bytes to read, and is sent
+# these. Whoever moves bytes, blocking or not, drives it to its end.
+Steps: TypeAlias = Generator[tuple[bytes, int], bytes, Result]
 
 MAGIC = b"FPSH"
 PROTOCOL_VERSION = 2  # the same as wire.PROTOCOL_VERSION; a test compares them
@@ -72,6 +80,7 @@ class Status(enum.IntEnum):
     WRONG_VERSION = 1
     WRONG_TOKEN = 2
     WRONG_PURPOSE = 3
+    NO_PLACE = 4
 
 
 def derive_key(token: bytes, purpose: str, job_id: str) -> bytes:
@@ -82,7 +91,7 @@ def derive_key(token: bytes, purpose: str, job_id: str) -> bytes:
 
 
 class ClientHandshake:
-    """Lead the connecting side through one handshake: `hello`, `answer`, `finish`."""
+    """Lead the connecting side through one handshake: `hello`, `answer`, `finish`, or `steps`."""
 
     def __init__(
         self,
@@ -128,13 +137,20 @@ class ClientHandshake:
         _check_head(magic, version)
         _check_status(status)
 
+    def steps(self) -> Steps[None]:
+        """Take all steps in their order."""
+        challenge = yield self.hello(), CHALLENGE_BYTES
+        accept = yield self.answer(challenge), ACCEPT_BYTES
+        self.finish(accept)
+
 
 class ServerHandshake:
-    """Lead the accepting side through one handshake: `challenge`, `accept`.
+    """Lead the accepting side through one handshake: `challenge`, `accept`, or `steps`.
 
     `purposes` are those that this port serves. After an error `refusal` holds what to send
     before closing; it is empty where the other side does not look like one of ours, so that a
-    port scanner learns nothing. `purpose`, `sender` and `lane` are true only after `accept`.
+    port scanner learns nothing. `purpose`, `sender` and `lane` are true only after `accept`; from
+    then on `refusal` says that there is no place for one who knows the token.
     """
 
     def __init__(
@@ -187,7 +203,14 @@ class ServerHandshake:
         if not hmac.compare_digest(proof, self._expected):
             self.refusal = _ACCEPT.pack(MAGIC, PROTOCOL_VERSION, Status.WRONG_TOKEN)
             raise AuthError(f"the peer does not know the job token; {_TOKEN_ADVICE}")
+        self.refusal = _ACCEPT.pack(MAGIC, PROTOCOL_VERSION, Status.NO_PLACE)
         return _ACCEPT.pack(MAGIC, PROTOCOL_VERSION, Status.OK)
+
+    def steps(self) -> Steps[bytes]:
+        """Take all steps in their order; give the last message, still to be sent."""
+        hello = yield b"", HELLO_BYTES
+        proof = yield self.challenge(hello), PROOF_BYTES
+        return self.accept(proof)
 
 
 def _prove(key: bytes, direction: bytes, hello: bytes, rest: bytes) -> bytes:
@@ -227,6 +250,8 @@ def _check_status(status: int) -> None:
         return
     if status == Status.WRONG_TOKEN:
         raise AuthError(f"refused: wrong job token; {_TOKEN_ADVICE}")
+    if status == Status.NO_PLACE:
+        raise TransportError("the peer has no place for this connection; its log says why")
     raise _refused(status)
 
 

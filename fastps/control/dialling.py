@@ -12,12 +12,7 @@ import logging
 import socket
 import time
 
-from fastps.auth import (
-    ACCEPT_BYTES,
-    CHALLENGE_BYTES,
-    ClientHandshake,
-    Purpose,
-)
+from fastps.auth import ClientHandshake, Purpose
 from fastps.config import Config
 from fastps.errors import AuthError, ConfigError, FastPSError, ProtocolError, TransportTimeout
 from fastps.transport import sockets
@@ -90,7 +85,7 @@ def _dial_once(config: Config, handshake: ClientHandshake, deadline: float) -> s
     )
     try:
         limit = min(deadline, time.monotonic() + config.handshake_timeout_s)
-        _authenticate(sock, handshake, limit)
+        sockets.shake_hands(sock, handshake.steps(), deadline=limit)
     except FastPSError as error:
         sock.close()
         raise _with_address(error, config) from error
@@ -98,13 +93,6 @@ def _dial_once(config: Config, handshake: ClientHandshake, deadline: float) -> s
         sock.close()
         raise
     return sock
-
-
-def _authenticate(sock: socket.socket, handshake: ClientHandshake, deadline: float) -> None:
-    sock.sendall(handshake.hello())
-    challenge = sockets.read_exactly(sock, CHALLENGE_BYTES, deadline=deadline)
-    sock.sendall(handshake.answer(challenge))
-    handshake.finish(sockets.read_exactly(sock, ACCEPT_BYTES, deadline=deadline))
 
 
 def _where(config: Config) -> str:

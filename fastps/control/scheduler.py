@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler process: one asyncio thread between the sockets and the Membership.
 
-Decides nothing about the job: it authenticates connections, turns bytes into messages, hands
-them with the time to the Membership and carries out its actions. Bounds what strangers can
-cost: a fixed-size hello before anything is parsed, a deadline, a number of half-open
-connections. What strangers do is counted by kind and logged at the 1st, 10th, 100th ... time.
+Decides nothing about the job: it turns bytes into messages, hands them with the time to the
+Membership and carries out its actions. Who does not show the token stays at its gate.
 
 A control connection belongs to one member; its number is the peer number. A pulse connection
 names that number as its sender; whatever arrives on it renews the lease.
@@ -17,12 +15,11 @@ import contextlib
 import logging
 import signal
 import socket
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from fastps.auth import HELLO_BYTES, PROOF_BYTES, Purpose, ServerHandshake, derive_key
+from fastps.auth import Purpose, ServerHandshake, derive_key
 from fastps.config import Config
 from fastps.control.membership import Action, Close, Finish, Membership, Phase, Send
 from fastps.control.protocol import (
@@ -35,12 +32,12 @@ from fastps.control.protocol import (
     pack,
     unpack_to_scheduler,
 )
-from fastps.errors import AuthError, FastPSError, ProtocolError
+from fastps.errors import ProtocolError
 from fastps.transport import sockets
+from fastps.transport.gate import Gate
 
 log = logging.getLogger(__name__)
 
-MAX_HALF_OPEN = 256  # connections that have not shown the token; each costs a few KB
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES  # to one member that does not read; then it is lost
 READ_LIMIT_BYTES = 64 << 10  # asyncio's buffer per connection
 PULSE_READ_BYTES = 4096
@@ -59,25 +56,8 @@ class SchedulerStatistics:
     refused: Mapping[str, int]
 
 
-class _Refusals:
-    """Counts of what strangers did, logged ever more rarely."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-
-    def note(self, kind: str, writer: asyncio.StreamWriter, detail: object) -> None:
-        self.counts[kind] += 1
-        count = self.counts[kind]
-        if str(count).strip("0") != "1":
-            return
-        peer = writer.get_extra_info("peername") or ("unknown",)
-        log.warning(
-            "refused a connection (%s, %d so far) from %s: %s", kind, count, peer[0], detail
-        )
-
-
-class _NotRead(Exception):
-    """A connection ended or broke before or between messages."""
+class _NotRead(ConnectionError):
+    """A connection ended before or between messages."""
 
 
 class Scheduler:
@@ -95,8 +75,6 @@ class Scheduler:
         self._on_ready = on_ready
         self._listeners = list(listeners)
         self._key = derive_key(config.token_bytes(), KEY_PURPOSE_CONTROL, config.job_id)
-        self._refusals = _Refusals()
-        self._half_open = 0
         self._next_peer = 1
         self._controls: dict[int, asyncio.StreamWriter] = {}
         self._pulses: dict[int, asyncio.StreamWriter] = {}
@@ -120,8 +98,8 @@ class Scheduler:
             self._membership.phase.value,
             self._membership.generation,
             len(self._membership.members()),
-            self._half_open,
-            MappingProxyType(dict(self._refusals.counts)),
+            self._gate.half_open,
+            MappingProxyType(dict(self._gate.refused)),
         )
 
     async def run(self) -> int:
@@ -130,12 +108,15 @@ class Scheduler:
         self._finished: asyncio.Future[Finish] = self._loop.create_future()
         self._membership = Membership(self._config, now=self._loop.time())
         listeners = self._listeners or self._listen()
-        servers: list[asyncio.Server] = []
+        self._gate = Gate(
+            listeners,
+            key=self._key,
+            purposes=(Purpose.CONTROL, Purpose.PULSE),
+            timeout_s=self._config.handshake_timeout_s,
+            welcome=self._welcome,
+        )
         try:
-            for sock in listeners:
-                servers.append(
-                    await asyncio.start_server(self._accept, sock=sock, limit=READ_LIMIT_BYTES)
-                )
+            self._gate.open()
             self._address = listeners[0].getsockname()[:2]
             self._set_timer()
             log.info("scheduler listens on %s", sockets.join_address(*self._address))
@@ -143,9 +124,7 @@ class Scheduler:
                 self._on_ready(self.host, self.port)
             finish = await self._finished
         finally:
-            for server in servers:
-                server.close()
-            sockets.close_all(listeners)
+            await self._gate.close()
             await self._close_connections()
         level = logging.ERROR if finish.code else logging.INFO
         log.log(level, "scheduler ends: %s", finish.reason)
@@ -176,74 +155,24 @@ class Scheduler:
             )
         return listeners
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        try:
-            await self._serve(reader, writer)
-        except asyncio.CancelledError:
-            pass
-        except Exception:
-            log.exception("a connection failed in an unforeseen way")
-        finally:
-            self._connections.discard(task)
-            writer.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        admitted = await self._admit(reader, writer)
-        if admitted is None:
-            return
-        handshake, join = admitted
-        if handshake.purpose is Purpose.PULSE:
-            await self._serve_pulse(handshake.sender, reader, writer)
-        elif join is not None:
-            await self._serve_control(join, reader, writer)
-
-    # ---- strangers ----
-
-    async def _admit(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> tuple[ServerHandshake, Join | None] | None:
-        """Authenticate a connection and read a member's Join, in bounded time and memory."""
-        if self._half_open >= MAX_HALF_OPEN:
-            self._refusals.note("too many half-open", writer, f"{MAX_HALF_OPEN} wait already")
-            return None
-        self._half_open += 1
-        handshake = ServerHandshake(self._key, purposes=(Purpose.CONTROL, Purpose.PULSE))
-        try:
-            async with asyncio.timeout(self._config.handshake_timeout_s):
-                sockets.tune(writer.get_extra_info("socket"), self._config.tcp_user_timeout_s)
-                await self._handshake(handshake, reader, writer)
-                if handshake.purpose is Purpose.PULSE:
-                    return handshake, None
-                return handshake, await self._read_join(reader)
-        except TimeoutError:
-            detail = f"no token within {self._config.handshake_timeout_s:g} s"
-            self._refusals.note("too slow", writer, detail)
-        except AuthError as error:
-            self._refusals.note("wrong token", writer, error)
-        except ProtocolError as error:
-            self._refusals.note("not our protocol", writer, error)
-        except (OSError, EOFError, _NotRead):
-            self._refusals.note("closed early", writer, "it left before it showed the token")
-        finally:
-            self._half_open -= 1
-        return None
-
-    async def _handshake(
-        self,
-        handshake: ServerHandshake,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+    async def _welcome(
+        self, sock: socket.socket, handshake: ServerHandshake, accept: bytes
     ) -> None:
+        """Let a member in, whose Join must come within the time of its handshake, and serve it."""
+        sockets.tune(sock, self._config.tcp_user_timeout_s)
+        reader, writer = await asyncio.open_connection(sock=sock.dup(), limit=READ_LIMIT_BYTES)
         try:
-            writer.write(handshake.challenge(await reader.readexactly(HELLO_BYTES)))
-            writer.write(handshake.accept(await reader.readexactly(PROOF_BYTES)))
-        except FastPSError:
-            if handshake.refusal:
-                writer.write(handshake.refusal)
+            writer.write(accept)
+            handshake.refusal = b""  # from now on messages say what there is to say
+            is_pulse = handshake.purpose is Purpose.PULSE
+            join = None if is_pulse else await self._read_join(reader)
+        except BaseException:
+            writer.close()
             raise
+        task = self._loop.create_task(self._serve(handshake.sender, join, reader, writer))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        task.add_done_callback(lambda _: writer.close())
 
     async def _read_join(self, reader: asyncio.StreamReader) -> Join:
         message = await _read_message(reader)
@@ -252,6 +181,21 @@ class Scheduler:
         return message
 
     # ---- members ----
+
+    async def _serve(
+        self,
+        sender: int,
+        join: Join | None,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        try:
+            if join is None:
+                await self._serve_pulse(sender, reader, writer)
+            else:
+                await self._serve_control(join, reader, writer)
+        except Exception:
+            log.exception("a connection failed in an unforeseen way")
 
     async def _serve_control(
         self, join: Join, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -276,7 +220,8 @@ class Scheduler:
     ) -> None:
         """Renew a lease at every byte; the member's control connection must be open already."""
         if peer in self._pulses or not self._membership.pulse(peer, self._loop.time()):
-            self._refusals.note("pulse of nobody", writer, f"peer {peer} has no lease to renew")
+            host, *_ = writer.get_extra_info("peername") or ("unknown",)
+            self._gate.refuse("pulse of nobody", host, f"peer {peer} has no lease to renew")
             return
         self._pulses[peer] = writer
         try:

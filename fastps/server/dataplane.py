@@ -28,8 +28,9 @@ from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport import rdma
 from fastps.transport._tcp import TcpTransport
+from fastps.transport.listener import Listener, NotYet
 from fastps.transport.sockets import watch_closely
-from fastps.transport.tcp import Listener, NotYet, unpack_lane
+from fastps.transport.tcp import unpack_lane
 from fastps.types import DType
 
 if TYPE_CHECKING:

@@ -15,28 +15,20 @@ import array
 import bisect
 import contextlib
 import errno
+import fcntl
 import hmac
 import logging
 import mmap
 import os
 import socket
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastps.auth import (
-    ACCEPT_BYTES,
-    CHALLENGE_BYTES,
-    HELLO_BYTES,
-    PROOF_BYTES,
-    ClientHandshake,
-    Purpose,
-    ServerHandshake,
-)
-from fastps.errors import AuthError, FastPSError, TransportError, TransportTimeout
+from fastps.auth import ClientHandshake, Purpose, ServerHandshake
+from fastps.errors import AuthError, TransportError, TransportTimeout
 from fastps.transport import sockets
 from fastps.transport._shm import Block, Mapping
 
@@ -54,10 +46,12 @@ __all__ = [
 PAGE_BYTES = mmap.PAGESIZE
 PROBE_BYTES = 64 << 10
 RETRY_S = 0.005  # between two attempts to reach a leader that does not listen yet
+CLOSE_S = 5.0  # for the thread of the meeting to end
 DESCRIPTORS_PER_MESSAGE = 128  # the kernel allows 253
 CGROUP = Path("/sys/fs/cgroup")
 RESERVE_BYTES = 64 << 20  # what an arena leaves of a container's memory
-_CREDENTIALS = struct.Struct("3i")
+# nobody can take memory away from under the others, who would die of SIGBUS
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 # ---- memory ----
@@ -69,13 +63,15 @@ def create_memory(nbytes: int) -> int:
     It takes up room only where it is used. Raises OSError.
     """
     try:
-        descriptor = os.memfd_create("fastps", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("fastps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
             raise
         descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(descriptor, nbytes)
+        with contextlib.suppress(PermissionError):  # a file of /dev/shm has no seals
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
     except OSError:
         os.close(descriptor)
         raise
@@ -260,7 +256,7 @@ def exchange(
     lists it gets hold new ones (its own too). The first of ranks leads. deadline:
     time.monotonic(). Raises TransportTimeout, TransportError, AuthError.
     """
-    name = "\0fastps-" + hmac.digest(key, b"meeting of %d" % ranks[0], "sha256").hex()[:32]
+    name = "fastps-" + hmac.digest(key, b"meeting of %d" % ranks[0], "sha256").hex()[:32]
     if rank == ranks[0]:
         return _lead(name, descriptors, ranks, key, deadline)
     return _follow(name, descriptors, rank, len(ranks), key, deadline)
@@ -270,60 +266,63 @@ def _lead(
     name: str, descriptors: Sequence[int], ranks: Sequence[int], key: bytes, deadline: float
 ) -> list[list[int]]:
     found = {ranks[0]: [os.dup(descriptor) for descriptor in descriptors]}
-    peers: list[socket.socket] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        try:
-            listener.bind(name)
-            listener.listen(len(ranks) + 8)
-            while len(found) < len(ranks):
-                missing = sorted(set(ranks) - set(found))
-                sock = _accept(listener, missing, deadline)
-                with contextlib.suppress(FastPSError, OSError):
-                    sender = _admit(sock, key, missing, deadline)
-                    found[sender] = _receive(sock, len(descriptors), deadline)
-                    peers.append(sock)
-                    continue
-                sock.close()
-            everything = [found[rank] for rank in ranks]
-            for sock in peers:
-                _send(sock, [one for group in everything for one in group])
-        except OSError as error:
-            raise TransportError(f"cannot share memory: {error.strerror or error}") from error
-        finally:
-            for sock in peers:
-                sock.close()
-    return everything
-
-
-def _accept(listener: socket.socket, missing: Sequence[int], deadline: float) -> socket.socket:
-    listener.settimeout(max(deadline - time.monotonic(), 0.001))
+    peers: dict[int, socket.socket] = {}
     try:
-        sock, _ = listener.accept()
+        _meet(name, ranks[1:], peers, key, deadline)
+        for rank, sock in peers.items():
+            found[rank] = _receive(sock, len(descriptors), deadline)
+        everything = [found[rank] for rank in ranks]
+        for sock in peers.values():
+            _send(sock, [one for group in everything for one in group])
     except TimeoutError as error:
+        missing = sorted(set(ranks[1:]) - set(peers)) or sorted(set(ranks) - set(found))
         raise TransportTimeout(
             f"workers {missing} of this machine did not come to share memory in time; are they "
             "stopped or overloaded? Raise FASTPS_START_TIMEOUT_S, or set FASTPS_SHARED_MEMORY=0"
         ) from error
-    sock.settimeout(max(deadline - time.monotonic(), 0.001))
-    return sock
+    except OSError as error:
+        raise TransportError(f"cannot share memory: {error.strerror or error}") from error
+    finally:
+        sockets.close_all(list(peers.values()))
+    return everything
 
 
-def _admit(sock: socket.socket, key: bytes, missing: Sequence[int], deadline: float) -> int:
-    """Let a follower prove itself; give its rank."""
-    _check_user(sock)
-    handshake = ServerHandshake(key, purposes=(Purpose.MEMORY,))
-    sock.sendall(handshake.challenge(sockets.read_exactly(sock, HELLO_BYTES, deadline=deadline)))
-    sock.sendall(handshake.accept(sockets.read_exactly(sock, PROOF_BYTES, deadline=deadline)))
-    if handshake.sender not in missing:
-        raise AuthError(f"worker {handshake.sender} is not expected here")
-    return handshake.sender
+def _meet(
+    name: str,
+    expected: Sequence[int],
+    peers: dict[int, socket.socket],
+    key: bytes,
+    deadline: float,
+) -> None:
+    """Fill in the connection of everybody expected, whoever else may come; TimeoutError."""
+    # imported here: who leads nobody does without asyncio
+    from fastps.transport.gate import Gate, GateThread  # noqa: PLC0415
 
+    is_complete = threading.Event()
 
-def _check_user(sock: socket.socket) -> None:
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user = _CREDENTIALS.unpack(raw)[1]
-    if user not in (os.geteuid(), 0):
-        raise AuthError(f"user {user} is not to share memory with user {os.geteuid()}")
+    async def welcome(sock: socket.socket, handshake: ServerHandshake, accept: bytes) -> None:
+        if handshake.sender not in expected or handshake.sender in peers:
+            raise TransportError(f"worker {handshake.sender} is not expected here")
+        sock.send(accept)
+        peers[handshake.sender] = sock.dup()
+        if len(peers) == len(expected):
+            is_complete.set()
+
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    left_s = deadline - time.monotonic()
+    memory = (Purpose.MEMORY,)
+    gate = GateThread(
+        Gate([listener], key=key, purposes=memory, timeout_s=left_s, welcome=welcome)
+    )
+    try:
+        listener.bind("\0" + name)
+        listener.listen(len(expected) + 8)
+        listener.setblocking(False)
+        gate.start()
+        if not is_complete.wait(left_s):
+            raise TimeoutError
+    finally:
+        gate.close(timeout_s=CLOSE_S)
 
 
 def _follow(
@@ -331,13 +330,10 @@ def _follow(
 ) -> list[list[int]]:
     with _reach(name, deadline) as sock:
         try:
-            sock.settimeout(max(deadline - time.monotonic(), 0.001))
-            _check_user(sock)
+            if not sockets.is_own_user(sock):
+                raise AuthError("the first worker of this machine is another user's")
             handshake = ClientHandshake(key, purpose=Purpose.MEMORY, sender=rank)
-            sock.sendall(handshake.hello())
-            challenge = sockets.read_exactly(sock, CHALLENGE_BYTES, deadline=deadline)
-            sock.sendall(handshake.answer(challenge))
-            handshake.finish(sockets.read_exactly(sock, ACCEPT_BYTES, deadline=deadline))
+            sockets.shake_hands(sock, handshake.steps(), deadline=deadline)
             _send(sock, descriptors)
             found = _receive(sock, count * len(descriptors), deadline)
         except TimeoutError as error:
@@ -350,13 +346,9 @@ def _follow(
 
 def _reach(name: str, deadline: float) -> socket.socket:
     while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(max(deadline - time.monotonic(), 0.001))
-            sock.connect(name)
-            return sock
+            return sockets.connect_unix(name, deadline=deadline)
         except (ConnectionRefusedError, BlockingIOError, TimeoutError) as error:
-            sock.close()
             if time.monotonic() >= deadline:
                 raise TransportTimeout(
                     "the first worker of this machine did not offer shared memory in time; is it "

@@ -2,8 +2,8 @@
 """Stream sockets for Python threads: options, listening, connecting, exact reads and writes.
 
 Control connections use them whole, data connections until C takes over. Knows addresses and
-deadlines, nothing of messages. All descriptors are closed on exec (Python's default) and no
-function here blocks past its deadline. Times are of time.monotonic().
+deadlines, nothing of messages but that a handshake has steps. All descriptors are closed on exec
+(Python's default) and no function here blocks past its deadline. Times are of time.monotonic().
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 
+from fastps.auth import Result, Steps
 from fastps.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ BACKLOG = 1024  # a large job joins at once
 KEEPALIVE_IDLE_S = 10  # then probes; TCP_USER_TIMEOUT decides when to give up
 KEEPALIVE_INTERVAL_S = 5
 UNIX_PREFIX = "fastps-"
-UNIX_NAME_BYTES = 16  # random ones: who was not told a name cannot find it
+UNIX_NAME_BYTES = 16  # random ones, so that no two are equal; /proc/net/unix lists all names
 UNIX_BUFFER_BYTES = 4 << 20  # a Unix socket does not grow its buffer by itself as TCP does
 SO_SNDBUFFORCE = 32  # socket(7): beyond net.core.wmem_max, for the privileged
 UCRED = struct.Struct("3i")  # pid, uid, gid
@@ -150,7 +151,7 @@ def listen_unix() -> tuple[socket.socket, str]:
 
 
 def connect_unix(name: str, *, deadline: float) -> socket.socket:
-    """Connect to a name that listen_unix() gave; OSError when nobody here has it."""
+    """Connect to an abstract name, as listen_unix() gives; OSError when nobody here has it."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -179,6 +180,14 @@ def is_own_user(sock: socket.socket) -> bool:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
     _, uid, _ = UCRED.unpack(raw)
     return uid in (os.geteuid(), ROOT_UID)
+
+
+def name_of_peer(sock: socket.socket) -> str:
+    """Name the machine that the other end is on."""
+    try:
+        return "a Unix socket" if is_unix(sock) else str(sock.getpeername()[0])
+    except OSError:
+        return "unknown: it has gone"
 
 
 def inherit(descriptor: int | None) -> list[socket.socket]:
@@ -213,10 +222,13 @@ def connect(
     of the last address tried, TimeoutError in the end.
     """
     failure: OSError = TimeoutError("timed out")
-    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for index, (family, _, _, _, address) in enumerate(found):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            # one address that does not answer leaves time for the others
+            share_s = (deadline - time.monotonic()) / (len(found) - index)
+            sock.settimeout(max(share_s, 0.001))
             if prepare is not None:
                 prepare(sock, str(address[0]))
             sock.connect(address)
@@ -234,6 +246,18 @@ def _refuse_self(sock: socket.socket) -> None:
     """Undo a connection to itself: the kernel makes one when our own port is the target's."""
     if sock.getsockname() == sock.getpeername():
         raise ConnectionRefusedError(errno.ECONNREFUSED, "nothing listens on the port")
+
+
+def shake_hands(sock: socket.socket, steps: Steps[Result], *, deadline: float) -> Result:
+    """Take one side's steps of a handshake; errors of write_all, read_exactly and the steps."""
+    data, nbytes = next(steps)
+    while True:
+        write_all(sock, data, deadline=deadline)
+        try:
+            data, nbytes = steps.send(read_exactly(sock, nbytes, deadline=deadline))
+        except StopIteration as end:
+            result: Result = end.value
+            return result
 
 
 def read_exactly(sock: socket.socket, nbytes: int, *, deadline: float) -> bytes:

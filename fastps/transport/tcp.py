@@ -1,52 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TCP and Unix data connections until they are authenticated: listen, dial, tune, hand over.
+"""TCP and Unix data connections until the C side has them: dial, tune, choose sizes.
 
-Decides nothing about frames: a connection that has shown the token is handed to the C side
-(_tcp.TcpTransport.adopt), one that has not is refused, counted and closed within the handshake
-timeout. The listener's asyncio loop runs on one thread, fastps:accept; dialling blocks the
-caller. What strangers cost is bounded: fixed-size messages, a deadline, MAX_HALF_OPEN at once.
-A Unix socket is the same to everybody but this file: there it has no options of TCP, and a peer
-of another user is refused before a byte of it is read.
+Decides nothing about frames. Dialling blocks the caller; listener.py is the other end. A Unix
+socket is the same to everybody but these two: it has no options of TCP, and a peer of another
+user is refused before a byte of it is read.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
 import logging
-import os
 import socket
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from fastps.auth import (
-    ACCEPT_BYTES,
-    CHALLENGE_BYTES,
-    HELLO_BYTES,
-    PROOF_BYTES,
-    ClientHandshake,
-    Purpose,
-    ServerHandshake,
-)
+from fastps.auth import ClientHandshake, Purpose
 from fastps.config import Config
 from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError, TransportTimeout
 from fastps.transport import sockets
 
 log = logging.getLogger(__name__)
 
-MAX_HALF_OPEN = 128  # connections that have not shown the token
-ADMIT_RETRY_S = 0.005  # how often a connection that came too early asks again
+RETRY_FIRST_S, RETRY_LAST_S = 0.02, 0.5  # pauses after a door that was too full
 SAME_HOST_CREDIT_BYTES = 640 << 10  # a chunk under way and the next one
 REMOTE_CREDIT_BYTES = 512 << 10
 LOCAL_CHUNK_BYTES = 512 << 10
 REMOTE_CHUNK_BYTES = 64 << 10
-FULL_PAUSE_S = 0.1  # pause when no descriptor is left
 
 
-class NotYet(Exception):
-    """The owner cannot take this link now, but will soon: a new generation begins."""
+class _TurnedAway(TransportError):
+    """The connection was closed before anybody looked at it: others crowd the door."""
 
 
 def pack_lane(generation: int, lane: int) -> int:
@@ -101,24 +85,35 @@ def dial(
 
     Blocks up to connect_timeout_s and handshake_timeout_s. what: who is called, for errors.
     unix: name of its Unix socket, on this machine; when nobody there lets us in, the address is
-    tried. Raises TransportTimeout, TransportError, AuthError or ProtocolError.
+    tried, and again while the door is too full. Raises TransportTimeout, TransportError, AuthError
+    or ProtocolError.
     """
-    handshake = ClientHandshake(key, purpose=Purpose.DATA, sender=sender, lane=lane)
+    shake = functools.partial(ClientHandshake, key, purpose=Purpose.DATA, sender=sender, lane=lane)
     where = f"{what} at {sockets.join_address(*address)}"
     if unix:
         try:
             sock = sockets.connect_unix(unix, deadline=time.monotonic() + config.connect_timeout_s)
-            return _introduce(sock, config, handshake, f"{what} at the Unix socket {unix}")
+            return _introduce(sock, config, shake(), f"{what} at the Unix socket {unix}")
         except (TransportTimeout, AuthError, ProtocolError):
             raise
         except (TransportError, OSError) as error:
             log.warning("%s: no Unix socket (%s); TCP takes its place", where, error)
-            handshake = ClientHandshake(key, purpose=Purpose.DATA, sender=sender, lane=lane)
-    return _introduce(_connect(address, config, where), config, handshake, where)
-
-
-def _connect(address: tuple[str, int], config: Config, where: str) -> socket.socket:
     deadline = time.monotonic() + config.connect_timeout_s
+    pauses = sockets.backoff_s(RETRY_FIRST_S, RETRY_LAST_S)
+    while True:
+        try:
+            sock = _connect(address, config, where, deadline)
+            return _introduce(sock, config, shake(), where)
+        except _TurnedAway:
+            pause_s = next(pauses)
+            if time.monotonic() + pause_s >= deadline:
+                raise
+        time.sleep(pause_s)
+
+
+def _connect(
+    address: tuple[str, int], config: Config, where: str, deadline: float
+) -> socket.socket:
     try:
         return sockets.connect(
             *address,
@@ -139,7 +134,8 @@ def _introduce(sock: socket.socket, config: Config, handshake: ClientHandshake, 
     """Tune and authenticate a connection; give its descriptor, or close it and raise."""
     try:
         tune(sock, config)
-        _lead(sock, handshake, time.monotonic() + config.handshake_timeout_s)
+        deadline = time.monotonic() + config.handshake_timeout_s
+        sockets.shake_hands(sock, handshake.steps(), deadline=deadline)
         sock.setblocking(False)
     except FastPSError as error:
         sock.close()
@@ -151,7 +147,7 @@ def _introduce(sock: socket.socket, config: Config, handshake: ClientHandshake, 
         ) from error
     except OSError as error:
         sock.close()
-        raise TransportError(f"{where} closed the connection: {error}") from error
+        raise _TurnedAway(f"{where} closed the connection: {error}") from error
     return sock.detach()
 
 
@@ -182,168 +178,3 @@ def choose_chunk(hosts: Sequence[str], *, host_ids: Sequence[str] = ()) -> int:
     is_one_host = len(set(host_ids)) == 1 and bool(host_ids[0])
     is_local = is_one_host or all(map(sockets.is_loopback, hosts))
     return LOCAL_CHUNK_BYTES if is_local else REMOTE_CHUNK_BYTES
-
-
-def _lead(sock: socket.socket, handshake: ClientHandshake, deadline: float) -> None:
-    sock.sendall(handshake.hello())
-    challenge = sockets.read_exactly(sock, CHALLENGE_BYTES, deadline=deadline)
-    sock.sendall(handshake.answer(challenge))
-    handshake.finish(sockets.read_exactly(sock, ACCEPT_BYTES, deadline=deadline))
-
-
-class Listener:
-    """Accept data connections on bound sockets, TCP or Unix; hand authenticated ones to admit.
-
-    admit(descriptor, sender, packed lane) owns the descriptor once it is called, unless it
-    raises NotYet; it runs on the listener's thread. start() begins, close() joins the thread.
-    """
-
-    def __init__(
-        self,
-        listeners: Sequence[socket.socket],
-        config: Config,
-        *,
-        key: bytes,
-        admit: Callable[[int, int, int], None],
-    ) -> None:
-        self._listeners = list(listeners)
-        for sock in self._listeners:
-            if not sockets.is_unix(sock) and sockets.is_loopback(sock.getsockname()[0]):
-                prefer_same_host(sock, sock.getsockname()[0], config)
-        self._config = config
-        self._key = key
-        self._admit = admit
-        self._refused: Counter[str] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._stopped = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="fastps:accept", daemon=True)
-
-    def start(self) -> None:
-        """Begin to accept."""
-        self._thread.start()
-
-    def statistics(self) -> dict[str, int]:
-        """Count refused connections by reason."""
-        return dict(self._refused)
-
-    def close(self, *, timeout_s: float) -> None:
-        """Stop accepting, drop what is half open, join the thread; idempotent."""
-        if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._stopped.set)
-            self._thread.join(timeout_s)
-        elif not self._loop.is_closed():
-            self._loop.close()
-        sockets.close_all(self._listeners)
-
-    # ---- on the listener's thread ----
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._loop.close()
-
-    async def _serve(self) -> None:
-        for listener in self._listeners:
-            self._watch(listener)
-        await self._stopped.wait()
-        for listener in self._listeners:
-            self._loop.remove_reader(listener)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _watch(self, listener: socket.socket) -> None:
-        self._loop.add_reader(listener, self._accept, listener)
-
-    def _accept(self, listener: socket.socket) -> None:
-        """Take one connection that waits; a callback, for a cancelled task would lose it."""
-        try:
-            sock, _ = listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            log.warning("cannot accept a data connection: %s; check `ulimit -n`", error)
-            self._loop.remove_reader(listener)
-            self._loop.call_later(FULL_PAUSE_S, self._watch, listener)
-            return
-        if sockets.is_unix(sock) and not sockets.is_own_user(sock):
-            self._refuse("another user", sock, "a Unix socket is for our own user")
-            sock.close()
-            return
-        if len(self._tasks) >= MAX_HALF_OPEN:
-            self._refuse("too many half-open", sock, f"{MAX_HALF_OPEN} wait already")
-            sock.close()
-            return
-        task = self._loop.create_task(self._serve_one(sock))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: sock.close())
-
-    async def _serve_one(self, sock: socket.socket) -> None:
-        try:
-            sock.setblocking(False)
-            async with asyncio.timeout(self._config.handshake_timeout_s):
-                await self._authenticate(sock)
-        except TimeoutError:
-            timeout_s = self._config.handshake_timeout_s
-            self._refuse("too slow", sock, f"not authenticated within {timeout_s:g} s")
-        except AuthError as error:
-            self._refuse("wrong token", sock, error)
-        except ProtocolError as error:
-            self._refuse("not our protocol", sock, error)
-        except (FastPSError, ValueError) as error:
-            self._refuse("not admitted", sock, error)
-        except OSError as error:
-            self._refuse("closed early", sock, error)
-
-    async def _authenticate(self, sock: socket.socket) -> None:
-        handshake = ServerHandshake(self._key, purposes=(Purpose.DATA,))
-        try:
-            challenge = handshake.challenge(await self._read(sock, HELLO_BYTES))
-            await self._loop.sock_sendall(sock, challenge)
-            accept = handshake.accept(await self._read(sock, PROOF_BYTES))
-        except FastPSError:
-            with contextlib.suppress(OSError):
-                sock.send(handshake.refusal)
-            raise
-        tune(sock, self._config)
-        await self._hand_over(sock, handshake.sender, handshake.lane)
-        # Only now, so that who was accepted is already known to the owner. Nothing else is
-        # written before: the owner has no results for a worker that has not pushed.
-        sock.send(accept)
-
-    async def _hand_over(self, sock: socket.socket, sender: int, lane: int) -> None:
-        while True:
-            descriptor = os.dup(sock.fileno())
-            try:
-                self._admit(descriptor, sender, lane)
-                return
-            except NotYet:
-                os.close(descriptor)
-            await asyncio.sleep(ADMIT_RETRY_S)
-
-    async def _read(self, sock: socket.socket, nbytes: int) -> bytes:
-        data = b""
-        while len(data) < nbytes:
-            piece = await self._loop.sock_recv(sock, nbytes - len(data))
-            if not piece:
-                raise ConnectionResetError("it left before it showed the token")
-            data += piece
-        return data
-
-    def _refuse(self, reason: str, sock: socket.socket, detail: object) -> None:
-        """Count a stranger; log the 1st, 10th, 100th of its kind."""
-        self._refused[reason] += 1
-        count = self._refused[reason]
-        if str(count).strip("0") != "1":
-            return
-        try:
-            peer = "a Unix socket" if sockets.is_unix(sock) else sock.getpeername()[0]
-        except OSError:
-            peer = "unknown"
-        log.warning(
-            "refused a data connection (%s, %d so far) from %s: %s", reason, count, peer, detail
-        )

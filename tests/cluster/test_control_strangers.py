@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import struct
@@ -46,6 +47,7 @@ from fastps.errors import (
     TransportTimeout,
 )
 from fastps.transport import sockets
+from fastps.transport.half_open import MAX_HALF_OPEN, MAX_PER_SOURCE
 
 KEY = derive_key(TOKEN.encode(), "control", "job")
 
@@ -188,17 +190,26 @@ class TestStrangers:
                 assert wait_closed(sock) == b""
             join_and_leave(scheduler)
 
-    def test_number_of_half_open_connections_is_bounded(
-        self, monkeypatch: pytest.MonkeyPatch
+    def test_silent_connections_are_bounded_and_keep_nobody_out(
+        self, lone: SchedulerThread
     ) -> None:
-        monkeypatch.setattr(scheduler_module, "MAX_HALF_OPEN", 4)
-        with SchedulerThread(size=1, num_servers=0, handshake_timeout_s=0.5) as scheduler:
-            idle = [connect_raw(scheduler) for _ in range(20)]
-            wait_refused(scheduler, "too many half-open", 16)
-            assert scheduler.scheduler.statistics().half_open <= 4
-            join_and_leave(scheduler)  # tries again until there is room
-            for sock in idle:
-                sock.close()
+        with lone as scheduler, contextlib.ExitStack() as stack:
+            for _ in range(MAX_HALF_OPEN + 9):
+                stack.enter_context(connect_raw(scheduler))
+            began = time.monotonic()
+            join_and_leave(scheduler)
+            assert seconds_since(began) < 5.0
+            wait_refused(scheduler, "too many half-open", 9)
+            assert scheduler.scheduler.statistics().half_open <= MAX_PER_SOURCE
+
+    def test_a_silent_connection_does_not_prolong_the_end(self) -> None:
+        short = SchedulerThread(size=1, num_servers=0, linger_s=0.1)
+        with short as scheduler, connect_raw(scheduler) as sock:
+            join_and_leave(scheduler)
+            began = time.monotonic()
+            scheduler.thread.join(WAIT_S)
+            assert seconds_since(began) < 3.0  # not the 5 s of the shutdown
+            assert wait_closed(sock) == b""
 
     def test_pulse_of_nobody(self, lone: SchedulerThread) -> None:
         with lone as scheduler:

@@ -288,7 +288,7 @@ def test_scheduler_answers_from_the_beginning(job):
     lines = result.stderr.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("[scheduler] ")
-    assert "scheduler WARNING fastps.control.scheduler: refused a connection" in lines[0]
+    assert "scheduler WARNING fastps.transport.gate: refused a connection" in lines[0]
 
 
 def test_scheduler_that_nobody_joins_is_the_cause(job):

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import socket
 import threading
 import time
@@ -28,7 +29,8 @@ from fastps.auth import (
 )
 from fastps.config import Config, load
 from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError, TransportTimeout
-from fastps.transport import sockets, tcp
+from fastps.transport import gate, half_open, sockets, tcp
+from fastps.transport.listener import Listener, NotYet
 
 KEY = derive_key(b"token", "data", "job")
 WRONG_KEY = derive_key(b"other token", "data", "job")
@@ -60,7 +62,7 @@ class Door:
         self.refusals: list[BaseException] = []  # raised by admit, one per call
         self.calls = 0
         both = [self.listener, unix_listener]
-        self.door = tcp.Listener(both, self.config, key=KEY, admit=self.admit)
+        self.door = Listener(both, self.config, key=KEY, admit=self.admit)
         self.door.start()
 
     def admit(self, descriptor: int, sender: int, lane: int) -> None:
@@ -68,7 +70,7 @@ class Door:
         self.calls += 1
         if self.refusals:
             error = self.refusals.pop(0)
-            if not isinstance(error, tcp.NotYet):
+            if not isinstance(error, NotYet):
                 os.close(descriptor)
             raise error
         self.admitted.append((descriptor, sender, lane))
@@ -193,7 +195,7 @@ def test_lanes_are_packed_beside_the_generation(generation):
 
 def test_not_yet_is_asked_again(opened):
     door = opened()
-    door.refusals = [tcp.NotYet(), tcp.NotYet(), tcp.NotYet()]
+    door.refusals = [NotYet(), NotYet(), NotYet()]
     with door.dial():
         assert door.calls == 4
         assert len(door.admitted) == 1
@@ -202,7 +204,7 @@ def test_not_yet_is_asked_again(opened):
 
 def test_not_yet_for_too_long_is_too_slow(opened):
     door = opened(timeout_s=SLOW_S)
-    door.refusals = [tcp.NotYet() for _ in range(10000)]
+    door.refusals = [NotYet() for _ in range(10000)]
     with pytest.raises((TransportError, TransportTimeout), match="server 0 at 127"):
         door.dial()
     wait_until(lambda: door.refused() == {"too slow": 1}, "the refusal")
@@ -211,7 +213,7 @@ def test_not_yet_for_too_long_is_too_slow(opened):
 def test_an_owner_that_refuses_is_counted(opened):
     door = opened()
     door.refusals = [ValueError("rank 3 is already connected")]
-    with pytest.raises(TransportError, match="closed the connection"):
+    with pytest.raises(TransportError, match="no place for this connection"):
         door.dial()
     wait_until(lambda: door.refused() == {"not admitted": 1}, "the refusal")
     with door.dial():
@@ -394,7 +396,7 @@ def test_another_purpose_is_refused_with_a_reason(opened):
 
 def test_a_port_scan_is_counted_and_logged_seldom(opened, caplog):
     door = opened()
-    with caplog.at_level(logging.WARNING, logger="fastps.transport.tcp"):
+    with caplog.at_level(logging.WARNING, logger="fastps.transport.gate"):
         for count in range(1, 31):
             door.connect().close()
             wait_until(lambda count=count: door.refused() == {"closed early": count}, "a refusal")
@@ -437,18 +439,73 @@ def test_a_hello_in_pieces_within_the_time_is_let_in(opened):
         assert len(door.admitted) == 1
 
 
-def test_too_many_half_open_are_turned_away(opened, monkeypatch):
-    monkeypatch.setattr(tcp, "MAX_HALF_OPEN", 4)
+def test_the_silent_do_not_keep_out_who_knows_the_token(opened):
+    """Who waits longest goes for a newcomer; a few more stand at the door than may."""
     door = opened()
-    silent = [door.connect() for _ in range(4)]
-    with door.connect() as extra:
-        assert read_all(extra) == b""
-    assert door.refused() == {"too many half-open": 1}
-    for sock in silent:
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(door.connect()) for _ in range(half_open.MAX_HALF_OPEN + 9)]
+        with door.dial():
+            assert len(door.admitted) == 1
+        wait_until(lambda: door.refused().get("too many half-open", 0) >= 9, "the refusals")
+        assert read_all(silent[0]) == b""
+        silent[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
+
+
+def test_who_is_turned_away_tries_again_until_the_connect_timeout(mute):
+    """Two connections are closed without a word, the third one is let in."""
+
+    def serve() -> None:
+        for _ in range(2):
+            mute.accept()[0].close()
+        with mute.accept()[0] as sock:
+            handshake = ServerHandshake(KEY)
+            hello = sock.recv(HELLO_BYTES, socket.MSG_WAITALL)
+            sock.sendall(handshake.challenge(hello))
+            sock.sendall(handshake.accept(sock.recv(32, socket.MSG_WAITALL)))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    os.close(dial_to(mute.getsockname(), connect_timeout_s=TIMEOUT_S))
+    thread.join(TIMEOUT_S)
+
+
+def knock(door: Door) -> socket.socket:
+    """Begin to connect."""
+    sock = socket.socket()
+    sock.setblocking(False)
+    sock.connect_ex(door.address)
+    return sock
+
+
+def flood(door: Door, is_over: threading.Event) -> None:
+    """Say nothing on 300 connections; who is turned away comes again at once."""
+    held = [knock(door) for _ in range(300)]
+    while not is_over.is_set():
+        ready, _, _ = select.select(held, [], [], 0.01)
+        for sock in ready:
+            sock.close()
+        held = [knock(door) if sock in ready else sock for sock in held]
+    for sock in held:
         sock.close()
-    wait_until(lambda: door.refused().get("closed early") == 4, "the end of the silent ones")
-    with door.dial():
-        assert len(door.admitted) == 1
+
+
+def test_a_flood_waits_in_the_kernel_and_who_knows_the_token_takes_its_turn(opened):
+    door = opened()
+    is_over = threading.Event()
+    thread = threading.Thread(target=flood, args=(door, is_over))
+    thread.start()
+    try:
+        wait_until(lambda: door.refused().get("too many half-open", 0) > 300, "the flood")
+        with door.dial():
+            assert len(door.admitted) == 1
+        began, before = time.monotonic(), door.refused()["too many half-open"]
+        wait_until(lambda: door.refused()["too many half-open"] > before + 500, "more of it")
+        assert time.monotonic() - began > 0.5 * 500 * half_open.GRACE_S / half_open.MAX_PER_SOURCE
+    finally:
+        is_over.set()
+        thread.join(TIMEOUT_S)
 
 
 class FullListener(socket.socket):
@@ -465,7 +522,7 @@ class FullListener(socket.socket):
 
 
 def test_running_out_of_descriptors_is_survived(opened, monkeypatch, caplog):
-    monkeypatch.setattr(tcp, "FULL_PAUSE_S", 0.01)
+    monkeypatch.setattr(gate, "FULL_PAUSE_S", 0.01)
     door = opened(wrap=lambda sock: FullListener(fileno=sock.detach()))
     for _ in range(3):
         with door.dial():
@@ -503,7 +560,7 @@ def test_close_joins_the_thread_and_drops_the_half_open(opened):
 
 def test_a_listener_that_never_started_closes():
     listener = socket.create_server(("127.0.0.1", 0))
-    door = tcp.Listener([listener], config_of(), key=KEY, admit=lambda *_: None)
+    door = Listener([listener], config_of(), key=KEY, admit=lambda *_: None)
     door.close(timeout_s=TIMEOUT_S)
     door.close(timeout_s=TIMEOUT_S)
     assert listener.fileno() == -1
@@ -562,15 +619,19 @@ def test_a_listener_that_says_nothing(mute):
 
 
 def answer_with(mute: socket.socket, reply: Callable[[bytes], bytes]) -> threading.Thread:
-    """Answer the next connection's hello, then close it."""
+    """Answer every connection's hello, then close it; ends when the listener is shut down."""
 
-    def serve() -> None:
-        sock, _ = mute.accept()
+    def answer(sock: socket.socket) -> None:
         with sock, contextlib.suppress(OSError):  # a client that knows enough may reset
             sock.sendall(reply(sock.recv(HELLO_BYTES, socket.MSG_WAITALL)))
             sock.settimeout(TIMEOUT_S)
             sock.shutdown(socket.SHUT_WR)
             read_all(sock)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                answer(mute.accept()[0])
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -601,6 +662,7 @@ def test_a_listener_that_is_not_ours(mute, name):
     thread = answer_with(mute, reply)
     with pytest.raises(kind, match=f"server 1 at 127.*{message}") as caught:
         dial_to(mute.getsockname(), handshake_timeout_s=TIMEOUT_S)
+    mute.shutdown(socket.SHUT_RDWR)
     thread.join(TIMEOUT_S)
     assert isinstance(caught.value, FastPSError)
     assert len(os.listdir("/proc/self/fd")) <= before

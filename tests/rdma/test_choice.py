@@ -19,9 +19,10 @@ from fastps.errors import ConfigError, TransportError
 from fastps.launch import doctor
 from fastps.server.dataplane import DataPlane
 from fastps.transport import rdma
+from fastps.transport.listener import Listener
 from fastps.transport.rdma import RDMA_LANE, Capability, RdmaOptions
 from fastps.transport.sockets import watch_closely
-from fastps.transport.tcp import Listener, dial
+from fastps.transport.tcp import dial
 from fastps.worker._engine import WorkerEngine
 
 GID = "0000:0000:0000:0000:0000:ffff:0a09:0001"

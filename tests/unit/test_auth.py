@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fastps import auth, wire
 from fastps.auth import ClientHandshake, Purpose, ServerHandshake, Status, derive_key
-from fastps.errors import AuthError, FastPSError, ProtocolError
+from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError
 
 TOKEN = bytes(range(32))
 KEY = derive_key(TOKEN, "control", "job")
@@ -45,7 +45,30 @@ def test_right_key_is_accepted(key, purpose, sender, lane):
     server = ServerHandshake(key)
     talk(ClientHandshake(key, purpose=purpose, sender=sender, lane=lane), server)
     assert (server.purpose, server.sender, server.lane) == (purpose, sender, lane)
-    assert server.refusal == b""
+
+
+def test_steps_of_both_sides_fit_each_other():
+    """Each side asks for what the other one says next."""
+    server, client = ServerHandshake(KEY), make_client()
+    sides = [client.steps(), server.steps()]
+    said, wanted = [b"", b""], [0, 0]  # to be read by each side
+    for side in (0, 1):
+        said[1 - side], wanted[side] = next(sides[side])
+    for side in (1, 0):
+        assert len(said[side]) == wanted[side]
+        said[1 - side], wanted[side] = sides[side].send(said[side])
+    with pytest.raises(StopIteration) as end:
+        sides[1].send(said[1])
+    with pytest.raises(StopIteration):
+        sides[0].send(end.value.value)
+    assert (server.purpose, server.sender, server.lane) == (Purpose.DATA, 3, 1)
+
+
+def test_who_knows_the_token_is_told_that_there_is_no_place():
+    client, server = make_client(), ServerHandshake(KEY)
+    server.accept(client.answer(server.challenge(client.hello())))
+    with pytest.raises(TransportError, match="no place"):
+        client.finish(server.refusal)
 
 
 def test_sizes_are_fixed():
@@ -309,7 +332,7 @@ def test_numbers_that_travel_do_not_move():
         "DATA": 3,
         "MEMORY": 4,
     }
-    assert [status.value for status in Status] == [0, 1, 2, 3]
+    assert [status.value for status in Status] == [0, 1, 2, 3, 4]
     assert make_client(lane=0).hello()[12:16] == bytes(4)
     assert ClientHandshake(KEY, purpose=1, sender=0).hello()[12:16] == bytes(4)
 

@@ -126,8 +126,8 @@ def test_memory_left_is_bounded_by_the_machine():
     assert 0 < shm.memory_left() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def exchange_all(count, results, *, key=KEY, timeout_s=10.0):
-    """Let count ranks exchange one descriptor each."""
+def exchange_all(count, results, *, key=KEY, timeout_s=10.0, ranks=None):
+    """Let count ranks, or some of them, exchange one descriptor each."""
 
     def join(rank):
         mine = shm.create_memory(4096)
@@ -142,7 +142,7 @@ def exchange_all(count, results, *, key=KEY, timeout_s=10.0):
         finally:
             os.close(mine)
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(count)]
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks or range(count)]
     for thread in threads:
         thread.start()
     return threads
@@ -167,9 +167,50 @@ def test_everybody_gets_everything(count, batch, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def meeting_of(key):
+    return "\0fastps-" + hmac.digest(key, b"meeting of 0", "sha256").hex()[:32]
+
+
+def connect_to(name):
+    """Connect to the meeting as soon as it is there."""
+    deadline = time.monotonic() + 10.0
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(name)
+            return sock
+        except ConnectionRefusedError:
+            sock.close()
+            assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_silent_visitors_do_not_hold_up_the_meeting():
+    key = os.urandom(32)
+    results = {}
+    began = time.monotonic()
+    leader, *_ = exchange_all(2, results, key=key, timeout_s=60.0, ranks=[0])
+    silent = [connect_to(meeting_of(key)) for _ in range(5)]
+    for thread in [leader, *exchange_all(2, results, key=key, timeout_s=60.0, ranks=[1])]:
+        thread.join(70)
+    assert time.monotonic() - began < 20.0
+    check_exchange(results, 2)
+    for sock in silent:
+        sock.close()
+
+
+def test_nobody_can_take_memory_away_from_under_the_others():
+    descriptor = shm.create_memory(8192)
+    for nbytes in (4096, 16384):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, nbytes)
+    os.posix_fallocate(descriptor, 0, 8192)
+    os.close(descriptor)
+
+
 def test_strangers_do_not_disturb():
     key = os.urandom(32)
-    name = "\0fastps-" + hmac.digest(key, b"meeting of 0", "sha256").hex()[:32]
+    name = meeting_of(key)
     results = {}
     threads = exchange_all(2, results, key=key)
     for _ in range(20):

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door for data connections, TCP or Unix: tune who showed the token and hand it over.
+
+Decides nothing about frames: the C side gets the connection (_tcp.TcpTransport.adopt). Runs on
+the thread of its gate, fastps:accept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+
+from fastps.auth import Purpose, ServerHandshake
+from fastps.config import Config
+from fastps.transport import sockets
+from fastps.transport.gate import Gate, GateThread
+from fastps.transport.tcp import prefer_same_host, tune
+
+ADMIT_RETRY_S = 0.005  # how often a connection that came too early asks again
+
+
+class NotYet(Exception):
+    """The owner cannot take this link now, but will soon: a new generation begins."""
+
+
+class Listener(GateThread):
+    """Accept data connections on bound sockets; hand authenticated ones to admit.
+
+    admit(descriptor, sender, packed lane) owns the descriptor once it is called, unless it
+    raises NotYet; it runs on the listener's thread. start() begins, close() joins the thread.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        config: Config,
+        *,
+        key: bytes,
+        admit: Callable[[int, int, int], None],
+    ) -> None:
+        for sock in listeners:
+            if not sockets.is_unix(sock) and sockets.is_loopback(sock.getsockname()[0]):
+                prefer_same_host(sock, sock.getsockname()[0], config)
+        self._config = config
+        self._admit = admit
+        timeout_s = config.handshake_timeout_s
+        data = (Purpose.DATA,)
+        super().__init__(
+            Gate(listeners, key=key, purposes=data, timeout_s=timeout_s, welcome=self._hand_over)
+        )
+
+    async def _hand_over(
+        self, sock: socket.socket, handshake: ServerHandshake, accept: bytes
+    ) -> None:
+        tune(sock, self._config)
+        while True:
+            descriptor = os.dup(sock.fileno())
+            try:
+                self._admit(descriptor, handshake.sender, handshake.lane)
+                break
+            except NotYet:
+                os.close(descriptor)
+            await asyncio.sleep(ADMIT_RETRY_S)
+        # Only now, so that who was accepted is already known to the owner. Nothing else is
+        # written before: the owner has no results for a worker that has not pushed.
+        sock.send(accept)
