@@ -7,15 +7,15 @@ made from this very source for this very processor: two processes may fill it at
 hosts of different kinds may share a home, and a new release never meets an old entry. (Numba's
 own index would allow all three to mix: it writes index and code in two steps.)
 
-Loading an entry runs code, so the directory must belong to this user and be closed to others;
-otherwise, or when it cannot be written, a temporary directory serves for this process alone.
-Called under library.py's lock.
+Loading an entry runs code, so nobody else may be able to put one there or to swap a directory on
+the way there; otherwise, or when it cannot be written, nothing is kept. Called under library.py's
+lock.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import errno
 import functools
 import hashlib
 import inspect
@@ -23,7 +23,6 @@ import logging
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,45 +36,88 @@ from fastps.types import DType
 
 _log = logging.getLogger(__name__)
 _settings: Any = numba.config  # has no type hints
+_PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+MAX_STEPS = 256  # names on a path; links may lead in a circle
 
 
 def load_sum(dtype: DType) -> Any:
     """Load the sum kernel of one element type from the cache, or compile and keep it."""
-    place = _root() / _generation() / dtype.name.lower()
+    root = _root()
+    if root is None:
+        return kernels.compile_sum(dtype, is_cached=False)
+    place = root / _generation() / dtype.name.lower()
     try:
         with _numba_cache_at(place):
             return kernels.compile_sum(dtype, is_cached=True)
     except Exception as error:  # a damaged entry may raise anything; a full disk OSError
-        _log.warning("kernel cache %s is not usable (%r); compiling without it", place, error)
+        _log.warning(
+            "kernel cache %s is not usable (%r); compiling without it", config.cache_dir(), error
+        )
         shutil.rmtree(place, ignore_errors=True)
         return kernels.compile_sum(dtype, is_cached=False)
 
 
-def is_private(directory: Path) -> bool:
-    """Tell whether a directory is this user's own, closed to writing by others, and writable."""
-    try:
-        status = directory.lstat()
-    except OSError:
-        return False
-    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-    is_closed = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return is_own and is_closed and os.access(directory, os.W_OK | os.X_OK)
-
-
 @functools.cache
-def _root() -> Path:
-    """Make the cache directory, or a temporary one that goes with this process."""
+def _root() -> Path | None:
+    """Hold the cache directory open for good; its path is by descriptor, so nobody can swap it."""
     wanted = config.cache_dir()
     try:
-        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return Path(f"/proc/self/fd/{open_private(wanted)}")
     except OSError as error:
-        _log.info("cannot make %s: %s", wanted, error)
-    if is_private(wanted):
-        return wanted
-    _log.warning("%s is not a private writable directory; kernels are not kept", wanted)
-    spare = Path(tempfile.mkdtemp(prefix="fastps-kernels-"))
-    atexit.register(shutil.rmtree, spare, ignore_errors=True)
-    return spare
+        _log.warning("kernels are not kept in %s: %s", wanted, error.strerror or error)
+        return None
+
+
+def open_private(path: Path) -> int:
+    """Open an absolute directory, made if missing, that nobody else can have put anything into.
+
+    On the way to it everything, links too, must belong to this user or root, and directories be
+    closed to writing by others or sticky; the last one must be this user's alone. Raises OSError.
+    """
+    names = list(reversed(path.parts))
+    folder = os.open(names.pop(), _PLACE)
+    try:
+        for _ in range(MAX_STEPS):
+            _check(folder, is_last=not names)
+            if not names:
+                return folder
+            former, folder = folder, _step(folder, names)
+            os.close(former)
+        raise OSError(errno.ELOOP, "too many symbolic links")
+    except OSError:
+        os.close(folder)
+        raise
+
+
+def _check(folder: int, *, is_last: bool) -> None:
+    status = os.fstat(folder)
+    is_closed = not status.st_mode & 0o022 or status.st_mode & stat.S_ISVTX
+    is_own = status.st_uid == os.geteuid()
+    if is_last and not (is_own and not status.st_mode & 0o077):
+        raise PermissionError(errno.EPERM, f"{_name(folder)} is not yours alone (mode 0700)")
+    if not (is_closed and (is_own or status.st_uid == 0)):
+        raise PermissionError(errno.EPERM, f"others can change what is in {_name(folder)}")
+
+
+def _step(folder: int, names: list[str]) -> int:
+    """Open what the last of names leads to; a link puts its target's names in its place."""
+    name = names.pop()
+    try:
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            os.mkdir(name, 0o700, dir_fd=folder)
+        return os.open(name, _PLACE, dir_fd=folder)
+    if not stat.S_ISLNK(status.st_mode):
+        return os.open(name, _PLACE, dir_fd=folder)
+    if status.st_uid not in (0, os.geteuid()):
+        raise PermissionError(errno.EPERM, f"the link {name} in {_name(folder)} is not yours")
+    names.extend(reversed(Path(os.readlink(name, dir_fd=folder)).parts))
+    return os.dup(folder)
+
+
+def _name(folder: int) -> str:
+    return os.readlink(f"/proc/self/fd/{folder}")
 
 
 @functools.cache
@@ -90,10 +132,11 @@ def _generation() -> Path:
 
 @contextlib.contextmanager
 def _numba_cache_at(place: Path) -> Iterator[None]:
-    """Point Numba's cache at a directory for as long as one kernel is compiled."""
-    before = _settings.CACHE_DIR
-    _settings.CACHE_DIR = str(place)
+    """Point Numba's cache at a directory, and nowhere else, while one kernel is compiled."""
+    place.mkdir(parents=True, exist_ok=True)
+    before = _settings.CACHE_DIR, getattr(_settings, "CACHE_LOCATOR_CLASSES", "")
+    _settings.CACHE_DIR, _settings.CACHE_LOCATOR_CLASSES = str(place), "UserProvidedCacheLocator"
     try:
         yield
     finally:
-        _settings.CACHE_DIR = before
+        _settings.CACHE_DIR, _settings.CACHE_LOCATOR_CLASSES = before

@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fastps.reduce.__main__ import main
-from fastps.reduce.cache import is_private
+from fastps.reduce.cache import open_private
 
 PATHS = os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parent)))
 CPU_LIMIT_S = 4.0  # processor time, so that a loaded machine changes little; measured 0.4 to 0.9
@@ -41,11 +42,6 @@ test.test_halves_are_rounded_once(DType.FLOAT16)
 print("same")
 """
 COMMAND = "from fastps.reduce.__main__ import main; main(['int32'])"
-SPARE = "import tempfile; tempfile.tempdir = {home!r}"
-LIST = """
-import pathlib
-print("spare", len(list(pathlib.Path(tempfile.gettempdir()).glob("fastps-kernels-*"))))
-"""
 
 
 def start(code: str, home: Path, **variables: str) -> subprocess.Popen[str]:
@@ -94,31 +90,99 @@ def test_a_damaged_entry_is_thrown_away(tmp_path):
     assert not list(tmp_path.rglob("*.nbc"))  # so the next process fills it again
 
 
-@pytest.mark.parametrize("kind", ["open to others", "a file"])
-def test_an_unsafe_directory_is_not_used(tmp_path, kind):
-    place = tmp_path / "fastps"
-    if kind == "a file":
-        place.write_text("in the way")
-    else:
-        place.mkdir()
-        place.chmod(0o777)
-    text = finish(start(SPARE.format(home=str(tmp_path)) + SUM + LIST, tmp_path))
-    assert "is not a private writable directory" in text
-    assert "spare 1" in text
-    assert not list(tmp_path.glob("fastps-kernels-*"))  # gone with the process
-    assert place.is_file() or not list(place.iterdir())
+def give_away(path: Path) -> None:
+    """Let a path belong to somebody else, as only root can."""
+    if os.geteuid() != 0:
+        pytest.skip("only root gives things away")
+    os.chown(path, 12345, 12345, follow_symlinks=False)
 
 
-def test_private_means_own_closed_and_a_directory(tmp_path):
-    assert is_private(tmp_path) == (tmp_path.stat().st_mode & 0o022 == 0)
-    tmp_path.chmod(0o700)
-    assert is_private(tmp_path)
-    (tmp_path / "link").symlink_to(tmp_path)
-    assert not is_private(tmp_path / "link")
-    assert not is_private(tmp_path / "absent")
-    tmp_path.chmod(0o720)
-    assert not is_private(tmp_path)
-    tmp_path.chmod(0o700)
+def nothing(path: Path) -> None:
+    """Leave it as it is."""
+
+
+def open_to(mode: int) -> Callable[[Path], None]:
+    """Change the mode of a directory."""
+    return lambda path: path.chmod(mode)
+
+
+UNSAFE = {
+    "a parent that all can write to": (open_to(0o777), nothing),
+    "a parent that a group can write to": (open_to(0o770), nothing),
+    "a parent of somebody else": (give_away, nothing),
+    "open to others": (nothing, open_to(0o777)),
+    "to be read by others": (nothing, open_to(0o755)),
+    "somebody else's": (nothing, give_away),
+    "somebody else's in a sticky one": (open_to(0o1777), give_away),
+}
+
+
+def make_place(tmp_path: Path, kind: str) -> Path:
+    """Make a directory whose parent is wrong, or which is wrong itself."""
+    place = tmp_path / "parent" / "home" / "fastps"
+    place.mkdir(parents=True, mode=0o700)
+    of_parent, of_place = UNSAFE[kind]
+    of_place(place)
+    of_parent(tmp_path / "parent")
+    return place
+
+
+@pytest.mark.parametrize("kind", UNSAFE)
+def test_what_others_can_change_is_not_opened(tmp_path, kind):
+    with pytest.raises(PermissionError, match=r"not yours alone|others can change"):
+        open_private(make_place(tmp_path, kind))
+
+
+@pytest.mark.parametrize("kind", list(UNSAFE)[:4])
+def test_no_code_is_run_from_what_others_can_change(tmp_path, kind):
+    place = make_place(tmp_path, kind)
+    text = finish(start(SUM, place.parent))
+    assert "kernels are not kept in" in text
+    assert "compiled in" in text
+    assert not list(place.iterdir())
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "fastps").write_text("in the way")
+    assert "kernels are not kept in" in finish(start(SUM, tmp_path))
+
+
+def test_a_directory_is_made_for_us_alone_also_behind_links_of_ours(tmp_path):
+    (tmp_path / "sticky").mkdir()
+    (tmp_path / "sticky").chmod(0o1777)
+    (tmp_path / "link").symlink_to("sticky/../sticky")
+    (tmp_path / "again").symlink_to(tmp_path / "link")
+    folder = open_private(tmp_path / "again" / "new" / "fastps")
+    made = tmp_path / "sticky" / "new" / "fastps"
+    assert os.path.samestat(os.fstat(folder), made.stat())
+    assert [path.stat().st_mode & 0o777 for path in (made, made.parent)] == [0o700] * 2
+    os.close(folder)
+
+
+def test_links_of_others_and_links_in_a_circle_are_not_followed(tmp_path):
+    (tmp_path / "circle").symlink_to("circle")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="too many symbolic links"):
+        open_private(tmp_path / "circle" / "fastps")
+    assert len(os.listdir("/proc/self/fd")) == before
+    (tmp_path / "theirs").symlink_to(tmp_path)
+    give_away(tmp_path / "theirs")
+    with pytest.raises(PermissionError, match="link theirs"):
+        open_private(tmp_path / "theirs" / "fastps")
+
+
+def test_a_directory_that_was_swapped_is_not_looked_at_again(tmp_path):
+    """The place is held by its descriptor: what has its name later does not count."""
+    finish(start(SUM, tmp_path))
+    swap = f"""
+import os
+from fastps.reduce import cache
+cache._root()
+os.rename({str(tmp_path)!r} + "/fastps", {str(tmp_path)!r} + "/moved")
+os.mkdir({str(tmp_path)!r} + "/fastps")
+"""
+    assert "int32 loaded in" in finish(start(swap + SUM, tmp_path))
+    assert not list((tmp_path / "fastps").iterdir())
 
 
 def test_command_names_the_known_types(capsys):
