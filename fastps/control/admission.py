@@ -57,12 +57,15 @@ def places(config: Config, role: str) -> tuple[int, str]:
     return config.num_servers, "FASTPS_NUM_SERVERS"
 
 
-def refuse(join: Join, config: Config, rivals: Sequence[Peer]) -> str | None:
-    """Say why a newcomer cannot have a place among its rivals, None if it can."""
+def refuse(
+    join: Join, config: Config, rivals: Sequence[Peer], members: Sequence[Peer]
+) -> str | None:
+    """Say why a newcomer cannot have a place among its rivals and all members, None if it can."""
     return (
         _refuse_size(join, config)
         or _refuse_count(join, config, rivals)
         or _refuse_rank(join, config, rivals)
+        or _refuse_links(join, members)
     )
 
 
@@ -105,6 +108,18 @@ def _refuse_rank(join: Join, config: Config, rivals: Sequence[Peer]) -> str | No
             return (
                 f"two processes want to be {join.role} {join.rank}: {rival.full_name} and "
                 f"one of {join.hostname}, pid {join.pid}; give each its own FASTPS_RANK"
+            )
+    return None
+
+
+def _refuse_links(join: Join, members: Sequence[Peer]) -> str | None:
+    """Keep out who would send a key over another link than its owner."""
+    for other in members:
+        if other.join.links_per_peer not in (0, join.links_per_peer) and join.links_per_peer:
+            return (
+                f"this {join.role} makes {join.links_per_peer} link(s) per peer, {other.full_name} "
+                f"{other.join.links_per_peer}; set FASTPS_LINKS_PER_PEER to the same number "
+                "everywhere"
             )
     return None
 

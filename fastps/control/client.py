@@ -541,4 +541,5 @@ def _make_join(
         host_id=text_of(host_id()),
         machine="",
         unix="",
+        links_per_peer=config.links_per_peer,
     )

@@ -268,7 +268,8 @@ class Membership:
             return "shutdown", "the job is over; start a new one"
         if join.role == "scheduler":
             return "config", "a scheduler cannot join a job; set FASTPS_ROLE"
-        text = refuse(join, self._config, self._rivals(join.role))
+        members = list(self._peers.values())
+        text = refuse(join, self._config, self._rivals(join.role), members)
         return None if text is None else ("config", text)
 
     def _rivals(self, role: str) -> list[Peer]:

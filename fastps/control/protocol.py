@@ -165,7 +165,7 @@ class Join(_Message, frozen=True):
 
     host_id: equal for processes that reach each other by Unix sockets. machine: equal for workers
     that can share memory; what follows a # tells apart those of one machine that cannot. port: 0
-    for a worker that will not serve. gid: see Member.
+    for a worker that will not serve. gid: see Member. links_per_peer: 0 if it does not say.
     """
 
     request: Id
@@ -183,6 +183,7 @@ class Join(_Message, frozen=True):
     machine: Text
     unix: Text
     gid: Text = ""
+    links_per_peer: Count = 0
 
 
 class AwaitStart(_Message, frozen=True):

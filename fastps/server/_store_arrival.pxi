@@ -109,13 +109,13 @@ cdef int check_frame(Entry* entry, Link* link, const Header* header) noexcept no
     """Whatever can be said against a header without looking at the round."""
     if entry == NULL or header.dtype != entry.dtype or header.sender != link.peer:
         return E_PROTOCOL
-    if header.key_version == 0 or not is_pusher(entry, link.peer):
+    if header.key_version == 0 or not is_pusher(entry, link.peer) or link.lane != entry.lane:
         return E_PROTOCOL
     if header.subject != root_of(entry, link.peer, header):
         return E_PROTOCOL
     if header.kind == KIND_PULL:
         return OK if header.length == 0 and header.offset == 0 else E_PROTOCOL
-    if header.kind != KIND_PUSH or header.offset > entry.nbytes:
+    if header.kind != KIND_PUSH or (header.offset and header.offset >= entry.nbytes):
         return E_PROTOCOL
     if header.offset % entry.chunk_bytes or header.length != chunk_length(entry, header.offset):
         return E_PROTOCOL
@@ -139,6 +139,8 @@ cdef int enter_round(Round* round, uint32_t machine, const Header* header) noexc
     """Admit a frame to its round and find its place; entry.lock is held."""
     cdef Contribution* part = &round.contributions[machine]
     cdef int status = OK
+    if part.landing:            # two of one pusher's frames at a time: two lanes, two links
+        return E_PROTOCOL
     if header.key_version < round.version:
         return enter_late(round, machine, header)
     if round.version != header.key_version:

@@ -441,3 +441,14 @@ class TestLeaving:
         driver = Driver()
         driver.say(77, Barrier(1, "b", 1.0))
         assert 77 in driver.closed
+
+
+def test_members_that_make_other_numbers_of_links_are_refused() -> None:
+    driver = Driver(size=2)
+    driver.join("server", links_per_peer=2)
+    failure = failure_of(driver, driver.join(links_per_peer=1))
+    assert failure.kind == "config"
+    assert "this worker makes 1 link(s) per peer, server" in failure.message
+    assert " 2; set FASTPS_LINKS_PER_PEER to the same" in failure.message
+    assert isinstance(driver.last(driver.join(links_per_peer=2)), Joined)
+    assert isinstance(driver.last(driver.join("server", links_per_peer=0)), Joined)

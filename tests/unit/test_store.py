@@ -45,7 +45,9 @@ class Server:
         pool_bytes: int = 0,
         pushers: tuple[int, ...] = (),
         lenders: tuple[int, ...] = (),
+        lanes: int = 1,
     ) -> None:
+        self.lanes = lanes
         self.pool = BufferPool(pool_bytes)
         self.pushers, self.lenders = pushers or tuple(range(n_workers)), lenders
         self.store = ServerStore(
@@ -53,6 +55,7 @@ class Server:
             index=0,
             n_workers=n_workers,
             n_machines=len(self.pushers),
+            lanes=lanes,
             engine_threads=engine_threads,
         )
         self.transport = InprocTransport(io_threads=io_threads)
@@ -65,8 +68,9 @@ class Server:
         """Bring the workers of a generation."""
         self.boxes = [Mailbox() for _ in range(n_workers)]
         for rank, box in enumerate(self.boxes):
-            by_reference = rank in self.lenders
-            self.transport.connect(self.store, rank, box, 0, by_reference=by_reference)
+            options = {"by_reference": rank in self.lenders}
+            for lane in range(self.lanes):
+                self.transport.connect(self.store, rank, box, lane, lane=lane, **options)
 
     def declare(self, tensor_id: int, nbytes: int) -> None:
         """Make one tensor of one partition."""
@@ -81,10 +85,10 @@ class Server:
             inline_bytes=0,
         )
 
-    def post(self, rank: int, payload: bytes = b"", **changes: Any) -> None:
+    def post(self, rank: int, payload: bytes = b"", lane: int = 0, **changes: Any) -> None:
         """Send a PUSH of the first version, or what `changes` makes of it."""
         fields = {"dtype": DType.FLOAT32, "key_version": 1, "sender": rank} | changes
-        parcel = self.boxes[rank].post(0, payload, **fields)
+        parcel = self.boxes[rank].post(lane, payload, **fields)
         self.parcels.append(parcel)
         parcel.wait(timeout_s=TIMEOUT_S)
 
@@ -194,6 +198,30 @@ def test_a_peer_that_breaks_the_rules_is_cut_off(make, name, engine_threads):
     server.post(1, bytes(CHUNK), key=7 << 16)
     assert server.error(1) == (1, PEER_LOST, 0)
     assert server.boxes[2].ended(0) == OPEN
+
+
+@pytest.mark.parametrize("first", [(), (0,)])
+@pytest.mark.parametrize("lenders", [(), (0,)])
+def test_a_frame_on_another_lane_than_its_key_is_cut_off(make, first, lenders):
+    server = make(2, lanes=2, engine_threads=0, lenders=lenders)
+    for lane in first:
+        server.post(0, bytes(CHUNK), lane=lane)
+    with pytest.raises(PeerLostError):
+        server.post(0, bytes(CHUNK), lane=1, offset=CHUNK * len(first))
+    assert server.boxes[0].wait_ended(1, timeout_s=TIMEOUT_S) == PEER_LOST
+    server.push(1, values_of(1))
+    assert server.error(1) == (1, PEER_LOST, 0)
+
+
+def test_a_late_frame_behind_the_end_is_cut_off(make):
+    server = make(3)
+    data = values_of(2).tobytes()
+    server.post(2, data, chunk_bytes=CHUNK)
+    for version in (1, 2, 3):
+        server.push(0, values_of(0), key_version=version)
+        server.push(1, values_of(1), key_version=version, flags=FrameFlag.AVERAGE)
+    with pytest.raises(PeerLostError):
+        server.post(2, b"", offset=3 * CHUNK)
 
 
 def test_an_empty_tensor_is_pushed_once(make):
