@@ -62,9 +62,9 @@ cdef void* box_landing(void* context, Link* link, const Header* header,
         status[0] = E_PROTOCOL
         return NULL
     letter = <Letter*>calloc(1, sizeof(Letter))
-    if letter != NULL:
-        letter.payload = <char*>malloc(header.length + 1)
-    if letter == NULL or letter.payload == NULL:
+    if letter != NULL and header.length:    # an empty frame needs no place
+        letter.payload = <char*>malloc(header.length)
+    if letter == NULL or (letter.payload == NULL and header.length):
         free(letter)
         status[0] = E_NOMEM
         return NULL
@@ -225,7 +225,7 @@ cdef class Mailbox(LinkOwner):
                 raise StallError(f"no frame came within {timeout_s:g} s")
             if letter != NULL:
                 break
-        payload = letter.payload[:letter.header.length]
+        payload = letter.payload[:letter.header.length] if letter.payload != NULL else b""
         result = (letter.peer, dict(letter.header), payload)
         free_letter(letter)
         return result

@@ -32,10 +32,11 @@ cdef int take_staged_payload(TcpLink* link) noexcept nogil:
     cdef uint64_t count = link.staged_end - link.staged_first
     if count > link.recv_missing:
         count = link.recv_missing
-    memcpy(link.recv_to, link.staging + link.staged_first, count)
-    link.staged_first += <uint32_t>count
-    link.recv_to += count
-    link.recv_missing -= count
+    if count:                   # else the owner may have given no place
+        memcpy(link.recv_to, link.staging + link.staged_first, count)
+        link.staged_first += <uint32_t>count
+        link.recv_to += count
+        link.recv_missing -= count
     return finish_frame(link) if link.recv_missing == 0 else OK
 
 
