@@ -15,6 +15,15 @@ cdef extern from *:
     #define fps_load_ptr(p) __atomic_load_n((p), __ATOMIC_SEQ_CST)
     #define fps_store_ptr(p, v) __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
     #define fps_fence() __atomic_thread_fence(__ATOMIC_SEQ_CST)
+    #define fps_swap_ptr(p, v) __atomic_exchange_n((p), (v), __ATOMIC_SEQ_CST)
+    static inline int fps_cas_ptr(void** p, void* expected, void* desired) {
+        return __atomic_compare_exchange_n(p, &expected, desired, 0, __ATOMIC_SEQ_CST,
+                                           __ATOMIC_SEQ_CST);
+    }
+    static inline int fps_cas64(int64_t* p, int64_t expected, int64_t desired) {
+        return __atomic_compare_exchange_n(p, &expected, desired, 0, __ATOMIC_ACQ_REL,
+                                           __ATOMIC_ACQUIRE);
+    }
     static inline int fps_cas32(int32_t* p, int32_t expected, int32_t desired) {
         return __atomic_compare_exchange_n(p, &expected, desired, 0, __ATOMIC_ACQ_REL,
                                            __ATOMIC_ACQUIRE);
@@ -29,5 +38,8 @@ cdef extern from *:
     int64_t fps_add64(int64_t* p, int64_t v) noexcept nogil
     void* fps_load_ptr(void** p) noexcept nogil
     void fps_store_ptr(void** p, void* v) noexcept nogil
+    void* fps_swap_ptr(void** p, void* v) noexcept nogil            # returns the old value
+    bint fps_cas_ptr(void** p, void* expected, void* desired) noexcept nogil
     void fps_fence() noexcept nogil
+    bint fps_cas64(int64_t* p, int64_t expected, int64_t desired) noexcept nogil
     bint fps_cas32(int32_t* p, int32_t expected, int32_t desired) noexcept nogil

@@ -24,8 +24,10 @@ cdef struct Part:               # one partition: a task of BytePS
     int32_t is_waiting          # a result or an error is still to come; atomic
     int32_t is_landing          # bytes are coming into the user's output; atomic
     int32_t failing             # OK, or what it fails with once nothing lands; atomic
+    int status                  # what it ended with
     bint is_withdrawn           # and nothing lands by a promise any more; I/O thread
     LinkSlot* slot              # link to its owner
+    Part* next                  # of those that the ring had no room for
 
 cdef struct Record:             # one declared tensor
     uint64_t tensor_id

@@ -9,7 +9,7 @@ from fastps._core cimport Completion, Thread
 from fastps._posix cimport pthread_mutex_t
 from fastps._table cimport IdTable
 from fastps.transport._shm cimport Mapping
-from fastps.worker._engine cimport EngineState, EngineTensor, Record, WorkerEngine
+from fastps.worker._engine cimport EngineState, EngineTensor, Part, Record, WorkerEngine
 from fastps.worker._tensor cimport LentTensor
 
 # Sum n sources of count elements into dst (see fastps.reduce.sum_kernel); 1 on success.
@@ -136,6 +136,7 @@ cdef struct Local:
     int64_t stage_out           # and copied out
     Task* trailing[MAX_LOCAL + 2]   # passed by us, a chunk still in somebody's hands
     int n_trailing
+    Part* crowded               # landed, and still to be published; atomic
     int64_t bytes_registered    # statistics; atomic adds
     int64_t bytes_staged
     int64_t operations

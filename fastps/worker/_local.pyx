@@ -31,8 +31,8 @@ from libc.string cimport memcpy
 from posix.time cimport timespec
 
 from fastps._atomic cimport (
-    fps_add32, fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_store64,
-    fps_swap32,
+    fps_add32, fps_cas32, fps_cas64, fps_cas_ptr, fps_fence, fps_load32, fps_load64, fps_load_ptr,
+    fps_store32, fps_store64, fps_swap32, fps_swap_ptr,
 )
 from fastps._core cimport (
     E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, PROBE_LOCAL_ARRIVE,

@@ -58,27 +58,27 @@ cdef void ring_others(Local* local, bint is_for_helper) noexcept nogil:
 # ---------------------------------------------------------------- publishing
 
 cdef Task* claim_task(Local* local, int64_t* place) noexcept nogil:
-    """Take the next place of the ring; it is free once every rank has passed its last task.
-
-    So many tasks are rarely under way; then the ring is walked on here, to make room. NULL: the
-    group has failed.
-    """
-    place[0] = fps_add64(&local.control.tail, 1) - 1
-    cdef Task* task = task_at(local, place[0])
-    while fps_load32(&task.users) > 0:
-        if fps_load32(&local.status) != OK:
+    """Take the next place of the ring; NULL: some rank has yet to pass the last task there."""
+    cdef Task* task
+    cdef int64_t before
+    while True:
+        place[0] = fps_load64(&local.control.tail)
+        task = task_at(local, place[0])
+        before = place[0] - RING_TASKS + 1
+        if fps_load64(&task.number) == (before if before > 0 else 0) and (
+                fps_load32(&task.users) == 0):
+            if fps_cas64(&local.control.tail, place[0], place[0] + 1):
+                return task
+        elif fps_load64(&local.control.tail) == place[0]:
             return NULL
-        if not run_step(local):
-            sched_yield()
-    return task
 
 
-cdef void publish(Local* local, const Task* content, bint is_for_helper) noexcept nogil:
-    """Put a task where every rank of the machine comes by."""
+cdef bint try_publish(Local* local, const Task* content, bint is_for_helper) noexcept nogil:
+    """Put a task where every rank of the machine comes by; False: the ring is full."""
     cdef int64_t place
     cdef Task* task = claim_task(local, &place)
     if task == NULL:
-        return
+        return False
     task.kind = content.kind
     task.tensor_id = content.tensor_id
     task.version = content.version
@@ -97,16 +97,24 @@ cdef void publish(Local* local, const Task* content, bint is_for_helper) noexcep
     fps_store32(&task.users, <int32_t>local.n)
     fps_store64(&task.number, place + 1)
     ring_others(local, is_for_helper)
+    return True
 
 
-cdef void publish_bytes(Local* local, Task* task, uint64_t offset, uint64_t nbytes,
-                        uint32_t chunk_bytes) noexcept nogil:
-    """Publish work on a range of a tensor, cut into chunks."""
+cdef inline void cut(Task* task, uint64_t offset, uint64_t nbytes,
+                     uint32_t chunk_bytes) noexcept nogil:
+    """Make a task one on a range of a tensor, cut into chunks."""
     task.offset = offset
     task.nbytes = nbytes
     task.chunk_bytes = chunk_bytes
     task.n_chunks = <int32_t>((nbytes + chunk_bytes - 1) / chunk_bytes)
-    publish(local, task, True)
+
+
+cdef void defer(Local* local, Part* part) noexcept nogil:
+    """Leave a part to the runner, who may wait for room in the ring; we may hold its lock."""
+    while True:
+        part.next = <Part*>fps_load_ptr(<void**>&local.crowded)
+        if fps_cas_ptr(<void**>&local.crowded, part.next, part):
+            return
 
 
 cdef inline uint32_t chunk_for(Local* local, uint64_t nbytes) noexcept nogil:

@@ -11,6 +11,21 @@ cdef inline int64_t offset_in(Local* local, const char* start, uint64_t nbytes) 
     return start - arena
 
 
+cdef void publish(Local* local, const Task* task, bint is_for_helper) noexcept nogil:
+    """Publish a task from start(). So many are rarely under way: then make room by working."""
+    while not try_publish(local, task, is_for_helper):
+        if fps_load32(&local.status) != OK:
+            return
+        if not run_step(local):
+            sched_yield()
+
+
+cdef void publish_bytes(Local* local, Task* task, uint64_t offset, uint64_t nbytes,
+                        uint32_t chunk_bytes) noexcept nogil:
+    cut(task, offset, nbytes, chunk_bytes)
+    publish(local, task, True)
+
+
 cdef void publish_failure(Local* local, LocalRecord* record, Task* task, int status,
                           uint32_t culprit) noexcept nogil:
     task.kind = TASK_DONE
@@ -118,7 +133,6 @@ cdef void remote_ended(Part* part, bint has_left, int status) noexcept nogil:
     """A part of ours has left, or its result has landed in our output: the others' turn."""
     cdef LocalRecord* record = <LocalRecord*>part.record.context
     cdef Local* local = record.local
-    cdef Task task
     cdef uint32_t index = <uint32_t>(part - part.record.parts)
     cdef bint is_end = status != OK and fps_load32(&local.engine.status) != OK
     if is_end:
@@ -130,19 +144,11 @@ cdef void remote_ended(Part* part, bint has_left, int status) noexcept nogil:
     if has_left or record.is_shared or is_end:
         count_parts(record, status)
         return
-    task.kind = TASK_PUBLISH
-    task.tensor_id = record.tensor_id
-    task.version = record.version
-    task.flags = task.root = 0
-    task.pusher = local.me
-    task.part = index
-    task.status = status
-    task.culprit = part.record.culprit
-    task.ticket = task.done = 0
-    publish_bytes(local, &task, part.offset, part.nbytes if status == OK else 0,
-                  chunk_for(local, part.nbytes))
+    part.status = status
+    if not publish_part(local, record, part):
+        defer(local, part)
+    fps_fence()
     ring(local, local.me, True)
-    count_parts(record, status)
 
 
 cdef void fill_remote(Local* local, LocalRecord* record, char* base, uint32_t flags,

@@ -295,16 +295,58 @@ cdef bint step_staged(Local* local, Task* task) noexcept nogil:
     return has_moved
 
 
+# ---------------------------------------------------------------- parts that came from a server
+
+cdef bint publish_part(Local* local, LocalRecord* record, Part* part) noexcept nogil:
+    """Tell the others that a part's result, or its failure, is in our output; False: no room."""
+    cdef Task task
+    task.kind = TASK_PUBLISH
+    task.tensor_id = record.tensor_id
+    task.version = record.version
+    task.flags = task.root = 0
+    task.pusher = local.me
+    task.part = <uint32_t>(part - part.record.parts)
+    task.status = part.status
+    task.culprit = part.record.culprit
+    task.ticket = task.done = 0
+    cut(&task, part.offset, part.nbytes if part.status == OK else 0,
+        chunk_for(local, part.nbytes))
+    if not try_publish(local, &task, True):
+        return False
+    count_parts(record, part.status)
+    return True
+
+
+cdef bint publish_crowded(Local* local) noexcept nogil:
+    """Publish what the ring had no room for when it came, or drop it when the group has failed."""
+    cdef Part* part = <Part*>fps_swap_ptr(<void**>&local.crowded, NULL)
+    cdef Part* next
+    cdef LocalRecord* record
+    cdef bint has_moved = False
+    while part != NULL:
+        next = part.next
+        record = <LocalRecord*>part.record.context
+        if fps_load32(&local.status) != OK:
+            count_parts(record, part.status)
+        elif publish_part(local, record, part):
+            has_moved = True
+        else:
+            defer(local, part)
+        part = next
+    return has_moved
+
+
 # ---------------------------------------------------------------- one step
 
 cdef bint step(Local* local) noexcept nogil:
     """Do one piece of work, if there is any; the runner's lock is held."""
     cdef Task* task
     cdef bint has_moved
+    has_moved = fps_load_ptr(<void**>&local.crowded) != NULL and publish_crowded(local)
     if fps_load32(&local.status) != OK:
         table_each(&local.records, fail_record, local)
         return False
-    has_moved = local.n_trailing > 0 and settle_trailing(local)
+    has_moved |= local.n_trailing > 0 and settle_trailing(local)
     task = task_at(local, local.cursor)
     if fps_load64(&task.number) != local.cursor + 1:
         return has_moved

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import secrets
 import threading
 
@@ -211,3 +212,54 @@ def test_a_lost_server_fails_everybody():
         cluster.transport.abort()
         statuses = finish(tensors[:4])
         assert all(status is not None and status < 0 for status in statuses), statuses
+
+
+def test_a_full_ring_and_a_failed_send_do_not_lock_each_other_out():
+    """Whoever hands a part to a dead link tells the others; there may be no room for that."""
+    n_parts = 16_000  # the ring has room for 16384 tasks: these, and few of those that follow
+    release = threading.Event()
+
+    @ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 5)
+    def stalled_kernel(*arguments):
+        release.wait(TIMEOUT_S)
+        return 1
+
+    kernels = [ctypes.cast(stalled_kernel, ctypes.c_void_p).value, sum_kernel(DType.FLOAT32)]
+    ranks, key = (0, 1), secrets.token_bytes(32)
+    engines = [WorkerEngine(rank=rank, n_servers=1) for rank in ranks]  # no link to send on
+    groups: dict[int, LocalGroup] = {}
+
+    def join(rank):
+        groups[rank] = LocalGroup(
+            config.load({}, environ={}), ranks=ranks, rank=rank, n_workers=4, key=key,
+            engine=engines[rank],
+        )  # fmt: skip
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    tensors = []
+    for rank in ranks:
+        remote = engines[rank].declare(
+            0, "t", nbytes=4 * n_parts, dtype=DType.FLOAT32, chunk_bytes=CHUNK,
+            partitions=[(4 * index, 4, 0) for index in range(n_parts)],
+        )  # fmt: skip
+        tensors.append(
+            groups[rank].engine.declare(
+                0, "t", nbytes=4 * n_parts, itemsize=4, kernel=kernels[rank], remote=remote
+            )
+        )
+    arrays = [np.ones(n_parts, np.float32) for _ in ranks]
+    try:
+        for rank in ranks:
+            groups[rank].engine.start(tensors[rank], arrays[rank], arrays[rank])
+        assert tensors[1].wait(timeout_s=1.0) is None, "the ring is full: the other one stalls"
+    finally:
+        release.set()
+    assert finish(tensors) == [E_PEER_LOST] * 2
+    for rank in ranks:
+        groups[rank].engine.leave()
+    for rank in ranks:
+        groups[rank].close(timeout_s=10)
