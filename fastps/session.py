@@ -45,7 +45,7 @@ from fastps.errors import (
 from fastps.joining import Connections, PlannedTensor
 from fastps.objects import decode_object, encode_object
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
-from fastps.types import DType, dtype_of, numpy_dtype
+from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
 from fastps.worker._tensor import LentTensor
 from fastps.worker.handle import Array, Handle, LocalHandle
 
@@ -109,7 +109,10 @@ class Session:
         MismatchError when another worker, or this one earlier, declared one differently.
         """
         self._check_usable()
-        wanted = [self._spec(name, tuple(shape), DType(code)) for name, shape, code in specs]
+        wanted = [
+            self._spec(name, _checked_shape(name, shape), DType(code))
+            for name, shape, code in specs
+        ]
         if self._client is not None:
             self._declare_specs(wanted)
         else:
@@ -287,7 +290,7 @@ class Session:
     ) -> Handle:
         """Begin to copy the root's tensor into everybody's, in place; sequences as one submit."""
         self._check_usable()
-        self._check_root(root_rank)
+        root_rank = self._checked_root(root_rank)
         is_single = isinstance(name, str)
         names, arrays = _pair(name, tensor)
         for label, array in zip(names, arrays, strict=True):
@@ -363,10 +366,9 @@ class Session:
     def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:
         """Wait until every worker has come here; StallError names who is missing."""
         self._check_usable()
+        timeout_s = self._config.op_timeout_s if timeout_s is None else checked_seconds(timeout_s)
         if self._client is not None:
-            self._client.barrier(
-                name, timeout_s=self._config.op_timeout_s if timeout_s is None else timeout_s
-            )
+            self._client.barrier(name, timeout_s=timeout_s)
 
     def broadcast_object(self, obj: Any, root_rank: int = 0, name: str = "object") -> Any:
         """Give everybody the root's object; blocks, and never unpickles anything.
@@ -375,7 +377,7 @@ class Session:
         names what else was found.
         """
         self._check_usable()
-        self._check_root(root_rank)
+        root_rank = self._checked_root(root_rank)
         data = encode_object(obj) if root_rank == self.rank else None
         if self._client is None:
             return decode_object(encode_object(obj))
@@ -392,9 +394,10 @@ class Session:
 
     # ---- failures ----
 
-    def _check_root(self, root_rank: int) -> None:
-        if not 0 <= root_rank < self.size:
+    def _checked_root(self, root_rank: int) -> int:
+        if not 0 <= operator.index(root_rank) < self.size:
             raise ValueError(f"root_rank {root_rank} is not a rank: there are {self.size} workers")
+        return operator.index(root_rank)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -501,6 +504,14 @@ class Session:
 
 def _left_text(rank: int | None) -> str:
     return f"worker {rank} left the job while others still had work"
+
+
+def _checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Give the extents as plain numbers; an array has no negative one."""
+    extents = tuple(map(operator.index, shape))
+    if any(extent < 0 for extent in extents):
+        raise ValueError(f"tensor {name!r}: {extents} is not a shape")
+    return extents
 
 
 def _describe(spec: TensorSpec) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element types and operations as they travel: the one table of wire codes.
+"""Element types as they travel, the one table of wire codes, and bounds of what users give.
 
 Knows NumPy and nothing else. bfloat16 has no NumPy dtype: such arrays travel as uint16 views
 with the code BFLOAT16 beside them (or as ml_dtypes arrays, recognised by name).
@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 
 import numpy as np
+
+MAX_SECONDS = 1e9  # the longest wait
 
 
 class DType(enum.IntEnum):
@@ -63,3 +65,10 @@ def dtype_of(dtype: np.dtype[np.generic]) -> DType:
 def numpy_dtype(code: DType) -> np.dtype[np.generic]:
     """Give the NumPy dtype that holds a wire code's elements; uint16 for BFLOAT16."""
     return np.dtype("uint16" if code is DType.BFLOAT16 else code.name.lower())
+
+
+def checked_seconds(timeout_s: float) -> float:
+    """Give a time to wait as a float; ValueError if it is none, or no wait can be that long."""
+    if not 0 <= timeout_s <= MAX_SECONDS:  # nor is nan
+        raise ValueError(f"timeout_s={timeout_s} is not 0 to {MAX_SECONDS:g} seconds")
+    return float(timeout_s)

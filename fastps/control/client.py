@@ -73,7 +73,7 @@ from fastps.control.protocol import (
     body_nbytes,
     check_name,
     failure_of,
-    pack,
+    pack_to_scheduler,
     text_of,
     unpack_to_member,
 )
@@ -87,6 +87,7 @@ from fastps.errors import (
     StallError,
 )
 from fastps.transport import sockets
+from fastps.types import checked_seconds
 
 __all__ = [
     "ControlClient",
@@ -217,6 +218,7 @@ class ControlClient:
             return []
         for spec in specs:
             check_name(spec.name, dimensions=len(spec.shape))
+        timeout_s = checked_seconds(timeout_s)
         what = f"declaring {specs[0].name!r}" + (f" and {len(specs) - 1} more" * (len(specs) > 1))
         message = Declare(next(self._numbers), tuple(specs), timeout_s)
         return list(self._ask(message, Declared, what=what, timeout_s=timeout_s).tensors)
@@ -224,6 +226,7 @@ class ControlClient:
     def barrier(self, name: str, *, timeout_s: float) -> None:
         """Wait until every worker has entered the barrier; StallError names the missing."""
         check_name(name)
+        timeout_s = checked_seconds(timeout_s)
         message = Barrier(next(self._numbers), name, timeout_s)
         self._ask(message, Done, what=f"barrier {name!r}", timeout_s=timeout_s)
 
@@ -235,6 +238,7 @@ class ControlClient:
                 f"blob {name!r} has {len(data)} bytes, {MAX_BLOB_BYTES} are allowed; broadcast "
                 "large data as arrays"
             )
+        timeout_s = checked_seconds(timeout_s)
         message = Blob(next(self._numbers), name, root_rank, data, timeout_s)
         what = f"blob {name!r} of worker {root_rank}"
         if data is not None:
@@ -362,10 +366,11 @@ class ControlClient:
         self._check_usable()
         if threading.current_thread() is self._reader:
             raise FastPSError(f"{what}: on_event must not wait for the scheduler")
+        frame = pack_to_scheduler(message)
         deadline = time.monotonic() + timeout_s + GRACE_S
         future = self._enlist(message.request)
         try:
-            self._write(message, deadline)
+            self._write(frame, deadline)
             answer = future.result(max(deadline - time.monotonic(), 0))
         except TimeoutError as error:
             raise StallError(
@@ -393,13 +398,12 @@ class ControlClient:
         """Send a message without answer; what nobody can hear any more is dropped."""
         self._check_usable()
         try:
-            self._write(message, time.monotonic() + NOTICE_S)
+            self._write(pack_to_scheduler(message), time.monotonic() + NOTICE_S)
         except TimeoutError as error:
             log.warning("%s not sent: %s", type(message).__name__, error)
 
-    def _write(self, message: ToScheduler, deadline: float) -> None:
+    def _write(self, frame: bytearray, deadline: float) -> None:
         """Send a frame; a failure ends the connection, and the reader tells everybody."""
-        frame = pack(message)
         if not self._send_lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise TimeoutError("another thread is still sending")
         try:

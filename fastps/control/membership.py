@@ -42,6 +42,7 @@ from fastps.control.protocol import (
     KeysFailed,
     KeysReady,
     Leave,
+    Malformed,
     NewGeneration,
     NewJob,
     PeerLeft,
@@ -129,13 +130,15 @@ class Membership:
 
     # ---- what happened ----
 
-    def receive(self, peer: int, message: ToScheduler, now: float) -> list[Action]:
+    def receive(self, peer: int, message: ToScheduler | Malformed, now: float) -> list[Action]:
         """Take a message of a peer."""
         member = self._peers.get(peer)
         if isinstance(message, Join):
             self._join(peer, message, now)
         elif member is None:
             self._out.append(Close(peer))
+        elif isinstance(message, Malformed):
+            self._fail(member, message.request, "protocol", message.message)
         elif isinstance(message, Leave):
             self._leave(member, message, now)
         elif isinstance(message, AwaitStart):

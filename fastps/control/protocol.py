@@ -14,7 +14,7 @@ message made for it, with `Done` or with `Failed`. Everything else the scheduler
 from __future__ import annotations
 
 import struct
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +29,7 @@ from fastps.errors import (
     StallError,
 )
 from fastps.partition import server_weights
+from fastps.types import MAX_SECONDS
 
 # What fastps.auth.derive_key makes the keys of the two kinds of connections for.
 KEY_PURPOSE_CONTROL = "control"
@@ -49,8 +50,9 @@ Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_MEMBERS)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
 Nbytes: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
-Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Id: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Sender: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]  # a field of the handshake
 Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and server of each partition
 
 
@@ -251,6 +253,13 @@ class Leave(_Message, frozen=True):
     timeout_s: Seconds
 
 
+class Malformed(_Record, frozen=True):
+    """What the scheduler makes of a request that does not fit; answered by Failed."""
+
+    request: Id
+    message: Text
+
+
 Request: TypeAlias = Join | AwaitStart | Declare | Barrier | Blob | Leave  # are answered
 ToScheduler: TypeAlias = Request | KeysReady | KeysFailed | ReportLost
 
@@ -261,7 +270,7 @@ class Joined(_Message, frozen=True):
     """A place is taken; `member` is the sender number of the pulse connection."""
 
     request: Id
-    member: Id
+    member: Sender
 
 
 class Started(_Message, frozen=True):
@@ -375,10 +384,20 @@ FAILURES: dict[str, type[FastPSError]] = {
     "error": FastPSError,
 }
 
+
+class _Numbered(msgspec.Struct, frozen=True, array_like=True):
+    """The head of a request, all that is read of one that does not fit."""
+
+    name: str
+    request: Id
+
+
+_REQUESTS = {kind.__name__ for kind in get_args(Request)}
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
 _to_scheduler: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(ToScheduler)
 _to_member: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)
+_to_numbered = msgspec.msgpack.Decoder(_Numbered)
 
 
 def pack(message: ToScheduler | ToMember) -> bytearray:
@@ -403,12 +422,38 @@ def body_nbytes(prefix: bytes) -> int:
     return nbytes
 
 
-def unpack_to_scheduler(body: bytes) -> ToScheduler:
-    """Decode what a member says; ProtocolError if no member may say that."""
+def pack_to_scheduler(message: ToScheduler) -> bytearray:
+    """Make the frame of what a member says; ConfigError if the scheduler would not take it.
+
+    So that a number out of all bounds is an error where it was given.
+    """
+    try:
+        frame = pack(message)
+        _to_scheduler.decode(memoryview(frame)[LENGTH.size :])
+    except (*_MALFORMED, TypeError, OverflowError) as error:
+        raise ConfigError(f"a {type(message).__name__} cannot travel: {error}") from error
+    return frame
+
+
+def unpack_to_scheduler(body: bytes) -> ToScheduler | Malformed:
+    """Decode what a member says; ProtocolError if it is not even a request that has a number."""
     try:
         return _to_scheduler.decode(body)
     except _MALFORMED as error:
-        raise ProtocolError(f"a control message from a member is malformed: {error}") from error
+        text = f"a control message from a member is malformed: {error}"
+        request = _number_of(body)
+        if request is None:
+            raise ProtocolError(text) from error
+        return Malformed(request, text)
+
+
+def _number_of(body: bytes) -> int | None:
+    """Read a request's number without building the rest of it; None if it is no request."""
+    try:
+        head = _to_numbered.decode(body)
+    except _MALFORMED:
+        return None
+    return head.request if head.name in _REQUESTS else None
 
 
 def unpack_to_member(body: bytes) -> ToMember:

@@ -27,6 +27,7 @@ from fastps.control.protocol import (
     LENGTH,
     MAX_FRAME_BYTES,
     Join,
+    Malformed,
     ToScheduler,
     body_nbytes,
     pack,
@@ -308,7 +309,7 @@ class Scheduler:
             writer.transport.abort()
 
 
-async def _read_message(reader: asyncio.StreamReader) -> ToScheduler:
+async def _read_message(reader: asyncio.StreamReader) -> ToScheduler | Malformed:
     try:
         prefix = await reader.readexactly(LENGTH.size)
         return unpack_to_scheduler(await reader.readexactly(body_nbytes(prefix)))
@@ -316,7 +317,9 @@ async def _read_message(reader: asyncio.StreamReader) -> ToScheduler:
         raise _NotRead from error
 
 
-async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[ToScheduler]:
+async def _messages(
+    reader: asyncio.StreamReader,
+) -> AsyncIterator[ToScheduler | Malformed]:
     """Read messages until the connection ends."""
     with contextlib.suppress(_NotRead):
         while True:

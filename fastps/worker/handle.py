@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fastps.errors import FastPSError, StallError
+from fastps.types import checked_seconds
 from fastps.worker._tensor import LentTensor
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -61,10 +62,10 @@ class Handle:
 
         Blocks without the GIL up to timeout_s seconds (default: op_timeout_s). Raises what made
         the operation fail: PeerLostError, MismatchError, ShutdownError; StallError in time, and
-        then the operation is still in flight and its arrays must not be touched. May be called
-        again.
+        then the operation is still in flight and its arrays must not be touched; ValueError for
+        what is no time to wait. May be called again.
         """
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else checked_seconds(timeout_s)
         began = time.perf_counter()
         try:
             self._wait_all(began + timeout_s, timeout_s)
