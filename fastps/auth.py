@@ -71,6 +71,7 @@ class Purpose(enum.IntEnum):
     PULSE = 2
     DATA = 3
     MEMORY = 4
+    PEER = 5
 
 
 class Status(enum.IntEnum):

@@ -34,6 +34,7 @@ from fastps.errors import FastPSError
 from fastps.links import Links, name_of_server
 from fastps.partition import link_counts
 from fastps.transport import rdma, shm
+from fastps.transport.node import Node
 from fastps.transport.tcp import choose_chunk
 from fastps.types import DType
 from fastps.worker._engine import EngineTensor, WorkerEngine
@@ -89,7 +90,8 @@ class Connections:
         self._links: Links | None = None
         _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
         _core.arm_fault(config.fault)
-        doors = open_doors(config, port=0) if may_serve(config) else None
+        self.node: Node | None = None
+        doors = open_doors(config, port=0)
         try:
             self.client = self._join(doors)
             self.job = self.client.job
@@ -104,31 +106,35 @@ class Connections:
             self.plan = self._make_plan()
             self.client.barrier("fastps.connected", timeout_s=config.start_timeout_s)
             if self._server is not None:
-                self._server.shut_doors()  # everybody is inside
+                self.node.stop_serving()  # everybody is inside
         except BaseException:
             self._undo(doors)
             raise
 
     # ---- making ----
 
-    def _join(self, doors: Doors | None) -> ControlClient:
+    def _join(self, doors: Doors) -> ControlClient:
         self._device = rdma.look_up(self._config)
         return ControlClient.connect(
             self._config,
             role="worker",
-            data_address=doors.address if doors else None,
-            unix=doors.unix if doors else "",
+            data_address=doors.address,
+            unix=doors.unix,
+            serves=may_serve(self._config),
             machine=machine_name(self._config, is_shared=_shares(self._config)),
             gid=self._device.usable_gid,
             on_event=self._take,
         )
 
-    def _make(self, doors: Doors | None) -> None:
+    def _make(self, doors: Doors) -> None:
+        self.node = Node(
+            self._config, doors.sockets, key=self.client.data_key, device=self._device
+        )
+        self.node.join(self.job.members, me=self.job.rank, generation=self.job.generation)
         index = self.job.joint_servers.get(self.job.rank)
-        if doors is not None and index is not None:
-            self._server = self._make_server(index, doors)
-        elif doors is not None:
-            doors.close()
+        if index is not None:
+            self._server = self._make_server(index, self.node)
+        self.node.start()
         self._links = Links(
             self._config, self.job, self.engine, key=self.client.data_key, device=self._device
         )
@@ -156,11 +162,11 @@ class Connections:
         words = f"memory {self.job.generation} {members}"
         return hmac.digest(self.client.data_key, words.encode(), "sha256")
 
-    def _make_server(self, index: int, doors: Doors) -> DataPlane:
+    def _make_server(self, index: int, node: Node) -> DataPlane:
         # imported here: a worker that only sends needs neither the kernels nor the store
         from fastps.server.dataplane import DataPlane  # noqa: PLC0415
 
-        server = DataPlane(self._config, self.client, index=index, doors=doors)
+        server = DataPlane(self._config, self.client, index=index, node=node)
         server.start()
         log.info("worker %d is server %d too", self.job.rank, index)
         return server
@@ -311,6 +317,8 @@ class Connections:
             log.warning("left the job without the scheduler's answer: %s", error)
         if self._server is not None:
             self._server.leave()
+        if self.node is not None:
+            self.node.leave()
         self.engine.wait_closed(timeout_s=timeout_s)
         self._close_links(timeout_s)
         self._on_event = _ignore  # so that the session, if nobody else holds it, goes at once
@@ -320,21 +328,22 @@ class Connections:
             self._links.close(timeout_s=timeout_s)
         if self._server is not None:
             self._server.close()
+        if self.node is not None:
+            self.node.close()
         if self._group is not None:  # last: what landed on links was still to be published
             self._group.close(timeout_s=timeout_s)
             self._group = None
 
-    def _undo(self, doors: Doors | None) -> None:
+    def _undo(self, doors: Doors) -> None:
         """Free what was made of something that did not become whole."""
         with contextlib.suppress(FastPSError):
             self._close_links(self._config.shutdown_timeout_s)
         if hasattr(self, "client"):
             self.client.close()
-        if doors is not None:
-            doors.close()
+        doors.close()
 
     def abandon(self) -> None:
         """Close the links' descriptors in a forked child, so that our death stays visible."""
-        for item in (self._links, self._server):
+        for item in (self._links, self._server, self.node):
             if item is not None:
                 item.abandon()

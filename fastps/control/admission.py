@@ -117,9 +117,9 @@ def _refuse_links(join: Join, members: Sequence[Peer]) -> str | None:
     for other in members:
         if other.join.links_per_peer not in (0, join.links_per_peer) and join.links_per_peer:
             return (
-                f"this {join.role} makes {join.links_per_peer} link(s) per peer, {other.full_name} "
-                f"{other.join.links_per_peer}; set FASTPS_LINKS_PER_PEER to the same number "
-                "everywhere"
+                f"this {join.role} makes {join.links_per_peer} link(s) per peer, "
+                f"{other.full_name} {other.join.links_per_peer}; set FASTPS_LINKS_PER_PEER to the "
+                "same number everywhere"
             )
     return None
 
@@ -235,7 +235,7 @@ def _check_serving(
             "of every machine serves too, or start servers (`fastps-run -s 1 ...`, or "
             "fastps-server, with FASTPS_NUM_SERVERS)"
         )
-    deaf = [item.full_name for item in joint if not item.join.port]
+    deaf = [item.full_name for item in joint if not (item.join.serves and item.join.port)]
     if deaf:
         raise ConfigError(
             f"{join_names(deaf)} must serve too, by the scheduler's settings, but not by its "

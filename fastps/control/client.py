@@ -174,12 +174,14 @@ class ControlClient:
         unix: str = "",
         machine: str = "",
         gid: str = "",
+        serves: bool = True,
     ) -> ControlClient:
         """Join the job and wait until all workers and servers have joined.
 
-        data_address: where data connections arrive, None for a worker that will not serve; unix:
-        the same as an abstract name, if any. machine: from machine_name(); empty for one that
-        shares memory with all of its host. gid: of an RDMA device, if any.
+        data_address: where data connections arrive, None if they cannot; unix: the same as an
+        abstract name, if any. serves: whether this process would own keys. machine: from
+        machine_name(); empty for one that shares memory with all of its host. gid: of an RDMA
+        device, if any.
         Blocks up to start_timeout_s. on_event is called on the reader thread, possibly before
         connect returns; it may send keys_ready and the like, but must not wait for an answer.
         Raises ConfigError (address, numbers, a role started too often), AuthError, ProtocolError,
@@ -193,7 +195,9 @@ class ControlClient:
         try:
             join = _make_join(config, next(client._numbers), role, data_address, client)
             machine = machine or machine_name(config, is_shared=True)
-            join = replace(join, unix=unix, machine=text_of(machine), gid=text_of(gid))
+            join = replace(
+                join, unix=unix, machine=text_of(machine), gid=text_of(gid), serves=serves
+            )
             client._join(join, deadline)
         except BaseException:
             client.close()

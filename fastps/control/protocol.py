@@ -115,6 +115,11 @@ class Job(_Record, frozen=True):
         return tuple(tuple(found[machine]) for machine in sorted(found))
 
     @property
+    def members(self) -> tuple[Member, ...]:
+        """Every process of the job, by its number: workers by rank, then the servers apart."""
+        return (*self.workers, *self.servers[: self.n_apart])
+
+    @property
     def weights(self) -> tuple[int, ...]:
         """How much each server owns, relative to the others."""
         is_colocated = len(self.servers) > self.n_apart
@@ -166,8 +171,8 @@ class Join(_Message, frozen=True):
     """Ask for a place in the job; None or 0 means "not configured here".
 
     host_id: equal for processes that reach each other by Unix sockets. machine: equal for workers
-    that can share memory; what follows a # tells apart those of one machine that cannot. port: 0
-    for a worker that will not serve. gid: see Member. links_per_peer: 0 if it does not say.
+    that can share memory; what follows a # tells apart those of one machine that cannot. serves:
+    whether it would own keys. gid: see Member. links_per_peer: 0 if it does not say.
     """
 
     request: Id
@@ -186,6 +191,7 @@ class Join(_Message, frozen=True):
     unix: Text
     gid: Text = ""
     links_per_peer: Count = 0
+    serves: bool = True
 
 
 class AwaitStart(_Message, frozen=True):

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from fastps import _core
 from fastps.config import Config
 from fastps.control.client import ControlClient
-from fastps.control.doors import Doors
 from fastps.control.protocol import DeclareKeys, Job, KeySpec
 from fastps.errors import FastPSError, TransportError
 from fastps.partition import link_counts, pusher_of
@@ -28,7 +27,8 @@ from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport import rdma
 from fastps.transport._tcp import TcpTransport
-from fastps.transport.listener import Listener, NotYet
+from fastps.transport.listener import NotYet
+from fastps.transport.node import Node
 from fastps.transport.sockets import watch_closely
 from fastps.transport.tcp import unpack_lane
 from fastps.types import DType
@@ -55,9 +55,9 @@ def _engine_threads(config: Config) -> int:
 
 
 class DataPlane:
-    """Serve the workers of a job as server number index; takes the doors over."""
+    """Serve the workers of a job as server number index, who come in by the doors of the node."""
 
-    def __init__(self, config: Config, client: ControlClient, *, index: int, doors: Doors) -> None:
+    def __init__(self, config: Config, client: ControlClient, *, index: int, node: Node) -> None:
         """Make everything for the client's job; start() lets workers in."""
         self.index = index
         self._config = config
@@ -74,10 +74,8 @@ class DataPlane:
         self._generation = client.job.generation
         self.store = self._make_store()
         self._transport = TcpTransport(io_threads=config.io_threads, spin_us=config.spin_us)
-        self._refused: dict[str, int] = {}
-        self._listener: Listener | None = Listener(
-            doors.sockets, config, key=client.data_key, admit=self._admit
-        )
+        self._node = node
+        node.serve(self._admit)
         self._news = threading.Thread(target=self._watch, name="fastps:news", daemon=True)
 
     def _open_rdma(self) -> RdmaTransport | None:
@@ -113,9 +111,7 @@ class DataPlane:
         return link_counts(self._client.job.weights, self._config.links_per_peer)[self.index]
 
     def start(self) -> None:
-        """Let workers in and report those whose links break."""
-        assert self._listener is not None
-        self._listener.start()
+        """Report the workers whose links break."""
         self._news.start()
 
     # ---- links ----
@@ -237,27 +233,22 @@ class DataPlane:
 
     # ---- the end ----
 
-    def shut_doors(self) -> None:
-        """Let nobody in any more; idempotent."""
-        listener, self._listener = self._listener, None  # it holds on to us: out of the cycle
-        if listener is not None:
-            listener.close(timeout_s=self._config.shutdown_timeout_s)
-            self._refused = listener.statistics()
-
     def leave(self) -> None:
         """Say BYE to the workers once they have what they wait for. Does not wait."""
         self._ending.set()
-        self.shut_doors()
+        self._node.stop_serving()
         self._transport.leave()
         if self._rdma is not None:
             self._rdma.leave()
-        log.info("server %d ends: %s, refused %s", self.index, self.statistics(), self._refused)
+        log.info(
+            "server %d ends: %s, refused %s", self.index, self.statistics(), self._node.refused
+        )
 
     def close(self) -> None:
         """Wait for the links and all threads to end. Raises StallError, TransportTimeout."""
         timeout_s = self._config.shutdown_timeout_s
         self._ending.set()
-        self.shut_doors()
+        self._node.stop_serving()
         self._transport.close(timeout_s=timeout_s)
         if self._rdma is not None:
             self._rdma.close(timeout_s=timeout_s)
@@ -277,4 +268,6 @@ class DataPlane:
         counts = Counter(self._transport.statistics())
         if self._rdma is not None:
             counts.update(self._rdma.statistics())
-        return self.store.statistics() | dict(counts) | {"refused": sum(self._refused.values())}
+        return (
+            self.store.statistics() | dict(counts) | {"refused": sum(self._node.refused.values())}
+        )

@@ -20,6 +20,7 @@ from fastps.control.doors import open_doors
 from fastps.control.protocol import (
     DeclareKeys,
     Event,
+    Job,
     JobOver,
     NewGeneration,
     NewJob,
@@ -28,6 +29,7 @@ from fastps.control.protocol import (
 from fastps.errors import FastPSError
 from fastps.server.dataplane import DataPlane
 from fastps.transport import rdma, sockets
+from fastps.transport.node import Node
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +65,13 @@ class Server:
             doors.close()
             raise
         job = self._client.job
-        self._plane = DataPlane(config, self._client, index=job.rank, doors=doors)
+        device = rdma.look_up(config)
+        self._node = Node(config, doors.sockets, key=self._client.data_key, device=device)
+        self._plane = DataPlane(config, self._client, index=job.rank, node=self._node)
+        self._meet(job)
         self._is_ready.set()
         self._plane.start()
+        self._node.start()
         log.info(
             "server %d of %d serves %d workers on %s",
             job.rank,
@@ -78,9 +84,11 @@ class Server:
         """Wait until the job ends; stop everything; give the exit status."""
         self._stopped.wait()
         self._plane.leave()
+        self._node.leave()
         with contextlib.suppress(FastPSError):
             self._client.leave(timeout_s=self._config.shutdown_timeout_s)
         self._plane.close()
+        self._node.close()
         return self._exit_status
 
     def stop(self) -> None:
@@ -98,6 +106,7 @@ class Server:
             self._forget(event.generation)
         elif isinstance(event, NewJob):
             self._plane.begin(event.job)
+            self._meet(event.job)
         elif isinstance(event, PeerLost):
             log.error("%s", event)
             self._exit_status = EXIT_PEER_LOST
@@ -105,6 +114,10 @@ class Server:
         elif isinstance(event, JobOver):
             log.info("the job is over: %s", event.reason)
             self.stop()
+
+    def _meet(self, job: Job) -> None:
+        """Know the members of a generation; the servers' numbers follow those of the workers."""
+        self._node.join(job.members, me=job.size + job.rank, generation=job.generation)
 
     def _forget(self, generation: int) -> None:
         try:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from fastps.auth import Purpose, ServerHandshake
 from fastps.config import Config
@@ -21,15 +22,20 @@ from fastps.transport.tcp import prefer_same_host, tune
 ADMIT_RETRY_S = 0.005  # how often a connection that came too early asks again
 
 
+# Gets descriptor, sender and packed lane of a connection; may give what is to be done when the
+# other side knows that it was let in.
+Admit: TypeAlias = Callable[[int, int, int], Callable[[], None] | None]
+
+
 class NotYet(Exception):
     """The owner cannot take this link now, but will soon: a new generation begins."""
 
 
 class Listener(GateThread):
-    """Accept data connections on bound sockets; hand authenticated ones to admit.
+    """Accept data connections on bound sockets; hand authenticated ones to admit, by purpose.
 
-    admit(descriptor, sender, packed lane) owns the descriptor once it is called, unless it
-    raises NotYet; it runs on the listener's thread. start() begins, close() joins the thread.
+    An Admit owns the descriptor once it is called, unless it raises NotYet; it runs on the
+    listener's thread. start() begins, close() joins the thread.
     """
 
     def __init__(
@@ -38,7 +44,7 @@ class Listener(GateThread):
         config: Config,
         *,
         key: bytes,
-        admit: Callable[[int, int, int], None],
+        admit: Mapping[Purpose, Admit],
     ) -> None:
         for sock in listeners:
             if not sockets.is_unix(sock) and sockets.is_loopback(sock.getsockname()[0]):
@@ -46,9 +52,14 @@ class Listener(GateThread):
         self._config = config
         self._admit = admit
         timeout_s = config.handshake_timeout_s
-        data = (Purpose.DATA,)
         super().__init__(
-            Gate(listeners, key=key, purposes=data, timeout_s=timeout_s, welcome=self._hand_over)
+            Gate(
+                listeners,
+                key=key,
+                purposes=tuple(admit),
+                timeout_s=timeout_s,
+                welcome=self._hand_over,
+            )
         )
 
     async def _hand_over(
@@ -58,11 +69,17 @@ class Listener(GateThread):
         while True:
             descriptor = os.dup(sock.fileno())
             try:
-                self._admit(descriptor, handshake.sender, handshake.lane)
+                finish = self._admit[Purpose(handshake.purpose)](
+                    descriptor, handshake.sender, handshake.lane
+                )
                 break
             except NotYet:
                 os.close(descriptor)
             await asyncio.sleep(ADMIT_RETRY_S)
-        # Only now, so that who was accepted is already known to the owner. Nothing else is
-        # written before: the owner has no results for a worker that has not pushed.
-        sock.send(accept)
+        # Only now, so that who was accepted is already known. Nothing else is written before: a
+        # store has no results for a worker that has not pushed, and peers get the link after it.
+        try:
+            sock.send(accept)
+        finally:
+            if finish is not None:
+                finish()

@@ -80,6 +80,7 @@ def dial(
     lane: int,
     what: str,
     unix: str = "",
+    purpose: Purpose = Purpose.DATA,
 ) -> int:
     """Connect and authenticate to a listener; give a non-blocking descriptor.
 
@@ -88,7 +89,7 @@ def dial(
     tried, and again while the door is too full. Raises TransportTimeout, TransportError, AuthError
     or ProtocolError.
     """
-    shake = functools.partial(ClientHandshake, key, purpose=Purpose.DATA, sender=sender, lane=lane)
+    shake = functools.partial(ClientHandshake, key, purpose=purpose, sender=sender, lane=lane)
     where = f"{what} at {sockets.join_address(*address)}"
     if unix:
         try:

@@ -62,7 +62,7 @@ class Door:
         self.refusals: list[BaseException] = []  # raised by admit, one per call
         self.calls = 0
         both = [self.listener, unix_listener]
-        self.door = Listener(both, self.config, key=KEY, admit=self.admit)
+        self.door = Listener(both, self.config, key=KEY, admit={Purpose.DATA: self.admit})
         self.door.start()
 
     def admit(self, descriptor: int, sender: int, lane: int) -> None:
@@ -560,7 +560,7 @@ def test_close_joins_the_thread_and_drops_the_half_open(opened):
 
 def test_a_listener_that_never_started_closes():
     listener = socket.create_server(("127.0.0.1", 0))
-    door = Listener([listener], config_of(), key=KEY, admit=lambda *_: None)
+    door = Listener([listener], config_of(), key=KEY, admit={Purpose.DATA: lambda *_: None})
     door.close(timeout_s=TIMEOUT_S)
     door.close(timeout_s=TIMEOUT_S)
     assert listener.fileno() == -1

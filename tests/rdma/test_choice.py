@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fastps import links
+from fastps.auth import Purpose
 from fastps.config import Config, load
 from fastps.control.doors import open_doors
 from fastps.control.protocol import Member
@@ -183,7 +184,7 @@ def test_a_refused_link_can_be_dialled_again():
             raise TransportError("it wants RDMA")
         admitted.append(lane)
 
-    listener = Listener(doors.sockets, config, key=b"k" * 32, admit=admit)
+    listener = Listener(doors.sockets, config, key=b"k" * 32, admit={Purpose.DATA: admit})
     listener.start()
     options: dict[str, Any] = {"key": b"k" * 32, "sender": 0, "what": "server 0"}
     with pytest.raises(TransportError, match="server 0"):

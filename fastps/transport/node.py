@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doors of this process, and its links to any other member, each made at its first use.
+
+PeerTable decides which of two members' connections becomes the one link between them: both may
+dial at once, and then the connection of the member with the lower number stays; it refuses the
+other's, which is accepted where nobody dials. A Node listens; what comes in for the store goes
+there, what peers dial goes, as what it dials itself, to the owner of peer links, who knows each
+peer by its number in the job. Threads: whoever asks for a link, the doors' own, and those of the
+transports. Ways: a Unix socket on one host, RDMA where both ends have a device and settings allow
+it, else TCP.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from fastps.auth import Purpose
+from fastps.config import Config
+from fastps.errors import FastPSError, ProtocolError, TransportError, TransportTimeout
+from fastps.transport import rdma
+from fastps.transport._link import LinkOwner
+from fastps.transport._tcp import TcpTransport
+from fastps.transport.listener import Admit, Listener, NotYet
+from fastps.transport.rdma import Capability
+from fastps.transport.sockets import watch_closely
+from fastps.transport.tcp import choose_credit, dial, pack_lane, unpack_lane
+
+if TYPE_CHECKING:
+    import socket
+
+    from fastps.transport._rdma import Opening, RdmaTransport
+
+__all__ = ["Node", "PeerState", "PeerTable"]
+
+log = logging.getLogger(__name__)
+
+
+class Place(Protocol):
+    """How a member is reached: control.protocol.Member is one."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def unix(self) -> str: ...
+    @property
+    def host_id(self) -> str: ...
+    @property
+    def gid(self) -> str: ...
+
+
+class PeerState(enum.Enum):
+    """How far the link to a peer is."""
+
+    NONE = "not made"
+    DIALLING = "being dialled"  # by us
+    CHOSEN = "chosen"  # a connection is to be the link; the owner does not have it yet
+    OPEN = "open"
+
+
+class PeerTable:
+    """The state of the links of member `me` to its peers, from NONE on, each by its number."""
+
+    def __init__(self, me: int) -> None:
+        self._me = me
+        self._states: dict[int, PeerState] = {}
+
+    def state(self, peer: int) -> PeerState:
+        """Tell how far the link to a peer is."""
+        return self._states.get(peer, PeerState.NONE)
+
+    def begin(self, peer: int) -> bool:
+        """Ask for a link; True: the caller is to dial. ValueError for a link to ourselves."""
+        if peer == self._me:
+            raise ValueError(f"member {peer} needs no link to itself")
+        if self.state(peer) is not PeerState.NONE:
+            return False
+        self._states[peer] = PeerState.DIALLING
+        return True
+
+    def admit(self, peer: int) -> None:
+        """Take the peer's connection as the link; ProtocolError: it is to be closed instead."""
+        state = self.state(peer)
+        wins = state is PeerState.DIALLING and peer < self._me
+        if peer == self._me or not (state is PeerState.NONE or wins):
+            raise ProtocolError(f"member {peer} dialled while the link to it is {state.value}")
+        self._states[peer] = PeerState.CHOSEN
+
+    def dialled(self, peer: int) -> bool:
+        """Our connection was let in; False: the peer's has become the link, ours is closed."""
+        if self.state(peer) is not PeerState.DIALLING:
+            return False
+        self._states[peer] = PeerState.CHOSEN
+        return True
+
+    def opened(self, peer: int) -> None:
+        """The owner has the link."""
+        self._states[peer] = PeerState.OPEN
+
+    def refused(self, peer: int) -> bool:
+        """Our connection was not let in; True: the peer's own may be under way, wait for it."""
+        return self.state(peer) in (PeerState.CHOSEN, PeerState.OPEN) or peer < self._me
+
+    def give_up(self, peer: int) -> None:
+        """Nothing came of it; the next use dials again."""
+        if self.state(peer) is PeerState.DIALLING:
+            del self._states[peer]
+
+
+class Node:
+    """This process's doors and peer links; made before it joins, closed when it has left.
+
+    sockets: bound, of Unix and TCP. key: of data connections. serve() says whose doors these are
+    before start(); join() whom there is to reach, again for each generation. Thread-safe.
+    """
+
+    def __init__(
+        self, config: Config, sockets: Sequence[socket.socket], *, key: bytes, device: Capability
+    ) -> None:
+        self._config = config
+        self._key = key
+        self._device = device
+        self._places: Sequence[Place] = ()
+        self._me = self._generation = 0
+        self._owner: LinkOwner | None = None
+        self._table = PeerTable(0)
+        self._changed = threading.Condition()  # guards table, owner and transports
+        self._tcp: TcpTransport | None = None
+        self._rdma: RdmaTransport | None = None
+        self._openings: dict[int, Opening] = {}  # of links by RDMA
+        self._admit_data: Admit = _refuse
+        admit: dict[Purpose, Admit] = {Purpose.DATA: self._take_data, Purpose.PEER: self.admit}
+        self._listener = Listener(sockets, config, key=key, admit=admit)
+
+    # ---- doors ----
+
+    def join(self, places: Sequence[Place], *, me: int, generation: int) -> None:
+        """Take the members of a job by number; what links there were have ended."""
+        with self._changed:
+            self._places, self._me, self._generation = places, me, generation
+            self._table = PeerTable(me)
+            self._openings.clear()
+
+    def serve(self, admit: Admit) -> None:
+        """Let admit have the connections to the store of this process; the default refuses."""
+        self._admit_data = admit
+
+    def stop_serving(self) -> None:
+        """Refuse connections to the store from now on: everybody is inside."""
+        self._admit_data = _refuse
+
+    def link_peers(self, owner: LinkOwner) -> None:
+        """Let owner have the peer links; peers that dialled before are waiting for it."""
+        with self._changed:
+            self._owner = owner
+
+    def start(self) -> None:
+        """Open the doors."""
+        self._listener.start()
+
+    def _take_data(self, descriptor: int, sender: int, lane: int) -> Callable[[], None] | None:
+        return self._admit_data(descriptor, sender, lane)
+
+    # ---- peers ----
+
+    def reach(self, peer: int) -> None:
+        """Make the link to a member unless there is one; blocks until it can be used.
+
+        Waits at most connect_timeout_s and twice handshake_timeout_s. Raises ValueError for who
+        is no other member, TransportTimeout, TransportError or AuthError naming it.
+        """
+        if not 0 <= peer < len(self._places):
+            raise ValueError(f"there is no member {peer}: the job has {len(self._places)}")
+        if self._owner is None:
+            raise TransportError("this process has no use for links to its peers")
+        with self._changed:
+            is_ours = self._table.begin(peer)
+            if not is_ours:
+                self._wait_open(peer)
+        if is_ours:
+            self._make(peer)
+        if peer in self._openings:
+            self._openings[peer].wait(timeout_s=2 * self._config.handshake_timeout_s)
+
+    def _make(self, peer: int) -> None:
+        try:
+            descriptor, is_rdma = self._dial(self._places[peer], peer)
+        except BaseException as error:
+            with self._changed:
+                if isinstance(error, FastPSError) and self._table.refused(peer):
+                    self._wait_open(peer, error)
+                    return
+                self._table.give_up(peer)
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            if self._table.dialled(peer):
+                self._adopt(descriptor, peer, is_rdma=is_rdma, greets_first=True)
+                return
+        os.close(descriptor)  # the peer's own connection is the link
+
+    def _wait_open(self, peer: int, cause: FastPSError | None = None) -> None:
+        """Wait until somebody else has made the link; the lock is held."""
+        timeout_s = self._config.handshake_timeout_s
+        deadline = time.monotonic() + timeout_s + (0 if cause else self._config.connect_timeout_s)
+        while self._table.state(peer) in (PeerState.DIALLING, PeerState.CHOSEN):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not self._changed.wait(left_s):
+                self._table.give_up(peer)
+                self._changed.notify_all()
+                raise cause or TransportTimeout(
+                    f"no link to {self._name(peer)} in {timeout_s:g} s"
+                )
+        if self._table.state(peer) is not PeerState.OPEN:
+            raise cause or TransportError(f"the link to {self._name(peer)} could not be made")
+
+    def _name(self, peer: int) -> str:
+        member = self._places[peer]
+        return f"{member.role} {member.rank}"
+
+    # ---- dialling ----
+
+    def _dial(self, member: Place, peer: int) -> tuple[int, bool]:
+        """Give a connection that the member let in, and whether RDMA is to follow on it."""
+        is_rdma = self._takes_rdma(member)
+        is_near = self._config.unix_sockets and member.host_id == self._places[self._me].host_id
+        descriptor = dial(
+            (member.host, member.port),
+            self._config,
+            key=self._key,
+            purpose=Purpose.PEER,
+            sender=self._me,
+            lane=pack_lane(self._generation, rdma.RDMA_LANE if is_rdma else 0),
+            what=self._name(peer),
+            unix=member.unix if is_near and not is_rdma else "",
+        )
+        return descriptor, is_rdma
+
+    def _takes_rdma(self, member: Place) -> bool:
+        mode = self._config.transport
+        if mode != "rdma" and member.host_id == self._places[self._me].host_id:
+            return False  # Unix sockets are the shorter way
+        return rdma.wants_rdma(mode, self._device, member.gid)[0]
+
+    # ---- being dialled ----
+
+    def admit(self, descriptor: int, sender: int, packed_lane: int) -> Callable[[], None]:
+        """Choose a connection of another member; give what makes it the link.
+
+        That is to be called once the other side was told, for from then on frames may follow.
+        Owns the descriptor, but for NotYet. Raises ProtocolError for what cannot be the link.
+        """
+        generation, lane = unpack_lane(packed_lane)
+        if self._owner is None or generation != self._generation & 0xFFFFFF:
+            raise NotYet
+        try:
+            if sender >= len(self._places):
+                raise ProtocolError(f"there is no member {sender}")
+            with self._changed:
+                self._table.admit(sender)
+        except ProtocolError:
+            os.close(descriptor)
+            raise
+
+        def finish() -> None:
+            with self._changed:
+                is_rdma = bool(lane & rdma.RDMA_LANE)
+                self._adopt(descriptor, sender, is_rdma=is_rdma, greets_first=False)
+
+        return finish
+
+    def _adopt(self, descriptor: int, peer: int, *, is_rdma: bool, greets_first: bool) -> None:
+        """Give a connection to its transport, and with it the link to the owner; lock held."""
+        assert self._owner is not None
+        if is_rdma:
+            watch_closely(descriptor, self._config.rdma_timeout_s)
+            self._openings[peer] = self._device_transport().adopt(
+                descriptor,
+                self._owner,
+                peer=peer,
+                credit_bytes=rdma.choose_credit(self._config),
+                greets_first=greets_first,
+            )
+        else:
+            credit = choose_credit(descriptor, self._config)
+            self._sockets().adopt(descriptor, self._owner, peer=peer, credit_bytes=credit)
+        self._table.opened(peer)
+        self._changed.notify_all()
+
+    # ---- the transports, made at their first use ----
+
+    def _sockets(self) -> TcpTransport:
+        if self._tcp is None:
+            self._tcp = TcpTransport(
+                io_threads=self._config.io_threads, spin_us=self._config.spin_us
+            )
+        return self._tcp
+
+    def _device_transport(self) -> RdmaTransport:
+        if self._rdma is None:
+            self._rdma = rdma.open_transport(self._config, n_links=1)
+        if self._rdma is None:
+            raise TransportError("no RDMA between members; set FASTPS_TRANSPORT=tcp everywhere")
+        return self._rdma
+
+    def statistics(self) -> dict[str, int]:
+        """Add up the counters of all peer links."""
+        counts: Counter[str] = Counter()
+        for transport in (self._tcp, self._rdma):
+            if transport is not None:
+                counts.update(transport.statistics())
+        return dict(counts)
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Count the connections that were refused, by reason."""
+        return self._listener.statistics()
+
+    # ---- the end ----
+
+    def leave(self) -> None:
+        """Let nobody in any more and say BYE on all peer links; idempotent, does not wait long."""
+        self._listener.close(timeout_s=self._config.shutdown_timeout_s)
+        for transport in (self._tcp, self._rdma):
+            if transport is not None:
+                transport.leave()
+
+    def close(self) -> None:
+        """End all peer links and join their threads. Raises TransportTimeout."""
+        self.leave()
+        for transport in (self._tcp, self._rdma):
+            if transport is not None:
+                transport.close(timeout_s=self._config.shutdown_timeout_s)
+        self._tcp = self._rdma = None
+
+    def abandon(self) -> None:
+        """Close the links' descriptors in a forked child."""
+        for transport in (self._tcp, self._rdma):
+            if transport is not None:
+                transport.abandon()
+
+
+def _refuse(descriptor: int, sender: int, lane: int) -> None:
+    os.close(descriptor)
+    raise ProtocolError(f"member {sender} wants a link to a store, and nothing is stored here")
