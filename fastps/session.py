@@ -598,6 +598,7 @@ def init(settings: Mapping[str, object]) -> Session:
     global _current
     if _current is not None and _current._pid == os.getpid():
         return _current
+    _config.hide_token()
     _current = Session(_config.load(settings))
     atexit.register(shutdown)
     return _current

@@ -31,6 +31,8 @@ __all__ = [
     "child_environment",
     "explain",
     "format_value",
+    "hide_token",
+    "hold_token",
     "load",
     "process_environment",
 ]
@@ -48,7 +50,7 @@ MAX_PROCESSES = 65535
 MAX_POOL_BYTES = 1 << 50
 DAY_S = 86400.0
 TOKEN_FILE_MAX_BYTES = 4096
-TOKEN_SAFE_BYTES = 16  # shorter tokens can be guessed by whoever saw one handshake
+TOKEN_MIN_BYTES = 16  # shorter tokens can be guessed by whoever saw one handshake
 ROLES = ("worker", "server", "scheduler")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -118,10 +120,10 @@ class Config:
     def token_bytes(self) -> bytes:
         """Give the job token from `token`, else from `token_file`.
 
-        Raises ConfigError when there is none and `insecure` is off, or when the file may be read
-        by others. Reads at most 4096 bytes of the file.
+        Raises ConfigError when there is none and `insecure` is off, when it is too short, or when
+        the file may be read by others. Reads at most 4096 bytes of the file.
         """
-        secret = self.token.encode() or _read_token_file(self.token_file)
+        secret = self.token.encode().strip() or _read_token_file(self.token_file)
         if not secret and not self.insecure:
             raise ConfigError(
                 "this job has no token; start it with fastps-run, or set FASTPS_TOKEN_FILE to a "
@@ -130,8 +132,11 @@ class Config:
             )
         if not secret:
             log.warning("FASTPS_INSECURE is on: whoever reaches our ports can join this job")
-        elif len(secret) < TOKEN_SAFE_BYTES:
-            log.warning("the job token is shorter than %d bytes", TOKEN_SAFE_BYTES)
+        elif len(secret) < TOKEN_MIN_BYTES:
+            raise ConfigError(
+                f"the job token has {len(secret)} bytes and can be guessed; FASTPS_TOKEN or "
+                f"FASTPS_TOKEN_FILE must hold at least {TOKEN_MIN_BYTES}"
+            )
         return secret
 
 
@@ -146,9 +151,11 @@ def _read_token_file(path: str) -> bytes:
     except OSError as error:
         raise ConfigError(f"FASTPS_TOKEN_FILE={path!r} cannot be read: {error}") from error
     secret = text.strip()
-    if not secret or len(text) > TOKEN_FILE_MAX_BYTES:
+    is_utf8 = secret.decode(errors="ignore").encode() == secret
+    if not secret or len(text) > TOKEN_FILE_MAX_BYTES or not is_utf8:
         raise ConfigError(
-            f"FASTPS_TOKEN_FILE={path!r} must hold 1 to {TOKEN_FILE_MAX_BYTES} bytes"
+            f"FASTPS_TOKEN_FILE={path!r} must hold {TOKEN_MIN_BYTES} to {TOKEN_FILE_MAX_BYTES} "
+            "bytes of UTF-8"
         )
     return secret
 
@@ -170,14 +177,16 @@ def _check_private(path: str, status: os.stat_result) -> None:
 
 def _text(value: object) -> str:
     if isinstance(value, str):
-        return value
-    raise ValueError("a text")
+        plain = value.encode(errors="ignore").decode().replace("\0", "")
+        if plain == value:
+            return value
+    raise ValueError("a text in UTF-8 without zero bytes")
 
 
 def _path(value: object) -> str:
-    if isinstance(value, (str, os.PathLike)):
-        return os.fsdecode(value)
-    raise ValueError("a path")
+    if isinstance(value, (str, os.PathLike)) and "\0" not in (path := os.fsdecode(value)):
+        return path
+    raise ValueError("a path without zero bytes")
 
 
 def _integer(value: object) -> int:
@@ -579,6 +588,32 @@ def child_environment(settings: Config | Mapping[str, object]) -> dict[str, str]
         for name, value in given.items()
         if value is not None
     }
+
+
+def hold_token(token: str) -> tuple[str, str]:
+    """Put a token into memory; give a variable, and its value, by which children can read it.
+
+    It names a file of this process, for this user alone, that is there as long as the process.
+    Where the kernel has no such files the variable holds the token itself.
+    """
+    try:
+        descriptor = os.memfd_create("fastps-token", os.MFD_CLOEXEC)
+    except OSError:
+        return "FASTPS_TOKEN", token
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, os.fsencode(token))
+    return "FASTPS_TOKEN_FILE", f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def hide_token() -> None:
+    """Take the token out of this process's environment, which children inherit and show.
+
+    `load` still finds it, by the variable that takes its place.
+    """
+    token = os.environ.pop("FASTPS_TOKEN", "")
+    if token:
+        name, value = hold_token(token)
+        os.environ[name] = value
 
 
 def process_environment() -> dict[str, str]:

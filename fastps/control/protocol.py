@@ -45,7 +45,7 @@ MAX_MEMBERS = 1 << 16
 
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
-Role: TypeAlias = Annotated[str, Meta(pattern="^(worker|server|scheduler)$")]
+Role: TypeAlias = Annotated[str, Meta(pattern=r"\A(worker|server|scheduler)\Z")]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_MEMBERS)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]

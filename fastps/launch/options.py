@@ -174,7 +174,8 @@ def _add_machines(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--token-file", type=pathlib.Path, default=None, metavar="FILE",
         help="file of mode 0600 with the job's secret token, the same on all machines; else "
-        "several machines take it from FASTPS_TOKEN, and one machine makes a new one",
+        "several machines take it from FASTPS_TOKEN, and one machine makes a new one, which "
+        "workers in containers of their own cannot read",
     )  # fmt: skip
 
 
@@ -279,4 +280,6 @@ def _setting(text: str) -> tuple[str, str]:
     name, is_set, value = text.partition("=")
     if not is_set or not name or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    if name == "FASTPS_TOKEN":
+        raise argparse.ArgumentTypeError("a command line can be read by all; use --token-file")
     return name, value

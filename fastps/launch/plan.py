@@ -10,6 +10,7 @@ appear in no rendered text.
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ SERVER_COMMAND = (sys.executable, "-m", "fastps.server.main")
 # A value of these must not reach the children from the caller's environment: each process needs
 # its own, or the launcher gives a new one.
 NOT_INHERITED = ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE", "FASTPS_PORT", "FASTPS_ROLE", "FASTPS_RANK")
-_SECRETS = ("FASTPS_TOKEN",)
+_SECRET = re.compile("token|secret|passw|pwd|credential|auth|key", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +51,16 @@ class ProcessSpec:
     def render(self) -> str:
         """Give the process as a line for a shell, secrets masked."""
         settings = [
-            f"{name}={'***' if name in _SECRETS else shlex.quote(value)}"
+            f"{name}={'***' if _is_secret(name) else shlex.quote(value)}"
             for name, value in sorted(self.environment.items())
         ]
         return " ".join([*settings, shlex.join(self.argv)])
+
+
+def _is_secret(name: str) -> bool:
+    """Tell whether a value must not be shown; of our own settings one alone is a secret."""
+    is_ours = name.startswith("FASTPS_")
+    return name == "FASTPS_TOKEN" if is_ours else bool(_SECRET.search(name))
 
 
 def make_plan(

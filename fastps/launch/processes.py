@@ -207,6 +207,20 @@ def _die_with_parent(parent: int) -> Callable[[], None]:
     return prepare
 
 
+def hold_folder(path: pathlib.Path) -> pathlib.Path:
+    """Open a folder, made for this user alone if missing; give a way to it that nobody can swap.
+
+    Raises OSError, also when the path ends in a symbolic link.
+    """
+    former = os.umask(0o077)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    finally:
+        os.umask(former)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    return pathlib.Path(f"/proc/self/fd/{os.open(path, flags)}")
+
+
 def open_stream(
     screen: Screen, role: str, *, rank: int, output_dir: pathlib.Path | None, is_error: bool
 ) -> Stream:
@@ -214,5 +228,8 @@ def open_stream(
     log: BinaryIO | None = None
     if output_dir is not None:
         kind = "stderr" if is_error else "stdout"
-        log = (output_dir / f"{name_of(role, rank).replace(' ', '-')}.{kind}").open("wb")
+        path = output_dir / f"{name_of(role, rank).replace(' ', '-')}.{kind}"
+        path.unlink(missing_ok=True)  # what is made anew is no link, no pipe, and ours
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        log = os.fdopen(os.open(path, flags, 0o600), "wb")
     return Stream(screen, role, rank=rank, is_error=is_error, log=log)

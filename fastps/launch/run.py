@@ -16,11 +16,11 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from fastps.config import Config, load, process_environment
+from fastps.config import Config, hold_token, load, process_environment
 from fastps.errors import ConfigError, FastPSError
 from fastps.launch.job import Cause, Job, SignalInbox, report
 from fastps.launch.options import TOKEN_RECIPE, Options, parse
-from fastps.launch.output import Screen
+from fastps.launch.output import Screen, Stream
 from fastps.launch.plan import (
     SERVER_COMMAND,
     Identity,
@@ -31,7 +31,13 @@ from fastps.launch.plan import (
     make_plan,
     scheduler_environment,
 )
-from fastps.launch.processes import Child, StartError, become_subreaper, open_stream
+from fastps.launch.processes import (
+    Child,
+    StartError,
+    become_subreaper,
+    hold_folder,
+    open_stream,
+)
 from fastps.launch.scheduler import SchedulerThread
 from fastps.transport import sockets
 
@@ -70,6 +76,8 @@ def launch(
     try:
         if options.is_dry_run:
             return _dry_run(options, identity, inherited, server_command)
+        if identity.secret is not None and identity.secret[0] == "FASTPS_TOKEN":
+            identity = dataclasses.replace(identity, secret=hold_token(identity.secret[1]))
         identity, meeting = _prepare(options, identity, inherited)
     except FastPSError as error:
         screen.say(str(error), is_alarm=True)
@@ -102,17 +110,15 @@ def _run(
             is_spread=options.layout.is_spread,
         )
         try:
-            if options.output_dir is not None:
-                options.output_dir.mkdir(parents=True, exist_ok=True)
+            folder = hold_folder(options.output_dir) if options.output_dir else None
             for spec in plan:
-                child = Child(
-                    spec, inherited=inherited, screen=screen, output_dir=options.output_dir
-                )
+                child = Child(spec, inherited=inherited, screen=screen, output_dir=folder)
                 job.add(child)
                 if options.log_level in ("DEBUG", "INFO"):
                     screen.say(f"{spec.name} is pid {child.pid}")
             if meeting is not None:
-                job.add_scheduler(_start_scheduler(options, meeting, screen))
+                stderr = open_stream(screen, "scheduler", rank=0, output_dir=folder, is_error=True)
+                job.add_scheduler(_start_scheduler(options, meeting, stderr))
         except StartError as error:
             job.abandon(Cause(str(error), error.exit_code))
         except OSError as error:  # of the output files
@@ -120,8 +126,7 @@ def _run(
         return job.run()
 
 
-def _start_scheduler(options: Options, meeting: Meeting, screen: Screen) -> SchedulerThread:
-    stderr = open_stream(screen, "scheduler", rank=0, output_dir=options.output_dir, is_error=True)
+def _start_scheduler(options: Options, meeting: Meeting, stderr: Stream) -> SchedulerThread:
     layout = options.layout
     here = len(layout.worker_ranks) + len(layout.server_ranks)
     thread = SchedulerThread(

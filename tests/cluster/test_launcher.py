@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -267,6 +268,26 @@ def test_output_dir_keeps_one_file_per_process_and_stream(job):
     assert (folder / "scheduler.stderr").exists()
 
 
+def test_output_dir_is_for_its_user_alone_and_follows_no_links(job):
+    folder, precious = job.folder / "new" / "logs", job.folder / "precious"
+    command = job.python("-np", "1", "--output-dir", str(folder), code="print('o')")
+    assert job.run(command).returncode == 0
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700] * 2
+    precious.write_text("precious")
+    log = folder / "worker-0.stdout"
+    for make in (log.symlink_to, log.hardlink_to, lambda _: os.mkfifo(log)):
+        log.unlink()
+        make(precious)
+        assert job.run(command).returncode == 0
+        assert precious.read_text() == "precious"
+        assert log.read_text() == "o\n"
+        assert log.stat().st_mode & 0o777 == 0o600
+    (job.folder / "link").symlink_to(folder)
+    result = job.run(job.command("-np", "1", "--output-dir", str(job.folder / "link"), "true"))
+    assert result.returncode == 1
+    assert str(job.folder / "link") in last_line(result)
+
+
 def test_output_dir_that_cannot_be_made_is_said_plainly(job):
     result = job.run(job.command("-np", "2", "--output-dir", os.devnull, "true"))
     assert result.returncode == 1
@@ -279,7 +300,7 @@ def test_scheduler_answers_from_the_beginning(job):
         import os, socket
         address = os.environ["FASTPS_SCHEDULER_HOST"], int(os.environ["FASTPS_SCHEDULER_PORT"])
         with socket.create_connection(address, timeout=30) as connection:
-            connection.sendall(b"GET / HTTP/1.0 and what else a stranger may say, at length\\r\\n")
+            connection.sendall(b"GET / HTTP/1.0 and 32 bytes more or less"[:32])
             print("closed" if connection.recv(5) == b"" else "answered")
     """
     result = job.run(job.python("-np", "2", "--log-level", "WARNING", code=program))
@@ -333,8 +354,12 @@ def test_wrong_setting_is_said_before_anything_is_started(job):
     assert "FASTPS_LEASE_S='no'" in last_line(result)
 
 
-def test_token_is_new_and_shared_by_environment(job):
-    code = "import os; print(os.environ['FASTPS_TOKEN'])"
+def test_token_is_new_and_shared_by_the_launchers_memory(job):
+    code = """
+        import os
+        assert "FASTPS_TOKEN" not in os.environ
+        print(open(os.environ["FASTPS_TOKEN_FILE"]).read())
+    """
     tokens = set()
     for _ in range(2):
         result = job.run(job.python("-np", "2", code=code))
@@ -343,6 +368,39 @@ def test_token_is_new_and_shared_by_environment(job):
         tokens |= seen
     assert len(tokens) == 2
     assert all(len(token) == 64 for token in tokens)
+
+
+@pytest.mark.parametrize("is_by_hand", [False, True])
+def test_what_workers_start_does_not_inherit_the_token(job, is_by_hand, monkeypatch):
+    """Neither before init() nor after it, whether by fork and exec or by a shell."""
+    code = """
+        import os, pathlib, subprocess, sys, fastps
+        from fastps import config
+        is_by_hand = "FASTPS_TOKEN" in os.environ
+        secret = config.load().token_bytes().decode()
+        assert len(secret) >= 32
+        def look():
+            for command in (["env"], ["sh", "-c", "sh -c env"], [sys.executable, "-c",
+                    "import os; print(open('/proc/self/environ').read(), os.environ)"]):
+                shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+                assert "FASTPS_JOB_ID" in shown and secret not in shown, shown
+        if not is_by_hand:
+            look()
+            assert secret not in pathlib.Path("/proc/self/environ").read_text()
+        for _ in range(2):
+            fastps.init()
+            look()
+            fastps.shutdown()
+        print("looked")
+    """
+    if is_by_hand:
+        monkeypatch.setenv("FASTPS_TOKEN", "0123456789abcdef0123456789abcdef")
+        monkeypatch.setenv("FASTPS_JOB_ID", job.job_id)
+        result = job.run([sys.executable, job.write("train.py", code)])
+    else:
+        result = job.run(job.python("-np", "2", code=code))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("looked") == 2 - is_by_hand
 
 
 def test_token_file_is_handed_on_by_its_path(job):

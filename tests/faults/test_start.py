@@ -127,7 +127,7 @@ def test_roles_started_too_often_and_wrong_tokens_do_no_harm():
         cases = {
             "third worker": (spec, {"FASTPS_RANK": "2"}),
             "second worker 1": (spec, {}),
-            "wrong token": (spec, {"FASTPS_TOKEN": "wrong"}),
+            "wrong token": (spec, {"FASTPS_TOKEN": "wrong, and long enough"}),
             "other job": (spec, {"FASTPS_JOB_ID": "another"}),
             "larger job": (spec, {"FASTPS_SIZE": "5"}),
         }

@@ -262,10 +262,54 @@ def test_insecure_allows_no_token_and_warns(caplog):
     assert "FASTPS_INSECURE" in caplog.text
 
 
-def test_short_token_warns(caplog):
-    assert load({"token": "abc"}, {}).token_bytes() == b"abc"
-    assert "shorter" in caplog.text
-    assert "abc" not in caplog.text
+def test_a_token_that_can_be_guessed_is_refused(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("fifteen bytes !\n")
+    path.chmod(0o600)
+    for given_values in ({"token": "fifteen bytes !"}, {"token_file": path}):
+        with pytest.raises(ConfigError, match=r"15 bytes.*at least 16") as caught:
+            load(given_values, {}).token_bytes()
+        assert "fifteen" not in str(caught.value)
+    assert load({"token": "sixteen bytes :)\n"}, {}).token_bytes() == b"sixteen bytes :)"
+
+
+@pytest.mark.parametrize("text", ["\udcff" * 32, "x" * 20 + "\ud800", "x" * 20 + "\0"])
+def test_texts_that_are_none_are_refused(text):
+    for name in ("token", "host", "job_id"):
+        for given_values, environ in (({name: text}, {}), ({}, {f"FASTPS_{name.upper()}": text})):
+            with pytest.raises(ConfigError, match="UTF-8 without zero bytes"):
+                load(given_values, environ)
+
+
+def test_paths_without_zero_bytes():
+    with pytest.raises(ConfigError, match=r"token_file.*a path without zero bytes"):
+        load({"token_file": "a\0b"}, {})
+
+
+def test_the_token_leaves_the_environment_and_is_still_found(monkeypatch):
+    for name in ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE"):
+        monkeypatch.setenv(name, "put back after the test")
+    monkeypatch.setenv("FASTPS_TOKEN", SECRET)
+    config.hide_token()
+    for words in (["env"], [sys.executable, "-c", "import os; print(os.environ)"]):
+        assert SECRET not in subprocess.run(words, capture_output=True, text=True).stdout
+    assert load().token_bytes() == SECRET.encode()
+    config.hide_token()
+    assert load().token_bytes() == SECRET.encode()
+    code = "from fastps import config; print(config.load().token_bytes().decode())"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert child.stdout.strip() == SECRET, "a process that is to join can"
+    os.close(int(os.environ["FASTPS_TOKEN_FILE"].rpartition("/")[2]))
+
+
+def test_the_token_stays_where_the_kernel_has_no_memory_for_it(monkeypatch):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setenv("FASTPS_TOKEN", SECRET)
+    config.hide_token()
+    assert load().token_bytes() == SECRET.encode()
 
 
 def test_token_file(tmp_path):
@@ -298,12 +342,12 @@ def test_token_file_of_somebody_else_is_refused(tmp_path, monkeypatch):
         load({"token_file": path}, {}).token_bytes()
 
 
-@pytest.mark.parametrize("content", [b"", b" \n", b"x" * 5000])
+@pytest.mark.parametrize("content", [b"", b" \n", b"x" * 5000, b"\xff" * 32])
 def test_token_file_of_odd_size_is_refused(tmp_path, content):
     path = tmp_path / "token"
     path.write_bytes(content)
     path.chmod(0o600)
-    with pytest.raises(ConfigError, match="must hold 1 to 4096 bytes"):
+    with pytest.raises(ConfigError, match="must hold 16 to 4096 bytes of UTF-8"):
         load({"token_file": path}, {}).token_bytes()
 
 

@@ -75,6 +75,7 @@ def test_a_double_dash_ends_the_options():
         (["-np", "two", "true"], "whole number"),
         (["--timeout", "-3", "true"], "positive number of seconds"),
         (["--env", "NAME", "true"], "NAME=VALUE"),
+        (["--env", "FASTPS_TOKEN=0123456789abcdef", "true"], "use --token-file"),
         (["-H", "a:2,b:2", "true"], "run fastps-run on every machine"),
         (["--log-level", "loud", "true"], "invalid choice"),
         (["--unknown", "true"], "unknown"),
@@ -222,6 +223,17 @@ def test_rendered_plan_masks_the_token():
     for spec in plan_of("-np", "2"):
         assert "very-secret" not in spec.render()
         assert "FASTPS_TOKEN=***" in spec.render()
+
+
+def test_rendered_plan_masks_what_looks_secret():
+    names = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "PGPASSWORD", "MY_Passwd")
+    shown = ("FASTPS_KEY_HASH", "FASTPS_TOKEN_FILE", "NCCL_DEBUG")
+    words = [word for name in (*names, *shown) for word in ("--env", f"{name}=value-of-it")]
+    text = plan_of(*words)[0].render()
+    for name in names:
+        assert f"{name}=***" in text
+    for name in shown:
+        assert f"{name}=value-of-it" in text
 
 
 def test_options_become_settings_that_the_user_may_replace():
