@@ -87,7 +87,6 @@ class Config:
     rdma_retries: int
     rdma_pinned_bytes: int
     rdma_data_path: str
-    rdma_cm: bool
     shared_memory: bool
     shared_memory_bytes: int
     unix_sockets: bool
@@ -448,8 +447,6 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(DATA, "rdma_data_path", _text, "auto", (), "", ("auto", "native", "pyverbs"),
             "Who drives the RDMA device: native where libibverbs' header was there when fastps "
             "was built, else pyverbs."),
-    Setting(DATA, "rdma_cm", _boolean, False, (), "", (),
-            "Let the kernel's rdma_cm find the routes of RDMA links; the same on all machines."),
     Setting(DATA, "shared_memory", _boolean, True, (), "", (),
             "Let the workers of one machine reduce in shared memory; 0 makes each of them a "
             "machine of its own."),

@@ -7,9 +7,8 @@ from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 cdef enum:
     GREETING_MAGIC = 0x52535046     # b"FPSR"
-    GREETING_VERSION = 2
+    GREETING_VERSION = 3
     GID_BYTES = 16
-    SECRET_BYTES = 8
 
 # What two ends tell each other over the authenticated TCP connection before they use RDMA.
 cdef packed struct Greeting:
@@ -17,24 +16,17 @@ cdef packed struct Greeting:
     uint16_t version        # GREETING_VERSION
     uint8_t mtu             # of the path, as the verbs count it: 1 is 256 bytes, 5 is 4096
     uint8_t reserved
-    uint16_t router_port    # where its router listens; 0: it joins by what is written here
-    uint16_t reserved2
     uint32_t lid            # of the port, 0 on Ethernet
     uint32_t queue_pair
     uint32_t first_packet   # sequence number of the first packet
     uint32_t receives       # how many messages may be on their way to this end
     uint32_t message_bytes  # how long each may be
     uint8_t gid[GID_BYTES]
-    uint8_t secret[SECRET_BYTES]    # shows a router's caller to be the one that was told it
     uint32_t checksum       # crc32c of what stands before
 
 # How a queue pair reaches its peer.
 cdef struct Route:
     uint8_t mtu             # as in the greeting
-    uint8_t service_level
-    uint8_t gid_index       # our own address, in the device's table
-    uint8_t traffic_class
-    uint8_t hop_limit
     uint32_t lid
     uint32_t queue_pair
     uint32_t receive_from   # numbers of the first packets
@@ -94,8 +86,7 @@ cdef struct Verbs:
                      int* descriptor) noexcept nogil
     void (*halt_port)(void* port) noexcept nogil        # afterwards nothing lands any more
     void (*close_port)(void* port) noexcept nogil       # its windows are closed
-    # Fill in what the port knows: of the greeting, and of a route to a peer that it gets.
-    void (*describe)(void* port, Greeting* greeting, Route* route) noexcept nogil
+    void (*describe)(void* port, Greeting* greeting) noexcept nogil     # fill in what it knows
     # Take the queue pair to the state in which it sends; 0 or an errno.
     int (*connect)(void* port, const Route* route) noexcept nogil
     int (*post_send)(void* port, const Request* request) noexcept nogil
@@ -125,7 +116,6 @@ cdef class VerbsDevice:
     cdef int trouble_descriptor     # readable when the device has something to say; -1: never
     cdef readonly uint32_t inline_bytes
     cdef readonly uint64_t max_message_bytes
-    cdef readonly uint16_t partition    # index of the one that queue pairs are in
     cdef readonly bint has_windows  # else a granted key opens its whole region, to all links
     cdef readonly str name
     cdef readonly str data_path

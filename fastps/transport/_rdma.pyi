@@ -13,8 +13,6 @@ class VerbsDevice:
     @property
     def max_message_bytes(self) -> int: ...
     @property
-    def partition(self) -> int: ...
-    @property
     def has_windows(self) -> bool: ...
     @property
     def name(self) -> str: ...
@@ -39,7 +37,6 @@ class RdmaRegion:
 @final
 class Opening:
     def wait(self, *, timeout_s: float = 10.0) -> None: ...
-    def take_route(self, route: Any, missing: str) -> None: ...
 
 @final
 class RdmaTransport(Transport):
@@ -51,7 +48,6 @@ class RdmaTransport(Transport):
         spin_us: int = 0,
         pinned_bytes: int = ...,
         greeting_timeout_s: float = 10.0,
-        router: Any = None,
     ) -> Self: ...
     def adopt(
         self,

@@ -90,9 +90,6 @@ cdef extern from "Python.h":
 cdef extern from "<stdlib.h>" nogil:
     int posix_memalign(void**, size_t, size_t)
 
-cdef extern from "<sys/random.h>" nogil:
-    ssize_t getrandom(void*, size_t, unsigned int)
-
 cdef enum:
     MESSAGE_BYTES = 4096        # of a posted buffer; a page
     SENDS = 64                  # requests of a link on their way
@@ -128,10 +125,9 @@ cdef int64_t WAITING_NS = 30000000000   # how long an arrival may wait for its o
 
 cdef enum Stage:
     STAGE_GREETING = 0          # our greeting was sent; the peer's is awaited
-    STAGE_ROUTE = 1             # a router looks for the way to the peer
-    STAGE_READY = 2             # our queue pair can receive; the peer's word is awaited
-    STAGE_PROOF = 3             # our hello is under way; it and the peer's are awaited
-    STAGE_OPEN = 4              # the owner has the link
+    STAGE_READY = 1             # our queue pair can receive; the peer's word is awaited
+    STAGE_PROOF = 2             # our hello is under way; it and the peer's are awaited
+    STAGE_OPEN = 3              # the owner has the link
 
 cdef enum NoteKind:
     NOTE_FRAME = 1              # header and payload follow
@@ -300,7 +296,6 @@ cdef struct RdmaLink:
     bint greets_first
     bint is_polled
     bint is_attached            # the owner knows the link
-    bint is_awaited             # the peer's queue pair can receive
     bint is_heard               # the peer's hello came
     bint is_proven              # and ours arrived there
     bint is_over
@@ -309,8 +304,6 @@ cdef struct RdmaLink:
     int stage
     int64_t deadline            # of the greeting; later: when a lost connection ends the link
     PyObject* opening           # while the link is set up; a reference
-    PyObject* way               # the router's, NULL without one; a reference
-    Route route
     char failure[TEXT_BYTES]    # what went wrong first, empty: nothing; pins.lock
     Greeting mine
     Greeting peer
@@ -373,7 +366,6 @@ cdef struct IoThread:
     Pins* pins
     Verbs* verbs
     void* device
-    PyObject* router            # the transport's, NULL: none
     Thread* thread
 
 

@@ -59,13 +59,10 @@ cdef int open_link(RdmaLink* link, const char** what) noexcept nogil:
         error = post_buffer(link, i)
         if error:
             return error
-    link.verbs.describe(link.port, &link.mine, &link.route)
+    link.verbs.describe(link.port, &link.mine)
     link.mine.first_packet = <uint32_t>(now_ns() >> 8) & 0xFFFFFF
     link.mine.receives = RECEIVES
     link.mine.message_bytes = MESSAGE_BYTES
-    what[0] = b"cannot make a secret"
-    if getrandom(link.mine.secret, SECRET_BYTES, 0) != SECRET_BYTES:
-        return errno
     seal_greeting(&link.mine)
     return OK
 
@@ -138,8 +135,7 @@ cdef class RdmaTransport(Transport):
 
     device: open, owned by nobody else while links are open. io_threads: how many threads share
     the links. spin_us: how long an I/O thread polls after activity, in microseconds.
-    pinned_bytes: bound of what hold() pins. greeting_timeout_s: until a link is set up. router:
-    finds the ways to peers (rdma_cm.Router), which then need one too; closed by close(). Threads
+    pinned_bytes: bound of what hold() pins. greeting_timeout_s: until a link is set up. Threads
     are created here and joined by close().
     """
 
@@ -150,8 +146,6 @@ cdef class RdmaTransport(Transport):
     cdef int n_threads
     cdef int next_thread
     cdef bint is_closed
-    cdef object router
-    cdef uint16_t router_port
     cdef int64_t greeting_ns
     cdef uint64_t held_limit
     cdef uint64_t held_bytes
@@ -162,15 +156,13 @@ cdef class RdmaTransport(Transport):
     cdef set owners             # kept alive until no callback can come any more
 
     def __cinit__(self, VerbsDevice device not None, *, int io_threads=1, int64_t spin_us=0,
-                  uint64_t pinned_bytes=1 << 32, double greeting_timeout_s=10.0, router=None):
+                  uint64_t pinned_bytes=1 << 32, double greeting_timeout_s=10.0):
         cdef IoThread* io
         cdef int i
         self.device = device
         self.memory = Memory(device)
         self.pins = &self.memory.pins
         self.owners = set()
-        self.router = router
-        self.router_port = 0 if router is None else router.port
         self.held = OrderedDict()
         self.holding = threading.Lock()
         self.clock = 1          # a new region has not been used
@@ -187,7 +179,6 @@ cdef class RdmaTransport(Transport):
             io.pins = self.pins
             io.verbs = &device.verbs
             io.device = device.device
-            io.router = <PyObject*>router
             io.threads = self.threads
             io.n_threads = io_threads
             pthread_mutex_init(&io.lock, NULL)
@@ -232,7 +223,6 @@ cdef class RdmaTransport(Transport):
         link.base.lane = lane
         link.base.owner = owner.c_owner
         link.inline_bytes = self.device.inline_bytes
-        link.mine.router_port = self.router_port
         link.greets_first = greets_first
         link.deadline = now_ns() + self.greeting_ns
         with nogil:
@@ -497,8 +487,6 @@ cdef class RdmaTransport(Transport):
                 region.close()
             self.held.clear()
             self.held_bytes = 0
-        if self.router is not None:
-            self.router.close(timeout_s=timeout_s)
 
     def __dealloc__(self):
         cdef int i

@@ -9,14 +9,11 @@ cdef class Opening:
     cdef LinkOwner owner
     cdef RdmaLink* link         # while it is being set up
     cdef object settled         # an event
-    cdef object route           # what the router found, and why nothing
-    cdef str missing
     cdef object error           # why there is no link
 
     def __cinit__(self, LinkOwner owner):
         self.owner = owner
         self.settled = threading.Event()
-        self.missing = ""
 
     def wait(self, *, double timeout_s=10.0):
         """Block until a message has gone each way and the owner has the link.
@@ -31,13 +28,6 @@ cdef class Opening:
                 raise TransportError(f"the link was not set up within {timeout_s:g} s")
         if self.error is not None:
             raise self.error
-
-    def take_route(self, route, str missing):
-        """Take what a router found, or why it found nothing. Any thread."""
-        if self.link != NULL:   # under the GIL, as what forgets it
-            self.route = route
-            self.missing = missing
-            kick_io(self.link)
 
     cdef settle(self, error):
         self.link = NULL
@@ -120,8 +110,8 @@ cdef int begin_poll(RdmaLink* link) noexcept nogil:
 
 
 cdef int meet(RdmaLink* link) noexcept nogil:
-    """The peer's greeting is whole: find the way to it."""
-    cdef Route* route = &link.route
+    """The peer's greeting is whole: it says how to reach it."""
+    cdef Route route
     cdef Greeting* peer = &link.peer
     if not is_greeting(peer):
         note_failure(link, b"no RDMA", b"its greeting is not ours",
@@ -129,92 +119,28 @@ cdef int meet(RdmaLink* link) noexcept nogil:
         return E_PROTOCOL
     if not link.greets_first and say(link, &link.mine, sizeof(Greeting)) != OK:
         return E_PEER_LOST
-    if (link.mine.router_port == 0) != (peer.router_port == 0):
-        note_failure(link, b"no RDMA", b"only one end has FASTPS_RDMA_CM=1", b"; set it alike")
-        return E_PROTOCOL
-    if peer.router_port:
-        link.stage = STAGE_ROUTE
-        return ask_router(link)
     route.mtu = min(link.mine.mtu, peer.mtu)
     route.lid = peer.lid
     route.queue_pair = peer.queue_pair
     route.receive_from = peer.first_packet
     route.send_from = link.mine.first_packet
     memcpy(route.gid, peer.gid, GID_BYTES)
-    return join_pair(link)
-
-
-cdef int ask_router(RdmaLink* link) noexcept with gil:
-    """Let the router find the way; the opening is told of it, on the router's thread."""
-    cdef Opening opening = <Opening>link.opening
-    cdef Greeting* mine = &link.mine
-    cdef Greeting* peer = &link.peer
-    try:
-        way = (<object>link.io.router).find(
-            opening.take_route, is_active=link.greets_first,
-            own_queue_pair=mine.queue_pair, peer_queue_pair=peer.queue_pair,
-            own_secret=(<const char*>mine.secret)[:SECRET_BYTES],
-            peer_secret=(<const char*>peer.secret)[:SECRET_BYTES],
-            peer_gid=(<const char*>peer.gid)[:GID_BYTES], peer_port=peer.router_port)
-    except BaseException as error:
-        opening.take_route(None, f"cannot look for a route: {error}")
-        return OK
-    Py_INCREF(way)
-    link.way = <PyObject*>way
-    return OK
-
-
-cdef void leave_way(RdmaLink* link) noexcept with gil:
-    """The queue pair is gone: the router may forget how it was reached."""
-    way = <object>link.way
-    link.way = NULL
-    Py_DECREF(way)
-    try:
-        (<object>link.io.router).forget(way)
-    except BaseException as error:
-        log.warning("cannot end a route: %s", error)
-
-
-cdef int take_route(RdmaLink* link) noexcept with gil:
-    """Go the way that the router found; OK also when it is still looking."""
-    cdef Opening opening = <Opening>link.opening
-    cdef Route* route = &link.route
-    cdef bytes gid
-    if opening.missing:
-        note_failure(link, b"no RDMA", opening.missing.encode(), b"")
-        return E_PEER_LOST
-    if opening.route is None:
-        return OK
-    found = opening.route
-    gid = found.gid
-    route.mtu = min(<uint8_t>found.mtu, link.mine.mtu, link.peer.mtu)
-    route.service_level = found.service_level
-    route.gid_index = found.gid_index
-    route.traffic_class = found.traffic_class
-    route.hop_limit = found.hop_limit
-    route.lid = found.lid
-    route.queue_pair = found.queue_pair
-    route.receive_from = found.receive_from
-    route.send_from = found.send_from
-    memcpy(route.gid, <const char*>gid, GID_BYTES)
-    return join_pair(link)
+    return join_pair(link, &route)
 
 
 # ---------------------------------------------------------------- proof
 
-cdef int join_pair(RdmaLink* link) noexcept nogil:
+cdef int join_pair(RdmaLink* link, const Route* route) noexcept nogil:
     """Join our queue pair to the peer's, and say that we are ready."""
     cdef char ready = READY
-    cdef int error = link.verbs.connect(link.port, &link.route)
+    cdef int error = link.verbs.connect(link.port, route)
     if error:
         note_failure(link, b"cannot connect the queue pair", strerror(error),
                      b"; are both devices in one network? see ibv_devinfo")
         return E_SYS
     link.room = link.peer.receives
     link.stage = STAGE_READY
-    if say(link, &ready, 1) != OK:
-        return E_PEER_LOST
-    return begin_proof(link) if link.is_awaited else OK
+    return say(link, &ready, 1)
 
 
 cdef int read_greeting(RdmaLink* link) noexcept nogil:
@@ -231,10 +157,9 @@ cdef int read_greeting(RdmaLink* link) noexcept nogil:
     count = recv(link.fd, &ready, 1, MSG_DONTWAIT)
     if count <= 0:
         return end_status(link, count)
-    if ready != READY or link.is_awaited:
+    if ready != READY:
         return E_PROTOCOL
-    link.is_awaited = True      # by the peer, which may have found the way before us
-    return begin_proof(link) if link.stage == STAGE_READY else OK
+    return begin_proof(link)
 
 
 cdef int begin_proof(RdmaLink* link) noexcept nogil:
@@ -270,8 +195,6 @@ cdef const char* why_late(RdmaLink* link) noexcept nogil:
     """What a link waited for in vain while it was set up."""
     if link.stage == STAGE_GREETING:
         return b"it did not greet in time"
-    if link.stage == STAGE_ROUTE:
-        return b"rdma_cm found no way to it in time"
     if link.stage == STAGE_READY:
         return b"its queue pair was not ready in time"
     return b"no message came through in time"

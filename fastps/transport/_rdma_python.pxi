@@ -35,12 +35,11 @@ cdef void python_close_port(void* port) noexcept with gil:
     Py_DECREF(<object>port)
 
 
-cdef void python_describe(void* port, Greeting* greeting, Route* route) noexcept with gil:
+cdef void python_describe(void* port, Greeting* greeting) noexcept with gil:
     cdef bytes gid
     try:
         greeting.mtu, greeting.lid, greeting.queue_pair, gid = (<object>port).describe()
         memcpy(greeting.gid, <const char*>gid, GID_BYTES)
-        route.gid_index, route.traffic_class, route.hop_limit = (<object>port).way_out()
     except BaseException as error:
         log.warning("cannot describe a queue pair: %s", error)
 
@@ -48,10 +47,9 @@ cdef void python_describe(void* port, Greeting* greeting, Route* route) noexcept
 cdef int python_connect(void* port, const Route* route) noexcept with gil:
     try:
         (<object>port).connect(
-            mtu=route.mtu, service_level=route.service_level, gid_index=route.gid_index,
-            traffic_class=route.traffic_class, hop_limit=route.hop_limit, lid=route.lid,
-            gid=(<const char*>route.gid)[:GID_BYTES], queue_pair=route.queue_pair,
-            receive_from=route.receive_from, send_from=route.send_from)
+            mtu=route.mtu, lid=route.lid, gid=(<const char*>route.gid)[:GID_BYTES],
+            queue_pair=route.queue_pair, receive_from=route.receive_from,
+            send_from=route.send_from)
         return 0
     except BaseException as error:
         return errno_of(error)
@@ -212,7 +210,6 @@ cdef class PythonDevice(VerbsDevice):
         self.inline_bytes = 0
         self.trouble_descriptor = handler.trouble_descriptor
         self.max_message_bytes = handler.max_message_bytes
-        self.partition = handler.pkey_index
         self.has_windows = handler.has_windows
         self.verbs.open_port = python_open_port
         self.verbs.halt_port = python_halt_port

@@ -127,8 +127,6 @@ cdef void end_link(RdmaLink* link, int status) noexcept nogil:
         unwatch(io, link.completion_fd)
         unwatch(io, link.fd)
     close_port(link)            # nothing lands and nothing leaves any more
-    if link.way != NULL:
-        leave_way(link)
     leave_region(link.pins, &link.landing_region)
     drop_queue(link, status)
     drop_grants(link)
@@ -296,7 +294,7 @@ cdef void serve_kicked(IoThread* io) noexcept nogil:
         if not link.is_polled:
             status = begin_poll(link)
         if status == OK and fps_load32(&link.close_status) == OK:
-            status = take_route(link) if link.stage == STAGE_ROUTE else serve_completions(link)
+            status = serve_completions(link)
         if status == OK and fps_load32(&link.close_status) == OK:
             status = pump(link)
         settle(link, status)

@@ -364,15 +364,12 @@ cdef int verbs_open_port(void* handle, const Shape* shape, void** opened,
     return 0
 
 
-cdef void verbs_describe(void* handle, Greeting* greeting, Route* route) noexcept nogil:
+cdef void verbs_describe(void* handle, Greeting* greeting) noexcept nogil:
     cdef Port* port = <Port*>handle
     greeting.mtu = port.device.settings.mtu
     greeting.lid = port.device.lid
     greeting.queue_pair = port.pair.qp_num
     memcpy(greeting.gid, port.device.gid.raw, GID_BYTES)
-    route.gid_index = port.device.settings.gid_index
-    route.traffic_class = port.device.settings.traffic_class
-    route.hop_limit = HOP_LIMIT
 
 
 cdef int verbs_connect(void* handle, const Route* route) noexcept nogil:
@@ -388,12 +385,11 @@ cdef int verbs_connect(void* handle, const Route* route) noexcept nogil:
     attributes.min_rnr_timer = MIN_RNR_TIMER
     attributes.ah_attr.is_global = 1
     attributes.ah_attr.dlid = <uint16_t>route.lid
-    attributes.ah_attr.sl = route.service_level
     attributes.ah_attr.port_num = settings.port
     memcpy(attributes.ah_attr.grh.dgid.raw, route.gid, GID_BYTES)
-    attributes.ah_attr.grh.sgid_index = route.gid_index
-    attributes.ah_attr.grh.hop_limit = route.hop_limit
-    attributes.ah_attr.grh.traffic_class = route.traffic_class
+    attributes.ah_attr.grh.sgid_index = settings.gid_index
+    attributes.ah_attr.grh.hop_limit = HOP_LIMIT
+    attributes.ah_attr.grh.traffic_class = settings.traffic_class
     error = ibv_modify_qp(
         port.pair, &attributes, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN
         | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)
@@ -643,7 +639,7 @@ cdef class NativeDevice(VerbsDevice):
         device.settings.mtu = min(mtu or 5, attributes.active_mtu)
         device.lid = attributes.lid
         self.max_message_bytes = attributes.max_msg_sz
-        self.partition = device.settings.pkey_index = find_partition(device.context, port)
+        device.settings.pkey_index = find_partition(device.context, port)
         self.inline_bytes = device.inline_bytes = find_inline(device.context, device.domain)
         self.trouble_descriptor = device.context.async_fd
         fcntl(device.context.async_fd, F_SETFL,

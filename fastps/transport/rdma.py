@@ -30,7 +30,6 @@ from fastps.errors import ConfigError, FastPSError, TransportError
 
 if TYPE_CHECKING:  # what needs no device must not load what drives one
     from fastps.transport._rdma import RdmaTransport, VerbsDevice
-    from fastps.transport.rdma_cm import Router
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,6 @@ UNUSABLE = 9
 RDMA_LANE = 0x80  # in the lane that a worker shows when it connects: it wants RDMA
 LINK_BYTES = 512 << 10  # that every link pins for its messages
 CAP_IPC_LOCK = 14  # the right to pin without limit
-ROUTING_SHARE = 0.8  # of the time for a handshake: so that a router says first what is wrong
 ROLES = 2  # worker and server may be one process
 CREDIT_PARTITIONS = 4  # that a link may push before the first result; chunks are partitions
 INSTALL = (
@@ -384,20 +382,13 @@ def open_transport(config: Config, *, n_links: int) -> RdmaTransport | None:
         from fastps.transport._rdma import RdmaTransport  # noqa: PLC0415
 
         device = open_device(options_of(config))
-        router = _open_router(config, device.partition) if config.rdma_cm else None
-        try:
-            transport = RdmaTransport(
-                device,
-                io_threads=config.io_threads,
-                spin_us=config.spin_us,
-                pinned_bytes=config.rdma_pinned_bytes,
-                greeting_timeout_s=config.handshake_timeout_s,
-                router=router,
-            )
-        except BaseException:
-            if router is not None:
-                router.close(timeout_s=config.shutdown_timeout_s)
-            raise
+        transport = RdmaTransport(
+            device,
+            io_threads=config.io_threads,
+            spin_us=config.spin_us,
+            pinned_bytes=config.rdma_pinned_bytes,
+            greeting_timeout_s=config.handshake_timeout_s,
+        )
         try:
             _rehearse(transport, n_links)
         except BaseException:
@@ -409,21 +400,6 @@ def open_transport(config: Config, *, n_links: int) -> RdmaTransport | None:
             raise
         log.warning("RDMA cannot be used, TCP takes its place: %s", error)
         return None
-
-
-def _open_router(config: Config, partition: int) -> Router:
-    from fastps.transport.rdma_cm import Router  # noqa: PLC0415
-
-    found = probe(options_of(config))
-    if not found.is_usable:
-        raise ConfigError(found.reason)
-    return Router(
-        found.gid,
-        device=found.device,
-        partition=partition,
-        timeout_s=ROUTING_SHARE * config.handshake_timeout_s,
-        traffic_class=config.rdma_traffic_class,
-    )
 
 
 def _rehearse(transport: RdmaTransport, n_links: int) -> None:

@@ -255,18 +255,10 @@ class Port:
         gid = ipaddress.IPv6Address(self.device.gid).packed
         return self.device.mtu, self.device.lid, self.pair.qp_num, gid
 
-    def way_out(self) -> tuple[int, int, int]:
-        """Give index of our own address, traffic class and hop limit of a route."""
-        return self.device.gid_index, self.device.traffic_class, HOP_LIMIT
-
     def connect(
         self,
         *,
         mtu: int,
-        service_level: int,
-        gid_index: int,
-        traffic_class: int,
-        hop_limit: int,
         lid: int,
         gid: bytes,
         queue_pair: int,
@@ -283,12 +275,12 @@ class Port:
         attributes.timeout, attributes.retry_cnt = device.ack_timeout, device.retries
         route = verbs.addr.GlobalRoute(
             dgid=verbs.addr.GID(ipaddress.IPv6Address(gid).exploded),
-            sgid_index=gid_index,
-            hop_limit=hop_limit,
-            traffic_class=traffic_class,
+            sgid_index=device.gid_index,
+            hop_limit=HOP_LIMIT,
+            traffic_class=device.traffic_class,
         )
         attributes.ah_attr = verbs.addr.AHAttr(
-            gr=route, is_global=1, port_num=device.port, dlid=lid, sl=service_level
+            gr=route, is_global=1, port_num=device.port, dlid=lid
         )
         self.pair.to_rts(attributes)
 

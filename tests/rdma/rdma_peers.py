@@ -21,7 +21,7 @@ from fastps.transport.rdma_pyverbs import Completion, Device, Port
 from fastps.wire import FrameKind, Header, crc32c, pack_header
 
 MIB = 1 << 20
-GREETING = struct.Struct("<IHBBHHIIIII16s8s")  # Greeting of _rdma.pxd, without its checksum
+GREETING = struct.Struct("<IHBBIIIII16s")  # Greeting of _rdma.pxd, without its checksum
 FRAME, ANNOUNCE, GRANT, CREDIT, WITHDRAW, HELLO, WITHDRAWN = range(1, 8)
 IMM_ANNOUNCED = 1 << 31
 
@@ -124,13 +124,8 @@ def connect(
     send_from: int,
 ) -> None:
     """Take a queue pair to its peer, by what the peer told."""
-    gid_index, traffic_class, hop_limit = port.way_out()
     port.connect(
         mtu=mtu,
-        service_level=0,
-        gid_index=gid_index,
-        traffic_class=traffic_class,
-        hop_limit=hop_limit,
         lid=lid,
         gid=gid,
         queue_pair=queue_pair,
@@ -185,13 +180,11 @@ class RawPeer:
         """Exchange greetings, connect the queue pairs and, unless told not to, prove the link."""
         mtu, lid, number, gid = self.port.describe()
         number = wrong.get("queue_pair", number)
-        mine = {"magic": 0x52535046, "version": 2, "receives": 32, "message_bytes": 4096} | wrong
+        mine = {"magic": 0x52535046, "version": 3, "receives": 32, "message_bytes": 4096} | wrong
         body = GREETING.pack(
             mine["magic"],
             mine["version"],
             mtu,
-            0,
-            0,
             0,
             lid,
             number,
@@ -199,11 +192,10 @@ class RawPeer:
             mine["receives"],
             mine["message_bytes"],
             gid,
-            bytes(8),
         )
         self.sock.sendall(body + struct.pack("<I", crc32c(body)))
         theirs = self.read(GREETING.size + 4)
-        _, _, mtu, _, _, _, lid, number, first, _, _, gid, _ = GREETING.unpack(theirs[:-4])
+        _, _, mtu, _, lid, number, first, _, _, gid = GREETING.unpack(theirs[:-4])
         connect(self.port, mtu, lid, number, gid, receive_from=first, send_from=7)
         if wrong or not join:
             return

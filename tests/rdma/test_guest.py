@@ -32,7 +32,6 @@ PROGRAMS = {
     "conformance and faults": (NATIVE, LINKS),
     "the pyverbs data path": ("pyverbs", (*LINKS, "-k", PYVERBS_TESTS)),
     "sums of engines and stores": (NATIVE, ("tests/rdma/guest_push_pull.py", "-k", SUMS)),
-    "routes by rdma_cm": (NATIVE, ("tests/rdma/guest_cm.py",)),
 }
 
 

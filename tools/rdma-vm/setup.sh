@@ -12,7 +12,7 @@ packages=(busybox-static cpio ibverbs-providers ibverbs-utils iproute2 kmod libi
     python3-pyverbs qemu-system-x86 xz-utils)
 # rxe computes a CRC of every packet; it does not load what it needs for that by itself.
 modules=(virtio_pci virtio_console 9pnet_virtio 9p overlay dummy virtio_net crc32_generic rdma_rxe
-    ib_uverbs rdma_ucm)
+    ib_uverbs)
 
 fail() { echo "setup.sh: $*" >&2; exit 1; }
 
