@@ -38,7 +38,8 @@ from fastps.wire cimport (
     KIND_RESULT, Header,
 )
 
-from fastps.errors import FastPSError, error_of
+from fastps.errors import FastPSError, ProtocolError, error_of
+from fastps.partition import MAX_PARTITION_BYTES, MAX_PARTITIONS
 
 cdef enum:
     INLINE_START_BYTES = 32 << 10   # operations up to this size are written by the caller itself
@@ -322,6 +323,28 @@ cdef void kick_links(EngineState* state, int kick) noexcept nogil:
 
 # ---------------------------------------------------------------- Python face
 
+def check_pieces(name, nbytes, chunk_bytes, pieces, n_servers):
+    """Refuse (offset, nbytes, owner) of pieces that do not make up the tensor, one after another.
+
+    They come from the scheduler, and decide which memory is sent and which is written.
+    """
+    end = 0
+    wrong = "" if 0 < chunk_bytes <= MAX_PARTITION_BYTES else f"chunks of {chunk_bytes} bytes"
+    if not 0 < len(pieces) <= MAX_PARTITIONS:
+        wrong = f"{len(pieces)} pieces"
+    for offset, length, owner in pieces:
+        if offset != end or not 0 <= length <= MAX_PARTITION_BYTES:
+            wrong = wrong or f"a piece of {length} bytes at {offset}, where {end} was next"
+        if not 0 <= owner < n_servers:
+            wrong = wrong or f"no server {owner}"
+        end += length
+    if end != nbytes:
+        wrong = wrong or f"pieces of {end} bytes together"
+    if wrong:
+        raise ProtocolError(
+            f"tensor {name!r} of {nbytes} bytes cannot be cut as the scheduler says: {wrong}")
+
+
 @cython.no_gc_clear             # I/O threads use the arrays until the operation is done
 @cython.final
 cdef class EngineTensor(LentTensor):
@@ -417,6 +440,7 @@ cdef class WorkerEngine(LinkOwner):
         cdef uint32_t i = 0
         if tensor_id in self.tensors:
             raise FastPSError(f"tensor {name!r}: number {tensor_id} is already declared")
+        check_pieces(name, nbytes, chunk_bytes, partitions, self.state.n_servers)
         tensor.name = name
         tensor.nbytes = nbytes
         record.parts = <Part*>calloc(len(partitions) + 1, sizeof(Part))
@@ -450,8 +474,6 @@ cdef class WorkerEngine(LinkOwner):
                          uint32_t owner) except -1:
         cdef Part* part = &record.parts[index]
         cdef uint64_t key = record.tensor_id << KEY_BITS | index
-        if owner >= self.state.n_servers:
-            raise ValueError(f"there is no server {owner}")
         part.record = record
         part.offset = offset
         part.nbytes = nbytes

@@ -4,19 +4,24 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fastps.control.protocol import DeclaredTensor
 from fastps.errors import FastPSError, PeerLostError, ProtocolError, ShutdownError, StallError
 from fastps.transport._inproc import InprocTransport
 from fastps.transport._mailbox import Mailbox
 from fastps.types import DType
 from fastps.wire import SERVER_SENDER, FrameFlag, FrameKind
-from fastps.worker._engine import EngineTensor, WorkerEngine
+from fastps.worker._engine import EngineTensor, WorkerEngine, check_pieces
 
 TIMEOUT_S = 60.0
 SHORT_S = 0.05
@@ -541,7 +546,7 @@ def test_two_waiters_do_not_take_back_the_next_operation(job):
 def test_wrong_declarations(job):
     with pytest.raises(FastPSError, match="already declared"):
         job.declare(TENSOR)
-    with pytest.raises(ValueError, match="no server 1"):
+    with pytest.raises(ProtocolError, match="no server 1"):
         job.engine.declare(9, "t", nbytes=4, dtype=1, chunk_bytes=CHUNK, partitions=[(0, 4, 1)])
     with pytest.raises(FastPSError, match="chunk_bytes changed"):
         job.engine.declare(
@@ -563,3 +568,56 @@ def test_an_engine_in_a_garbage_cycle_is_freed_in_order():
     cycle.append(cycle)
     del job, cycle
     gc.collect()
+
+
+# ---- pieces as the scheduler says ----
+
+GIB = 1 << 30
+WRONG_PIECES: dict[str, tuple[list[tuple[int, int]], int]] = {
+    "more bytes than the tensor has": ([(64 << 10, 0)], CHUNK),
+    "fewer bytes": ([(512, 0)], CHUNK),
+    "none": ([], CHUNK),
+    "too large for offsets of 32 bits": ([((4 << 30) + 1024, 0)], CHUNK),
+    "more than the index of a key counts": ([(0, 0)] * (1 << 16) + [(1024, 0)], CHUNK),
+    "a server that is not there": ([(512, 0), (512, 1)], CHUNK),
+    "chunks of nothing": ([(1024, 0)], 0),
+    "chunks that wrap": ([(1024, 0)], (1 << 32) - 1),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_PIECES)
+def test_an_answer_that_does_not_fit_the_tensor_is_refused(job, what):
+    """Else a server could be sent what lies behind an array, or write there."""
+    pieces, chunk_bytes = WRONG_PIECES[what]
+    answer = msgspec.convert([7, pieces], DeclaredTensor)
+    offsets = itertools.accumulate((nbytes for nbytes, _ in answer.pieces), initial=0)
+    partitions = [(at, *piece) for at, piece in zip(offsets, answer.pieces, strict=False)]
+    with pytest.raises(ProtocolError, match="tensor 'grads' of 1024 bytes"):
+        job.engine.declare(
+            answer.tensor_id, "grads", nbytes=1024, dtype=DType.FLOAT32, chunk_bytes=chunk_bytes,
+            partitions=partitions,
+        )  # fmt: skip
+    assert job.engine.statistics()["tensors"] == 1
+
+
+@given(
+    pieces=st.lists(
+        st.tuples(st.integers(0, 200), st.integers(0, 200), st.integers(0, 2)), max_size=4
+    ),
+    nbytes=st.integers(0, 400),
+)
+def test_pieces_fit_only_if_they_cover_the_tensor_once(pieces, nbytes):
+    covered = [byte for offset, length, _ in pieces for byte in range(offset, offset + length)]
+    in_order = [offset for offset, _, _ in pieces] == [
+        sum(length for _, length, _ in pieces[:index]) for index in range(len(pieces))
+    ]
+    fits = (
+        bool(pieces) and in_order and covered == list(range(nbytes))
+        and all(owner < 2 for _, _, owner in pieces)
+    )  # fmt: skip
+    try:
+        check_pieces("t", nbytes, CHUNK, pieces, 2)
+    except ProtocolError:
+        assert not fits
+    else:
+        assert fits
