@@ -24,6 +24,7 @@ __all__ = [
     "KEY_HASHES",
     "MAX_PARTITIONS",
     "MAX_PARTITION_BYTES",
+    "MAX_PIECES",
     "MAX_TENSORS",
     "Piece",
     "Placement",
@@ -33,6 +34,7 @@ __all__ = [
     "key_of",
     "link_counts",
     "make_partitions",
+    "most_pieces",
     "pusher_of",
     "server_weights",
     "tensor_of",
@@ -42,6 +44,7 @@ ALIGNMENT = 64  # bytes; a cache line, and a multiple of every element size
 INDEX_BITS = 16
 MAX_PARTITIONS = 1 << INDEX_BITS  # per tensor
 MAX_TENSORS = 1 << 31
+MAX_PIECES = 1 << 20  # of all tensors of a job; cutting so many takes a few seconds
 MAX_PARTITION_BYTES = 1 << 30  # offsets within a partition travel in 32 bits
 MIN_SHARE_BYTES = 128 << 10  # a smaller share of a tensor is not worth a frame of its own
 MAX_LINK_RATIO = 8  # links of the heaviest server for one of the lightest
@@ -155,6 +158,13 @@ def cut_tensor(
             for index, (offset, size) in enumerate(make_partitions(tensor_id, nbytes, even))
         )
     return tuple(_stripes(nbytes, step, placement))
+
+
+def most_pieces(nbytes: int, *, partition_bytes: int, placement: Placement) -> int:
+    """Bound the pieces that cut_tensor makes: every link of an owner may get a short one."""
+    if nbytes < min(partition_bytes, MIN_SHARE_BYTES):
+        return 1
+    return nbytes // partition_bytes + sum(placement.links)
 
 
 def _even_step(nbytes: int, step: int, n_owners: int) -> int:

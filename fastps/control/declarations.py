@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from fastps.config import Config
 from fastps.control.collectives import Answers, join_names, workers_text
@@ -23,28 +25,48 @@ from fastps.control.protocol import (
     DeclareKeys,
     Failed,
     KeySpec,
+    Layout,
     Pieces,
     TensorPoisoned,
     TensorSpec,
 )
 from fastps.errors import ConfigError
-from fastps.partition import MAX_TENSORS, Placement, check_tensor, cut_tensor
+from fastps.partition import MAX_PIECES, Placement, check_tensor, cut_tensor, most_pieces
 from fastps.types import DType
 
 MAX_POISON_LINES = 4  # tensors named in one MismatchError; the rest are counted
+_ITEMSIZES = {int(code): code.itemsize for code in DType}
 
 
-@dataclass
-class _Tensor:
-    """One name; `first_rank` declared `spec`, `peers` maps ranks that agreed to their peers."""
+class _Facts(msgspec.Struct, frozen=True, array_like=True):
+    """What was decided about a tensor, and does not change."""
 
-    tensor_id: int
-    spec: TensorSpec
+    layout: Layout
     pieces: Pieces
-    first_rank: int
+    tensor_id: int
+
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack_facts = msgspec.msgpack.Decoder(_Facts).decode
+
+
+class _Tensor(msgspec.Struct, gc=False):
+    """One name; small, for there may be hundreds of thousands of them."""
+
+    name: str
+    packed: bytes  # _Facts
     batch: int  # DeclareKeys that servers must acknowledge
-    peers: dict[int, int] = field(default_factory=dict)
+    agreed: int = 0  # bit r: rank r declared it so
     poison: tuple[str, str] | None = None  # kind and message
+
+    @property
+    def facts(self) -> _Facts:
+        """Read what was decided."""
+        return _unpack_facts(self.packed)
+
+    def is_like(self, spec: TensorSpec) -> bool:
+        """Compare with what a worker declares; one byte says how many facts there are."""
+        return self.packed.startswith(_pack(spec.layout), 1)
 
 
 @dataclass(frozen=True)
@@ -53,8 +75,11 @@ class _Waiting:
 
     rank: int
     peer: int
-    asked: Declare
+    request: int
+    timeout_s: float
     deadline: float
+    tensors: tuple[_Tensor, ...]
+    batches: frozenset[int]
 
 
 class Declarations:
@@ -74,6 +99,9 @@ class Declarations:
             built_in_hash_coef=config.built_in_hash_coef,
         )
         self._tensors: dict[str, _Tensor] = {}
+        self._n_pieces = 0
+        self._masks: dict[int, int] = {}  # so that equal ones of many tensors are one object
+        self._peers: dict[int, int] = {}  # by rank, of the workers that have declared
         self._unready: dict[int, set[int]] = {}  # batch -> server indices that have not answered
         self._batches = 0
         self._waiting: list[_Waiting] = []
@@ -85,17 +113,25 @@ class Declarations:
             return [(peer, Failed(asked.request, "config", refusal))]
         out: Answers = []
         new: list[KeySpec] = []
+        tensors: list[_Tensor] = []
         for spec in asked.specs:
             tensor = self._tensors.get(spec.name)
             if tensor is None:
-                tensor = self._add(rank, spec)
-                new.append(_key_spec(tensor))
-            elif tensor.poison is None and not _same(tensor.spec, spec):
-                out += self._poison(tensor, "mismatch", _mismatch_text(tensor, rank, spec))
-            tensor.peers[rank] = peer
+                tensor, keys = self._add(spec)
+                new.append(keys)
+            elif tensor.poison is None and not tensor.is_like(spec):
+                out += self._poison(tensor, "mismatch", self._mismatch_text(tensor, rank, spec))
+            agreed = tensor.agreed | 1 << rank
+            tensor.agreed = self._masks.setdefault(agreed, agreed)
+            tensors.append(tensor)
+        self._peers[rank] = peer
         if new:
             out += self._announce(tuple(new))
-        self._waiting.append(_Waiting(rank, peer, asked, now + asked.timeout_s))
+        batches = frozenset(tensor.batch for tensor in tensors)
+        deadline = now + asked.timeout_s
+        self._waiting.append(
+            _Waiting(rank, peer, asked.request, asked.timeout_s, deadline, tuple(tensors), batches)
+        )
         return out + self._settle()
 
     def keys_ready(self, server: int, batch: int) -> Answers:
@@ -114,29 +150,25 @@ class Declarations:
         out: Answers = []
         for tensor in self._tensors.values():
             if tensor.batch == batch and tensor.poison is None:
-                text = f"tensor {tensor.spec.name!r}: server {server} cannot hold it: {message}"
+                text = f"tensor {tensor.name!r}: server {server} cannot hold it: {message}"
                 out += self._poison(tensor, "error", text)
         return out + self.keys_ready(server, batch) + self._settle()
 
     def remove(self, rank: int) -> None:
         """Forget a worker that left: nothing is sent to it any more."""
         self._waiting = [waiting for waiting in self._waiting if waiting.rank != rank]
-        for tensor in self._tensors.values():
-            tensor.peers.pop(rank, None)
+        self._peers.pop(rank, None)
 
     def fail_all(self, kind: str, message: str) -> Answers:
         """End every declaration that waits with the same error."""
         ended, self._waiting = self._waiting, []
-        return [(item.peer, Failed(item.asked.request, kind, message)) for item in ended]
+        return [(item.peer, Failed(item.request, kind, message)) for item in ended]
 
     def expire(self, now: float) -> Answers:
         """End the declarations that have waited too long."""
         late = [item for item in self._waiting if item.deadline <= now]
         self._waiting = [item for item in self._waiting if item.deadline > now]
-        return [
-            (item.peer, Failed(item.asked.request, "stall", self._late_text(item)))
-            for item in late
-        ]
+        return [(item.peer, Failed(item.request, "stall", self._late_text(item))) for item in late]
 
     def next_deadline(self) -> float | None:
         """Give the time when expire() has something to do."""
@@ -145,31 +177,42 @@ class Declarations:
     def waiting(self) -> Iterator[tuple[int, int]]:
         """List (peer, request) of everybody who waits."""
         for item in self._waiting:
-            yield item.peer, item.asked.request
+            yield item.peer, item.request
 
     def _refuse(self, asked: Declare) -> str | None:
         """Check a whole batch before any of it takes effect."""
-        if len(self._tensors) + len(asked.specs) > MAX_TENSORS:
-            return f"more than {MAX_TENSORS} tensors are declared"
+        n_pieces = self._n_pieces
         for spec in asked.specs:
-            if spec.dtype not in DType.__members__.values():
-                return f"tensor {spec.name!r}: dtype code {spec.dtype} is unknown"
-            expected = math.prod(spec.shape) * DType(spec.dtype).itemsize
-            if spec.nbytes != expected:
-                return (
-                    f"tensor {spec.name!r}: {_side(spec)} has {expected} bytes, not {spec.nbytes}"
-                )
             try:
-                check_tensor(
-                    spec.nbytes,
-                    partition_bytes=spec.partition_bytes,
-                    n_owners=len(self._placement.owners),
-                )
+                n_pieces += self._check(spec)
             except ConfigError as error:
                 return f"tensor {spec.name!r}: {error}"
-        return None
+        if n_pieces <= MAX_PIECES:
+            return None
+        return (
+            f"{len(asked.specs)} tensors from {asked.specs[0].name!r} on need up to {n_pieces} "
+            f"partitions, with those before; a job may have {MAX_PIECES}: raise "
+            "FASTPS_PARTITION_BYTES, or declare fewer tensors"
+        )
 
-    def _add(self, rank: int, spec: TensorSpec) -> _Tensor:
+    def _check(self, spec: TensorSpec) -> int:
+        """Give the most pieces that a tensor adds; ConfigError if it cannot be."""
+        itemsize = _ITEMSIZES.get(spec.dtype)
+        if itemsize is None:
+            raise ConfigError(f"dtype code {spec.dtype} is unknown")
+        nbytes = math.prod(spec.shape) * itemsize
+        if spec.nbytes != nbytes:
+            raise ConfigError(f"{_side(spec.layout)} has {nbytes} bytes, not {spec.nbytes}")
+        if spec.name in self._tensors:
+            return 0
+        check_tensor(
+            nbytes,
+            partition_bytes=spec.partition_bytes,
+            n_owners=len(self._placement.owners),
+        )
+        return most_pieces(nbytes, partition_bytes=spec.partition_bytes, placement=self._placement)
+
+    def _add(self, spec: TensorSpec) -> tuple[_Tensor, KeySpec]:
         tensor_id = len(self._tensors)
         cut = cut_tensor(
             spec.nbytes,
@@ -178,9 +221,11 @@ class Declarations:
             tensor_id=tensor_id,
         )
         pieces = tuple((piece.nbytes, piece.owner) for piece in cut)
-        tensor = _Tensor(tensor_id, spec, pieces, rank, self._batches)
+        self._n_pieces += len(pieces)
+        packed = _pack(_Facts(spec.layout, pieces, tensor_id))
+        tensor = _Tensor(spec.name, packed, self._batches)
         self._tensors[spec.name] = tensor
-        return tensor
+        return tensor, KeySpec(tensor_id, spec.name, spec.dtype, spec.chunk_bytes, pieces)
 
     def _announce(self, keys: tuple[KeySpec, ...]) -> Answers:
         batch = self._batches
@@ -193,15 +238,19 @@ class Declarations:
     def _poison(self, tensor: _Tensor, kind: str, message: str) -> Answers:
         """Make a tensor unusable and tell those who declared it before."""
         tensor.poison = (kind, message)
-        event = TensorPoisoned(tensor.tensor_id, tensor.spec.name, message)
-        return [(peer, event) for peer in tensor.peers.values()]
+        event = TensorPoisoned(tensor.facts.tensor_id, tensor.name, message)
+        return [(self._peers[rank], event) for rank in self._present(tensor)]
+
+    def _present(self, tensor: _Tensor) -> list[int]:
+        """List the ranks that declared a tensor and have not left."""
+        return [rank for rank in sorted(self._peers) if tensor.agreed >> rank & 1]
 
     def _settle(self) -> Answers:
         """Answer every declaration whose outcome is known."""
         out: Answers = []
         still: list[_Waiting] = []
         for item in self._waiting:
-            outcome = self._outcome(item.asked)
+            outcome = self._outcome(item)
             if outcome is None:
                 still.append(item)
             else:
@@ -209,59 +258,47 @@ class Declarations:
         self._waiting = still
         return out
 
-    def _outcome(self, asked: Declare) -> Declared | Failed | None:
-        tensors = [self._tensors[spec.name] for spec in asked.specs]
-        poisons = [tensor.poison for tensor in tensors if tensor.poison is not None]
+    def _outcome(self, item: _Waiting) -> Declared | Failed | None:
+        poisons = [tensor.poison for tensor in item.tensors if tensor.poison is not None]
         if poisons:
             lines = [message for _, message in poisons[:MAX_POISON_LINES]]
             if len(poisons) > MAX_POISON_LINES:
                 lines.append(f"and {len(poisons) - MAX_POISON_LINES} more tensors")
-            return Failed(asked.request, poisons[0][0], "\n".join(lines))
-        if any(tensor.batch in self._unready for tensor in tensors):
+            return Failed(item.request, poisons[0][0], "\n".join(lines))
+        if not item.batches.isdisjoint(self._unready):
             return None
         return Declared(
-            asked.request, tuple(DeclaredTensor(item.tensor_id, item.pieces) for item in tensors)
+            item.request,
+            tuple(
+                DeclaredTensor(facts.tensor_id, facts.pieces)
+                for facts in (tensor.facts for tensor in item.tensors)
+            ),
         )
 
     def _late_text(self, item: _Waiting) -> str:
-        batches = {self._tensors[spec.name].batch for spec in item.asked.specs}
-        servers = sorted(set().union(*(self._unready.get(batch, set()) for batch in batches)))
-        names = [repr(spec.name) for spec in item.asked.specs]
+        servers = sorted(set().union(*(self._unready.get(batch, ()) for batch in item.batches)))
+        names = [repr(tensor.name) for tensor in item.tensors]
         missing = join_names([f"server {index}" for index in servers])
         return (
-            f"declaring {join_names(names)} timed out after {item.asked.timeout_s:g} s; "
+            f"declaring {join_names(names)} timed out after {item.timeout_s:g} s; "
             f"not ready: {missing}; raise FASTPS_OP_TIMEOUT_S if they are only slow"
         )
 
-
-def _same(one: TensorSpec, other: TensorSpec) -> bool:
-    return (one.dtype, one.shape, one.partition_bytes, one.chunk_bytes) == (
-        other.dtype,
-        other.shape,
-        other.partition_bytes,
-        other.chunk_bytes,
-    )
-
-
-def _key_spec(tensor: _Tensor) -> KeySpec:
-    spec = tensor.spec
-    return KeySpec(tensor.tensor_id, spec.name, spec.dtype, spec.chunk_bytes, tensor.pieces)
+    def _mismatch_text(self, tensor: _Tensor, rank: int, spec: TensorSpec) -> str:
+        first = (tensor.agreed & -tensor.agreed).bit_length() - 1
+        others = workers_text(self._present(tensor) or [first])
+        return (
+            f"tensor {spec.name!r} differs between workers: worker {rank} declared "
+            f"{_full_side(spec.layout)}, but {others} declared "
+            f"{_full_side(tensor.facts.layout)}"
+        )
 
 
-def _side(spec: TensorSpec) -> str:
-    return f"{DType(spec.dtype).name.lower()} of shape {spec.shape}"
+def _side(layout: Layout) -> str:
+    return f"{DType(layout[0]).name.lower()} of shape {layout[1]}"
 
 
-def _full_side(spec: TensorSpec) -> str:
+def _full_side(layout: Layout) -> str:
     return (
-        f"{_side(spec)} in partitions of at most {spec.partition_bytes} bytes "
-        f"sent as chunks of {spec.chunk_bytes}"
-    )
-
-
-def _mismatch_text(tensor: _Tensor, rank: int, spec: TensorSpec) -> str:
-    others = workers_text(sorted(tensor.peers) or [tensor.first_rank])
-    return (
-        f"tensor {spec.name!r} differs between workers: worker {rank} declared "
-        f"{_full_side(spec)}, but {others} declared {_full_side(tensor.spec)}"
+        f"{_side(layout)} in partitions of at most {layout[2]} bytes sent as chunks of {layout[3]}"
     )

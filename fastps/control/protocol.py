@@ -19,6 +19,7 @@ from typing import Annotated, TypeAlias, get_args
 import msgspec
 from msgspec import Meta
 
+from fastps.config import MIN_CHUNK_BYTES
 from fastps.errors import (
     ConfigError,
     FastPSError,
@@ -28,7 +29,7 @@ from fastps.errors import (
     ShutdownError,
     StallError,
 )
-from fastps.partition import server_weights
+from fastps.partition import ALIGNMENT, MAX_PARTITION_BYTES, server_weights
 from fastps.types import MAX_SECONDS
 
 # What fastps.auth.derive_key makes the keys of the two kinds of connections for.
@@ -53,15 +54,22 @@ Nbytes: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Id: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Sender: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]  # a field of the handshake
+Code: TypeAlias = Annotated[int, Meta(ge=1, le=255)]
+Shape: TypeAlias = Annotated[tuple[Nbytes, ...], Meta(max_length=MAX_DIMENSIONS)]
+# The bounds of the settings: the scheduler does what other members ask for.
+PartBytes: TypeAlias = Annotated[
+    int, Meta(ge=MIN_CHUNK_BYTES, le=MAX_PARTITION_BYTES, multiple_of=ALIGNMENT)
+]
 Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and server of each partition
+Layout: TypeAlias = tuple[Code, Shape, PartBytes, PartBytes]  # all but name and nbytes of a spec
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages: frozen, an array on the wire, named by its first item."""
 
 
-class _Record(msgspec.Struct, frozen=True, array_like=True):
-    """Base of values inside messages."""
+class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of values inside messages; they are in no cycle."""
 
 
 # ---- values ----
@@ -140,11 +148,16 @@ class TensorSpec(_Record, frozen=True):
     """
 
     name: Name
-    dtype: Annotated[int, Meta(ge=1, le=255)]
-    shape: Annotated[tuple[Nbytes, ...], Meta(max_length=MAX_DIMENSIONS)]
+    dtype: Code
+    shape: Shape
     nbytes: Nbytes
-    partition_bytes: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    chunk_bytes: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    partition_bytes: PartBytes
+    chunk_bytes: PartBytes
+
+    @property
+    def layout(self) -> Layout:
+        """Give what all workers must declare alike."""
+        return self.dtype, self.shape, self.partition_bytes, self.chunk_bytes
 
 
 class DeclaredTensor(_Record, frozen=True):
@@ -159,8 +172,8 @@ class KeySpec(_Record, frozen=True):
 
     tensor_id: Id
     name: Name
-    dtype: Annotated[int, Meta(ge=1, le=255)]
-    chunk_bytes: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    dtype: Code
+    chunk_bytes: PartBytes
     pieces: Pieces
 
 

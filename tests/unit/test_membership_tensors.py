@@ -3,23 +3,34 @@
 
 from __future__ import annotations
 
+import time
+import tracemalloc
+
 import pytest
-from control_driver import Driver, make_spec
+from control_driver import Driver, make_config, make_spec
+from msgspec.structs import replace
 
 from fastps.control.collectives import MAX_BLOBS_HELD_BYTES
+from fastps.control.declarations import Declarations
 from fastps.control.protocol import (
+    LENGTH,
     MAX_BLOB_BYTES,
     Blob,
     BlobData,
+    Declare,
     Declared,
     DeclareKeys,
     Done,
     Failed,
     KeysFailed,
     KeysReady,
+    Malformed,
     TensorPoisoned,
     TensorSpec,
+    pack,
+    unpack_to_scheduler,
 )
+from fastps.partition import MAX_PIECES
 from fastps.types import DType
 
 
@@ -106,8 +117,8 @@ class TestDeclaring:
         [
             (make_spec("w", (10, 21)), ["(10, 20)", "(10, 21)"]),
             (make_spec("w", dtype=int(DType.INT32)), ["float32", "int32"]),
-            (make_spec("w", partition_bytes=64), ["at most 4096 bytes", "at most 64 bytes"]),
-            (make_spec("w", chunk_bytes=64), ["chunks of 4096", "chunks of 64"]),
+            (make_spec("w", partition_bytes=8192), ["at most 4096 bytes", "at most 8192 bytes"]),
+            (make_spec("w", chunk_bytes=8192), ["chunks of 4096", "chunks of 8192"]),
         ],
     )
     def test_mismatch_reaches_all(self, other: TensorSpec, parts: list[str]) -> None:
@@ -157,6 +168,54 @@ class TestDeclaring:
         failed = driver.last(workers[1])
         assert isinstance(failed, Failed)
         assert "46 more tensors" in failed.message
+
+    @pytest.mark.parametrize("field", ["partition_bytes", "chunk_bytes"])
+    @pytest.mark.parametrize("value", [1, 64, 4095, 4097, (1 << 30) + 64])
+    def test_the_wire_has_the_bounds_of_the_settings(self, field: str, value: int) -> None:
+        """Or one spec could make 65 536 pieces of a few bytes each."""
+        asked = Declare(3, (replace(make_spec("w"), **{field: value}),), 1.0)
+        message = unpack_to_scheduler(bytes(pack(asked)[LENGTH.size :]))
+        assert isinstance(message, Malformed)
+        assert field in message.message or "specs" in message.message or "$[2]" in message.message
+
+    def test_a_job_has_a_bound_on_its_pieces(self) -> None:
+        driver = Driver(num_servers=0)
+        workers, _ = driver.start()
+        many = [make_spec(f"w{i}", (1024 * 60_000,)) for i in range(5)]  # 60 000 pieces each
+        driver.declare(workers[0], *many[:4])
+        assert isinstance(driver.last(workers[0]), Declared)
+        began = time.process_time()
+        for _ in range(3):
+            driver.declare(workers[0], *(make_spec(f"v{i}", many[0].shape) for i in range(200)))
+            failed = driver.last(workers[0])
+            assert isinstance(failed, Failed)
+            assert failed.kind == "config"
+            assert str(MAX_PIECES) in failed.message
+            assert "FASTPS_PARTITION_BYTES" in failed.message
+        assert time.process_time() - began < 1.0
+        driver.declare(workers[1], *many)
+        assert isinstance(driver.last(workers[1]), Declared)
+
+    def test_names_are_cheap(self) -> None:
+        """Hundreds of thousands of them are ordinary; it was 1000 bytes for each."""
+        table = Declarations(make_config(), servers=(11, 12))
+        specs = tuple(
+            make_spec(f"layers.{i}.attention.weight", (i, 3), partition_bytes=1 << 20)
+            for i in range(1000, 6000)
+        )
+        body = bytes(pack(Declare(1, specs, 60.0))[LENGTH.size :])
+        tracemalloc.start()
+        for rank in range(2):
+            asked = unpack_to_scheduler(body)
+            assert isinstance(asked, Declare)
+            table.declare(rank, rank, asked, 0.0)
+        del asked
+        answers = table.keys_ready(0, 0) + table.keys_ready(1, 0)
+        assert [type(message) for _, message in answers] == [Declared] * 2
+        del answers
+        nbytes = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert nbytes / len(specs) < 330
 
     def test_server_that_cannot_hold_the_keys(self) -> None:
         driver = Driver()

@@ -153,6 +153,7 @@ def test_pieces_cover_a_tensor_once_and_are_aligned(nbytes, step, weights, key_h
     step = max(step, nbytes // 60000)
     placement = Placement(weights, key_hash)
     pieces = cut_tensor(nbytes, partition_bytes=step, placement=placement, tensor_id=7)
+    assert len(pieces) <= p.most_pieces(nbytes, partition_bytes=step, placement=placement)
     position = 0
     for piece in pieces:
         assert piece.offset == position
