@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from house_source import (
+    PACKAGE,
     code_lines,
     cython_files,
     functions_of,
@@ -22,11 +23,23 @@ from house_source import (
 
 MAX_FILE_LINES = 700
 MAX_CORE_LINES = 1000  # fastps/_core.pyx
-MAX_FUNCTION_LINES = 80
-MAX_MEDIAN_LINES = 12
-# The control plane (2000 lines) and the launcher (1200) are whole programs; shared memory,
-# servers inside workers, RDMA and the users' benchmark came on top of the first 16000.
-MAX_PACKAGE_LINES = 30000
+MAX_FUNCTION_LINES = 60
+MAX_MEDIAN_LINES = 8
+# The most lines of each room, the longest prefix counts; a cap is raised only with its reason in
+# docs/architecture.md. There is no total: it would make every feature pay for the last one.
+ROOMS = {
+    "_core": 2600,
+    "reduce/": 2400,
+    "config/": 900,
+    "transport/": 7000,
+    "control/": 3400,
+    "server/": 3400,
+    "worker/": 3400,
+    "frameworks/": 3000,
+    "launch/": 2200,
+    "bench/": 1600,
+    "": 4000,  # the session, what it is made of, faces, and the pure rooms of one file each
+}
 CYTHON_FUNCTION = re.compile(
     r"^( *)(?:def|cdef|cpdef)\b(?! (?:packed )?(?:class|struct|enum))[^=]*\("
 )
@@ -92,17 +105,21 @@ def test_most_functions_are_very_short():
     assert median <= MAX_MEDIAN_LINES, f"the median function has {median} lines"
 
 
-def test_the_package_stays_small(capsys):
-    by_kind: Counter[str] = Counter()
+def room_of(path: Path) -> str:
+    """Give the room of ROOMS whose cap counts a file."""
+    name = path.relative_to(PACKAGE).as_posix()
+    return max((room for room in ROOMS if name.startswith(room)), key=len)
+
+
+def test_rooms_stay_small(capsys):
+    lines: Counter[str] = Counter()
     for path in package_files():
-        by_kind[path.suffix] += count_lines(path)
-    total = by_kind.total()
+        lines[room_of(path)] += count_lines(path)
     with capsys.disabled():
-        kinds = ", ".join(f"{kind} {lines}" for kind, lines in by_kind.most_common())
-        print(f"\nfastps/ has {total} of {MAX_PACKAGE_LINES} lines ({kinds})")
-    assert total <= MAX_PACKAGE_LINES, (
-        f"fastps/ has {total} lines; delete something, or raise the budget and say why"
-    )
+        print(f"\nfastps/ has {lines.total()} lines:", end=" ")
+        print(", ".join(f"{room or 'the rest'} {lines[room]} of {ROOMS[room]}" for room in ROOMS))
+    wrong = [room for room in ROOMS if lines[room] > ROOMS[room]]
+    assert not wrong, f"{wrong} outgrew their caps: delete something, or raise one and say why"
 
 
 def test_cython_functions_are_measured(tmp_path):

@@ -17,7 +17,8 @@ from rdma_guest import GUEST_TIMEOUT_S, PYTEST, SETUP_TIMEOUT_S, native_or_pyver
 
 LEAST_OF_IB_WRITE_BW = 0.7  # some 1.3 here, 1.5 with more rounds
 AT_ONCE = 2  # guests, of one processor each
-PARTS = ("conformance", "peers", "rdma", "windows", "promises", "trouble")  # the last harms the device
+# The last one harms the device.
+PARTS = ("conformance", "peers", "rdma", "windows", "promises", "trouble")
 LINKS = tuple(f"tests/rdma/guest_{name}.py" for name in PARTS)
 # The pyverbs data path is the same protocol under the GIL: what could differ, and little more.
 PYVERBS_TESTS = (
