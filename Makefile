@@ -3,6 +3,7 @@
 #   make demo    train a classifier on real data with 2 workers and 2 servers, over sockets
 #   make test    the whole test suite, style and types included
 #   make bench   measure against the alternatives
+#   make soak    half an hour under the sanitizers of the compiler
 #   make clean   remove what was built; make distclean also removes .venv
 # PYTHON=... chooses the interpreter, PIP_FLAGS=... is handed to every pip install.
 
@@ -15,7 +16,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
 SOURCES := $(shell find fastps -name '*.pyx' -o -name '*.pxd' -o -name '*.pxi') setup.py
 METADATA := setup.cfg pyproject.toml
 
-.PHONY: all demo test check unit bench build clean distclean
+.PHONY: all demo test check unit bench soak build clean distclean
 .DELETE_ON_ERROR:
 
 all: build
@@ -41,6 +42,12 @@ bench: .venv/.demo
 	$(RUN) tools/bench/push_pull.py --json out/push_pull.jsonl
 	$(RUN) tools/bench/peers/run.py --json out/peers.jsonl
 	$(RUN) tools/bench/train_torch.py --json out/train_torch.jsonl
+
+# Fails on the first report of a sanitizer; tools/sanitize says what is run.
+soak: .venv/.test
+	tools/sanitize address
+	tools/sanitize undefined
+	tools/sanitize thread
 
 build: .venv/.built
 
