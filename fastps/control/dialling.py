@@ -19,9 +19,6 @@ from fastps.transport import sockets
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST_S = 0.02
-RETRY_LAST_S = 0.5
-
 
 def dial(
     config: Config, key: bytes, *, purpose: Purpose, sender: int, deadline: float
@@ -38,23 +35,19 @@ def dial(
         )
     began = time.monotonic()
     name_deadline = min(deadline, began + config.connect_timeout_s)
-    last = "nothing was tried: the start timeout was over"
-    for pause_s in sockets.backoff_s(RETRY_FIRST_S, RETRY_LAST_S):
-        now = time.monotonic()
-        if now >= deadline:
-            break
+    last = ""
+    for _ in sockets.attempts(deadline):
         try:
             return _dial_once(
                 config, ClientHandshake(key, purpose=purpose, sender=sender), deadline
             )
         except socket.gaierror as error:
             last = f"unknown host ({error.strerror})"
-            if now >= name_deadline:
+            if time.monotonic() >= name_deadline:
                 raise _unknown_host(config, error) from error
         except OSError as error:
             last = error.strerror or str(error)
         log.debug("the scheduler cannot be reached yet: %s", last)
-        time.sleep(min(pause_s, max(deadline - time.monotonic(), 0)))
     raise _unreachable(config, last, time.monotonic() - began)
 
 
@@ -63,16 +56,15 @@ def wait_for_name(config: Config) -> None:
 
     Blocks up to connect_timeout_s, then raises ConfigError.
     """
-    deadline = time.monotonic() + config.connect_timeout_s
-    for pause_s in sockets.backoff_s(RETRY_FIRST_S, RETRY_LAST_S):
+    failure: socket.gaierror | None = None
+    for _ in sockets.attempts(time.monotonic() + config.connect_timeout_s):
         try:
             socket.getaddrinfo(config.scheduler_host or None, config.scheduler_port)
-        except socket.gaierror as error:
-            if time.monotonic() >= deadline:
-                raise _unknown_host(config, error) from error
-        else:
             return
-        time.sleep(min(pause_s, max(deadline - time.monotonic(), 0)))
+        except socket.gaierror as error:
+            failure = error
+    assert failure is not None
+    raise _unknown_host(config, failure) from failure
 
 
 def _dial_once(config: Config, handshake: ClientHandshake, deadline: float) -> socket.socket:

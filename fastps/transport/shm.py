@@ -45,7 +45,6 @@ __all__ = [
 
 PAGE_BYTES = mmap.PAGESIZE
 PROBE_BYTES = 64 << 10
-RETRY_S = 0.005  # between two attempts to reach a leader that does not listen yet
 CLOSE_S = 5.0  # for the thread of the meeting to end
 DESCRIPTORS_PER_MESSAGE = 128  # the kernel allows 253
 CGROUP = Path("/sys/fs/cgroup")
@@ -345,16 +344,13 @@ def _follow(
 
 
 def _reach(name: str, deadline: float) -> socket.socket:
-    while True:
-        try:
+    for _ in sockets.attempts(deadline, longest_s=sockets.RETRY_FIRST_S):
+        with contextlib.suppress(ConnectionRefusedError, BlockingIOError, TimeoutError):
             return sockets.connect_unix(name, deadline=deadline)
-        except (ConnectionRefusedError, BlockingIOError, TimeoutError) as error:
-            if time.monotonic() >= deadline:
-                raise TransportTimeout(
-                    "the first worker of this machine did not offer shared memory in time; is it "
-                    "stopped? Raise FASTPS_START_TIMEOUT_S, or set FASTPS_SHARED_MEMORY=0"
-                ) from error
-        time.sleep(RETRY_S)
+    raise TransportTimeout(
+        "the first worker of this machine did not offer shared memory in time; is it stopped? "
+        "Raise FASTPS_START_TIMEOUT_S, or set FASTPS_SHARED_MEMORY=0"
+    )
 
 
 def _send(sock: socket.socket, descriptors: Sequence[int]) -> None:

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 DISCARD_PORT = 9
 BACKLOG = 1024  # a large job joins at once
+RETRY_FIRST_S, RETRY_LAST_S = 0.01, 0.5
 KEEPALIVE_IDLE_S = 10  # then probes; TCP_USER_TIMEOUT decides when to give up
 KEEPALIVE_INTERVAL_S = 5
 UNIX_PREFIX = "fastps-"
@@ -343,8 +344,12 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def backoff_s(first: float, last: float) -> Iterator[float]:
-    """Give pauses that double from first to last."""
-    while True:
-        yield first
-        first = min(first * 2, last)
+def attempts(deadline: float, *, longest_s: float = RETRY_LAST_S) -> Iterator[None]:
+    """Yield once, and again until a deadline; the pauses after it double up to longest_s."""
+    pause_s = RETRY_FIRST_S
+    yield
+    while (left_s := deadline - time.monotonic()) > 0:
+        time.sleep(min(pause_s, left_s))
+        if pause_s < left_s:
+            yield
+        pause_s = min(2 * pause_s, longest_s)

@@ -22,7 +22,6 @@ from fastps.transport import sockets
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST_S, RETRY_LAST_S = 0.02, 0.5  # pauses after a door that was too full
 SAME_HOST_CREDIT_BYTES = 640 << 10  # a chunk under way and the next one
 REMOTE_CREDIT_BYTES = 512 << 10
 LOCAL_CHUNK_BYTES = 512 << 10
@@ -100,16 +99,15 @@ def dial(
         except (TransportError, OSError) as error:
             log.warning("%s: no Unix socket (%s); TCP takes its place", where, error)
     deadline = time.monotonic() + config.connect_timeout_s
-    pauses = sockets.backoff_s(RETRY_FIRST_S, RETRY_LAST_S)
-    while True:
+    failure: TransportError | None = None
+    for _ in sockets.attempts(deadline):
         try:
             sock = _connect(address, config, where, deadline)
             return _introduce(sock, config, shake(), where)
-        except _TurnedAway:
-            pause_s = next(pauses)
-            if time.monotonic() + pause_s >= deadline:
-                raise
-        time.sleep(pause_s)
+        except _TurnedAway as error:
+            failure = error
+    assert failure is not None
+    raise failure
 
 
 def _connect(

@@ -30,9 +30,11 @@ from fastps.control import scheduler as scheduler_module
 from fastps.control.client import ControlClient, PeerLost
 from fastps.control.dialling import dial
 from fastps.control.protocol import (
+    LENGTH,
     MAX_FRAME_BYTES,
     Barrier,
     Join,
+    ReportLost,
     body_nbytes,
     pack,
     unpack_to_member,
@@ -222,6 +224,14 @@ class TestStrangers:
     def test_data_connection_to_the_scheduler(self, lone: SchedulerThread) -> None:
         with lone as scheduler, pytest.raises(ProtocolError):
             authenticated(scheduler, Purpose.DATA)
+
+
+@pytest.mark.parametrize("role", ["worker\n", "\nworker", "worker\nserver", "workers", ""])
+def test_a_role_is_one_of_three_words(role: str) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_to_scheduler(pack(ReportLost(role, 0, "cause"))[LENGTH.size :])
+    for word in ("worker", "server", "scheduler"):
+        assert unpack_to_scheduler(pack(ReportLost(word, 0, "cause"))[LENGTH.size :])
 
 
 class TestBrokenMembers:

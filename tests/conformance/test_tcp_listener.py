@@ -605,6 +605,21 @@ def test_a_host_that_does_not_answer():
             dial_to(full.getsockname())
 
 
+def test_an_address_that_does_not_answer_leaves_time_for_the_next(opened, monkeypatch):
+    door = opened()
+    with socket.socket() as full, contextlib.ExitStack() as waiting:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            sock = waiting.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+        kinds = (socket.AF_INET, socket.SOCK_STREAM, 0, "")
+        found = [(*kinds, full.getsockname()), (*kinds, door.address)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        os.close(dial_to(("two addresses", 1), connect_timeout_s=2.0))
+
+
 @pytest.fixture
 def mute() -> Iterator[socket.socket]:
     """A socket that accepts connections in the kernel and says nothing."""
