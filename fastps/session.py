@@ -25,6 +25,7 @@ import numpy as np
 
 from fastps import config as _config
 from fastps.config import Config
+from fastps.config.token import hide_token
 from fastps.control.client import ControlClient
 from fastps.control.protocol import (
     Event,
@@ -598,7 +599,7 @@ def init(settings: Mapping[str, object]) -> Session:
     global _current
     if _current is not None and _current._pid == os.getpid():
         return _current
-    _config.hide_token()
+    hide_token()
     _current = Session(_config.load(settings))
     atexit.register(shutdown)
     return _current

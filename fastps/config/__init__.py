@@ -13,12 +13,12 @@ import difflib
 import logging
 import operator
 import os
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastps.config.token import read_token
 from fastps.errors import ConfigError
 
 __all__ = [
@@ -31,8 +31,6 @@ __all__ = [
     "child_environment",
     "explain",
     "format_value",
-    "hide_token",
-    "hold_token",
     "load",
     "process_environment",
 ]
@@ -49,8 +47,6 @@ PATH_MTUS = (0, 256, 512, 1024, 2048, 4096)
 MAX_PROCESSES = 65535
 MAX_POOL_BYTES = 1 << 50
 DAY_S = 86400.0
-TOKEN_FILE_MAX_BYTES = 4096
-TOKEN_MIN_BYTES = 16  # shorter tokens can be guessed by whoever saw one handshake
 ROLES = ("worker", "server", "scheduler")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -120,55 +116,9 @@ class Config:
         """Give the job token from `token`, else from `token_file`.
 
         Raises ConfigError when there is none and `insecure` is off, when it is too short, or when
-        the file may be read by others. Reads at most 4096 bytes of the file.
+        the file may be read by others.
         """
-        secret = self.token.encode().strip() or _read_token_file(self.token_file)
-        if not secret and not self.insecure:
-            raise ConfigError(
-                "this job has no token; start it with fastps-run, or set FASTPS_TOKEN_FILE to a "
-                "file of mode 0600 that every process of the job can read, "
-                "or FASTPS_INSECURE=1 on a network that nobody else can reach"
-            )
-        if not secret:
-            log.warning("FASTPS_INSECURE is on: whoever reaches our ports can join this job")
-        elif len(secret) < TOKEN_MIN_BYTES:
-            raise ConfigError(
-                f"the job token has {len(secret)} bytes and can be guessed; FASTPS_TOKEN or "
-                f"FASTPS_TOKEN_FILE must hold at least {TOKEN_MIN_BYTES}"
-            )
-        return secret
-
-
-def _read_token_file(path: str) -> bytes:
-    """Read the token from a private file; no path gives no token."""
-    if not path:
-        return b""
-    try:
-        with open(path, "rb") as file:
-            _check_private(path, os.fstat(file.fileno()))
-            text = file.read(TOKEN_FILE_MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"FASTPS_TOKEN_FILE={path!r} cannot be read: {error}") from error
-    secret = text.strip()
-    is_utf8 = secret.decode(errors="ignore").encode() == secret
-    if not secret or len(text) > TOKEN_FILE_MAX_BYTES or not is_utf8:
-        raise ConfigError(
-            f"FASTPS_TOKEN_FILE={path!r} must hold {TOKEN_MIN_BYTES} to {TOKEN_FILE_MAX_BYTES} "
-            "bytes of UTF-8"
-        )
-    return secret
-
-
-def _check_private(path: str, status: os.stat_result) -> None:
-    """Refuse a token file that others may read or that somebody else wrote."""
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o177:
-        raise ConfigError(
-            f"FASTPS_TOKEN_FILE={path!r} has mode {mode:04o}: others may use it; "
-            f"run `chmod 600 {path}`"
-        )
-    if status.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(f"FASTPS_TOKEN_FILE={path!r} belongs to user {status.st_uid}")
+        return read_token(self.token, self.token_file, is_needed=not self.insecure)
 
 
 # ---- parsers: text of a variable or value of a keyword -> value; ValueError says what is right
@@ -418,7 +368,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(ADDRESS, "port", _integer, 0, ("DMLC_PORT",), "", (0, 65535),
             "Port this process listens on; 0 takes any free port."),
     Setting(SECURITY, "token", _text, "", (), "", (),
-            "Secret that all processes of the job share; it never travels and is never logged."),
+            "Secret that all processes of the job share, at least 16 bytes; it never travels, is "
+            "never logged, and init() takes it out of the environment."),
     Setting(SECURITY, "token_file", _path, "", (), "", (),
             "File that holds the token, of mode 0600 or stricter; used when the token is unset."),
     Setting(SECURITY, "insecure", _boolean, False, (), "", (),
@@ -585,32 +536,6 @@ def child_environment(settings: Config | Mapping[str, object]) -> dict[str, str]
         for name, value in given.items()
         if value is not None
     }
-
-
-def hold_token(token: str) -> tuple[str, str]:
-    """Put a token into memory; give a variable, and its value, by which children can read it.
-
-    It names a file of this process, for this user alone, that is there as long as the process.
-    Where the kernel has no such files the variable holds the token itself.
-    """
-    try:
-        descriptor = os.memfd_create("fastps-token", os.MFD_CLOEXEC)
-    except OSError:
-        return "FASTPS_TOKEN", token
-    os.fchmod(descriptor, 0o600)
-    os.write(descriptor, os.fsencode(token))
-    return "FASTPS_TOKEN_FILE", f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-def hide_token() -> None:
-    """Take the token out of this process's environment, which children inherit and show.
-
-    `load` still finds it, by the variable that takes its place.
-    """
-    token = os.environ.pop("FASTPS_TOKEN", "")
-    if token:
-        name, value = hold_token(token)
-        os.environ[name] = value
 
 
 def process_environment() -> dict[str, str]:

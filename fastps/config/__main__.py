@@ -41,7 +41,8 @@ def markdown() -> str:
     parts.append(
         "## When building\n\n"
         f"{names} are read by `setup.py` only.\n"
-        "The cache of compiled kernels lies in `$XDG_CACHE_HOME/fastps`, else `~/.cache/fastps`.\n"
+        "The cache of compiled kernels lies in `$XDG_CACHE_HOME/fastps`, else `~/.cache/fastps`; "
+        "it is used\nonly where nobody but its user and root can change what is on the way there.\n"
     )
     return "\n".join(parts)
 

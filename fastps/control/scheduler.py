@@ -99,7 +99,7 @@ class Scheduler:
             self._membership.phase.value,
             self._membership.generation,
             len(self._membership.members()),
-            self._gate.half_open,
+            len(self._gate.half_open),
             MappingProxyType(dict(self._gate.refused)),
         )
 

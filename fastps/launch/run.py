@@ -16,7 +16,8 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from fastps.config import Config, hold_token, load, process_environment
+from fastps.config import Config, load, process_environment
+from fastps.config.token import hold_token
 from fastps.errors import ConfigError, FastPSError
 from fastps.launch.job import Cause, Job, SignalInbox, report
 from fastps.launch.options import TOKEN_RECIPE, Options, parse

@@ -58,14 +58,9 @@ class Gate:
         self._purposes = purposes
         self._timeout_s = timeout_s
         self._welcome = welcome
-        self._half_open: HalfOpen[asyncio.Task[None]] = HalfOpen()
+        self.half_open: HalfOpen[asyncio.Task[None]] = HalfOpen()
         self._tasks: set[asyncio.Task[None]] = set()
         self._rest: asyncio.TimerHandle | None = None  # while nobody is accepted
-
-    @property
-    def half_open(self) -> int:
-        """Number of connections that have not shown the token."""
-        return len(self._half_open)
 
     def open(self) -> None:
         """Begin to accept."""
@@ -140,18 +135,18 @@ class Gate:
 
     def _enter(self, task: asyncio.Task[None]) -> None:
         now = self._loop.time()
-        leaver = self._half_open.enter(task, task.get_name(), now=now)
+        leaver = self.half_open.enter(task, task.get_name(), now=now)
         if leaver is not None:
             self.refuse("too many half-open", leaver.get_name(), "it had to go for another")
             leaver.cancel()
-        wait_s = self._half_open.wait_s(now)
+        wait_s = self.half_open.wait_s(now)
         if wait_s:
             self._pause(wait_s)
 
     def _leave(self, task: asyncio.Task[None]) -> None:
         """Take one from those at the door; who waits in the kernel may come sooner for it."""
-        self._half_open.leave(task)
-        if self._rest is not None and not self._half_open.wait_s(self._loop.time()):
+        self.half_open.leave(task)
+        if self._rest is not None and not self.half_open.wait_s(self._loop.time()):
             self._watch()
 
     # ---- one connection ----

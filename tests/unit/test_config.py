@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fastps import config
 from fastps.config import SETTINGS, Config, Derived, child_environment, load
 from fastps.config import __main__ as command
+from fastps.config.token import hide_token
 from fastps.errors import ConfigError
 
 SECRET = "0123456789abcdef-very-secret"
@@ -290,11 +291,11 @@ def test_the_token_leaves_the_environment_and_is_still_found(monkeypatch):
     for name in ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE"):
         monkeypatch.setenv(name, "put back after the test")
     monkeypatch.setenv("FASTPS_TOKEN", SECRET)
-    config.hide_token()
+    hide_token()
     for words in (["env"], [sys.executable, "-c", "import os; print(os.environ)"]):
         assert SECRET not in subprocess.run(words, capture_output=True, text=True).stdout
     assert load().token_bytes() == SECRET.encode()
-    config.hide_token()
+    hide_token()
     assert load().token_bytes() == SECRET.encode()
     code = "from fastps import config; print(config.load().token_bytes().decode())"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -308,7 +309,7 @@ def test_the_token_stays_where_the_kernel_has_no_memory_for_it(monkeypatch):
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     monkeypatch.setenv("FASTPS_TOKEN", SECRET)
-    config.hide_token()
+    hide_token()
     assert load().token_bytes() == SECRET.encode()
 
 

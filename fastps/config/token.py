@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the job's token comes from, and where it is kept out of sight.
+
+Knows no other setting. Nothing here says a token in an error or a log. Threads: any.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+
+from fastps.errors import ConfigError
+
+__all__ = ["hide_token", "hold_token", "read_token"]
+
+log = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 4096
+MIN_BYTES = 16  # shorter tokens can be guessed by whoever saw one handshake
+
+
+def read_token(token: str, path: str, *, is_needed: bool) -> bytes:
+    """Give a token, else what a file holds; nothing if there is none and none is needed."""
+    secret = token.encode().strip() or _read_file(path)
+    if not secret and is_needed:
+        raise ConfigError(
+            "this job has no token; start it with fastps-run, or set FASTPS_TOKEN_FILE to a "
+            "file of mode 0600 that every process of the job can read, "
+            "or FASTPS_INSECURE=1 on a network that nobody else can reach"
+        )
+    if not secret:
+        log.warning("FASTPS_INSECURE is on: whoever reaches our ports can join this job")
+    elif len(secret) < MIN_BYTES:
+        raise ConfigError(
+            f"the job token has {len(secret)} bytes and can be guessed; FASTPS_TOKEN or "
+            f"FASTPS_TOKEN_FILE must hold at least {MIN_BYTES}"
+        )
+    return secret
+
+
+def _read_file(path: str) -> bytes:
+    """Read the token from a private file; no path gives no token."""
+    if not path:
+        return b""
+    try:
+        with open(path, "rb") as file:
+            _check_private(path, os.fstat(file.fileno()))
+            text = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"FASTPS_TOKEN_FILE={path!r} cannot be read: {error}") from error
+    secret = text.strip()
+    is_utf8 = secret.decode(errors="ignore").encode() == secret
+    if not secret or len(text) > MAX_FILE_BYTES or not is_utf8:
+        raise ConfigError(
+            f"FASTPS_TOKEN_FILE={path!r} must hold {MIN_BYTES} to {MAX_FILE_BYTES} bytes of UTF-8"
+        )
+    return secret
+
+
+def _check_private(path: str, status: os.stat_result) -> None:
+    """Refuse a token file that others may read or that somebody else wrote."""
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o177:
+        raise ConfigError(
+            f"FASTPS_TOKEN_FILE={path!r} has mode {mode:04o}: others may use it; "
+            f"run `chmod 600 {path}`"
+        )
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"FASTPS_TOKEN_FILE={path!r} belongs to user {status.st_uid}")
+
+
+def hold_token(token: str) -> tuple[str, str]:
+    """Put a token into memory; give a variable, and its value, by which children can read it.
+
+    It names a file of this process, for this user alone, that is there as long as the process.
+    Where the kernel has no such files the variable holds the token itself.
+    """
+    try:
+        descriptor = os.memfd_create("fastps-token", os.MFD_CLOEXEC)
+    except OSError:
+        return "FASTPS_TOKEN", token
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, os.fsencode(token))
+    return "FASTPS_TOKEN_FILE", f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def hide_token() -> None:
+    """Take the token out of this process's environment, which children inherit and show.
+
+    `load` still finds it, by the variable that takes its place.
+    """
+    token = os.environ.pop("FASTPS_TOKEN", "")
+    if token:
+        name, value = hold_token(token)
+        os.environ[name] = value
