@@ -13,6 +13,7 @@ from setuptools import Extension, setup
 MODULES = [
     "fastps._core",
     "fastps.transport._link",
+    "fastps.transport._base",
     "fastps.transport._tcp",
     "fastps.transport._rdma",
     "fastps.transport._rdma_board",

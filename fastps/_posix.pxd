@@ -41,6 +41,7 @@ cdef extern from "<sys/epoll.h>" nogil:
     int EPOLL_CTL_ADD
     int EPOLL_CTL_DEL
     int EPOLL_CTL_MOD
+    uint32_t EPOLLET
     uint32_t EPOLLIN
     uint32_t EPOLLOUT
 

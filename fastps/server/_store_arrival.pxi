@@ -183,18 +183,9 @@ cdef int admit(Entry* entry, Link* link, const Header* header, const char* paylo
     cdef Round* round = &entry.rounds[header.key_version & 1]
     cdef uint32_t machine = entry.store.machine_of[link.peer]
     cdef Contribution* part = &round.contributions[machine]
-    cdef int64_t deadline = 0
     cdef int status
     pthread_mutex_lock(&entry.lock)
     status = enter_round(round, machine, header)
-    while status == E_TIMEOUT and not link.can_wait:
-        pthread_mutex_unlock(&entry.lock)
-        deadline = deadline if deadline else now_ns() + IN_FLIGHT_WAIT_NS
-        if now_ns() > deadline:
-            return E_PROTOCOL
-        sched_yield()
-        pthread_mutex_lock(&entry.lock)
-        status = enter_round(round, machine, header)
     if link.withdraw != NULL and not header.flags & FLAG_BROADCAST:
         entry.is_promised = True    # or will be, as soon as this frame's place is told
     if status == OK and header.kind == KIND_PUSH:

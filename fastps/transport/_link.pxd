@@ -37,17 +37,18 @@ cdef struct Owner:
     void* context
     # A header arrived and is well formed. Say where its `length` bytes go (any address, non-NULL;
     # ignored when length is 0) or return NULL with *status < 0: the link is then closed, but for
-    # E_TIMEOUT where link.can_wait: it is asked again soon.
+    # E_TIMEOUT: the frame and what follows it on this link wait, and it is asked again soon, for
+    # 30 s at most. Nothing may have happened then. The link sends, and other links go on.
     void* (*landing)(void* context, Link* link, const Header* header, int* status) noexcept nogil
     # The payload is where `landing` said. OK, or a negative status: the link is then closed.
     int (*deliver)(void* context, Link* link, const Header* header) noexcept nogil
     # Called once. E_SHUTDOWN: closed here or after BYE; E_PEER_LOST, E_PROTOCOL, E_LINK_TIMEOUT..
     void (*closed)(void* context, Link* link, int status) noexcept nogil
-    # May be NULL. In the place of `landing`, for a PUSH with a payload over a link within one
-    # process that was connected by reference: the bytes stay where they are, and `deliver`
+    # May be NULL. In the place of `landing`, for a PUSH with a payload over a link that has
+    # LINK_BY_REFERENCE: the bytes stay where they are, and `deliver`
     # follows as ever. They may be read, never written, until the round of this partition is over
     # for its sender: until its last RESULT, its acknowledgement or its ERROR is handed to the
-    # link, or `closed` of this link returned. OK, or a negative status: the link is then closed.
+    # link, or `closed` of this link returned. OK, or a negative status as from `landing`.
     int (*adopt)(void* context, Link* link, const Header* header,
                  const char* payload) noexcept nogil
     # May be NULL. Where a frame with this header will land in a later round; NULL: not known.
@@ -73,6 +74,10 @@ cdef enum Kick:
     KICK_INLINE = 2         # the caller writes a little itself; the I/O thread sends the rest
     KICK_FULL = 3           # the caller writes as much as the link takes without blocking
 
+cdef enum Capability:
+    LINK_CAN_PROMISE = 1    # `standing` is asked, and withdraw() takes back what it promised
+    LINK_BY_REFERENCE = 2   # what is pushed to this link's owner is lent to it: `adopt` is asked
+
 cdef struct Link:
     # Queue one item; most urgent first. OK, or an error status (then `sent` is not called).
     # Any thread.
@@ -83,11 +88,11 @@ cdef struct Link:
     # Asynchronous, idempotent. E_SHUTDOWN: what is queued still leaves, then BYE. Any other
     # status: at once.
     void (*close)(Link* link, int status) noexcept nogil
-    # NULL where no promise is used. Take back what `standing` promised for a key: before anything
+    # Where LINK_CAN_PROMISE, else NULL. Take back what `standing` promised for a key: before anything
     # is queued that may bring the next of its frames, or with an answer, when frames may be under
     # way; they may land where it was promised until the answer or the end of the link. Any thread.
     void (*withdraw)(Link* link, uint64_t key, bint wants_answer) noexcept nogil
-    bint can_wait           # `landing` may put a frame off; see there
+    uint32_t capabilities   # set of Capability; known when the owner gets the link
     uint32_t peer           # rank of a worker or index of a server
     uint32_t lane           # number of the link among those to one peer
     Owner owner

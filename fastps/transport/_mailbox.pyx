@@ -6,11 +6,13 @@ transport can test it. Frames of any link land in memory of the mailbox's own.
 """
 
 cimport cython
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy
 
+from fastps._atomic cimport fps_add32, fps_load32, fps_store32
 from fastps._core cimport (
-    E_NOMEM, E_PROTOCOL, OK, Completion, completion_part_done, completion_reset,
+    E_NOMEM, E_PROTOCOL, E_TIMEOUT, OK, Completion, completion_part_done, completion_reset,
     completion_wait, deadline_of,
 )
 from fastps._posix cimport (
@@ -43,6 +45,7 @@ cdef struct Box:
     Letter* landing[MAX_PEERS]  # announced, not yet delivered; one per link
     LinkSlot slots[MAX_PEERS]
     int ended[MAX_PEERS]        # status of closed(), 1 while open
+    int32_t hesitations[MAX_PEERS]      # frames that are put off; atomic
     uint64_t max_frame
     Completion arrival          # a new Completion is armed before each wait
     bint is_armed
@@ -58,6 +61,10 @@ cdef void* box_landing(void* context, Link* link, const Header* header,
                        int* status) noexcept nogil:
     cdef Box* box = <Box*>context
     cdef Letter* letter
+    if fps_load32(&box.hesitations[link.peer]) > 0:
+        fps_add32(&box.hesitations[link.peer], -1)
+        status[0] = E_TIMEOUT
+        return NULL
     if header.length > box.max_frame:
         status[0] = E_PROTOCOL
         return NULL
@@ -72,6 +79,16 @@ cdef void* box_landing(void* context, Link* link, const Header* header,
     letter.peer = link.peer
     box.landing[link.peer] = letter
     return letter.payload
+
+
+cdef int box_adopt(void* context, Link* link, const Header* header,
+                   const char* payload) noexcept nogil:
+    """Copy at once what may be read until the round is over."""
+    cdef int status = OK
+    cdef void* place = box_landing(context, link, header, &status)
+    if status == OK:
+        memcpy(place, payload, header.length)
+    return status
 
 
 cdef int box_deliver(void* context, Link* link, const Header* header) noexcept nogil:
@@ -137,12 +154,15 @@ cdef void parcel_sent(SendItem* item, int status) noexcept nogil:
 
 @cython.final
 cdef class Mailbox(LinkOwner):
-    """Own up to 64 links, numbered by peer; keep what arrives until receive() takes it."""
+    """Own up to 64 links, numbered by peer; keep what arrives until receive() takes it.
+
+    adopts: take what is pushed over a link by reference without a landing.
+    """
 
     cdef Box* box
     cdef object parcels         # on their way, as far as we know: links use their memory
 
-    def __cinit__(self, *, uint64_t max_frame=1 << 30):
+    def __cinit__(self, *, uint64_t max_frame=1 << 30, bint adopts=False):
         self.box = <Box*>calloc(1, sizeof(Box))
         if self.box == NULL:
             raise MemoryError("no memory for a mailbox")
@@ -153,6 +173,8 @@ cdef class Mailbox(LinkOwner):
         self.c_owner.landing = box_landing
         self.c_owner.deliver = box_deliver
         self.c_owner.closed = box_closed
+        if adopts:
+            self.c_owner.adopt = box_adopt
 
     cdef int c_attach(self, Link* link) except -1:
         if link.peer >= MAX_PEERS:
@@ -246,6 +268,14 @@ cdef class Mailbox(LinkOwner):
             with nogil:
                 status = completion_wait(&self.box.arrival, deadline, 0)
         return status == OK
+
+    def hesitate(self, uint32_t peer, int32_t times):
+        """Put off what peer sends, so many times."""
+        fps_store32(&self.box.hesitations[peer], times)
+
+    def hesitations(self, uint32_t peer):
+        """Tell how often what peer sends will still be put off."""
+        return fps_load32(&self.box.hesitations[peer])
 
     def ended(self, uint32_t peer):
         """Give the status the link to peer ended with; 1 while it is open."""

@@ -71,7 +71,7 @@ from fastps._posix cimport (
     pthread_mutex_unlock, read, recv, sched_yield, send, shutdown, write,
 )
 from fastps.transport._link cimport (
-    Link, LinkOwner, LinkStats, SendItem, Transport, header_check, header_seal,
+    LINK_CAN_PROMISE, Link, LinkOwner, LinkStats, SendItem, Transport, header_check, header_seal,
 )
 from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
 

@@ -72,7 +72,7 @@ cdef void* echo_landing(void* context, Link* link, const Header* header,
     if place == NULL or header.kind != KIND_PUSH:
         status[0] = E_PROTOCOL
         return NULL
-    if fps_load32(&state.hesitations) > 0 and link.can_wait:
+    if fps_load32(&state.hesitations) > 0:
         fps_add32(&state.hesitations, -1)
         status[0] = E_TIMEOUT
         return NULL

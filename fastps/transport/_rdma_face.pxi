@@ -33,7 +33,7 @@ cdef RdmaLink* make_link(int fd, IoThread* io, uint64_t credit_bytes) noexcept n
     link.base.credit = rdma_credit
     link.base.close = rdma_close
     link.base.withdraw = rdma_withdraw
-    link.base.can_wait = True
+    link.base.capabilities = LINK_CAN_PROMISE
     return link
 
 

@@ -5,27 +5,40 @@
 
 cdef int finish_frame(TcpLink* link) noexcept nogil:
     link.recv_in_payload = False
-    link.base.stats.frames_received += 1
-    return link.base.owner.deliver(link.base.owner.context, &link.base, &link.recv_header)
+    return deliver(&link.base, &link.recv_header)
+
+
+cdef void set_deaf(TcpLink* link, bint is_deaf) noexcept nogil:
+    """Stop reading, or begin again."""
+    pthread_mutex_lock(&link.send_lock)
+    link.is_deaf = is_deaf
+    set_events(link, EPOLL_CTL_MOD)
+    pthread_mutex_unlock(&link.send_lock)
+
+
+cdef int find_place(TcpLink* link) noexcept nogil:
+    """Ask the owner where the payload goes; OK also when the frame has to wait."""
+    cdef int status
+    link.recv_to = ask_landing(&link.base, &link.recv_header, &status)
+    if status == E_TIMEOUT:
+        if not link.is_deaf:
+            set_deaf(link, True)
+        return OK
+    link.recv_missing = link.recv_header.length
+    link.recv_in_payload = status == OK
+    return status
 
 
 cdef int begin_frame(TcpLink* link) noexcept nogil:
-    """Take one header off the staging area and ask the owner where its payload goes."""
-    cdef int status = OK
+    """Take one header off the staging area."""
     memcpy(&link.recv_header, link.staging + link.staged_first, HEADER_BYTES)
     link.staged_first += HEADER_BYTES
     if header_check(&link.recv_header) != OK:
         return E_PROTOCOL
     if link.recv_header.kind == KIND_BYE:
-        link.has_bye = True
+        link.base.has_bye = True
         return OK
-    link.recv_to = <char*>link.base.owner.landing(
-        link.base.owner.context, &link.base, &link.recv_header, &status)
-    if status != OK or (link.recv_to == NULL and link.recv_header.length):
-        return status if status < 0 else E_PROTOCOL
-    link.recv_missing = link.recv_header.length
-    link.recv_in_payload = True
-    return OK
+    return find_place(link)
 
 
 cdef int take_staged_payload(TcpLink* link) noexcept nogil:
@@ -43,7 +56,7 @@ cdef int take_staged_payload(TcpLink* link) noexcept nogil:
 cdef int parse_staged(TcpLink* link) noexcept nogil:
     """Work off the staging area: as many frames as are there."""
     cdef int status = OK
-    while status == OK:
+    while status == OK and not link.base.waiting_since:
         if link.recv_in_payload:
             if link.staged_first == link.staged_end and link.recv_missing:
                 return OK
@@ -80,8 +93,8 @@ cdef ssize_t read_once(TcpLink* link) noexcept nogil:
     message.msg_iov = iov
     message.msg_iovlen = used + 1
     probe_hit(PROBE_LINK_RECV, 0, 0)
-    count = recvmsg(link.fd, &message, MSG_DONTWAIT)
-    link.base.stats.reads += 1
+    count = recvmsg(link.base.fd, &message, MSG_DONTWAIT)
+    link.base.link.stats.reads += 1
     return count
 
 
@@ -89,8 +102,8 @@ cdef int take_bytes(TcpLink* link, uint64_t count) noexcept nogil:
     """Account for bytes just read; deliver what became whole."""
     cdef uint64_t direct = 0
     cdef int status = OK
-    link.base.stats.bytes_received += count
-    link.io.moved += count
+    link.base.link.stats.bytes_received += count
+    link.base.io.moved += count
     if link.recv_in_payload:
         direct = count if count < link.recv_missing else link.recv_missing
         link.recv_to += direct
@@ -101,32 +114,19 @@ cdef int take_bytes(TcpLink* link, uint64_t count) noexcept nogil:
     return parse_staged(link) if status == OK else status
 
 
-cdef int end_status(TcpLink* link, ssize_t count) noexcept nogil:
-    """Why reading ended: what close() asked for, an orderly BYE, or a lost peer."""
-    cdef int error = errno
-    cdef int asked = fps_load32(&link.close_status)
-    if asked != OK:
-        return asked
-    if link.has_bye or fps_load32(&link.is_leaving):
-        return E_SHUTDOWN
-    if count < 0 and error == ETIMEDOUT:
-        return E_LINK_TIMEOUT
-    return E_PEER_LOST
-
-
 cdef int read_link(TcpLink* link) noexcept nogil:
     """Read until the socket is empty or the budget is spent; negative: the link has ended."""
     cdef int64_t budget = READ_BUDGET
     cdef ssize_t count
     cdef int status
-    while budget > 0:
+    while budget > 0 and not link.base.waiting_since:
         count = read_once(link)
         if count < 0 and errno == EINTR:
             continue
         if count < 0 and errno == EAGAIN:
             return OK
         if count <= 0:
-            return end_status(link, count)
+            return end_status(&link.base, errno if count < 0 else 0)
         status = take_bytes(link, <uint64_t>count)
         if status != OK:
             return status
@@ -134,3 +134,14 @@ cdef int read_link(TcpLink* link) noexcept nogil:
             return OK           # a short read: the socket is empty, spare the call that says so
         budget -= count
     return OK
+
+
+cdef int ask_again(TcpLink* link) noexcept nogil:
+    """Try a frame that its owner was not ready for; OK also when it still is not."""
+    cdef int status = find_place(link)
+    if status == OK:
+        status = parse_staged(link)
+    if status != OK or link.base.waiting_since:
+        return status
+    set_deaf(link, False)
+    return read_link(link)

@@ -26,6 +26,7 @@ from transport_nets import (
     collect,
     outcome,
     payload_of,
+    wait_until,
 )
 
 from fastps._core import threads_alive
@@ -241,6 +242,128 @@ def test_a_link_that_gets_no_credit_back_borrows(kind):
         second.wait(timeout_s=TIMEOUT_S)
     finally:
         net.close()
+
+
+# ---- owners that are not ready ----
+
+FOR_EVER = 2**31 - 1
+MANY_ASKS = 2000  # a loop without a pause asks some 100000 times in SHORT_S
+
+
+def put_off(box: Mailbox, peer: int) -> None:
+    """Wait until the owner has been asked for a frame that it puts off."""
+    wait_until(lambda: box.hesitations(peer) < FOR_EVER, "an asking")
+
+
+@pytest.fixture(params=[*NETS, "reference"])
+def any_net(request):
+    """One transport with one I/O thread, also one whose receivers adopt."""
+    made = Net(request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("times", [1, 5, 200])
+def test_a_frame_that_is_put_off_lands_later(any_net, times):
+    a, b = any_net.pair()
+    b.hesitate(0, times)
+    payloads = [payload_of(nbytes, nbytes) for nbytes in (100, 0, 1 << 20, 1, 70000)]
+    parcels = [a.post(0, data, key=i, chunk_bytes=50000) for i, data in enumerate(payloads)]
+    for payload in payloads:
+        assert collect(b, len(payload)) == payload
+    assert {outcome(parcel) for parcel in parcels} == {"OK"}
+    assert b.hesitations(0) == 0
+
+
+def test_a_link_whose_frame_waits_sends(any_net):
+    a, b = any_net.pair()
+    b.hesitate(0, FOR_EVER)
+    there, back = payload_of(4 << 20, 1), payload_of(16 << 20, 2)
+    parcels = [a.post(0, there)]
+    put_off(b, 0)
+    parcels.append(b.post(0, back, chunk_bytes=1 << 20))
+    assert collect(a, len(back)) == back
+    b.hesitate(0, 0)
+    assert collect(b, len(there)) == there
+    assert {outcome(parcel) for parcel in parcels} == {"OK"}
+
+
+def test_who_puts_frames_off_holds_up_no_other_link(net):
+    slow, quick, sender = Mailbox(), Mailbox(), Mailbox()
+    net.connect(slow, 0, sender, 0)
+    net.connect(quick, 0, sender, 1)
+    slow.hesitate(0, FOR_EVER)
+    held = sender.post(0, payload_of(100000))
+    put_off(slow, 0)
+    for i in range(50):
+        parcels = [sender.post(1, payload_of(1000, i)), quick.post(0, payload_of(1000, -i))]
+        assert quick.receive(timeout_s=TIMEOUT_S)[2] == payload_of(1000, i)
+        assert sender.receive(timeout_s=TIMEOUT_S)[2] == payload_of(1000, -i)
+        assert {outcome(parcel) for parcel in parcels} == {"OK"}
+    with pytest.raises(StallError):
+        slow.receive(timeout_s=0.0)
+    slow.hesitate(0, 0)
+    assert slow.receive(timeout_s=TIMEOUT_S)[2] == payload_of(100000)
+    assert outcome(held) == "OK"
+
+
+def test_an_owner_that_is_not_ready_is_asked_with_pauses(any_net):
+    a, b = any_net.pair()
+    b.hesitate(0, FOR_EVER)
+    parcel = a.post(0, b"not yet")
+    put_off(b, 0)
+    with pytest.raises(StallError):
+        b.receive(timeout_s=SHORT_S)
+    assert FOR_EVER - b.hesitations(0) < MANY_ASKS
+    b.hesitate(0, 0)
+    assert b.receive(timeout_s=TIMEOUT_S)[2] == b"not yet"
+    assert outcome(parcel) == "OK"
+
+
+@pytest.mark.parametrize("ends", ["sender", "receiver", "both"])
+def test_a_link_is_cut_while_a_frame_waits(any_net, ends):
+    a, b = any_net.pair()
+    b.hesitate(0, FOR_EVER)
+    parcels = [a.post(0, payload_of(100000)) for _ in range(5)]
+    put_off(b, 0)
+    if ends != "receiver":
+        a.end(0, PROTOCOL)
+    if ends != "sender":
+        b.end(0, PROTOCOL)
+        assert b.wait_ended(0, timeout_s=TIMEOUT_S) == PROTOCOL
+    assert a.wait_ended(0, timeout_s=TIMEOUT_S) in (PROTOCOL, PEER_LOST)
+    b.hesitate(0, 0)
+    assert b.wait_ended(0, timeout_s=TIMEOUT_S) in (PROTOCOL, PEER_LOST)
+    assert {outcome(parcel) for parcel in parcels} <= {"OK", "ProtocolError", "PeerLostError"}
+
+
+def test_an_orderly_end_waits_for_the_frame_before_it(any_net):
+    a, b = any_net.pair()
+    b.hesitate(0, FOR_EVER)
+    parcel = a.post(0, b"last")
+    a.end(0, IN_ORDER)
+    put_off(b, 0)
+    assert b.ended(0) == OPEN
+    b.hesitate(0, 0)
+    assert b.receive(timeout_s=TIMEOUT_S)[2] == b"last"
+    assert a.wait_ended(0, timeout_s=TIMEOUT_S) == IN_ORDER
+    assert b.wait_ended(0, timeout_s=TIMEOUT_S) == IN_ORDER
+    assert outcome(parcel) == "OK"
+
+
+def test_a_frame_does_not_wait_for_ever():
+    nets = [Net(kind) for kind in (*NETS, "reference")]
+    try:
+        pairs = [net.pair() for net in nets]
+        for a, b in pairs:
+            b.hesitate(0, FOR_EVER)
+            a.post(0, b"unwanted")
+        for a, b in pairs:
+            assert b.wait_ended(0, timeout_s=TIMEOUT_S) == PROTOCOL
+            assert a.wait_ended(0, timeout_s=TIMEOUT_S) == PEER_LOST
+    finally:
+        for net in nets:
+            net.close()
 
 
 # ---- many threads ----

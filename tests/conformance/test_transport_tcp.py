@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -164,6 +165,32 @@ def test_close_does_not_wait_for_a_blocked_link(raw):
     raw.transport.close(timeout_s=TIMEOUT_S)
     assert raw.box.ended(0) == IN_ORDER
     assert outcome(parcel) == "ShutdownError"
+
+
+def test_a_peer_that_hangs_up_while_its_frame_waits(raw):
+    raw.box.hesitate(0, 2**31 - 1)
+    raw.sock.sendall(frame(b"last") + frame(kind=FrameKind.BYE))
+    wait_until(lambda: raw.box.hesitations(0) < 2**31 - 1, "an asking")
+    raw.sock.close()
+    before = time.process_time()
+    with pytest.raises(StallError):
+        raw.box.receive(timeout_s=0.5)
+    assert time.process_time() - before < 0.25, "its thread sleeps"
+    raw.box.hesitate(0, 0)
+    assert raw.box.receive(timeout_s=TIMEOUT_S)[2] == b"last"
+    assert raw.box.wait_ended(0, timeout_s=TIMEOUT_S) == IN_ORDER
+
+
+def test_a_blocked_link_whose_frame_waits_goes_on_when_the_peer_reads(raw):
+    raw.box.hesitate(0, 2**31 - 1)
+    raw.sock.sendall(frame(b"question"))
+    wait_until(lambda: raw.box.hesitations(0) < 2**31 - 1, "an asking")
+    payload = payload_of(4 << 20)
+    parcel = raw.box.post(0, payload)
+    assert raw.read_frame()[1] == payload
+    assert outcome(parcel) == "OK"
+    raw.box.hesitate(0, 0)
+    assert raw.box.receive(timeout_s=TIMEOUT_S)[2] == b"question"
 
 
 # ---- gathered writes ----

@@ -111,7 +111,7 @@ class Net:
 
     def pair(self, *, credit_bytes: int = 0) -> tuple[Mailbox, Mailbox]:
         """Make two connected mailboxes; each is the other's peer 0."""
-        a, b = Mailbox(), Mailbox()
+        a, b = Mailbox(), Mailbox(adopts=self.kind == "reference")
         self.connect(a, 0, b, 0, credit_bytes=credit_bytes)
         return a, b
 

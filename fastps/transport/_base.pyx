@@ -1,0 +1,630 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base of links: threads, queues, credit and ends, the same for every transport.
+
+Theory of operation. Each link belongs to one I/O thread, which sleeps in epoll until something
+came or somebody kicked a link: then the transport serves it. A transport is a table of what it
+does in its own way (LinkOps); a link is its struct, which begins with a BaseLink.
+
+An item goes out frame by frame: after each, what is left of it queues again, so that a more
+urgent item overtakes at the next chunk, and credit is counted by the chunk. Credit bounds what
+was pushed and has no result yet, which keeps it in the caches; it is no flow control. Two workers
+that push different tensors first would each wait for the other's credit, so a link that has been
+out of credit for some time, STARVED_NS or longer on a slow link, borrows some, and pays back from
+the credit that comes later. Tensors of different priorities need no loans: only what is at least
+as urgent as an item counts against its credit, so all workers get to send the most urgent one.
+
+An owner that is not ready for a frame puts it off (E_TIMEOUT): the frame stays where it is, and
+what came behind it on this link. The thread serves its other links, and this one sends. The owner
+is asked again at once for EAGER_NS, then with every timer, and after WAITING_NS the link ends.
+
+Invariants. Only the I/O thread calls landing, adopt, deliver and closed, ends links and closes
+their descriptors. io.lock guards the lists of links and of kicked links. A link is freed at the end
+of the turn in which it ended, when no event can name it. Lock order: a transport's, then io.lock.
+"""
+
+cimport cython
+from libc.errno cimport ETIMEDOUT, errno
+from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+from fastps._atomic cimport (
+    fps_add32, fps_cas32, fps_fence, fps_load32, fps_store32, fps_swap32,
+)
+from fastps._core cimport (
+    E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, QueueStats,
+    deadline_of, now_ns, queue_close, queue_create, queue_credit_return, queue_free, queue_lend,
+    queue_pop_nowait, queue_push, queue_stats, thread_create, thread_join,
+)
+from fastps._posix cimport (
+    EFD_CLOEXEC, EFD_NONBLOCK, EPOLLET, EPOLLIN, EPOLL_CLOEXEC, EPOLL_CTL_ADD, close,
+    epoll_create1, epoll_ctl, epoll_event, epoll_wait, eventfd, pthread_mutex_destroy,
+    pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, sched_yield, write,
+)
+from fastps.transport._link cimport (
+    Link, LinkOwner, LinkStats, Owner, SendItem, Transport, header_seal,
+)
+from fastps.wire cimport KIND_BYE, Header
+
+from fastps.errors import TransportError, TransportTimeout
+
+cdef enum:
+    BULK_BYTES = 64 << 10       # bytes in one turn from which an I/O thread does not spin after it
+    STARVED_MS = 2              # the shortest time out of credit before a link borrows
+    STARVED_NS = STARVED_MS * 1000000
+    MAX_STARVED_MS = 200        # and the longest, on a slow link
+    MAX_HALVINGS = 7            # 200 ms to below 2 ms
+    PATIENCE = 2                # times what the link needs to move what is in flight
+    EAGER_NS = 100000           # how long an owner is asked again without a pause
+    TIMER_MS = 20               # how often deadlines are looked at, when there are any
+    MAX_EVENTS = 64
+
+cdef int64_t WAITING_NS = 30000000000   # how long a frame may wait for its owner
+
+
+# ---------------------------------------------------------------- kicks
+
+cdef void wake_io(IoThread* io) noexcept nogil:
+    cdef uint64_t one = 1
+    fps_fence()
+    if fps_load32(&io.is_asleep):
+        write(io.wake_fd, &one, sizeof(one))
+
+
+cdef void append_kicked(BaseLink* link) noexcept nogil:
+    cdef IoThread* io = link.io
+    link.next_kicked = NULL
+    if io.n_kicked:
+        io.last_kicked.next_kicked = link
+    else:
+        io.kicked = link
+    io.last_kicked = link
+    io.n_kicked += 1
+
+
+cdef void list_kicked(BaseLink* link) noexcept nogil:
+    if not fps_swap32(&link.is_kicked, 1):
+        append_kicked(link)
+
+
+cdef void kick_io(BaseLink* link) noexcept nogil:
+    if fps_load32(&link.is_kicked):
+        return
+    pthread_mutex_lock(&link.io.lock)
+    list_kicked(link)
+    pthread_mutex_unlock(&link.io.lock)
+    wake_io(link.io)
+
+
+cdef BaseLink* pop_kicked(IoThread* io) noexcept nogil:
+    cdef BaseLink* link
+    pthread_mutex_lock(&io.lock)
+    link = io.kicked
+    if link != NULL:
+        io.kicked = link.next_kicked
+        io.n_kicked -= 1
+        fps_store32(&link.is_kicked, 0)
+    pthread_mutex_unlock(&io.lock)
+    return link
+
+
+# ---------------------------------------------------------------- what owners call
+
+cdef int enqueue(BaseLink* link, SendItem* item) noexcept nogil:
+    cdef uint64_t charged = frame_bytes(item) if item.is_credited else 0
+    return queue_push(link.queue, item.header.priority, item.header.key, charged, item)
+
+
+cdef void link_kick(Link* base, int kick) noexcept nogil:
+    if kick:
+        kick_io(<BaseLink*>base)
+
+
+cdef int link_send(Link* base, SendItem* item, int kick) noexcept nogil:
+    cdef BaseLink* link = <BaseLink*>base
+    cdef int status = E_SHUTDOWN        # after BYE nothing follows
+    if not fps_load32(&link.is_leaving):
+        item.cursor = 0
+        status = enqueue(link, item)
+    if status == OK:
+        base.kick(base, kick)
+    return status
+
+
+cdef void link_credit(Link* base, int32_t priority, uint64_t nbytes) noexcept nogil:
+    cdef BaseLink* link = <BaseLink*>base
+    if not link.credit_bytes:
+        return
+    fps_store32(&link.loans, 0)
+    queue_credit_return(link.queue, priority, nbytes)
+    kick_io(link)               # items may wait for just this credit
+
+
+cdef void begin_close(BaseLink* link, int status) noexcept nogil:
+    """Queue BYE behind everything, or ask for the end at once."""
+    if status != E_SHUTDOWN:
+        fps_cas32(&link.close_status, OK, status)
+        return
+    if fps_swap32(&link.is_leaving, 1):
+        return
+    link.bye.header.kind = KIND_BYE
+    link.bye.sent = link.ops.bye_sent
+    link.bye.context = link
+    queue_push(link.queue, INT64_MIN, <uint64_t>-1, 0, &link.bye)
+
+
+cdef void link_close(Link* base, int status) noexcept nogil:
+    begin_close(<BaseLink*>base, status)
+    kick_io(<BaseLink*>base)
+
+
+# ---------------------------------------------------------------- send side
+
+cdef void note_starved(BaseLink* link) noexcept nogil:
+    """The queue gave nothing: is that for want of credit?"""
+    cdef QueueStats stats
+    if not link.credit_bytes or not link.ops.borrow_bytes:
+        return
+    queue_stats(link.queue, &stats)
+    if stats.depth == 0:
+        link.starved_since = 0
+    elif link.starved_since == 0:
+        link.patience_ns = 0
+        link.starved_since = now_ns()
+        fps_store32(&link.io.has_starved, 1)
+        wake_io(link.io)
+
+
+cdef SendItem* next_item(BaseLink* link) noexcept nogil:
+    cdef void* item
+    if queue_pop_nowait(link.queue, &item) != OK:
+        note_starved(link)
+        return NULL
+    link.starved_since = 0
+    return <SendItem*>item
+
+
+cdef void write_header(const SendItem* item, Header* header) noexcept nogil:
+    header[0] = item.header
+    header.length = frame_bytes(item)
+    if item.nbytes:
+        header.offset = item.base + item.cursor
+    header_seal(header)
+
+
+cdef void give_back(SendItem* item, int status) noexcept nogil:
+    if item != NULL and item.sent != NULL:
+        item.sent(item, status)
+
+
+# ---------------------------------------------------------------- receive side
+
+cdef int put_off(BaseLink* link) noexcept nogil:
+    """The owner is not ready for a frame: ask again soon; E_PROTOCOL when that takes too long."""
+    cdef int64_t now = now_ns()
+    if link.waiting_since == 0:
+        link.waiting_since = now
+    if now - link.waiting_since >= WAITING_NS:
+        return E_PROTOCOL
+    if now - link.waiting_since < EAGER_NS:
+        sched_yield()
+        kick_io(link)
+    else:
+        fps_store32(&link.io.has_starved, 1)
+    return E_TIMEOUT
+
+
+cdef char* ask_landing(BaseLink* link, const Header* header, int* status) noexcept nogil:
+    cdef Owner* owner = &link.link.owner
+    cdef void* place
+    status[0] = OK
+    place = owner.landing(owner.context, &link.link, header, status)
+    if status[0] == E_TIMEOUT:
+        status[0] = put_off(link)
+        return NULL
+    link.waiting_since = 0
+    if status[0] > 0 or (status[0] == OK and place == NULL and header.length):
+        status[0] = E_PROTOCOL
+    return <char*>place
+
+
+cdef int ask_adopt(BaseLink* link, const Header* header, const char* payload) noexcept nogil:
+    cdef Owner* owner = &link.link.owner
+    cdef int status = owner.adopt(owner.context, &link.link, header, payload)
+    if status == E_TIMEOUT:
+        return put_off(link)
+    link.waiting_since = 0
+    return status
+
+
+cdef int deliver(BaseLink* link, const Header* header) noexcept nogil:
+    link.link.stats.frames_received += 1
+    return link.link.owner.deliver(link.link.owner.context, &link.link, header)
+
+
+cdef int end_status(BaseLink* link, int error) noexcept nogil:
+    cdef int asked = fps_load32(&link.close_status)
+    if asked != OK:
+        return asked
+    if link.has_bye or fps_load32(&link.is_leaving):
+        return E_SHUTDOWN
+    return E_LINK_TIMEOUT if error == ETIMEDOUT else E_PEER_LOST
+
+
+# ---------------------------------------------------------------- a link's life
+
+cdef int init_link(BaseLink* link, const LinkOps* ops, IoThread* io, uint64_t credit_bytes,
+                   int queue_hint) noexcept nogil:
+    link.ops = ops
+    link.io = io
+    link.fd = -1
+    link.credit_bytes = credit_bytes
+    link.is_kicked = 1          # until list_link()
+    link.link.send = link_send
+    link.link.kick = link_kick
+    link.link.credit = link_credit
+    link.link.close = link_close
+    link.queue = queue_create(credit_bytes, queue_hint)
+    return OK if link.queue != NULL else E_NOMEM
+
+
+cdef void name_link(BaseLink* link, LinkOwner owner, uint32_t peer, uint32_t lane):
+    link.link.peer = peer
+    link.link.lane = lane
+    link.link.owner = owner.c_owner
+
+
+cdef int attach_link(BaseLink* link, LinkOwner owner) except -1:
+    owner.c_attach(&link.link)
+    link.is_attached = True
+    return 0
+
+
+cdef void list_link(BaseLink* link) noexcept nogil:
+    link.next = link.io.links
+    link.io.links = link
+    append_kicked(link)
+
+
+cdef void add_stats(LinkStats* total, const LinkStats* stats) noexcept nogil:
+    total.bytes_sent += stats.bytes_sent
+    total.bytes_received += stats.bytes_received
+    total.frames_sent += stats.frames_sent
+    total.frames_received += stats.frames_received
+    total.writes += stats.writes
+    total.reads += stats.reads
+    total.loans += stats.loans
+
+
+cdef void unlist(IoThread* io, BaseLink* link) noexcept nogil:
+    cdef BaseLink** place = &io.links
+    cdef BaseLink* before = NULL
+    while place[0] != NULL and place[0] != link:
+        place = &place[0].next
+    if place[0] == link:
+        place[0] = link.next
+    place = &io.kicked
+    while place[0] != NULL and place[0] != link:
+        before = place[0]
+        place = &before.next_kicked
+    if place[0] == link:
+        place[0] = link.next_kicked
+        io.n_kicked -= 1
+        if io.last_kicked == link:
+            io.last_kicked = before
+
+
+cdef void drop_queue(BaseLink* link, int status) noexcept nogil:
+    """Give every item that has not left back to its owner."""
+    cdef void* item
+    queue_close(link.queue)     # also lifts the credit
+    while queue_pop_nowait(link.queue, &item) == OK:
+        give_back(<SendItem*>item, status)
+
+
+cdef void end_link(BaseLink* link, int status) noexcept nogil:
+    """Stop a link for good: items back, owner told. Freed at the end of the turn."""
+    cdef IoThread* io = link.io
+    if link.is_over:
+        return
+    link.is_over = True
+    link.ops.stop(link, status)
+    drop_queue(link, status)
+    if link.is_attached:
+        link.link.owner.closed(link.link.owner.context, &link.link, status)
+    pthread_mutex_lock(&io.lock)
+    unlist(io, link)
+    add_stats(&io.ended, &link.link.stats)
+    pthread_mutex_unlock(&io.lock)
+    link.next_kicked = io.dead
+    io.dead = link
+
+
+cdef void settle(BaseLink* link, int status) noexcept nogil:
+    cdef int asked = fps_load32(&link.close_status)
+    if asked != OK:
+        status = asked
+    elif status == E_PEER_LOST and link.has_bye:
+        status = E_SHUTDOWN
+    if status != OK:
+        end_link(link, status)
+
+
+cdef void free_link(BaseLink* link) noexcept nogil:
+    if link.fd >= 0:
+        close(link.fd)
+    queue_free(link.queue)
+    link.ops.release(link)
+
+
+cdef void free_dead(IoThread* io) noexcept nogil:
+    cdef BaseLink* link
+    while io.dead != NULL:
+        link = io.dead
+        io.dead = link.next_kicked
+        free_link(link)
+
+
+# ---------------------------------------------------------------- credit that does not come back
+
+cdef int64_t patience_of(BaseLink* link) noexcept nogil:
+    """How long a link goes without credit: what is in flight takes its time on a slow one.
+
+    Borrowing earlier lets one worker run ahead of the others on a shared link, and the server
+    can send no result before the last of them has come. Each loan without a result after it
+    halves the patience: then the others wait for something else.
+    """
+    cdef QueueStats stats
+    cdef double ns
+    queue_stats(link.queue, &stats)
+    ns = PATIENCE * link.ops.pace(link) * <double>max(stats.credit_ahead, link.credit_bytes)
+    ns = min(ns, MAX_STARVED_MS * 1e6) / (1 << min(fps_load32(&link.loans), MAX_HALVINGS))
+    return max(<int64_t>ns, <int64_t>STARVED_NS)
+
+
+cdef void lend_credit(BaseLink* link, int64_t now) noexcept nogil:
+    """Let a link that waits for credit send some more, once its patience is over."""
+    cdef int64_t waited = now - link.starved_since
+    if waited >= STARVED_NS and link.patience_ns == 0:
+        link.patience_ns = patience_of(link)
+    if waited < STARVED_NS or waited < link.patience_ns:
+        fps_store32(&link.io.has_starved, 1)
+        return
+    link.starved_since = 0
+    fps_add32(&link.loans, 1)
+    link.link.stats.loans += 1
+    queue_lend(link.queue, link.ops.borrow_bytes)
+    settle(link, link.ops.serve(link))
+
+
+# ---------------------------------------------------------------- I/O thread
+
+cdef int watch(IoThread* io, int operation, int fd, uint32_t events, uint64_t what) noexcept nogil:
+    cdef epoll_event event
+    event.events = events
+    event.data.u64 = what
+    return epoll_ctl(io.epoll_fd, operation, fd, &event)
+
+
+cdef void serve_kicked(IoThread* io) noexcept nogil:
+    """Serve every link kicked so far; who is kicked meanwhile has its turn in the next round."""
+    cdef BaseLink* link
+    cdef int i, status
+    for i in range(io.n_kicked):
+        link = pop_kicked(io)
+        if link == NULL:
+            return
+        status = OK
+        if fps_load32(&link.close_status) == OK:
+            status = link.ops.serve(link)
+        settle(link, status)
+
+
+cdef void serve_timer(BaseLink* link, int64_t now) noexcept nogil:
+    if link.starved_since:
+        lend_credit(link, now)
+    if link.waiting_since and not link.is_over:
+        settle(link, link.ops.serve(link))
+    if link.deadline and not link.is_over:
+        link.io.has_deadlines = True
+        if now >= link.deadline:
+            settle(link, link.ops.late(link))
+
+
+cdef void serve_timers(IoThread* io) noexcept nogil:
+    """Look after links that wait for credit, for their owner, or for a deadline."""
+    cdef BaseLink* link = io.links
+    cdef int64_t now = now_ns()
+    fps_store32(&io.has_starved, 0)
+    io.has_deadlines = False
+    while link != NULL:
+        if not link.is_over:
+            serve_timer(link, now)
+        link = link.next        # also of one that ended just now: it is freed later
+
+
+cdef int wait_events(IoThread* io, epoll_event* events, int64_t spin_until) noexcept nogil:
+    """Poll with sched_yield until spin_until, then sleep until something happens."""
+    cdef int timeout = -1
+    cdef int count = epoll_wait(io.epoll_fd, events, MAX_EVENTS, 0)
+    while count == 0 and io.kicked == NULL and now_ns() < spin_until:
+        sched_yield()
+        count = epoll_wait(io.epoll_fd, events, MAX_EVENTS, 0)
+    if count != 0 or io.kicked != NULL:
+        return count
+    fps_store32(&io.is_asleep, 1)
+    fps_fence()
+    if fps_load32(&io.is_stopping) or io.kicked != NULL:
+        timeout = 0
+    elif fps_load32(&io.has_starved):
+        timeout = STARVED_MS
+    elif io.has_deadlines:
+        timeout = TIMER_MS
+    count = epoll_wait(io.epoll_fd, events, MAX_EVENTS, timeout)
+    fps_store32(&io.is_asleep, 0)
+    return count
+
+
+cdef void io_main(void* arg) noexcept nogil:
+    cdef IoThread* io = <IoThread*>arg
+    cdef epoll_event events[MAX_EVENTS]
+    cdef int64_t spin_until = 0
+    cdef int i, count
+    while not fps_load32(&io.is_stopping):
+        count = wait_events(io, events, spin_until)
+        for i in range(count):
+            if events[i].data.u64:      # else it was woken
+                io.ops.event(io, events[i].data.u64, events[i].events)
+        serve_kicked(io)
+        if fps_load32(&io.has_starved) or io.has_deadlines:
+            serve_timers(io)
+        if count > 0 and io.moved < BULK_BYTES:
+            spin_until = now_ns() + io.spin_ns
+        io.moved = 0
+        free_dead(io)
+    while io.links != NULL:
+        end_link(io.links, E_SHUTDOWN)
+    free_dead(io)
+
+
+# ---------------------------------------------------------------- Python face
+
+@cython.no_gc_clear             # the I/O threads use the owners until they are joined
+cdef class BaseTransport(Transport):
+    """I/O threads and their links: what Python sees of every transport."""
+
+    def __cinit__(self, *args, **options):
+        self.kept = set()
+
+    cdef int make_threads(self, int count, int64_t spin_us, const LinkOps* ops) except -1:
+        cdef IoThread* io
+        cdef int i
+        self.threads = <IoThread*>calloc(count, sizeof(IoThread))
+        if self.threads == NULL:
+            raise MemoryError("no memory for I/O threads")
+        for i in range(count):
+            io = &self.threads[i]
+            io.epoll_fd = epoll_create1(EPOLL_CLOEXEC)
+            io.wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
+            io.spin_ns = spin_us * 1000
+            io.ops = ops
+            pthread_mutex_init(&io.lock, NULL)
+            self.n_threads = i + 1
+            # by edges: nobody has to read what wakes
+            if (io.epoll_fd < 0 or io.wake_fd < 0
+                    or watch(io, EPOLL_CTL_ADD, io.wake_fd, EPOLLIN | EPOLLET, 0)):
+                raise TransportError(f"cannot make an I/O thread's descriptors: errno {errno}")
+        return 0
+
+    cdef int start_threads(self) except -1:
+        cdef IoThread* io
+        cdef int i
+        for i in range(self.n_threads):
+            io = &self.threads[i]
+            io.thread = thread_create(io.ops.name, i, io_main, io, NULL, 0, -1)
+            if io.thread == NULL:
+                raise TransportError("cannot start an I/O thread; check `ulimit -u`")
+        return 0
+
+    cdef IoThread* next_io(self) noexcept:
+        """The thread whose turn it is to get a link."""
+        cdef IoThread* io = &self.threads[self.next_thread]
+        self.next_thread = (self.next_thread + 1) % self.n_threads
+        return io
+
+    def statistics(self):
+        """Sum the counters of all links so far, as a dict; `links` counts those still open."""
+        cdef LinkStats total
+        cdef BaseLink* link
+        cdef int i, links = 0
+        memset(&total, 0, sizeof(total))
+        for i in range(self.n_threads):
+            pthread_mutex_lock(&self.threads[i].lock)
+            add_stats(&total, &self.threads[i].ended)
+            link = self.threads[i].links
+            while link != NULL:
+                links += 1
+                add_stats(&total, &link.link.stats)
+                link = link.next
+            pthread_mutex_unlock(&self.threads[i].lock)
+        result = dict(total)
+        result["links"] = links
+        return result
+
+    def leave(self):
+        """Say BYE on every link; each ends when the peer has closed its end. Does not wait."""
+        self.close_links(E_SHUTDOWN)
+
+    def abort(self):
+        """End every link now; owners are told E_PEER_LOST. Does not wait."""
+        self.close_links(E_PEER_LOST)
+
+    cdef void close_links(self, int status) noexcept:
+        cdef BaseLink* link
+        cdef int i
+        for i in range(self.n_threads):
+            pthread_mutex_lock(&self.threads[i].lock)
+            link = self.threads[i].links
+            while link != NULL:
+                begin_close(link, status)
+                list_kicked(link)
+                link = link.next
+            pthread_mutex_unlock(&self.threads[i].lock)
+            wake_io(&self.threads[i])
+
+    def abandon(self):
+        """Close the descriptors in a forked child, where the I/O threads do not exist."""
+        cdef BaseLink* link
+        cdef int i
+        self.is_closed = True
+        for i in range(self.n_threads):
+            self.threads[i].thread = NULL
+            link = self.threads[i].links
+            while link != NULL:
+                if link.fd >= 0:
+                    close(link.fd)
+                link = link.next
+
+    cdef int join_threads(self, int64_t deadline) noexcept:
+        """Stop the I/O threads; give the number of one that does not end in time, or -1."""
+        cdef int i, status
+        for i in range(self.n_threads):
+            fps_store32(&self.threads[i].is_stopping, 1)
+            wake_io(&self.threads[i])
+        for i in range(self.n_threads):
+            if self.threads[i].thread == NULL:
+                continue
+            with nogil:
+                status = thread_join(self.threads[i].thread, deadline)
+            if status != OK:
+                return i
+            self.threads[i].thread = NULL
+        return -1
+
+    def close(self, *, double timeout_s=10.0):
+        """Stop the I/O threads, end every link that is left and free all. Idempotent.
+
+        Raises TransportTimeout when a thread does not end within timeout_s seconds.
+        """
+        cdef int late
+        if self.is_closed:
+            return
+        self.is_closed = True
+        late = self.join_threads(deadline_of(timeout_s))
+        if late >= 0:
+            raise TransportTimeout(
+                f"I/O thread {late} did not end within {timeout_s:g} s; this is a bug")
+        self.kept.clear()
+
+    def __dealloc__(self):
+        cdef int i
+        if self.threads == NULL:
+            return
+        self.join_threads(deadline_of(10.0))
+        for i in range(self.n_threads):
+            if self.threads[i].epoll_fd >= 0:
+                close(self.threads[i].epoll_fd)
+            if self.threads[i].wake_fd >= 0:
+                close(self.threads[i].wake_fd)
+            pthread_mutex_destroy(&self.threads[i].lock)
+        free(self.threads)
