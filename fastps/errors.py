@@ -16,6 +16,8 @@ FastPSError
 
 from __future__ import annotations
 
+import enum
+
 
 class FastPSError(Exception):
     """Base of all errors of this library."""
@@ -61,16 +63,29 @@ class ShutdownError(FastPSError):
     """The operation was cut short by shutdown()."""
 
 
-# Same numbers as the Status enum of _core.pxd; a test compares them.
+class Status(enum.IntEnum):
+    """How a call into C ended, as numbered in _core.pxd; a test compares them."""
+
+    OK = 0
+    TIMEOUT = -1
+    SHUTDOWN = -2
+    PEER_LOST = -3
+    PROTOCOL = -4
+    MISMATCH = -5
+    NOMEM = -6
+    SYS = -7
+    LINK_TIMEOUT = -8
+
+
 STATUS_ERRORS: dict[int, type[FastPSError]] = {
-    -1: StallError,
-    -2: ShutdownError,
-    -3: PeerLostError,
-    -4: ProtocolError,
-    -5: MismatchError,
-    -6: FastPSError,
-    -7: TransportError,
-    -8: TransportTimeout,
+    Status.TIMEOUT: StallError,
+    Status.SHUTDOWN: ShutdownError,
+    Status.PEER_LOST: PeerLostError,
+    Status.PROTOCOL: ProtocolError,
+    Status.MISMATCH: MismatchError,
+    Status.NOMEM: FastPSError,
+    Status.SYS: TransportError,
+    Status.LINK_TIMEOUT: TransportTimeout,
 }
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from fastps import _core
 from fastps.affinity import parse_cpu_list
 from fastps.config import Config
+from fastps.control.blame import Failure
 from fastps.control.client import ControlClient
 from fastps.control.doors import Doors, open_doors
 from fastps.control.identity import machine_name
@@ -30,7 +31,7 @@ from fastps.control.protocol import (
     PeerLost,
     TensorSpec,
 )
-from fastps.errors import FastPSError
+from fastps.errors import FastPSError, Status
 from fastps.links import Links, name_of_server
 from fastps.partition import link_counts
 from fastps.transport import rdma, shm
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 __all__ = ["Connections", "Plan", "PlannedTensor", "may_serve"]
 
 log = logging.getLogger(__name__)
-
-E_SHUTDOWN, E_PEER_LOST = -2, -3  # _core.pxd
 
 Plan: TypeAlias = WorkerEngine | LocalEngine
 PlannedTensor: TypeAlias = EngineTensor | LocalTensor
@@ -224,20 +223,27 @@ class Connections:
         """Give the number of the machine that a worker is on."""
         return self.job.workers[rank].machine
 
-    def failed_server(self) -> int | None:
-        """Give the server whose link was the first to end by itself."""
-        failure = self.engine.failure
-        return None if failure is None or failure[1] < 0 else failure[1]
+    def failure(self, tensor: str, status: int, *, said: str = "", culprit: int = -1) -> Failure:
+        """Gather what is known here about an operation that failed.
 
-    @property
-    def is_to_blame(self) -> bool:
-        """Tell whether links broke for a fault on this side."""
-        return self._links is not None and self._links.has_trouble
-
-    def why_broken(self, server: int) -> str:
-        """Say what broke on an RDMA link to a server, in brackets; empty if nothing did."""
-        failure = "" if self._links is None else self._links.failure_of(server)
-        return f" ({failure})" if failure else ""
+        culprit: what the engine names; it counts only where no link of ours has ended.
+        """
+        kind = Status(status)
+        is_told = kind is Status.PEER_LOST and self.plan.failure is None and culprit >= 0
+        broken = self.engine.failure
+        if broken is None or broken[1] < 0:
+            return Failure(tensor, kind, said, culprit if is_told else None)
+        trouble = "" if self._links is None else self._links.failure_of(broken[1])
+        return Failure(
+            tensor,
+            kind,
+            said,
+            culprit if is_told else None,
+            broken[1],
+            name_of_server(self.job, broken[1]),
+            f" ({trouble})" if trouble else "",
+            is_ours=self._links is not None and self._links.has_trouble,
+        )
 
     def fail_tensor(self, tensor_id: int, status: int) -> None:
         """Fail what is in flight on a tensor that can never be complete.
@@ -254,15 +260,6 @@ class Connections:
     def arena(self) -> shm.Arena | None:
         """The memory that others of this machine can reach; None if there are none."""
         return None if self._group is None else self._group.arena
-
-    def worker_of_server(self, index: int) -> int | None:
-        """Give the rank of the worker whose process a server is in, None if it is apart."""
-        ranks = {server: rank for rank, server in self.job.joint_servers.items()}
-        return ranks.get(index)
-
-    def name_of_server(self, index: int) -> str:
-        """Name a server for an error, with the worker whose process it is in."""
-        return name_of_server(self.job, index)
 
     def statistics(self) -> dict[str, float]:
         """Count what the engine and its links did; with server_ before it, what was served."""
@@ -285,9 +282,9 @@ class Connections:
                 self._server.hold(event)
             return
         if isinstance(event, PeerLost):
-            self._fail(E_PEER_LOST)
+            self._fail(Status.PEER_LOST)
         elif isinstance(event, JobOver):
-            self._fail(E_SHUTDOWN)
+            self._fail(Status.SHUTDOWN)
         elif isinstance(event, PeerLeft) and event.role == "worker" and self._group is not None:
             self._group.engine.member_left(event.rank)
         self._on_event(event)

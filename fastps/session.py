@@ -26,11 +26,11 @@ import numpy as np
 from fastps import config as _config
 from fastps.config import Config
 from fastps.config.token import hide_token
+from fastps.control.blame import VERDICT_WAIT_S, Failure, Witness, stall_text
 from fastps.control.client import ControlClient
 from fastps.control.protocol import (
     Event,
     JobOver,
-    PeerLeft,
     PeerLost,
     TensorPoisoned,
     TensorSpec,
@@ -41,7 +41,8 @@ from fastps.errors import (
     NotInitializedError,
     PeerLostError,
     ShutdownError,
-    error_of,
+    StallError,
+    Status,
 )
 from fastps.joining import Connections, PlannedTensor
 from fastps.objects import decode_object, encode_object
@@ -53,8 +54,10 @@ from fastps.worker.handle import Array, Handle, LocalHandle
 log = logging.getLogger(__name__)
 
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1  # the field of the frame header
-VERDICT_WAIT_S = 2.0  # how long a failed operation waits to hear who is to blame
-E_PEER_LOST, E_MISMATCH, E_LINK_TIMEOUT = -3, -5, -8  # _core.pxd
+
+# What a handle's operation was: the rank of a broadcast's root, or
+SUM, AVERAGE = -1, -2
+_OPERATIONS = {SUM: "a sum", AVERAGE: "an average"}
 
 Names: TypeAlias = str | Sequence[str]
 Arrays: TypeAlias = Array | Sequence[Array]
@@ -82,9 +85,8 @@ class Session:
         self._lock = threading.Lock()  # declarations; held while the scheduler answers
         self._tensors: dict[str, PlannedTensor] = {}
         self._specs: dict[str, TensorSpec] = {}
-        self._poisoned: dict[str, TensorPoisoned] = {}
-        self._left: list[int] = []  # ranks of workers that left in order, the first one first
-        self._servers_left: list[int] = []  # that such workers took along
+        self._witness = Witness()
+        self._poisoned = self._witness.poisoned
         self._wait_seconds = [0.0]
         self._client: ControlClient | None = None
         self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
@@ -97,6 +99,10 @@ class Session:
         self._client, self._engine = self._connections.client, self._connections.plan
         job = self._connections.job
         self.rank, self.size = job.rank, job.size
+        self._witness.rank = job.rank
+        self._witness.workers_of_servers = {
+            index: rank for rank, index in job.joint_servers.items()
+        }
         self.local_rank, self.local_size = job.local_rank, job.local_size
         self._chunk_bytes = self._connections.chunk_bytes
         _sessions.add(self)
@@ -183,7 +189,10 @@ class Session:
         try:
             start(*args, **options)
         except (PeerLostError, ShutdownError) as error:
-            raise self._blame(names[0] if names else "", error) from None
+            is_loss = isinstance(error, PeerLostError)
+            status = Status.PEER_LOST if is_loss else Status.SHUTDOWN
+            label = names[0] if names else ""
+            raise self._blame(self._connections.failure(label, status, said=str(error))) from None
         if self._poisoned:
             self._fail_poisoned(names)
 
@@ -191,7 +200,7 @@ class Session:
         """Fail what was started in the moment between the last check and the bad news."""
         for name in names:
             if name in self._poisoned:
-                self._connections.fail_tensor(self._poisoned[name].tensor_id, E_MISMATCH)
+                self._connections.fail_tensor(self._poisoned[name].tensor_id, Status.MISMATCH)
 
     # ---- operations ----
 
@@ -217,7 +226,8 @@ class Session:
         assert isinstance(tensor, np.ndarray)
         if status == 0:
             return tensor
-        return self._handle([known], [tensor], is_single=True).wait(0.0)  # raises
+        handle = self._handle([known], [tensor], _reduction(average), is_single=True)
+        return handle.wait(0.0)  # raises
 
     def _start_known(
         self,
@@ -263,7 +273,7 @@ class Session:
         known = self._start_known(tensor, name, average, priority, out) if dtype is None else None
         if known is not None:
             assert isinstance(tensor, np.ndarray)
-            return self._handle((known,), (tensor,), is_single=True)
+            return self._handle((known,), (tensor,), _reduction(average), is_single=True)
         self._check_usable()
         is_single = isinstance(name, str)
         names, arrays = _pair(name, tensor)
@@ -284,7 +294,7 @@ class Session:
                 names, self._engine.start_many, tensors, arrays, outputs, average=average,
                 priorities=priorities,
             )  # fmt: skip
-        return self._handle(tensors, outputs, is_single=is_single)
+        return self._handle(tensors, outputs, _reduction(average), is_single=is_single)
 
     def broadcast_async(
         self, tensor: Arrays, root_rank: int, name: Names, *, dtype: DType | None = None
@@ -303,7 +313,7 @@ class Session:
             names, self._engine.start_broadcast, tensors, arrays, root=root_rank,
             machine=self._connections.machine_of(root_rank),
         )  # fmt: skip
-        return self._handle(tensors, arrays, is_single=is_single)
+        return self._handle(tensors, arrays, root_rank, is_single=is_single)
 
     def _finish_locally(
         self,
@@ -326,12 +336,18 @@ class Session:
         return LocalHandle(outputs, is_single=is_single)
 
     def _handle(
-        self, tensors: Sequence[PlannedTensor], outputs: Sequence[Array], *, is_single: bool
+        self,
+        tensors: Sequence[PlannedTensor],
+        outputs: Sequence[Array],
+        operation: int,
+        *,
+        is_single: bool,
     ) -> Handle:
         return Handle(
             tensors,
             outputs,
             is_single=is_single,
+            operation=operation,
             explain=self._explain,
             timeout_s=self._config.op_timeout_s,
             seconds=self._wait_seconds,
@@ -407,78 +423,50 @@ class Session:
                 "may communicate. Call fastps.init() in the worker processes themselves"
             )
 
-    def _explain(self, tensor: LentTensor, status: int) -> FastPSError:
-        if tensor.name in self._poisoned:
-            return MismatchError(self._poisoned[tensor.name].message)
-        if status == E_MISMATCH:
-            return MismatchError(
-                f"tensor {tensor.name!r}: worker {tensor.culprit} started another operation than "
-                "the others (sum, average or broadcast, or another root); make all workers "
-                "call the same"
-            )
-        message = f"the operation on tensor {tensor.name!r} failed with status {status}"
-        if status == E_LINK_TIMEOUT:
-            status, message = E_PEER_LOST, "a server's machine, or the network to it, is gone"
-        culprit = None
-        if status == E_PEER_LOST and self._engine.failure is None:  # so a server says it
-            culprit, message = tensor.culprit, _left_text(tensor.culprit)
-        return self._blame(tensor.name, error_of(status, message), culprit)
+    def _explain(
+        self, tensor: LentTensor, operation: int, status: int | None, timeout_s: float
+    ) -> FastPSError:
+        """Word the error of an operation that failed, or, if status is None, did not end."""
+        if status is None:
+            return StallError(stall_text(tensor.name, timeout_s))
+        if status == Status.MISMATCH and tensor.name not in self._poisoned:
+            of_root = f"a broadcast from worker {operation}"
+            return self._dispute(tensor, _OPERATIONS.get(operation, of_root))
+        culprit = tensor.culprit
+        return self._blame(self._connections.failure(tensor.name, status, culprit=culprit))
 
-    def _blame(self, name: str, error: FastPSError, culprit: int | None = None) -> FastPSError:
-        """Ask the scheduler who was lost first; name what was seen here if it does not know."""
-        client = self._client  # another thread may close us
-        if not isinstance(error, PeerLostError | ShutdownError) or client is None:
-            return error
-        server = self._connections.failed_server()
-        verdict = None
-        with contextlib.suppress(FastPSError):
-            if server is not None and isinstance(error, PeerLostError):
-                self._report(client, server)
-            verdict = client.verdict(
-                VERDICT_WAIT_S, unless=lambda: bool(self._departure(server, culprit))
-            )
-        seen = verdict or self._departure(server, culprit)
-        if not seen:
-            seen = str(error) if server is None else self._seen_from_here(server)
-        return type(error)(f"tensor {name!r} cannot be reduced: {seen}. Restart the job")
-
-    def _report(self, client: ControlClient, server: int) -> None:
-        """Tell the scheduler that a link to a server broke, or that our device did."""
-        why = self._connections.why_broken(server)
-        if self._connections.is_to_blame:
-            client.report_lost("worker", self.rank, "its own links broke" + why)
-        elif not self._departure(server, None):
-            client.report_lost("server", server, "its link to a worker broke" + why)
-
-    def _departure(self, server: int | None, culprit: int | None) -> str:
-        """Say who left, if that explains the end of a link or what a server says; else empty.
-
-        The first ones count: what others do after that, and links that end, are consequences.
-        """
-        for index in (*self._servers_left[:1], server):
-            rank = None if index is None else self._connections.worker_of_server(index)
-            if rank in self._left:
-                return f"{_left_text(rank)}, and server {index} with it"
-        is_explained = culprit in self._left or (server is None and culprit is None)
-        return _left_text(self._left[0]) if self._left and is_explained else ""
-
-    def _seen_from_here(self, server: int) -> str:
-        """Say which link broke: there is no scheduler to say who is to blame."""
-        name = self._connections.name_of_server(server)
-        return (
-            f"the link to {name} broke{self._connections.why_broken(server)}, and the scheduler "
-            f"did not say within {VERDICT_WAIT_S:g} s who is lost"
+    def _dispute(self, tensor: LentTensor, started: str) -> FastPSError:
+        """Have the scheduler ask all workers what they started: no server knows who is right."""
+        client = self._client
+        if client is not None:
+            with contextlib.suppress(FastPSError):
+                version = self._tensors[tensor.name].version
+                return client.dispute(tensor.name, version, started, timeout_s=VERDICT_WAIT_S)
+        return MismatchError(
+            f"tensor {tensor.name!r}: the workers started different operations, this one "
+            f"{started}; make all workers call the same"
         )
+
+    def _blame(self, failure: Failure) -> FastPSError:
+        """Tell the scheduler what was seen, and ask it who was lost first."""
+        client = self._client  # another thread may close us
+        verdict = None
+        if failure.is_loss and client is not None:
+            with contextlib.suppress(FastPSError):
+                report = self._witness.report(failure)
+                if report is not None:
+                    client.report_lost(*report)
+                verdict = client.verdict(
+                    VERDICT_WAIT_S,
+                    unless=lambda: bool(self._witness.departure(failure.server, failure.culprit)),
+                )
+        return self._witness.error(failure, verdict)
 
     def _on_event(self, event: Event) -> None:
         """Take news from the scheduler, on the control client's thread."""
+        self._witness.hear(event)
         if isinstance(event, TensorPoisoned):
-            self._poisoned[event.name] = event
-            self._connections.fail_tensor(event.tensor_id, E_MISMATCH)
-        elif isinstance(event, PeerLeft) and event.role == "worker":
-            self._left.append(event.rank)
-        elif isinstance(event, PeerLeft):
-            self._servers_left.append(event.rank)
+            self._connections.fail_tensor(event.tensor_id, Status.MISMATCH)
         elif isinstance(event, PeerLost):
             log.error("%s", event)
         elif isinstance(event, JobOver):
@@ -503,8 +491,8 @@ class Session:
         self._connections.abandon()
 
 
-def _left_text(rank: int | None) -> str:
-    return f"worker {rank} left the job while others still had work"
+def _reduction(average: bool) -> int:
+    return AVERAGE if average else SUM
 
 
 def _checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:

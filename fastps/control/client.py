@@ -49,6 +49,7 @@ from fastps.control.protocol import (
     Declared,
     DeclaredTensor,
     DeclareKeys,
+    Dispute,
     Done,
     Event,
     Failed,
@@ -80,6 +81,7 @@ from fastps.control.protocol import (
 from fastps.errors import (
     ConfigError,
     FastPSError,
+    MismatchError,
     NotInitializedError,
     PeerLostError,
     ProtocolError,
@@ -249,6 +251,15 @@ class ControlClient:
             self._ask(message, Done, what=what, timeout_s=timeout_s)
             return data
         return self._ask(message, BlobData, what=what, timeout_s=timeout_s).data
+
+    def dispute(self, name: str, version: int, started: str, *, timeout_s: float) -> MismatchError:
+        """Say what was started on a tensor whose workers disagree; give what all of them say."""
+        message = Dispute(next(self._numbers), name, version, text_of(started), timeout_s)
+        try:
+            self._ask(message, Done, what=f"dispute {name!r}", timeout_s=timeout_s)
+        except MismatchError as error:
+            return error
+        raise ProtocolError("a dispute has no good end")
 
     # ---- what members tell ----
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Barriers and blobs: meetings of all workers of one generation, by name.
+"""Barriers, blobs and disputes: meetings of all workers of one generation, by name.
 
 Decides when a meeting is complete, and whom to tell what when it cannot be. Pure: time is an
 argument, answers are returned as (peer, message) pairs. Knows nothing of connections.
@@ -14,15 +14,17 @@ from typing import TypeAlias
 
 from fastps.control.protocol import (
     MAX_BLOB_BYTES,
-    Barrier,
     Blob,
     BlobData,
+    Dispute,
     Done,
     Failed,
+    Meeting,
     ToMember,
 )
 
 Answers: TypeAlias = list[tuple[int, ToMember]]
+Key: TypeAlias = tuple[str, str]  # kind and name
 
 MAX_BLOBS_HELD_BYTES = 4 * MAX_BLOB_BYTES  # objects of roots that wait for the others
 MAX_MEETINGS = 4096  # names in use at once; more is a run-away program
@@ -42,7 +44,7 @@ def workers_text(ranks: list[int]) -> str:
 @dataclass(frozen=True)
 class _Entry:
     peer: int
-    asked: Barrier | Blob
+    asked: Meeting
     deadline: float
 
 
@@ -60,13 +62,16 @@ class Collectives:
     def __init__(self, size: int) -> None:
         """Serve `size` workers."""
         self._size = size
-        self._meetings: dict[tuple[str, str], _Meeting] = {}
+        self._meetings: dict[Key, _Meeting] = {}
         self._gone: set[int] = set()
         self._held_bytes = 0
+        self._settled: dict[Key, tuple[set[int], str]] = {}  # disputes, and who has yet to hear
 
-    def enter(self, rank: int, peer: int, asked: Barrier | Blob, now: float) -> Answers:
+    def enter(self, rank: int, peer: int, asked: Meeting, now: float) -> Answers:
         """Let a worker wait in a meeting; give what this decides."""
-        key = (type(asked).__name__.lower(), asked.name)
+        key = _key(asked)
+        if rank in self._settled.get(key, ((), ""))[0]:
+            return [(peer, Failed(asked.request, "mismatch", self._hear(key, rank)))]
         refusal = self._refuse(key, rank, asked)
         if refusal is not None:
             return [(peer, refusal)]
@@ -113,7 +118,7 @@ class Collectives:
             for entry in meeting.entries.values():
                 yield entry.peer, entry.asked.request
 
-    def _refuse(self, key: tuple[str, str], rank: int, asked: Barrier | Blob) -> Failed | None:
+    def _refuse(self, key: Key, rank: int, asked: Meeting) -> Failed | None:
         meeting = self._meetings.get(key)
         what = f"{key[0]} {asked.name!r}"
         if meeting is not None and rank in meeting.entries:
@@ -136,7 +141,24 @@ class Collectives:
             return Failed(asked.request, "error", f"{text} that other workers have not fetched")
         return None
 
-    def _complete(self, key: tuple[str, str]) -> Answers:
+    def _settle(self, key: Key, meeting: _Meeting) -> str:
+        """Say who started what; those who come late will hear the same."""
+        silent = {rank for rank in range(self._size) if rank not in meeting.entries} - self._gone
+        text = _dispute_text(meeting, sorted(silent))
+        if silent and len(self._settled) < MAX_MEETINGS:
+            self._settled[key] = silent, text
+        return text
+
+    def _hear(self, key: Key, rank: int) -> str:
+        silent, text = self._settled[key]
+        silent.discard(rank)
+        if not silent:
+            del self._settled[key]
+        return text
+
+    def _complete(self, key: Key) -> Answers:
+        if key[0] == "dispute":
+            return self._end(key, "", "")
         meeting = self._close(key)
         data = b""
         for entry in meeting.entries.values():
@@ -144,25 +166,27 @@ class Collectives:
                 data = entry.asked.data
         return [(entry.peer, _success(entry.asked, data)) for entry in meeting.entries.values()]
 
-    def _end(self, key: tuple[str, str], kind: str, message: str) -> Answers:
+    def _end(self, key: Key, kind: str, message: str) -> Answers:
         meeting = self._close(key)
+        if key[0] == "dispute":  # what is known is better than why no more is
+            kind, message = "mismatch", self._settle(key, meeting)
         return [
             (entry.peer, Failed(entry.asked.request, kind, message))
             for entry in meeting.entries.values()
         ]
 
-    def _close(self, key: tuple[str, str]) -> _Meeting:
+    def _close(self, key: Key) -> _Meeting:
         meeting = self._meetings.pop(key)
         for entry in meeting.entries.values():
             if isinstance(entry.asked, Blob):
                 self._held_bytes -= len(entry.asked.data or b"")
         return meeting
 
-    def _gone_text(self, key: tuple[str, str]) -> str:
+    def _gone_text(self, key: Key) -> str:
         gone = workers_text(sorted(self._gone))
         return f"{key[0]} {key[1]!r} cannot complete: {gone} left the job"
 
-    def _late_text(self, key: tuple[str, str]) -> str:
+    def _late_text(self, key: Key) -> str:
         entries = self._meetings[key].entries
         missing = [rank for rank in range(self._size) if rank not in entries]
         first = min(entries, key=lambda rank: entries[rank].deadline)
@@ -186,6 +210,27 @@ class Collectives:
         )
 
 
+def _key(asked: Meeting) -> Key:
+    version = f" {asked.version}" if isinstance(asked, Dispute) else ""
+    return type(asked).__name__.lower(), asked.name + version
+
+
+def _dispute_text(meeting: _Meeting, silent: list[int]) -> str:
+    """Name the workers of each side; the side of the lowest rank first."""
+    sides: dict[str, list[int]] = {}
+    name = ""
+    for rank, entry in sorted(meeting.entries.items()):
+        if isinstance(entry.asked, Dispute):
+            name = entry.asked.name
+            sides.setdefault(entry.asked.started, []).append(rank)
+    lines = [f"{workers_text(ranks)} started {what}" for what, ranks in sides.items()]
+    lines += [f"{workers_text(silent)} did not say in time"] * bool(silent)
+    return (
+        f"tensor {name!r}: the workers started different operations: {'; '.join(lines)}. Make all "
+        "workers call the same"
+    )
+
+
 def _root(entry: _Entry) -> int:
     return entry.asked.root_rank if isinstance(entry.asked, Blob) else -1
 
@@ -195,7 +240,7 @@ def _roots_text(name: str, roots: dict[int, int]) -> str:
     return f"blob {name!r}: workers disagree about its root: {join_names(sides)}"
 
 
-def _success(asked: Barrier | Blob, data: bytes) -> ToMember:
+def _success(asked: Meeting, data: bytes) -> ToMember:
     if isinstance(asked, Blob) and asked.data is None:
         return BlobData(asked.request, data)
     return Done(asked.request)

@@ -27,12 +27,11 @@ from typing import TypeAlias
 
 from fastps.config import Config
 from fastps.control.admission import Peer, Plan, local_ranks, number, places, plan_job, refuse
+from fastps.control.blame import Suspicions
 from fastps.control.collectives import Answers, Collectives, join_names
 from fastps.control.declarations import Declarations
 from fastps.control.protocol import (
     AwaitStart,
-    Barrier,
-    Blob,
     Declare,
     Done,
     Failed,
@@ -43,6 +42,7 @@ from fastps.control.protocol import (
     KeysReady,
     Leave,
     Malformed,
+    Meeting,
     NewGeneration,
     NewJob,
     PeerLeft,
@@ -56,7 +56,6 @@ from fastps.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-SUSPICION_S = 1.0  # how long a reported member may take to turn out dead by itself
 MISSED_BEATS = 3  # so many heartbeats without a sign of life are worth telling
 MAX_NOTES = 8  # departures before the start that are told to those who wait
 
@@ -96,17 +95,6 @@ class Phase(enum.Enum):
     OVER = "over"
 
 
-@dataclass(frozen=True)
-class _Suspicion:
-    """A member that another one cannot reach."""
-
-    suspect: int
-    reporter: int
-    until: float
-    text: str
-    text_of_reporter: str  # should that one be the one to blame
-
-
 class Membership:
     """The members of one job, their collectives and declarations."""
 
@@ -117,7 +105,7 @@ class Membership:
         self.first_cause: PeerLost | None = None
         self._config = config
         self._peers: dict[int, Peer] = {}
-        self._suspicions: list[_Suspicion] = []
+        self._suspicions = Suspicions()
         self._departure = ""  # who stopped serving while others were at work
         self._notes: list[str] = []
         self._out: list[Action] = []
@@ -166,10 +154,9 @@ class Membership:
 
     def pulse_closed(self, peer: int, now: float) -> list[Action]:
         """Note that a pulse connection ended: proof enough against a suspect."""
-        for suspicion in self._suspicions:
-            if suspicion.suspect == peer:
-                self._drop(peer, f"its pulse ended; {suspicion.text}", now)
-                break
+        text = self._suspicions.of(peer)
+        if text is not None:
+            self._drop(peer, f"its pulse ended; {text}", now)
         return self._drain(now)
 
     def slept(self, now: float) -> list[Action]:
@@ -189,7 +176,7 @@ class Membership:
         for member in list(self._peers.values()):
             if member.lease_until <= now:
                 self._drop(member.peer, self._silence_text(), now)
-        for suspicion in [item for item in self._suspicions if item.until <= now]:
+        for suspicion in self._suspicions.due(now):
             text = f"{suspicion.text}; {self._life_text(suspicion.suspect, now)}"
             self._drop(suspicion.suspect, text, now)
         for member in list(self._peers.values()):
@@ -208,7 +195,7 @@ class Membership:
     def next_deadline(self) -> float | None:
         """Give the time of the next tick, None when nothing can become due."""
         times = [member.lease_until for member in self._peers.values()]
-        times += [suspicion.until for suspicion in self._suspicions]
+        times += self._suspicions.deadlines()
         times += [
             member.start_deadline
             for member in self._peers.values()
@@ -349,7 +336,7 @@ class Membership:
 
     # ---- at work ----
 
-    def _collective(self, member: Peer, message: Declare | Barrier | Blob, now: float) -> None:
+    def _collective(self, member: Peer, message: Declare | Meeting, now: float) -> None:
         if self._answer_ended(member, message.request):
             return
         rank = member.rank
@@ -474,10 +461,7 @@ class Membership:
 
     def _break(self, member: Peer, cause: str) -> None:
         """Record the first cause and tell it to everybody, the lost one included."""
-        related = [item.text for item in self._suspicions if item.suspect == member.peer]
-        related += [x.text_of_reporter for x in self._suspicions if x.reporter == member.peer]
-        text = "; ".join([cause, *(item for item in related if item not in cause)])
-        join = member.join
+        text, join = self._suspicions.cause(member.peer, cause), member.join
         self.first_cause = PeerLost(join.role, member.rank or 0, join.hostname, join.pid, text)
         self.phase = Phase.BROKEN
         self._suspicions.clear()
@@ -491,7 +475,7 @@ class Membership:
 
     def _remove(self, member: Peer) -> None:
         del self._peers[member.peer]
-        self._suspicions = [item for item in self._suspicions if item.suspect != member.peer]
+        self._suspicions.drop(member.peer)
         self._out.append(Close(member.peer))
 
     def _after_departure(self, now: float) -> None:
@@ -535,10 +519,10 @@ class Membership:
                 self._drop(item.peer, report.cause, now)
                 return
             if rank == report.rank and is_meant and item is not member:
-                lost, until = "lost its data connection to", now + SUSPICION_S
-                text = f"{member.name} {lost} it: {report.cause}"
-                own = f"it {lost} {report.role} {report.rank}: {report.cause}"
-                self._suspicions.append(_Suspicion(item.peer, member.peer, until, text, own))
+                reported = f"{report.role} {report.rank}"
+                self._suspicions.add(
+                    (item.peer, reported), (member.peer, member.name), report.cause, now
+                )
                 return
 
     def _life_text(self, peer: int, now: float) -> str:

@@ -240,6 +240,20 @@ class Blob(_Message, frozen=True):
     timeout_s: Seconds
 
 
+class Dispute(_Message, frozen=True):
+    """Say what was started on a tensor whose workers started different operations.
+
+    version: which operation on this tensor it was. Answered by Failed with what all started, the
+    same for everybody, when all have said it or the first one has waited for timeout_s.
+    """
+
+    request: Id
+    name: Name
+    version: Id
+    started: Text
+    timeout_s: Seconds
+
+
 class KeysReady(_Message, frozen=True):
     """A server can take pushes for the keys of one DeclareKeys."""
 
@@ -279,7 +293,8 @@ class Malformed(_Record, frozen=True):
     message: Text
 
 
-Request: TypeAlias = Join | AwaitStart | Declare | Barrier | Blob | Leave  # are answered
+Meeting: TypeAlias = Barrier | Blob | Dispute  # all workers must come
+Request: TypeAlias = Join | AwaitStart | Declare | Meeting | Leave  # are answered
 ToScheduler: TypeAlias = Request | KeysReady | KeysFailed | ReportLost
 
 # ---- scheduler to member: answers ----

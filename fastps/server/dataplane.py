@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 from fastps import _core
 from fastps.config import Config
+from fastps.control.blame import cause_of_link
 from fastps.control.client import ControlClient
 from fastps.control.protocol import DeclareKeys, Job, KeySpec
-from fastps.errors import FastPSError, TransportError
+from fastps.errors import FastPSError, Status, TransportError
 from fastps.partition import link_counts, pusher_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -40,8 +41,6 @@ __all__ = ["DataPlane"]
 
 log = logging.getLogger(__name__)
 
-E_SHUTDOWN = -2  # a worker said BYE
-E_NOMEM = -6  # the pool lends no more
 CPUS_PER_ENGINE = 4  # the rest moves bytes; a chunk just read is summed fastest where it was read
 MAX_AUTO_ENGINES = 4  # two threads sum at the speed of memory
 NEWS_SLICE_S = 5.0  # how often the news thread looks whether it should end
@@ -141,20 +140,16 @@ class DataPlane:
             reported &= gone.keys()
             for rank in gone.keys() - reported:
                 reported.add(rank)
-                if gone[rank] != E_SHUTDOWN and rank != self._beside:
+                if gone[rank] != Status.SHUTDOWN and rank != self._beside:  # no BYE
                     self._report(rank, gone[rank])
 
     def _report(self, rank: int, status: int) -> None:
-        cause = f"its link to server {self.index} broke (status {status})"
-        if status == E_NOMEM:
-            cause = f"the buffer pool of server {self.index} is full: raise FASTPS_POOL_BYTES"
         failure = "" if self._rdma is None else self._rdma.failure_of(rank)
-        if failure:
-            cause += f"; RDMA: {failure}"
         with contextlib.suppress(FastPSError):
             if failure and self._rdma is not None and self._rdma.has_trouble:
                 self._report_self(failure)
             else:
+                cause = cause_of_link(self.index, Status(status), failure)
                 self._client.report_lost("worker", rank, cause)
 
     def _report_self(self, failure: str) -> None:

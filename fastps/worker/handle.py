@@ -13,12 +13,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fastps.errors import FastPSError, StallError
+from fastps.errors import FastPSError
 from fastps.types import checked_seconds
 from fastps.worker._tensor import LentTensor
 
 Array: TypeAlias = np.ndarray[Any, Any]
-Explain: TypeAlias = Callable[[LentTensor, int], FastPSError]
+# of a tensor: the operation, its status (None: not done) and the time that was waited
+Explain: TypeAlias = Callable[[LentTensor, int, int | None, float], FastPSError]
 
 
 class Handle:
@@ -27,6 +28,7 @@ class Handle:
     __slots__ = (
         "_explain",
         "_is_single",
+        "_operation",
         "_outputs",
         "_seconds",
         "_spin_us",
@@ -40,6 +42,7 @@ class Handle:
         outputs: Sequence[Array],
         *,
         is_single: bool,
+        operation: int,
         explain: Explain,
         timeout_s: float,
         seconds: list[float],
@@ -48,6 +51,7 @@ class Handle:
         self._tensors = tensors
         self._outputs = outputs
         self._is_single = is_single
+        self._operation = operation  # for `explain`
         self._explain = explain
         self._timeout_s = timeout_s
         self._spin_us = spin_us
@@ -75,24 +79,17 @@ class Handle:
 
     def _wait_all(self, deadline: float, timeout_s: float) -> None:
         """Wait for every tensor, also after a failure, so that all arrays are free again."""
-        failed: tuple[LentTensor, int] | None = None
+        failed: tuple[LentTensor, int, int] | None = None
         for tensor in self._tensors:
             status = tensor.wait(
                 timeout_s=max(deadline - time.perf_counter(), 0.0), spin_us=self._spin_us
             )
             if status is None:
-                raise self._stalled(tensor, timeout_s)
+                raise self._explain(tensor, self._operation, None, timeout_s)
             if status and failed is None:
-                failed = (tensor, status)
+                failed = (tensor, self._operation, status)
         if failed is not None:
-            raise self._explain(*failed)
-
-    def _stalled(self, tensor: LentTensor, timeout_s: float) -> StallError:
-        return StallError(
-            f"tensor {tensor.name!r} was not reduced within {timeout_s:g} s although no process "
-            "was reported lost: at least one worker has not started this operation. Compare the "
-            "names and the number of steps of all workers, or raise FASTPS_OP_TIMEOUT_S"
-        )
+            raise self._explain(*failed, timeout_s)
 
 
 class LocalHandle(Handle):
@@ -105,6 +102,7 @@ class LocalHandle(Handle):
             (),
             outputs,
             is_single=is_single,
+            operation=0,
             explain=_no_failure,
             timeout_s=0.0,
             seconds=[0.0],
@@ -112,5 +110,7 @@ class LocalHandle(Handle):
         )
 
 
-def _no_failure(tensor: LentTensor, status: int) -> FastPSError:
-    return FastPSError(f"tensor {tensor.name!r} failed with status {status}")
+def _no_failure(
+    tensor: LentTensor, operation: int, status: int | None, timeout_s: float
+) -> FastPSError:
+    raise AssertionError(tensor.name)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fastps import config
 from fastps._core import BufferPool
+from fastps.errors import Status
 from fastps.partition import pusher_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -27,7 +28,7 @@ MACHINES = [(0, 1), (2,), (3, 4, 5)]  # ranks; of different size on purpose
 N_WORKERS, N_SERVERS = 6, 2
 PIECE, CHUNK = 40_000, 16 << 10
 TIMEOUT_S = 20.0
-E_MISMATCH, E_PEER_LOST = -5, -3
+E_MISMATCH, E_PEER_LOST = Status.MISMATCH, Status.PEER_LOST
 
 
 class Cluster:

@@ -21,6 +21,14 @@ def test_mismatch_reaches_everybody_and_names_both_sides(workers, servers):
         "layout": ("shape (2, 3)", "shape (3, 2)"),
         "dtype": ("int32", "float32"),
         "changed": ("shape (6,)", "shape (7,)"),
+        "operation": ("started a sum", f"worker {workers - 1} started an average"),
+        "root": ("a broadcast from worker 0", "a broadcast from worker 1"),
+        "small root": (
+            "a broadcast from worker 0",
+            f"worker {workers - 1} started a broadcast from worker {workers - 1}",
+        ),
+        "kind": ("started a sum", f"worker {workers - 1} started a broadcast from worker 0"),
+        "kind of the root": ("worker 0 started a sum", "started a broadcast from worker 0"),
     }
     for errors in found:
         for label, error in zip(labels, errors, strict=True):
@@ -91,4 +99,7 @@ def test_shutdown_ends_waits():
     for waited, after in zip(found[0][::2], found[0][1::2], strict=True):
         # PeerLostError: the other worker was faster to leave
         assert waited[0] in ("ShutdownError", "PeerLostError"), waited
+        assert "status" not in waited[1]
+        if waited[0] == "ShutdownError":
+            assert "shutdown() was called before it was complete" in waited[1]
         assert after[0] == "NotInitializedError"

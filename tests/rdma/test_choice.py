@@ -140,8 +140,8 @@ def test_a_server_without_rdma_refuses_such_a_link():
 @pytest.mark.parametrize(
     ("beside", "failure", "has_trouble", "reported"),
     [
-        (None, "retries", False, ("worker", 3, "broke (status -3); RDMA: retries")),
-        (None, "", True, ("worker", 3, "broke (status -3)")),
+        (None, "retries", False, ("worker", 3, "broke (status PEER_LOST); RDMA: retries")),
+        (None, "", True, ("worker", 3, "broke (status PEER_LOST)")),
         (None, "its port is down", True, ("server", 1, "its port is down")),
         (2, "its port is down", True, ("worker", 2, "its port is down")),
     ],

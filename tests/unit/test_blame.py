@@ -4,14 +4,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
 from fastps.config import load
-from fastps.control.protocol import Event, PeerLeft
-from fastps.errors import FastPSError, PeerLostError, ShutdownError
-from fastps.session import VERDICT_WAIT_S, Session
+from fastps.control.blame import (
+    ENDINGS,
+    VERDICT_WAIT_S,
+    Failure,
+    Suspicions,
+    Witness,
+    cause_of_link,
+)
+from fastps.control.protocol import Event, PeerLeft, TensorPoisoned
+from fastps.errors import (
+    FastPSError,
+    MismatchError,
+    PeerLostError,
+    ShutdownError,
+    Status,
+    error_of,
+)
+from fastps.session import Session
 
 
 class Client:
@@ -49,13 +63,8 @@ class Blamed:
         self.client = Client()
         self.session = Session(load({"size": 1, "num_servers": 0}, {}))
         self.session._client = self.client  # type: ignore[assignment]
-        self.session._connections = SimpleNamespace(  # type: ignore[assignment]
-            failed_server=lambda: failed,
-            worker_of_server=lambda index: index,
-            why_broken=lambda index: "",
-            name_of_server=lambda index: f"server {index} (in worker {index})",
-            is_to_blame=False,
-        )
+        self.session._witness.workers_of_servers = {0: 0, 1: 1, 2: 2}
+        self.failed = failed
         self.client.take = self.session._on_event
 
     def hear(self, *events: Event) -> None:
@@ -65,7 +74,11 @@ class Blamed:
 
     def blame(self, culprit: int | None = None, kind: type[FastPSError] = PeerLostError) -> str:
         """Fail an operation; give the error's text."""
-        error = self.session._blame("w", kind("the operation failed"), culprit)
+        status = Status.PEER_LOST if kind is PeerLostError else Status.SHUTDOWN
+        name = f"server {self.failed} (in worker {self.failed})"
+        said = "" if culprit is not None else "the operation failed"
+        failure = Failure("w", status, said, culprit, self.failed, name)
+        error = self.session._blame(failure)
         assert type(error) is kind
         return str(error)
 
@@ -120,22 +133,81 @@ def test_a_link_that_nobody_explains_is_named():
     assert blamed.client.waits == [True]
 
 
-def test_a_culprit_that_nobody_explains_keeps_the_error():
+def test_a_culprit_that_nobody_explains_is_named():
     blamed = Blamed()
     blamed.hear(LEFT)
-    assert "the operation failed" in blamed.blame(culprit=2)
+    assert "worker 2 left the job while others still had work" in blamed.blame(culprit=2)
     assert blamed.client.waits == [True]
 
 
 def test_the_end_of_the_job():
     blamed = Blamed()
     blamed.client.text = "the job is over: stopped"
-    assert "the job is over: stopped" in blamed.blame(kind=ShutdownError)
+    assert "the job is over: stopped. Restart the job" in blamed.blame(kind=ShutdownError)
 
 
 def test_a_session_may_be_closed_meanwhile():
     blamed = Blamed(failed=2)
     blamed.client.close_on_report = blamed.session
     assert "the link to server 2 (in worker 2) broke" in blamed.blame()
-    error = PeerLostError("the operation failed")
-    assert blamed.session._blame("w", error) is error
+    error = blamed.session._blame(Failure("w", Status.PEER_LOST, "the operation failed"))
+    assert str(error) == "tensor 'w' cannot be reduced: the operation failed. Restart the job"
+
+
+@pytest.mark.parametrize("status", [item for item in Status if item])
+def test_no_bare_number_reaches_the_user(status):
+    error = Witness().error(Failure("w", status))
+    assert type(error) is type(error_of(status, "")) or status is Status.LINK_TIMEOUT
+    assert "'w'" in str(error)
+    assert str(int(status)) not in str(error)
+    assert "status" not in str(error)
+    assert ENDINGS.get(status, status.name) in str(error)
+
+
+def test_shutdown_is_named_and_needs_no_restart():
+    error = Witness().error(Failure("A", Status.SHUTDOWN))
+    assert str(error) == (
+        "tensor 'A' cannot be reduced: shutdown() was called before it was complete"
+    )
+
+
+def test_a_tensor_declared_differently_says_so_whatever_its_operation_did():
+    witness = Witness()
+    witness.hear(TensorPoisoned(3, "w", "worker 1 declared another shape"))
+    for status in (Status.MISMATCH, Status.SHUTDOWN, Status.PEER_LOST):
+        error = witness.error(Failure("w", status), "worker 2 is lost")
+        assert type(error) is MismatchError
+        assert str(error) == "worker 1 declared another shape"
+
+
+def test_what_a_worker_reports():
+    witness = Witness(rank=5, workers_of_servers={1: 1})
+    broken = Failure("w", Status.PEER_LOST, server=1, why=" (retries)")
+    assert witness.report(broken) == ("server", 1, "its link to a worker broke (retries)")
+    ours = Failure("w", Status.PEER_LOST, server=1, why=" (retries)", is_ours=True)
+    assert witness.report(ours) == ("worker", 5, "its own links broke (retries)")
+    assert witness.report(Failure("w", Status.SHUTDOWN, server=1)) is None
+    assert witness.report(Failure("w", Status.PEER_LOST)) is None
+    witness.hear(PeerLeft("worker", 1))
+    assert witness.report(broken) is None
+    assert witness.report(ours) is not None
+
+
+def test_a_server_says_why_a_link_ended():
+    assert cause_of_link(2, Status.SYS, "") == "its link to server 2 broke (status SYS)"
+    assert "FASTPS_POOL_BYTES" in cause_of_link(2, Status.NOMEM, "")
+    assert cause_of_link(2, Status.SYS, "no answer").endswith("; RDMA: no answer")
+
+
+def test_suspicions_say_what_both_sides_said():
+    suspicions = Suspicions()
+    suspicions.add((7, "server 1"), (3, "worker 0"), "it closed", 10.0)
+    assert suspicions.of(7) == "worker 0 lost its data connection to it: it closed"
+    assert suspicions.of(3) is None
+    assert suspicions.cause(3, "killed") == (
+        "killed; it lost its data connection to server 1: it closed"
+    )
+    assert not suspicions.due(10.9)
+    assert [item.suspect for item in suspicions.due(11.0)] == [7]
+    suspicions.drop(7)
+    assert suspicions.deadlines() == []

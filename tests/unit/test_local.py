@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastps import config
-from fastps.errors import FastPSError, PeerLostError, ShutdownError
+from fastps.errors import FastPSError, PeerLostError, ShutdownError, Status
 from fastps.reduce import sum_kernel
 from fastps.types import DType, dtype_of
 from fastps.worker.local import LocalGroup
 
-E_SHUTDOWN, E_PEER_LOST, E_MISMATCH = -2, -3, -5
+E_SHUTDOWN, E_PEER_LOST, E_MISMATCH = Status.SHUTDOWN, Status.PEER_LOST, Status.MISMATCH
 TIMEOUT_S = 20.0
 LARGE = 1 << 20  # bytes: private arrays of this size go by the stage
 

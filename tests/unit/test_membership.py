@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 from control_driver import Driver
 
-from fastps.control.membership import SUSPICION_S, Finish, Phase
+from fastps.control.blame import SUSPICION_S
+from fastps.control.membership import Finish, Phase
 from fastps.control.protocol import (
     Barrier,
     Done,

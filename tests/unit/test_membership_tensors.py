@@ -20,6 +20,7 @@ from fastps.control.protocol import (
     Declare,
     Declared,
     DeclareKeys,
+    Dispute,
     Done,
     Failed,
     KeysFailed,
@@ -313,6 +314,59 @@ class TestBarriers:
         assert failed.kind == "config"
         number = driver.barrier(workers[1])
         assert driver.last(workers[1]) == Done(number)
+
+
+class TestDispute:
+    """Every worker hears the same: who started what."""
+
+    SIDES = ("a sum", "an average", "a sum")
+
+    def dispute(self, driver: Driver, peer: int, started: str, version: int = 1) -> int:
+        number = driver.request()
+        driver.say(peer, Dispute(number, "w", version, started, 2.0))
+        return number
+
+    def texts(self, driver: Driver, peers: list[int]) -> list[str]:
+        failed = [driver.last(peer) for peer in peers]
+        assert all(isinstance(item, Failed) and item.kind == "mismatch" for item in failed)
+        return [item.message for item in failed if isinstance(item, Failed)]
+
+    def test_all_hear_who_started_what(self) -> None:
+        driver = Driver(size=3, num_servers=0)
+        workers, _ = driver.start()
+        for place in (2, 0, 1):
+            assert not driver.events(workers[place], Failed)
+            self.dispute(driver, workers[place], self.SIDES[place])
+        texts = self.texts(driver, workers)
+        assert len(set(texts)) == 1
+        assert "worker 0, worker 2 started a sum; worker 1 started an average" in texts[0]
+        assert "'w'" in texts[0]
+        assert not driver.machine.pending()
+
+    def test_who_comes_late_hears_what_the_others_heard(self) -> None:
+        driver = Driver(size=3, num_servers=0)
+        workers, _ = driver.start()
+        for place in (0, 1):
+            self.dispute(driver, workers[place], self.SIDES[place])
+        driver.keep_alive()
+        driver.advance(2.0)
+        texts = self.texts(driver, workers[:2])
+        assert "worker 2 did not say in time" in texts[0]
+        self.dispute(driver, workers[2], self.SIDES[2])
+        assert {*texts, *self.texts(driver, workers[2:])} == {texts[0]}
+        assert not driver.machine._collectives._settled
+        self.dispute(driver, workers[2], "a sum", version=2)
+        assert driver.machine.pending()
+
+    def test_a_worker_that_leaves_does_not_hide_the_sides(self) -> None:
+        driver = Driver(size=3, num_servers=0)
+        workers, _ = driver.start()
+        for place in (0, 1):
+            self.dispute(driver, workers[place], self.SIDES[place])
+        driver.leave(workers[2])
+        texts = self.texts(driver, workers[:2])
+        assert "worker 0 started a sum; worker 1 started an average. Make" in texts[0]
+        assert not driver.machine._collectives._settled
 
 
 class TestBlobs:

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is to blame when something fails: what the scheduler, a worker and a server say of it.
+
+Decides the first cause. The scheduler is the authority: others report links that broke, it
+suspects, waits for something that tells more, and names one member (`Suspicions`). A worker
+keeps what it heard, reports what it saw, and words the error of an operation (`Witness`). Pure:
+no clock, no connection; the membership, the session and the server carry it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fastps.control.protocol import Event, PeerLeft, TensorPoisoned
+from fastps.errors import FastPSError, MismatchError, Status, error_of
+
+SUSPICION_S = 1.0  # how long a reported member may take to turn out dead by itself
+VERDICT_WAIT_S = 2.0  # how long a failed operation waits to hear who is to blame
+
+# How an operation can have ended, where nobody knows more.
+ENDINGS = {
+    Status.SHUTDOWN: "shutdown() was called before it was complete",
+    Status.PEER_LOST: "a process of the job is lost",
+    Status.PROTOCOL: "a peer sent what no peer may send",
+    Status.NOMEM: "there is no memory left for it: raise FASTPS_POOL_BYTES",
+    Status.SYS: "a system call on a link failed",
+    Status.LINK_TIMEOUT: "a server's machine, or the network to it, is gone",
+}
+
+
+# ---- the scheduler ----
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """A member that another one cannot reach."""
+
+    suspect: int
+    reporter: int
+    until: float
+    text: str
+    text_of_reporter: str  # should that one be the one to blame
+
+
+class Suspicions:
+    """Members, by peer number, that others cannot reach: they may turn out dead, or not."""
+
+    def __init__(self) -> None:
+        self._all: list[Suspicion] = []
+
+    def add(
+        self, suspect: tuple[int, str], reporter: tuple[int, str], report: str, now: float
+    ) -> None:
+        """Suspect a member, (peer, name), because another one reports a lost connection."""
+        (peer, name), (other, name_of_other) = suspect, reporter
+        text = f"{name_of_other} lost its data connection to it: {report}"
+        own = f"it lost its data connection to {name}: {report}"
+        self._all.append(Suspicion(peer, other, now + SUSPICION_S, text, own))
+
+    def of(self, peer: int) -> str | None:
+        """Give the first thing said against a member."""
+        return next((item.text for item in self._all if item.suspect == peer), None)
+
+    def due(self, now: float) -> list[Suspicion]:
+        """List those that nothing has explained in time."""
+        return [item for item in self._all if item.until <= now]
+
+    def deadlines(self) -> list[float]:
+        """List when they become due."""
+        return [item.until for item in self._all]
+
+    def cause(self, peer: int, cause: str) -> str:
+        """Say why a member is lost, with what others and it itself said before."""
+        related = [item.text for item in self._all if item.suspect == peer]
+        related += [item.text_of_reporter for item in self._all if item.reporter == peer]
+        return "; ".join([cause, *(item for item in related if item not in cause)])
+
+    def drop(self, peer: int) -> None:
+        """Suspect a member no more: it is gone."""
+        self._all = [item for item in self._all if item.suspect != peer]
+
+    def clear(self) -> None:
+        """Suspect nobody any more."""
+        self._all.clear()
+
+
+# ---- a server ----
+
+
+def cause_of_link(server: int, status: Status, failure: str) -> str:
+    """Say why a server's link to a worker ended; failure: what its RDMA device says, if any."""
+    cause = f"its link to server {server} broke (status {status.name})"
+    if status is Status.NOMEM:
+        cause = f"the buffer pool of server {server} is full: raise FASTPS_POOL_BYTES"
+    return f"{cause}; RDMA: {failure}" if failure else cause
+
+
+# ---- a worker ----
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a worker sees of an operation that failed.
+
+    said: by the engine, if it said more than a status. culprit: the rank that a server, or the
+    memory of our machine, named. server: whose link was the first to end by itself, with its
+    name and what broke on it in brackets. is_ours: links broke for a fault on this side.
+    """
+
+    tensor: str
+    status: Status
+    said: str = ""
+    culprit: int | None = None
+    server: int | None = None
+    server_name: str = ""
+    why: str = ""
+    is_ours: bool = False
+
+    @property
+    def is_loss(self) -> bool:
+        """Tell whether the scheduler may know more."""
+        return self.status in (Status.PEER_LOST, Status.LINK_TIMEOUT, Status.SHUTDOWN)
+
+
+@dataclass
+class Witness:
+    """What one worker has heard: `left` are ranks, `servers_left` what such workers took along.
+
+    In both the first one comes first: what others do after that, and links that end, are
+    consequences.
+    """
+
+    rank: int = 0
+    workers_of_servers: Mapping[int, int] = field(default_factory=dict)  # rank by server's index
+    left: list[int] = field(default_factory=list)
+    servers_left: list[int] = field(default_factory=list)
+    poisoned: dict[str, TensorPoisoned] = field(default_factory=dict)
+
+    def hear(self, event: Event) -> None:
+        """Take news from the scheduler; on its thread."""
+        if isinstance(event, TensorPoisoned):
+            self.poisoned[event.name] = event
+        elif isinstance(event, PeerLeft):
+            (self.left if event.role == "worker" else self.servers_left).append(event.rank)
+
+    def report(self, failure: Failure) -> tuple[str, int, str] | None:
+        """Say what to tell the scheduler, role, rank and cause: a link broke, or our device."""
+        if failure.server is None or failure.status is Status.SHUTDOWN:
+            return None
+        if failure.is_ours:
+            return "worker", self.rank, f"its own links broke{failure.why}"
+        if self.departure(failure.server, None):
+            return None
+        return "server", failure.server, f"its link to a worker broke{failure.why}"
+
+    def departure(self, server: int | None, culprit: int | None) -> str:
+        """Say who left, if that explains the end of a link or what a server says; else empty."""
+        for index in (*self.servers_left[:1], server):
+            rank = None if index is None else self.workers_of_servers.get(index)
+            if rank in self.left:
+                return f"{left_text(rank)}, and server {index} with it"
+        is_explained = culprit in self.left or (server is None and culprit is None)
+        return left_text(self.left[0]) if self.left and is_explained else ""
+
+    def error(self, failure: Failure, verdict: str | None = None) -> FastPSError:
+        """Word the error of an operation; verdict: what the scheduler says, if it was asked."""
+        poison = self.poisoned.get(failure.tensor)
+        if poison is not None:
+            return MismatchError(poison.message)
+        # that a machine is gone is the loss of a peer
+        is_timeout = failure.status is Status.LINK_TIMEOUT
+        status = Status.PEER_LOST if is_timeout else failure.status
+        seen = verdict or (failure.is_loss and self.departure(failure.server, failure.culprit))
+        seen = seen or _seen_here(failure)
+        is_ours = seen == ENDINGS[Status.SHUTDOWN]
+        cure = ". Restart the job" if failure.is_loss and not is_ours else ""
+        return error_of(status, f"tensor {failure.tensor!r} cannot be reduced: {seen}{cure}")
+
+
+def _seen_here(failure: Failure) -> str:
+    """Say what the worker knows by itself: there is no scheduler to say who is to blame."""
+    if failure.status is Status.SHUTDOWN:  # then we ended our links ourselves
+        return ENDINGS[failure.status]
+    if failure.server is not None and failure.is_loss:
+        return (
+            f"the link to {failure.server_name} broke{failure.why}, and the scheduler did not "
+            f"say within {VERDICT_WAIT_S:g} s who is lost"
+        )
+    if failure.culprit is not None:
+        return left_text(failure.culprit)
+    return failure.said or ENDINGS.get(failure.status, f"it failed with {failure.status.name}")
+
+
+def left_text(rank: int | None) -> str:
+    """Say that a worker left too early."""
+    return f"worker {rank} left the job while others still had work"
+
+
+def stall_text(tensor: str, timeout_s: float) -> str:
+    """Say that an operation is not complete and nobody is lost."""
+    return (
+        f"tensor {tensor!r} was not reduced within {timeout_s:g} s although no process was "
+        "reported lost: at least one worker has not started this operation. Compare the names "
+        "and the number of steps of all workers, or raise FASTPS_OP_TIMEOUT_S"
+    )
