@@ -42,7 +42,7 @@ def markdown() -> str:
         "## When building\n\n"
         f"{names} are read by `setup.py` only.\n"
         "The cache of compiled kernels lies in `$XDG_CACHE_HOME/fastps`, else `~/.cache/fastps`; "
-        "it is used\nonly where nobody but its user and root can change what is on the way there.\n"
+        "it is used\nonly where nobody but its user and root can change what leads there.\n"
     )
     return "\n".join(parts)
 
