@@ -61,7 +61,7 @@ cdef struct IoThread:
     BaseLink* links
     BaseLink* kicked            # who came first is first
     BaseLink* last_kicked
-    int n_kicked
+    int32_t n_kicked            # written under lock, atomic
     BaseLink* dead              # ended, freed when no event can name them; I/O thread
     LinkStats ended             # sums over links that are no more; lock
     const LinkOps* ops
@@ -121,3 +121,4 @@ cdef class BaseTransport(Transport):
     cdef IoThread* next_io(self) noexcept
     cdef void close_links(self, int status) noexcept
     cdef int join_threads(self, int64_t deadline) noexcept
+    cdef void close_descriptors(self, IoThread* io) noexcept

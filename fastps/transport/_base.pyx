@@ -18,8 +18,9 @@ what came behind it on this link. The thread serves its other links, and this on
 is asked again at once for EAGER_NS, then with every timer, and after WAITING_NS the link ends.
 
 Invariants. Only the I/O thread calls landing, adopt, deliver and closed, ends links and closes
-their descriptors. io.lock guards the lists of links and of kicked links. A link is freed at the end
-of the turn in which it ended, when no event can name it. Lock order: a transport's, then io.lock.
+their descriptors. io.lock guards the lists of links and of kicked links. A link is freed at the
+end of the turn in which it ended, when no event can name it. Lock order: a transport's, then
+io.lock.
 """
 
 cimport cython
@@ -79,7 +80,7 @@ cdef void append_kicked(BaseLink* link) noexcept nogil:
     else:
         io.kicked = link
     io.last_kicked = link
-    io.n_kicked += 1
+    fps_store32(&io.n_kicked, io.n_kicked + 1)
 
 
 cdef void list_kicked(BaseLink* link) noexcept nogil:
@@ -102,7 +103,7 @@ cdef BaseLink* pop_kicked(IoThread* io) noexcept nogil:
     link = io.kicked
     if link != NULL:
         io.kicked = link.next_kicked
-        io.n_kicked -= 1
+        fps_store32(&io.n_kicked, io.n_kicked - 1)
         fps_store32(&link.is_kicked, 0)
     pthread_mutex_unlock(&io.lock)
     return link
@@ -309,7 +310,7 @@ cdef void unlist(IoThread* io, BaseLink* link) noexcept nogil:
         place = &before.next_kicked
     if place[0] == link:
         place[0] = link.next_kicked
-        io.n_kicked -= 1
+        fps_store32(&io.n_kicked, io.n_kicked - 1)
         if io.last_kicked == link:
             io.last_kicked = before
 
@@ -409,8 +410,9 @@ cdef int watch(IoThread* io, int operation, int fd, uint32_t events, uint64_t wh
 cdef void serve_kicked(IoThread* io) noexcept nogil:
     """Serve every link kicked so far; who is kicked meanwhile has its turn in the next round."""
     cdef BaseLink* link
-    cdef int i, status
-    for i in range(io.n_kicked):
+    cdef int status, left = fps_load32(&io.n_kicked)
+    while left > 0:
+        left -= 1
         link = pop_kicked(io)
         if link == NULL:
             return
@@ -447,14 +449,14 @@ cdef int wait_events(IoThread* io, epoll_event* events, int64_t spin_until) noex
     """Poll with sched_yield until spin_until, then sleep until something happens."""
     cdef int timeout = -1
     cdef int count = epoll_wait(io.epoll_fd, events, MAX_EVENTS, 0)
-    while count == 0 and io.kicked == NULL and now_ns() < spin_until:
+    while count == 0 and not fps_load32(&io.n_kicked) and now_ns() < spin_until:
         sched_yield()
         count = epoll_wait(io.epoll_fd, events, MAX_EVENTS, 0)
-    if count != 0 or io.kicked != NULL:
+    if count != 0 or fps_load32(&io.n_kicked):
         return count
     fps_store32(&io.is_asleep, 1)
     fps_fence()
-    if fps_load32(&io.is_stopping) or io.kicked != NULL:
+    if fps_load32(&io.is_stopping) or fps_load32(&io.n_kicked):
         timeout = 0
     elif fps_load32(&io.has_starved):
         timeout = STARVED_MS
@@ -599,7 +601,16 @@ cdef class BaseTransport(Transport):
             if status != OK:
                 return i
             self.threads[i].thread = NULL
+        for i in range(self.n_threads):
+            self.close_descriptors(&self.threads[i])
         return -1
+
+    cdef void close_descriptors(self, IoThread* io) noexcept:
+        if io.epoll_fd >= 0:
+            close(io.epoll_fd)
+        if io.wake_fd >= 0:
+            close(io.wake_fd)
+        io.epoll_fd = io.wake_fd = -1
 
     def close(self, *, double timeout_s=10.0):
         """Stop the I/O threads, end every link that is left and free all. Idempotent.
@@ -622,9 +633,5 @@ cdef class BaseTransport(Transport):
             return
         self.join_threads(deadline_of(10.0))
         for i in range(self.n_threads):
-            if self.threads[i].epoll_fd >= 0:
-                close(self.threads[i].epoll_fd)
-            if self.threads[i].wake_fd >= 0:
-                close(self.threads[i].wake_fd)
             pthread_mutex_destroy(&self.threads[i].lock)
         free(self.threads)

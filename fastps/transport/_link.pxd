@@ -88,9 +88,10 @@ cdef struct Link:
     # Asynchronous, idempotent. E_SHUTDOWN: what is queued still leaves, then BYE. Any other
     # status: at once.
     void (*close)(Link* link, int status) noexcept nogil
-    # Where LINK_CAN_PROMISE, else NULL. Take back what `standing` promised for a key: before anything
-    # is queued that may bring the next of its frames, or with an answer, when frames may be under
-    # way; they may land where it was promised until the answer or the end of the link. Any thread.
+    # Where LINK_CAN_PROMISE, else NULL. Take back what `standing` promised for a key: before
+    # anything is queued that may bring the next of its frames, or with an answer, when frames may
+    # be under way; they may land where it was promised until the answer or the end of the link.
+    # Any thread.
     void (*withdraw)(Link* link, uint64_t key, bint wants_answer) noexcept nogil
     uint32_t capabilities   # set of Capability; known when the owner gets the link
     uint32_t peer           # rank of a worker or index of a server

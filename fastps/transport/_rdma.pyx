@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """RDMA links: reliable queue pairs driven by I/O threads that never take the GIL themselves.
 
-Theory of operation. A link is a queue pair and the authenticated TCP connection over which its
-two ends told each other how to reach it. A message goes each way before the owner gets the link,
-so that a fabric that carries nothing is found out while TCP can still take its place. The
-connection stays open and carries nothing more: its end is the news that the peer has gone, at
-once and without a time-out of the device. Frames of at
-most EAGER_BYTES travel as messages into buffers that the receiver has posted. A larger frame is
-announced by a message with its header; the receiver's owner says where it lands, the receiver
-grants that place, and the sender writes the payload there, with an immediate number that tells
-the receiver that it is complete. Where the owner promises that later rounds of the same frame
-will land at known places (`standing`), the grant holds for them too: then a frame is one work
-request, and the immediate number names the grant, the round and the flags of its header. An
-owner takes a promise back with `withdraw`, before it sends what may bring the next such frame; or
-it has the peer answer, behind the last write that used the promise.
+Theory of operation. Threads, queues, credit and ends are the base's (_base.pyx), and so is what
+becomes of a frame that its owner puts off. A link is a queue pair and the authenticated TCP
+connection over which its two ends told each other how to reach it. A message goes each way before
+the owner gets the link, so that a fabric that carries nothing is found out while TCP can still
+take its place. The connection stays open and carries nothing more: its end is the news that the
+peer has gone, at once and without a time-out of the device. Frames of at most EAGER_BYTES travel
+as messages into buffers that the receiver has posted. A larger frame is announced by a message
+with its header; the receiver's owner says where it lands, the receiver grants that place, and the
+sender writes the payload there, with an immediate number that tells the receiver that it is
+complete. Where the owner promises that later rounds of the same frame will land at known places
+(`standing`), the grant holds for them too: then a frame is one work request, and the immediate
+number names the grant, the round and the flags of its header. An owner takes a promise back with
+`withdraw`, before it sends what may bring the next such frame; or it has the peer answer, behind
+the last write that used the promise.
 
 The receiver is always ready. Each message and each immediate number uses up one posted buffer;
 the sender counts them, and the receiver returns them with its own messages or, when it has
@@ -33,14 +34,13 @@ frame: there the window is closed, which does not wait for the queue pair, and f
 must be complete before the grant is told. On devices without windows a grant tells the region's
 key.
 
-Invariants. Only a link's I/O thread touches its queue pair, pops its queue, calls landing,
-deliver and closed. At most one announced frame per direction waits for its bytes. What arrives is
-taken in order, and waits while its owner is not ready for it; only grants and credit pass what
-waits, since the owner may be waiting for what they let us send. A frame is
-sent when all frames before it have been posted, so frames arrive in order. Before `closed` the
-queue pair is halted, its windows are closed and it is destroyed, in this order: nothing lands any
-more. While keys wait for room to be made void, nothing else is posted. Lock order: io.lock, then
-pins.lock.
+Invariants. Only a link's I/O thread touches its queue pair and pops its queue. At most one
+announced frame per direction waits for its bytes. What arrives is taken in order, and waits while
+its owner is not ready for it; only grants and credit pass what waits, since the owner may be
+waiting for what they let us send. A frame is sent when all frames before it have been posted, so
+frames arrive in order. Before `closed` the queue pair is halted, its windows are closed and it is
+destroyed, in this order: nothing lands any more. While keys wait for room to be made void, nothing
+else is posted. Lock order: io.lock, then pins.lock.
 """
 
 cimport cython
@@ -48,30 +48,28 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport EAGAIN, EINTR, EIO, ENOMEM, ETIMEDOUT, errno
-from libc.stdint cimport (
-    INT64_MIN, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t,
-)
-from libc.stdlib cimport calloc, free, realloc
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdio cimport snprintf
+from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memset, strerror
 
-from fastps._atomic cimport (
-    fps_add32, fps_cas32, fps_fence, fps_load32, fps_store32, fps_swap32,
-)
+from fastps._atomic cimport fps_cas32, fps_load32, fps_store32
 from fastps._core cimport (
     E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_SYS, E_TIMEOUT,
-    PROBE_LINK_RECV, PROBE_LINK_SEND, OK, Queue, QueueStats, Thread, crc32c, deadline_of,
-    probe_hit, now_ns, queue_close, queue_create, queue_credit_return, queue_free, queue_lend,
-    queue_pop_nowait, queue_push, queue_stats, thread_create, thread_join,
+    PROBE_LINK_RECV, PROBE_LINK_SEND, OK, crc32c, deadline_of, now_ns, probe_hit,
 )
 from fastps._posix cimport (
-    EFD_CLOEXEC, EFD_NONBLOCK, EPOLLIN, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLL_CTL_DEL, MSG_DONTWAIT,
-    MSG_NOSIGNAL, SHUT_WR, close, epoll_create1, epoll_ctl, epoll_event, epoll_wait, eventfd,
-    getpid, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
-    pthread_mutex_unlock, read, recv, sched_yield, send, shutdown, write,
+    EPOLLIN, EPOLL_CTL_ADD, EPOLL_CTL_DEL, MSG_DONTWAIT, MSG_NOSIGNAL, SHUT_WR, close, getpid,
+    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
+    pthread_mutex_unlock, recv, send, shutdown,
+)
+from fastps.transport._base cimport (
+    BaseLink, BaseTransport, IoThread, LinkOps, ask_landing, attach_link, begin_close, deliver,
+    end_status, enqueue, free_link, give_back, init_link, kick_io, list_kicked, list_link,
+    name_link, next_item, settle, wake_io, watch, write_header,
 )
 from fastps.transport._link cimport (
-    LINK_CAN_PROMISE, Link, LinkOwner, LinkStats, SendItem, Transport, header_check, header_seal,
+    LINK_CAN_PROMISE, Link, LinkOwner, Owner, SendItem, header_check, header_seal,
 )
 from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
 
@@ -80,7 +78,7 @@ import os
 import threading
 from collections import OrderedDict
 
-from fastps.errors import TransportError, TransportTimeout
+from fastps.errors import TransportError
 
 log = logging.getLogger(__name__)
 
@@ -105,23 +103,16 @@ cdef enum:
     REUSE_AFTER = 256           # withdrawn grants before the number of one is used again
     MAX_GRANTS = 1 << 20        # what fits into an immediate number
     BORROW_BYTES = 4 << 20      # what a starved link sends beyond its credit
-    STARVED_MS = 2              # the shortest time out of credit before a link borrows
-    STARVED_NS = STARVED_MS * 1000000
-    MAX_STARVED_MS = 200        # and the longest, on a slow link
-    MAX_HALVINGS = 7            # 200 ms to below 2 ms
-    PATIENCE = 2                # times what the link needs to move what is in flight
     PACE_SHARE = 8              # weight of the past in the time that a byte takes
-    TIMER_MS = 20               # how often deadlines are looked at, when there are any
     GRACE_NS = 100000000        # from the end of the connection to the last completion
-    MAX_EVENTS = 64
     IDLE_SHARE = 16             # a part of the bytes held may be arrays that nobody else has
     IDLE_HOLDS = 64             # how many others are used before such an array is let go, and more
     TEXT_BYTES = 256
     PAGE = 4096
     READY = 0x52                # "R": the queue pair of the sender of this byte can receive
     STATUS_FLUSHED = 5          # a request that was cut short by the failure of another
-
-cdef int64_t WAITING_NS = 30000000000   # how long an arrival may wait for its owner
+    EVENT_COMPLETION = 1        # added to the address of a link, which is even
+    EVENT_TROUBLE = 2
 
 cdef enum Stage:
     STAGE_GREETING = 0          # our greeting was sent; the peer's is awaited
@@ -264,116 +255,107 @@ cdef struct RdmaCounts:
     uint64_t binds              # of windows
     uint64_t bytes_copied       # of payloads, by us: small frames, twice
 
-cdef struct IoThread
+cdef struct Setup:              # how the two ends find each other
+    bint greets_first
+    bint is_heard               # the peer's hello came
+    bint is_proven              # and ours arrived there
+    PyObject* opening           # a reference
+    Greeting mine
+    Greeting peer
+    uint32_t greeted            # bytes of the peer's greeting
 
-cdef struct RdmaLink:
-    Link base                   # first: a Link* is an RdmaLink*
-    int fd                      # the connection
-    int completion_fd
-    void* port
-    IoThread* io
-    Pins* pins
-    Verbs* verbs
-    Queue* queue
-    uint64_t credit_bytes       # 0: no limit; set once
-    RdmaLink* next              # io's list of links, then of those to be freed; io.lock
-    RdmaLink* next_kicked       # io's list of kicked links; io.lock
-    int32_t is_kicked           # atomic
-    int32_t close_status        # atomic; first call of close() wins
-    int32_t is_leaving          # atomic; BYE queued
-    pthread_mutex_t withdraw_lock
-    Withdrawal* withdrawn       # withdraw_lock
+cdef struct Works:              # requests on their way
+    Work entries[SENDS]
+    uint32_t first
+    uint32_t end
+
+cdef struct Frames:             # taken off the queue
+    Frame entries[FRAMES]
+    uint32_t first              # oldest that is not sent
+    uint32_t next               # to be posted next
+    uint32_t end
+    uint64_t committed          # bytes
+    double ns_per_byte          # of late, from a frame's turn to its end; 0: not known
+
+cdef struct Kept:               # what arrived and its owner is not ready for, in order
+    Done entries[RECEIVES]
+    uint32_t first
+    uint32_t end
+
+cdef struct Grants:             # that stand
+    Taken* taken[BUCKETS]
+    Given* given[BUCKETS]
+    Given** all                 # that we gave, by index
+    uint32_t count
+    Given* spare_first          # withdrawn, oldest first
+    Given* spare_last
+    uint32_t spares
+
+cdef struct Landing:            # the announced frame
+    bint is_open                # it waits for its bytes
+    bint has_grant              # and this is still to be told
+    GrantNote grant
+    Given* offered              # what stands of it; NULL: nothing
+    Header header
+    char* place
+    Region* region              # until the window has it
+    Window* window
+
+cdef struct Windows:
+    Window* all
+    Window* spare
+    Window* revoked             # to be made void
+    uint32_t n_revoked          # these, and those whose end is posted
+
+cdef struct Promises:           # what is taken back
+    pthread_mutex_t lock
+    Withdrawal* withdrawn       # lock
     uint32_t withdrawn_count
     uint32_t withdrawn_room
     int32_t has_withdrawn       # atomic
     uint64_t* answers           # keys of withdrawals that the peer wants answered; I/O thread
     uint32_t answer_count
     uint32_t answer_room
-    int32_t loans               # borrowed since the last credit came; atomic
-    int64_t starved_since       # out of credit with items waiting, 0: not
-    SendItem bye
-    # the rest: I/O thread only
-    bint greets_first
+
+cdef struct RdmaLink:           # I/O thread only, but for promises
+    BaseLink base               # first: a Link* is an RdmaLink*
+    int completion_fd
+    void* port
+    Pins* pins
+    Verbs* verbs
+    RdmaCounts* counts          # of the I/O thread
     bint is_polled
-    bint is_attached            # the owner knows the link
-    bint is_heard               # the peer's hello came
-    bint is_proven              # and ours arrived there
-    bint is_over
     bint is_broken
-    bint has_bye
     int stage
-    int64_t deadline            # of the greeting; later: when a lost connection ends the link
-    PyObject* opening           # while the link is set up; a reference
     char failure[TEXT_BYTES]    # what went wrong first, empty: nothing; pins.lock
-    Greeting mine
-    Greeting peer
-    uint32_t greeted            # bytes of the peer's greeting
     char* messages              # RECEIVES buffers, then SENDS
     Pinned messages_pinned
     uint32_t inline_bytes
     uint32_t room               # buffers that the peer has posted for us
     uint32_t owed               # buffers posted anew that the peer does not know of
-    Work works[SENDS]
-    uint32_t work_first
-    uint32_t work_end
-    Frame frames[FRAMES]
-    uint32_t frame_first        # oldest that is not sent
-    uint32_t frame_next         # to be posted next
-    uint32_t frame_end
-    uint64_t committed          # bytes of the frames
-    double ns_per_byte          # of late, from a frame's turn to its end; 0: not known
-    Taken* taken[BUCKETS]
-    Given* given[BUCKETS]
-    Given** grants              # by index
-    uint32_t n_grants
-    Given* spare_first          # withdrawn, oldest first
-    Given* spare_last
-    uint32_t spares
-    Done waiting[RECEIVES]      # what arrived and its owner is not ready for, in order
-    uint32_t waiting_first
-    uint32_t waiting_end
-    int64_t waiting_since       # 0: nothing waits
-    bint is_landing             # an announced frame waits for its bytes
-    bint has_grant              # and this is still to be told
-    GrantNote grant
-    Given* offered              # what stands of it; NULL: nothing
-    Header landing_header
-    char* landing_place
-    Region* landing_region      # until the window has it
-    Window* landing_window
-    Window* windows             # all
-    Window* spare_windows
-    Window* revoked             # to be made void
-    uint32_t n_revoked          # these, and those whose end is posted
-    RdmaCounts counts
+    Setup setup
+    Works works
+    Frames frames
+    Kept kept
+    Grants grants
+    Landing landing
+    Windows windows
+    Promises promises
 
-cdef struct IoThread:
-    int epoll_fd
-    int wake_fd
-    int32_t is_stopping         # atomic
-    int32_t is_asleep           # atomic
-    int32_t has_starved         # atomic
-    bint has_deadlines
-    int64_t spin_ns
-    pthread_mutex_t lock
-    RdmaLink* links
-    RdmaLink* kicked
-    RdmaLink* dead              # ended, freed when no event can name them; I/O thread
-    LinkStats ended             # sums over links that are no more; lock
-    RdmaCounts ended_counts
+cdef struct RdmaThread:         # what an I/O thread has beside its links
+    Pins* pins
     IoThread* threads           # all of the transport's, for trouble of the device
     int n_threads
-    Pins* pins
-    Verbs* verbs
-    void* device
-    Thread* thread
+    RdmaCounts counts
 
 
 include "_rdma_memory.pxi"
-include "_rdma_send.pxi"
+include "_rdma_work.pxi"
 include "_rdma_windows.pxi"
-include "_rdma_receive.pxi"
+include "_rdma_grants.pxi"
+include "_rdma_send.pxi"
 include "_rdma_opening.pxi"
+include "_rdma_receive.pxi"
 include "_rdma_thread.pxi"
 include "_rdma_face.pxi"
 include "_rdma_python.pxi"

@@ -8,32 +8,26 @@ cdef class VerbsDevice:
         self.trouble_descriptor = -1
 
 
-cdef RdmaLink* make_link(int fd, IoThread* io, uint64_t credit_bytes) noexcept nogil:
-    """A link without a queue pair; owns fd from here on, unless NULL."""
+cdef RdmaLink* make_link(IoThread* io, uint64_t credit_bytes) noexcept nogil:
+    """A link without a queue pair."""
     cdef RdmaLink* link = <RdmaLink*>calloc(1, sizeof(RdmaLink))
+    cdef RdmaThread* own = <RdmaThread*>io.own
     cdef void* messages = NULL
+    cdef int status
     if link == NULL:
         return NULL
-    link.queue = queue_create(credit_bytes, FRAMES)
-    if link.queue == NULL or posix_memalign(&messages, PAGE,
-                                            (RECEIVES + SENDS) * <size_t>MESSAGE_BYTES):
-        queue_free(link.queue)
-        free(link)
+    pthread_mutex_init(&link.promises.lock, NULL)
+    link.pins = own.pins
+    link.verbs = own.pins.verbs
+    link.counts = &own.counts
+    status = init_link(&link.base, &OPS, io, credit_bytes, FRAMES)
+    if status != OK or posix_memalign(&messages, PAGE,
+                                      (RECEIVES + SENDS) * <size_t>MESSAGE_BYTES):
+        free_link(&link.base)
         return NULL
-    pthread_mutex_init(&link.withdraw_lock, NULL)
     link.messages = <char*>messages
-    link.credit_bytes = credit_bytes
-    link.fd = fd
-    link.io = io
-    link.pins = io.pins
-    link.verbs = io.verbs
-    link.is_kicked = 1          # adopt() lists it, when it is whole
-    link.base.send = rdma_send
-    link.base.kick = rdma_kick
-    link.base.credit = rdma_credit
-    link.base.close = rdma_close
-    link.base.withdraw = rdma_withdraw
-    link.base.capabilities = LINK_CAN_PROMISE
+    link.base.link.withdraw = rdma_withdraw
+    link.base.link.capabilities = LINK_CAN_PROMISE
     return link
 
 
@@ -59,11 +53,11 @@ cdef int open_link(RdmaLink* link, const char** what) noexcept nogil:
         error = post_buffer(link, i)
         if error:
             return error
-    link.verbs.describe(link.port, &link.mine)
-    link.mine.first_packet = <uint32_t>(now_ns() >> 8) & 0xFFFFFF
-    link.mine.receives = RECEIVES
-    link.mine.message_bytes = MESSAGE_BYTES
-    seal_greeting(&link.mine)
+    link.verbs.describe(link.port, &link.setup.mine)
+    link.setup.mine.first_packet = <uint32_t>(now_ns() >> 8) & 0xFFFFFF
+    link.setup.mine.receives = RECEIVES
+    link.setup.mine.message_bytes = MESSAGE_BYTES
+    seal_greeting(&link.setup.mine)
     return OK
 
 
@@ -130,7 +124,7 @@ cdef class RdmaRegion:
 
 @cython.no_gc_clear             # the I/O threads use the owners until they are joined
 @cython.final
-cdef class RdmaTransport(Transport):
+cdef class RdmaTransport(BaseTransport):
     """I/O threads, their links, and the memory that the device may use.
 
     device: open, owned by nobody else while links are open. io_threads: how many threads share
@@ -142,10 +136,7 @@ cdef class RdmaTransport(Transport):
     cdef VerbsDevice device
     cdef Memory memory
     cdef Pins* pins             # the memory's
-    cdef IoThread* threads
-    cdef int n_threads
-    cdef int next_thread
-    cdef bint is_closed
+    cdef RdmaThread* own        # by I/O thread
     cdef int64_t greeting_ns
     cdef uint64_t held_limit
     cdef uint64_t held_bytes
@@ -153,45 +144,30 @@ cdef class RdmaTransport(Transport):
     cdef object held            # (address, nbytes) -> RdmaRegion, least recently used first
     cdef object holding         # a lock: unpinning lets other threads run
     cdef bint has_warned        # that arrays do not fit
-    cdef set owners             # kept alive until no callback can come any more
 
     def __cinit__(self, VerbsDevice device not None, *, int io_threads=1, int64_t spin_us=0,
                   uint64_t pinned_bytes=1 << 32, double greeting_timeout_s=10.0):
-        cdef IoThread* io
         cdef int i
         self.device = device
         self.memory = Memory(device)
         self.pins = &self.memory.pins
-        self.owners = set()
         self.held = OrderedDict()
         self.holding = threading.Lock()
         self.clock = 1          # a new region has not been used
         self.held_limit = pinned_bytes
         self.greeting_ns = <int64_t>(greeting_timeout_s * 1e9)
-        self.threads = <IoThread*>calloc(io_threads, sizeof(IoThread))
-        if self.threads == NULL:
+        self.own = <RdmaThread*>calloc(io_threads, sizeof(RdmaThread))
+        if self.own == NULL:
             raise MemoryError("no memory for I/O threads")
+        self.make_threads(io_threads, spin_us, &OPS)
         for i in range(io_threads):
-            io = &self.threads[i]
-            io.epoll_fd = epoll_create1(EPOLL_CLOEXEC)
-            io.wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)
-            io.spin_ns = spin_us * 1000
-            io.pins = self.pins
-            io.verbs = &device.verbs
-            io.device = device.device
-            io.threads = self.threads
-            io.n_threads = io_threads
-            pthread_mutex_init(&io.lock, NULL)
-            self.n_threads = i + 1
-            if io.epoll_fd < 0 or io.wake_fd < 0 or watch(io, io.wake_fd, EVENT_WAKE):
-                raise TransportError(f"cannot make an I/O thread's descriptors: errno {errno}")
+            self.own[i].pins = self.pins
+            self.own[i].threads = self.threads
+            self.own[i].n_threads = io_threads
+            self.threads[i].own = &self.own[i]
         if device.trouble_descriptor >= 0:
-            watch(&self.threads[0], device.trouble_descriptor, EVENT_TROUBLE)
-        for i in range(io_threads):
-            io = &self.threads[i]
-            io.thread = thread_create("rdma", i, io_main, io, NULL, 0, -1)
-            if io.thread == NULL:
-                raise TransportError("cannot start an I/O thread; check `ulimit -u`")
+            watch(self.threads, EPOLL_CTL_ADD, device.trouble_descriptor, EPOLLIN, EVENT_TROUBLE)
+        self.start_threads()
 
     def adopt(self, int fd, LinkOwner owner, *, uint32_t peer, uint32_t lane=0,
               uint64_t credit_bytes=0, bint greets_first=True):
@@ -206,7 +182,7 @@ cdef class RdmaTransport(Transport):
         who accepted the connection and may have something to say on it before. Raises
         TransportError when the device refuses.
         """
-        cdef IoThread* io = &self.threads[self.next_thread]
+        cdef IoThread* io
         cdef RdmaLink* link
         cdef Opening opening
         cdef const char* what = NULL
@@ -214,17 +190,16 @@ cdef class RdmaTransport(Transport):
         if self.is_closed:
             close(fd)
             raise TransportError("the transport is closed")
-        self.next_thread = (self.next_thread + 1) % self.n_threads
-        link = make_link(fd, io, credit_bytes)
+        io = self.next_io()
+        link = make_link(io, credit_bytes)
         if link == NULL:
             close(fd)
             raise MemoryError("no memory for a link")
-        link.base.peer = peer
-        link.base.lane = lane
-        link.base.owner = owner.c_owner
+        link.base.fd = fd
+        name_link(&link.base, owner, peer, lane)
         link.inline_bytes = self.device.inline_bytes
-        link.greets_first = greets_first
-        link.deadline = now_ns() + self.greeting_ns
+        link.setup.greets_first = greets_first
+        link.base.deadline = now_ns() + self.greeting_ns
         with nogil:
             error = open_link(link, &what)
         try:
@@ -233,17 +208,14 @@ cdef class RdmaTransport(Transport):
             opening = Opening(owner)
         except BaseException:
             with nogil:
-                free_link(link)
+                free_link(&link.base)
             raise
         opening.link = link
         Py_INCREF(opening)
-        link.opening = <PyObject*>opening
-        self.owners.add(owner)
+        link.setup.opening = <PyObject*>opening
+        self.kept.add(owner)
         pthread_mutex_lock(&io.lock)
-        link.next = io.links
-        io.links = link
-        link.next_kicked = io.kicked
-        io.kicked = link
+        list_link(&link.base)
         pthread_mutex_unlock(&io.lock)
         wake_io(io)
         return opening
@@ -400,88 +372,24 @@ cdef class RdmaTransport(Transport):
 
     def statistics(self):
         """Sum the counters of all links so far, as a dict; `links` counts those still open."""
-        cdef LinkStats total
-        cdef RdmaCounts counts
-        cdef RdmaLink* link
-        cdef int i, links = 0
-        memset(&total, 0, sizeof(total))
-        memset(&counts, 0, sizeof(counts))
-        for i in range(self.n_threads):
-            pthread_mutex_lock(&self.threads[i].lock)
-            add_stats(&total, &self.threads[i].ended)
-            add_counts(&counts, &self.threads[i].ended_counts)
-            link = self.threads[i].links
-            while link != NULL:
-                links += 1
-                add_stats(&total, &link.base.stats)
-                add_counts(&counts, &link.counts)
-                link = link.next
-            pthread_mutex_unlock(&self.threads[i].lock)
-        result = dict(total) | dict(counts)
-        result["links"] = links
+        result = BaseTransport.statistics(self)
+        counts = [dict(self.own[i].counts) for i in range(self.n_threads)]
+        result |= {name: sum(of[name] for of in counts) for name in counts[0]}
         result["windows"] = self.pins.windows
         result["bytes_pinned"] = self.pins.pinned_bytes
         result["pinnings"] = self.pins.pinnings
         result["pinnings_for_one_frame"] = self.pins.temporary
         return result
 
-    def leave(self):
-        """Say BYE on every link; each ends when the peer has closed its end. Does not wait."""
-        self.close_links(E_SHUTDOWN)
-
-    def abort(self):
-        """End every link now; owners are told E_PEER_LOST. Does not wait."""
-        self.close_links(E_PEER_LOST)
-
-    cdef void close_links(self, int status):
-        cdef RdmaLink* link
-        cdef int i
-        for i in range(self.n_threads):
-            pthread_mutex_lock(&self.threads[i].lock)
-            link = self.threads[i].links
-            while link != NULL:
-                begin_close(link, status)
-                list_kicked(link)
-                link = link.next
-            pthread_mutex_unlock(&self.threads[i].lock)
-            wake_io(&self.threads[i])
-
-    def abandon(self):
-        """Close the connections in a forked child, where the I/O threads do not exist."""
-        cdef RdmaLink* link
-        cdef int i
-        self.is_closed = True
-        for i in range(self.n_threads):
-            self.threads[i].thread = NULL
-            link = self.threads[i].links
-            while link != NULL:
-                close(link.fd)
-                link = link.next
-
     def close(self, *, double timeout_s=10.0):
         """Stop the I/O threads, end every link that is left, unpin what is held. Idempotent.
 
         Raises TransportTimeout when a thread does not end within timeout_s seconds.
         """
-        cdef int64_t deadline = deadline_of(timeout_s)
         cdef RdmaRegion region
-        cdef int i, status = OK
         if self.is_closed:
             return
-        self.is_closed = True
-        for i in range(self.n_threads):
-            fps_store32(&self.threads[i].is_stopping, 1)
-            wake_io(&self.threads[i])
-        for i in range(self.n_threads):
-            if self.threads[i].thread == NULL:
-                continue
-            with nogil:
-                status = thread_join(self.threads[i].thread, deadline)
-            if status != OK:
-                raise TransportTimeout(
-                    f"I/O thread {i} did not end within {timeout_s:g} s; this is a bug")
-            self.threads[i].thread = NULL
-        self.owners.clear()
+        BaseTransport.close(self, timeout_s=timeout_s)
         with self.holding:
             for region in self.held.values():
                 region.close()
@@ -489,18 +397,5 @@ cdef class RdmaTransport(Transport):
             self.held_bytes = 0
 
     def __dealloc__(self):
-        cdef int i
-        if self.threads == NULL:
-            return
-        for i in range(self.n_threads):
-            if self.threads[i].thread != NULL:
-                fps_store32(&self.threads[i].is_stopping, 1)
-                wake_io(&self.threads[i])
-                with nogil:
-                    thread_join(self.threads[i].thread, deadline_of(10.0))
-            if self.threads[i].epoll_fd >= 0:
-                close(self.threads[i].epoll_fd)
-            if self.threads[i].wake_fd >= 0:
-                close(self.threads[i].wake_fd)
-            pthread_mutex_destroy(&self.threads[i].lock)
-        free(self.threads)
+        self.join_threads(deadline_of(10.0))    # they use the memory and the device
+        free(self.own)

@@ -9,7 +9,7 @@ cdef void note_failure(RdmaLink* link, const char* what, const char* why,
     pthread_mutex_lock(&link.pins.lock)
     if link.failure[0] == 0:
         snprintf(link.failure, TEXT_BYTES, b"%s on the link to peer %u: %s%s", what,
-                 link.base.peer, why, cure)
+                 link.base.link.peer, why, cure)
         if link.stage == STAGE_OPEN:
             list_failure(link)
     pthread_mutex_unlock(&link.pins.lock)
@@ -20,7 +20,7 @@ cdef void list_failure(RdmaLink* link) noexcept nogil:
     cdef Failure* failure = <Failure*>calloc(1, sizeof(Failure))
     if failure == NULL:
         return
-    failure.peer = link.base.peer
+    failure.peer = link.base.link.peer
     memcpy(failure.text, link.failure, TEXT_BYTES)
     failure.next = link.pins.failures
     link.pins.failures = failure

@@ -23,8 +23,8 @@ cdef class Opening:
         """
         if not self.settled.wait(timeout_s):
             if self.link != NULL:       # under the GIL, as what gives it to the owner
-                begin_close(self.link, E_LINK_TIMEOUT)
-                kick_io(self.link)
+                begin_close(&self.link.base, E_LINK_TIMEOUT)
+                kick_io(&self.link.base)
                 raise TransportError(f"the link was not set up within {timeout_s:g} s")
         if self.error is not None:
             raise self.error
@@ -38,27 +38,10 @@ cdef class Opening:
 
 cdef object take_opening(RdmaLink* link):
     """The opening of a link; it is settled after this."""
-    opening = <Opening>link.opening
-    link.opening = NULL
+    opening = <Opening>link.setup.opening
+    link.setup.opening = NULL
     Py_DECREF(opening)
     return opening
-
-
-cdef int succeed(RdmaLink* link) noexcept with gil:
-    """Give a link that works to its owner."""
-    cdef Opening opening = take_opening(link)
-    cdef int status = OK
-    try:
-        if fps_load32(&link.close_status) != OK:
-            raise TransportError("the link was given up before it was set up")
-        opening.owner.c_attach(&link.base)
-        link.is_attached = True
-        opening.settle(None)
-    except BaseException as error:
-        log.warning("link to peer %d: %s", link.base.peer, error)
-        opening.settle(error)
-        status = E_PROTOCOL
-    return status
 
 
 cdef void fail(RdmaLink* link) noexcept with gil:
@@ -70,12 +53,27 @@ cdef void fail(RdmaLink* link) noexcept with gil:
     pthread_mutex_unlock(&link.pins.lock)
     failure = why.decode(errors="replace")
     if not failure:
-        failure = f"the connection to peer {link.base.peer} ended while its link was set up"
+        failure = f"the connection to peer {link.base.link.peer} ended while its link was set up"
     log.info("%s", failure)
     opening.settle(TransportError(failure))
 
 
 # ---------------------------------------------------------------- greeting
+
+cdef int why_ended(RdmaLink* link, ssize_t count) noexcept nogil:
+    """Why reading ended; OK: it did not."""
+    cdef const char* why
+    cdef int status, error = errno
+    if count < 0 and error in (EAGAIN, EINTR):
+        return OK
+    status = end_status(&link.base, error if count < 0 else 0)
+    if count < 0 and status in (E_LINK_TIMEOUT, E_PEER_LOST):
+        why = strerror(error)
+        if error == ETIMEDOUT:
+            why = b"its machine does not answer"
+        note_failure(link, b"the connection ended", why, b"; is it up, and its network?")
+    return E_PEER_LOST if status == E_LINK_TIMEOUT else status
+
 
 cdef void seal_greeting(Greeting* greeting) noexcept nogil:
     greeting.magic = GREETING_MAGIC
@@ -92,43 +90,24 @@ cdef bint is_greeting(const Greeting* greeting) noexcept nogil:
 
 cdef int say(RdmaLink* link, const void* data, size_t nbytes) noexcept nogil:
     """Write some bytes that fit into the empty buffer of a connection."""
-    if send(link.fd, data, nbytes, MSG_NOSIGNAL | MSG_DONTWAIT) == <ssize_t>nbytes:
+    if send(link.base.fd, data, nbytes, MSG_NOSIGNAL | MSG_DONTWAIT) == <ssize_t>nbytes:
         return OK
     return E_PEER_LOST
 
 
 cdef int begin_poll(RdmaLink* link) noexcept nogil:
     """Greet the peer: only now, when the I/O thread knows the link."""
+    cdef uint64_t what = <uint64_t><uintptr_t>link
     link.is_polled = True
-    link.io.has_deadlines = True
-    if (watch(link.io, link.fd, <uint64_t><uintptr_t>link)
-            or watch(link.io, link.completion_fd, <uint64_t><uintptr_t>link + EVENT_COMPLETION)
+    link.base.io.has_deadlines = True
+    if (watch(link.base.io, EPOLL_CTL_ADD, link.base.fd, EPOLLIN, what)
+            or watch(link.base.io, EPOLL_CTL_ADD, link.completion_fd, EPOLLIN,
+                     what + EVENT_COMPLETION)
             or link.verbs.arm(link.port)):
         note_failure(link, b"cannot watch the link", strerror(errno), b"; raise `ulimit -n`")
         return E_SYS
-    return say(link, &link.mine, sizeof(Greeting)) if link.greets_first else OK
+    return say(link, &link.setup.mine, sizeof(Greeting)) if link.setup.greets_first else OK
 
-
-cdef int meet(RdmaLink* link) noexcept nogil:
-    """The peer's greeting is whole: it says how to reach it."""
-    cdef Route route
-    cdef Greeting* peer = &link.peer
-    if not is_greeting(peer):
-        note_failure(link, b"no RDMA", b"its greeting is not ours",
-                     b"; use the same version and FASTPS_TRANSPORT everywhere")
-        return E_PROTOCOL
-    if not link.greets_first and say(link, &link.mine, sizeof(Greeting)) != OK:
-        return E_PEER_LOST
-    route.mtu = min(link.mine.mtu, peer.mtu)
-    route.lid = peer.lid
-    route.queue_pair = peer.queue_pair
-    route.receive_from = peer.first_packet
-    route.send_from = link.mine.first_packet
-    memcpy(route.gid, peer.gid, GID_BYTES)
-    return join_pair(link, &route)
-
-
-# ---------------------------------------------------------------- proof
 
 cdef int join_pair(RdmaLink* link, const Route* route) noexcept nogil:
     """Join our queue pair to the peer's, and say that we are ready."""
@@ -138,28 +117,55 @@ cdef int join_pair(RdmaLink* link, const Route* route) noexcept nogil:
         note_failure(link, b"cannot connect the queue pair", strerror(error),
                      b"; are both devices in one network? see ibv_devinfo")
         return E_SYS
-    link.room = link.peer.receives
+    link.room = link.setup.peer.receives
     link.stage = STAGE_READY
     return say(link, &ready, 1)
 
 
-cdef int read_greeting(RdmaLink* link) noexcept nogil:
-    """Read what the peer says before it uses RDMA; negative: the link has ended."""
-    cdef char ready = 0
-    cdef ssize_t count
-    if link.stage == STAGE_GREETING:
-        count = recv(link.fd, <char*>&link.peer + link.greeted, sizeof(Greeting) - link.greeted,
-                     MSG_DONTWAIT)
-        if count <= 0:
-            return end_status(link, count)
-        link.greeted += <uint32_t>count
-        return meet(link) if link.greeted == sizeof(Greeting) else OK
-    count = recv(link.fd, &ready, 1, MSG_DONTWAIT)
-    if count <= 0:
-        return end_status(link, count)
-    if ready != READY:
+cdef int meet(RdmaLink* link) noexcept nogil:
+    """The peer's greeting is whole: it says how to reach it."""
+    cdef Route route
+    cdef Greeting* peer = &link.setup.peer
+    if not is_greeting(peer):
+        note_failure(link, b"no RDMA", b"its greeting is not ours",
+                     b"; use the same version and FASTPS_TRANSPORT everywhere")
         return E_PROTOCOL
-    return begin_proof(link)
+    if not link.setup.greets_first and say(link, &link.setup.mine, sizeof(Greeting)) != OK:
+        return E_PEER_LOST
+    route.mtu = min(link.setup.mine.mtu, peer.mtu)
+    route.lid = peer.lid
+    route.queue_pair = peer.queue_pair
+    route.receive_from = peer.first_packet
+    route.send_from = link.setup.mine.first_packet
+    memcpy(route.gid, peer.gid, GID_BYTES)
+    return join_pair(link, &route)
+
+
+# ---------------------------------------------------------------- proof
+
+cdef int succeed(RdmaLink* link) noexcept with gil:
+    """Give a link that works to its owner."""
+    cdef Opening opening = take_opening(link)
+    cdef int status = OK
+    try:
+        if fps_load32(&link.base.close_status) != OK:
+            raise TransportError("the link was given up before it was set up")
+        attach_link(&link.base, opening.owner)
+        opening.settle(None)
+    except BaseException as error:
+        log.warning("link to peer %d: %s", link.base.link.peer, error)
+        opening.settle(error)
+        status = E_PROTOCOL
+    return status
+
+
+cdef int open_if_proven(RdmaLink* link) noexcept nogil:
+    """The link is open when a message went each way."""
+    if link.stage != STAGE_PROOF or not (link.setup.is_heard and link.setup.is_proven):
+        return OK
+    link.stage = STAGE_OPEN
+    link.base.deadline = 0
+    return succeed(link)
 
 
 cdef int begin_proof(RdmaLink* link) noexcept nogil:
@@ -172,23 +178,34 @@ cdef int begin_proof(RdmaLink* link) noexcept nogil:
 cdef int hear(RdmaLink* link, uint8_t note_kind) noexcept nogil:
     """A message came before we knew that the link works."""
     if note_kind == NOTE_HELLO:
-        if link.is_heard:
+        if link.setup.is_heard:
             return E_PROTOCOL
-        link.is_heard = True
-    elif link.is_heard and link.stage == STAGE_PROOF:
-        link.is_proven = True       # the peer has our hello, though we are not told yet
+        link.setup.is_heard = True
+    elif link.setup.is_heard and link.stage == STAGE_PROOF:
+        link.setup.is_proven = True       # the peer has our hello, though we are not told yet
     else:
         return E_PROTOCOL
     return open_if_proven(link)
 
 
-cdef int open_if_proven(RdmaLink* link) noexcept nogil:
-    """The link is open when a message went each way."""
-    if link.stage != STAGE_PROOF or not (link.is_heard and link.is_proven):
-        return OK
-    link.stage = STAGE_OPEN
-    link.deadline = 0
-    return succeed(link)
+cdef int read_greeting(RdmaLink* link) noexcept nogil:
+    """Read what the peer says before it uses RDMA; negative: the link has ended."""
+    cdef Setup* setup = &link.setup
+    cdef char ready = 0
+    cdef ssize_t count
+    if link.stage == STAGE_GREETING:
+        count = recv(link.base.fd, <char*>&setup.peer + setup.greeted,
+                     sizeof(Greeting) - setup.greeted, MSG_DONTWAIT)
+        if count <= 0:
+            return why_ended(link, count)
+        setup.greeted += <uint32_t>count
+        return meet(link) if setup.greeted == sizeof(Greeting) else OK
+    count = recv(link.base.fd, &ready, 1, MSG_DONTWAIT)
+    if count <= 0:
+        return why_ended(link, count)
+    if ready != READY:
+        return E_PROTOCOL
+    return begin_proof(link)
 
 
 cdef const char* why_late(RdmaLink* link) noexcept nogil:

@@ -3,10 +3,10 @@
 
 Theory of operation. Threads, queues, credit and ends are the base's (_base.pyx). Whoever queues an
 item may also write it (KICK_INLINE, KICK_FULL), guarded by the link's send lock; what the socket
-does not take is left to the I/O thread, which is woken by EPOLLOUT. Up to MAX_FRAMES headers and payloads leave in one gathered
-write, straight from the owner's memory. Arriving headers and small payloads are read many at a
-time into a staging area; the rest of a large payload is read straight to where it lands,
-together with the header behind it.
+does not take is left to the I/O thread, which is woken by EPOLLOUT. Up to MAX_FRAMES headers and
+payloads leave in one gathered write, straight from the owner's memory. Arriving headers and small
+payloads are read many at a time into a staging area; the rest of a large payload is read straight
+to where it lands, together with the header behind it.
 
 While a frame waits for its owner the link is deaf: its socket is not read, and the peer stops when
 that is full. Epoll then tells by edges, so that a peer that hangs up meanwhile wakes nobody twice.
@@ -32,8 +32,8 @@ from fastps._posix cimport (
 )
 from fastps.transport._base cimport (
     BaseLink, BaseTransport, IoThread, LinkOps, ask_landing, attach_link, deliver, end_status,
-    enqueue, free_link, frame_bytes, give_back, init_link, kick_io, list_link, name_link, next_item,
-    settle, wake_io, watch, write_header,
+    enqueue, free_link, frame_bytes, give_back, init_link, kick_io, list_link, name_link,
+    next_item, settle, wake_io, watch, write_header,
 )
 from fastps.transport._link cimport (
     KICK_FULL, KICK_INLINE, KICK_WAKE, Link, LinkOwner, SendItem, header_check,
