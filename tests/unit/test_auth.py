@@ -244,7 +244,7 @@ def test_a_port_serves_only_its_purposes():
         client.answer(server.refusal)
 
 
-@pytest.mark.parametrize("purpose", [0, 5, 255])
+@pytest.mark.parametrize("purpose", [0, 6, 255])
 def test_unknown_purpose(purpose):
     hello = bytearray(make_client().hello())
     hello[6] = purpose
@@ -331,6 +331,7 @@ def test_numbers_that_travel_do_not_move():
         "PULSE": 2,
         "DATA": 3,
         "MEMORY": 4,
+        "PEER": 5,
     }
     assert [status.value for status in Status] == [0, 1, 2, 3, 4]
     assert make_client(lane=0).hello()[12:16] == bytes(4)
