@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from fake_session import FakeCluster
 
@@ -33,3 +36,21 @@ def travel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.setattr(models, "TRAVEL", models.WAYS.get(request.param, {}))
     monkeypatch.setattr(FakeCluster, "can_share", request.param == "shared")
     return str(request.param)
+
+
+@pytest.fixture(params=["ddp", "optimizer"])
+def wrap(request: pytest.FixtureRequest, travel: str) -> Callable[..., tuple[Any, Any]]:
+    """Give the way to wrap a module; it gives what to call and what to step."""
+    torch = pytest.importorskip("torch")
+    fps = pytest.importorskip("fastps.torch")
+    ways = pytest.importorskip("torch_models").ALL_WAYS[travel]
+
+    def do(module: Any, **options: Any) -> tuple[Any, Any]:
+        options = {**ways, **options}
+        if request.param == "ddp":
+            model = fps.DistributedDataParallel(module, **options)
+            return model, torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        return module, fps.DistributedOptimizer(optimizer, module.named_parameters(), **options)
+
+    return do

@@ -21,6 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "copied": {"bucket_bytes": 200, "gradient_views": False},
     "views": {"bucket_bytes": 100, "gradient_views": True},
 }
+ALL_WAYS: dict[str, dict[str, Any]] = {**WAYS, "shared": {}}  # for each value of `travel`
 
 
 def make_model(seed: int = 0) -> nn.Module:

@@ -9,15 +9,17 @@ Otherwise gradients are copied in and out, and cast on the way if the slots have
 LooseGradient sends p.grad itself, or what a compression makes of it.
 
 Whatever the framework or its user did to p.grad before load() is sent, and nobody may change it
-between load() and store(): store() notices. Used by one thread at a time.
+between load() and store(): store() notices. A tensor may be given other memory and stay the same
+object (p.grad.data = x, module.bfloat16(), share_memory()), so addresses are compared as well.
+Used by one thread at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from operator import attrgetter, is_
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -45,6 +47,11 @@ ALIGNMENT = 64  # bytes, of each slot: what the processor loads at once
 Memory: TypeAlias = dict[int, str]  # address of a gradient in flight -> whose it is
 Spec: TypeAlias = tuple[str, tuple[int, ...], DType]
 
+# Once per gradient and step: map() takes half the time of a loop.
+_gradient_of = attrgetter("grad")
+_version_of = attrgetter("_version")
+_address_of = torch.Tensor.data_ptr
+
 
 class Bucket(Protocol):
     """What travels under one name."""
@@ -63,12 +70,21 @@ class Bucket(Protocol):
         """Make p.grad hold what is in `array` now; FastPSError where someone else wrote to it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Copied:
+class _Copied(NamedTuple):
     """A gradient that stays where it is: to be checked, and written to, by store()."""
 
     gradient: torch.Tensor
     version: int
+    address: int
+
+
+def _is_same(gradient: torch.Tensor | None, copied: _Copied) -> bool:
+    """Tell whether nobody has replaced a gradient, written to it, or given it other memory."""
+    return (
+        gradient is copied.gradient
+        and version_of(gradient) == copied.version
+        and gradient.data_ptr() == copied.address
+    )
 
 
 class FlatBucket:
@@ -91,8 +107,10 @@ class FlatBucket:
         self.array: Array
         self._parameters = parameters
         self._names = names
+        self._kind = parameters[0].dtype
         self._dtype = dtype
         self._slots: list[torch.Tensor] = []
+        self._addresses: list[int] = []  # of the slots, while they lie over the array
         self._versions: list[int] = []
         self._skipped: set[int] = set()  # frozen ones: zeros are sent, nothing is written
         self._copied: dict[int, _Copied] = {}
@@ -122,10 +140,13 @@ class FlatBucket:
         else:
             self.array = make_room(session, self.shape[0], self.code)
         self._slots = slots_of(self.array.reshape(-1), self._parameters, self._dtype)
+        self._addresses = list(map(_address_of, self._slots))
 
     def load(self, session: Session, memory: Memory) -> None:
         """Copy gradients that are not slots into theirs; make slots gradients where that goes."""
         self.make_room(session)
+        if list(map(_address_of, self._slots)) != self._addresses:
+            self._renew_slots()
         self._copied.clear()
         self._skipped.clear()
         found: list[tuple[int, torch.Tensor]] = []
@@ -146,7 +167,14 @@ class FlatBucket:
         if found:
             self._take(found, memory)
         torch.autograd.graph.increment_version(self._slots)  # results land in them unseen
-        self._versions = [slot._version for slot in self._slots]
+        self._versions = list(map(_version_of, self._slots))
+
+    def _renew_slots(self) -> None:
+        """Put new slots where one was given other memory; it is its user's gradient now."""
+        fresh = slots_of(self.array.reshape(-1), self._parameters, self._dtype)
+        for place, (slot, address) in enumerate(zip(self._slots, self._addresses, strict=True)):
+            if slot.data_ptr() != address:
+                self._slots[place] = fresh[place]
 
     def _take(self, found: Sequence[tuple[int, torch.Tensor]], memory: Memory) -> None:
         """Copy gradients into their slots, all in one call."""
@@ -161,32 +189,45 @@ class FlatBucket:
         """Make the slot the gradient; one that autograd follows, or of another kind, stays."""
         parameter = self._parameters[place]
         if self._can_be_view[place] and (gradient is None or not gradient.requires_grad):
-            parameter.grad = self._slots[place]
+            try:
+                parameter.grad = self._slots[place]
+            except RuntimeError:
+                _check_kind(self._names[place], self._kind, parameter)
+                raise
             return
+        _check_kind(self._names[place], self._kind, parameter)
         if gradient is None:
             gradient = parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        _check_alone(gradient, self._names[place], memory)
-        self._copied[place] = _Copied(gradient, version_of(gradient))
+        self._copied[place] = _note(gradient, self._names[place], memory)
 
     def store(self) -> None:
         """Check that gradients are as load() left them, and copy results to those not slots."""
-        for place, (parameter, slot) in enumerate(zip(self._parameters, self._slots, strict=True)):
-            gradient = parameter.grad
-            if gradient is slot:
-                is_same = slot._version == self._versions[place]
-            elif place in self._copied:
-                copied = self._copied[place]
-                is_same = gradient is copied.gradient and version_of(gradient) == copied.version
-            else:
-                is_same = place in self._skipped
-            if not is_same:
-                raise _changed(self._names[place])
+        if not (
+            all(map(is_, map(_gradient_of, self._parameters), self._slots))
+            and list(map(_version_of, self._slots)) == self._versions
+            and list(map(_address_of, self._slots)) == self._addresses
+        ):
+            self._check_each()
         if self._copied:
             with torch.no_grad():
                 torch._foreach_copy_(
                     [copied.gradient for copied in self._copied.values()],
                     [self._slots[place] for place in self._copied],
                 )
+
+    def _check_each(self) -> None:
+        """Raise FastPSError that names the first gradient which is not as load() left it."""
+        marks = zip(self._slots, self._versions, self._addresses, strict=True)
+        for place, (slot, version, address) in enumerate(marks):
+            gradient = self._parameters[place].grad
+            if gradient is slot:
+                is_same = slot._version == version and slot.data_ptr() == address
+            elif place in self._copied:
+                is_same = _is_same(gradient, self._copied[place])
+            else:
+                is_same = place in self._skipped
+            if not is_same:
+                raise _changed(self._names[place])
 
 
 class LooseGradient:
@@ -197,6 +238,7 @@ class LooseGradient:
         self.code: DType
         self.array: Array
         self._parameter = parameter
+        self._kind = parameter.dtype
         self._compression = compression
         self._loaded: tuple[_Copied, torch.Tensor, Any, bool]
 
@@ -212,26 +254,25 @@ class LooseGradient:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         gradient = parameter.grad
         check_tensor(gradient, self.name)
-        _check_alone(gradient, self.name, memory)
+        _check_kind(self.name, self._kind, parameter)
+        noted = _note(gradient, self.name, memory)
         plain = gradient.detach()
         compressed, context = self._compression.compress(plain)
         wire = sendable(compressed)
         is_in_place = wire is plain
         if is_in_place:
             mark_written(gradient)
-        copied = _Copied(gradient, version_of(gradient))
-        self._loaded = copied, wire, context, is_in_place
+        self._loaded = noted._replace(version=version_of(gradient)), wire, context, is_in_place
         self.array, self.code = view_of(wire), wire_dtype(wire.dtype, self.name)
 
     def store(self) -> None:
         """Write the result into the gradient, if nobody has touched it meanwhile."""
         copied, wire, context, is_in_place = self._loaded
-        gradient = self._parameter.grad
-        if gradient is not copied.gradient or version_of(gradient) != copied.version:
+        if not _is_same(self._parameter.grad, copied):
             raise _changed(self.name)
         if not is_in_place:
             with torch.no_grad():
-                gradient.copy_(self._compression.decompress(wire, context))
+                copied.gradient.copy_(self._compression.decompress(wire, context))
         del self._loaded, self.array  # what a compression made may go
 
 
@@ -266,15 +307,17 @@ def _counts_of(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[int]
     return [-(-tensor.numel() // unit) * unit for tensor in tensors]
 
 
-def _check_alone(gradient: torch.Tensor, name: str, memory: Memory) -> None:
-    """Refuse a gradient whose memory is in flight already, as another parameter's."""
-    other = memory.setdefault(gradient.data_ptr(), name)
+def _note(gradient: torch.Tensor, name: str, memory: Memory) -> _Copied:
+    """Note how a gradient is now; refuse one whose memory is in flight as another parameter's."""
+    address = gradient.data_ptr()
+    other = memory.setdefault(address, name)
     if other != name and gradient.numel():
         raise FastPSError(
             f"{other!r} and {name!r} are one piece of memory, as torch makes it when two "
             "parameters are reshaped and then added: add parameter.clone() instead of one of "
             "the two"
         )
+    return _Copied(gradient, version_of(gradient), address)
 
 
 def _changed(name: str) -> FastPSError:
@@ -284,3 +327,12 @@ def _changed(name: str) -> FastPSError:
         "before clipping, unscaling, zeroing or replacing gradients (with "
         "DistributedDataParallel, do so when backward() has returned)"
     )
+
+
+def _check_kind(name: str, kind: torch.dtype, parameter: torch.Tensor) -> None:
+    """Raise TypeError for a parameter that was converted to another dtype after wrapping."""
+    if parameter.dtype is not kind:
+        raise TypeError(
+            f"{name!r} was {kind} when it was wrapped and is {parameter.dtype}: convert the "
+            "module back, or wrap it anew, a DistributedOptimizer with another prefix"
+        )
