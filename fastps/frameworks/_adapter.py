@@ -210,6 +210,9 @@ class _Stage(enum.Enum):
     FINISHED = 2
 
 
+_IDLE = _Stage.IDLE  # looking it up takes longer than comparing it
+
+
 class Round(Generic[F]):
     """Count arrivals of gradients and remember what is in flight until the next step.
 
@@ -242,6 +245,11 @@ class Round(Generic[F]):
     def in_flight(self) -> bool:
         """Whether any gradient is being communicated, or is ready to be with its bucket."""
         return bool(self._flights or self._waiting)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether any gradient is being communicated."""
+        return bool(self._flights)
 
     @property
     def has_arrivals(self) -> bool:
@@ -292,7 +300,7 @@ class Round(Generic[F]):
         if self._is_closed:
             self.reopen()
         bucket = self._bucket_of[index]
-        if self._stages[bucket] is not _Stage.IDLE or index in self._waiting:
+        if self._stages[bucket] is not _IDLE or index in self._waiting:
             raise FastPSError(
                 f"gradient of {self._names[index]!r} was computed more than {self._passes} "
                 f"time(s) since the last step: {self._cure}"

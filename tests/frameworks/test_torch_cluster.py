@@ -405,3 +405,73 @@ def test_parallel_equals_torchs(tmp_path: Path) -> None:
     for reports in result.reports:
         assert reports[0] == ["equal to torch"]
         assert "Other.Gradient.weight" in reports[1][1]
+
+
+REPLACED = """
+    changes = {
+        "data": lambda m: setattr(m.weight.grad, "data", m.weight.grad.data.clamp(-9, 9)),
+        "set_": lambda m: m.weight.grad.set_(m.weight.grad.clone()),
+        "halves": lambda m: m.bfloat16().float(),
+        "share_memory": lambda m: m.share_memory(),
+        "channels_last": lambda m: m.to(memory_format=torch.channels_last),
+    }
+
+    def wrapped(kind, module, name, op=fps.Average):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        if kind == "ddp":
+            return fps.DistributedDataParallel(module, op=op), optimizer
+        return module, fps.DistributedOptimizer(optimizer, prefix=name)
+
+    for kind in ("ddp", "optimizer"):
+        for name, change in changes.items():
+            for width in (1, 20_000):  # in a bucket, and alone
+                module = nn.Conv2d(3, width, 1)
+                model, optimizer = wrapped(kind, module, f"{name}{width}")
+                for step in range(3):
+                    optimizer.zero_grad(set_to_none=step % 2 == 0)
+                    model(torch.ones(1, 3, 1, 1)).sum().mul(1.0 + rank).backward()
+                    optimizer.step()
+                    assert module.weight.grad.unique().tolist() == [1.5], (kind, name, step)
+                    change(module)
+
+    model, _ = wrapped("ddp", module := nn.Linear(1, 1, bias=False), "", fps.Sum)
+    sums = []
+    for _ in range(3):
+        model(torch.ones(1, 1)).sum().backward()
+        sums.append(module.weight.grad.item())
+    report(sums)
+
+    module.register_buffer("nothing", torch.zeros(0))
+    model = fps.DistributedDataParallel(module)
+    model(torch.ones(1, 1)).sum().backward()
+    module.load_state_dict(nn.Linear(1, 1, bias=False).state_dict(), False, assign=True)
+    try:
+        model(torch.ones(1, 1))
+    except fastps.FastPSError as error:
+        report(str(error))
+
+    pair = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    same = [fps.DistributedOptimizer(torch.optim.SGD(m.parameters())) for m in pair]
+    try:
+        sum(m(torch.ones(1, 2)) for m in pair).backward()
+    except fastps.FastPSError as error:
+        report(str(error))
+    other = [nn.Linear(300, 300), nn.Linear(300, 301)]
+    try:
+        same = [fps.DistributedOptimizer(torch.optim.SGD(m.parameters()), prefix="Other.")
+                for m in other]
+    except fastps.MismatchError as error:
+        report(str(error))
+"""
+
+
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_what_is_replaced_after_wrapping(tmp_path: Path, shared: str) -> None:
+    environ = {**PIECES, "FASTPS_SHARED_MEMORY": shared}
+    result = run(REPLACED, tmp_path, servers=1, environ=environ).check()
+    for sums, replaced, busy, mismatch in result.reports:
+        assert sums == [2, 4, 6]
+        assert replaced.startswith("weight came into the module after it was wrapped")
+        assert "in flight already" in busy
+        assert "another prefix" in busy
+        assert "another prefix" in mismatch

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from fastps import session
 from fastps.frameworks.torch.agreement import Entry
 from fastps.frameworks.torch.buckets import ALIGNMENT
-from fastps.frameworks.torch.tensors import Array, make_room, tensor_over
+from fastps.frameworks.torch.tensors import Array, check_memory, make_room, tensor_over
 from fastps.types import DType
 
 __all__ = ["BufferSync"]
@@ -36,7 +36,7 @@ class BufferSync:
         for path, owner in module.named_modules():
             for key, buffer in owner._buffers.items():
                 if buffer is not None and buffer not in seen:
-                    _check(buffer, f"{path}.{key}" if path else key)
+                    check_memory(buffer, f"{path}.{key}" if path else key)
                     seen.add(buffer)
                     self._owners.append((owner, key))
         self._layout: list[tuple[tuple[int, ...], torch.dtype]] = []
@@ -106,11 +106,3 @@ class BufferSync:
                 tensor.copy_(slot)
         if unseen:
             torch._foreach_copy_(unseen, sources)
-
-
-def _check(buffer: torch.Tensor, name: str) -> None:
-    if buffer.layout is not torch.strided or not buffer.is_cpu:
-        raise TypeError(
-            f"buffer {name!r} is on {buffer.device} and {buffer.layout}; only dense CPU tensors "
-            "are sent: move it, or give broadcast_buffers=False"
-        )

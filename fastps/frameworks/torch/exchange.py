@@ -11,13 +11,15 @@ everything else in the thread that steps; the two must not overlap.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from fastps import session
+from fastps.errors import FastPSError, MismatchError
 from fastps.frameworks._adapter import (
     ACCUMULATE,
     Average,
@@ -45,6 +47,11 @@ Views: TypeAlias = bool | Literal["auto"]
 
 # These work on each element by itself, so that gradients may be compressed side by side.
 _BUILT_IN = (Compression.none, Compression.fp16, Compression.bf16)
+
+_PREFIX = (
+    "where two optimizers have gradients of the same name, give one another prefix: "
+    "DistributedOptimizer(..., prefix='Second.')"
+)
 
 
 class GradientExchange:
@@ -78,10 +85,14 @@ class GradientExchange:
         self._views = gradient_views
         self._bucket_bytes = bucket_bytes
         self._parameters: list[torch.Tensor] = []
+        self._names: list[str] = []
+        self._ids: set[int] = set()  # of the parameters
         self._buckets: list[Bucket] = []
         self._members: list[list[int]] = []  # of each bucket
         self._hooked: list[bool] = []
         self._hooks: list[RemovableHandle] = []
+        self._home = weakref.ref(session.current())
+        self._is_released = False
         self._memory: Memory = {}
         self.round: Round[Bucket] = Round([], passes, cure=cure)
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
@@ -98,13 +109,40 @@ class GradientExchange:
             for places in plan
         ]
         self._declare(buckets)
+        self._take_over(parameters)
         first = len(self._parameters)
         self._parameters.extend(parameters)
+        self._names.extend(names)
+        self._ids.update(map(id, parameters))
         self._buckets.extend(buckets)
         self._members.extend([first + place for place in places] for places in plan)
         self._hooked.extend([False] * len(full))
         self.round.extend(names, plan)
         self._hook_trainable()
+
+    def has(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Tell whether all of the parameters are in this exchange's charge."""
+        return self._ids.issuperset(map(id, parameters))
+
+    def check_in_charge(self) -> None:
+        """Raise FastPSError once a later exchange has taken over some of the parameters."""
+        if self._is_released:
+            raise FastPSError(
+                "the gradients are in the charge of a DistributedOptimizer or "
+                "DistributedDataParallel that was made later for the same parameters: use that "
+                "one alone, and no DistributedOptimizer for a DistributedDataParallel"
+            )
+
+    def release(self) -> None:
+        """Give up the parameters; FastPSError while their gradients are in flight."""
+        if self.round.is_sending and self._home() is session.current():
+            self.round.check_idle("another DistributedOptimizer or DistributedDataParallel")
+        self._is_released = True
+        _remove_all(self._hooks)
+
+    def can_share_with(self, other: GradientExchange) -> bool:
+        """Tell whether two exchanges may watch one parameter."""
+        return False
 
     def synchronize(self) -> None:
         """Make this step's gradients complete; the next backward pass begins a new step."""
@@ -118,6 +156,7 @@ class GradientExchange:
 
     def send_missing(self) -> None:
         """Send what this rank has not sent in this round, all in one submit per dtype."""
+        self.check_in_charge()
         self._hook_trainable()
         self._start(self.round.missing(self._trainable_buckets()))
 
@@ -179,7 +218,21 @@ class GradientExchange:
         """Declare all buckets at once, so that no hook has to wait for it in backward."""
         if self._compression not in _BUILT_IN or not buckets:
             return
-        session.current().declare([bucket.spec() for bucket in buckets])
+        try:
+            session.current().declare([bucket.spec() for bucket in buckets])
+        except MismatchError as error:
+            raise _advised(error) from error
+
+    def _take_over(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Let nobody else exchange these gradients."""
+        for parameter in parameters:
+            hooks: dict[int, object] = parameter._post_accumulate_grad_hooks or {}
+            for hook in list(hooks.values()):
+                rival = (
+                    hook.args[0]() if isinstance(hook, partial) and hook.func is _arrive else None
+                )
+                if rival is not None and rival is not self and not self.can_share_with(rival):
+                    rival.release()
 
     def _trainable_buckets(self) -> Iterator[int]:
         return (
@@ -190,25 +243,35 @@ class GradientExchange:
 
     def _hook_trainable(self) -> None:
         """Put hooks where none can be yet: on parameters that were frozen until now."""
-        me = weakref.ref(self)
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad and not self._hooked[index]:
-                hook = _hook_for(me, index)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                self._hook(index, parameter)
                 self._hooked[index] = True
+
+    def _hook(self, index: int, parameter: torch.Tensor) -> None:
+        """Be told whenever a backward pass has added to the gradient."""
+        hook = partial(_arrive, weakref.ref(self), index)
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _load(self, index: int) -> None:
+        """Make a bucket's array hold what this worker adds."""
+        self._buckets[index].load(session.current(), self._memory)
 
     def _start_one(self, index: int) -> None:
         """Send a bucket, in the session's quickest form: this happens within backward()."""
         current, bucket = session.current(), self._buckets[index]
-        bucket.load(current, self._memory)
-        handle = current.push_pull_async(
-            bucket.array,
-            bucket.name,
-            average=self._average,
-            priority=-self._members[index][0],
-            out=bucket.array,
-            dtype=bucket.code,
-        )
+        self._load(index)
+        try:
+            handle = current.push_pull_async(
+                bucket.array,
+                bucket.name,
+                average=self._average,
+                priority=-self._members[index][0],
+                out=bucket.array,
+                dtype=bucket.code,
+            )
+        except FastPSError as error:
+            raise _advised(error) from error.__cause__
         self.round.started(handle, (index,), (bucket,))
 
     def _start(self, indices: Sequence[int]) -> None:
@@ -217,31 +280,35 @@ class GradientExchange:
             return
         current = session.current()
         buckets = [self._buckets[index] for index in indices]
-        for bucket in buckets:
-            bucket.load(current, self._memory)
-        started = submit_push_pull(
-            current,
-            [bucket.array for bucket in buckets],
-            [bucket.code for bucket in buckets],
-            [bucket.name for bucket in buckets],
-            average=self._average,
-            priorities=[-self._members[index][0] for index in indices],
-        )
+        for index in indices:
+            self._load(index)
+        try:
+            started = submit_push_pull(
+                current,
+                [bucket.array for bucket in buckets],
+                [bucket.code for bucket in buckets],
+                [bucket.name for bucket in buckets],
+                average=self._average,
+                priorities=[-self._members[index][0] for index in indices],
+            )
+        except FastPSError as error:
+            raise _advised(error) from error.__cause__
         for handle, places in started:
             self.round.started(
                 handle, [indices[place] for place in places], [buckets[place] for place in places]
             )
 
 
-def _hook_for(
-    exchange: weakref.ref[GradientExchange], index: int
-) -> Callable[[torch.Tensor], None]:
-    def hook(_: torch.Tensor) -> None:
-        alive = exchange()
-        if alive is not None:
-            alive.on_gradient(index)
+def _arrive(exchange: weakref.ref[GradientExchange], index: int, _: torch.Tensor) -> None:
+    alive = exchange()
+    if alive is not None:
+        alive.on_gradient(index)
 
-    return hook
+
+def _advised(error: FastPSError) -> FastPSError:
+    """Say what helps where one name stands for gradients of two optimizers."""
+    kind = type(error)
+    return kind(f"{error}; {_PREFIX}") if kind in (FastPSError, MismatchError) else error
 
 
 def _remove_all(hooks: list[RemovableHandle]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fastps.errors import FastPSError
 from fastps.frameworks._adapter import (
     BUCKET_BYTES,
     Average,
@@ -169,6 +170,7 @@ def _before_step(
     """Reduce the gradients before they are used: now, or after the closure has made them."""
     assert isinstance(optimizer, SynchronizedOptimizer)
     exchange = optimizer._exchange
+    _check_groups(vars(optimizer)["param_groups"], exchange)
     if optimizer._is_skipping:
         exchange.round.check_idle("step() within skip_synchronize()")
         exchange.round.reopen()
@@ -180,6 +182,18 @@ def _before_step(
     exchange.finish()
     exchange.round.reopen()
     return None
+
+
+def _check_groups(groups: list[dict[str, Any]], exchange: GradientExchange) -> None:
+    """Raise FastPSError that lists parameters which came into a group unseen."""
+    if all(exchange.has(group["params"]) for group in groups):
+        return
+    strange = _places_of(groups, lambda parameter: exchange.has([parameter]))
+    raise FastPSError(
+        "put into param_groups after DistributedOptimizer() was called, so that its gradient is "
+        f"added to no other worker's: {strange}. Use add_param_group(), or make a new optimizer "
+        "of all parameters and call DistributedOptimizer() for it"
+    )
 
 
 def _reducing(closure: Callable[[], Any], exchange: GradientExchange) -> Callable[[], Any]:
@@ -199,18 +213,23 @@ def _names_of(groups: list[dict[str, Any]], given: dict[torch.Tensor, str] | Non
     """Name every parameter of the groups, in their order."""
     if given is None:
         return derived_names([len(group["params"]) for group in groups])
-    lost = [
-        f"group {place} parameter {index} of shape {tuple(parameter.shape)}"
-        for place, group in enumerate(groups)
-        for index, parameter in enumerate(group["params"])
-        if parameter not in given
-    ]
+    lost = _places_of(groups, given.__contains__)
     if lost:
         raise ValueError(
             "named_parameters does not name every parameter of the optimizer; pass "
-            f"model.named_parameters() of all its models, or nothing. Unnamed: {'; '.join(lost)}"
+            f"model.named_parameters() of all its models, or nothing. Unnamed: {lost}"
         )
     return [given[parameter] for group in groups for parameter in group["params"]]
+
+
+def _places_of(groups: list[dict[str, Any]], is_known: Callable[[torch.Tensor], bool]) -> str:
+    """List the parameters of the groups that are not known."""
+    return "; ".join(
+        f"group {place} parameter {index} of shape {tuple(parameter.shape)}"
+        for place, group in enumerate(groups)
+        for index, parameter in enumerate(group["params"])
+        if not is_known(parameter)
+    )
 
 
 def _in_model_order(

@@ -19,6 +19,7 @@ from fastps.types import DType
 from fastps.worker.handle import Handle
 
 __all__ = [
+    "check_memory",
     "check_tensor",
     "is_sendable",
     "make_room",
@@ -45,6 +46,8 @@ _WIRE_DTYPES = {
     torch.bool: DType.BOOL,
 }
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 # What an array that holds elements of a code is made of, where NumPy has another name for it.
 _NUMPY_NAMES = {DType.BFLOAT16: "uint16"}
 
@@ -64,15 +67,30 @@ def check_tensor(tensor: object, name: str) -> torch.Tensor:
     """Give the tensor back if its memory can be sent: dense, on the CPU, of a known dtype."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r} must be a torch.Tensor, not {type(tensor).__name__}")
+    check_memory(tensor, name)
+    wire_dtype(tensor.dtype, name)
+    return tensor
+
+
+def check_memory(tensor: torch.Tensor, name: str) -> None:
+    """Raise TypeError where a tensor's elements are not all in memory of this process."""
+    if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
+        raise TypeError(
+            f"{name!r} is a {type(tensor).__name__}, but only plain tensors are added: every "
+            "worker holds the whole model, so leave out what takes it apart, as fully_shard()"
+        )
     if tensor.layout != torch.strided:
         raise TypeError(
             f"tensor {name!r} is sparse ({tensor.layout}); only dense tensors are added: "
             "use tensor.to_dense(), or nn.Embedding(..., sparse=False) for a gradient"
         )
+    if tensor.is_meta:
+        raise TypeError(
+            f"tensor {name!r} is on meta, without any values: call module.to_empty(device='cpu') "
+            "and give it some first"
+        )
     if tensor.device.type != "cpu":
         raise TypeError(f"tensor {name!r} is on {tensor.device}; use tensor.cpu()")
-    wire_dtype(tensor.dtype, name)
-    return tensor
 
 
 def is_sendable(tensor: torch.Tensor) -> bool:
@@ -128,6 +146,8 @@ def tensor_over(array: Array, dtype: torch.dtype) -> torch.Tensor:
 
     The array has elements of the dtype's size, or is one of bytes.
     """
+    if not array.size:  # torch makes its strides 0 and then cannot view it as another dtype
+        return torch.empty(array.shape, dtype=dtype)
     plain = torch.from_numpy(array)
     return plain if plain.dtype is dtype else plain.view(dtype)
 
