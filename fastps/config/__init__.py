@@ -14,7 +14,7 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,76 +49,6 @@ MAX_POOL_BYTES = 1 << 50
 DAY_S = 86400.0
 ROLES = ("worker", "server", "scheduler")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """Hold every setting of one process; made by `load`, described by `SETTINGS`."""
-
-    role: str
-    job_id: str
-    local_rank: int | None
-    local_size: int | None
-    size: int
-    num_servers: int
-    rank: int | None
-    force_distributed: bool
-    machine: str
-    colocate: str
-    scheduler_host: str
-    scheduler_port: int
-    interface: str
-    host: str
-    port: int
-    token: str = field(repr=False)
-    token_file: str
-    insecure: bool
-    transport: str
-    rdma_device: str
-    rdma_port: int
-    rdma_gid_index: int
-    rdma_mtu: int
-    rdma_traffic_class: int
-    rdma_timeout_s: float
-    rdma_retries: int
-    rdma_pinned_bytes: int
-    rdma_data_path: str
-    shared_memory: bool
-    shared_memory_bytes: int
-    unix_sockets: bool
-    partition_bytes: int
-    chunk_bytes: int
-    credit_bytes: int
-    key_hash: str
-    built_in_hash_coef: int
-    links_per_peer: int
-    same_host_congestion: str
-    io_threads: int
-    engine_threads: int
-    inline_sum_bytes: int
-    spin_us: int
-    cpus: str
-    numa_node: int
-    pool_bytes: int
-    start_timeout_s: float
-    connect_timeout_s: float
-    handshake_timeout_s: float
-    op_timeout_s: float
-    shutdown_timeout_s: float
-    heartbeat_s: float
-    lease_s: float
-    linger_s: float
-    tcp_user_timeout_s: float
-    log_level: str
-    fault: str
-
-    def token_bytes(self) -> bytes:
-        """Give the job token from `token`, else from `token_file`.
-
-        Raises ConfigError when there is none and `insecure` is off, when it is too short, or when
-        the file may be read by others.
-        """
-        return read_token(self.token, self.token_file, is_needed=not self.insecure)
 
 
 # ---- parsers: text of a variable or value of a keyword -> value; ValueError says what is right
@@ -274,16 +204,12 @@ class Setting(NamedTuple):
     unit: str  # for numbers: what is counted
     allowed: tuple[Any, ...]  # (low, high) for numbers, the choices for texts, () for any
     sentence: str
+    is_secret: bool  # and must never be shown
 
     @property
     def name(self) -> str:
         """Give the FASTPS_ name of the setting."""
         return PREFIX + self.field.upper()
-
-    @property
-    def is_secret(self) -> bool:
-        """Tell whether the value must never be shown."""
-        return self.field == "token"
 
     @property
     def bounds(self) -> str:
@@ -324,158 +250,194 @@ THREADS = "Threads and memory"
 TIMES = "Time limits"
 DEBUGGING = "Logs and faults"
 
-SETTINGS: tuple[Setting, ...] = (
-    Setting(JOB, "role", _text, "worker", ("DMLC_ROLE",), "", ROLES,
-            "What this process is."),
-    Setting(JOB, "job_id", _text, "", ("BYTEPS_JOB_ID",), "", (),
-            "Name of the job; processes of different jobs never join each other."),
-    Setting(JOB, "local_rank", _integer, None, ("LOCAL_RANK", "BYTEPS_LOCAL_RANK",
-            "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"), "", (0, MAX_PROCESSES - 1),
-            "Number of this worker among the workers of its machine; given by the scheduler if "
-            "unset."),
-    Setting(JOB, "local_size", _integer, None, ("LOCAL_WORLD_SIZE", "BYTEPS_LOCAL_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_SIZE"), "processes", (1, MAX_PROCESSES),
-            "Number of workers on this machine; counted by the scheduler if unset."),
-    Setting(JOB, "size", _integer, 1, ("FASTPS_NUM_WORKERS", "WORLD_SIZE",
-            Derived("DMLC_NUM_WORKER x local size", _size_of_machines), "SLURM_NTASKS",
-            "OMPI_COMM_WORLD_SIZE"), "processes", (1, MAX_PROCESSES),
-            "Number of worker processes of the job."),
-    Setting(JOB, "num_servers", _integer, 0, ("DMLC_NUM_SERVER",), "processes", (0, MAX_PROCESSES),
-            "Number of server processes of the job."),
-    Setting(JOB, "rank", _integer, None, ("RANK", "BYTEPS_GLOBAL_RANK",
-            Derived("DMLC_WORKER_ID x local size + local rank", _rank_of_machine),
-            "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"), "", (0, MAX_PROCESSES - 1),
-            "Number of this worker in the job; given by the scheduler if unset."),
-    Setting(JOB, "force_distributed", _boolean, False, ("BYTEPS_FORCE_DISTRIBUTED",), "", (),
-            "Use the servers even when all workers are on one machine."),
-    Setting(JOB, "machine", _text, "", (), "", (),
-            "Name of the machine this process counts as part of; unset, the kernel's boot id and "
-            "the network namespace tell machines apart."),
-    Setting(JOB, "colocate", _text, "auto", (Derived("BYTEPS_ENABLE_MIXED_MODE", _mixed_mode),),
-            "", ("auto", "on", "off"),
-            "Whether one worker of every machine serves a share of the bytes too; auto: where "
-            "there are fewer servers than worker machines."),
-    Setting(ADDRESS, "scheduler_host", _text, "", ("DMLC_PS_ROOT_URI", "MASTER_ADDR"), "", (),
-            "Name or address of the scheduler."),
-    Setting(ADDRESS, "scheduler_port", _integer, 0, ("DMLC_PS_ROOT_PORT",), "", (0, 65535),
-            "Port of the scheduler; as the scheduler's own setting, 0 takes any free port."),
-    Setting(ADDRESS, "interface", _text, "", ("DMLC_INTERFACE",), "", (),
-            "Network to listen on: name of an interface, an address, or a network as "
-            "10.0.0.0/24; if unset, the one that leads to the scheduler."),
-    Setting(ADDRESS, "host", _text, "", ("DMLC_NODE_HOST",), "", (),
-            "Address that others shall use to reach this process, where it differs from the one "
-            "it listens on."),
-    Setting(ADDRESS, "port", _integer, 0, ("DMLC_PORT",), "", (0, 65535),
-            "Port this process listens on; 0 takes any free port."),
-    Setting(SECURITY, "token", _text, "", (), "", (),
-            "Secret that all processes of the job share, at least 16 bytes; it never travels, is "
-            "never logged, and init() takes it out of the environment."),
-    Setting(SECURITY, "token_file", _path, "", (), "", (),
-            "File that holds the token, of mode 0600 or stricter; used when the token is unset."),
-    Setting(SECURITY, "insecure", _boolean, False, (), "", (),
-            "Allow a job without a token: whoever reaches a port may join it."),
-    Setting(DATA, "transport", _text, "auto", (Derived("DMLC_ENABLE_RDMA=1", _rdma_of_byteps),),
-            "", ("auto", "tcp", "rdma"),
-            "How tensors travel: auto takes RDMA between machines that both have a device for it, "
-            "else TCP; rdma takes nothing else, also within one machine."),
-    Setting(DATA, "rdma_device", _text, "", (), "", (),
-            "Name of the RDMA device; empty takes the first with an active port."),
-    Setting(DATA, "rdma_port", _integer, 0, (), "", (0, 255),
-            "Port of the RDMA device; 0 takes the first that is active."),
-    Setting(DATA, "rdma_gid_index", _integer, -1, (), "", (-1, 65535),
-            "Place of the own address in the port's table of GIDs; -1 takes the most routable."),
-    Setting(DATA, "rdma_mtu", _path_mtu, 0, (), "bytes", (0, 4096),
-            "Largest packet of RDMA: 256, 512, 1024, 2048 or 4096; 0 takes the port's."),
-    Setting(DATA, "rdma_traffic_class", _integer, 0, (), "", (0, 255),
-            "Traffic class of RDMA packets, which chooses the queue in the switches."),
-    Setting(DATA, "rdma_timeout_s", _seconds, 8.0, (), "seconds", (0.1, 120.0),
-            "A peer that does not answer RDMA packets for so long is given up."),
-    Setting(DATA, "rdma_retries", _integer, 6, (), "", (1, 6),
-            "How often an RDMA packet is sent again within that time."),
-    Setting(DATA, "rdma_pinned_bytes", _integer, 4 * GIB, (), "bytes", (0, MAX_POOL_BYTES),
-            "Most memory of tensors that stays pinned for RDMA, and most that a server keeps for "
-            "what is to come; beyond it each frame costs more."),
-    Setting(DATA, "rdma_data_path", _text, "auto", (), "", ("auto", "native", "pyverbs"),
-            "Who drives the RDMA device: native where libibverbs' header was there when fastps "
-            "was built, else pyverbs."),
-    Setting(DATA, "shared_memory", _boolean, True, (), "", (),
-            "Let the workers of one machine reduce in shared memory; 0 makes each of them a "
-            "machine of its own."),
-    Setting(DATA, "shared_memory_bytes", _integer, 0, (), "bytes", (0, MAX_POOL_BYTES),
-            "Most shared memory one process may take; 0 allows what the machine, or its "
-            "container, has."),
-    Setting(DATA, "unix_sockets", _boolean, True, (), "", (),
-            "Use Unix sockets in the place of TCP between processes of one machine."),
-    Setting(DATA, "partition_bytes", _aligned, 4096000, ("BYTEPS_PARTITION_BYTES",), "bytes",
-            (4096, GIB),
-            "Largest piece of a tensor that one server owns; rounded up to a multiple of 64."),
-    Setting(DATA, "chunk_bytes", _aligned, 0, (), "bytes", (0, GIB),
-            "Largest frame of a partition, the grain of overlap; rounded up to a multiple of "
-            "64, at least 4096. 0 chooses: 512 KiB if all servers are on the loopback, else 64 "
-            "KiB."),
-    Setting(DATA, "credit_bytes", _integer, 0,
-            (Derived("BYTEPS_SCHEDULING_CREDIT x partition_bytes", _credit_in_partitions),),
-            "bytes", (0, MAX_POOL_BYTES),
-            "Bytes pushed on one link that have no result yet, before the rest waits; keeps "
-            "bulk data in the caches and lets urgent tensors overtake. 0 chooses: 640 KiB to a "
-            "server on the same machine, 512 KiB to others; raise it on links of 40 Gb/s and "
-            "more."),
-    Setting(DATA, "key_hash", _text, "bytes", ("BYTEPS_KEY_HASH_FN",), "", ("bytes", "naive",
-            "built_in", "djb2", "sdbm"),
-            "How partitions are shared among servers: by bytes, or by one of BytePS's hashes."),
-    Setting(DATA, "built_in_hash_coef", _integer, 1, ("BYTEPS_BUILT_IN_HASH_COEF",), "", (1,
-            (1 << 31) - 1),
-            "Multiplier of the built_in hash."),
-    Setting(DATA, "links_per_peer", _integer, 1, (), "connections", (1, 16),
-            "Data connections between a worker and a server."),
-    Setting(DATA, "same_host_congestion", _text, "cubic,reno", (), "", (),
-            "Congestion control for peers on the same machine: the first of the list that the "
-            "kernel has; empty leaves the machine's own."),
-    Setting(THREADS, "io_threads", _integer, 1, (), "threads", (1, 64),
-            "Threads that move bytes."),
-    Setting(THREADS, "engine_threads", _integer, -1, ("BYTEPS_SERVER_ENGINE_THREAD",), "threads",
-            (-1, 64),
-            "Threads of a server that sum; 0 sums on the threads that move bytes. -1 chooses: a "
-            "quarter of the CPUs, at most 4, so none where cores are few."),
-    Setting(THREADS, "inline_sum_bytes", _integer, 65536, (), "bytes", (0, GIB),
-            "Chunks up to this size are summed where they arrive, without waking another "
-            "thread."),
-    Setting(THREADS, "spin_us", _integer, 50, (), "microseconds", (0, 10000),
-            "How long a waiting thread looks again before it sleeps."),
-    Setting(THREADS, "cpus", _text, "", (Derived("BYTEPS_VISIBLE_CPU_CORES",
-            _cpus_of_local_rank),), "", (),
-            "CPUs for the library's threads, as 0-3,8; empty leaves them where the process may "
-            "run."),
-    Setting(THREADS, "numa_node", _integer, -1, (), "", (-1, 1023),
-            "NUMA node for the library's threads and memory; -1 leaves it to the kernel."),
-    Setting(THREADS, "pool_bytes", _integer, 0, (), "bytes", (0, MAX_POOL_BYTES),
-            "Most memory the buffer pool may take; 0 sets no limit."),
-    Setting(TIMES, "start_timeout_s", _seconds, 60.0, (), "seconds", (0.1, DAY_S),
-            "How long a process waits until the whole job has joined."),
-    Setting(TIMES, "connect_timeout_s", _seconds, 10.0, (), "seconds", (0.1, DAY_S),
-            "How long one connection may take to be made."),
-    Setting(TIMES, "handshake_timeout_s", _seconds, 10.0, (), "seconds", (0.1, DAY_S),
-            "How long a new connection may take to show that it knows the token."),
-    Setting(TIMES, "op_timeout_s", _seconds, 300.0, (), "seconds", (0.1, 7 * DAY_S),
-            "How long an operation may take while every peer is alive."),
-    Setting(TIMES, "shutdown_timeout_s", _seconds, 10.0, (), "seconds", (0.1, DAY_S),
-            "How long shutdown() waits for threads and peers."),
-    Setting(TIMES, "heartbeat_s", _seconds, 0.5, (), "seconds", (0.05, 60.0),
-            "Time between two signs of life."),
-    Setting(TIMES, "lease_s", _seconds, 10.0, (), "seconds", (0.2, 3600.0),
-            "A process that gave no sign of life for so long is taken for dead; at least twice "
-            "heartbeat_s."),
-    Setting(TIMES, "linger_s", _seconds, 10.0, (), "seconds", (0.0, DAY_S),
-            "How long scheduler and servers stay after the last worker left, for another "
-            "init()."),
-    Setting(TIMES, "tcp_user_timeout_s", _seconds, 30.0, (), "seconds", (1.0, 3600.0),
-            "A data connection whose bytes stay unacknowledged for so long is given up."),
-    Setting(DEBUGGING, "log_level", _log_level, "WARNING", ("BYTEPS_LOG_LEVEL",), "", LOG_LEVELS,
-            "Least serious message that is logged, in any case."),
-    Setting(DEBUGGING, "fault", _text, "", (), "", (),
-            "Fault to inject for tests, as point@n:action; empty injects none."),
-)  # fmt: skip
 
+def _set(
+    section: str,
+    default: Any,
+    *aliases: str | Derived,
+    text: str,
+    parse: Callable[[object], Any] | None = None,
+    unit: str = "",
+    allowed: tuple[Any, ...] = (),
+    is_secret: bool = False,
+) -> Any:
+    """Describe a field of Config, as a row of the table; its type has a parser."""
+    row = (section, parse, default, aliases, unit, allowed, text, is_secret)
+    return field(repr=not is_secret, metadata={"row": row})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Hold every setting of one process; made by `load`. The fields are the table of settings."""
+
+    # fmt: off
+    role: str = _set(JOB, "worker", "DMLC_ROLE", allowed=ROLES, text="What this process is.")
+    job_id: str = _set(JOB, "", "BYTEPS_JOB_ID",
+        text="Name of the job; processes of different jobs never join each other.")
+    local_rank: int | None = _set(JOB, None, "LOCAL_RANK", "BYTEPS_LOCAL_RANK", "SLURM_LOCALID",
+        "OMPI_COMM_WORLD_LOCAL_RANK", allowed=(0, MAX_PROCESSES - 1),
+        text="Number of this worker among the workers of its machine; given by the scheduler if "
+             "unset.")
+    local_size: int | None = _set(JOB, None, "LOCAL_WORLD_SIZE", "BYTEPS_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", unit="processes", allowed=(1, MAX_PROCESSES),
+        text="Number of workers on this machine; counted by the scheduler if unset.")
+    size: int = _set(JOB, 1, "FASTPS_NUM_WORKERS", "WORLD_SIZE",
+        Derived("DMLC_NUM_WORKER x local size", _size_of_machines), "SLURM_NTASKS",
+        "OMPI_COMM_WORLD_SIZE", unit="processes", allowed=(1, MAX_PROCESSES),
+        text="Number of worker processes of the job.")
+    num_servers: int = _set(JOB, 0, "DMLC_NUM_SERVER", unit="processes",
+        allowed=(0, MAX_PROCESSES), text="Number of server processes of the job.")
+    rank: int | None = _set(JOB, None, "RANK", "BYTEPS_GLOBAL_RANK",
+        Derived("DMLC_WORKER_ID x local size + local rank", _rank_of_machine), "SLURM_PROCID",
+        "OMPI_COMM_WORLD_RANK", allowed=(0, MAX_PROCESSES - 1),
+        text="Number of this worker in the job; given by the scheduler if unset.")
+    force_distributed: bool = _set(JOB, False, "BYTEPS_FORCE_DISTRIBUTED",
+        text="Use the servers even when all workers are on one machine.")
+    machine: str = _set(JOB, "",
+        text="Name of the machine this process counts as part of; unset, the kernel's boot id "
+             "and the network namespace tell machines apart.")
+    colocate: str = _set(JOB, "auto", Derived("BYTEPS_ENABLE_MIXED_MODE", _mixed_mode),
+        allowed=("auto", "on", "off"),
+        text="Whether one worker of every machine serves a share of the bytes too; auto: where "
+             "there are fewer servers than worker machines.")
+    scheduler_host: str = _set(ADDRESS, "", "DMLC_PS_ROOT_URI", "MASTER_ADDR",
+        text="Name or address of the scheduler.")
+    scheduler_port: int = _set(ADDRESS, 0, "DMLC_PS_ROOT_PORT", allowed=(0, 65535),
+        text="Port of the scheduler; as the scheduler's own setting, 0 takes any free port.")
+    interface: str = _set(ADDRESS, "", "DMLC_INTERFACE",
+        text="Network to listen on: name of an interface, an address, or a network as "
+             "10.0.0.0/24; if unset, the one that leads to the scheduler.")
+    host: str = _set(ADDRESS, "", "DMLC_NODE_HOST",
+        text="Address that others shall use to reach this process, where it differs from the one "
+             "it listens on.")
+    port: int = _set(ADDRESS, 0, "DMLC_PORT", allowed=(0, 65535),
+        text="Port this process listens on; 0 takes any free port.")
+    token: str = _set(SECURITY, "", is_secret=True,
+        text="Secret that all processes of the job share, at least 16 bytes; it never travels, "
+             "is never logged, and init() takes it out of the environment.")
+    token_file: str = _set(SECURITY, "", parse=_path,
+        text="File that holds the token, of mode 0600 or stricter; used when the token is unset.")
+    insecure: bool = _set(SECURITY, False,
+        text="Allow a job without a token: whoever reaches a port may join it.")
+    transport: str = _set(DATA, "auto", Derived("DMLC_ENABLE_RDMA=1", _rdma_of_byteps),
+        allowed=("auto", "tcp", "rdma"),
+        text="How tensors travel: auto takes RDMA between machines that both have a device for "
+             "it, else TCP; rdma takes nothing else, also within one machine.")
+    rdma_device: str = _set(DATA, "",
+        text="Name of the RDMA device; empty takes the first with an active port.")
+    rdma_port: int = _set(DATA, 0, allowed=(0, 255),
+        text="Port of the RDMA device; 0 takes the first that is active.")
+    rdma_gid_index: int = _set(DATA, -1, allowed=(-1, 65535),
+        text="Place of the own address in the port's table of GIDs; -1 takes the most routable.")
+    rdma_mtu: int = _set(DATA, 0, parse=_path_mtu, unit="bytes", allowed=(0, 4096),
+        text="Largest packet of RDMA: 256, 512, 1024, 2048 or 4096; 0 takes the port's.")
+    rdma_traffic_class: int = _set(DATA, 0, allowed=(0, 255),
+        text="Traffic class of RDMA packets, which chooses the queue in the switches.")
+    rdma_timeout_s: float = _set(DATA, 8.0, unit="seconds", allowed=(0.1, 120.0),
+        text="A peer that does not answer RDMA packets for so long is given up.")
+    rdma_retries: int = _set(DATA, 6, allowed=(1, 6),
+        text="How often an RDMA packet is sent again within that time.")
+    rdma_pinned_bytes: int = _set(DATA, 4 * GIB, unit="bytes", allowed=(0, MAX_POOL_BYTES),
+        text="Most memory of tensors that stays pinned for RDMA, and most that a server keeps "
+             "for what is to come; beyond it each frame costs more.")
+    rdma_data_path: str = _set(DATA, "auto", allowed=("auto", "native", "pyverbs"),
+        text="Who drives the RDMA device: native where libibverbs' header was there when fastps "
+             "was built, else pyverbs.")
+    shared_memory: bool = _set(DATA, True,
+        text="Let the workers of one machine reduce in shared memory; 0 makes each of them a "
+             "machine of its own.")
+    shared_memory_bytes: int = _set(DATA, 0, unit="bytes", allowed=(0, MAX_POOL_BYTES),
+        text="Most shared memory one process may take; 0 allows what the machine, or its "
+             "container, has.")
+    unix_sockets: bool = _set(DATA, True,
+        text="Use Unix sockets in the place of TCP between processes of one machine.")
+    partition_bytes: int = _set(DATA, 4096000, "BYTEPS_PARTITION_BYTES", parse=_aligned,
+        unit="bytes", allowed=(4096, GIB),
+        text="Largest piece of a tensor that one server owns; rounded up to a multiple of 64.")
+    chunk_bytes: int = _set(DATA, 0, parse=_aligned, unit="bytes", allowed=(0, GIB),
+        text="Largest frame of a partition, the grain of overlap; rounded up to a multiple of "
+             "64, at least 4096. 0 chooses: 512 KiB if all servers are on the loopback, else 64 "
+             "KiB.")
+    credit_bytes: int = _set(DATA, 0,
+        Derived("BYTEPS_SCHEDULING_CREDIT x partition_bytes", _credit_in_partitions), unit="bytes",
+        allowed=(0, MAX_POOL_BYTES),
+        text="Bytes pushed on one link that have no result yet, before the rest waits; keeps "
+             "bulk data in the caches and lets urgent tensors overtake. 0 chooses: 640 KiB to a "
+             "server on the same machine, 512 KiB to others; raise it on links of 40 Gb/s and "
+             "more.")
+    key_hash: str = _set(DATA, "bytes", "BYTEPS_KEY_HASH_FN",
+        allowed=("bytes", "naive", "built_in", "djb2", "sdbm"),
+        text="How partitions are shared among servers: by bytes, or by one of BytePS's hashes.")
+    built_in_hash_coef: int = _set(DATA, 1, "BYTEPS_BUILT_IN_HASH_COEF",
+        allowed=(1, (1 << 31) - 1), text="Multiplier of the built_in hash.")
+    links_per_peer: int = _set(DATA, 1, unit="connections", allowed=(1, 16),
+        text="Data connections between a worker and a server.")
+    same_host_congestion: str = _set(DATA, "cubic,reno",
+        text="Congestion control for peers on the same machine: the first of the list that the "
+             "kernel has; empty leaves the machine's own.")
+    io_threads: int = _set(THREADS, 1, unit="threads", allowed=(1, 64),
+        text="Threads that move bytes.")
+    engine_threads: int = _set(THREADS, -1, "BYTEPS_SERVER_ENGINE_THREAD", unit="threads",
+        allowed=(-1, 64),
+        text="Threads of a server that sum; 0 sums on the threads that move bytes. -1 chooses: a "
+             "quarter of the CPUs, at most 4, so none where cores are few.")
+    inline_sum_bytes: int = _set(THREADS, 65536, unit="bytes", allowed=(0, GIB),
+        text="Chunks up to this size are summed where they arrive, without waking another "
+             "thread.")
+    spin_us: int = _set(THREADS, 50, unit="microseconds", allowed=(0, 10000),
+        text="How long a waiting thread looks again before it sleeps.")
+    cpus: str = _set(THREADS, "", Derived("BYTEPS_VISIBLE_CPU_CORES", _cpus_of_local_rank),
+        text="CPUs for the library's threads, as 0-3,8; empty leaves them where the process may "
+             "run.")
+    numa_node: int = _set(THREADS, -1, allowed=(-1, 1023),
+        text="NUMA node for the library's threads and memory; -1 leaves it to the kernel.")
+    pool_bytes: int = _set(THREADS, 0, unit="bytes", allowed=(0, MAX_POOL_BYTES),
+        text="Most memory the buffer pool may take; 0 sets no limit.")
+    start_timeout_s: float = _set(TIMES, 60.0, unit="seconds", allowed=(0.1, DAY_S),
+        text="How long a process waits until the whole job has joined.")
+    connect_timeout_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.1, DAY_S),
+        text="How long one connection may take to be made.")
+    handshake_timeout_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.1, DAY_S),
+        text="How long a new connection may take to show that it knows the token.")
+    op_timeout_s: float = _set(TIMES, 300.0, unit="seconds", allowed=(0.1, 7 * DAY_S),
+        text="How long an operation may take while every peer is alive.")
+    shutdown_timeout_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.1, DAY_S),
+        text="How long shutdown() waits for threads and peers.")
+    heartbeat_s: float = _set(TIMES, 0.5, unit="seconds", allowed=(0.05, 60.0),
+        text="Time between two signs of life.")
+    lease_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.2, 3600.0),
+        text="A process that gave no sign of life for so long is taken for dead; at least twice "
+             "heartbeat_s.")
+    linger_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.0, DAY_S),
+        text="How long scheduler and servers stay after the last worker left, for another "
+             "init().")
+    tcp_user_timeout_s: float = _set(TIMES, 30.0, unit="seconds", allowed=(1.0, 3600.0),
+        text="A data connection whose bytes stay unacknowledged for so long is given up.")
+    log_level: str = _set(DEBUGGING, "WARNING", "BYTEPS_LOG_LEVEL", parse=_log_level,
+        allowed=LOG_LEVELS, text="Least serious message that is logged, in any case.")
+    fault: str = _set(DEBUGGING, "",
+        text="Fault to inject for tests, as point@n:action; empty injects none.")
+    # fmt: on
+
+    def token_bytes(self) -> bytes:
+        """Give the job token from `token`, else from `token_file`.
+
+        Raises ConfigError when there is none and `insecure` is off, when it is too short, or when
+        the file may be read by others.
+        """
+        return read_token(self.token, self.token_file, is_needed=not self.insecure)
+
+
+_PARSERS = {"str": _text, "int": _integer, "int | None": _integer, "float": _seconds,
+            "bool": _boolean}  # fmt: skip
+
+
+def _setting_of(described: Field[Any]) -> Setting:
+    section, parse, *rest = described.metadata["row"]
+    return Setting(section, described.name, parse or _PARSERS[str(described.type)], *rest)
+
+
+SETTINGS: tuple[Setting, ...] = tuple(map(_setting_of, fields(Config)))
 _BY_FIELD = {setting.field: setting for setting in SETTINGS}
 _KNOWN_NAMES = frozenset(
     {setting.name for setting in SETTINGS}
