@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fastps import session as _session
+from fastps import current as _current
 from fastps.errors import (
     AuthError,
     ConfigError,
@@ -69,37 +69,37 @@ def init(**settings: object) -> None:
     up to start_timeout_s. A second call does nothing. Raises ConfigError, AuthError,
     TransportTimeout (no scheduler), StallError (somebody is missing), PeerLostError.
     """
-    _session.init(settings)
+    _current.init(settings)
 
 
 def shutdown() -> None:
     """Leave the job in order; init() may be called again. Also runs when the process exits."""
-    _session.shutdown()
+    _current.shutdown()
 
 
 def is_initialized() -> bool:
     """Tell whether this process is part of a job."""
-    return _session.is_initialized()
+    return _current.is_initialized()
 
 
 def rank() -> int:
     """Give the number of this worker, 0 to size() - 1."""
-    return _session.current().rank
+    return _current.current().rank
 
 
 def size() -> int:
     """Give the number of workers."""
-    return _session.current().size
+    return _current.current().size
 
 
 def local_rank() -> int:
     """Give the number of this worker among those on its machine."""
-    return _session.current().local_rank
+    return _current.current().local_rank
 
 
 def local_size() -> int:
     """Give the number of workers on this machine."""
-    return _session.current().local_size
+    return _current.current().local_size
 
 
 def declare(name: str, tensor: Array | tuple[tuple[int, ...], Any]) -> None:
@@ -112,7 +112,7 @@ def declare(name: str, tensor: Array | tuple[tuple[int, ...], Any]) -> None:
         shape, dtype = tensor.shape, tensor.dtype
     else:
         shape, dtype = tensor[0], np.dtype(tensor[1])
-    _session.current().declare([(name, shape, dtype_of(dtype))])
+    _current.current().declare([(name, shape, dtype_of(dtype))])
 
 
 def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
@@ -124,7 +124,7 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
     MemoryError that names the limit and its cure. Does not block.
     """
     extents = (shape,) if isinstance(shape, int) else tuple(shape)
-    return _session.current().empty(extents, np.dtype(dtype))
+    return _current.current().empty(extents, np.dtype(dtype))
 
 
 def register(array: Array) -> Array:
@@ -133,7 +133,7 @@ def register(array: Array) -> Array:
     The array itself if it is one already, or if there is nobody to share with; else a copy: use
     it in the place of the old one. Raises MemoryError as empty() does.
     """
-    current = _session.current()
+    current = _current.current()
     if current.is_shared(array) or not current.can_share:
         return array
     copy = current.empty(array.shape, array.dtype)
@@ -158,7 +158,7 @@ def push_pull(
     run; half types are summed in float32 and rounded once; NaN and infinities pass through.
     Blocks; raises PeerLostError, MismatchError, StallError. Bytes on the wire: nbytes each way.
     """
-    return _session.current().push_pull(tensor, name, average=average, priority=priority, out=out)
+    return _current.current().push_pull(tensor, name, average=average, priority=priority, out=out)
 
 
 def push_pull_async(
@@ -173,7 +173,7 @@ def push_pull_async(
 
     The arrays must not be changed until synchronize() has returned.
     """
-    return _session.current().push_pull_async(
+    return _current.current().push_pull_async(
         tensor, name, average=average, priority=priority, out=out
     )
 
@@ -192,7 +192,7 @@ def broadcast(
     tensor: Array | Sequence[Array], root_rank: int = 0, *, name: str | Sequence[str]
 ) -> Array | list[Array]:
     """Copy the root's tensor into everybody's, in place, bit by bit; blocks."""
-    return _session.current().broadcast_async(tensor, root_rank, name).wait()
+    return _current.current().broadcast_async(tensor, root_rank, name).wait()
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, *, name: str = "object") -> Any:
@@ -200,14 +200,14 @@ def broadcast_object(obj: Any, root_rank: int = 0, *, name: str = "object") -> A
 
     Nothing is pickled: TypeError names a type that cannot travel.
     """
-    return _session.current().broadcast_object(obj, root_rank, name)
+    return _current.current().broadcast_object(obj, root_rank, name)
 
 
 def barrier(*, timeout_s: float | None = None) -> None:
     """Wait until every worker has come here; StallError names who is missing."""
-    _session.current().barrier(timeout_s=timeout_s)
+    _current.current().barrier(timeout_s=timeout_s)
 
 
 def statistics() -> dict[str, float]:
     """Count operations, bytes, frames, system calls and seconds spent waiting, so far."""
-    return _session.current().statistics()
+    return _current.current().statistics()

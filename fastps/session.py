@@ -2,14 +2,13 @@
 """The session: one worker's membership in a job, from init() to shutdown().
 
 Owns the connections of one worker (joining.py) and what the user may do with them. A session
-without them (one worker, no server) does everything locally. `current()` is the one piece of
-mutable module state in the library. Public methods may be called from any thread; each tensor
-name has at most one operation in flight.
+without them (one worker, no server) does everything locally. current.py holds the process's.
+Public methods may be called from any thread; each tensor name has at most one operation in
+flight.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import math
@@ -18,16 +17,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from fastps import config as _config
 from fastps.config import Config
-from fastps.config.token import hide_token
 from fastps.control.blame import VERDICT_WAIT_S, Failure, Witness, stall_text
-from fastps.control.client import ControlClient
 from fastps.control.protocol import (
     Event,
     JobOver,
@@ -35,6 +31,7 @@ from fastps.control.protocol import (
     TensorPoisoned,
     TensorSpec,
 )
+from fastps.current import current
 from fastps.errors import (
     FastPSError,
     MismatchError,
@@ -44,12 +41,17 @@ from fastps.errors import (
     StallError,
     Status,
 )
-from fastps.joining import Connections, PlannedTensor
 from fastps.objects import decode_object, encode_object
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
 from fastps.worker._tensor import LentTensor
 from fastps.worker.handle import Array, Handle, LocalHandle
+
+if TYPE_CHECKING:
+    from fastps.control.client import ControlClient
+    from fastps.joining import PlannedTensor
+
+__all__ = ["Session", "current"]
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +97,9 @@ class Session:
             self._join()
 
     def _join(self) -> None:
+        # imported here: a job of one worker needs neither links nor engines
+        from fastps.joining import Connections  # noqa: PLC0415
+
         self._connections = Connections(self._config, self._on_event)
         self._client, self._engine = self._connections.client, self._connections.plan
         job = self._connections.job
@@ -115,7 +120,7 @@ class Session:
         Declaring twice is allowed. Blocks until every server is ready for them. Raises
         MismatchError when another worker, or this one earlier, declared one differently.
         """
-        self._check_usable()
+        self.check_usable()
         wanted = [
             self._spec(name, _checked_shape(name, shape), DType(code))
             for name, shape, code in specs
@@ -245,7 +250,7 @@ class Session:
             return None
         if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
             return None
-        self._check_usable()
+        self.check_usable()
         names = (name,)
         self._submit(
             names, self._engine.start, known, tensor, tensor, average=average, priority=priority
@@ -274,7 +279,7 @@ class Session:
         if known is not None:
             assert isinstance(tensor, np.ndarray)
             return self._handle((known,), (tensor,), _reduction(average), is_single=True)
-        self._check_usable()
+        self.check_usable()
         is_single = isinstance(name, str)
         names, arrays = _pair(name, tensor)
         outputs = _outputs(arrays, out, is_single=is_single)
@@ -300,7 +305,7 @@ class Session:
         self, tensor: Arrays, root_rank: int, name: Names, *, dtype: DType | None = None
     ) -> Handle:
         """Begin to copy the root's tensor into everybody's, in place; sequences as one submit."""
-        self._check_usable()
+        self.check_usable()
         root_rank = self._checked_root(root_rank)
         is_single = isinstance(name, str)
         names, arrays = _pair(name, tensor)
@@ -363,7 +368,7 @@ class Session:
 
     def empty(self, shape: tuple[int, ...], dtype: DType | np.dtype[Any]) -> Array:
         """Give an uninitialised array, in shared memory where can_share; see fastps.empty()."""
-        self._check_usable()
+        self.check_usable()
         kind = numpy_dtype(dtype) if isinstance(dtype, DType) else np.dtype(dtype)
         count = math.prod(shape)
         if self._client is None or self._connections.arena is None or not count:
@@ -382,7 +387,7 @@ class Session:
 
     def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:
         """Wait until every worker has come here; StallError names who is missing."""
-        self._check_usable()
+        self.check_usable()
         timeout_s = self._config.op_timeout_s if timeout_s is None else checked_seconds(timeout_s)
         if self._client is not None:
             self._client.barrier(name, timeout_s=timeout_s)
@@ -393,7 +398,7 @@ class Session:
         Carries None, bool, int, float, str, bytes, list, tuple, dict, set and arrays; TypeError
         names what else was found.
         """
-        self._check_usable()
+        self.check_usable()
         root_rank = self._checked_root(root_rank)
         data = encode_object(obj) if root_rank == self.rank else None
         if self._client is None:
@@ -416,8 +421,14 @@ class Session:
             raise ValueError(f"root_rank {root_rank} is not a rank: there are {self.size} workers")
         return operator.index(root_rank)
 
-    def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
+    @property
+    def is_ours(self) -> bool:
+        """Tell whether it was made in this process, not in the one that this was forked from."""
+        return os.getpid() == self._pid
+
+    def check_usable(self) -> None:
+        """Raise NotInitializedError in a forked child."""
+        if not self.is_ours:
             raise NotInitializedError(
                 "this process was forked from one that called fastps.init(); only the original "
                 "may communicate. Call fastps.init() in the worker processes themselves"
@@ -479,7 +490,7 @@ class Session:
 
         Operations still in flight fail with ShutdownError.
         """
-        if self._client is None or os.getpid() != self._pid:
+        if self._client is None or not self.is_ours:
             return
         self._client = None
         self._connections.close()
@@ -567,10 +578,9 @@ def _check_arrays(
         raise ValueError(f"tensor {name!r}: input and output overlap; use the same array or two")
 
 
-# ---- the current session ----
+# ---- fork ----
 
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # of this process, for fork
-_current: Session | None = None
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # of this process
 
 
 def _forget_sessions_in_child() -> None:
@@ -580,36 +590,3 @@ def _forget_sessions_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_sessions_in_child)
-
-
-def init(settings: Mapping[str, object]) -> Session:
-    """Make the process's session, or give the one it has; see fastps.init()."""
-    global _current
-    if _current is not None and _current._pid == os.getpid():
-        return _current
-    hide_token()
-    _current = Session(_config.load(settings))
-    atexit.register(shutdown)
-    return _current
-
-
-def shutdown() -> None:
-    """End the process's session; does nothing if there is none."""
-    global _current
-    session, _current = _current, None
-    atexit.unregister(shutdown)
-    if session is not None:
-        session.close()
-
-
-def is_initialized() -> bool:
-    """Tell whether init() was called, in this process, and shutdown() was not."""
-    return _current is not None and _current._pid == os.getpid()
-
-
-def current() -> Session:
-    """Give the process's session; NotInitializedError when init() was not called."""
-    if _current is None:
-        raise NotInitializedError("call fastps.init() first")
-    _current._check_usable()
-    return _current

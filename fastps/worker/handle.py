@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from fastps.errors import FastPSError
 from fastps.types import checked_seconds
-from fastps.worker._tensor import LentTensor
+
+if TYPE_CHECKING:
+    from fastps.worker._tensor import LentTensor
 
 Array: TypeAlias = np.ndarray[Any, Any]
 # of a tensor: the operation, its status (None: not done) and the time that was waited
-Explain: TypeAlias = Callable[[LentTensor, int, int | None, float], FastPSError]
+Explain: TypeAlias = Callable[["LentTensor", int, int | None, float], FastPSError]
 
 
 class Handle:

@@ -57,6 +57,7 @@ PART_OF = {
     "fastps.mxnet": "fastps.frameworks",
     "fastps._atomic": "fastps._core",
     "fastps._posix": "fastps._core",
+    "fastps.current": "fastps.session",
     "fastps.joining": "fastps.session",
     "fastps.links": "fastps.session",
 }
