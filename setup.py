@@ -20,6 +20,8 @@ MODULES = [
     "fastps.transport._rdma_verbs",
     "fastps.transport._inproc",
     "fastps.transport._mailbox",
+    "fastps.server._rounds",
+    "fastps.server._accumulate",
     "fastps.server._store",
     "fastps.worker._tensor",
     "fastps.worker._engine",

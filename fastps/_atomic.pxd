@@ -9,6 +9,8 @@ cdef extern from *:
     #define fps_store32(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
     #define fps_add32(p, v) __atomic_add_fetch((p), (v), __ATOMIC_ACQ_REL)
     #define fps_swap32(p, v) __atomic_exchange_n((p), (v), __ATOMIC_SEQ_CST)
+    #define fps_or32(p, v) __atomic_fetch_or((p), (v), __ATOMIC_SEQ_CST)
+    #define fps_and32(p, v) __atomic_fetch_and((p), (v), __ATOMIC_SEQ_CST)
     #define fps_load64(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
     #define fps_store64(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
     #define fps_add64(p, v) __atomic_add_fetch((p), (v), __ATOMIC_ACQ_REL)
@@ -33,6 +35,8 @@ cdef extern from *:
     void fps_store32(int32_t* p, int32_t v) noexcept nogil
     int32_t fps_add32(int32_t* p, int32_t v) noexcept nogil         # returns the new value
     int32_t fps_swap32(int32_t* p, int32_t v) noexcept nogil        # returns the old value
+    int32_t fps_or32(int32_t* p, int32_t v) noexcept nogil          # returns the old value
+    int32_t fps_and32(int32_t* p, int32_t v) noexcept nogil         # returns the old value
     int64_t fps_load64(int64_t* p) noexcept nogil
     void fps_store64(int64_t* p, int64_t v) noexcept nogil
     int64_t fps_add64(int64_t* p, int64_t v) noexcept nogil

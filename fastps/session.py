@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from fastps.config import Config
+from fastps.contract import Policy
 from fastps.control.blame import VERDICT_WAIT_S, Failure, Witness, stall_text
 from fastps.control.protocol import (
     Event,
@@ -33,6 +34,7 @@ from fastps.control.protocol import (
 )
 from fastps.current import current
 from fastps.errors import (
+    ConfigError,
     FastPSError,
     MismatchError,
     NotInitializedError,
@@ -114,15 +116,27 @@ class Session:
 
     # ---- declaring ----
 
-    def declare(self, specs: Sequence[tuple[str, tuple[int, ...], DType]]) -> None:
+    def declare(
+        self,
+        specs: Sequence[tuple[str, tuple[int, ...], DType]],
+        *,
+        policy: Policy = Policy.SUM,
+        staleness: int = 0,
+    ) -> None:
         """Declare tensors by (name, shape, dtype) before their first use, all in one round trip.
 
-        Declaring twice is allowed. Blocks until every server is ready for them. Raises
-        MismatchError when another worker, or this one earlier, declared one differently.
+        policy, staleness: of fastps.contract. Declaring twice is allowed. Blocks until every
+        server is ready for them. Raises MismatchError when another worker, or this one earlier,
+        declared one differently, ConfigError when no server is there for the policy.
         """
         self.check_usable()
+        if policy != Policy.SUM and not (self._client and self._connections.servers):
+            raise ConfigError(
+                f"{policy.name} needs servers, and this job does without; start some, on one "
+                "machine with FASTPS_FORCE_DISTRIBUTED=1"
+            )
         wanted = [
-            self._spec(name, _checked_shape(name, shape), DType(code))
+            self._spec(name, _checked_shape(name, shape), DType(code), policy, staleness)
             for name, shape, code in specs
         ]
         if self._client is not None:
@@ -130,7 +144,14 @@ class Session:
         else:
             self._declare_locally(wanted)
 
-    def _spec(self, name: str, shape: tuple[int, ...], dtype: DType) -> TensorSpec:
+    def _spec(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: DType,
+        policy: Policy = Policy.SUM,
+        staleness: int = 0,
+    ) -> TensorSpec:
         nbytes = dtype.itemsize
         for extent in shape:
             nbytes *= extent
@@ -141,6 +162,8 @@ class Session:
             nbytes,
             self._config.partition_bytes,
             self._chunk_bytes,
+            policy,
+            staleness,
         )
 
     def _declare_locally(self, wanted: Sequence[TensorSpec]) -> None:

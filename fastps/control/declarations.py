@@ -225,7 +225,8 @@ class Declarations:
         packed = _pack(_Facts(spec.layout, pieces, tensor_id))
         tensor = _Tensor(spec.name, packed, self._batches)
         self._tensors[spec.name] = tensor
-        return tensor, KeySpec(tensor_id, spec.name, spec.dtype, spec.chunk_bytes, pieces)
+        _, _, _, chunk_bytes, *terms = spec.layout
+        return tensor, KeySpec(tensor_id, spec.name, spec.dtype, chunk_bytes, pieces, *terms)
 
     def _announce(self, keys: tuple[KeySpec, ...]) -> Answers:
         batch = self._batches
@@ -301,4 +302,5 @@ def _side(layout: Layout) -> str:
 def _full_side(layout: Layout) -> str:
     return (
         f"{_side(layout)} in partitions of at most {layout[2]} bytes sent as chunks of {layout[3]}"
+        f" under {layout[4].name} (staleness {layout[5]})"
     )

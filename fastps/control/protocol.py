@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from fastps.config import MIN_CHUNK_BYTES
+from fastps.contract import Policy
 from fastps.errors import (
     ConfigError,
     FastPSError,
@@ -60,8 +61,10 @@ Shape: TypeAlias = Annotated[tuple[Nbytes, ...], Meta(max_length=MAX_DIMENSIONS)
 PartBytes: TypeAlias = Annotated[
     int, Meta(ge=MIN_CHUNK_BYTES, le=MAX_PARTITION_BYTES, multiple_of=ALIGNMENT)
 ]
+Staleness: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]  # operations
 Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and server of each partition
-Layout: TypeAlias = tuple[Code, Shape, PartBytes, PartBytes]  # all but name and nbytes of a spec
+# all but name and nbytes of a spec
+Layout: TypeAlias = tuple[Code, Shape, PartBytes, PartBytes, Policy, Staleness]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -144,7 +147,8 @@ class Job(_Record, frozen=True):
 class TensorSpec(_Record, frozen=True):
     """What a worker declares; dtype is a code of fastps.types.DType.
 
-    partition_bytes: the most that one partition may have; the scheduler cuts.
+    partition_bytes: the most that one partition may have; the scheduler cuts. policy, staleness:
+    of fastps.contract.
     """
 
     name: Name
@@ -153,11 +157,20 @@ class TensorSpec(_Record, frozen=True):
     nbytes: Nbytes
     partition_bytes: PartBytes
     chunk_bytes: PartBytes
+    policy: Policy = Policy.SUM
+    staleness: Staleness = 0
 
     @property
     def layout(self) -> Layout:
         """Give what all workers must declare alike."""
-        return self.dtype, self.shape, self.partition_bytes, self.chunk_bytes
+        return (
+            self.dtype,
+            self.shape,
+            self.partition_bytes,
+            self.chunk_bytes,
+            self.policy,
+            self.staleness,
+        )
 
 
 class DeclaredTensor(_Record, frozen=True):
@@ -175,6 +188,8 @@ class KeySpec(_Record, frozen=True):
     dtype: Code
     chunk_bytes: PartBytes
     pieces: Pieces
+    policy: Policy = Policy.SUM
+    staleness: Staleness = 0
 
 
 # ---- member to scheduler ----

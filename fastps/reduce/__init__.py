@@ -7,9 +7,10 @@ kernel is asked for: a process that only sends gradients never pays for Numba.
 
 The address is that of a C function
 
-    int64_t f(const void* const* srcs, int64_t n_srcs, void* dst, int64_t count, int64_t divisor)
+    int64_t f(const void* const* srcs, int64_t n_srcs, void* dst, int64_t count, const void* args)
 
-which returns 1 on success and a negative status of _core.pxd for bad arguments (see kernels.py).
+a rule, which makes one of many (see kernels.py). args: what it wants besides, for a sum the
+divisor as one int64_t. It returns 1 on success and a negative status of _core.pxd for bad arguments.
 """
 
 from fastps.reduce.library import sum_kernel, warm

@@ -381,16 +381,19 @@ def _max_divisor(_context: Any, target: Any) -> tuple[Any, _Emit]:
 
 
 # ---- the kernel ----
-def _sum(srcs: Any, n_srcs: int, dst: Any, count: int, divisor: int) -> int:
+def _sum(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
     """Sum n sources in rank order and divide: dst[i] = (srcs[0][i] + srcs[1][i] + ...) / divisor.
 
     srcs: table of n_srcs addresses of element[count], contiguous, aligned to the element, IN.
-    dst: element[count], OUT; each source is dst itself or disjoint from it. divisor: 1 to
-    MAX_DIVISOR (bool: 1). Floats are multiplied by 1 / divisor in the accumulator's type;
+    dst: element[count], OUT; each source is dst itself or disjoint from it. args: int64[1], IN,
+    the divisor, 1 to MAX_DIVISOR (bool: 1). Floats are multiplied by 1 / divisor in the accumulator's type;
     integers wrap, then divide towards minus infinity; bool is a logical or. Runs without the
     GIL; allocates nothing; (n_srcs + 1) * count elements of memory traffic. Returns OK, or
     BAD_ARGUMENT before anything was written.
     """
+    if _address(args) == 0:
+        return BAD_ARGUMENT
+    divisor = args[0]
     if n_srcs < 1 or count < 0 or divisor < 1 or divisor > _max_divisor(dst):
         return BAD_ARGUMENT
     if count == 0:
@@ -434,6 +437,7 @@ def compile_sum(code: DType, *, is_cached: bool) -> Any:
     process about 0.6 s; from the cache a few milliseconds.
     """
     pointer = _Pointer(Element(code))
-    signature = types.int64(_Pointer(pointer), types.int64, pointer, types.int64, types.int64)
+    args = _Pointer(types.int64)
+    signature = types.int64(_Pointer(pointer), types.int64, pointer, types.int64, args)
     make = _cfunc(signature, cache=is_cached, error_model="numpy", boundscheck=False, _nrt=False)
     return make(_sum)

@@ -3,6 +3,7 @@ from collections.abc import Sequence
 from typing import Self, final
 
 from fastps._core import BufferPool
+from fastps.contract import Cast
 from fastps.transport._link import LinkOwner
 
 @final
@@ -12,8 +13,7 @@ class ServerStore(LinkOwner):
         pool: BufferPool,
         *,
         index: int,
-        n_workers: int,
-        n_machines: int,
+        n_members: int,
         lanes: int = 1,
         engine_threads: int = 1,
     ) -> Self: ...
@@ -22,16 +22,20 @@ class ServerStore(LinkOwner):
         tensor_id: int,
         *,
         n_partitions: int,
-        partitions: Sequence[tuple[int, int, Sequence[int]]],
+        partitions: Sequence[tuple[int, int, Cast]],
         dtype: int,
         itemsize: int,
         chunk_bytes: int,
         kernel: int,
         inline_bytes: int,
+        policy: int = ...,
+        staleness: int = 0,
+        unit: int = ...,
     ) -> None: ...
     def keep_buffers(self, limit_bytes: int) -> None: ...
     def take_back_idle(self) -> None: ...
     def fail_tensor(self, tensor_id: int, status: int) -> None: ...
+    def forget_tensor(self, tensor_id: int, *, timeout_s: float) -> None: ...
     def wait_news(self, *, timeout_s: float) -> dict[int, int]: ...
     def wake(self) -> None: ...
     def forget(self, *, timeout_s: float) -> None: ...

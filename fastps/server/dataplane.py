@@ -14,16 +14,16 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastps import _core
 from fastps.config import Config
+from fastps.contract import cast_of
 from fastps.control.blame import cause_of_link
 from fastps.control.client import ControlClient
 from fastps.control.protocol import DeclareKeys, Job, KeySpec
 from fastps.errors import FastPSError, Status, TransportError
-from fastps.partition import link_counts, pusher_of
+from fastps.partition import link_counts
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport import rdma
@@ -61,6 +61,7 @@ class DataPlane:
         self.index = index
         self._config = config
         self._client = client
+        self._job = client.job
         self._ending = threading.Event()
         self._has_warned = False
         self._rdma = self._open_rdma()
@@ -69,9 +70,7 @@ class DataPlane:
         )
         ranks = {number: rank for rank, number in client.job.joint_servers.items()}
         self._beside = ranks.get(index)  # the worker in this process; it speaks for itself
-        self._machines = client.job.machines
-        self._generation = client.job.generation
-        self.store = self._make_store()
+        self.store = self._make_store(self._job)
         self._transport = TcpTransport(io_threads=config.io_threads, spin_us=config.spin_us)
         self._node = node
         node.serve(self._admit)
@@ -79,35 +78,34 @@ class DataPlane:
 
     def _open_rdma(self) -> RdmaTransport | None:
         """Open the RDMA device if workers may come over it; None: they will not, or cannot."""
-        job, config = self._client.job, self._config
+        job, config = self._job, self._config
         own = job.servers[self.index]
         workers = [(worker.gid, worker.host_id) for worker in job.workers]
         if config.transport == "rdma":
             rdma.wants_rdma("rdma", rdma.look_up(config), own.gid)  # or say what is missing
         if not own.gid or not rdma.has_reason(config, own.host_id, workers):
             return None
-        return rdma.open_transport(config, n_links=job.size * self._lanes())
+        return rdma.open_transport(config, n_links=job.size * self._lanes(job))
 
-    def _make_store(self) -> ServerStore:
-        store = self._make_plain_store()
+    def _make_store(self, job: Job) -> ServerStore:
+        store = self._make_plain_store(job)
         if self._rdma is not None:
             limit = self._config.pool_bytes // 2 or self._config.rdma_pinned_bytes
             store.keep_buffers(min(limit, self._config.rdma_pinned_bytes))
         return store
 
-    def _make_plain_store(self) -> ServerStore:
+    def _make_plain_store(self, job: Job) -> ServerStore:
         return ServerStore(
             self._pool,
             index=self.index,
-            n_workers=self._client.job.size,
-            n_machines=len(self._machines),
-            lanes=self._lanes(),
+            n_members=job.size,
+            lanes=self._lanes(job),
             engine_threads=_engine_threads(self._config),
         )
 
-    def _lanes(self) -> int:
+    def _lanes(self, job: Job) -> int:
         """Give the links that each worker has to this server."""
-        return link_counts(self._client.job.weights, self._config.links_per_peer)[self.index]
+        return link_counts(job.weights, self._config.links_per_peer)[self.index]
 
     def start(self) -> None:
         """Report the workers whose links break."""
@@ -117,7 +115,7 @@ class DataPlane:
 
     def _admit(self, descriptor: int, sender: int, packed_lane: int) -> None:
         generation, lane = unpack_lane(packed_lane)
-        if generation != self._generation & 0xFFFFFF:
+        if generation != self._job.generation & 0xFFFFFF:
             raise NotYet
         if lane & rdma.RDMA_LANE:
             self._admit_by_rdma(descriptor, sender, lane & ~rdma.RDMA_LANE)
@@ -193,7 +191,7 @@ class DataPlane:
             spec.tensor_id,
             n_partitions=len(spec.pieces),
             partitions=[
-                (index, nbytes, self._pushers(index))
+                (index, nbytes, cast_of(self._job.machines, index, self._job.generation))
                 for index, (nbytes, owner) in enumerate(spec.pieces)
                 if owner == self.index
             ],
@@ -202,11 +200,9 @@ class DataPlane:
             chunk_bytes=spec.chunk_bytes,
             kernel=sum_kernel(dtype),
             inline_bytes=self._config.inline_sum_bytes,
+            policy=spec.policy,
+            staleness=spec.staleness,
         )
-
-    def _pushers(self, index: int) -> Sequence[int]:
-        """List the worker of each machine that pushes a partition."""
-        return tuple(pusher_of(ranks, index) for ranks in self._machines)
 
     # ---- generations ----
 
@@ -216,13 +212,11 @@ class DataPlane:
 
     def begin(self, job: Job) -> None:
         """Let the workers of a new generation in, who may be on other machines than the old."""
-        is_resized = len(job.machines) != len(self._machines)
-        self._machines = job.machines
-        if is_resized:
-            old, self.store = self.store, self._make_store()
+        if self._lanes(job) != self._lanes(self._job):
+            old, self.store = self.store, self._make_store(job)
             old.wake()
             old.close(timeout_s=self._config.shutdown_timeout_s)
-        self._generation = job.generation
+        self._job = job  # last: now its workers are let in
         if self._rdma is not None:
             self._rdma.forget_failures()
 

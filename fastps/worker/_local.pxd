@@ -12,9 +12,9 @@ from fastps.transport._shm cimport Mapping
 from fastps.worker._engine cimport EngineState, EngineTensor, Part, Record, WorkerEngine
 from fastps.worker._tensor cimport LentTensor
 
-# Sum n sources of count elements into dst (see fastps.reduce.sum_kernel); 1 on success.
+# Sum n sources of count elements into dst, divided by *divisor (see fastps.reduce); 1: success.
 ctypedef int64_t (*sum_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
-                           int64_t divisor) noexcept nogil
+                           const int64_t* divisor) noexcept nogil
 
 cdef enum:
     MAX_LOCAL = 256             # ranks of one machine

@@ -104,11 +104,11 @@ cdef int sum_inputs(Local* local, LocalRecord* record, Arrival* arrivals, char* 
                     uint64_t offset, uint64_t nbytes, bint is_average) noexcept nogil:
     """Add all inputs in rank order; result may be one of them."""
     cdef const void* sources[MAX_LOCAL]
+    cdef int64_t divisor = local.n_workers if is_average else 1
     cdef uint32_t rank
     for rank in range(local.n):
         sources[rank] = input_of(local, arrivals, rank) + offset
-    return record.kernel(sources, local.n, result, nbytes / record.itemsize,
-                         local.n_workers if is_average else 1)
+    return record.kernel(sources, local.n, result, nbytes / record.itemsize, &divisor)
 
 
 cdef void do_chunk(Local* local, LocalRecord* record, Task* task, int32_t chunk) noexcept nogil:
@@ -229,6 +229,7 @@ cdef bint can_sum(Local* local, Task* task, int64_t number) noexcept nogil:
 cdef bint stage_sum(Local* local, LocalRecord* record, Task* task) noexcept nogil:
     """Make the result of a chunk that is ours, for us and for the others."""
     cdef const void* sources[MAX_LOCAL]
+    cdef int64_t divisor = local.n_workers if task.flags & FLAG_AVERAGE else 1
     cdef int64_t chunk = local.stage_sum
     cdef int64_t number = local.staged + chunk
     cdef uint64_t offset = <uint64_t>chunk * task.chunk_bytes
@@ -249,8 +250,7 @@ cdef bint stage_sum(Local* local, LocalRecord* record, Task* task) noexcept nogi
         for rank in range(local.n):
             sources[rank] = (<const void*>(record.input + offset) if rank == local.me
                              else stage_slot(local, rank, number, False))
-        if record.kernel(sources, local.n, result, nbytes / record.itemsize,
-                         local.n_workers if task.flags & FLAG_AVERAGE else 1) != 1:
+        if record.kernel(sources, local.n, result, nbytes / record.itemsize, &divisor) != 1:
             fps_cas32(&local.status, OK, E_PROTOCOL)
             return False
         memcpy(record.output + offset, result, nbytes)

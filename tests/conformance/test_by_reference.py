@@ -16,6 +16,7 @@ import pytest
 from transport_nets import TIMEOUT_S, wait_until
 
 from fastps._core import BufferPool
+from fastps.contract import cast_of
 from fastps.partition import make_partitions
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -26,6 +27,7 @@ from fastps.worker._engine import EngineTensor, WorkerEngine
 NBYTES, PARTITION, CHUNK = 4 << 20, 1 << 20, 128 << 10
 N_CHUNKS = NBYTES // CHUNK
 N_WORKERS = 2
+EVERYBODY = cast_of([[rank] for rank in range(N_WORKERS)], 0)
 MISMATCH = -5
 COUNT = NBYTES // 4
 SHORT_S = 0.1  # how long a test waits for what must not come
@@ -35,7 +37,7 @@ KERNEL = ctypes.CFUNCTYPE(
     ctypes.c_int64,
     ctypes.c_void_p,
     ctypes.c_int64,
-    ctypes.c_int64,
+    ctypes.c_void_p,
 )
 
 
@@ -48,11 +50,11 @@ class Gate:
         self.callback = KERNEL(self.run)
         self.address = ctypes.cast(self.callback, ctypes.c_void_p).value or 0
 
-    def run(self, sources: int, n: int, into: int, count: int, divisor: int) -> int:
+    def run(self, sources: int, n: int, into: int, count: int, args: int) -> int:
         """Wait, then sum."""
         self.begun.set()
         self.go.wait(TIMEOUT_S)
-        return int(self.real(sources, n, into, count, divisor))
+        return int(self.real(sources, n, into, count, args))
 
 
 class House:
@@ -64,15 +66,14 @@ class House:
         self.store = ServerStore(
             self.pool,
             index=0,
-            n_workers=N_WORKERS,
-            n_machines=N_WORKERS,
+            n_members=N_WORKERS,
             engine_threads=engine_threads,
         )
         pieces = make_partitions(0, NBYTES, PARTITION)
         self.store.declare(
             0,
             n_partitions=len(pieces),
-            partitions=[(i, p[1], tuple(range(N_WORKERS))) for i, p in enumerate(pieces)],
+            partitions=[(i, p[1], EVERYBODY) for i, p in enumerate(pieces)],
             dtype=DType.FLOAT32,
             itemsize=4,
             chunk_bytes=CHUNK,
@@ -173,7 +174,7 @@ def test_an_urgent_tensor_overtakes_the_rest_of_a_large_one(build):
     house.store.declare(
         1,
         n_partitions=1,
-        partitions=[(0, 64, (0, 1))],
+        partitions=[(0, 64, EVERYBODY)],
         itemsize=4,
         kernel=sum_kernel(DType.FLOAT32),
         inline_bytes=0,

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from fastps import config
 from fastps._core import BufferPool
+from fastps.contract import cast_of
 from fastps.errors import Status
-from fastps.partition import pusher_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport._inproc import InprocTransport
@@ -38,7 +38,7 @@ class Cluster:
         self.transport = InprocTransport()
         self.pools = [BufferPool() for _ in range(N_SERVERS)]
         self.stores = [
-            ServerStore(pool, index=i, n_workers=N_WORKERS, n_machines=len(MACHINES))
+            ServerStore(pool, index=i, n_members=N_WORKERS)
             for i, pool in enumerate(self.pools)
         ]
         self.engines = [WorkerEngine(rank=rank, n_servers=N_SERVERS) for rank in range(N_WORKERS)]
@@ -78,7 +78,7 @@ class Cluster:
             store.declare(
                 number, n_partitions=len(pieces), dtype=dtype, itemsize=dtype.itemsize,
                 partitions=[
-                    (index, length, tuple(pusher_of(ranks, index) for ranks in MACHINES))
+                    (index, length, cast_of(MACHINES, index))
                     for index, (_, length, owner) in enumerate(pieces) if owner == server
                 ],
                 chunk_bytes=CHUNK, kernel=sum_kernel(dtype), inline_bytes=0,

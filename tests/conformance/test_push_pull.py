@@ -12,6 +12,7 @@ import pytest
 from transport_nets import INPROC, NETS, TIMEOUT_S, Net
 
 from fastps._core import BufferPool
+from fastps.contract import cast_of
 from fastps.partition import make_partitions
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -46,8 +47,7 @@ class Cluster:
             ServerStore(
                 pool,
                 index=i,
-                n_workers=N_WORKERS,
-                n_machines=N_WORKERS,
+                n_members=N_WORKERS,
                 lanes=lanes,
                 engine_threads=engine_threads,
             )
@@ -80,7 +80,7 @@ class Cluster:
                 number,
                 n_partitions=len(pieces),
                 partitions=[
-                    (i, p[1], tuple(range(N_WORKERS)))
+                    (i, p[1], cast_of([[rank] for rank in range(N_WORKERS)], i))
                     for i, p in enumerate(pieces)
                     if owners[i] == index
                 ],

@@ -10,6 +10,7 @@ import pytest
 from transport_nets import INPROC, NETS, TIMEOUT_S, Net, wait_until
 
 from fastps._core import BufferPool
+from fastps.contract import cast_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.types import DType
@@ -27,7 +28,7 @@ class Cluster:
     def __init__(self, kind: str) -> None:
         self.net = Net(kind)
         self.pool = BufferPool()
-        self.store = ServerStore(self.pool, index=0, n_workers=N_WORKERS, n_machines=N_WORKERS)
+        self.store = ServerStore(self.pool, index=0, n_members=N_WORKERS)
         self.engines = [WorkerEngine(rank=rank, n_servers=1) for rank in range(N_WORKERS)]
         for rank, engine in enumerate(self.engines):
             self.net.connect(engine, 0, self.store, rank, credit_bytes=CREDIT)
@@ -41,7 +42,7 @@ class Cluster:
         self.store.declare(
             number,
             n_partitions=1,
-            partitions=[(0, CREDIT, tuple(range(N_WORKERS)))],
+            partitions=[(0, CREDIT, cast_of([[rank] for rank in range(N_WORKERS)], 0))],
             dtype=DType.FLOAT32,
             itemsize=4,
             chunk_bytes=CHUNK,

@@ -28,6 +28,7 @@ FLOORS = {
     "fastps.config": 1,
     "fastps.auth": 1,
     "fastps.wire": 1,
+    "fastps.contract": 1,
     "fastps.partition": 1,
     "fastps.topology": 1,
     "fastps.affinity": 1,

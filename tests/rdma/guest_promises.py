@@ -29,6 +29,7 @@ from rdma_peers import (
 from transport_nets import TIMEOUT_S, wait_until
 
 from fastps._core import BufferPool
+from fastps.contract import cast_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport._rdma import RdmaTransport
@@ -184,12 +185,12 @@ class Server:
 
     def __init__(self, transport: RdmaTransport, n_frames: int = 1) -> None:
         self.pool = BufferPool(on_slab=transport.register)
-        self.store = ServerStore(self.pool, index=0, n_workers=3, n_machines=3)
+        self.store = ServerStore(self.pool, index=0, n_members=3)
         self.store.keep_buffers(1 << 24)
         self.store.declare(
             0,
             n_partitions=1,
-            partitions=[(0, n_frames * NBYTES, (0, 1, 2))],
+            partitions=[(0, n_frames * NBYTES, cast_of([[0], [1], [2]], 0))],
             dtype=DType.FLOAT32,
             itemsize=4,
             chunk_bytes=NBYTES,

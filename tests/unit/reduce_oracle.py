@@ -33,7 +33,7 @@ SUM_TYPE = ctypes.CFUNCTYPE(
     ctypes.c_int64,
     ctypes.c_void_p,
     ctypes.c_int64,
-    ctypes.c_int64,
+    ctypes.c_void_p,
 )
 
 
@@ -47,9 +47,14 @@ def table(arrays: Sequence[np.ndarray]):
     return (ctypes.c_void_p * len(arrays))(*[array.ctypes.data for array in arrays])
 
 
+def divisor_at(divisor: int):
+    """Give what a sum wants besides its sources."""
+    return ctypes.byref(ctypes.c_int64(divisor))
+
+
 def call(code: DType, sources: Sequence[np.ndarray], out: np.ndarray, divisor: int = 1) -> int:
     """Sum `sources` into `out`."""
-    return kernel(code)(table(sources), len(sources), out.ctypes.data, out.size, divisor)
+    return kernel(code)(table(sources), len(sources), out.ctypes.data, out.size, divisor_at(divisor))
 
 
 def expected(code: DType, sources: Sequence[np.ndarray], divisor: int = 1) -> np.ndarray:

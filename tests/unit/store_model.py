@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store does, in plain Python: one key, events in, frames out. The oracle of _store.pyx."""
+"""What Sum does, in plain Python: one key, events in, frames out. The oracle of _rounds.pyx.
+
+What may follow what in a round is read from the table that the store itself goes by.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from reduce_oracle import expected
 
+from fastps.server._rounds import TRANSITIONS, RoundEvent, RoundState
 from fastps.types import DType
 from fastps.wire import FrameFlag, FrameKind
 
@@ -54,6 +58,7 @@ class Round:
     arrived: list[int]
     parts: dict[int, Part] = field(default_factory=dict)
     done: int = 0
+    abstained: int = 0
     status: int = OK
     culprit: int = 0
 
@@ -62,6 +67,7 @@ class KeyModel:
     """One key of a store; take() gives the frames that pushers must get, by rank.
 
     pushers: by machine, the rank that speaks for it. lenders: ranks whose memory is only lent.
+    quorum: how many of them have to push.
     """
 
     def __init__(
@@ -72,11 +78,14 @@ class KeyModel:
         lenders: frozenset[int] = frozenset(),
         nbytes: int,
         chunk_bytes: int,
+        quorum: int,
     ) -> None:
         self.n_workers, self.pushers, self.lenders = n_workers, pushers, lenders
         self.nbytes, self.chunk_bytes = nbytes, chunk_bytes
         self.n_chunks = max(1, -(-nbytes // chunk_bytes))
+        self.quorum = quorum
         self.rounds: dict[int, Round] = {}
+        self.states = [RoundState.IDLE, RoundState.IDLE]  # by slot
         self.gone: set[int] = set()
         self.failed = self.summed = 0
         self.out: list[tuple[int, Frame]] = []
@@ -88,20 +97,40 @@ class KeyModel:
 
     def join(self, rank: int, version: int, op: Op, part: Part) -> None:
         """Let a pusher's first frame of a round arrive; the payload comes by chunk()."""
-        round_ = self.rounds.setdefault(version, Round(op, [0] * self.n_chunks))
+        if version not in self.rounds:
+            self.rounds[version] = Round(op, [0] * self.n_chunks)
+            assert self._step(version, RoundEvent.BEGIN)
+        round_ = self.rounds[version]
         round_.parts[rank] = part
         newer = self.rounds.get(version + 2)
         if newer is not None:
             self._late(rank, version)
-        elif round_.status != OK:
+        elif self._is(version, RoundState.FAILED):
             self._error(rank, version, round_.status, round_.culprit)
-        elif round_.op != op:
+        elif round_.op != op or self._lacks_quorum(round_, part):
             self._fail(version, MISMATCH, rank)
         else:
             self._blame(version)
         if part.payload is None:
             for chunk in range(self.n_chunks):
                 self._arrive(version, chunk)
+
+    def _is(self, version: int, state: RoundState) -> bool:
+        return self.states[version & 1] == state and version + 2 not in self.rounds
+
+    def _step(self, version: int, event: RoundEvent) -> bool:
+        """Move a round on; False: the event means nothing in its state."""
+        state = TRANSITIONS.get((self.states[version & 1], event))
+        if state is None:
+            return False
+        self.states[version & 1] = state
+        return True
+
+    def _lacks_quorum(self, round_: Round, part: Part) -> bool:
+        if part.payload is not None or round_.op.flags & FrameFlag.BROADCAST:
+            return False
+        round_.abstained += 1
+        return len(self.pushers) - round_.abstained < self.quorum
 
     def _late(self, rank: int, version: int) -> None:
         """Answer a pusher whose round failed so long ago that its slot is in use again."""
@@ -120,13 +149,13 @@ class KeyModel:
         """Let the link of a worker end."""
         self.gone.add(rank)
         for version, round_ in self.rounds.items():
-            if round_.status == OK and round_.done < self.n_chunks:
+            if self._is(version, RoundState.OPEN):
                 self._blame(version)
 
     def _arrive(self, version: int, chunk: int) -> None:
         round_ = self.rounds[version]
         round_.arrived[chunk] += 1
-        if round_.arrived[chunk] < len(self.pushers) or round_.status != OK:
+        if round_.arrived[chunk] < len(self.pushers) or not self._is(version, RoundState.OPEN):
             return
         round_.done += 1
         begin = chunk * self.chunk_bytes
@@ -141,6 +170,8 @@ class KeyModel:
         divisor = self.n_workers if round_.op.flags & FrameFlag.AVERAGE else 1
         is_summed = len(sources) > 1 or divisor > 1
         self.summed += is_summed and sources[0].size > 0
+        if round_.done == self.n_chunks:
+            assert self._step(version, RoundEvent.LAST_SUM)
         result = expected(DType.FLOAT32, sources, divisor) if is_summed else sources[0]
         self._results(version, begin, result.tobytes())
 
@@ -169,7 +200,7 @@ class KeyModel:
 
     def _fail(self, version: int, status: int, culprit: int) -> None:
         round_ = self.rounds[version]
-        if round_.status != OK:
+        if not self._step(version, RoundEvent.FAIL):
             return
         self.failed += 1
         round_.status, round_.culprit = status, culprit

@@ -24,12 +24,12 @@ logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 started = time.process_time()
 from fastps.reduce import sum_kernel
 from fastps.types import DType
-kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p, ctypes.c_int64] * 2, ctypes.c_int64)
+kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p, ctypes.c_int64] * 2, ctypes.c_void_p)
 function = kind(sum_kernel(DType.INT32))
 print("seconds", time.process_time() - started)
 a, b, out = ((ctypes.c_int32 * 100)(*[value] * 100) for value in (3, 4, 0))
 table = (ctypes.c_void_p * 2)(ctypes.addressof(a), ctypes.addressof(b))
-assert function(table, 2, out, 100, 1) == 1
+assert function(table, 2, out, 100, ctypes.byref(ctypes.c_int64(1))) == 1
 assert list(out) == [7] * 100
 """
 PORTABLE = """

@@ -15,6 +15,7 @@ from reduce_oracle import (
     STORAGE,
     assert_same,
     call,
+    divisor_at,
     expected,
     kernel,
     random_values,
@@ -177,7 +178,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(code):
 
     def refuses(srcs, n_srcs, dst, count, divisor):
         addresses = (ctypes.c_void_p * len(srcs))(*srcs) if srcs is not None else None
-        return function(addresses, n_srcs, dst, count, divisor) == kernels.BAD_ARGUMENT
+        return function(addresses, n_srcs, dst, count, divisor_at(divisor)) == kernels.BAD_ARGUMENT
 
     assert refuses([a, b], 0, c, 8, 1)
     assert refuses([a, b], -1, c, 8, 1)
@@ -196,8 +197,10 @@ def test_bad_arguments_are_refused_before_anything_is_written(code):
     if size > 1:
         assert refuses([a, b + 1], 2, c, 8, 1)
         assert refuses([a, b], 2, c + 1, 8, 1)
+    addresses = (ctypes.c_void_p * 2)(a, b)
+    assert function(addresses, 2, c, 8, None) == kernels.BAD_ARGUMENT
     assert (area == before).all()
-    assert function(None, 2, None, 0, 1) == 1  # nothing to sum, no address is looked at
+    assert function(None, 2, None, 0, divisor_at(1)) == 1  # nothing to sum, no address is looked at
 
 
 @pytest.mark.parametrize("code", INTEGERS)
@@ -232,7 +235,7 @@ def test_one_source_is_copied_or_scaled(code):
 def test_table_may_be_longer_than_the_sources():
     values = [np.full(10, index, np.float32) for index in range(5)]
     out = np.empty(10, np.float32)
-    assert kernel(DType.FLOAT32)(table(values), 3, out.ctypes.data, 10, 1) == 1
+    assert kernel(DType.FLOAT32)(table(values), 3, out.ctypes.data, 10, divisor_at(1)) == 1
     assert (out == 0 + 1 + 2).all()
 
 

@@ -13,7 +13,7 @@ import time
 import llvmlite.binding
 import numpy as np
 import pytest
-from reduce_oracle import STORAGE, call, expected, kernel, random_values, table
+from reduce_oracle import STORAGE, call, divisor_at, expected, kernel, random_values, table
 
 from fastps.reduce import kernels, sum_kernel
 from fastps.types import DType
@@ -40,12 +40,13 @@ PACKED = {
 FOREIGN = r"""
 #include <pthread.h>
 #include <stdint.h>
-typedef int64_t (*sum_fn)(const void* const*, int64_t, void*, int64_t, int64_t);
+typedef int64_t (*sum_fn)(const void* const*, int64_t, void*, int64_t, const void*);
 struct job { sum_fn sum; void* table[3]; void* out; int64_t count; int64_t bad; };
 static void* run(void* argument) {
     struct job* job = argument;
+    int64_t one = 1;
     for (int i = 0; i < 50; i++)
-        job->bad += job->sum((const void* const*) job->table, 3, job->out, job->count, 1) != 1;
+        job->bad += job->sum((const void* const*) job->table, 3, job->out, job->count, &one) != 1;
     return 0;
 }
 int run_all(struct job* jobs, int n) {
@@ -156,7 +157,7 @@ def test_two_sources_are_summed_as_fast_as_numpy_does(code, is_in_place):
     function, addresses = kernel(code), table([a, b])
 
     def ours() -> None:
-        function(addresses, 2, target.ctypes.data, target.size, 1)
+        function(addresses, 2, target.ctypes.data, target.size, divisor_at(1))
 
     assert_within(2.5, ours, lambda: np.add(a, b, out=target), 20)
 
@@ -167,6 +168,6 @@ def test_halves_are_summed_far_faster_than_numpy_does(code):
     function, addresses = kernel(code), table([a, b])
 
     def ours() -> None:
-        function(addresses, 2, a.ctypes.data, a.size, 1)
+        function(addresses, 2, a.ctypes.data, a.size, divisor_at(1))
 
     assert_within(0.5, ours, lambda: np.add(a, b, out=a), 5)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fastps._core import BufferPool
+from fastps.contract import Cast
 from fastps.errors import FastPSError, PeerLostError, StallError
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -46,15 +47,17 @@ class Server:
         pushers: tuple[int, ...] = (),
         lenders: tuple[int, ...] = (),
         lanes: int = 1,
+        cast: Cast | None = None,
     ) -> None:
         self.lanes = lanes
         self.pool = BufferPool(pool_bytes)
-        self.pushers, self.lenders = pushers or tuple(range(n_workers)), lenders
+        pushers = pushers or tuple(range(n_workers))
+        self.cast = cast or Cast(pushers, pushers, len(pushers), n_workers)
+        self.lenders = lenders
         self.store = ServerStore(
             self.pool,
             index=0,
-            n_workers=n_workers,
-            n_machines=len(self.pushers),
+            n_members=n_workers,
             lanes=lanes,
             engine_threads=engine_threads,
         )
@@ -77,7 +80,7 @@ class Server:
         self.store.declare(
             tensor_id,
             n_partitions=1,
-            partitions=[(0, nbytes, self.pushers)],
+            partitions=[(0, nbytes, self.cast)],
             dtype=DType.FLOAT32,
             itemsize=4,
             chunk_bytes=self.chunk_bytes,
@@ -309,17 +312,23 @@ def test_pushers_that_cannot_be_are_refused(make):
         "kernel": sum_kernel(DType.FLOAT32),
         "inline_bytes": 0,
     }
-    for pushers, complaint in [
-        ((0,), "2 machines need as many pushers, not 1"),
-        ((0, 3), "rank 3 is not part"),
-        ((2, 0), "rank 2 cannot be on machine 0: it is on machine 1"),
-        ((1, 1), "rank 1 cannot be on machine 1: it is on machine 0"),
+    for contributors, readers, complaint in [
+        ((0, 3), (), "3 is not part of this job"),
+        ((0,), (1, 3), "3 is not part of this job"),
+        ((1, 1), (), "somebody takes part twice"),
+        ((1,), (2, 2), "somebody takes part twice"),
+        ((), (), "needs 1 to 4096 members"),
+        ((-1,), (), "needs 1 to 4096 members"),
     ]:
         with pytest.raises(ValueError, match=complaint):
-            server.store.declare(9, partitions=[(0, CHUNK, pushers)], **options)
-    for n_machines in (0, 4):
-        with pytest.raises(ValueError, match="3 workers cannot be on"):
-            ServerStore(server.pool, index=0, n_workers=3, n_machines=n_machines)
+            cast = Cast(contributors, readers, 1, 1)
+            server.store.declare(9, partitions=[(0, CHUNK, cast)], **options)
+    for quorum, divisor in [(0, 1), (3, 1), (2, 0)]:
+        with pytest.raises(ValueError, match="the quorum and the divisor"):
+            Cast((0, 1), (), quorum, divisor)
+    for n_members in (0, 5000):
+        with pytest.raises(ValueError, match="n_members must be"):
+            ServerStore(server.pool, index=0, n_members=n_members)
 
 
 # ---- memory that is lent ----

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -12,6 +14,7 @@ from store_model import Frame, KeyModel, Op, Part
 
 from fastps._core import BufferPool
 from fastps.errors import StallError
+from fastps.contract import cast_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport._inproc import InprocTransport
@@ -44,6 +47,7 @@ class StoreMachine(RuleBasedStateMachine):
         lenders=st.sets(st.integers(0, 5)),
         sizes=st.lists(st.sampled_from(SIZES), min_size=2, max_size=2),
         engine_threads=st.integers(0, 1),
+        abstainers=st.integers(0, 2),
         seed=st.integers(0, 2**16),
     )
     def begin(
@@ -52,6 +56,7 @@ class StoreMachine(RuleBasedStateMachine):
         lenders: set[int],
         sizes: list[int],
         engine_threads: int,
+        abstainers: int,
         seed: int,
     ) -> None:
         """Make a store and its workers."""
@@ -64,17 +69,20 @@ class StoreMachine(RuleBasedStateMachine):
         self.pushers = [tuple(ranks[key % len(ranks)] for ranks in machines) for key in range(2)]
         self.machine_of = {rank: m for m, ranks in enumerate(machines) for rank in ranks}
         self.n_machines = len(machines)
+        quorum = max(1, len(machines) - abstainers)
         self.store = ServerStore(
             self.pool,
             index=0,
-            n_workers=n_workers,
-            n_machines=len(machines),
+            n_members=n_workers,
             engine_threads=engine_threads,
         )
         self.store.declare(
             TENSOR,
             n_partitions=2,
-            partitions=[(key, sizes[key], self.pushers[key]) for key in range(2)],
+            partitions=[
+                (key, sizes[key], replace(cast_of(machines, key), quorum=quorum))
+                for key in range(2)
+            ],
             dtype=DType.FLOAT32,
             itemsize=4,
             chunk_bytes=CHUNK,
@@ -88,6 +96,7 @@ class StoreMachine(RuleBasedStateMachine):
                 lenders=frozenset(lenders),
                 nbytes=nbytes,
                 chunk_bytes=CHUNK,
+                quorum=quorum,
             )
             for nbytes, pushers in zip(sizes, self.pushers, strict=True)
         ]

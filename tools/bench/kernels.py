@@ -47,9 +47,10 @@ SUM_TYPE = ctypes.CFUNCTYPE(
     ctypes.c_int64,
     ctypes.c_void_p,
     ctypes.c_int64,
-    ctypes.c_int64,
+    ctypes.c_void_p,
 )
 
+ONE = ctypes.byref(ctypes.c_int64(1))  # the divisor
 Times = dict[str, list[float]]
 
 
@@ -65,7 +66,7 @@ def check(code: DType, function: Callable[..., int]) -> None:
     one, two = (0x3F80, 0x4000) if code is DType.BFLOAT16 else (1, 2)
     first, second = (np.full(1003, one, dtype=kind) for _ in range(2))
     table = (ctypes.c_void_p * 2)(first.ctypes.data, second.ctypes.data)
-    status = function(table, 2, first.ctypes.data, first.size, 1)
+    status = function(table, 2, first.ctypes.data, first.size, ONE)
     if status != 1 or not np.array_equal(first, np.full_like(first, two)):
         raise SystemExit(f"the kernel for {code.name.lower()} gives a wrong sum")
 
@@ -101,7 +102,7 @@ def measure(code: DType, n_sources: int, nbytes: int, runs: int) -> Times:
     memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     return alternate(
         {
-            "sum": lambda: function(table, n_sources, target, count, 1),
+            "sum": lambda: function(table, n_sources, target, count, ONE),
             "memcpy": lambda: memcpy(written, read, traffic),
             "copyto": lambda: np.copyto(copied, origin),
         },

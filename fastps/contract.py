@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is agreed on for a key when it is declared: who takes part, how bytes travel, what happens.
+
+Decides what a contract can say. Pure: knows no thread, socket or job. A contract is fixed at
+declaration; everybody who touches the key goes by it, and nobody asks anything else who is who.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from fastps.partition import pusher_of
+
+MAX_CAST = 4096  # members of one cast: the table of a sum's sources lives on the stack
+
+
+class Policy(IntEnum):
+    """What the owner of a key does when somebody pushes or pulls it."""
+
+    SUM = 1  # all push, the sum goes to all: one round after the other
+    ACCUMULATE = 2  # each push is added at once; its answer is the value by then
+
+
+class Codec(IntEnum):
+    """How elements become bytes on the wire."""
+
+    NONE = 0
+
+
+class Unit(IntEnum):
+    """What a rule works on at once; a whole tensor is one that was declared as one partition."""
+
+    CHUNK = 1
+    PARTITION = 2
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Who takes part in a key, by sender number; a contributor's index is its place.
+
+    A round needs contributions of at least `quorum` contributors. divisor: of averages. epoch: of
+    the membership that the cast was made from.
+    """
+
+    contributors: tuple[int, ...]
+    readers: tuple[int, ...]
+    quorum: int
+    divisor: int
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a cast that cannot play. Raises ValueError."""
+        if len(set(self.contributors)) + len(set(self.readers)) != len(
+            self.contributors + self.readers
+        ):
+            raise ValueError(f"somebody takes part twice in {self}")
+        if not 0 < len(self.members) <= MAX_CAST or min(self.members) < 0:
+            raise ValueError(f"{self} needs 1 to {MAX_CAST} members with numbers from 0 on")
+        if not 0 < self.quorum <= len(self.contributors) or self.divisor < 1:
+            raise ValueError(f"the quorum and the divisor of {self} cannot be")
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Everybody: the contributors, then those who only read."""
+        givers = set(self.contributors)
+        return self.contributors + tuple(who for who in self.readers if who not in givers)
+
+
+@dataclass(frozen=True)
+class Contract:
+    """All that is agreed on for one key.
+
+    staleness: of ACCUMULATE: how many pushes a contributor may be ahead of the slowest; 0: any.
+    """
+
+    cast: Cast
+    codec: Codec = Codec.NONE
+    policy: Policy = Policy.SUM
+    staleness: int = 0
+
+
+def cast_of(machines: Sequence[Sequence[int]], partition: int, epoch: int = 0) -> Cast:
+    """Cast a partition for workers, given by machine: one of each pushes and reads for all."""
+    ranks = tuple(pusher_of(there, partition) for there in machines)
+    return Cast(ranks, ranks, len(ranks), sum(map(len, machines)), epoch)

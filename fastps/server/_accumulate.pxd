@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+# The layout of the asynchronous sum: one value per key, one operation at a time per member.
+from libc.stdint cimport int32_t, uint8_t, uint32_t
+
+from fastps.server._policy cimport Entry, Job, Policy
+from fastps.transport._link cimport SendItem
+
+cdef struct Value
+cdef struct Turn
+
+cdef struct Caller:             # one member; entry.lock unless said otherwise
+    Value* value
+    uint32_t index
+    uint32_t version            # of its operation; 0: it had none
+    uint32_t clock              # version of its last operation that took effect
+    uint8_t kind                # of frame
+    uint32_t cursor             # bytes landed
+    uint8_t flags
+    int32_t priority
+    int status                  # OK, or why the operation failed
+    bint is_open                # a push: bytes are still to come
+    bint is_landing
+    bint is_waiting             # a pull: there is no value yet
+    bint is_held                # the last answer: the member is too far ahead of others
+    int32_t in_flight           # turns, answers and errors not yet over; atomic
+    char** buffers              # per unit: a loan, from landing until the answer has left
+    Turn* turns                 # per unit; the first is that of a pull too
+    SendItem error
+
+cdef struct Turn:               # what waits to be added, or to be answered
+    Turn* next                  # entry.lock
+    Caller* caller
+    uint32_t unit
+    SendItem answer
+
+cdef struct Value:              # one block with its arrays, made at the first use
+    Job job                     # all turns that wait
+    Entry* entry
+    Turn* first                 # those that wait, in the order they came; entry.lock
+    Turn* last
+    bint is_working             # one thread works on turns; the value is its alone; entry.lock
+    bint is_moved               # somebody left: who was held may go on; entry.lock
+    uint32_t n_seeded           # units that have a value; entry.lock
+    char** sums                 # per unit: a loan for as long as the entry lives
+    Caller* callers             # one per member
+
+cdef Policy ACCUMULATE_POLICY

@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accumulate, the second policy: each push is added at once and answered with the value by then.
+
+Theory of operation. The owner holds one value per key. The first push of a unit becomes it, as
+does every broadcast; later pushes are added in the order in which they came, whoever sends them,
+and a pull reads. Members have versions of their own and wait for nobody, but for two things: a
+pull for the first value, and the answer to a push that is more than `staleness` operations ahead
+of the slowest contributor (0: never) for that one. Who leaves fails nobody and holds nobody.
+
+What landed queues as a turn; one thread at a time works on all turns of a key, its engine thread
+or the I/O thread that found nobody at it, so the value needs no lock and no sum happens under
+entry.lock. The buffer in which a push landed carries the answer back: a copy of the value, since
+others add to it while that is on its way. Memory: the value, and what members have in flight.
+
+A member's next operation is put off (E_TIMEOUT) until all answers to the one before have left.
+"""
+
+from libc.stdint cimport UINT32_MAX, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+from fastps._atomic cimport fps_add32, fps_add64, fps_load32
+from fastps._core cimport (
+    E_MISMATCH, E_NOMEM, E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_RESULT, PROBE_SERVER_SUM, OK,
+    probe_hit,
+)
+from fastps._posix cimport pthread_mutex_lock, pthread_mutex_unlock
+from fastps.server._policy cimport (
+    Entry, Job, fill_header, give_back, hand_to_engine, has_links, is_gone, lend, slot_of,
+    unit_length,
+)
+from fastps.transport._link cimport (
+    KICK_WAKE, Link, LinkSlot, SendItem, sent_fn, slot_acquire, slot_release,
+)
+from fastps.wire cimport (
+    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KIND_ERROR, KIND_PULL, KIND_PUSH, KIND_RESULT,
+    Header,
+)
+
+
+# ---------------------------------------------------------------- sending
+
+cdef void answer_sent(SendItem* item, int status) noexcept nogil:
+    cdef Turn* turn = <Turn*>item.context
+    give_back(turn.caller.value.entry, &turn.caller.buffers[turn.unit])
+    fps_add32(&turn.caller.in_flight, -1)       # last: the entry may be forgotten now
+
+
+cdef void error_sent(SendItem* item, int status) noexcept nogil:
+    fps_add32(&(<Caller*>item.context).in_flight, -1)
+
+
+cdef void send_item(Caller* caller, SendItem* item, sent_fn sent, void* context) noexcept nogil:
+    """Lend an item to a member's link; for a member that is gone it counts as sent."""
+    cdef LinkSlot* slot = slot_of(caller.value.entry, caller.index)
+    cdef Link* link = slot_acquire(slot)
+    item.header.priority = caller.priority
+    item.context = context
+    item.sent = sent
+    fps_add32(&caller.in_flight, 1)
+    if link == NULL:
+        sent(item, OK)
+        return
+    if link.send(link, item, KICK_WAKE) != OK:
+        sent(item, OK)
+    slot_release(slot)
+
+
+cdef void send_error(Caller* caller, int status) noexcept nogil:
+    """Tell a member that its operation failed; entry.lock is held."""
+    if caller.status != OK:
+        return
+    caller.status = status
+    fill_header(caller.value.entry, &caller.error.header, KIND_ERROR, caller.version)
+    caller.error.header.status = status
+    send_item(caller, &caller.error, error_sent, caller)
+
+
+cdef void send_answer(Turn* turn) noexcept nogil:
+    """Send the value as it is now, or the acknowledgement that is wanted in its place."""
+    cdef Caller* caller = turn.caller
+    cdef Entry* entry = caller.value.entry
+    cdef bint is_wanted = not caller.flags & FLAG_NO_RESULT
+    cdef SendItem* item = &turn.answer
+    probe_hit(PROBE_SERVER_RESULT, entry.key, caller.version)
+    fill_header(entry, &item.header, KIND_RESULT, caller.version)
+    item.header.flags = caller.flags
+    item.nbytes = unit_length(entry, turn.unit) if is_wanted else 0
+    item.base = turn.unit * entry.unit_bytes if is_wanted else 0
+    item.payload = caller.buffers[turn.unit]
+    memcpy(caller.buffers[turn.unit], caller.value.sums[turn.unit], item.nbytes)
+    send_item(caller, item, answer_sent, turn)
+
+
+# ---------------------------------------------------------------- turns that wait; lock held
+
+cdef void queue_turn(Caller* caller, uint32_t unit) noexcept nogil:
+    cdef Value* value = caller.value
+    cdef Turn* turn = &caller.turns[unit]
+    fps_add32(&caller.in_flight, 1)
+    turn.caller = caller
+    turn.unit = unit
+    turn.next = NULL
+    if value.first == NULL:
+        value.first = turn
+    else:
+        value.last.next = turn
+    value.last = turn
+
+
+cdef void wake_waiting(Value* value) noexcept nogil:
+    """Let those who pulled before there was a value have it."""
+    cdef uint32_t index
+    for index in range(value.entry.cast.n_members):
+        if value.callers[index].is_waiting:
+            value.callers[index].is_waiting = False
+            queue_turn(&value.callers[index], 0)
+
+
+cdef uint64_t farthest_clock(Value* value) noexcept nogil:
+    """Say how far a contributor may be: so much ahead of the slowest that is still there."""
+    cdef Entry* entry = value.entry
+    cdef uint64_t slowest = UINT32_MAX
+    cdef uint32_t index
+    for index in range(entry.cast.n_contributors):
+        if not is_gone(entry, index):
+            slowest = min(slowest, value.callers[index].clock)
+    return slowest + (entry.staleness if entry.staleness else UINT32_MAX)
+
+
+cdef void release_held(Value* value) noexcept nogil:
+    """Answer those who are not too far ahead any more; only who works on turns may do that."""
+    cdef Entry* entry = value.entry
+    cdef uint64_t farthest = farthest_clock(value)
+    cdef uint32_t index
+    cdef Caller* caller
+    for index in range(entry.cast.n_members):
+        caller = &value.callers[index]
+        if caller.is_held and (caller.clock <= farthest or is_gone(entry, index)):
+            caller.is_held = False
+            send_answer(&caller.turns[entry.n_units - 1])
+            fps_add32(&caller.in_flight, -1)
+
+
+# ---------------------------------------------------------------- taking turns; one thread at once
+
+cdef int add(Value* value, Turn* turn) noexcept nogil:
+    """Add what landed to the value; the first, or a broadcast, becomes it."""
+    cdef Entry* entry = value.entry
+    cdef const void* sources[2]
+    cdef uint32_t length = unit_length(entry, turn.unit)
+    cdef char** sum = &value.sums[turn.unit]
+    cdef int64_t divisor = 1
+    cdef bint is_first = sum[0] == NULL
+    if is_first:
+        sum[0] = lend(entry, length)
+    if sum[0] == NULL:
+        return E_NOMEM
+    sources[0] = sum[0]
+    sources[1] = turn.caller.buffers[turn.unit]
+    if is_first or turn.caller.flags & FLAG_BROADCAST:
+        memcpy(sum[0], sources[1], length)
+        return count_seed(value) if is_first else OK
+    probe_hit(PROBE_SERVER_SUM, entry.key, turn.caller.version)
+    if entry.rule(sources, 2, sum[0], length / entry.itemsize, &divisor) != 1:
+        return E_PROTOCOL
+    fps_add64(<int64_t*>&entry.store.stats.chunks_summed, 1)
+    fps_add64(<int64_t*>&entry.store.stats.bytes_summed, length)
+    return OK
+
+
+cdef int count_seed(Value* value) noexcept nogil:
+    pthread_mutex_lock(&value.entry.lock)
+    value.n_seeded += 1
+    if value.n_seeded == value.entry.n_units:
+        wake_waiting(value)
+    pthread_mutex_unlock(&value.entry.lock)
+    return OK
+
+
+cdef int answer_pull(Caller* caller) noexcept nogil:
+    cdef Entry* entry = caller.value.entry
+    cdef uint32_t unit
+    for unit in range(entry.n_units):
+        caller.turns[unit].caller = caller
+        caller.turns[unit].unit = unit
+        caller.buffers[unit] = lend(entry, unit_length(entry, unit))
+        if caller.buffers[unit] == NULL:
+            return E_NOMEM
+        send_answer(&caller.turns[unit])
+    return OK
+
+
+cdef void end_operation(Turn* turn) noexcept nogil:
+    """All of an operation took effect: the last answer leaves when it may, as may others'."""
+    cdef Caller* caller = turn.caller
+    pthread_mutex_lock(&caller.value.entry.lock)
+    caller.clock = caller.version
+    if caller.kind == KIND_PUSH:
+        caller.is_held = True
+        fps_add32(&caller.in_flight, 1)
+    release_held(caller.value)
+    pthread_mutex_unlock(&caller.value.entry.lock)
+
+
+cdef void take_turn(Value* value, Turn* turn) noexcept nogil:
+    cdef Caller* caller = turn.caller
+    cdef Entry* entry = value.entry
+    cdef int status = answer_pull(caller) if caller.kind == KIND_PULL else add(value, turn)
+    if status != OK:
+        pthread_mutex_lock(&entry.lock)
+        if caller.kind == KIND_PUSH:
+            give_back(entry, &caller.buffers[turn.unit])
+        send_error(caller, status)
+        pthread_mutex_unlock(&entry.lock)
+    elif caller.kind == KIND_PULL or turn.unit + 1 == entry.n_units:
+        end_operation(turn)
+    elif caller.flags & FLAG_NO_RESULT:
+        give_back(entry, &caller.buffers[turn.unit])
+    else:
+        send_answer(turn)
+    fps_add32(&caller.in_flight, -1)
+
+
+cdef void work(Value* value) noexcept nogil:
+    """Take turns until none is left."""
+    cdef Turn* turn
+    while True:
+        pthread_mutex_lock(&value.entry.lock)
+        if value.is_moved:
+            value.is_moved = False
+            release_held(value)
+        turn = value.first
+        if turn == NULL:
+            value.is_working = False
+            pthread_mutex_unlock(&value.entry.lock)
+            return
+        value.first = turn.next
+        pthread_mutex_unlock(&value.entry.lock)
+        take_turn(value, turn)
+
+
+cdef void run_job(Job* job) noexcept nogil:
+    work(<Value*>job)
+
+
+cdef void unlock_and_work(Value* value, int32_t priority) noexcept nogil:
+    """Give entry.lock up; see to it that somebody works if there is something to do."""
+    cdef Entry* entry = value.entry
+    cdef bint is_ours = not value.is_working and (value.first != NULL or value.is_moved)
+    value.is_working |= is_ours
+    pthread_mutex_unlock(&entry.lock)
+    if is_ours and entry.engine >= 0:
+        hand_to_engine(entry, priority, &value.job)
+    elif is_ours:
+        work(value)
+
+
+# ---------------------------------------------------------------- arrivals
+
+cdef int make_state(Entry* entry) noexcept nogil:
+    """Make room for the value and all members, once; entry.lock is held."""
+    cdef size_t n = entry.cast.n_members, units = entry.n_units
+    cdef size_t index
+    cdef Value* value = <Value*>entry.state
+    cdef char* cursor
+    if value != NULL:
+        return OK
+    value = <Value*>calloc(1, sizeof(Value) + n * sizeof(Caller) + units * sizeof(char*)
+                           + n * units * (sizeof(Turn) + sizeof(char*)))
+    if value == NULL:
+        return E_NOMEM
+    entry.state = value
+    value.entry = entry
+    value.job.run = run_job
+    value.callers = <Caller*>(value + 1)
+    value.sums = <char**>(value.callers + n)
+    cursor = <char*>(value.sums + units)
+    for index in range(n):
+        value.callers[index].value = value
+        value.callers[index].index = <uint32_t>index
+        value.callers[index].turns = <Turn*>cursor
+        value.callers[index].buffers = <char**>(value.callers[index].turns + units)
+        cursor = <char*>(value.callers[index].buffers + units)
+    return OK
+
+
+cdef int begin(Caller* caller, const Header* header) noexcept nogil:
+    """Begin a member's next operation. E_TIMEOUT: the last one's answers have not all left."""
+    cdef Entry* entry = caller.value.entry
+    if header.key_version != caller.version + 1 or caller.is_open or caller.is_waiting:
+        return E_PROTOCOL
+    if header.offset:
+        return E_PROTOCOL
+    if fps_load32(&caller.in_flight):
+        return E_TIMEOUT
+    caller.version = header.key_version
+    caller.kind = header.kind
+    caller.flags = header.flags
+    caller.priority = header.priority
+    caller.cursor = 0
+    caller.is_open = header.kind == KIND_PUSH
+    caller.status = OK
+    if entry.failed or header.flags & FLAG_AVERAGE:     # there is no number to divide by
+        send_error(caller, entry.failed if entry.failed else E_MISMATCH)
+    return OK
+
+
+cdef int enter(Caller* caller, const Header* header) noexcept nogil:
+    if caller.is_landing:
+        return E_PROTOCOL
+    if header.key_version != caller.version:
+        return begin(caller, header)
+    if header.kind != KIND_PUSH or not caller.is_open or header.offset != caller.cursor:
+        return E_PROTOCOL
+    return OK
+
+
+cdef int place_frame(Caller* caller, const Header* header, char** place) noexcept nogil:
+    cdef Entry* entry = caller.value.entry
+    cdef char** buffer = &caller.buffers[header.offset / entry.unit_bytes]
+    if buffer[0] == NULL:
+        buffer[0] = lend(entry, header.length)
+    place[0] = buffer[0]
+    caller.is_landing = buffer[0] != NULL
+    return OK if buffer[0] != NULL else E_NOMEM
+
+
+cdef int accumulate_admit(Entry* entry, uint32_t index, Link* link, const Header* header,
+                          const char* payload, char** place) noexcept nogil:
+    cdef Caller* caller
+    cdef int status
+    pthread_mutex_lock(&entry.lock)
+    status = make_state(entry)
+    if status == OK:
+        caller = &(<Value*>entry.state).callers[index]
+        status = enter(caller, header)
+    if status == OK and header.kind == KIND_PUSH:
+        status = place_frame(caller, header, place)
+    pthread_mutex_unlock(&entry.lock)
+    return status
+
+
+cdef void accumulate_landed(Entry* entry, uint32_t index, const Header* header) noexcept nogil:
+    cdef Value* value = <Value*>entry.state
+    cdef Caller* caller = &value.callers[index]
+    cdef uint32_t unit = header.offset / entry.unit_bytes
+    pthread_mutex_lock(&entry.lock)
+    caller.is_landing = False
+    caller.cursor += header.length
+    caller.is_open &= caller.cursor < entry.nbytes
+    if caller.status != OK:
+        give_back(entry, &caller.buffers[unit])
+    elif header.kind == KIND_PUSH or value.n_seeded == entry.n_units:
+        queue_turn(caller, unit)
+    else:
+        caller.is_waiting = True
+    unlock_and_work(value, header.priority)
+
+
+cdef void* accumulate_standing(Entry* entry, uint32_t index, const Header* header) noexcept nogil:
+    return NULL
+
+
+# ---------------------------------------------------------------- members that go, and the end
+
+cdef void accumulate_gone(Entry* entry, uint32_t index) noexcept nogil:
+    cdef Value* value
+    pthread_mutex_lock(&entry.lock)
+    value = <Value*>entry.state
+    if value == NULL:
+        pthread_mutex_unlock(&entry.lock)
+        return
+    value.callers[index].is_waiting = False
+    value.is_moved = True
+    unlock_and_work(value, 0)
+
+
+cdef void fail_caller(Caller* caller, int status) noexcept nogil:
+    cdef Entry* entry = caller.value.entry
+    if not caller.is_open and not caller.is_waiting and not caller.is_held:
+        return
+    send_error(caller, status)
+    caller.is_waiting = False
+    if caller.is_held:
+        caller.is_held = False
+        give_back(entry, &caller.buffers[entry.n_units - 1])
+        fps_add32(&caller.in_flight, -1)
+
+
+cdef void accumulate_fail(Entry* entry, int status) noexcept nogil:
+    cdef uint32_t index
+    pthread_mutex_lock(&entry.lock)
+    entry.failed = status
+    if entry.state != NULL:
+        for index in range(entry.cast.n_members):
+            fail_caller(&(<Value*>entry.state).callers[index], status)
+    pthread_mutex_unlock(&entry.lock)
+
+
+cdef bint accumulate_is_idle(Entry* entry) noexcept nogil:
+    cdef Value* value
+    cdef Caller* caller
+    cdef uint32_t index
+    cdef bint is_idle = True
+    pthread_mutex_lock(&entry.lock)
+    value = <Value*>entry.state
+    if value != NULL:
+        is_idle = not value.is_working
+        for index in range(entry.cast.n_members):
+            caller = &value.callers[index]
+            is_idle &= not fps_load32(&caller.in_flight) and not caller.is_waiting
+            is_idle &= not (caller.is_open or caller.is_landing) or not has_links(entry, index)
+    pthread_mutex_unlock(&entry.lock)
+    return is_idle
+
+
+cdef int accumulate_make(Entry* entry) noexcept nogil:
+    return OK
+
+
+cdef void accumulate_spare(Entry* entry) noexcept nogil:
+    """Nothing is kept for speed alone."""
+
+
+cdef void accumulate_free(Entry* entry) noexcept nogil:
+    cdef Value* value = <Value*>entry.state
+    cdef uint32_t index, unit
+    if value == NULL:
+        return
+    for unit in range(entry.n_units):
+        give_back(entry, &value.sums[unit])
+        for index in range(entry.cast.n_members):
+            give_back(entry, &value.callers[index].buffers[unit])
+    free(value)
+
+
+ACCUMULATE_POLICY.make = accumulate_make
+ACCUMULATE_POLICY.admit = accumulate_admit
+ACCUMULATE_POLICY.landed = accumulate_landed
+ACCUMULATE_POLICY.standing = accumulate_standing
+ACCUMULATE_POLICY.gone = accumulate_gone
+ACCUMULATE_POLICY.fail = accumulate_fail
+ACCUMULATE_POLICY.spare = accumulate_spare
+ACCUMULATE_POLICY.is_idle = accumulate_is_idle
+ACCUMULATE_POLICY.free = accumulate_free

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+# The seam between the store and its policies. The store finds the entry of a frame, checks what
+# can be said against it without looking at a round, and knows the links and who is gone. What
+# then happens to the key is the business of its policy: a table of functions, one per entry.
+#
+# All functions of a policy run without the GIL and never wait for a peer. `gone` and `fail`
+# return when no memory that was lent is read any more: that takes at most one call of the rule.
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memset
+
+from fastps._atomic cimport fps_add32, fps_load32
+from fastps._core cimport BufferPool, Completion, Queue, Thread, queue_push
+from fastps._posix cimport pthread_mutex_t
+from fastps._table cimport IdTable
+from fastps.transport._link cimport Link, LinkSlot
+from fastps.wire cimport Header
+
+cdef enum:
+    MAX_CAST = 4096             # of fastps.contract
+    NOBODY = 0xFFFF             # index of who takes no part
+    SERVER_SENDER = 1 << 30     # sender number of server 0
+
+# Make one of n sources of count elements: 1 on success. args: what the rule wants besides; a
+# sum gets the divisor as an int64_t (see fastps.reduce).
+ctypedef int64_t (*rule_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
+                            const void* args) noexcept nogil
+
+cdef struct Entry
+cdef struct Store
+cdef struct Job
+
+ctypedef void (*job_fn)(Job* job) noexcept nogil
+
+cdef struct Job:                # work for an engine thread; first field of what a policy has
+    job_fn run
+
+cdef struct Cast:               # of fastps.contract, shared by entries; never changes
+    uint32_t n_members          # contributors, then those who only read
+    uint32_t n_contributors
+    uint32_t quorum
+    int64_t divisor
+    uint32_t* senders           # by index
+    bint* reads                 # by index: gets results
+    uint16_t* index_of          # by sender number; NOBODY
+
+cdef struct Policy:
+    # At declaration. OK or E_NOMEM.
+    int (*make)(Entry* entry) noexcept nogil
+    # A frame of member `index` comes. *place gets where its bytes go; or stays NULL if payload is
+    # not, and they may stay there. E_TIMEOUT: not yet, ask again. Another status ends the link.
+    int (*admit)(Entry* entry, uint32_t index, Link* link, const Header* header,
+                 const char* payload, char** place) noexcept nogil
+    # The bytes of a frame that was admitted are there.
+    void (*landed)(Entry* entry, uint32_t index, const Header* header) noexcept nogil
+    # Where a frame like this lands in a later round; NULL: not known. See `standing` of a link.
+    void* (*standing)(Entry* entry, uint32_t index, const Header* header) noexcept nogil
+    # A member has no link any more; store.gone says why.
+    void (*gone)(Entry* entry, uint32_t index) noexcept nogil
+    # Let nothing succeed that has not, now or later.
+    void (*fail)(Entry* entry, int status) noexcept nogil
+    # Give up memory that is kept for speed alone and seems not to be needed.
+    void (*spare)(Entry* entry) noexcept nogil
+    # Nothing is lent, landing, at work or awaited: the entry may be freed.
+    bint (*is_idle)(Entry* entry) noexcept nogil
+    void (*free)(Entry* entry) noexcept nogil
+
+cdef struct Entry:              # one partition; fixed after declare but for state and failed
+    Store* store
+    const Policy* policy
+    Cast* cast
+    void* state                 # the policy's; entry.lock
+    rule_fn rule
+    uint64_t key
+    uint32_t nbytes
+    uint32_t chunk_bytes        # of a frame
+    uint32_t unit_bytes         # what the rule works on at once; whole chunks, or all
+    uint32_t n_units
+    uint32_t lane               # link over which this key travels
+    int32_t engine              # index of the engine thread that works on it, -1: the I/O thread
+    uint32_t staleness          # of the contract
+    int failed                  # OK, or why nothing can succeed any more; entry.lock
+    uint8_t dtype
+    uint8_t itemsize
+    pthread_mutex_t lock
+
+cdef struct Tensor:
+    uint32_t n_partitions
+    Entry* entries[1]           # by partition index; NULL where another server owns it
+
+cdef struct Engine:
+    Queue* queue
+    Thread* thread
+
+cdef struct StoreStats:
+    uint64_t chunks_summed      # units that a rule worked on
+    uint64_t bytes_summed       # bytes of results
+    uint64_t rounds_failed
+    uint64_t buffers_not_kept   # for want of room
+
+cdef struct Seat:               # one link of one member
+    LinkSlot slot
+    int32_t busy                # atomic: its I/O thread may hold an entry that the table lost
+    char rest[44]               # of a cache line: neighbours belong to different threads
+
+cdef struct Store:
+    uint32_t index              # of this server
+    uint32_t n_members          # sender numbers that may have links
+    uint32_t lanes              # links per member
+    IdTable* tensors            # id -> Tensor
+    Seat* seats                 # n_members x lanes
+    int32_t* gone               # by sender: 0, or the status its link ended with; atomic
+    int32_t n_gone              # atomic
+    int32_t* links_open         # by sender; atomic
+    int n_engines
+    Engine* engines
+    int32_t jobs_open           # jobs handed to engines and not yet done; atomic
+    void* pool                  # borrowed BufferPool, alive as long as the store's face
+    Completion news             # armed: a link has ended
+    int32_t has_news            # atomic
+    int64_t lasting_limit       # bytes of lasting buffers; 0: none are kept
+    int64_t lasting_left        # bytes that may still be kept as lasting buffers; atomic
+    StoreStats stats            # atomic adds
+
+
+cdef inline uint32_t length_at(Entry* entry, uint32_t offset, uint32_t most) noexcept nogil:
+    """Bytes from offset on, at most so many."""
+    cdef uint32_t left = entry.nbytes - offset
+    return left if left < most else most
+
+
+cdef inline uint32_t unit_length(Entry* entry, uint32_t unit) noexcept nogil:
+    return length_at(entry, unit * entry.unit_bytes, entry.unit_bytes)
+
+
+cdef inline LinkSlot* slot_of(Entry* entry, uint32_t index) noexcept nogil:
+    return &entry.store.seats[
+        entry.cast.senders[index] * entry.store.lanes + entry.lane].slot
+
+
+cdef inline bint is_gone(Entry* entry, uint32_t index) noexcept nogil:
+    return fps_load32(&entry.store.gone[entry.cast.senders[index]]) != 0
+
+
+cdef inline bint has_links(Entry* entry, uint32_t index) noexcept nogil:
+    """Tell whether anything of a member may still be landing."""
+    return fps_load32(&entry.store.links_open[entry.cast.senders[index]]) > 0
+
+
+cdef inline char* lend(Entry* entry, uint64_t nbytes) noexcept nogil:
+    return <char*>(<BufferPool>entry.store.pool).c_loan(nbytes)
+
+
+cdef inline void give_back(Entry* entry, char** buffer) noexcept nogil:
+    if buffer[0] != NULL:
+        (<BufferPool>entry.store.pool).c_give_back(buffer[0])
+        buffer[0] = NULL
+
+
+cdef inline void fill_header(Entry* entry, Header* header, uint8_t kind,
+                             uint32_t version) noexcept nogil:
+    memset(header, 0, sizeof(Header))
+    header.kind = kind
+    header.dtype = entry.dtype
+    header.key = entry.key
+    header.key_version = version
+    header.sender = SERVER_SENDER + entry.store.index
+
+
+cdef inline int hand_to_engine(Entry* entry, int32_t priority, Job* job) noexcept nogil:
+    """Let the key's engine thread run a job; an engine runs a key's jobs in this order."""
+    cdef int status
+    fps_add32(&entry.store.jobs_open, 1)
+    status = queue_push(entry.store.engines[entry.engine].queue, priority, entry.key, 0, job)
+    if status:
+        fps_add32(&entry.store.jobs_open, -1)
+    return status

@@ -1,0 +1,554 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sum, the first policy of the store: all push, the sum goes to all, one round after the other.
+
+Theory of operation. Each key has two rounds; version v of a key uses rounds[v & 1]. A round goes
+through the states and events of TRANSITIONS; nothing else decides what may follow what, and the
+model in the tests goes by the same table. A contributor's frames land in a buffer that the pool
+lends for a unit, which is a frame's chunk unless the rule needs more at once. When unit u of
+everybody is there, one thread sums it in the order of the cast over the buffer of the first that
+has one, gives the others back, and queues the result on the links of all readers at once; nobody
+has to ask for it. The last link that has sent it gives its buffer back. So memory holds what some
+have pushed and others have not, at most 2 x contributors x the bytes owned, usually a few units;
+and the buffers lent are those used last, which the processor still has in its cache.
+
+A pusher in the store's own process lends its memory instead (adopt): it is read once, by the
+sum, and never written. It stays readable until the pusher got the result of its last unit, by
+when every unit was summed; or the ERROR of the round, which is held back while a sum reads and
+after which none begins; or until its link ended, which fails every round that it lent to.
+
+Over links whose peers write into our memory without asking, units have lasting buffers: the same
+for every second round, kept from declaration on, 2 x contributors x the bytes owned up to a
+bound. Tensors that were used and have no promise (parameters that are broadcast once) give theirs
+up. All else of a key is made at its first use: a name that is only declared costs 200 bytes.
+
+Why two rounds suffice. A pusher pushes version v + 2 only after it has received all of v + 1.
+That needs every pusher's push of v + 1, which each of them sends only after it has received all
+of v. So when the first byte of v + 2 lands in rounds[v & 1], no result of v is in flight. A
+worker that breaks this is cut off (E_PROTOCOL), and a frame that comes before the link has said
+that a result has left is put off (E_TIMEOUT), so a buffer in flight is never written. A round
+v + 1 that fails breaks the chain: who writes without asking hears of that only when the results
+of v have left.
+
+A PULL joins a round without a contribution. A broadcast is a round with one contribution, and
+readers who do not contribute always pull; a contributor that pulls in another round leaves its
+contribution out, and fails the round unless the quorum of the cast allows for that. A member that
+left makes every round fail that it has not contributed to, with its number as the culprit.
+
+Threads. admit and landed run on I/O threads, sums on the engine thread of the key (small units,
+or all when there are no engines, on the I/O thread that brought the last arrival). entry.lock is
+the only lock; no sum happens under it and nothing waits under it.
+"""
+
+from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+
+from fastps._atomic cimport (
+    fps_add32, fps_add64, fps_and32, fps_cas32, fps_load32, fps_load64, fps_or32, fps_store32,
+)
+from fastps._core cimport (
+    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_RESULT,
+    PROBE_SERVER_SUM, OK, probe_hit,
+)
+from fastps._posix cimport pthread_mutex_lock, pthread_mutex_unlock, sched_yield
+from fastps.server._policy cimport (
+    MAX_CAST, NOBODY, Cast, Entry, Job, Store, fill_header, give_back, hand_to_engine, has_links,
+    lend, slot_of, unit_length,
+)
+from fastps.transport._link cimport (
+    KICK_FULL, KICK_WAKE, Link, LinkSlot, SendItem, is_early_broadcast, slot_acquire,
+    slot_release,
+)
+from fastps.wire cimport (
+    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KIND_ERROR, KIND_PULL, KIND_PUSH, KIND_RESULT,
+    Header,
+)
+
+cdef enum:
+    LASTING_FROM = 4000         # smaller frames are copied, whoever sends them
+    ROUND_FLAGS = FLAG_AVERAGE | FLAG_BROADCAST     # what all pushers must agree on
+    REFUSED = -1
+
+# (state, event) -> state; what is not here cannot happen.
+TRANSITIONS = {
+    (IDLE, BEGIN): OPEN,
+    (OPEN, LAST_SUM): DONE,
+    (OPEN, FAIL): FAILED,
+    (DONE, BEGIN): OPEN,
+    (FAILED, BEGIN): OPEN,
+}
+cdef int8_t[4][3] C_TRANSITIONS
+memset(C_TRANSITIONS, REFUSED, sizeof(C_TRANSITIONS))
+for (_state, _event), _next in TRANSITIONS.items():
+    C_TRANSITIONS[<int>_state][<int>_event] = _next
+
+
+include "_rounds_send.pxi"
+include "_rounds_sum.pxi"
+
+
+# ---------------------------------------------------------------- making and freeing
+
+cdef size_t round_bytes(Entry* entry, int n_tables) noexcept nogil:
+    """Bytes of all arrays of a round; structs and pointers first, so that all are aligned."""
+    cdef size_t n = entry.cast.n_members, units = entry.n_units
+    return (n * (sizeof(Contribution) + units * (sizeof(SendItem) + n_tables * sizeof(char*)))
+            + units * (sizeof(SumJob) + sizeof(char*) + sizeof(int32_t) + sizeof(uint16_t))
+            + sizeof(char*)) & ~<size_t>7
+
+
+cdef char* carve(char** cursor, size_t nbytes) noexcept nogil:
+    cdef char* place = cursor[0]
+    cursor[0] += nbytes
+    return place
+
+
+cdef void lay_out_round(Round* round, Sum* sum, char* cursor, int n_tables) noexcept nogil:
+    cdef size_t n = sum.entry.cast.n_members, units = sum.entry.n_units
+    cdef size_t index
+    round.sum = sum
+    round.parts = <Contribution*>carve(&cursor, n * sizeof(Contribution))
+    round.results = <SendItem*>carve(&cursor, n * units * sizeof(SendItem))
+    round.jobs = <SumJob*>carve(&cursor, units * sizeof(SumJob))
+    round.sums = <char**>carve(&cursor, units * sizeof(char*))
+    for index in range(n):
+        round.parts[index].buffers = <char**>carve(&cursor, units * sizeof(char*))
+        round.parts[index].borrowed = <const char**>carve(&cursor, units * sizeof(char*))
+        if n_tables == 3:
+            round.parts[index].lasting = <char**>carve(&cursor, units * sizeof(char*))
+    round.unsent = <int32_t*>carve(&cursor, units * sizeof(int32_t))
+    round.arrived = <uint16_t*>cursor
+
+
+cdef int make_state(Entry* entry) noexcept nogil:
+    """Make room for two rounds, once; entry.lock is held, or nobody knows the entry yet."""
+    cdef int n_tables = 3 if entry.store.lasting_limit else 2
+    cdef size_t nbytes = round_bytes(entry, n_tables)
+    cdef Sum* sum
+    cdef int i
+    if entry.state != NULL:
+        return OK
+    sum = <Sum*>calloc(1, sizeof(Sum) + 2 * nbytes)
+    if sum == NULL:
+        return E_NOMEM
+    sum.entry = entry
+    for i in range(2):
+        lay_out_round(&sum.rounds[i], sum, <char*>(sum + 1) + i * nbytes, n_tables)
+    entry.state = sum
+    return OK
+
+
+cdef void lend_lasting(Contribution* part, Entry* entry) noexcept nogil:
+    """Lend the lasting buffers of large units, as far as the bound and the pool allow."""
+    cdef Store* store = entry.store
+    cdef uint32_t unit, length
+    for unit in range(entry.n_units):
+        length = unit_length(entry, unit)
+        if length < LASTING_FROM:
+            continue
+        if length > fps_load64(&store.lasting_left):
+            fps_add64(<int64_t*>&store.stats.buffers_not_kept, 1)
+            continue
+        part.lasting[unit] = lend(entry, length)
+        if part.lasting[unit] != NULL:
+            fps_add64(&store.lasting_left, -<int64_t>length)
+
+
+cdef int sum_make(Entry* entry) noexcept nogil:
+    cdef uint32_t index
+    cdef int i
+    if entry.store.lasting_limit == 0:
+        return OK
+    if make_state(entry) != OK:
+        return E_NOMEM
+    for i in range(2):
+        for index in range(entry.cast.n_members):
+            lend_lasting(&(<Sum*>entry.state).rounds[i].parts[index], entry)
+    return OK
+
+
+cdef void give_back_lasting(Contribution* part, Entry* entry, uint32_t unit) noexcept nogil:
+    if part.lasting[unit] != NULL:
+        fps_add64(&entry.store.lasting_left, unit_length(entry, unit))
+        give_back(entry, &part.lasting[unit])
+
+
+cdef void spare_round(Round* round) noexcept nogil:
+    cdef Contribution* part
+    cdef uint32_t index, unit
+    if round.parts[0].lasting == NULL or fps_load32(&round.in_flight):
+        return
+    for index in range(round.sum.entry.cast.n_members):
+        part = &round.parts[index]
+        for unit in range(round.sum.entry.n_units):
+            if part.buffers[unit] == NULL or part.buffers[unit] != part.lasting[unit]:
+                give_back_lasting(part, round.sum.entry, unit)
+
+
+cdef void sum_spare(Entry* entry) noexcept nogil:
+    """Take lasting buffers back from a key that had a round and was promised nothing.
+
+    Such as parameters that were broadcast once: others may come that need the bytes.
+    """
+    cdef Sum* sum
+    pthread_mutex_lock(&entry.lock)
+    sum = <Sum*>entry.state
+    if sum != NULL and not sum.is_promised and (
+            sum.rounds[0].state != IDLE or sum.rounds[1].state != IDLE):
+        spare_round(&sum.rounds[0])
+        spare_round(&sum.rounds[1])
+    pthread_mutex_unlock(&entry.lock)
+
+
+cdef bint is_round_idle(Round* round) noexcept nogil:
+    cdef Entry* entry = round.sum.entry
+    cdef uint32_t index
+    if round.state == OPEN or fps_load32(&round.in_flight):
+        return False
+    for index in range(entry.cast.n_members):
+        if round.parts[index].landing and has_links(entry, index):
+            return False
+    return True
+
+
+cdef bint sum_is_idle(Entry* entry) noexcept nogil:
+    cdef Sum* sum
+    cdef uint32_t index
+    cdef bint is_idle = True
+    pthread_mutex_lock(&entry.lock)
+    sum = <Sum*>entry.state
+    if sum != NULL:
+        is_idle = (sum.n_owed == 0 and is_round_idle(&sum.rounds[0])
+                   and is_round_idle(&sum.rounds[1]))
+        if sum.errors != NULL:
+            for index in range(entry.cast.n_members):
+                is_idle &= fps_load32(&sum.errors[index].lent) == LENT_NOT
+    pthread_mutex_unlock(&entry.lock)
+    return is_idle
+
+
+cdef void free_round(Round* round) noexcept nogil:
+    cdef uint32_t index, unit
+    for index in range(round.sum.entry.cast.n_members):
+        for unit in range(round.sum.entry.n_units):
+            give_back_part(round, &round.parts[index], unit)
+            if round.parts[index].lasting != NULL:
+                give_back_lasting(&round.parts[index], round.sum.entry, unit)
+
+
+cdef void sum_free(Entry* entry) noexcept nogil:
+    cdef Sum* sum = <Sum*>entry.state
+    if sum == NULL:
+        return
+    free_round(&sum.rounds[0])
+    free_round(&sum.rounds[1])
+    free(sum.errors)
+    free(sum)
+
+
+# ---------------------------------------------------------------- members that go
+
+cdef inline bint is_kept(Contribution* part) noexcept nogil:
+    """Tell whether a contribution is whole and stays when its pusher goes."""
+    return part.state == PART_PULLED or (part.state == PART_WHOLE and not part.is_lent)
+
+
+cdef void blame_gone(Round* round) noexcept nogil:
+    """Fail a round that waits for somebody who left; entry.lock is held.
+
+    Nor can it go on with what was only lent by one who left: the memory leaves with its owner.
+    """
+    cdef Entry* entry = round.sum.entry
+    cdef uint32_t index, sender
+    if fps_load32(&entry.store.n_gone) == 0:
+        return
+    for index in range(entry.cast.n_members):
+        sender = entry.cast.senders[index]
+        if fps_load32(&entry.store.gone[sender]) and not is_kept(&round.parts[index]):
+            fail_round(round, E_PEER_LOST, sender)
+            return
+
+
+cdef bint is_read(Entry* entry, uint32_t index) noexcept nogil:
+    """Tell whether a sum still reads what a member, or anybody, has lent to a failed round."""
+    cdef Sum* sum = <Sum*>entry.state
+    cdef Round* round
+    cdef bint is_any = False
+    cdef int i
+    pthread_mutex_lock(&entry.lock)
+    for i in range(2):
+        round = &sum.rounds[i]
+        if round.state == FAILED and fps_load32(&round.summing):
+            is_any |= round.has_borrowed if index == NOBODY else round.parts[index].is_lent
+    pthread_mutex_unlock(&entry.lock)
+    return is_any
+
+
+cdef void fail_open(Entry* entry, uint32_t index, int status) noexcept nogil:
+    """Fail what waits for a member (OK), or all that waits, and see that it is no more read."""
+    cdef Sum* sum
+    cdef int i
+    pthread_mutex_lock(&entry.lock)
+    entry.failed = status if status else entry.failed
+    sum = <Sum*>entry.state
+    if sum != NULL:
+        for i in range(2):
+            if sum.rounds[i].state == OPEN and status:
+                fail_round(&sum.rounds[i], status, 0)
+            elif sum.rounds[i].state == OPEN:
+                blame_gone(&sum.rounds[i])
+    pthread_mutex_unlock(&entry.lock)
+    while sum != NULL and is_read(entry, index):    # without the lock: nobody waits but we
+        sched_yield()
+
+
+cdef void sum_gone(Entry* entry, uint32_t index) noexcept nogil:
+    fail_open(entry, index, OK)
+
+
+cdef void sum_fail(Entry* entry, int status) noexcept nogil:
+    fail_open(entry, NOBODY, status)
+
+
+# ---------------------------------------------------------------- arrivals
+
+cdef void give_back_all(Round* round) noexcept nogil:
+    """Return what contributions of a failed round still hold, but where bytes land just now."""
+    cdef uint32_t index, unit
+    for index in range(round.sum.entry.cast.n_members):
+        for unit in range(round.sum.entry.n_units):
+            if round.parts[index].landing != unit + 1:
+                give_back_part(round, &round.parts[index], unit)
+
+
+cdef void forget_parts(Round* round) noexcept nogil:
+    cdef uint32_t index
+    cdef Contribution* part
+    for index in range(round.sum.entry.cast.n_members):
+        part = &round.parts[index]
+        part.cursor = 0
+        part.state = PART_ABSENT
+        part.wants_result = part.is_lent = False
+        if round.has_borrowed:
+            memset(part.borrowed, 0, round.sum.entry.n_units * sizeof(char*))
+    round.has_borrowed = False
+
+
+cdef int turn_over(Round* round, const Header* header) noexcept nogil:
+    """Begin a new version in a slot whose previous round is over; entry.lock is held.
+
+    E_TIMEOUT: a result was received, but is not yet marked as sent; ask again.
+    """
+    cdef Entry* entry = round.sum.entry
+    if not is_possible(round, BEGIN):
+        return E_PROTOCOL
+    if header.key_version != round.version + 2 and (round.version or header.key_version > 2):
+        return E_PROTOCOL
+    if fps_load32(&round.in_flight):
+        return E_TIMEOUT
+    if round.state == FAILED:
+        give_back_all(round)
+    round.late = round.verdict
+    round.verdict.status = OK
+    round.verdict.culprit = 0
+    step(round, BEGIN)
+    if entry.failed and step(round, FAIL):
+        round.verdict.status = entry.failed
+    round.version = header.key_version
+    round.flags = header.flags & ROUND_FLAGS
+    round.root = header.subject
+    round.priority = header.priority
+    round.abstained = round.units_done = round.units_ready = round.units_begun = 0
+    memset(round.arrived, 0, entry.n_units * sizeof(uint16_t))
+    forget_parts(round)
+    return OK
+
+
+cdef bint lacks_quorum(Round* round, uint32_t index, const Header* header) noexcept nogil:
+    """Count who leaves its contribution out of a round that is the sum of all."""
+    cdef Cast* cast = round.sum.entry.cast
+    if header.kind != KIND_PULL or header.flags & FLAG_BROADCAST or index >= cast.n_contributors:
+        return False
+    round.abstained += 1
+    return cast.n_contributors - round.abstained < cast.quorum
+
+
+cdef void join_round(Round* round, uint32_t index, const Header* header) noexcept nogil:
+    """A member's first frame of this round; entry.lock is held."""
+    cdef Contribution* part = &round.parts[index]
+    part.state = PART_PUSHING if header.kind == KIND_PUSH else PART_PULLED
+    part.wants_result = (not header.flags & FLAG_NO_RESULT
+                         and round.sum.entry.cast.reads[index])
+    if round.state == FAILED:
+        owe_error(round, index, round.version, &round.verdict)
+    elif round.flags != header.flags & ROUND_FLAGS or round.root != header.subject:
+        fail_round(round, E_MISMATCH, header.sender)
+    elif lacks_quorum(round, index, header):
+        fail_round(round, E_MISMATCH, header.sender)
+    else:
+        blame_gone(round)
+
+
+cdef int enter_late(Round* round, uint32_t index, const Header* header) noexcept nogil:
+    """Admit a frame of a round that failed so long ago that its slot is in use again.
+
+    Its bytes land where nobody reads them; its sender gets the error, as it would have then.
+    """
+    if round.late.status == OK or round.parts[index].state != PART_ABSENT:
+        return E_PROTOCOL
+    if header.kind == KIND_PULL or header.offset == 0:
+        owe_error(round, index, header.key_version, &round.late)
+    return OK
+
+
+cdef int enter_round(Round* round, uint32_t index, const Header* header) noexcept nogil:
+    """Admit a frame to its round; entry.lock is held."""
+    cdef Contribution* part = &round.parts[index]
+    cdef int status = OK
+    if part.landing:            # two of one pusher's frames at a time: two links
+        return E_PROTOCOL
+    if header.key_version < round.version:
+        return enter_late(round, index, header)
+    if round.version != header.key_version:
+        status = turn_over(round, header)
+    if status != OK:
+        return status
+    if part.state != PART_ABSENT and (part.state != PART_PUSHING or header.kind != KIND_PUSH):
+        return E_PROTOCOL
+    if header.kind == KIND_PUSH and header.offset != part.cursor:
+        return E_PROTOCOL
+    if part.state == PART_ABSENT:
+        join_round(round, index, header)
+    return OK
+
+
+cdef char* lend_place(Round* round, Contribution* part, const Header* header) noexcept nogil:
+    """Say where a frame lands: in its unit's lasting buffer, else the pool's; NULL: it is full."""
+    cdef Entry* entry = round.sum.entry
+    cdef uint32_t unit = header.offset / entry.unit_bytes
+    cdef char** buffer = &part.buffers[unit]
+    if buffer[0] == NULL and part.lasting != NULL:
+        buffer[0] = part.lasting[unit]
+    if buffer[0] == NULL:
+        buffer[0] = lend(entry, unit_length(entry, unit))
+    if buffer[0] == NULL:
+        return NULL
+    part.landing = unit + 1
+    return buffer[0] + (header.offset - unit * entry.unit_bytes)
+
+
+cdef int place_frame(Round* round, Contribution* part, const Header* header, const char* payload,
+                     char** place) noexcept nogil:
+    """Note where a frame lies in its sender's memory, or give it a place of ours.
+
+    What is lent and will not be read any more is passed over; a unit of several frames has to be
+    in one piece, so these are copied, as is what is not aligned as kernels need it.
+    """
+    cdef Entry* entry = round.sum.entry
+    if (payload == NULL or <size_t>payload % entry.itemsize
+            or entry.unit_bytes != entry.chunk_bytes):
+        place[0] = lend_place(round, part, header)
+        return OK if place[0] != NULL else E_NOMEM
+    if round.version == header.key_version and round.state != FAILED:
+        part.borrowed[header.offset / entry.unit_bytes] = payload
+        part.is_lent = round.has_borrowed = True
+    return OK
+
+
+cdef int sum_admit(Entry* entry, uint32_t index, Link* link, const Header* header,
+                   const char* payload, char** place) noexcept nogil:
+    cdef Round* round
+    cdef int status
+    pthread_mutex_lock(&entry.lock)
+    status = make_state(entry)
+    if status == OK:
+        round = &(<Sum*>entry.state).rounds[header.key_version & 1]
+        status = enter_round(round, index, header)
+        if link.withdraw != NULL and not header.flags & FLAG_BROADCAST:
+            round.sum.is_promised = True    # or will be, as soon as this frame's place is told
+    if status == OK and header.kind == KIND_PUSH:
+        status = place_frame(round, &round.parts[index], header, payload, place)
+    pthread_mutex_unlock(&entry.lock)
+    return status
+
+
+cdef void* sum_standing(Entry* entry, uint32_t index, const Header* header) noexcept nogil:
+    """Where a frame of a later round lands: in a lasting buffer, if there is one."""
+    cdef Sum* sum
+    cdef Contribution* part
+    cdef uint32_t unit = header.offset / entry.unit_bytes
+    cdef char* place = NULL
+    if header.kind != KIND_PUSH or is_early_broadcast(header):
+        return NULL
+    pthread_mutex_lock(&entry.lock)
+    sum = <Sum*>entry.state
+    if sum != NULL:
+        part = &sum.rounds[header.key_version & 1].parts[index]
+        place = part.lasting[unit] if part.lasting != NULL else NULL
+        sum.is_promised |= place != NULL
+    pthread_mutex_unlock(&entry.lock)
+    return place + (header.offset - unit * entry.unit_bytes) if place != NULL else NULL
+
+
+cdef bint arrive(Round* round, uint32_t unit) noexcept nogil:
+    """Count one contribution to a unit; True: the caller is to hand on what is ready.
+
+    entry.lock is held. Units become ready in order, and one thread at a time hands them on, so
+    that results leave in order too.
+    """
+    round.arrived[unit] += 1
+    if round.arrived[unit] < round.sum.entry.cast.n_members or round.state == FAILED:
+        return False
+    round.units_ready += 1
+    if round.is_handing:
+        return False
+    round.is_handing = True
+    fps_add32(&round.in_flight, 1)
+    return True
+
+
+cdef bint count_push(Round* round, Contribution* part, const Header* header) noexcept nogil:
+    """Take note of bytes that landed; True: as for arrive()."""
+    cdef Entry* entry = round.sum.entry
+    part.landing = 0
+    if round.version != header.key_version:
+        return False
+    part.cursor += header.length
+    if part.cursor == entry.nbytes:
+        part.state = PART_WHOLE
+    elif part.cursor % entry.unit_bytes:
+        return False
+    return arrive(round, header.offset / entry.unit_bytes)
+
+
+cdef bint count_pull(Round* round, const Header* header) noexcept nogil:
+    cdef bint is_ours = False
+    cdef uint32_t unit
+    if round.version == header.key_version:
+        for unit in range(round.sum.entry.n_units):
+            is_ours |= arrive(round, unit)
+    return is_ours
+
+
+cdef void sum_landed(Entry* entry, uint32_t index, const Header* header) noexcept nogil:
+    cdef Round* round = &(<Sum*>entry.state).rounds[header.key_version & 1]
+    cdef bint is_ours
+    pthread_mutex_lock(&entry.lock)
+    if header.kind == KIND_PULL:
+        is_ours = count_pull(round, header)
+    else:
+        is_ours = count_push(round, &round.parts[index], header)
+    pthread_mutex_unlock(&entry.lock)
+    if is_ours:
+        hand_on(round)
+
+
+SUM_POLICY.make = sum_make
+SUM_POLICY.admit = sum_admit
+SUM_POLICY.landed = sum_landed
+SUM_POLICY.standing = sum_standing
+SUM_POLICY.gone = sum_gone
+SUM_POLICY.fail = sum_fail
+SUM_POLICY.spare = sum_spare
+SUM_POLICY.is_idle = sum_is_idle
+SUM_POLICY.free = sum_free

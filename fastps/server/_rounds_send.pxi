@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _rounds.pyx: results and errors go out.
+
+# ---------------------------------------------------------------- buffers
+
+cdef inline void give_back_part(Round* round, Contribution* part, uint32_t unit) noexcept nogil:
+    """Return one contribution's buffer, unless it is kept."""
+    if part.lasting != NULL and part.buffers[unit] == part.lasting[unit]:
+        part.buffers[unit] = NULL
+    else:
+        give_back(round.sum.entry, &part.buffers[unit])
+
+
+cdef inline bint is_lasting(Round* round, uint32_t unit, const char* buffer) noexcept nogil:
+    cdef uint32_t index
+    if round.parts[0].lasting == NULL:
+        return False
+    for index in range(round.sum.entry.cast.n_members):
+        if round.parts[index].lasting[unit] == buffer:
+            return True
+    return False
+
+
+# ---------------------------------------------------------------- errors
+
+cdef void error_sent(SendItem* item, int status) noexcept nogil:
+    """The entry may be forgotten as soon as the mark is off and nobody waits for it."""
+    cdef Error* error = <Error*>item.context
+    cdef Sum* sum = error.sum
+    if fps_cas32(&error.lent, LENT_OUT, LENT_NOT):
+        return
+    pthread_mutex_lock(&sum.entry.lock)
+    fps_store32(&error.lent, LENT_NOT)
+    pay_errors(sum)
+    pthread_mutex_unlock(&sum.entry.lock)
+
+
+cdef inline bint is_out(Error* error) noexcept nogil:
+    """Tell whether the last error is still with the link, which then calls when it is back."""
+    return (fps_cas32(&error.lent, LENT_OUT, LENT_AWAITED)
+            or fps_load32(&error.lent) == LENT_AWAITED)
+
+
+cdef bint has_results_out(Sum* sum) noexcept nogil:
+    """Tell whether something is lent or at work; if so, the last of it pays the errors."""
+    cdef bint is_any = False
+    cdef int i
+    for i in range(2):
+        if fps_or32(&sum.rounds[i].in_flight, OWES):
+            is_any = True
+        else:
+            fps_and32(&sum.rounds[i].in_flight, ~OWES)      # nobody is there to pay
+    return is_any
+
+
+cdef void pay_error(Error* error, Entry* entry, uint32_t index) noexcept nogil:
+    cdef LinkSlot* slot = slot_of(entry, index)
+    cdef Link* link
+    fill_header(entry, &error.item.header, KIND_ERROR, error.version)
+    error.item.header.priority = error.round.priority
+    error.item.header.status = error.verdict.status
+    error.item.header.subject = error.verdict.culprit
+    error.item.context = error
+    error.item.sent = error_sent
+    error.round = NULL
+    link = slot_acquire(slot)
+    if link == NULL:
+        return
+    # Not counted in round.in_flight: the slot may be used again before this has left, which only
+    # the thread that would wait for it may be able to do.
+    fps_store32(&error.lent, LENT_OUT)
+    if link.send(link, &error.item, KICK_WAKE) != OK:
+        fps_store32(&error.lent, LENT_NOT)
+    slot_release(slot)
+
+
+cdef bint is_held_back(Error* error) noexcept nogil:
+    """Tell whether a member must not hear of an error yet; entry.lock is held.
+
+    Who may write into our buffers without asking writes its next version over the results of the
+    one before this, and may have results of this one written into what its user gets back: it
+    must not hear of this one's end before all of those have left. Who lent us memory takes it
+    back with the news: a sum that reads it just now has to end before. And the last error has to
+    be back: a peer that does not read gets one and no more.
+    """
+    cdef Round* round = error.round
+    if error.sum.is_promised and has_results_out(error.sum):
+        return True
+    if round.has_borrowed and fps_load32(&round.summing):
+        return True
+    return is_out(error)
+
+
+cdef void pay_errors(Sum* sum) noexcept nogil:
+    """Send the errors that nothing holds back any more; entry.lock is held. Never waits."""
+    cdef uint32_t index
+    if sum.n_owed == 0:
+        return
+    for index in range(sum.entry.cast.n_members):
+        if sum.errors[index].round != NULL and not is_held_back(&sum.errors[index]):
+            sum.n_owed -= 1
+            pay_error(&sum.errors[index], sum.entry, index)
+
+
+cdef bint make_errors(Sum* sum) noexcept nogil:
+    cdef uint32_t index, n = sum.entry.cast.n_members
+    if sum.errors == NULL:
+        sum.errors = <Error*>calloc(n, sizeof(Error))
+        if sum.errors == NULL:
+            return False
+        for index in range(n):
+            sum.errors[index].sum = sum
+    return True
+
+
+cdef void owe_error(Round* round, uint32_t index, uint32_t version,
+                    Verdict* verdict) noexcept nogil:
+    """Tell a member that a version failed, at once or when it can do no harm; entry.lock is held.
+    """
+    cdef Error* error
+    if not make_errors(round.sum):
+        return          # without memory for an error it has to find out by its timeout
+    error = &round.sum.errors[index]
+    round.sum.n_owed += error.round == NULL
+    error.round = round
+    error.verdict = verdict[0]
+    error.version = version
+    pay_errors(round.sum)
+
+
+cdef inline void pay_as_last(Round* round) noexcept nogil:
+    """Pay what waited for the count to become 0; entry.lock is held."""
+    fps_and32(&round.in_flight, ~OWES)
+    pay_errors(round.sum)
+
+
+cdef void let_go(Round* round) noexcept nogil:
+    """Something lent or at work is back; what waited for the last of them goes on.
+
+    When nothing waits the count is the last that is touched: the entry may be forgotten then.
+    """
+    cdef Entry* entry = round.sum.entry
+    if fps_add32(&round.in_flight, -1) == OWES:
+        pthread_mutex_lock(&entry.lock)
+        pay_as_last(round)
+        pthread_mutex_unlock(&entry.lock)
+
+
+# ---------------------------------------------------------------- results
+
+cdef void unit_sent(Round* round, uint32_t unit) noexcept nogil:
+    """One more user of a result is done with it; the last one gives its buffer back."""
+    if fps_add32(&round.unsent[unit], -1) == 0:
+        if is_lasting(round, unit, round.sums[unit]):
+            round.sums[unit] = NULL
+        give_back(round.sum.entry, &round.sums[unit])
+
+
+cdef void result_sent(SendItem* item, int status) noexcept nogil:
+    cdef Round* round = <Round*>item.context
+    unit_sent(round, <uint32_t>((item - round.results) % round.sum.entry.n_units))
+    let_go(round)
+
+
+cdef void send_result(Round* round, uint32_t index, uint32_t unit, uint32_t length,
+                      int kick) noexcept nogil:
+    """Lend a result to a member's link, or an acknowledgement where none is wanted.
+
+    For a member that is gone it counts as sent.
+    """
+    cdef Entry* entry = round.sum.entry
+    cdef SendItem* item = &round.results[index * entry.n_units + unit]
+    cdef bint is_wanted = round.parts[index].wants_result
+    cdef LinkSlot* slot = slot_of(entry, index)
+    cdef Link* link = slot_acquire(slot)
+    fill_header(entry, &item.header, KIND_RESULT, round.version)
+    item.header.flags = round.flags if is_wanted else round.flags | FLAG_NO_RESULT
+    item.header.priority = round.priority
+    item.payload = round.sums[unit] if is_wanted else NULL
+    item.nbytes = length if is_wanted else 0
+    item.chunk_bytes = entry.chunk_bytes
+    item.base = unit * entry.unit_bytes if is_wanted else 0
+    item.context = round
+    item.sent = result_sent
+    fps_add32(&round.unsent[unit], 1)
+    fps_add32(&round.in_flight, 1)
+    if link == NULL:
+        result_sent(item, E_PEER_LOST)
+        return
+    if link.send(link, item, kick) != OK:
+        result_sent(item, E_PEER_LOST)
+    slot_release(slot)
+
+
+cdef void send_unit(Round* round, uint32_t unit, uint32_t length, bint is_last,
+                    int kick) noexcept nogil:
+    """Queue a result on the links of all readers, and acknowledgements behind the last one."""
+    cdef Entry* entry = round.sum.entry
+    cdef uint32_t index
+    probe_hit(PROBE_SERVER_RESULT, entry.key, round.version)
+    for index in range(entry.cast.n_members):
+        if round.parts[index].wants_result or is_last:
+            send_result(round, index, unit, length, kick)

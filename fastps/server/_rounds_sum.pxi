@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _rounds.pyx: units whose contributions are all in become results.
+
+cdef inline bint has_data(Contribution* part) noexcept nogil:
+    return part.state == PART_PUSHING or part.state == PART_WHOLE
+
+
+cdef inline bint is_possible(Round* round, int event) noexcept nogil:
+    return C_TRANSITIONS[round.state][event] >= 0
+
+
+cdef inline bint step(Round* round, int event) noexcept nogil:
+    """Move a round to its next state; False: the event means nothing in the state it has."""
+    if not is_possible(round, event):
+        return False
+    round.state = C_TRANSITIONS[round.state][event]
+    return True
+
+
+cdef void fail_round(Round* round, int status, uint32_t culprit) noexcept nogil:
+    """Tell everybody who joined that this round will never complete; entry.lock is held."""
+    cdef uint32_t index
+    if not step(round, FAIL):
+        return
+    round.verdict.status = status
+    round.verdict.culprit = culprit
+    fps_add64(<int64_t*>&round.sum.entry.store.stats.rounds_failed, 1)
+    for index in range(round.sum.entry.cast.n_members):
+        if round.parts[index].state != PART_ABSENT:
+            owe_error(round, index, round.version, &round.verdict)
+
+
+# ---------------------------------------------------------------- the rule
+
+cdef bint begin_sum(Round* round) noexcept nogil:
+    """Take hold of what was contributed; False: the round failed, what was lent may be gone."""
+    cdef bint is_wanted
+    pthread_mutex_lock(&round.sum.entry.lock)
+    is_wanted = round.state != FAILED
+    if is_wanted:
+        fps_add32(&round.summing, 1)
+    pthread_mutex_unlock(&round.sum.entry.lock)
+    return is_wanted
+
+
+cdef int64_t gather(Round* round, uint32_t unit, const void** sources, int64_t* ours,
+                    uint32_t* keeper) noexcept nogil:
+    """List the contributions to a unit in the order of the cast; give their number.
+
+    ours: index of the first that lies in a buffer of the pool, and keeper: whose it is; -1: none.
+    """
+    cdef Contribution* part
+    cdef uint32_t index
+    cdef int64_t n = 0
+    ours[0] = -1
+    for index in range(round.sum.entry.cast.n_contributors):
+        part = &round.parts[index]
+        if not has_data(part):
+            continue
+        sources[n] = part.borrowed[unit]
+        if sources[n] == NULL:
+            sources[n] = part.buffers[unit]
+            if ours[0] < 0:
+                ours[0] = n
+                keeper[0] = index
+        n += 1
+    return n
+
+
+cdef char* place_of_sum(Round* round, uint32_t unit, uint32_t length, const void** sources,
+                        int64_t ours, uint32_t keeper) noexcept nogil:
+    """Choose where the sum goes: over our first contribution, else a fresh loan, or NULL.
+
+    A rule may write over the first source alone. Where our first contribution is the second, the
+    two change places: a + b and b + a have the same bits.
+    """
+    cdef char** kept = &round.parts[keeper].buffers[unit]
+    cdef char* place = kept[0]
+    if ours < 0 or ours > 1:
+        return lend(round.sum.entry, length)
+    if ours == 1:
+        sources[1] = sources[0]
+        sources[0] = place
+    kept[0] = NULL
+    return place
+
+
+cdef void give_back_unit(Round* round, uint32_t unit) noexcept nogil:
+    """Return what all members sent of a unit: it is summed, or never will be."""
+    cdef uint32_t index
+    for index in range(round.sum.entry.cast.n_members):
+        give_back_part(round, &round.parts[index], unit)
+
+
+cdef int sum_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
+    """Make one unit of round.sums by the key's rule; its contributions are fixed by now."""
+    cdef const void* sources[MAX_CAST]
+    cdef Entry* entry = round.sum.entry
+    cdef int64_t ours = -1
+    cdef uint32_t keeper = 0
+    cdef int64_t n = gather(round, unit, sources, &ours, &keeper)
+    cdef int64_t divisor = 1    # an average is over all, however many of them one speaks for
+    if round.flags & FLAG_AVERAGE and not round.flags & FLAG_BROADCAST:
+        divisor = entry.cast.divisor
+    if n == 0 or (n > 1 and round.flags & FLAG_BROADCAST):
+        return E_MISMATCH
+    round.sums[unit] = place_of_sum(round, unit, length, sources, ours, keeper)
+    if round.sums[unit] == NULL:
+        return E_NOMEM
+    if n == 1 and divisor == 1:
+        if ours < 0:
+            memcpy(round.sums[unit], sources[0], length)
+        return OK
+    if length == 0:
+        return OK
+    probe_hit(PROBE_SERVER_SUM, entry.key, round.version)
+    if entry.rule(sources, n, round.sums[unit], length / entry.itemsize, &divisor) != 1:
+        return E_PROTOCOL
+    give_back_unit(round, unit)
+    fps_add64(<int64_t*>&entry.store.stats.chunks_summed, 1)
+    fps_add64(<int64_t*>&entry.store.stats.bytes_summed, length)
+    return OK
+
+
+# ---------------------------------------------------------------- units that are ready
+
+cdef bint end_unit(Round* round, uint32_t unit, bint was_summed, int status) noexcept nogil:
+    """Count one unit that needs no more work; True: its result goes out."""
+    cdef Entry* entry = round.sum.entry
+    cdef bint is_result
+    pthread_mutex_lock(&entry.lock)
+    fps_add32(&round.summing, -was_summed)
+    round.units_done += 1
+    if status != OK:
+        fail_round(round, status, 0)
+    elif round.units_done == entry.n_units:
+        step(round, LAST_SUM)
+    is_result = round.state != FAILED
+    # Our own hold on the result, so that it is not taken for sent between two sends; the round
+    # is held by whoever called us.
+    fps_store32(&round.unsent[unit], 1)
+    pay_errors(round.sum)       # those that waited for this sum to let go of what was lent
+    pthread_mutex_unlock(&entry.lock)
+    return is_result
+
+
+cdef void complete_unit(Round* round, uint32_t unit, int kick) noexcept nogil:
+    """All arrivals of a unit are in: sum it and send it to everybody."""
+    cdef Entry* entry = round.sum.entry
+    cdef uint32_t length = unit_length(entry, unit)
+    cdef bint is_wanted = begin_sum(round)
+    cdef int status = OK
+    if is_wanted:
+        status = sum_unit(round, unit, length)
+    else:
+        give_back_unit(round, unit)
+    if end_unit(round, unit, is_wanted, status):
+        send_unit(round, unit, length, unit + 1 == entry.n_units, kick)
+    unit_sent(round, unit)
+
+
+cdef void run_job(Job* job) noexcept nogil:
+    cdef SumJob* ours = <SumJob*>job
+    cdef Round* round = ours.round
+    complete_unit(round, ours.unit, KICK_FULL)
+    let_go(round)
+
+
+cdef void begin_unit(Round* round, uint32_t unit) noexcept nogil:
+    """Sum here if the unit is small or there is no engine, else on the key's engine thread."""
+    cdef SumJob* job = &round.jobs[unit]
+    if round.sum.entry.engine < 0:
+        complete_unit(round, unit, KICK_WAKE)
+        return
+    job.base.run = run_job
+    job.round = round
+    job.unit = unit
+    fps_add32(&round.in_flight, 1)
+    if hand_to_engine(round.sum.entry, round.priority, &job.base) != OK:
+        fps_add32(&round.in_flight, -1)
+
+
+cdef void hand_on(Round* round) noexcept nogil:
+    """Begin the units that are ready, in order."""
+    cdef Entry* entry = round.sum.entry
+    cdef uint32_t unit
+    while True:
+        pthread_mutex_lock(&entry.lock)
+        unit = round.units_begun
+        if unit == round.units_ready:
+            round.is_handing = False
+            if fps_add32(&round.in_flight, -1) == OWES:
+                pay_as_last(round)
+            pthread_mutex_unlock(&entry.lock)
+            return
+        round.units_begun += 1
+        pthread_mutex_unlock(&entry.lock)
+        begin_unit(round, unit)
