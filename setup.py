@@ -27,6 +27,7 @@ MODULES = [
     "fastps.worker._engine",
     "fastps.transport._shm",
     "fastps.worker._local",
+    "fastps.worker._scrambler",
 ]
 # Modules that need a library; built only where its header is found.
 OPTIONAL = {"fastps.transport._rdma_verbs": ("infiniband/verbs.h", "ibverbs")}

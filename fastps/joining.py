@@ -13,7 +13,7 @@ import hmac
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from fastps import _core
 from fastps.affinity import parse_cpu_list
@@ -38,19 +38,17 @@ from fastps.transport import rdma, shm
 from fastps.transport.node import Node
 from fastps.transport.tcp import choose_chunk
 from fastps.types import DType
-from fastps.worker._engine import EngineTensor, WorkerEngine
-from fastps.worker._local import LocalEngine, LocalTensor
+from fastps.worker._engine import WorkerEngine
+from fastps.worker._tensor import PlannedTensor
 from fastps.worker.local import LocalGroup
 
 if TYPE_CHECKING:
     from fastps.server.dataplane import DataPlane
 
-__all__ = ["Connections", "Plan", "PlannedTensor", "may_serve"]
+__all__ = ["Connections", "may_serve"]
 
 log = logging.getLogger(__name__)
 
-Plan: TypeAlias = WorkerEngine | LocalEngine
-PlannedTensor: TypeAlias = EngineTensor | LocalTensor
 
 
 def _shares(config: Config) -> bool:
@@ -102,7 +100,7 @@ class Connections:
                 rank=self.job.rank, n_servers=len(self.servers), lanes=self._lanes
             )
             self._make(doors)
-            self.plan = self._make_plan()
+            self._share_memory()
             self.client.barrier("fastps.connected", timeout_s=config.start_timeout_s)
             if self._server is not None:
                 self.node.stop_serving()  # everybody is inside
@@ -140,20 +138,19 @@ class Connections:
         own = None if index is None or self._server is None else (index, self._server.store)
         self._links.connect(self._lanes, own if self.servers else None)
 
-    def _make_plan(self) -> Plan:
-        """Give what operations are started with: the links, or the memory of our machine."""
+    def _share_memory(self) -> None:
+        """Meet the other workers of our machine, if there are any."""
         ranks = next(ranks for ranks in self.job.machines if self.job.rank in ranks)
         if len(ranks) == 1:
-            return self.engine
+            return
         self._group = LocalGroup(
             self._config,
             ranks=ranks,
             rank=self.job.rank,
             n_workers=self.job.size,
             key=self._memory_key(),
-            engine=self.engine if self.servers else None,
+            engine=self.engine,
         )
-        return self._group.engine
 
     def _memory_key(self) -> bytes:
         """Make a key that no other job or generation has, also without a token."""
@@ -185,26 +182,8 @@ class Connections:
         )
 
     def make_tensor(self, spec: TensorSpec, answer: DeclaredTensor) -> PlannedTensor:
-        """Make the records of a tensor where its operations are started."""
-        remote = self._make_pieces(spec, answer) if self.servers else None
-        if self._group is None:
-            assert remote is not None
-            return remote
-        # imported here: a worker that only sends does not need the kernels
-        from fastps.reduce import sum_kernel  # noqa: PLC0415
-
+        """Make the records of a tensor, in the pieces that the scheduler chose."""
         dtype = DType(spec.dtype)
-        return self._group.engine.declare(
-            answer.tensor_id,
-            spec.name,
-            nbytes=spec.nbytes,
-            itemsize=dtype.itemsize,
-            kernel=sum_kernel(dtype),
-            remote=remote,
-        )
-
-    def _make_pieces(self, spec: TensorSpec, answer: DeclaredTensor) -> EngineTensor:
-        """Make the engine's records of a tensor in the pieces that the scheduler chose."""
         partitions = []
         offset = 0
         for nbytes, owner in answer.pieces:
@@ -217,7 +196,15 @@ class Connections:
             dtype=spec.dtype,
             chunk_bytes=spec.chunk_bytes,
             partitions=partitions,
+            itemsize=dtype.itemsize,
+            kernel=0 if self._group is None else self._kernel(dtype),
         )
+
+    def _kernel(self, dtype: DType) -> int:
+        # imported here: a worker that only sends does not need the kernels
+        from fastps.reduce import sum_kernel  # noqa: PLC0415
+
+        return sum_kernel(dtype)
 
     def machine_of(self, rank: int) -> int:
         """Give the number of the machine that a worker is on."""
@@ -229,7 +216,7 @@ class Connections:
         culprit: what the engine names; it counts only where no link of ours has ended.
         """
         kind = Status(status)
-        is_told = kind is Status.PEER_LOST and self.plan.failure is None and culprit >= 0
+        is_told = kind is Status.PEER_LOST and self.engine.failure is None and culprit >= 0
         broken = self.engine.failure
         if broken is None or broken[1] < 0:
             return Failure(tensor, kind, said, culprit if is_told else None)
@@ -252,9 +239,7 @@ class Connections:
         """
         if self._server is not None:
             self._server.store.fail_tensor(tensor_id, status)
-        self.plan.fail_tensor(tensor_id, status)
-        if self._group is not None:
-            self.engine.fail_tensor(tensor_id, status)
+        self.engine.fail_tensor(tensor_id, status)
 
     @property
     def arena(self) -> shm.Arena | None:
@@ -264,7 +249,7 @@ class Connections:
     def statistics(self) -> dict[str, float]:
         """Count what the engine and its links did; with server_ before it, what was served."""
         counts: Counter[str] = Counter({"bytes_registered": 0, "bytes_staged": 0})
-        counts.update(self.plan.statistics())
+        counts.update(self.engine.statistics())
         if self._links is not None:
             counts.update(self._links.statistics())
         counts["bytes_over_links"] = counts["bytes_sent"]
@@ -285,14 +270,12 @@ class Connections:
             self._fail(Status.PEER_LOST)
         elif isinstance(event, JobOver):
             self._fail(Status.SHUTDOWN)
-        elif isinstance(event, PeerLeft) and event.role == "worker" and self._group is not None:
-            self._group.engine.member_left(event.rank)
+        elif isinstance(event, PeerLeft) and event.role == "worker" and hasattr(self, "engine"):
+            self.engine.member_left(event.rank)
         self._on_event(event)
 
     def _fail(self, status: int) -> None:
         """End everything in flight; news may come before we are whole."""
-        if self._group is not None:
-            self._group.engine.fail(status)
         if hasattr(self, "engine"):
             self.engine.fail(status)
 
@@ -306,7 +289,6 @@ class Connections:
         BYE; then all links have ended, and only then their memory goes.
         """
         timeout_s = self._config.shutdown_timeout_s
-        self.plan.leave()
         self.engine.leave()
         try:
             self.client.leave(timeout_s=timeout_s)
@@ -327,7 +309,7 @@ class Connections:
             self._server.close()
         if self.node is not None:
             self.node.close()
-        if self._group is not None:  # last: what landed on links was still to be published
+        if self._group is not None:
             self._group.close(timeout_s=timeout_s)
             self._group = None
 

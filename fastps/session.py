@@ -46,12 +46,11 @@ from fastps.errors import (
 from fastps.objects import decode_object, encode_object
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
-from fastps.worker._tensor import LentTensor
+from fastps.worker._tensor import PlannedTensor
 from fastps.worker.handle import Array, Handle, LocalHandle
 
 if TYPE_CHECKING:
     from fastps.control.client import ControlClient
-    from fastps.joining import PlannedTensor
 
 __all__ = ["Session", "current"]
 
@@ -103,7 +102,7 @@ class Session:
         from fastps.joining import Connections  # noqa: PLC0415
 
         self._connections = Connections(self._config, self._on_event)
-        self._client, self._engine = self._connections.client, self._connections.plan
+        self._client, self._engine = self._connections.client, self._connections.engine
         job = self._connections.job
         self.rank, self.size = job.rank, job.size
         self._witness.rank = job.rank
@@ -458,7 +457,7 @@ class Session:
             )
 
     def _explain(
-        self, tensor: LentTensor, operation: int, status: int | None, timeout_s: float
+        self, tensor: PlannedTensor, operation: int, status: int | None, timeout_s: float
     ) -> FastPSError:
         """Word the error of an operation that failed, or, if status is None, did not end."""
         if status is None:
@@ -469,7 +468,7 @@ class Session:
         culprit = tensor.culprit
         return self._blame(self._connections.failure(tensor.name, status, culprit=culprit))
 
-    def _dispute(self, tensor: LentTensor, started: str) -> FastPSError:
+    def _dispute(self, tensor: PlannedTensor, started: str) -> FastPSError:
         """Have the scheduler ask all workers what they started: no server knows who is right."""
         client = self._client
         if client is not None:

@@ -5,21 +5,14 @@ from typing import Any, Self, final
 import numpy as np
 
 from fastps.transport._link import LinkOwner
-from fastps.worker._tensor import LentTensor
-
-@final
-class EngineTensor(LentTensor):
-    @property
-    def is_done(self) -> bool: ...
-    @property
-    def version(self) -> int: ...
-    @property
-    def culprit(self) -> int: ...
-    def wait(self, *, timeout_s: float, spin_us: int = 50) -> int | None: ...
+from fastps.worker._local import LocalStages
+from fastps.worker._tensor import PlannedTensor, StageHolder
 
 @final
 class WorkerEngine(LinkOwner):
     def __new__(cls, *, rank: int, n_servers: int, lanes: Sequence[int] | None = None) -> Self: ...
+    def insert(self, place: int, stage: StageHolder) -> None: ...
+    def share(self, local: LocalStages) -> None: ...
     def declare(
         self,
         tensor_id: int,
@@ -27,12 +20,17 @@ class WorkerEngine(LinkOwner):
         *,
         nbytes: int,
         dtype: int,
-        chunk_bytes: int,
-        partitions: Sequence[tuple[int, int, int]],
-    ) -> EngineTensor: ...
+        chunk_bytes: int = 0,
+        partitions: Sequence[tuple[int, int, int]] = ...,
+        itemsize: int = 1,
+        kernel: int = 0,
+        policy: int = 1,
+        version: int = 0,
+    ) -> PlannedTensor: ...
+    def forget(self, tensor: PlannedTensor) -> None: ...
     def start(
         self,
-        tensor: EngineTensor,
+        tensor: PlannedTensor,
         array: np.ndarray[Any, Any],
         output: np.ndarray[Any, Any],
         *,
@@ -41,7 +39,7 @@ class WorkerEngine(LinkOwner):
     ) -> None: ...
     def start_many(
         self,
-        tensors: Sequence[EngineTensor],
+        tensors: Sequence[PlannedTensor],
         arrays: Sequence[np.ndarray[Any, Any]],
         outputs: Sequence[np.ndarray[Any, Any]],
         *,
@@ -50,7 +48,7 @@ class WorkerEngine(LinkOwner):
     ) -> None: ...
     def start_broadcast(
         self,
-        tensors: Sequence[EngineTensor],
+        tensors: Sequence[PlannedTensor],
         arrays: Sequence[np.ndarray[Any, Any]],
         *,
         root: int,
@@ -62,8 +60,10 @@ class WorkerEngine(LinkOwner):
     def failure(self) -> tuple[int, int] | None: ...
     def fail(self, status: int) -> None: ...
     def fail_tensor(self, tensor_id: int, status: int) -> None: ...
+    def member_left(self, rank: int) -> None: ...
     def leave(self) -> None: ...
     def wait_closed(self, *, timeout_s: float) -> bool: ...
+    def close_memory(self, *, timeout_s: float) -> bool: ...
     def statistics(self) -> dict[str, int]: ...
 
 def check_pieces(

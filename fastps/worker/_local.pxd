@@ -3,14 +3,13 @@
 #
 # Control memory:  Control | Cell per rank | staging flags | Task x RING_TASKS | Slot per tensor
 # Arena of a rank: its staging slots, then blocks of arrays
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from cpython.ref cimport PyObject
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 
 from fastps._core cimport Completion, Thread
 from fastps._posix cimport pthread_mutex_t
-from fastps._table cimport IdTable
-from fastps.transport._shm cimport Mapping
-from fastps.worker._engine cimport EngineState, EngineTensor, Part, Record, WorkerEngine
-from fastps.worker._tensor cimport LentTensor
+from fastps.worker._stage cimport Part, Plan, Stage
+from fastps.worker._tensor cimport PlanHolder, PlannedTensor
 
 # Sum n sources of count elements into dst, divided by *divisor (see fastps.reduce); 1: success.
 ctypedef int64_t (*sum_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
@@ -54,8 +53,6 @@ cdef enum TaskKind:
     TASK_PULL = 7               # nothing to do but to pull the part
     TASK_PUBLISH = 8            # the pusher's output, where the result landed, to all others
 
-cdef struct Local
-
 cdef struct Task:               # a piece of work for the ranks of this machine
     int64_t number              # its place in the ring plus 1, once published
     int32_t users               # ranks that have yet to pass it; 0: free
@@ -80,34 +77,30 @@ cdef struct Arrival:            # what one rank brings to one version of a tenso
     int64_t output
     uint32_t flags
     uint32_t root
-    uint64_t nbytes
+    int32_t status              # OK, or why it brings nothing
+    int32_t pad
 
 cdef struct Slot:               # one tensor; Arrival[2][n] follows, by parity of the version
     int32_t arrived[2]
     int32_t pad[14]
 
 # ---- this rank's own ----
-cdef struct LocalRecord:        # one declared tensor; written by start, read by the runner
-    Local* local
-    uint64_t tensor_id
-    uint64_t nbytes
+cdef struct LocalRecord:        # of one declared tensor
     uint32_t itemsize
     sum_fn kernel
     Slot* slot
-    uint32_t version
-    const char* input           # borrowed from the user; NULL: brings nothing
-    char* output                # NULL: wants nothing
     int64_t shadow              # offset of a copy of a private tensor in our arena, or PRIVATE
     bint is_shadowed            # this operation goes by the shadow
-    bint is_shared              # a broadcast from this machine: no results come back
-    int32_t is_flying           # in flight; whoever swaps it to 0 ends the operation; atomic
-    uint32_t culprit
-    Completion done             # 1, and 2 for each part we push: it has left, its result landed
-    Record* remote              # of the engine, where the machine's sum goes on to servers
-    uint32_t parts_left         # parts that have yet to be published; runner
-    int32_t* is_handed          # by part that we push: the engine has it, or never will; atomic
+    int64_t input               # where the arrays lie in our arena, or PRIVATE
+    int64_t output
+    int32_t n_come              # parts that have come from the stage before; atomic
+    int32_t failure             # OK, or with which status one of them came
+    bint is_counted             # we are among those that arrived
 
 cdef struct Local:
+    Stage reduce                # first: among the ranks of this machine
+    Stage spread                # later: what came back from servers, to the others
+    Plan* plan
     uint32_t n
     uint32_t me
     uint32_t slot_bytes
@@ -121,13 +114,12 @@ cdef struct Local:
     char* arenas[MAX_LOCAL]
     uint64_t arena_bytes        # of ours
     uint32_t ranks[MAX_LOCAL]   # numbers in the job
-    EngineState* engine         # NULL: no servers
-    IdTable records
-    int32_t status              # OK, or why nothing can succeed any more; atomic
-    int32_t culprit             # rank that left
-    int32_t has_leaver          # somebody left in order; atomic
+    pthread_mutex_t arriving    # guards is_counted of all records, and:
+    bint has_leaver             # somebody left in order:
+    uint32_t leaver             # the rank
     int32_t is_stopping         # atomic
     Thread* helper
+    Part* crowded               # to be published, when the ring has room; atomic
     pthread_mutex_t lock        # the runner's: all below
     int64_t cursor              # tasks passed
     int64_t staged              # staged chunks of the tasks before the cursor
@@ -136,26 +128,23 @@ cdef struct Local:
     int64_t stage_out           # and copied out
     Task* trailing[MAX_LOCAL + 2]   # passed by us, a chunk still in somebody's hands
     int n_trailing
-    Part* crowded               # landed, and still to be published; atomic
-    int64_t bytes_registered    # statistics; atomic adds
+    int64_t bytes_registered    # statistics; GIL
     int64_t bytes_staged
-    int64_t operations
 
-cdef class LocalTensor(LentTensor):
-    cdef LocalRecord record
-    cdef LocalEngine engine     # waiting means working
-    cdef object shadow          # Block that keeps the shadow's memory
-    cdef EngineTensor remote    # keeps the record
-
-cdef class LocalEngine:
+cdef class LocalStages:
     cdef Local* local
-    cdef dict tensors           # id -> LocalTensor, keeps the records alive
+    cdef PyObject* holder       # of the plan; ours while the helper runs
     cdef object arena
     cdef list mappings          # keep the memory of all ranks
-    cdef WorkerEngine engine    # None without servers
+    cdef int join(self, PlanHolder holder) except -1
+    cdef int declare(self, PlannedTensor tensor, uint32_t itemsize, uintptr_t kernel) except -1
+    cdef void forget(self, PlannedTensor tensor)
+    cdef int place(self, PlannedTensor tensor) except -1
+    cdef char* fill_shadow(self, PlannedTensor tensor) except NULL
+    cdef uint32_t place_of(self, uint32_t rank)
     cdef int check(self) except -1
-    cdef int place(self, LocalTensor tensor, Arrival* ours) except -1
-    cdef int begin(self, LocalTensor tensor, uint32_t flags, uint32_t root,
-                   int32_t priority) except -1
-    cdef int hold_memory(self, LocalTensor tensor) except -1
-    cdef void withdraw_unpublished(self)
+    cdef void freeze(self)
+    cdef bint member_left(self, uint32_t rank)
+    cdef void say_left(self, bint is_at_work)
+    cdef bint wait_closed(self, double timeout_s)
+    cdef dict statistics(self)

@@ -57,6 +57,24 @@ cdef void ring_others(Local* local, bint is_for_helper) noexcept nogil:
 
 # ---------------------------------------------------------------- publishing
 
+cdef inline LocalRecord* local_of(Record* record) noexcept nogil:
+    return <LocalRecord*>record.local
+
+
+cdef inline uint32_t chunk_for(Local* local, uint64_t nbytes) noexcept nogil:
+    """Choose chunks that stay in a core's cache with those of the other ranks.
+
+    Small enough also that each rank finds some to do.
+    """
+    cdef uint64_t chunk = CACHE_BYTES / (local.n + 1)
+    cdef uint64_t share = (nbytes / (2 * local.n)) & ~<uint64_t>(PAGE - 1)
+    if chunk > share:
+        chunk = share
+    if chunk < MIN_CHUNK_BYTES:
+        chunk = MIN_CHUNK_BYTES
+    return <uint32_t>(chunk & ~<uint64_t>(PAGE - 1))
+
+
 cdef Task* claim_task(Local* local, int64_t* place) noexcept nogil:
     """Take the next place of the ring; NULL: some rank has yet to pass the last task there."""
     cdef Task* task
@@ -73,59 +91,66 @@ cdef Task* claim_task(Local* local, int64_t* place) noexcept nogil:
             return NULL
 
 
-cdef bint try_publish(Local* local, const Task* content, bint is_for_helper) noexcept nogil:
-    """Put a task where every rank of the machine comes by; False: the ring is full."""
+cdef void cut_task(Local* local, Task* task, Part* part) noexcept nogil:
+    """Cut a part's bytes into the chunks of its task, if the task has bytes to move."""
+    cdef uint64_t chunk = chunk_for(local, part.nbytes)
+    if task.kind == TASK_STAGED and chunk > local.stage_bytes:
+        chunk = local.stage_bytes
+    if task.kind in (TASK_DONE, TASK_PULL) or task.status != OK:
+        chunk = 0
+    task.offset = part.offset
+    task.nbytes = part.nbytes if chunk else 0
+    task.chunk_bytes = <uint32_t>chunk
+    task.n_chunks = <int32_t>((task.nbytes + chunk - 1) / chunk) if chunk else 0
+    task.ticket = task.done = 0
+
+
+cdef bint try_publish(Local* local, Part* part) noexcept nogil:
+    """Put a part's task where every rank of the machine comes by; False: the ring is full."""
+    cdef Record* record = part.record
     cdef int64_t place
     cdef Task* task = claim_task(local, &place)
     if task == NULL:
         return False
-    task.kind = content.kind
-    task.tensor_id = content.tensor_id
-    task.version = content.version
-    task.flags = content.flags
-    task.root = content.root
-    task.pusher = content.pusher
-    task.status = content.status
-    task.culprit = content.culprit
-    task.part = content.part
-    task.offset = content.offset
-    task.nbytes = content.nbytes
-    task.chunk_bytes = content.chunk_bytes
-    task.n_chunks = content.n_chunks
-    task.ticket = content.ticket
-    task.done = content.done
+    task.kind = part.task
+    task.tensor_id = record.tensor_id
+    task.version = record.version
+    task.flags = record.flags if part.task != TASK_PUBLISH else 0
+    task.root = record.place
+    task.pusher = part.index % local.n
+    task.status = part.news
+    task.culprit = record.culprit
+    task.part = part.index
+    cut_task(local, task, part)
     fps_store32(&task.users, <int32_t>local.n)
     fps_store64(&task.number, place + 1)
-    ring_others(local, is_for_helper)
     return True
 
 
-cdef inline void cut(Task* task, uint64_t offset, uint64_t nbytes,
-                     uint32_t chunk_bytes) noexcept nogil:
-    """Make a task one on a range of a tensor, cut into chunks."""
-    task.offset = offset
-    task.nbytes = nbytes
-    task.chunk_bytes = chunk_bytes
-    task.n_chunks = <int32_t>((nbytes + chunk_bytes - 1) / chunk_bytes)
+cdef void publish(Local* local, Part* part, int32_t kind, int news,
+                  bint is_for_helper) noexcept nogil:
+    """Tell all ranks what is to be done for a part. Never waits: the caller may hold any lock.
 
-
-cdef void defer(Local* local, Part* part) noexcept nogil:
-    """Leave a part to the runner, who may wait for room in the ring; we may hold its lock."""
-    while True:
-        part.next = <Part*>fps_load_ptr(<void**>&local.crowded)
-        if fps_cas_ptr(<void**>&local.crowded, part.next, part):
-            return
-
-
-cdef inline uint32_t chunk_for(Local* local, uint64_t nbytes) noexcept nogil:
-    """Choose chunks that stay in a core's cache with those of the other ranks.
-
-    Small enough also that each rank finds some to do.
+    If the ring is full the runner publishes it, when all have passed a task.
     """
-    cdef uint64_t chunk = CACHE_BYTES / (local.n + 1)
-    cdef uint64_t share = (nbytes / (2 * local.n)) & ~<uint64_t>(PAGE - 1)
-    if chunk > share:
-        chunk = share
-    if chunk < MIN_CHUNK_BYTES:
-        chunk = MIN_CHUNK_BYTES
-    return <uint32_t>(chunk & ~<uint64_t>(PAGE - 1))
+    part.task = kind
+    part.news = news
+    if not try_publish(local, part):
+        while True:
+            part.next = <Part*>fps_load_ptr(<void**>&local.crowded)
+            if fps_cas_ptr(<void**>&local.crowded, part.next, part):
+                break
+    ring_others(local, is_for_helper)
+
+
+cdef bint publish_crowded(Local* local) noexcept nogil:
+    """Publish what the ring had no room for when it came. The runner's lock is held."""
+    cdef Part* part = <Part*>fps_swap_ptr(<void**>&local.crowded, NULL)
+    cdef Part* next
+    cdef bint has_moved = False
+    while part != NULL:
+        next = part.next
+        publish(local, part, part.task, part.news, True)
+        has_moved = True
+        part = next
+    return has_moved and fps_load_ptr(<void**>&local.crowded) == NULL

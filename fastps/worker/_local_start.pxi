@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _local.pyx: how an operation begins, and the parts of it that servers sum.
+# Part of _local.pyx: the two stages, how an operation begins, and how it is called off.
 
 # ---------------------------------------------------------------- starting
 
@@ -11,181 +11,159 @@ cdef inline int64_t offset_in(Local* local, const char* start, uint64_t nbytes) 
     return start - arena
 
 
-cdef void publish(Local* local, const Task* task, bint is_for_helper) noexcept nogil:
-    """Publish a task from start(). So many are rarely under way: then make room by working."""
-    while not try_publish(local, task, is_for_helper):
-        if fps_load32(&local.status) != OK:
-            return
-        if not run_step(local):
-            sched_yield()
-
-
-cdef void publish_bytes(Local* local, Task* task, uint64_t offset, uint64_t nbytes,
-                        uint32_t chunk_bytes) noexcept nogil:
-    cut(task, offset, nbytes, chunk_bytes)
-    publish(local, task, True)
-
-
-cdef void publish_failure(Local* local, LocalRecord* record, Task* task, int status,
-                          uint32_t culprit) noexcept nogil:
-    task.kind = TASK_DONE
-    task.status = status
-    task.culprit = culprit
-    publish(local, task, True)
-
-
-cdef void publish_parts(Local* local, LocalRecord* record, Task* task) noexcept nogil:
-    """Publish the machine's work on each part that then goes to a server."""
-    cdef Part* part
-    cdef uint32_t i
-    for i in range(record.remote.n_parts):
-        part = &record.remote.parts[i]
-        task.part = i
-        task.pusher = i % local.n
-        if task.kind == TASK_PULL:
-            publish(local, task, True)
-        else:
-            publish_bytes(local, task, part.offset, part.nbytes, chunk_for(local, part.nbytes))
-
-
-cdef void do_at_once(Local* local, LocalRecord* record, Task* task) noexcept nogil:
-    """Do an operation that is shorter than waking somebody, then tell."""
-    task.kind = TASK_SUM
-    task.nbytes = task.chunk_bytes = <uint32_t>record.nbytes
-    if record.nbytes > 0:
-        do_chunk(local, record, task, 0)
-    task.kind = TASK_DONE
-    publish(local, task, False)
-
-
-cdef void publish_operation(Local* local, LocalRecord* record) noexcept nogil:
-    """Everybody has come: say what is to be done. Called by the last one."""
-    cdef Arrival* arrivals = arrival_of(local, record.slot, record.version, 0)
+cdef void do_at_once(Local* local, Record* record) noexcept nogil:
+    """Do an operation that is shorter than waking somebody."""
     cdef Task task
-    cdef bint is_reachable = True
-    cdef uint64_t chunk
-    cdef uint32_t rank
+    task.kind = TASK_SUM
     task.tensor_id = record.tensor_id
     task.version = record.version
-    task.flags = arrivals[0].flags
-    task.root = arrivals[0].root
-    task.part = task.pusher = task.culprit = 0
+    task.flags = record.flags
+    task.root = record.place
     task.status = OK
-    task.offset = task.nbytes = 0
-    task.chunk_bytes = 1
-    task.n_chunks = task.ticket = task.done = 0
+    task.offset = 0
+    task.nbytes = task.chunk_bytes = <uint32_t>record.nbytes
+    if record.nbytes > 0:
+        do_chunk(local, record, &task, 0)
+
+
+cdef int odd_one(Local* local, Record* record) noexcept nogil:
+    """OK, or what the operation fails with: somebody failed before, or started another one."""
+    cdef Arrival* arrivals = arrival_of(local, local_of(record).slot, record.version, 0)
+    cdef uint32_t rank
     for rank in range(local.n):
-        if arrivals[rank].flags != task.flags or arrivals[rank].root != task.root:
-            publish_failure(local, record, &task, E_MISMATCH, local.ranks[rank])
+        record.culprit = local.ranks[rank]
+        if arrivals[rank].status != OK:
+            return arrivals[rank].status
+        if arrivals[rank].flags != arrivals[0].flags or arrivals[rank].root != arrivals[0].root:
+            return E_MISMATCH
+    record.culprit = 0
+    return OK
+
+
+cdef int32_t choose_task(Local* local, Record* record) noexcept nogil:
+    """What is to be done with each part, now that everybody has come."""
+    cdef Arrival* arrivals = arrival_of(local, local_of(record).slot, record.version, 0)
+    cdef uint32_t rank
+    if record.parts[0].slot != NULL:
+        if not record.flags & FLAG_BROADCAST:
+            return TASK_REDUCE
+        return TASK_SHARE if record.place < local.n else TASK_PULL
+    for rank in range(local.n):
+        if arrivals[rank].input == PRIVATE:
+            return TASK_STAGED
+    if record.nbytes <= INLINE_BYTES:
+        return TASK_DONE
+    return TASK_COPY if record.flags & FLAG_BROADCAST else TASK_SUM
+
+
+cdef void publish_operation(Local* local, Record* record) noexcept nogil:
+    """Everybody has come: say what is to be done. Called by the last one."""
+    cdef int32_t kind
+    cdef uint32_t i
+    cdef int status = odd_one(local, record)
+    if status != OK:
+        publish(local, &record.parts[0], TASK_DONE, status, True)
+        return
+    kind = choose_task(local, record)
+    if kind == TASK_DONE:
+        do_at_once(local, record)
+    for i in range(record.n_parts):
+        publish(local, &record.parts[i], kind, OK, kind != TASK_DONE)
+
+
+cdef void call_off(Local* local, Record* record, int status, uint32_t culprit) noexcept nogil:
+    """End an operation that somebody has not started: nobody ever does its work then.
+
+    Where all have come, or we have not, it takes its course. local.arriving is held.
+    """
+    cdef LocalRecord* mine = local_of(record)
+    cdef int32_t* arrived = &mine.slot.arrived[record.version & 1]
+    cdef int32_t count = fps_load32(arrived) if mine.is_counted else 0
+    mine.is_counted = False
+    while 0 < count < <int32_t>local.n:
+        if fps_cas32(arrived, count, count - 1):
+            record.culprit = culprit
+            end_record(record, status)
             return
-        is_reachable &= arrivals[rank].input != PRIVATE
-    if record.remote != NULL:
-        task.kind = TASK_REDUCE
-        if task.flags & FLAG_BROADCAST:
-            task.kind = TASK_SHARE if task.root < local.n else TASK_PULL
-        publish_parts(local, record, &task)
-    elif is_reachable and record.nbytes <= INLINE_BYTES:
-        do_at_once(local, record, &task)
-    elif is_reachable:
-        task.kind = TASK_COPY if task.flags & FLAG_BROADCAST else TASK_SUM
-        publish_bytes(local, &task, 0, record.nbytes, chunk_for(local, record.nbytes))
-    else:
-        task.kind = TASK_STAGED
-        chunk = chunk_for(local, record.nbytes)
-        if chunk > local.stage_bytes:
-            chunk = local.stage_bytes
-        publish_bytes(local, &task, 0, record.nbytes, <uint32_t>chunk)
+        count = fps_load32(arrived)
 
 
-cdef void arrive(Local* local, LocalRecord* record, const Arrival* ours) noexcept nogil:
+cdef bint count_in(Local* local, Record* record) noexcept nogil:
+    """Tell whether we are the last one. Whoever would call us off meanwhile may have missed us."""
+    cdef LocalRecord* mine = local_of(record)
+    cdef bint is_last
+    cdef int status
+    pthread_mutex_lock(&local.arriving)
+    is_last = fps_add32(&mine.slot.arrived[record.version & 1], 1) == <int32_t>local.n
+    mine.is_counted = not is_last
+    status = fps_load32(&record.parts[0].failing)
+    if status != OK:
+        call_off(local, record, status, 0)
+    elif local.has_leaver:
+        call_off(local, record, E_PEER_LOST, local.leaver)
+    pthread_mutex_unlock(&local.arriving)
+    return is_last
+
+
+cdef void arrive(Local* local, Record* record) noexcept nogil:
     """Count ourselves in; the last one to come publishes."""
+    cdef LocalRecord* mine = local_of(record)
     cdef uint32_t parity = record.version & 1
-    arrival_of(local, record.slot, record.version, local.me)[0] = ours[0]
+    cdef Arrival* ours = arrival_of(local, mine.slot, record.version, local.me)
+    ours.input = mine.input
+    ours.output = mine.output
+    ours.flags = record.flags
+    ours.root = record.place
+    ours.status = mine.failure
+    mine.n_come = mine.failure = 0
     probe_hit(PROBE_LOCAL_ARRIVE, record.tensor_id << KEY_BITS, record.version)
-    if fps_add32(&record.slot.arrived[parity], 1) < <int32_t>local.n:
+    if count_in(local, record):
+        # Nobody comes with the next version of this parity before this one is done.
+        fps_store32(&mine.slot.arrived[parity], 0)
+        publish_operation(local, record)
+
+
+cdef void reduce_run(Stage* stage, Part* part) noexcept nogil:
+    """A part is there; the operation begins for others when all its parts are."""
+    cdef Local* local = <Local*>stage.context
+    cdef Record* record = part.record
+    cdef LocalRecord* mine = local_of(record)
+    cdef int status = part.status if part.status != OK else fps_load32(&part.failing)
+    fps_store32(&part.is_flying, 1)
+    if status != OK:
+        fps_cas32(&mine.failure, OK, status)
+    if fps_add32(&mine.n_come, 1) < <int32_t>record.n_parts:
         return
-    # Nobody comes with the next version of this parity before this one is done.
-    fps_store32(&record.slot.arrived[parity], 0)
-    publish_operation(local, record)
+    arrive(local, record)
 
 
-cdef bint is_unpublished(LocalRecord* record) noexcept nogil:
-    """Whether an operation of ours in flight still waits for somebody to start it."""
-    return (fps_load32(&record.is_flying)
-            and fps_load32(&record.slot.arrived[record.version & 1]) > 0)
+cdef void reduce_cancel(Stage* stage, Part* part) noexcept nogil:
+    cdef Local* local = <Local*>stage.context
+    if part.index == 0:
+        pthread_mutex_lock(&local.arriving)
+        call_off(local, part.record, fps_load32(&part.failing), 0)
+        pthread_mutex_unlock(&local.arriving)
 
 
-# ---------------------------------------------------------------- parts that servers sum
+# ---------------------------------------------------------------- what servers sent back
 
-cdef inline bint is_mine(LocalRecord* record, uint32_t part) noexcept nogil:
-    return part % record.local.n == record.local.me
-
-
-cdef void count_parts(LocalRecord* record, int status) noexcept nogil:
-    """One thing less to wait for; whoever waits for it works, or sleeps on our bell."""
-    cdef Local* local = record.local
-    completion_part_done(&record.done, status)
+cdef void spread_run(Stage* stage, Part* part) noexcept nogil:
+    """The result of a part, or its failure, is here: the others' turn."""
+    cdef Local* local = <Local*>stage.context
+    fps_store32(&part.is_flying, 1)
     fps_fence()
-    ring(local, local.me, False)
-
-
-cdef void remote_ended(Part* part, bint has_left, int status) noexcept nogil:
-    """A part of ours has left, or its result has landed in our output: the others' turn."""
-    cdef LocalRecord* record = <LocalRecord*>part.record.context
-    cdef Local* local = record.local
-    cdef uint32_t index = <uint32_t>(part - part.record.parts)
-    cdef bint is_end = status != OK and fps_load32(&local.engine.status) != OK
-    if is_end:
-        fps_cas32(&local.status, OK, status)
-        fps_fence()
-        ring(local, local.me, True)
-    if not fps_load32(&record.is_handed[index]):
-        return                      # a link ended before we pushed; hand_over() will see it
-    if has_left or record.is_shared or is_end:
-        count_parts(record, status)
-        return
-    part.status = status
-    if not publish_part(local, record, part):
-        defer(local, part)
+    if fps_load32(&local.plan.status) == OK:
+        publish(local, part, TASK_PUBLISH, part.status, True)
     fps_fence()
     ring(local, local.me, True)
 
 
-cdef void fill_remote(Local* local, LocalRecord* record, char* base, uint32_t flags,
-                      uint32_t root, int32_t priority) noexcept nogil:
-    """Prepare the parts that we push; base: our bytes of the whole tensor."""
-    cdef Record* remote = record.remote
-    cdef uint32_t i
-    cdef int64_t mine = 0
-    cdef uint8_t kind = KIND_PUSH
-    record.is_shared = flags & FLAG_BROADCAST and root < local.n
-    if record.is_shared:
-        flags |= FLAG_NO_RESULT
-    elif flags & FLAG_BROADCAST:
-        kind = KIND_PULL
-    begin_record(remote, base)
-    record.parts_left = remote.n_parts
-    for i in range(remote.n_parts):
-        fps_store32(&record.is_handed[i], 0)
-        if is_mine(record, i):
-            mine += 1
-            fill_part(&remote.parts[i], local.engine, base, kind, <uint8_t>flags, priority)
-    completion_reset(&record.done, 1 + 2 * mine)
-
-
-cdef char* base_of(Local* local, LocalRecord* record) noexcept nogil:
-    """Where our bytes of a tensor lie for the parts that we push."""
-    if record.is_shadowed:
-        return local.arenas[local.me] + record.shadow
-    return record.output if record.output != NULL else <char*>record.input
+cdef void spread_cancel(Stage* stage, Part* part) noexcept nogil:
+    """What has come back goes to the others, whatever becomes of the operation."""
 
 
 # ---------------------------------------------------------------- members that leave
 
-cdef void lose_unpublished(void* data, void* context) noexcept nogil:
-    cdef LocalRecord* record = <LocalRecord*>data
+cdef void lose_member(void* data, void* context) noexcept nogil:
     cdef Local* local = <Local*>context
-    if is_unpublished(record):
-        record.culprit = <uint32_t>local.culprit
-        withdraw(record, E_PEER_LOST)
-        finish_record(local, record, E_PEER_LOST)
+    call_off(local, <Record*>data, E_PEER_LOST, local.leaver)

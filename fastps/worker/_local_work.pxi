@@ -1,84 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 # Part of _local.pyx: what a rank does with the tasks of the ring. The runner's lock is held.
 
-# ---------------------------------------------------------------- the end of an operation
+# ---------------------------------------------------------------- the end of a part here
 
-cdef void finish_record(Local* local, LocalRecord* record, int status) noexcept nogil:
-    """Our part of an operation is over: the result is in place, or never will be."""
-    if not fps_swap32(&record.is_flying, 0):
-        return
-    if status == OK and record.is_shadowed and record.output != NULL:
-        memcpy(record.output, local.arenas[local.me] + record.shadow, record.nbytes)
-    completion_part_done(&record.done, status)
-    fps_fence()
-    ring(local, local.me, False)
+cdef void end_part(Part* part, int status) noexcept nogil:
+    """Shared memory is through with a part, unless it was before."""
+    if fps_swap32(&part.is_flying, 0):
+        stage_done(part, status)
 
 
-cdef void drop_part(LocalRecord* record, int status) noexcept nogil:
-    """Count a part that is never handed to the engine: it has left, and has its result."""
-    count_parts(record, status)
-    count_parts(record, status)
-
-
-cdef void withdraw(LocalRecord* record, int status) noexcept nogil:
-    """Drop the parts that we would have pushed."""
-    cdef uint32_t part
-    if record.remote == NULL or not fps_load32(&record.is_flying):
-        return
-    for part in range(record.remote.n_parts):
-        if is_mine(record, part) and not fps_load32(&record.is_handed[part]):
-            fps_store32(&record.is_handed[part], 1)
-            drop_part(record, status)
+cdef void end_record(Record* record, int status) noexcept nogil:
+    """An operation is over for all ranks alike: there is nobody to tell."""
+    cdef uint32_t i
+    for i in range(record.n_parts):
+        if fps_load32(&record.parts[i].is_flying):
+            record.parts[i].has &= ~<uint32_t>OWES
+            end_part(&record.parts[i], status)
 
 
 cdef void fail_record(void* data, void* context) noexcept nogil:
-    cdef LocalRecord* record = <LocalRecord*>data
-    cdef Local* local = <Local*>context
-    cdef int status = fps_load32(&local.status)
-    withdraw(record, status)
-    finish_record(local, record, status)
+    end_record(<Record*>data, fps_load32(&(<Local*>context).plan.status))
 
 
-cdef void hand_over(LocalRecord* record, uint32_t index) noexcept nogil:
-    """The machine's bytes of a part are together: push, or pull, them.
-
-    A link that ends meanwhile fails its parts: of ours it tells us only once they are handed
-    over, so either it sees our mark or we see that the part has failed.
-    """
-    cdef Part* part = &record.remote.parts[index]
-    if fps_load32(&record.is_handed[index]):
-        return
-    fps_store32(&record.is_handed[index], 1)
-    fps_fence()
-    if fps_load32(&part.is_waiting):
-        send_part(part, KICK_WAKE)
-    else:
-        drop_part(record, E_PEER_LOST)
+cdef void take_result(Local* local, Part* part) noexcept nogil:
+    """Bring a private tensor what is in its copy."""
+    cdef LocalRecord* mine = local_of(part.record)
+    if mine.is_shadowed and part.record.output != NULL:
+        memcpy(part.record.output + part.offset,
+               local.arenas[local.me] + mine.shadow + part.offset, part.nbytes)
 
 
-cdef void end_part(Local* local, LocalRecord* record, Task* task) noexcept nogil:
+cdef void act_on(Local* local, Record* record, Task* task) noexcept nogil:
     """Act on the end of a task of an operation that is in flight here."""
+    cdef Part* part = &record.parts[task.part]
     if task.status != OK:
         record.culprit = task.culprit
-        withdraw(record, task.status)
-        finish_record(local, record, task.status)
+        if task.kind == TASK_DONE:
+            end_record(record, task.status)
+        elif fps_load32(&part.is_flying):
+            part.has &= ~<uint32_t>OWES         # they hear it from the same task
+            end_part(part, task.status)
         return
-    if task.kind in (TASK_REDUCE, TASK_PULL, TASK_SHARE) and task.pusher == local.me:
-        hand_over(record, task.part)
     if task.kind == TASK_REDUCE or task.kind == TASK_PULL:
-        return
-    if record.remote != NULL:
-        record.parts_left -= 1
-        if record.parts_left > 0:
-            return
-    finish_record(local, record, OK)
+        if task.pusher == local.me:
+            end_part(part, OK)
+        return                                  # others go on when the result is back
+    take_result(local, part)
+    end_part(part, OK)
 
 
 cdef void pass_task(Local* local, Task* task) noexcept nogil:
     """We shall not look at a task again: act on its end, and let its place be used again."""
-    cdef LocalRecord* record = <LocalRecord*>table_get(&local.records, task.tensor_id)
-    if record != NULL and fps_load32(&record.is_flying) and record.version == task.version:
-        end_part(local, record, task)
+    cdef Record* record = <Record*>table_get(&local.plan.records, task.tensor_id)
+    if record != NULL and record.version == task.version:
+        act_on(local, record, task)
     fps_add32(&task.users, -1)
 
 
@@ -100,7 +75,7 @@ cdef void copy_to_others(Local* local, Arrival* arrivals, const char* source, ui
             memcpy(output_of(local, arrivals, rank) + offset, source, nbytes)
 
 
-cdef int sum_inputs(Local* local, LocalRecord* record, Arrival* arrivals, char* result,
+cdef int sum_inputs(Local* local, LocalRecord* mine, Arrival* arrivals, char* result,
                     uint64_t offset, uint64_t nbytes, bint is_average) noexcept nogil:
     """Add all inputs in rank order; result may be one of them."""
     cdef const void* sources[MAX_LOCAL]
@@ -108,12 +83,12 @@ cdef int sum_inputs(Local* local, LocalRecord* record, Arrival* arrivals, char* 
     cdef uint32_t rank
     for rank in range(local.n):
         sources[rank] = input_of(local, arrivals, rank) + offset
-    return record.kernel(sources, local.n, result, nbytes / record.itemsize, &divisor)
+    return mine.kernel(sources, local.n, result, nbytes / mine.itemsize, &divisor)
 
 
-cdef void do_chunk(Local* local, LocalRecord* record, Task* task, int32_t chunk) noexcept nogil:
+cdef void do_chunk(Local* local, Record* record, Task* task, int32_t chunk) noexcept nogil:
     """Do one chunk of a task, for all ranks."""
-    cdef Arrival* arrivals = arrival_of(local, record.slot, task.version, 0)
+    cdef Arrival* arrivals = arrival_of(local, local_of(record).slot, task.version, 0)
     cdef uint64_t offset = task.offset + <uint64_t>chunk * task.chunk_bytes
     cdef uint64_t nbytes = task.offset + task.nbytes - offset
     cdef uint32_t target = task.pusher if task.kind == TASK_REDUCE else local.me
@@ -129,7 +104,7 @@ cdef void do_chunk(Local* local, LocalRecord* record, Task* task, int32_t chunk)
                        offset, nbytes)
     else:
         result = output_of(local, arrivals, target) + offset
-        if sum_inputs(local, record, arrivals, result, offset, nbytes,
+        if sum_inputs(local, local_of(record), arrivals, result, offset, nbytes,
                       task.kind != TASK_REDUCE and task.flags & FLAG_AVERAGE) != 1:
             task.status = E_PROTOCOL
         elif task.kind != TASK_REDUCE:
@@ -138,14 +113,14 @@ cdef void do_chunk(Local* local, LocalRecord* record, Task* task, int32_t chunk)
 
 cdef bint take_chunk(Local* local, Task* task) noexcept nogil:
     """Do one chunk that nobody has taken yet; False: there is none left."""
-    cdef LocalRecord* record
+    cdef Record* record
     cdef int32_t chunk
     if fps_load32(&task.ticket) >= task.n_chunks:
         return False
     chunk = fps_add32(&task.ticket, 1) - 1
     if chunk >= task.n_chunks:
         return False
-    record = <LocalRecord*>table_get(&local.records, task.tensor_id)
+    record = <Record*>table_get(&local.plan.records, task.tensor_id)
     do_chunk(local, record, task, chunk)
     if fps_add32(&task.done, 1) == task.n_chunks:
         ring_others(local, task.kind == TASK_REDUCE or task.kind == TASK_SHARE)
@@ -193,7 +168,7 @@ cdef inline uint64_t stage_length(Task* task, int64_t chunk) noexcept nogil:
     return left if left < task.chunk_bytes else task.chunk_bytes
 
 
-cdef bint stage_in(Local* local, LocalRecord* record, Task* task) noexcept nogil:
+cdef bint stage_in(Local* local, Record* record, Task* task) noexcept nogil:
     """Put our bytes of a chunk that another rank sums where it can reach them.
 
     A slot is free again once we are through with the chunk that lay in it.
@@ -226,8 +201,9 @@ cdef bint can_sum(Local* local, Task* task, int64_t number) noexcept nogil:
     return True
 
 
-cdef bint stage_sum(Local* local, LocalRecord* record, Task* task) noexcept nogil:
+cdef bint stage_sum(Local* local, Record* record, Task* task) noexcept nogil:
     """Make the result of a chunk that is ours, for us and for the others."""
+    cdef LocalRecord* mine = local_of(record)
     cdef const void* sources[MAX_LOCAL]
     cdef int64_t divisor = local.n_workers if task.flags & FLAG_AVERAGE else 1
     cdef int64_t chunk = local.stage_sum
@@ -250,8 +226,8 @@ cdef bint stage_sum(Local* local, LocalRecord* record, Task* task) noexcept nogi
         for rank in range(local.n):
             sources[rank] = (<const void*>(record.input + offset) if rank == local.me
                              else stage_slot(local, rank, number, False))
-        if record.kernel(sources, local.n, result, nbytes / record.itemsize, &divisor) != 1:
-            fps_cas32(&local.status, OK, E_PROTOCOL)
+        if mine.kernel(sources, local.n, result, nbytes / mine.itemsize, &divisor) != 1:
+            fps_cas32(&local.plan.status, OK, E_PROTOCOL)
             return False
         memcpy(record.output + offset, result, nbytes)
     fps_store64(stage_flag(local, local.me, number, True), number + 1)
@@ -259,7 +235,7 @@ cdef bint stage_sum(Local* local, LocalRecord* record, Task* task) noexcept nogi
     return True
 
 
-cdef bint stage_out(Local* local, LocalRecord* record, Task* task) noexcept nogil:
+cdef bint stage_out(Local* local, Record* record, Task* task) noexcept nogil:
     """Take the result of a chunk that another rank has made."""
     cdef int64_t chunk = local.stage_out
     cdef int64_t number = local.staged + chunk
@@ -281,7 +257,7 @@ cdef bint stage_out(Local* local, LocalRecord* record, Task* task) noexcept nogi
 
 cdef bint step_staged(Local* local, Task* task) noexcept nogil:
     """Move a staged task on by up to one chunk of each kind; one of the two arrays is private."""
-    cdef LocalRecord* record = <LocalRecord*>table_get(&local.records, task.tensor_id)
+    cdef Record* record = <Record*>table_get(&local.plan.records, task.tensor_id)
     cdef bint has_moved = stage_in(local, record, task)
     has_moved |= stage_sum(local, record, task)
     has_moved |= stage_out(local, record, task)
@@ -295,57 +271,17 @@ cdef bint step_staged(Local* local, Task* task) noexcept nogil:
     return has_moved
 
 
-# ---------------------------------------------------------------- parts that came from a server
-
-cdef bint publish_part(Local* local, LocalRecord* record, Part* part) noexcept nogil:
-    """Tell the others that a part's result, or its failure, is in our output; False: no room."""
-    cdef Task task
-    task.kind = TASK_PUBLISH
-    task.tensor_id = record.tensor_id
-    task.version = record.version
-    task.flags = task.root = 0
-    task.pusher = local.me
-    task.part = <uint32_t>(part - part.record.parts)
-    task.status = part.status
-    task.culprit = part.record.culprit
-    task.ticket = task.done = 0
-    cut(&task, part.offset, part.nbytes if part.status == OK else 0,
-        chunk_for(local, part.nbytes))
-    if not try_publish(local, &task, True):
-        return False
-    count_parts(record, part.status)
-    return True
-
-
-cdef bint publish_crowded(Local* local) noexcept nogil:
-    """Publish what the ring had no room for when it came, or drop it when the group has failed."""
-    cdef Part* part = <Part*>fps_swap_ptr(<void**>&local.crowded, NULL)
-    cdef Part* next
-    cdef LocalRecord* record
-    cdef bint has_moved = False
-    while part != NULL:
-        next = part.next
-        record = <LocalRecord*>part.record.context
-        if fps_load32(&local.status) != OK:
-            count_parts(record, part.status)
-        elif publish_part(local, record, part):
-            has_moved = True
-        else:
-            defer(local, part)
-        part = next
-    return has_moved
-
-
 # ---------------------------------------------------------------- one step
 
 cdef bint step(Local* local) noexcept nogil:
     """Do one piece of work, if there is any; the runner's lock is held."""
     cdef Task* task
     cdef bint has_moved
-    has_moved = fps_load_ptr(<void**>&local.crowded) != NULL and publish_crowded(local)
-    if fps_load32(&local.status) != OK:
-        table_each(&local.records, fail_record, local)
+    if fps_load32(&local.plan.status) != OK:
+        fps_swap_ptr(<void**>&local.crowded, NULL)
+        table_each(&local.plan.records, fail_record, local)
         return False
+    has_moved = fps_load_ptr(<void**>&local.crowded) != NULL and publish_crowded(local)
     has_moved |= local.n_trailing > 0 and settle_trailing(local)
     task = task_at(local, local.cursor)
     if fps_load64(&task.number) != local.cursor + 1:

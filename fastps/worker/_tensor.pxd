@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-# What every plan keeps of a declared tensor: the arrays that the user lent for one operation.
+# A declared tensor, its plan, and the arrays that the user lent for one operation.
 from cpython.buffer cimport Py_buffer
-from libc.stdint cimport uint64_t
+from libc.stdint cimport int64_t, uint64_t
 
-from fastps._core cimport Completion
+from fastps.worker._stage cimport Plan, Record, Stage
 
-cdef class LentTensor:
+cdef class StageHolder:         # what a stage consists of; a plan keeps it
+    cdef Stage stage
+
+cdef class PlanHolder:
+    cdef Plan plan
+    cdef list kept              # of whom the stages are
+    cdef int insert(self, int place, Stage* stage, keeper) except -1
+
+cdef class PlannedTensor:
     cdef readonly str name
     cdef readonly uint64_t nbytes
     cdef object shape           # of the arrays declared; None: nothing fits
     cdef object dtype
-    cdef Completion* done       # of the operation in flight; memory of the subclass
+    cdef Record record
+    cdef PlanHolder plan        # keeps it
+    cdef object shadow          # keeps a copy's memory that others of our machine reach
     cdef Py_buffer input_view   # exported while an operation is in flight
     cdef Py_buffer output_view
     cdef bint has_input
@@ -18,8 +28,7 @@ cdef class LentTensor:
     cdef int last_status        # of the last operation that somebody saw the end of
     cdef bint is_busy           # from start until somebody saw the completion
     cdef void release(self)
-    cdef const char* input(self) noexcept
-    cdef char* output(self) noexcept
+    cdef int work_until(self, int64_t deadline, int64_t spin_us) except? 1
 
 cdef uint64_t lend_all(tensors, arrays, outputs) except? 0
 cdef list checked_priorities(priorities, Py_ssize_t count)

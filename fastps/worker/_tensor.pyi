@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from typing_extensions import disjoint_base
@@ -7,13 +7,21 @@ from typing_extensions import disjoint_base
 from fastps.types import DType
 
 @disjoint_base
-class LentTensor:
+class StageHolder: ...
+
+@disjoint_base
+class PlanHolder: ...
+
+@final
+class PlannedTensor:
     name: str
     nbytes: int
     def expect(self, shape: tuple[int, ...], code: DType) -> None: ...
     def fits(self, array: object) -> bool: ...
     @property
     def is_done(self) -> bool: ...
+    @property
+    def version(self) -> int: ...
     @property
     def culprit(self) -> int: ...
     def wait(self, *, timeout_s: float, spin_us: int = 50) -> int | None: ...

@@ -1,25 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays lent to an operation: exported while it is in flight, given back at its end.
+"""A declared tensor: its plan, and arrays that are exported while an operation is in flight.
 
-Knows nothing of links or shared memory; the engines that move the bytes have subclasses. All
-fields are read and written with the GIL.
+Knows nothing of links or shared memory: that is the stages' business. All fields but the record's
+are read and written with the GIL.
 """
+
+cimport cython
 
 from cpython.buffer cimport (
     PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free
 
-from fastps._core cimport completion_is_done
+from fastps._core cimport (
+    OK, completion_is_done, completion_wait_signals, deadline_of, now_ns,
+)
+from fastps._table cimport table_clear
+from fastps.worker._stage cimport MAX_STAGES
 
 from numpy import ndarray
 
 from fastps.errors import FastPSError
 from fastps.types import DType, numpy_dtype
 
+cdef extern from "Python.h":
+    int PyErr_CheckSignals() except -1
 
-cdef class LentTensor:
-    """One declared tensor and the arrays of its operation in flight."""
+cdef enum:
+    NS_PER_US = 1000
+    SIGNAL_SLICE_NS = 100000000     # how often a thread that works looks for Ctrl-C
+
+
+cdef class StageHolder:
+    """Whatever is a stage of a plan; see _stage.pxd."""
+
+
+cdef class PlanHolder:
+    """The stages that the tensors of one engine visit, in order."""
+
+    def __cinit__(self):
+        self.kept = []
+
+    cdef int insert(self, int place, Stage* stage, keeper) except -1:
+        """Put a stage in the plan; keeper owns it. Only before the first tensor is declared."""
+        cdef int i
+        if self.plan.n_stages == MAX_STAGES or not 0 <= place <= self.plan.n_stages:
+            raise ValueError(f"no place {place} among {self.plan.n_stages} stages")
+        for i in range(self.plan.n_stages, place, -1):
+            self.plan.stages[i] = self.plan.stages[i - 1]
+        self.plan.stages[place] = stage
+        self.plan.n_stages += 1
+        self.kept.append(keeper)
+        return 0
+
+    def __dealloc__(self):
+        table_clear(&self.plan.records)
+        table_clear(&self.plan.forgotten)
+
+
+@cython.no_gc_clear             # stages use the arrays until the operation is done
+@cython.final
+cdef class PlannedTensor:
+    """One declared tensor and the arrays of its operation in flight; made by an engine."""
 
     cdef void release(self):
         """Give the arrays back: no thread of ours touches them any more."""
@@ -28,14 +71,8 @@ cdef class LentTensor:
         if self.has_output:
             PyBuffer_Release(&self.output_view)
         if self.is_busy:
-            self.last_status = self.done.status
+            self.last_status = self.record.done.status
         self.has_input = self.has_output = self.is_busy = False
-
-    cdef const char* input(self) noexcept:
-        return <const char*>self.input_view.buf if self.has_input else NULL
-
-    cdef char* output(self) noexcept:
-        return <char*>self.output_view.buf if self.has_output else NULL
 
     def expect(self, shape, code):
         """Say what arrays were declared: shape and element type.
@@ -53,17 +90,56 @@ cdef class LentTensor:
 
     @property
     def is_done(self):
-        """Tell whether no operation is in flight; never blocks."""
-        raise NotImplementedError
+        """Tell whether no operation is in flight; may do a little of the work, never waits."""
+        cdef Plan* plan = self.record.plan
+        if self.is_busy and plan.step != NULL and not completion_is_done(&self.record.done):
+            with nogil:
+                plan.step(plan.worker)
+        return not self.is_busy or completion_is_done(&self.record.done)
+
+    @property
+    def version(self):
+        """Count the operations started on this tensor."""
+        return self.record.version
 
     @property
     def culprit(self):
         """Rank that made the last operation fail; meaningful after a PeerLost or Mismatch."""
-        raise NotImplementedError
+        return self.record.culprit
 
     def wait(self, *, double timeout_s, int64_t spin_us=50):
-        """Wait without the GIL until the operation is done; give its status, or None in time."""
-        raise NotImplementedError
+        """Wait without the GIL until the operation is done; give its status, or None in time.
+
+        Returns 0 when all is well, a negative status of _core otherwise, None after timeout_s
+        seconds. Ctrl-C raises KeyboardInterrupt; the operation goes on.
+        """
+        cdef uint32_t version = self.record.version
+        cdef int64_t deadline = deadline_of(timeout_s)
+        cdef int status
+        if not self.is_busy:
+            return self.last_status
+        if self.record.plan.work == NULL or completion_is_done(&self.record.done):
+            status = completion_wait_signals(&self.record.done, deadline, spin_us)
+        else:
+            status = self.work_until(deadline, spin_us)
+        if status != OK:
+            return None
+        if self.is_busy and self.record.version == version:     # else another waiter was here
+            self.release()
+        return self.last_status
+
+    cdef int work_until(self, int64_t deadline, int64_t spin_us) except? 1:
+        """Do our share of the work until the operation is done; OK, or E_TIMEOUT."""
+        cdef Plan* plan = self.record.plan
+        cdef int64_t until
+        cdef int status
+        while True:
+            until = min(deadline, now_ns() + SIGNAL_SLICE_NS)
+            with nogil:
+                status = plan.work(plan.worker, &self.record.done, until, spin_us * NS_PER_US)
+            PyErr_CheckSignals()
+            if status == OK or now_ns() >= deadline:
+                return status
 
     def lend(self, array, output):
         """Export array (read) and output (written) to the engine until the operation is done.
@@ -71,7 +147,7 @@ cdef class LentTensor:
         Both C-contiguous with exactly nbytes bytes, else ValueError; FastPSError when an
         operation on this name is still in flight.
         """
-        if self.is_busy and completion_is_done(self.done):
+        if self.is_busy and completion_is_done(&self.record.done):
             self.release()
         if self.has_input or self.has_output:
             raise FastPSError(
@@ -94,6 +170,8 @@ cdef class LentTensor:
 
     def __dealloc__(self):
         # Engines keep every tensor until nothing can be in flight any more.
+        free(self.record.parts)
+        free(self.record.local)
         if self.has_input:
             PyBuffer_Release(&self.input_view)
         if self.has_output:
@@ -102,7 +180,7 @@ cdef class LentTensor:
 
 cdef uint64_t lend_all(tensors, arrays, outputs) except? 0:
     """Lend every array or none; give the sum of their bytes."""
-    cdef LentTensor tensor
+    cdef PlannedTensor tensor
     cdef uint64_t nbytes = 0
     lent = []
     try:

@@ -17,11 +17,11 @@ from fastps.errors import FastPSError
 from fastps.types import checked_seconds
 
 if TYPE_CHECKING:
-    from fastps.worker._tensor import LentTensor
+    from fastps.worker._tensor import PlannedTensor
 
 Array: TypeAlias = np.ndarray[Any, Any]
 # of a tensor: the operation, its status (None: not done) and the time that was waited
-Explain: TypeAlias = Callable[["LentTensor", int, int | None, float], FastPSError]
+Explain: TypeAlias = Callable[["PlannedTensor", int, int | None, float], FastPSError]
 
 
 class Handle:
@@ -40,7 +40,7 @@ class Handle:
 
     def __init__(
         self,
-        tensors: Sequence[LentTensor],
+        tensors: Sequence[PlannedTensor],
         outputs: Sequence[Array],
         *,
         is_single: bool,
@@ -81,7 +81,7 @@ class Handle:
 
     def _wait_all(self, deadline: float, timeout_s: float) -> None:
         """Wait for every tensor, also after a failure, so that all arrays are free again."""
-        failed: tuple[LentTensor, int, int] | None = None
+        failed: tuple[PlannedTensor, int, int] | None = None
         for tensor in self._tensors:
             status = tensor.wait(
                 timeout_s=max(deadline - time.perf_counter(), 0.0), spin_us=self._spin_us
@@ -113,6 +113,6 @@ class LocalHandle(Handle):
 
 
 def _no_failure(
-    tensor: LentTensor, operation: int, status: int | None, timeout_s: float
+    tensor: PlannedTensor, operation: int, status: int | None, timeout_s: float
 ) -> FastPSError:
     raise AssertionError(tensor.name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring the ranks of one machine together: their memory, then the engine that works in it.
+"""Bring the ranks of one machine together: their memory, then the stages that work in it.
 
 Decides how much is shared and who leads; the memory itself is of transport/shm.py, the work of
 _local.pyx. Called once per session, on its thread; blocks until all ranks of the machine came.
@@ -17,7 +17,7 @@ from fastps.errors import TransportError
 from fastps.transport import shm
 from fastps.transport._shm import Block, Mapping
 from fastps.worker._engine import WorkerEngine
-from fastps.worker._local import LocalEngine, control_bytes, stage_area_bytes
+from fastps.worker._local import LocalStages, control_bytes, stage_area_bytes
 
 __all__ = ["LocalGroup"]
 
@@ -30,7 +30,7 @@ class LocalGroup:
     """One rank's share in the memory of its machine.
 
     ranks: the workers of this machine, in order. key: of this job and generation, known to no
-    stranger. engine: of the links to servers, or None. Raises TransportError, TransportTimeout.
+    stranger. engine: whose plan this is to be part of. Raises TransportError, TransportTimeout.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LocalGroup:
         rank: int,
         n_workers: int,
         key: bytes,
-        engine: WorkerEngine | None = None,
+        engine: WorkerEngine,
     ) -> None:
         """Exchange memory with the other ranks; blocks up to start_timeout_s."""
         index = list(ranks).index(rank)
@@ -58,20 +58,25 @@ class LocalGroup:
             ) from error
         assert offset == 0, "the stage is the first block"
         arenas[index] = self.arena.mapping
-        self.engine = LocalEngine(
-            ranks=ranks,
-            index=index,
-            control=controls[0],
-            arenas=arenas,
-            arena=self.arena,
-            stage_bytes=STAGE_BYTES,
-            n_workers=n_workers,
-            engine=engine,
+        self._engine = engine
+        engine.share(
+            LocalStages(
+                ranks=ranks,
+                index=index,
+                control=controls[0],
+                arenas=arenas,
+                arena=self.arena,
+                stage_bytes=STAGE_BYTES,
+                n_workers=n_workers,
+            )
         )
 
     def close(self, *, timeout_s: float) -> None:
-        """End the group's thread; arrays in its memory live on. Blocks to timeout_s."""
-        if not self.engine.wait_closed(timeout_s=timeout_s):
+        """End the group's thread; arrays in its memory live on. Blocks to timeout_s.
+
+        The last to end: what landed on links was still to be shared.
+        """
+        if not self._engine.close_memory(timeout_s=timeout_s):
             log.warning("the thread of shared memory did not end within %g s", timeout_s)
         self._stage = None
         self.arena.close()

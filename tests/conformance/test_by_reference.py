@@ -22,7 +22,8 @@ from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport._inproc import InprocTransport
 from fastps.types import DType
-from fastps.worker._engine import EngineTensor, WorkerEngine
+from fastps.worker._engine import WorkerEngine
+from fastps.worker._tensor import PlannedTensor
 
 NBYTES, PARTITION, CHUNK = 4 << 20, 1 << 20, 128 << 10
 N_CHUNKS = NBYTES // CHUNK
@@ -82,7 +83,7 @@ class House:
         )
         self.transports = [InprocTransport(), InprocTransport()]
         self.engines = [WorkerEngine(rank=rank, n_servers=1) for rank in range(N_WORKERS)]
-        self.tensors: list[EngineTensor] = []
+        self.tensors: list[PlannedTensor] = []
         for rank, engine in enumerate(self.engines):
             self.transports[rank].connect(engine, 0, self.store, rank, by_reference=rank == 0)
             self.tensors.append(

@@ -55,10 +55,6 @@ class Cluster:
             thread.start()
         for thread in threads:
             thread.join(30)
-        self.plans = [
-            self.groups[rank].engine if rank in self.groups else self.engines[rank]
-            for rank in range(N_WORKERS)
-        ]
         self.number = 0
 
     def _join(self, ranks, rank, key):
@@ -86,14 +82,9 @@ class Cluster:
         return [self._declare_at(rank, number, nbytes, dtype, pieces) for rank in range(N_WORKERS)]
 
     def _declare_at(self, rank, number, nbytes, dtype, pieces):
-        remote = self.engines[rank].declare(
-            number, f"t{number}", nbytes=nbytes, dtype=dtype, chunk_bytes=CHUNK, partitions=pieces
-        )
-        if rank not in self.groups:
-            return remote
-        return self.groups[rank].engine.declare(
-            number, f"t{number}", nbytes=nbytes, itemsize=dtype.itemsize,
-            kernel=sum_kernel(dtype), remote=remote,
+        return self.engines[rank].declare(
+            number, f"t{number}", nbytes=nbytes, dtype=dtype, chunk_bytes=CHUNK, partitions=pieces,
+            itemsize=dtype.itemsize, kernel=sum_kernel(dtype),
         )  # fmt: skip
 
     def empty(self, rank, count, dtype, *, is_shared):
@@ -105,12 +96,15 @@ class Cluster:
 
     def close(self):
         """End everything in order."""
-        for engine in (*self.plans, *self.engines):
+        for engine in self.engines:
             engine.leave()
-        for engine in (*self.engines, *self.plans):
+        for engine in self.engines:
             assert engine.wait_closed(timeout_s=10)
+        for group in self.groups.values():
+            group.close(timeout_s=10)
         self.transport.close(timeout_s=10)
         for store in self.stores:
+            store.forget(timeout_s=10)
             store.close(timeout_s=10)
 
 
@@ -147,7 +141,7 @@ def test_sums_and_averages(cluster, count, is_shared, in_place, average, order):
     for _ in range(3):
         for rank in order:
             arrays[rank][:] = values[rank]
-            cluster.plans[rank].start(tensors[rank], arrays[rank], outputs[rank], average=average)
+            cluster.engines[rank].start(tensors[rank], arrays[rank], outputs[rank], average=average)
         assert finish(tensors) == [0] * N_WORKERS
         for output in outputs:
             np.testing.assert_array_equal(output, expected // N_WORKERS if average else expected)
@@ -170,7 +164,7 @@ def test_broadcasts(cluster, count, root, is_shared):
         value = np.arange(count, dtype=np.float32) + step
         for rank, array in enumerate(arrays):
             array[:] = value if rank == root else -1
-            cluster.plans[rank].start_broadcast(
+            cluster.engines[rank].start_broadcast(
                 [tensors[rank]], [array], root=root, machine=machine
             )
         assert finish(tensors) == [0] * N_WORKERS
@@ -188,7 +182,7 @@ def test_many_at_once_in_any_order(cluster):
         for rank in range(N_WORKERS):
             for index in rng.permutation(len(sizes)):
                 array = arrays[rank][index]
-                cluster.plans[rank].start(tensors[index][rank], array, array, priority=int(index))
+                cluster.engines[rank].start(tensors[index][rank], array, array, priority=int(index))
         for index in rng.permutation(len(sizes)):
             assert finish(tensors[index]) == [0] * N_WORKERS
             for rank in range(N_WORKERS):
@@ -200,7 +194,7 @@ def test_other_machines_doing_something_else_is_a_mismatch_for_all(cluster):
     arrays = [np.ones(1000, np.float32) for _ in range(N_WORKERS)]
     for rank in range(N_WORKERS):
         average = rank in MACHINES[2]
-        cluster.plans[rank].start(tensors[rank], arrays[rank], arrays[rank], average=average)
+        cluster.engines[rank].start(tensors[rank], arrays[rank], arrays[rank], average=average)
     assert finish(tensors) == [E_MISMATCH] * N_WORKERS
 
 
@@ -209,7 +203,7 @@ def test_a_lost_server_fails_everybody():
         tensors = cluster.declare(400_000)
         arrays = [np.ones(100_000, np.float32) for _ in range(N_WORKERS)]
         for rank in (0, 1, 2, 3):
-            cluster.plans[rank].start(tensors[rank], arrays[rank], arrays[rank])
+            cluster.engines[rank].start(tensors[rank], arrays[rank], arrays[rank])
         cluster.transport.abort()
         statuses = finish(tensors[:4])
         assert all(status is not None and status < 0 for status in statuses), statuses
@@ -243,24 +237,22 @@ def test_a_full_ring_and_a_failed_send_do_not_lock_each_other_out():
         thread.join(30)
     tensors = []
     for rank in ranks:
-        remote = engines[rank].declare(
-            0, "t", nbytes=4 * n_parts, dtype=DType.FLOAT32, chunk_bytes=CHUNK,
-            partitions=[(4 * index, 4, 0) for index in range(n_parts)],
-        )  # fmt: skip
         tensors.append(
-            groups[rank].engine.declare(
-                0, "t", nbytes=4 * n_parts, itemsize=4, kernel=kernels[rank], remote=remote
+            engines[rank].declare(
+                0, "t", nbytes=4 * n_parts, dtype=DType.FLOAT32, chunk_bytes=CHUNK, itemsize=4,
+                kernel=kernels[rank],
+                partitions=[(4 * index, 4, 0) for index in range(n_parts)],
             )
-        )
+        )  # fmt: skip
     arrays = [np.ones(n_parts, np.float32) for _ in ranks]
     try:
         for rank in ranks:
-            groups[rank].engine.start(tensors[rank], arrays[rank], arrays[rank])
+            engines[rank].start(tensors[rank], arrays[rank], arrays[rank])
         assert tensors[1].wait(timeout_s=1.0) is None, "the ring is full: the other one stalls"
     finally:
         release.set()
     assert finish(tensors) == [E_PEER_LOST] * 2
     for rank in ranks:
-        groups[rank].engine.leave()
+        engines[rank].leave()
     for rank in ranks:
         groups[rank].close(timeout_s=10)

@@ -17,7 +17,8 @@ from fastps.partition import make_partitions
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.types import DType
-from fastps.worker._engine import EngineTensor, WorkerEngine
+from fastps.worker._engine import WorkerEngine
+from fastps.worker._tensor import PlannedTensor
 
 N_WORKERS, N_SERVERS = 3, 2
 PARTITION, CHUNK = 64 << 10, 16 << 10
@@ -71,7 +72,7 @@ class Cluster:
                     )
         self.tensors = [self.declare(number, count) for number, count in enumerate(COUNTS)]
 
-    def declare(self, number: int, count: int) -> list[EngineTensor]:
+    def declare(self, number: int, count: int) -> list[PlannedTensor]:
         """Declare a tensor on all servers and workers; its partitions go round."""
         pieces = make_partitions(number, count * 4, PARTITION)
         owners = [(number + i) % N_SERVERS for i in range(len(pieces))]

@@ -14,7 +14,8 @@ from fastps.contract import cast_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.types import DType
-from fastps.worker._engine import EngineTensor, WorkerEngine
+from fastps.worker._engine import WorkerEngine
+from fastps.worker._tensor import PlannedTensor
 
 N_WORKERS, N_TENSORS = 2, 8
 CHUNK = 4 << 10
@@ -37,7 +38,7 @@ class Cluster:
             [np.zeros(CREDIT // 4, np.float32) for _ in range(N_TENSORS)] for _ in self.engines
         ]
 
-    def declare(self, number: int) -> list[EngineTensor]:
+    def declare(self, number: int) -> list[PlannedTensor]:
         """Declare a tensor on the server and on both workers."""
         self.store.declare(
             number,

@@ -35,7 +35,8 @@ from fastps.server._store import ServerStore
 from fastps.transport._rdma import RdmaTransport
 from fastps.types import DType
 from fastps.wire import FrameFlag, FrameKind, Header, pack_header
-from fastps.worker._engine import EngineTensor, WorkerEngine
+from fastps.worker._engine import WorkerEngine
+from fastps.worker._tensor import PlannedTensor
 
 NBYTES = 20000
 MISMATCH = -5
@@ -61,7 +62,7 @@ class Worker:
         self.engine = WorkerEngine(rank=0, n_servers=1)
         self.server = RawPeer(transport, self.engine)
         self.server.greet()
-        self.tensor: EngineTensor = self.engine.declare(
+        self.tensor: PlannedTensor = self.engine.declare(
             0,
             "a",
             nbytes=NBYTES,

@@ -21,7 +21,8 @@ from fastps.transport._inproc import InprocTransport
 from fastps.transport._mailbox import Mailbox
 from fastps.types import DType
 from fastps.wire import SERVER_SENDER, FrameFlag, FrameKind
-from fastps.worker._engine import EngineTensor, WorkerEngine, check_pieces
+from fastps.worker._engine import WorkerEngine, check_pieces
+from fastps.worker._tensor import PlannedTensor
 
 TIMEOUT_S = 60.0
 SHORT_S = 0.05
@@ -43,7 +44,7 @@ class Job:
         self.parcels: list[Any] = []
         self.tensor = self.declare(TENSOR)
 
-    def declare(self, tensor_id: int, nbytes: int = NBYTES) -> EngineTensor:
+    def declare(self, tensor_id: int, nbytes: int = NBYTES) -> PlannedTensor:
         """Declare a tensor with nbytes on each server."""
         return self.engine.declare(
             tensor_id,
@@ -401,7 +402,7 @@ def test_leave_ends_operations_with_shutdown(make):
         assert server.wait_ended(0, timeout_s=TIMEOUT_S) == IN_ORDER
     assert job.engine.wait_closed(timeout_s=TIMEOUT_S)
     assert job.tensor.wait(timeout_s=TIMEOUT_S) == IN_ORDER
-    assert job.engine.failure in (None, (IN_ORDER, 0))
+    assert job.engine.failure == (IN_ORDER, -1)
     with pytest.raises(ShutdownError):
         job.start()
 
@@ -621,3 +622,97 @@ def test_pieces_fit_only_if_they_cover_the_tensor_once(pieces, nbytes):
         assert not fits
     else:
         assert fits
+
+
+# ---- tensors that are forgotten ----
+
+
+def test_a_tensor_in_flight_is_not_forgotten(job):
+    job.start()
+    with pytest.raises(FastPSError, match="'t2' is in flight"):
+        job.engine.forget(job.tensor)
+    job.pushed()
+    job.answer(bytes(NBYTES))
+    assert job.tensor.wait(timeout_s=TIMEOUT_S) == OK
+    job.engine.forget(job.tensor)
+    job.engine.forget(job.tensor)  # nothing is left of it
+    assert job.engine.statistics()["tensors"] == 0
+
+
+def test_a_number_that_was_forgotten_counts_on(job):
+    for version in (1, 2):
+        job.start()
+        job.pushed()
+        job.answer(bytes(NBYTES), key_version=version)
+        assert job.tensor.wait(timeout_s=TIMEOUT_S) == OK
+    job.engine.forget(job.tensor)
+    with pytest.raises(FastPSError, match="version 1 of 2"):
+        job.engine.declare(
+            TENSOR, "new", nbytes=4, dtype=1, chunk_bytes=CHUNK, partitions=[(0, 4, 0)], version=1
+        )
+    tensor = job.engine.declare(
+        TENSOR, "new", nbytes=4, dtype=1, chunk_bytes=CHUNK, partitions=[(0, 4, 0)], version=5
+    )
+    array = np.zeros(1, np.float32)
+    job.engine.start(tensor, array, array)
+    assert job.pushed(nbytes=4)[0]["key_version"] == 6
+    job.post(payload=bytes(4), key_version=6)
+    assert tensor.wait(timeout_s=TIMEOUT_S) == OK
+
+
+@pytest.mark.parametrize("is_declared_again", [False, True])
+def test_late_frames_of_a_forgotten_tensor_are_no_offence(make, is_declared_again):
+    """A correct server may send results for long after a round has failed here."""
+    job = make(2)
+    job.start()
+    for server in range(2):
+        job.pushed(server)
+    job.engine.fail_tensor(TENSOR, MISMATCH)
+    assert job.tensor.wait(timeout_s=TIMEOUT_S) == MISMATCH
+    job.engine.forget(job.tensor)
+    if is_declared_again:  # smaller, and all of it on the other server
+        tensor = job.engine.declare(
+            TENSOR, "t", nbytes=4, dtype=1, chunk_bytes=CHUNK, partitions=[(0, 4, 1)], version=1
+        )
+        array = np.zeros(1, np.float32)
+        job.engine.start(tensor, array, array)
+        job.pushed(1, nbytes=4)
+    job.answer(b"\x07" * NBYTES, 0)
+    job.post(1, b"\x07" * CHUNK)
+    job.post(1, kind=FrameKind.ERROR, status=MISMATCH)
+    assert [server.ended(0) for server in job.servers] == [OPEN, OPEN]
+    if is_declared_again:
+        job.post(1, b"\x05" * 4, key=TENSOR << 16, key_version=2)
+        assert tensor.wait(timeout_s=TIMEOUT_S) == OK
+        assert array.tobytes() == b"\x05" * 4
+    with pytest.raises(PeerLostError):  # but nobody has asked for this
+        job.post(0, bytes(CHUNK), key_version=3)
+
+
+def test_forgetting_while_late_frames_arrive(job):
+    array = np.zeros(NBYTES // 4, np.float32)
+    is_over = threading.Event()
+
+    def be_late():
+        while not is_over.is_set():
+            job.post(payload=bytes(CHUNK), key=9 << 16)
+
+    tensor = job.declare(9)
+    job.engine.start(tensor, array, array)
+    job.engine.fail_tensor(9, MISMATCH)
+    late = threading.Thread(target=be_late)
+    late.start()
+    for version in range(1, 300):
+        assert tensor.wait(timeout_s=TIMEOUT_S) == MISMATCH
+        job.engine.forget(tensor)
+        tensor = job.engine.declare(
+            9, "t9", nbytes=NBYTES, dtype=DType.FLOAT32, chunk_bytes=CHUNK,
+            partitions=[(0, NBYTES, 0)], version=version,
+        )  # fmt: skip
+        job.engine.start(tensor, array, array)
+        job.engine.fail_tensor(9, MISMATCH)
+    is_over.set()
+    late.join(TIMEOUT_S)
+    assert tensor.wait(timeout_s=TIMEOUT_S) == MISMATCH
+    assert job.servers[0].ended(0) == OPEN
+    assert not array.any()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from fastps import config
 from fastps.errors import FastPSError, PeerLostError, ShutdownError, Status
 from fastps.reduce import sum_kernel
 from fastps.types import DType, dtype_of
+from fastps.worker._engine import WorkerEngine
 from fastps.worker.local import LocalGroup
 
 E_SHUTDOWN, E_PEER_LOST, E_MISMATCH = Status.SHUTDOWN, Status.PEER_LOST, Status.MISMATCH
@@ -32,7 +34,11 @@ def machine(n, **overrides):
     groups = [None] * n
 
     def join(place):
-        groups[place] = LocalGroup(settings_, ranks=ranks, rank=ranks[place], n_workers=n, key=key)
+        engine = WorkerEngine(rank=ranks[place], n_servers=0)
+        group = LocalGroup(
+            settings_, ranks=ranks, rank=ranks[place], n_workers=n, key=key, engine=engine
+        )
+        groups[place] = SimpleNamespace(group=group, engine=engine, arena=group.arena)
 
     threads = [threading.Thread(target=join, args=(place,)) for place in range(n)]
     for thread in threads:
@@ -46,7 +52,7 @@ def machine(n, **overrides):
             group.engine.leave()
         for group in groups:
             assert group.engine.wait_closed(timeout_s=10)
-            group.arena.close()
+            group.group.close(timeout_s=10)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +65,9 @@ def declare(groups, number, nbytes, dtype=DType.FLOAT32):
     """Declare one tensor on all ranks."""
     return [
         group.engine.declare(
-            number, f"t{number}", nbytes=nbytes, itemsize=dtype.itemsize, kernel=sum_kernel(dtype)
-        )
+            number, f"t{number}", nbytes=nbytes, dtype=dtype, itemsize=dtype.itemsize,
+            kernel=sum_kernel(dtype),
+        )  # fmt: skip
         for group in groups
     ]
 
@@ -257,7 +264,7 @@ def test_failing_ends_every_wait(nbytes):
         waiter.start()
         assert tensors[0].wait(timeout_s=TIMEOUT_S) == E_PEER_LOST
         waiter.join()
-        assert groups[0].engine.failure == E_PEER_LOST
+        assert groups[0].engine.failure == (E_PEER_LOST, -1)
         with pytest.raises(PeerLostError):
             groups[0].engine.start(tensors[0], array, array)
 

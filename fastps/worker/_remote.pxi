@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _engine.pyx: the stage that pushes parts over links to servers, and lands the results.
+
+# ---------------------------------------------------------------- the end of a part
+
+cdef inline void count_end(Part* part, Link* link) noexcept nogil:
+    """It has left, or has its outcome: after both the part goes on.
+
+    link: NULL, or where credit goes back for chunks that will have no result.
+    """
+    if fps_add32(&part.ends, 1) < 2:
+        return
+    if part.item.is_credited and part.received < part.item.nbytes and link != NULL:
+        link.credit(link, part.item.header.priority, part.item.nbytes - part.received)
+    stage_done(part, part.outcome)
+
+
+cdef inline void finish_part(Part* part, Link* link, int status) noexcept nogil:
+    """The result, or the failure, of one part is there; only the first caller counts."""
+    if fps_swap32(&part.is_waiting, 0):
+        part.outcome = status
+        count_end(part, link)
+
+
+cdef void fail_landed(Part* part, Link* link) noexcept nogil:
+    """Fail a part unless bytes are just coming into the user's memory: `deliver` does it then."""
+    fps_fence()
+    if not fps_load32(&part.is_landing):
+        finish_part(part, link, fps_load32(&part.failing))
+
+
+cdef void part_sent(SendItem* item, int status) noexcept nogil:
+    cdef Part* part = <Part*>item.context
+    # A link that ended fails its parts by engine_closed, and takes no credit back.
+    count_end(part, part.slot.link if status == OK else NULL)
+
+
+# ---------------------------------------------------------------- records that I/O threads read
+
+cdef inline Lane* lane_of(Remote* remote, Link* link) noexcept nogil:
+    return &remote.links[link.peer * remote.lanes + link.lane]
+
+
+cdef inline Part* find_part(Remote* remote, Link* link, uint64_t key) noexcept nogil:
+    """The part that travels by this link under a key, or NULL. The lane is marked as read."""
+    cdef Record* record = <Record*>table_get(&remote.plan.records, key >> KEY_BITS)
+    cdef uint32_t index = <uint32_t>(key & ((1 << KEY_BITS) - 1))
+    if record == NULL or index >= record.n_parts:
+        return NULL
+    return &record.parts[index] if record.parts[index].slot.link == link else NULL
+
+
+cdef inline bint is_ghost(Remote* remote, const Header* header) noexcept nogil:
+    """A frame for a tensor that was forgotten, though its number may have been given again.
+
+    Results and errors of rounds that failed here may come long after; they are no offence.
+    """
+    cdef uint64_t number = header.key >> KEY_BITS
+    cdef Record* record = <Record*>table_get(&remote.plan.records, number)
+    cdef uint64_t last = (<uint64_t>table_get(&remote.plan.forgotten, number) if record == NULL
+                          else record.born)
+    return 0 < header.key_version <= last
+
+
+cdef inline bint is_late(Part* part, const Header* header) noexcept nogil:
+    """A result that crossed the news of its round's failure; nobody wants it any more."""
+    return header.key_version != part.record.version or not fps_load32(&part.is_waiting)
+
+
+cdef inline bint is_expected(Part* part, const Header* header) noexcept nogil:
+    cdef uint32_t left = <uint32_t>part.nbytes - part.received
+    if header.kind == KIND_ERROR:
+        return header.length == 0 and -MAX_STATUS < header.status < 0
+    if header.kind != KIND_RESULT or header.dtype != part.record.dtype:
+        return False
+    if part.item.header.flags & FLAG_NO_RESULT:
+        return header.length == 0 and header.flags & FLAG_NO_RESULT
+    if left > part.record.chunk_bytes:
+        left = part.record.chunk_bytes
+    return header.offset == part.received and header.length == left
+
+
+cdef void* find_place(Remote* remote, Link* link, const Header* header) noexcept nogil:
+    """Where a frame's bytes go; NULL: no such frame can come over this link."""
+    cdef Part* part
+    if header.length > remote.discard_bytes:
+        return NULL
+    if is_ghost(remote, header):
+        return remote.discard
+    part = find_part(remote, link, header.key)
+    if part == NULL or header.key_version > part.record.version:
+        return NULL
+    if is_late(part, header):
+        return remote.discard
+    if not is_expected(part, header):
+        return NULL
+    if header.length == 0:
+        return remote.discard
+    fps_store32(&part.is_landing, 1)
+    fps_fence()
+    if fps_load32(&part.failing):       # the user may have the output back
+        fps_store32(&part.is_landing, 0)
+        return remote.discard
+    return part.record.landing + part.offset + header.offset
+
+
+cdef void take_in(Part* part, Link* link, const Header* header) noexcept nogil:
+    """Count what landed, or the error that came instead."""
+    part.received += header.length
+    if part.item.is_credited and header.length:
+        link.credit(link, part.item.header.priority, header.length)
+    if header.kind == KIND_ERROR:
+        part.record.culprit = header.subject
+        finish_part(part, link, header.status)
+    elif part.received == part.nbytes or part.item.header.flags & FLAG_NO_RESULT:
+        finish_part(part, link, OK)
+
+
+cdef void deliver_to(Part* part, Link* link, const Header* header) noexcept nogil:
+    if not is_late(part, header) and fps_load32(&part.failing) == OK:
+        take_in(part, link, header)
+    fps_store32(&part.is_landing, 0)
+    fps_fence()
+    if fps_load32(&part.failing) and (link.withdraw == NULL or part.is_withdrawn):
+        fail_landed(part, link)
+
+
+# ---------------------------------------------------------------- callbacks of links
+
+cdef void* engine_landing(void* context, Link* link, const Header* header,
+                          int* status) noexcept nogil:
+    cdef Remote* remote = <Remote*>context
+    cdef Lane* lane = lane_of(remote, link)
+    cdef void* place
+    fps_swap32(&lane.is_read, 1)
+    place = find_place(remote, link, header)
+    fps_store32(&lane.is_read, 0)
+    if place == NULL:
+        status[0] = E_PROTOCOL
+    return place
+
+
+cdef void* engine_standing(void* context, Link* link, const Header* header) noexcept nogil:
+    """Where later results of a part land, for as long as an operation gets the same output."""
+    cdef Remote* remote = <Remote*>context
+    cdef Lane* lane = lane_of(remote, link)
+    cdef Part* part
+    cdef void* place = NULL
+    fps_swap32(&lane.is_read, 1)
+    part = find_part(remote, link, header.key)
+    if (part != NULL and header.kind == KIND_RESULT and not is_early_broadcast(header)
+            and part.promised != NULL and not fps_load32(&part.failing)
+            and <uint64_t>header.offset + header.length <= part.nbytes):
+        place = part.promised + header.offset
+    fps_store32(&lane.is_read, 0)
+    return place
+
+
+cdef int engine_deliver(void* context, Link* link, const Header* header) noexcept nogil:
+    cdef Remote* remote = <Remote*>context
+    cdef Lane* lane = lane_of(remote, link)
+    cdef Part* part
+    probe_hit(PROBE_WORKER_RESULT, header.key, header.key_version)
+    fps_swap32(&lane.is_read, 1)
+    part = find_part(remote, link, header.key)
+    if part != NULL:
+        deliver_to(part, link, header)
+    fps_store32(&lane.is_read, 0)
+    return OK
+
+
+cdef void engine_withdrawn(void* context, Link* link, uint64_t key) noexcept nogil:
+    """No result comes by a promise any more: what waited for that may fail."""
+    cdef Remote* remote = <Remote*>context
+    cdef Lane* lane = lane_of(remote, link)
+    cdef Part* part
+    fps_swap32(&lane.is_read, 1)
+    part = find_part(remote, link, key)
+    if part != NULL and fps_load32(&part.failing):
+        part.is_withdrawn = True
+        fail_landed(part, link)
+    fps_store32(&lane.is_read, 0)
+
+
+# ---------------------------------------------------------------- links that end
+
+cdef struct Ending:
+    LinkSlot* slot
+    int status
+
+
+cdef void lose_record(void* data, void* context) noexcept nogil:
+    cdef Record* record = <Record*>data
+    cdef Ending* ending = <Ending*>context
+    cdef uint32_t i
+    for i in range(record.n_parts):
+        if record.parts[i].slot == ending.slot:
+            finish_part(&record.parts[i], NULL, ending.status)
+
+
+cdef void close_links(Remote* remote, int status) noexcept nogil:
+    cdef Link* link
+    cdef uint32_t i
+    for i in range(remote.n_servers * remote.lanes):
+        link = slot_acquire(&remote.links[i].slot)
+        if link != NULL:
+            link.close(link, status)
+            slot_release(&remote.links[i].slot)
+
+
+cdef void engine_closed(void* context, Link* link, int status) noexcept nogil:
+    cdef Remote* remote = <Remote*>context
+    cdef Plan* plan = remote.plan
+    cdef Lane* lane = lane_of(remote, link)
+    cdef Ending ending
+    ending.slot = &lane.slot
+    ending.status = status
+    slot_retire(ending.slot)
+    if not fps_load32(&remote.is_leaving):
+        if status == E_SHUTDOWN:        # a server that leaves while we stay is lost to us
+            status = E_PEER_LOST
+        if fps_cas32(&plan.status, OK, status):
+            fps_store32(&remote.culprit, <int32_t>link.peer)
+        ending.status = fps_load32(&plan.status)
+        close_links(remote, ending.status)
+        if plan.rouse != NULL:
+            plan.rouse(plan.worker)
+    fps_swap32(&lane.is_read, 1)
+    table_each(&plan.records, lose_record, &ending)
+    fps_store32(&lane.is_read, 0)
+    completion_part_done(&remote.all_closed, OK)
+
+
+# ---------------------------------------------------------------- the stage
+
+cdef void fill_part(Part* part, Remote* remote) noexcept nogil:
+    cdef Record* record = part.record
+    cdef Header* header = &part.item.header
+    cdef bint is_push = record.kind == KIND_PUSH
+    header.kind = record.kind
+    header.flags = record.flags
+    header.priority = record.priority
+    header.key_version = record.version
+    header.sender = remote.rank
+    header.subject = record.root if record.flags & FLAG_BROADCAST else 0
+    part.item.payload = record.source + part.offset if is_push else NULL
+    part.item.nbytes = <uint32_t>part.nbytes if is_push else 0
+    part.item.is_credited = is_push and not record.flags & FLAG_BROADCAST
+    part.received = 0
+    part.is_withdrawn = False
+    fps_store32(&part.ends, 0)
+    fps_swap32(&part.is_waiting, 1)
+
+
+cdef int send_part(Part* part, LinkSlot* slot) noexcept nogil:
+    """Queue a part on its link; results land where its owner knows, or that is taken back."""
+    cdef Link* link = slot_acquire(slot)
+    cdef char* place = part.record.landing + part.offset if part.record.landing != NULL else NULL
+    cdef int status
+    if link == NULL:
+        return E_PEER_LOST
+    if part.promised != place:
+        part.promised = place
+        if link.withdraw != NULL:
+            link.withdraw(link, part.item.header.key, False)
+    status = link.send(link, &part.item, part.record.kick)
+    slot_release(slot)
+    return status
+
+
+cdef void remote_run(Stage* stage, Part* part) noexcept nogil:
+    cdef int status
+    fill_part(part, <Remote*>stage.context)
+    status = fps_load32(&part.failing)
+    if status == OK and send_part(part, part.slot) != OK:
+        status = E_PEER_LOST
+    if status != OK:
+        finish_part(part, NULL, status)
+        count_end(part, NULL)
+
+
+cdef void remote_cancel(Stage* stage, Part* part) noexcept nogil:
+    """Fail a part for which a result may be under way, as soon as nothing lands any more."""
+    cdef LinkSlot* slot = part.slot
+    cdef Link* link
+    if not fps_load32(&part.is_waiting):
+        return
+    link = slot_acquire(slot)
+    if link == NULL:
+        finish_part(part, NULL, fps_load32(&part.failing))
+        return
+    if link.withdraw != NULL:
+        link.withdraw(link, part.item.header.key, True)
+    else:
+        fail_landed(part, link)
+    slot_release(slot)
+
+
+cdef void kick_links(Remote* remote, int kick) noexcept nogil:
+    cdef Link* link
+    cdef uint32_t i
+    for i in range(remote.n_servers * remote.lanes):
+        link = slot_acquire(&remote.links[i].slot)
+        if link != NULL:
+            link.kick(link, kick)
+            slot_release(&remote.links[i].slot)
+
+
+cdef void take_promises_back(Record* record) noexcept nogil:
+    """Nothing of a tensor travels any more: owners forget where its results landed."""
+    cdef Link* link
+    cdef uint32_t i
+    for i in range(record.n_parts):
+        if record.parts[i].promised == NULL:
+            continue
+        link = slot_acquire(record.parts[i].slot)
+        if link == NULL:
+            continue
+        if link.withdraw != NULL:
+            link.withdraw(link, record.parts[i].item.header.key, False)
+        slot_release(record.parts[i].slot)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# The worker's plan: the stages that each part of a tensor visits, one after another.
+#
+# A stage gets a part by run() and has it until it says stage_done(): when neither its threads nor
+# its peers touch the part's memory any more. One stage has a part at a time, and writes those of
+# its fields that are not marked atomic. run() and cancel() come from any thread, with or without
+# the GIL, under whatever lock the stage before holds: they do not wait.
+#
+# A part that failed visits only the stages that tell others of it. Part.failing asks the stage
+# that has the part to give it up: cancel() is called on all, and run() looks at it again after it
+# has taken the part; so one of the two sees the other.
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+from fastps._atomic cimport fps_fence, fps_store32
+from fastps._core cimport OK, Completion, completion_part_done, completion_reset
+from fastps._table cimport IdTable
+from fastps.transport._link cimport LinkSlot, SendItem
+
+cdef struct Part
+cdef struct Plan
+
+cdef enum:
+    MAX_STAGES = 8
+    # What a part has, and a stage wants
+    SPEAKS = 1                  # its bytes leave this process: we speak for our machine
+    OWES = 2                    # others of our machine wait for what comes back, or its failure
+
+cdef struct Stage:
+    void (*run)(Stage* stage, Part* part) noexcept nogil
+    # Give up a part if it is here, with part.failing, as soon as nothing touches its memory.
+    void (*cancel)(Stage* stage, Part* part) noexcept nogil
+    void* context
+    uint32_t wants              # the part must have all of it
+    bint tells                  # others wait here: parts that failed before come by too
+
+cdef struct Record:             # one declared tensor and its operation in flight
+    Plan* plan
+    uint64_t tensor_id
+    uint64_t nbytes
+    uint8_t dtype
+    uint8_t policy              # of its contract, on its servers
+    uint32_t chunk_bytes
+    uint32_t born               # version of the last operation before it was declared
+    uint32_t version            # of the operation in flight, or of the last one
+    uint32_t n_parts
+    Part* parts
+    Completion done             # one part per part
+    const char* input           # borrowed from the user; NULL: brings nothing
+    char* output                # NULL: wants nothing
+    const char* source          # where parts are pushed from, and where their results land: the
+    char* landing               # user's arrays, unless a stage puts others in their place
+    uint8_t kind                # of the operation: PUSH or PULL, flags of the wire
+    uint8_t flags
+    int32_t priority
+    int kick
+    uint32_t root               # of a broadcast: number of the root's machine,
+    uint32_t place              # and the root's place in ours
+    uint32_t culprit            # rank that made the operation fail
+    void* local                 # LocalRecord, NULL on a machine of our own
+
+cdef struct Part:               # one partition, a task of BytePS; or a whole tensor
+    Record* record
+    uint64_t offset             # within the tensor, bytes
+    uint64_t nbytes
+    uint32_t index
+    uint32_t has                # SPEAKS, OWES
+    int32_t at                  # place in the plan
+    int32_t status              # OK, or its first failure
+    int32_t failing             # OK, or what it is to fail with; atomic
+    # ---- the links' ----
+    SendItem item               # its PUSH or PULL; lent to the link while in flight
+    LinkSlot* slot              # link to its owner
+    char* promised              # where its owner knows that results land
+    uint32_t received           # result bytes landed; I/O thread
+    int outcome                 # OK, or why there is no result
+    int32_t ends                # has left, has an outcome: 2 when both; atomic
+    int32_t is_waiting          # a result or an error is still to come; atomic
+    int32_t is_landing          # bytes are coming into the user's output; atomic
+    bint is_withdrawn           # and nothing lands by a promise any more; I/O thread
+    # ---- shared memory's ----
+    int32_t is_flying           # with it; whoever swaps it to 0 ends that; atomic
+    int32_t task                # what is to be published of it,
+    int news                    # with which status
+    Part* next                  # of those that the ring had no room for
+
+cdef struct Plan:
+    Stage* stages[MAX_STAGES]
+    int32_t n_stages
+    int32_t status              # OK, or why no operation can succeed any more; atomic
+    IdTable records
+    IdTable forgotten           # last versions of ids that are not declared any more
+    # NULL, or how threads that wait do some of the work, by a piece or until an operation is
+    # done, and how these are woken.
+    bint (*step)(void* worker) noexcept nogil
+    int (*work)(void* worker, Completion* done, int64_t deadline, int64_t spin_ns) noexcept nogil
+    void (*rouse)(void* worker) noexcept nogil
+    void* worker
+
+
+cdef inline void stage_done(Part* part, int status) noexcept nogil:
+    """A stage is through with a part: the next one has it, or it is over. Touch it no more."""
+    cdef Plan* plan = part.record.plan
+    cdef Stage* stage
+    if part.status == OK:
+        part.status = status
+    while part.at + 1 < plan.n_stages:
+        part.at += 1
+        stage = plan.stages[part.at]
+        if not stage.wants & ~part.has and (part.status == OK or stage.tells):
+            stage.run(stage, part)
+            return
+    completion_part_done(&part.record.done, part.status)
+    if plan.rouse != NULL:
+        plan.rouse(plan.worker)
+
+
+cdef inline void start_parts(Record* record, bint is_owed) noexcept nogil:
+    """Send every part of a record on its way; is_owed: results come back for our machine."""
+    cdef Part* part
+    cdef uint32_t i
+    completion_reset(&record.done, record.n_parts)
+    for i in range(record.n_parts):
+        part = &record.parts[i]
+        part.at = -1
+        part.status = OK
+        part.has = part.has & SPEAKS | (OWES if is_owed else 0)
+        fps_store32(&part.failing, OK)
+    for i in range(record.n_parts):
+        stage_done(&record.parts[i], OK)
+
+
+cdef inline void fail_part(Part* part, int status) noexcept nogil:
+    """Have a part given up by whichever stage has it."""
+    cdef Plan* plan = part.record.plan
+    cdef int i
+    fps_store32(&part.failing, status)
+    fps_fence()
+    for i in range(plan.n_stages):
+        plan.stages[i].cancel(plan.stages[i], part)
