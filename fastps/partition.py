@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fastps.errors import ConfigError
+from fastps.errors import ConfigError, ProtocolError
 
 __all__ = [
     "ALIGNMENT",
@@ -28,6 +28,7 @@ __all__ = [
     "MAX_TENSORS",
     "Piece",
     "Placement",
+    "check_pieces",
     "check_tensor",
     "cut_tensor",
     "index_of",
@@ -303,3 +304,32 @@ class Placement:
     def add_load(self, owner: int, nbytes: int) -> None:
         """Note bytes that were given to a server without asking place()."""
         self._loads[owner] += nbytes
+
+
+def check_pieces(
+    name: str,
+    nbytes: int,
+    chunk_bytes: int,
+    pieces: Sequence[tuple[int, int, int]],
+    n_servers: int,
+) -> None:
+    """Refuse (offset, nbytes, owner) of pieces that do not make up a tensor, one after another.
+
+    They come from the scheduler, and decide which memory is sent and written. ProtocolError.
+    """
+    end = 0
+    wrong = "" if 0 < chunk_bytes <= MAX_PARTITION_BYTES else f"chunks of {chunk_bytes} bytes"
+    if not 0 < len(pieces) <= MAX_PARTITIONS:
+        wrong = f"{len(pieces)} pieces"
+    for offset, length, owner in pieces:
+        if offset != end or not 0 <= length <= MAX_PARTITION_BYTES:
+            wrong = wrong or f"a piece of {length} bytes at {offset}, where {end} was next"
+        if not 0 <= owner < n_servers:
+            wrong = wrong or f"no server {owner}"
+        end += length
+    if end != nbytes:
+        wrong = wrong or f"pieces of {end} bytes together"
+    if wrong:
+        raise ProtocolError(
+            f"tensor {name!r} of {nbytes} bytes cannot be cut as the scheduler says: {wrong}"
+        )

@@ -48,8 +48,8 @@ from fastps.wire cimport (
     KIND_RESULT, Header,
 )
 
-from fastps.errors import FastPSError, ProtocolError, error_of
-from fastps.partition import MAX_PARTITION_BYTES, MAX_PARTITIONS
+from fastps.errors import FastPSError, error_of
+from fastps.partition import check_pieces
 
 cdef enum:
     INLINE_START_BYTES = 32 << 10   # operations up to this size are written by the caller itself
@@ -57,28 +57,6 @@ cdef enum:
     MAX_STATUS = 128                # an ERROR frame carries a status of _core, all are above -128
 
 include "_remote.pxi"
-
-
-def check_pieces(name, nbytes, chunk_bytes, pieces, n_servers):
-    """Refuse (offset, nbytes, owner) of pieces that do not make up the tensor, one after another.
-
-    They come from the scheduler, and decide which memory is sent and which is written.
-    """
-    end = 0
-    wrong = "" if 0 < chunk_bytes <= MAX_PARTITION_BYTES else f"chunks of {chunk_bytes} bytes"
-    if not 0 < len(pieces) <= MAX_PARTITIONS:
-        wrong = f"{len(pieces)} pieces"
-    for offset, length, owner in pieces:
-        if offset != end or not 0 <= length <= MAX_PARTITION_BYTES:
-            wrong = wrong or f"a piece of {length} bytes at {offset}, where {end} was next"
-        if not 0 <= owner < n_servers:
-            wrong = wrong or f"no server {owner}"
-        end += length
-    if end != nbytes:
-        wrong = wrong or f"pieces of {end} bytes together"
-    if wrong:
-        raise ProtocolError(
-            f"tensor {name!r} of {nbytes} bytes cannot be cut as the scheduler says: {wrong}")
 
 
 @cython.no_gc_clear             # I/O threads use the tensors until the links have ended
@@ -313,7 +291,7 @@ cdef class WorkerEngine(LinkOwner):
         return 0
 
     cdef int reach(self, PlannedTensor tensor) except -1:
-        """Find where the bytes of lent arrays lie for the stages; pin them where that is needed."""
+        """Find where the bytes of lent arrays lie for the stages; pin them if they need that."""
         cdef Record* record = &tensor.record
         record.input = <char*>tensor.input_view.buf if tensor.has_input else NULL
         record.output = <char*>tensor.output_view.buf if tensor.has_output else NULL

@@ -141,7 +141,9 @@ def test_sums_and_averages(cluster, count, is_shared, in_place, average, order):
     for _ in range(3):
         for rank in order:
             arrays[rank][:] = values[rank]
-            cluster.engines[rank].start(tensors[rank], arrays[rank], outputs[rank], average=average)
+            cluster.engines[rank].start(
+                tensors[rank], arrays[rank], outputs[rank], average=average
+            )
         assert finish(tensors) == [0] * N_WORKERS
         for output in outputs:
             np.testing.assert_array_equal(output, expected // N_WORKERS if average else expected)
@@ -182,7 +184,9 @@ def test_many_at_once_in_any_order(cluster):
         for rank in range(N_WORKERS):
             for index in rng.permutation(len(sizes)):
                 array = arrays[rank][index]
-                cluster.engines[rank].start(tensors[index][rank], array, array, priority=int(index))
+                cluster.engines[rank].start(
+                    tensors[index][rank], array, array, priority=int(index)
+                )
         for index in rng.permutation(len(sizes)):
             assert finish(tensors[index]) == [0] * N_WORKERS
             for rank in range(N_WORKERS):

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from fastps.control.protocol import DeclaredTensor
 from fastps.errors import FastPSError, PeerLostError, ProtocolError, ShutdownError, StallError
+from fastps.partition import check_pieces
 from fastps.transport._inproc import InprocTransport
 from fastps.transport._mailbox import Mailbox
 from fastps.types import DType
 from fastps.wire import SERVER_SENDER, FrameFlag, FrameKind
-from fastps.worker._engine import WorkerEngine, check_pieces
+from fastps.worker._engine import WorkerEngine
 from fastps.worker._tensor import PlannedTensor
 
 TIMEOUT_S = 60.0

@@ -65,9 +65,13 @@ def declare(groups, number, nbytes, dtype=DType.FLOAT32):
     """Declare one tensor on all ranks."""
     return [
         group.engine.declare(
-            number, f"t{number}", nbytes=nbytes, dtype=dtype, itemsize=dtype.itemsize,
+            number,
+            f"t{number}",
+            nbytes=nbytes,
+            dtype=dtype,
+            itemsize=dtype.itemsize,
             kernel=sum_kernel(dtype),
-        )  # fmt: skip
+        )
         for group in groups
     ]
 
