@@ -56,8 +56,8 @@ from fastps.server._policy cimport (
     lend, slot_of, unit_length,
 )
 from fastps.transport._link cimport (
-    KICK_FULL, KICK_WAKE, Link, LinkSlot, SendItem, is_early_broadcast, slot_acquire,
-    slot_release,
+    KICK_FULL, KICK_WAKE, LINK_CAN_PROMISE, Link, LinkSlot, SendItem, is_early_broadcast,
+    slot_acquire, slot_release,
 )
 from fastps.wire cimport (
     FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KIND_ERROR, KIND_PULL, KIND_PUSH, KIND_RESULT,
@@ -464,7 +464,7 @@ cdef int sum_admit(Entry* entry, uint32_t index, Link* link, const Header* heade
     if status == OK:
         round = &(<Sum*>entry.state).rounds[header.key_version & 1]
         status = enter_round(round, index, header)
-        if link.withdraw != NULL and not header.flags & FLAG_BROADCAST:
+        if link.capabilities & LINK_CAN_PROMISE and not header.flags & FLAG_BROADCAST:
             round.sum.is_promised = True    # or will be, as soon as this frame's place is told
     if status == OK and header.kind == KIND_PUSH:
         status = place_frame(round, &round.parts[index], header, payload, place)

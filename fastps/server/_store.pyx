@@ -54,10 +54,6 @@ from fastps.errors import FastPSError, StallError
 
 _NAP_S = 0.001          # between looks at links that are about to end, or threads about to leave
 
-cdef enum:
-    ASK_AGAIN_NS = 1000000000   # how long a frame waits on links that cannot put it off
-
-
 # ---------------------------------------------------------------- looking things up
 
 cdef inline Entry* find_entry(Store* store, uint64_t key) noexcept nogil:
@@ -130,23 +126,10 @@ cdef int ask(Store* store, Link* link, const Header* header, const char* payload
     return status
 
 
-cdef int ask_patiently(Store* store, Link* link, const Header* header, const char* payload,
-                       char** place) noexcept nogil:
-    """Wait here for links that cannot put a frame off."""
-    cdef int64_t deadline = now_ns() + ASK_AGAIN_NS
-    cdef int status = E_TIMEOUT
-    while status == E_TIMEOUT and now_ns() < deadline:
-        sched_yield()
-        status = ask(store, link, header, payload, place)
-    return E_PROTOCOL if status == E_TIMEOUT else status
-
-
 cdef void* store_landing(void* context, Link* link, const Header* header,
                          int* status) noexcept nogil:
     cdef char* place = NULL
     status[0] = ask(<Store*>context, link, header, NULL, &place)
-    if status[0] == E_TIMEOUT and not link.can_wait:
-        status[0] = ask_patiently(<Store*>context, link, header, NULL, &place)
     return place
 
 
@@ -154,8 +137,6 @@ cdef int store_adopt(void* context, Link* link, const Header* header,
                      const char* payload) noexcept nogil:
     cdef char* place = NULL
     cdef int status = ask(<Store*>context, link, header, payload, &place)
-    if status == E_TIMEOUT and not link.can_wait:
-        status = ask_patiently(<Store*>context, link, header, payload, &place)
     if status == OK and place != NULL:
         memcpy(place, payload, header.length)
     return status

@@ -33,8 +33,8 @@ from fastps._core cimport (
 from fastps._posix cimport sched_yield
 from fastps._table cimport MAX_RECORDS, table_each, table_get, table_put
 from fastps.transport._link cimport (
-    KICK_INLINE, KICK_NONE, KICK_WAKE, Link, LinkOwner, LinkSlot, SendItem, is_early_broadcast,
-    slot_acquire, slot_release, slot_retire, slot_set,
+    KICK_INLINE, KICK_NONE, KICK_WAKE, LINK_CAN_PROMISE, Link, LinkOwner, LinkSlot, SendItem,
+    is_early_broadcast, slot_acquire, slot_release, slot_retire, slot_set,
 )
 from fastps.worker._local cimport LocalStages
 from fastps.worker._stage cimport (

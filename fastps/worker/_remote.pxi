@@ -121,7 +121,7 @@ cdef void deliver_to(Part* part, Link* link, const Header* header) noexcept nogi
         take_in(part, link, header)
     fps_store32(&part.is_landing, 0)
     fps_fence()
-    if fps_load32(&part.failing) and (link.withdraw == NULL or part.is_withdrawn):
+    if fps_load32(&part.failing) and (part.is_withdrawn or not link.capabilities & LINK_CAN_PROMISE):
         fail_landed(part, link)
 
 
@@ -261,7 +261,7 @@ cdef int send_part(Part* part, LinkSlot* slot) noexcept nogil:
         return E_PEER_LOST
     if part.promised != place:
         part.promised = place
-        if link.withdraw != NULL:
+        if link.capabilities & LINK_CAN_PROMISE:
             link.withdraw(link, part.item.header.key, False)
     status = link.send(link, &part.item, part.record.kick)
     slot_release(slot)
@@ -289,7 +289,7 @@ cdef void remote_cancel(Stage* stage, Part* part) noexcept nogil:
     if link == NULL:
         finish_part(part, NULL, fps_load32(&part.failing))
         return
-    if link.withdraw != NULL:
+    if link.capabilities & LINK_CAN_PROMISE:
         link.withdraw(link, part.item.header.key, True)
     else:
         fail_landed(part, link)
@@ -316,6 +316,6 @@ cdef void take_promises_back(Record* record) noexcept nogil:
         link = slot_acquire(record.parts[i].slot)
         if link == NULL:
             continue
-        if link.withdraw != NULL:
+        if link.capabilities & LINK_CAN_PROMISE:
             link.withdraw(link, record.parts[i].item.header.key, False)
         slot_release(record.parts[i].slot)
