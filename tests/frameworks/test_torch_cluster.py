@@ -472,6 +472,6 @@ def test_what_is_replaced_after_wrapping(tmp_path: Path, shared: str) -> None:
     for sums, replaced, busy, mismatch in result.reports:
         assert sums == [2, 4, 6]
         assert replaced.startswith("weight came into the module after it was wrapped")
-        assert "in flight already" in busy
+        assert "already in flight" in busy
         assert "another prefix" in busy
         assert "another prefix" in mismatch
