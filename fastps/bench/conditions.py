@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe where and with what a run was made, so that no figure stands alone."""
+"""What the kernel's books say: where and with what a run is made, and what its processes use.
+
+No figure stands alone. Whoever may see the processes (same user and pid namespace) can ask.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,28 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from fastps.config import explain
 
-PACKAGES = ("fastps", "numpy", "numba")
-_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-_NODES = Path("/sys/devices/system/node")
+_PROC = Path("/proc")
 
 
 def conditions() -> dict[str, Any]:
     """Collect machine, kernel, versions, settings that are not defaults, and load."""
     return {
         "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_model(),
+        "cpu": _field("cpuinfo", "model name", "cpu model") or platform.machine(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "numa_nodes": len(list(_NODES.glob("node[0-9]*"))) or 1,
+        "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         "kernel": platform.release(),
-        "congestion": _read(_CONGESTION) or "unknown",
+        "congestion": _text("sys/net/ipv4/tcp_congestion_control").strip() or "unknown",
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in ("fastps", "numpy", "numba")},
         "settings": {name: value for name, value, source in explain() if source != "default"},
         "load_average": round(os.getloadavg()[0], 2),
     }
@@ -45,17 +48,57 @@ def headline(found: dict[str, Any]) -> str:
     )
 
 
-def _read(path: Path) -> str:
+def processes_of(job_id: str) -> tuple[int, ...]:
+    """List the processes of a job on this machine, by their environment; itself at least."""
+    needle = f"FASTPS_JOB_ID={job_id}".encode()
+    found = {os.getpid()}
+    for folder in _PROC.glob("[0-9]*") if job_id else ():
+        with contextlib.suppress(OSError):
+            if needle in (folder / "environ").read_bytes().split(b"\0"):
+                found.add(int(folder.name))
+    return tuple(sorted(found))
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Add up the processor time of living processes, ended threads included."""
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            # the kernel's number for the clock of another process, to the nanosecond
+            total += time.clock_gettime((~pid << 3) | 2)
+    return total
+
+
+def memory_bytes(pids: Iterable[int]) -> int:
+    """Add up resident memory; a shared page counts once among those that share it.
+
+    Where the kernel does not tell shares (no smaps_rollup) shared pages count for each process.
+    """
+    found = (_field(f"{pid}/smaps_rollup", "pss:") or _field(f"{pid}/status", "vmrss:")
+             for pid in pids)  # fmt: skip
+    return sum(int(words.split()[0]) * 1024 for words in found if words)
+
+
+def same_host_mark() -> int:
+    """Give a number that processes share if they see each other's process ids."""
+    boot = _text("sys/kernel/random/boot_id").strip().replace("-", "")
+    if not boot:
+        return os.getpid() | 1 << 61  # a host of its own
+    namespace = (_PROC / "self/ns/pid").stat().st_ino
+    return (int(boot, 16) ^ namespace) & ((1 << 62) - 1) | 1
+
+
+def _text(file: str) -> str:
+    """Read a file of the kernel; nothing where there is none, as of an ended process."""
     with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8").strip()
+        return (_PROC / file).read_text(encoding="utf-8", errors="replace")
     return ""
 
 
-def _cpu_model() -> str:
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
-        if line.lower().startswith(("model name", "cpu model")):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+def _field(file: str, *names: str) -> str:
+    """Give what follows the colon in the first line that begins with one of the names."""
+    lines = (line for line in _text(file).splitlines() if line.lower().startswith(names))
+    return next(lines, "").partition(":")[2].strip()
 
 
 def _version(name: str) -> str:

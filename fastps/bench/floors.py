@@ -1,64 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The floors: plain processes that move the least bytes, and nothing else.
+"""The floors: the least bytes, moved by plain copies and plain sockets, and nothing else.
 
 memory: n processes share n tensors in one piece of memory. Each copies its own 1/n of tensor 0 to
-tensor 1, of tensor 1 to tensor 2 and so on, in pieces of 256 KiB that stay in its cache between
-the copies. So n tensors are read and n are written, shared among the processes: what reducing
-where the tensors live costs at least, when the sum itself is free.
+tensor 1, of tensor 1 to tensor 2 and so on, in pieces that stay in its cache between the copies.
+So n tensors are read and n are written: what reducing where the tensors live costs at least, when
+the sum itself is free.
 
-links: processes in pairs or a ring, one stream socket for each direction; `modes.least_bytes`
-says how much. Unix sockets with large buffers, or TCP on the loopback with cubic. Up to 64 KiB a
-process sends, then receives, then begins again: an exchange, as no call can end before it has
-heard of the others. Above, a thread sends and another receives without waiting for anybody: the
-stream's time per tensor. It flows in bursts as large as the sockets' buffers, so a value is the
-mean over at least 16 MiB.
+links: processes in pairs or a ring, one stream socket for each direction: Unix sockets with large
+buffers, or TCP tuned as fastps tunes its own. Small messages are exchanged, as no call can end
+before it has heard of the others; larger ones stream, a thread sends and another receives without
+waiting for anybody. A stream flows in bursts as large as the sockets' buffers, so a value is the
+mean over a group of calls. network: such a ring between machines, in one worker of each.
 
-Each process is one of this file's `run`; the driver makes memory and sockets and hands them on by
-descriptor. Kernel timeouts end every wait.
+A floor is measured in the workers of a job, one of its own or, because only the job reaches its
+machines, the user's. Places and a secret for the connections travel through fastps; a stranger
+who connects is hung up on. All workers call the same in the same order. Every wait has a deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import itertools
-import json
 import mmap
 import os
+import secrets
 import socket
 import struct
-import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+import fastps
 from fastps.bench import BenchError
-from fastps.bench.channel import Message, connect, serve
-from fastps.bench.modes import COLOCATED_LINKS, MEMORY, least_bytes
+from fastps.bench.options import APART_LINKS, COLOCATED_LINKS, MEMORY, NETWORK
+from fastps.config import Config
+from fastps.control.doors import open_doors
+from fastps.transport import sockets, tcp
 
 PIECE = 256 << 10  # bytes; half of it read, half written, all of it in a second-level cache
 ALIGNMENT = 64
 EXCHANGE_BYTES = 64 << 10  # what every socket's buffer takes without a reader
 BUFFER_BYTES = 4 << 20  # of a Unix socket; the kernel gives less where it allows less
 GROUP_BYTES = 16 << 20  # several times what the buffers of a connection hold
+# The wire paces what arrives, so that a mean needs fewer bytes than between buffers of one host.
+NETWORK_GROUP_BYTES = 1 << 20
 MIN_GROUPS = 3
 WAIT_S = 60
+TOKEN_BYTES = 32
+STRANGER_S = 2.0  # for whoever connects to show the secret
 
 
-class _Floor(Protocol):
+def least_bytes(floor: str, nbytes: int, n: int, servers: int = 0) -> int:
+    """Give the bytes that each of n processes moves for a tensor; no way needs fewer.
+
+    memory: each copies its share 1/n of n tensors: nbytes read and written by each. links
+    colocated: each sends, and receives, the shares of the others before and after they are
+    summed: 2(n-1)/n nbytes each way. links apart: each worker sends and receives the whole
+    tensor once, as do the servers together. network: what the busiest of n machines with workers
+    and k more with servers alone sends and receives, 2n(n-1) / (n^2 + kn - 2k) times the tensor,
+    and never less than once. Source: Jiang et al., A Unified Architecture for Accelerating
+    Distributed DNN Training in Heterogeneous GPU/CPU Clusters, OSDI 2020, section 4.
+    """
+    if floor not in (COLOCATED_LINKS, NETWORK):
+        return nbytes
+    k = min(servers, n)  # none: the formula becomes 2(n-1)/n
+    return -(-2 * n * (n - 1) * nbytes // (n * n + k * n - 2 * k))
+
+
+class MemoryFloor:
+    """One process that copies its share."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._memory: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
+
     def calls(self, moved: int, count: int) -> list[float]:
-        """Move so many bytes count times; give the seconds of each."""
-
-
-class _MemoryFloor:
-    def __init__(self, rank: int, workers: int, descriptor: int) -> None:
-        self._rank, self._workers = rank, workers
-        self._memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
-        os.close(descriptor)
-
-    def calls(self, moved: int, count: int) -> list[float]:
+        """Copy so many bytes count times; give the seconds of each."""
         copies = self._copies(moved)
         seconds = []
         for _ in range(count + 1):
@@ -69,32 +89,41 @@ class _MemoryFloor:
         return seconds[1:]  # the first finds cold caches
 
     def _copies(self, nbytes: int) -> list[tuple[Any, Any]]:
-        workers = self._workers
-        room = self._memory.size // workers
-        tensors = [self._memory[i * room : i * room + nbytes] for i in range(workers)]
-        begin, end = share_of(self._rank, workers, nbytes)
-        return [
-            (
-                tensors[(i + 1) % workers][at : min(at + PIECE, end)],
-                tensors[i][at : min(at + PIECE, end)],
-            )
-            for at in range(begin, end, PIECE)
-            for i in range(workers)
+        """List the pieces of our share as (target, source), ring by ring."""
+        if self._memory.size < nbytes * self._workers:
+            self._memory = _share_memory(nbytes * self._workers)
+        tensors = [self._memory[i * nbytes : (i + 1) * nbytes] for i in range(self._workers)]
+        begin, end = share_of(fastps.rank(), self._workers, nbytes)
+        rings = [
+            [one[at : min(at + PIECE, end)] for one in tensors] for at in range(begin, end, PIECE)
         ]
+        return [pair for ring in rings for pair in zip(ring[1:] + ring[:1], ring, strict=True)]
+
+
+def _share_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Give memory of worker 0 to all workers of the machine, by its descriptor."""
+    descriptor = os.memfd_create("fastps-bench-floor")
+    try:
+        os.ftruncate(descriptor, nbytes)
+        place = f"/proc/{os.getpid()}/fd/{descriptor}"
+        with open(fastps.broadcast_object(place, name="fastps.bench.memory"), "r+b") as file:
+            found = np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
+        fastps.barrier()
+    finally:
+        os.close(descriptor)
+    return found
 
 
 class LinkFloor:
-    """One process of a ring or a pair; owns its two sockets."""
+    """One process of a ring or a pair; owns its two sockets until it ends."""
 
-    def __init__(self, sender: int, receiver: int, *, group_bytes: int = GROUP_BYTES) -> None:
-        self._sender = _blocking(sender)
-        self._receiver = _blocking(receiver)
-        self._group_bytes = group_bytes
-
-    def close(self) -> None:
-        """Close the sockets; idempotent."""
-        self._sender.close()
-        self._receiver.close()
+    def __init__(self, sender: socket.socket, receiver: socket.socket, group_bytes: int) -> None:
+        """Take over the sockets; the kernel's timeouts keep an operation one system call."""
+        self._sender, self._receiver, self._group_bytes = sender, receiver, group_bytes
+        for sock in (sender, receiver):
+            sock.settimeout(None)
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", WAIT_S, 0))
 
     def calls(self, moved: int, count: int) -> list[float]:
         """Send and receive so many bytes count times; give the seconds of each."""
@@ -150,116 +179,58 @@ def groups_of(moved: int, count: int, group_bytes: int = GROUP_BYTES) -> tuple[i
     return group, max(MIN_GROUPS, -(-count // group))
 
 
-def _blocking(descriptor: int) -> socket.socket:
-    """Take over a socket; only the kernel's timeouts keep it one system call per operation."""
-    sock = socket.socket(fileno=descriptor)
-    sock.settimeout(None)
-    limit = struct.pack("ll", WAIT_S, 0)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+def make_floor(kind: str, ranks: list[int], config: Config) -> MemoryFloor | LinkFloor | None:
+    """Make this worker's part of a floor of the given ranks; None for those beside it."""
+    if kind == MEMORY:
+        return MemoryFloor(len(ranks))
+    step = len(ranks) // 2 if kind == APART_LINKS else 1  # pairs or a ring
+    group_bytes = NETWORK_GROUP_BYTES if kind == NETWORK else GROUP_BYTES
+    with contextlib.ExitStack() as stack:
+        ours: list[Any] = []
+        if fastps.rank() in ranks:
+            doors = stack.enter_context(contextlib.closing(open_doors(config, port=0)))
+            unix = "" if kind == NETWORK else doors.unix
+            ours = [*doors.address, unix, secrets.token_hex(TOKEN_BYTES)]
+        places = [fastps.broadcast_object(ours, rank, name="fastps.bench.place") for rank in ranks]
+        if not ours:
+            return None
+        sender = _dial(config, *places[(ranks.index(fastps.rank()) + step) % len(ranks)])
+        receiver = accept_known(doors.sockets[-1 if unix else 0], ours[-1])
+        return LinkFloor(sender, receiver, group_bytes)
+
+
+def _dial(config: Config, host: str, port: int, unix: str, token: str) -> socket.socket:
+    """Connect, with the congestion control of links, and show the secret."""
+    deadline = time.monotonic() + WAIT_S
+    try:
+        if unix:
+            sock = sockets.connect_unix(unix, deadline=deadline)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        else:
+            sock = sockets.connect(
+                host, port, deadline=deadline, user_timeout_s=config.tcp_user_timeout_s,
+                prepare=lambda sock, address: tcp.prefer_same_host(sock, address, config),
+            )  # fmt: skip
+        sockets.write_all(sock, token.encode(), deadline=deadline)
+    except OSError as error:
+        raise BenchError(
+            f"worker {fastps.rank()} cannot reach {host} port {port} to measure the floor: "
+            f"{error}; workers must be able to connect to each other for it"
+        ) from error
     return sock
 
 
-# ---- the driver's side: what each process of a floor is given
-
-
-class Gift:
-    """Descriptors of one process, and the text that tells it what they are."""
-
-    def __init__(self, kind: str, rank: int, workers: int, descriptors: Sequence[int]) -> None:
-        self.descriptors = tuple(descriptors)
-        self._fields = {"kind": kind, "rank": rank, "workers": workers}
-
-    def command(self, door: str) -> list[str]:
-        """Give the words that start the process."""
-        text = json.dumps({**self._fields, "descriptors": self.descriptors})
-        return [sys.executable, "-m", "fastps.bench.floors", door, text]
-
-    def close(self) -> None:
-        """Close the driver's copies, once the process has its own."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-
-
-def make_gifts(kind: str, *, workers: int, largest: int, is_tcp: bool) -> list[Gift]:
-    """Make memory or sockets for every process of a floor; OSError when there is no room."""
-    if kind == MEMORY:
-        return _memory_gifts(workers, largest)
-    count = workers if kind == COLOCATED_LINKS else 2 * workers
-    step = 1 if kind == COLOCATED_LINKS else workers
-    edges = [_pair(is_tcp=is_tcp) for _ in range(count)]  # edge i: from i to the next one
-    return [
-        Gift(kind, i, workers, (edges[i][0].detach(), edges[(i - step) % count][1].detach()))
-        for i in range(count)
-    ]
-
-
-def _memory_gifts(workers: int, largest: int) -> list[Gift]:
-    descriptor = os.memfd_create("fastps-bench-floor")
-    try:
-        os.ftruncate(descriptor, workers * (-(-largest // mmap.PAGESIZE) * mmap.PAGESIZE))
-        return [Gift(MEMORY, rank, workers, (os.dup(descriptor),)) for rank in range(workers)]
-    finally:
-        os.close(descriptor)
-
-
-def _pair(*, is_tcp: bool) -> tuple[socket.socket, socket.socket]:
-    """Connect a sender and a receiver."""
-    if not is_tcp:
-        sender, receiver = socket.socketpair()
-        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        return sender, receiver
-    with socket.socket() as listener:
-        choose_cubic(listener)
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(1)
-        listener.settimeout(WAIT_S)
-        sender = socket.socket()
-        choose_cubic(sender)
-        sender.settimeout(WAIT_S)
-        sender.connect(listener.getsockname())
-        receiver, address = listener.accept()
-    if address != sender.getsockname():
-        raise BenchError("a stranger connected to the benchmark's own port; try again")
-    sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sender, receiver
-
-
-def choose_cubic(sock: socket.socket) -> None:
-    """Choose what links of one host choose too: bbr moves half as much there."""
-    for name in (b"cubic", b"reno"):
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
-            return
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Be one process of a floor: obey the driver until it hangs up."""
-    door, text = arguments
-    given = json.loads(text)
-    channel = connect(door)
-    floor: _Floor
-    if given["kind"] == MEMORY:
-        floor = _MemoryFloor(given["rank"], given["workers"], *given["descriptors"])
-    else:
-        floor = LinkFloor(*given["descriptors"])
-
-    def obey(command: Message) -> Message:
-        if command["op"] == "forget":
-            return {}
-        total = int(command["nbytes"]) * int(command["count"])
-        moved = least_bytes(given["kind"], total, given["workers"])
-        seconds = floor.calls(moved, int(command["calls"]))
-        shown = seconds if given["rank"] == 0 else []
-        return {"is_right": True, "seconds": shown, "moved_bytes": moved}
-
-    try:
-        channel.say({"rank": given["rank"]})
-        serve(channel, obey)
-    finally:
-        channel.close()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+def accept_known(listener: socket.socket, token: str, wait_s: float = WAIT_S) -> socket.socket:
+    """Accept the connection that shows the secret; BenchError when it does not come."""
+    deadline = time.monotonic() + wait_s
+    while (left := deadline - time.monotonic()) > 0:
+        listener.settimeout(left)
+        with contextlib.suppress(TimeoutError):
+            sock, _ = listener.accept()
+            with contextlib.suppress(OSError):
+                limit = time.monotonic() + STRANGER_S
+                shown = sockets.read_exactly(sock, len(token), deadline=limit)
+                if hmac.compare_digest(shown, token.encode()):
+                    return sock
+            sock.close()
+    raise BenchError("the worker before this one in the ring did not connect in time")

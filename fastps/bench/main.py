@@ -1,23 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of fastps-bench: driver of jobs, worker of one, or member of the user's own."""
+"""Entry point of fastps-bench: driver of jobs, worker of one, or member of the user's own.
+
+Every runner takes one turn per round, so that noise hits all alike. A runner that fails is left
+out from then on, with its reason; the others go on. One thread.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import math
+import statistics
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from fastps import config
-from fastps.bench import BenchError, compare, here, member, plot, screen, tables
+from fastps.bench import BenchError, figures, member, plot, screen
 from fastps.bench.conditions import conditions, headline
-from fastps.bench.figures import Floor, Result, Row, read, write
-from fastps.bench.modes import FLOORS, HERE, MEMORY, MODES, NETWORK
-from fastps.bench.options import Options, parse
-from fastps.bench.teams import Runner, Team, start_floor, start_job
-from fastps.bench.turns import Field, count_turns, measure
-from fastps.errors import FastPSError
+from fastps.bench.figures import Floor, Row, Turn, make_floor, make_row
+from fastps.bench.options import HERE, MODES, Options, Work, jobs_of, parse
+from fastps.bench.screen import Step
+from fastps.bench.teams import Team, job_command, job_environment
+from fastps.errors import ConfigError, FastPSError
+
+FIRST_CALLS = 3  # of the turn that warms up and tells how many calls fill a turn
+# What made the figures, under the names that a result file has for it.
+RECORDED = {"workers": "workers", "servers": "servers", "runs": "runs", "turn_s": "turn_s",
+            "dtype": "dtype", "average": "is_average", "tcp": "is_tcp"}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,10 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.obey:
             return member.run(options.obey)
         if options.compare:
-            return _compare(*map(read, options.compare))
+            return _compare(*map(figures.read, options.compare))
         if options.plot_path is not None:
             plot.check()
-        return _in_job(options) if here.is_in_job(config.load()) else _drive(options)
+        if is_in_job(config.load()):
+            return _in_job(options)
+        with contextlib.ExitStack() as stack:
+            return _measure(options, lambda: _start(options, stack))
     except (BenchError, FastPSError) as error:
         sys.stderr.write(f"fastps-bench: {error}\n")
         return 1
@@ -39,143 +52,153 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _compare(a: Result, b: Result) -> int:
+def is_in_job(settings: config.Config) -> bool:
+    """Tell whether the environment makes this process part of a job."""
+    return settings.rank is not None or bool(settings.scheduler_host)
+
+
+def _compare(a: figures.Result, b: figures.Result) -> int:
     """Show the ratios of two results."""
-    groups = compare.compare(a, b)
+    groups = screen.compare(a, b)
     if not groups:
         raise BenchError("the two results have no size and mode in common")
     shown = screen.make_screen()
-    for line in compare.differences(a, b):
+    for line in screen.differences(a, b):
         shown.say(f"differs: {line}")
-    shown.table(compare.HEADS, groups)
+    shown.table(screen.COMPARED, groups)
     return 0
 
 
-def _drive(options: Options) -> int:
-    """Start a job per mode and the floors they need, measure, and report."""
-    modes = options.modes or tuple(MODES)
-    needed = {MODES[name].floor for name in modes}
-    floors = [name for name in FLOORS if name in needed]
-    found = conditions()
-    with contextlib.ExitStack() as stack:
-        shown = stack.enter_context(screen.make_screen())
-        shown.say(headline(found))
-        starts: dict[str, Callable[[], Team]] = {
-            **{name: lambda name=name: start_floor(name, options) for name in floors},  # type: ignore[misc]
-            **{name: lambda name=name: start_job(name, options) for name in modes},  # type: ignore[misc]
-        }
-        field = _start(starts, stack)
-        result = _run(field, options, options.workers, found, shown)
-    return _finish(result, options, shown)
-
-
-def _start(starts: dict[str, Callable[[], Team]], stack: contextlib.ExitStack) -> Field:
-    """Start all at once, then wait for each; who does not come is a failure."""
-    field = Field({})
-    teams: dict[str, Team] = {}
-    for name, start in starts.items():
-        try:
-            teams[name] = start()
-            stack.callback(teams[name].close)
-        except (BenchError, OSError) as error:
-            field.drop(name, str(error))
-    for name, team in teams.items():
+def _start(options: Options, stack: contextlib.ExitStack) -> Field:
+    """Start all jobs at once, then wait for each; who does not come is a failure."""
+    field, teams = Field(), list[tuple[list[str], Team]]()
+    for names, mode, workers in jobs_of(options):
+        with field.dropping(*names):
+            team = Team(job_command(mode, workers, options), job_environment(mode, options))
+            stack.callback(team.close)
+            field.runners |= dict.fromkeys(names, team)
+            teams.append((names, team))
+    for names, team in teams:
         stack.callback(team.hang_up)  # runs first: all end at the same time
-        field.runners[name] = team
-        try:
+        with field.dropping(*names):
             team.gather()
-        except BenchError as error:
-            field.drop(name, str(error))
     return field
 
 
 def _in_job(options: Options) -> int:
     """Measure the job that this process is part of; worker 0 leads and prints."""
     modes = options.modes or HERE
-    for name in modes:
-        if name not in HERE:
-            raise BenchError(
-                f"mode {name!r} needs a job of its own; start fastps-bench without fastps-run, "
-                f"or choose among {', '.join(HERE)}"
-            )
-    ours = member.Member()
-    try:
-        machines = ours.machines()
-        if len(machines) > 1:
-            ours.connect_network(machines)
-        if ours.rank:
-            here.follow(ours)
-            return 0
-        options = dataclasses.replace(options, modes=modes, workers=ours.size)
-        code = _lead(options, ours, len(machines))
-        here.stop()
-        return code
-    finally:
-        ours.close()
-
-
-def _lead(options: Options, ours: member.Member, machines: int) -> int:
-    """Measure this job as worker 0; the floor is that of its slowest part, memory or network."""
-    found = conditions()
-    with contextlib.ExitStack() as stack:
-        shown = stack.enter_context(screen.make_screen())
-        shown.say(headline(found))
-        kind = NETWORK if machines > 1 else MEMORY
-        is_plain = machines == 1 and ours.size > 1
-        field = _start({MEMORY: lambda: start_floor(MEMORY, options)} if is_plain else {}, stack)
-        names = [NETWORK, *options.modes] if machines > 1 else options.modes
-        runners: dict[str, Runner] = {name: here.Here(name, ours) for name in names}
-        field.runners.update(runners)
-        field.floor_of = dict.fromkeys(options.modes, kind)
-        result = _run(field, options, ours.size, found, shown)
-    return _finish(result, options, shown)
-
-
-def _run(
-    field: Field, options: Options, workers: int, found: dict[str, Any], shown: screen.Screen
-) -> Result:
-    rows: list[Row] = []
-    floors: list[Floor] = []
-    shown.expect(count_turns(options, len(field.runners)))
-    for _, more_rows, more_floors in measure(field, options, workers=workers, progress=shown):
-        rows += more_rows
-        floors += more_floors
-    return Result(found, _recorded(options, workers), tuple(rows), tuple(floors), field.failures)
-
-
-def _recorded(options: Options, workers: int) -> dict[str, Any]:
-    """Give the options that made the figures, for the result file."""
-    return {
-        "workers": workers,
-        "servers": options.servers,
-        "runs": options.runs,
-        "turn_s": options.turn_s,
-        "dtype": options.dtype,
-        "average": options.is_average,
-        "tcp": options.is_tcp,
-    }
-
-
-def _finish(result: Result, options: Options, shown: screen.Screen) -> int:
-    """Show the table and what failed; write the files."""
-    labels = dict.fromkeys(
-        [row.label for row in result.rows] + [floor.label for floor in result.floors]
-    )
-    groups = [
-        tables.cells_of(
-            [row for row in result.rows if row.label == label],
-            [floor for floor in result.floors if floor.label == label],
+    if others := [name for name in modes if name not in HERE]:
+        raise BenchError(
+            f"mode {others[0]!r} needs a job of its own; start fastps-bench without fastps-run, "
+            f"or choose among {', '.join(HERE)}"
         )
-        for label in labels
-    ]
-    if groups:
-        shown.table(tables.HEADS, groups)
-    for name, reason in result.failures.items():
+    with member.joined() as ours:
+        if ours.rank:
+            return 0
+        field = Field(dict.fromkeys([*ours.floors, *modes], ours), "".join(ours.floors))
+        return _measure(dataclasses.replace(options, workers=ours.size), lambda: field)
+
+
+def _measure(options: Options, start: Callable[[], Field]) -> int:
+    """Let all runners measure, show what they found, and write it."""
+    shown, found = screen.make_screen(), conditions()
+    shown.say(headline(found))
+    field = start()
+    steps = len(options.works) * len(field.runners) * (options.runs + 1)
+    with shown.progress(steps) as step:
+        groups = list(measure(field, options, step))
+    recorded = {name: getattr(options, attribute) for name, attribute in RECORDED.items()}
+    rows = tuple(row for group, _ in groups for row in group)
+    floors = tuple(floor for _, group in groups for floor in group)
+    result = figures.Result(found, recorded, rows, floors, field.failures)
+    if rows or floors:
+        shown.table(screen.HEADS, [screen.cells_of(*group) for group in groups if any(group)])
+    for name, reason in field.failures.items():
         shown.say(f"not measured: {name}: {reason}")
+    _write(result, options, shown)
+    return 1 if field.failures else 0
+
+
+def _write(result: figures.Result, options: Options, shown: screen.PlainScreen) -> None:
+    """Write the files that were asked for."""
     if options.json_path is not None:
-        write(options.json_path, result)
+        figures.write(options.json_path, result)
         shown.say(f"figures and conditions: {options.json_path}")
     if options.plot_path is not None and result.rows:
         plot.draw(result, options.plot_path)
         shown.say(f"plot: {options.plot_path}")
-    return 1 if result.failures else 0
+
+
+@dataclasses.dataclass
+class Field:
+    """The runners that still take part, by name, and why others do not."""
+
+    runners: dict[str, Team | member.Member] = dataclasses.field(default_factory=dict)
+    floor: str = ""  # of every mode; none: each has its own
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def dropping(self, *names: str, where: str = "") -> Iterator[None]:
+        """Leave runners out from now on if they fail."""
+        try:
+            yield
+        except (BenchError, ConfigError, OSError) as error:
+            self.failures |= dict.fromkeys(names, f"{where}{error}")
+            for runner in [self.runners.pop(name, None) for name in names]:
+                if runner is not None and runner not in self.runners.values():
+                    runner.close()
+
+
+def measure(field: Field, options: Options, step: Step) -> Iterator[tuple[list[Row], list[Floor]]]:
+    """Measure one work after the other; give each one's rows and floors when it is done."""
+    for work in options.works:
+        turns = _rounds(field, options, work, step)
+        floors = {
+            name: make_floor(found, work, name) for name, found in turns.items()
+            if name not in MODES
+        }  # fmt: skip
+        beside = {name: floors.get(field.floor or mode.floor) for name, mode in MODES.items()}
+        rows = [
+            make_row(turns[name], work, name, workers=options.workers, floor=floor)
+            for name, floor in beside.items() if name in turns
+        ]  # fmt: skip
+        yield rows, list(floors.values())
+
+
+def _rounds(field: Field, options: Options, work: Work, step: Step) -> dict[str, list[Turn]]:
+    """Give the turns of every runner that came through all rounds."""
+    calls = dict.fromkeys(field.runners, FIRST_CALLS)
+    turns: dict[str, list[Turn]] = {name: [] for name in field.runners}
+    for number in range(options.runs + 1):
+        names = collections.deque(field.runners)
+        names.rotate(-number)  # every round begins with another runner
+        for name in names:
+            step(f"{work.label} {name}")
+            with field.dropping(name, where=f"{work.label}: "):
+                turn = _turn(field, name, options, work, calls[name])
+                calls[name] = calls_within(options.turn_s, statistics.median(turn.seconds))
+                turns[name] += [turn] if number else []
+    return {name: found for name, found in turns.items() if name in field.runners}
+
+
+def calls_within(turn_s: float, call_s: float) -> int:
+    """Choose how many calls fill a turn."""
+    return max(3, min(2000, math.ceil(turn_s / max(call_s, 1e-9))))
+
+
+def _turn(field: Field, name: str, options: Options, work: Work, calls: int) -> Turn:
+    command = {
+        "runner": name,
+        "workers": options.workers,
+        "nbytes": work.nbytes,
+        "count": work.count,
+        "dtype": options.dtype,
+        "is_registered": name in MODES and MODES[name].is_registered,
+        "is_average": options.is_average,
+        "calls": calls,
+    }
+    turn = Turn(**field.runners[name].ask(command))
+    if not turn.is_right:
+        raise BenchError("a sum was wrong; please report it with the conditions of this run")
+    return turn

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker of a measured job: obeys turns, checks sums, times calls.
 
-All workers of a job get the same commands in the same order. One worker per host, the leader,
-adds up what the processes of the job use there; the sums travel through fastps itself. Runs in
-the main thread of a worker process.
+Worker 0 leads, as a driver tells it (`run`) or by itself in a user's job, and commands go to the
+others through fastps. An error on any worker ends the job: workers that are at different
+places cannot go on together. One worker per host adds up what the processes of the job use there.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any, TypeAlias
@@ -17,18 +17,19 @@ import numpy as np
 
 import fastps
 from fastps import config
-from fastps.bench import BenchError, usage
-from fastps.bench.channel import Message, connect, error_message, serve
-from fastps.bench.modes import NETWORK
-from fastps.bench.network import NetworkFloor
+from fastps.bench import conditions
+from fastps.bench.floors import LinkFloor, MemoryFloor, least_bytes, make_floor
+from fastps.bench.options import FLOORS, MEMORY, MODES, NETWORK
+from fastps.bench.teams import Message, connect, serve
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-Key: TypeAlias = tuple[bool, int, int, str, bool]
 
+IDLE_S = 86400.0  # for whole turns of other jobs; a driver that is gone ends the wait
 WARM_UPS = 2  # calls before a turn is timed: the barrier let caches and threads cool
 PERIOD = 251  # of the values that are checked; a prime: a piece in a wrong place does not fit
 RANK_PERIOD = 5  # PERIOD + RANK_PERIOD is at most 256: exact in every element type
 BLOCK = 1 << 18  # elements that are compared at once, so that checking needs little memory
+_KEY = ("nbytes", "count", "dtype", "is_registered", "is_average")
 
 
 class Member:
@@ -38,99 +39,90 @@ class Member:
         """Join the job that the environment describes; blocks until everybody is there."""
         fastps.init()
         self.rank, self.size = fastps.rank(), fastps.size()
-        self._jobs: dict[Key, _Calls] = {}
-        marks = self._sum(np.where(self._ranks() == self.rank, usage.same_host_mark(), 0), "marks")
-        self._is_leader = bool(np.flatnonzero(marks == marks[self.rank])[0] == self.rank)
+        self.calls: dict[tuple[Any, ...], Calls] = {}  # of one size, by all that tells them apart
         self._settings = config.load()
-        self._pids = usage.processes_of(self._settings.job_id) if self._is_leader else ()
-        self._network: NetworkFloor | None = None
+        marks = self._gather(conditions.same_host_mark())
+        is_leader = marks.index(marks[self.rank]) == self.rank
+        self._pids = conditions.processes_of(self._settings.job_id) if is_leader else ()
+        local_ranks = self._gather(fastps.local_rank())
+        self._machines = [rank for rank, local in enumerate(local_ranks) if local == 0]
+        self._floors: dict[str, MemoryFloor | LinkFloor | None] = {}
+        # What is slowest decides. Memory is handed on where all see each other's processes.
+        is_shared = self.size > 1 and len(set(marks)) == 1
+        self.floors = [NETWORK] if len(self._machines) > 1 else [MEMORY] * is_shared
 
-    def machines(self) -> list[int]:
-        """Give the lowest rank of every machine of the job; all workers call this together."""
-        leads = self._sum((self._ranks() == self.rank) & (fastps.local_rank() == 0), "leads")
-        return [int(rank) for rank in np.flatnonzero(leads)]
-
-    def connect_network(self, leaders: list[int]) -> None:
-        """Connect the ring of the network floor; all workers call this together."""
-        place = self._settings.scheduler_host, self._settings.scheduler_port
-        self._network = NetworkFloor(leaders, self._settings.num_servers, place)
+    def ask(self, command: Message) -> Message:
+        """Let every worker obey; give the answer of worker 0, which alone may ask."""
+        _tell(command)
+        return self.obey(command)
 
     def close(self) -> None:
-        """Leave the job; idempotent."""
-        if self._network is not None:
-            self._network.close()
-        fastps.shutdown()
+        """Leave the job to the other runners that share it."""
 
     def obey(self, command: Message) -> dict[str, Any]:
-        """Do what the driver asks for: a turn, or forget the tensors of one."""
-        if command["runner"] == NETWORK:
-            return self._network_turn(command)
-        key: Key = (
-            bool(command["is_registered"]),
-            int(command["nbytes"]),
-            int(command["count"]),
-            str(command["dtype"]),
-            bool(command["is_average"]),
-        )
-        if command["op"] == "forget":
-            return {"is_known": self._jobs.pop(key, None) is not None}
-        if key not in self._jobs:
-            self._jobs[key] = _Calls(key)
-        return self._turn(self._jobs[key], int(command["calls"]))
+        """Take the turn that the driver asks for."""
+        if command["runner"] not in MODES:
+            return self._floor_turn(command["runner"], command)
+        key = tuple(command[name] for name in _KEY)
+        self.calls = {known: calls for known, calls in self.calls.items() if known[:2] == key[:2]}
+        calls = self.calls.get(key) or self.calls.setdefault(key, Calls(*key))
+        return self._turn(calls, command["calls"])
 
-    def _network_turn(self, command: Message) -> dict[str, Any]:
-        if command["op"] == "forget" or self._network is None:
-            return {}
-        total = int(command["nbytes"]) * int(command["count"])
-        seconds, moved = self._network.turn(total, int(command["calls"]))
-        return {"is_right": True, "seconds": seconds, "moved_bytes": moved}
+    def _floor_turn(self, kind: str, command: Message) -> dict[str, Any]:
+        count = command["workers"] * FLOORS.get(kind, 1)
+        ranks = self._machines if kind == NETWORK else list(range(count))
+        if kind not in self._floors:
+            self._floors[kind] = make_floor(kind, ranks, self._settings)
+        floor = self._floors[kind]
+        total = command["nbytes"] * command["count"]
+        moved = least_bytes(kind, total, len(ranks), self._settings.num_servers)
+        fastps.barrier()
+        seconds = floor.calls(moved, command["calls"]) if floor else []
+        return {"seconds": seconds, "moved_bytes": moved}
 
-    def _turn(self, calls: _Calls, count: int) -> dict[str, Any]:
+    def _turn(self, calls: Calls, count: int) -> dict[str, Any]:
         """Check one call, then time many; the usage is that of all processes of the job."""
-        wrong = self._sum(np.array([not calls.is_right(self.rank, self.size)]), "wrong")
+        wrong = _sum(np.array([not calls.is_right(self.rank, self.size)]), "wrong")
         for _ in range(WARM_UPS):
             calls.call()
         fastps.barrier()
-        before = usage.cpu_seconds(self._pids)
+        before = conditions.cpu_seconds(self._pids)
         fastps.barrier()
         seconds = calls.time(count)
         fastps.barrier()
-        cpu = usage.cpu_seconds(self._pids) - before
-        used = self._sum(np.array([cpu, usage.memory_bytes(self._pids)]), "used")
+        cpu_s = conditions.cpu_seconds(self._pids) - before
+        used = _sum(np.array([cpu_s, conditions.memory_bytes(self._pids)]), "used")
         return {
             "is_right": not wrong[0],
-            "seconds": seconds if self.rank == 0 else [],
+            "seconds": seconds,
             "cpu_s": float(used[0]),
             "memory_bytes": int(used[1]),
         }
 
-    def _ranks(self) -> Array:
-        return np.arange(self.size)
-
-    def _sum(self, values: Array, name: str) -> Array:
-        wide = np.ascontiguousarray(values, np.int64 if values.dtype.kind in "bi" else np.float64)
-        found = fastps.push_pull(wide, f"fastps.bench.{name}", average=False)
-        return np.asarray(found)
+    def _gather(self, value: int) -> list[int]:
+        """Give everybody's number, by rank."""
+        ours = np.where(np.arange(self.size) == self.rank, value, 0)
+        return list(map(int, _sum(ours, "all")))
 
 
-class _Calls:
+def _sum(values: Array, name: str) -> Array:
+    wide = np.ascontiguousarray(values, np.int64 if values.dtype.kind in "bi" else np.float64)
+    return np.asarray(fastps.push_pull(wide, f"fastps.bench.{name}", average=False))
+
+
+class Calls:
     """One push_pull call, repeated in place on the same tensors."""
 
-    def __init__(self, key: Key) -> None:
-        self._is_registered, nbytes, count, dtype, self._is_average = key
-        kind = np.dtype(dtype)
-        self._arrays = [self._make(nbytes // kind.itemsize, kind) for _ in range(count)]
-        name = ".".join(map(str, ("bench", *key)))
+    def __init__(
+        self, nbytes: int, count: int, dtype: str, is_registered: bool, is_average: bool
+    ) -> None:
+        self._is_average = is_average
+        make = fastps.empty if is_registered else np.empty
+        shape = (nbytes // np.dtype(dtype).itemsize,)
+        self._arrays: list[Array] = [make(shape, dtype) for _ in range(count)]
+        name = f"bench.{nbytes}.{count}.{dtype}.{is_registered}.{is_average}"
         self._names = [f"{name}.{i}" for i in range(count)]
         self._clear()
-
-    def _make(self, elements: int, kind: np.dtype[Any]) -> Array:
-        if not self._is_registered:
-            return np.empty(elements, kind)
-        make = getattr(fastps, "empty", None)
-        if make is None:
-            raise BenchError("this version of fastps has no fastps.empty; install a newer one")
-        return np.asarray(make((elements,), kind))
 
     def _clear(self) -> None:
         for array in self._arrays:
@@ -179,31 +171,33 @@ def _blocks(array: Array) -> Iterator[tuple[Array, Array]]:
 def _is_expected(found: Array, pattern: Array, size: int, *, is_average: bool) -> bool:
     """Compare a part of the result: sums to the bit, averages to the rounding of 1/n."""
     total = pattern * size + sum(rank % RANK_PERIOD for rank in range(size))
-    if not is_average:
-        return np.array_equal(found, total.astype(found.dtype))
-    if found.dtype.kind == "i":
-        return np.array_equal(found, (total // size).astype(found.dtype))
-    near = 4 * float(np.finfo(found.dtype).eps)
-    return np.allclose(found.astype(np.float64), total / size, rtol=near, atol=0)
-
-
-def calls_within(turn_s: float, call_s: float) -> int:
-    """Choose how many calls fill a turn."""
-    return max(3, min(2000, math.ceil(turn_s / max(call_s, 1e-9))))
+    if is_average and found.dtype.kind == "f":
+        near = 4 * float(np.finfo(found.dtype).eps)
+        return np.allclose(found.astype(np.float64), total / size, rtol=near, atol=0)
+    return np.array_equal(found, (total // size if is_average else total).astype(found.dtype))
 
 
 def run(name: str) -> int:
-    """Join the job, then obey the driver at a door until it hangs up."""
-    channel = connect(name)
-    try:
-        try:
-            member = Member()
-        except Exception as error:
-            channel.say(error_message(error))
-            raise
-        channel.say({"rank": member.rank, "size": member.size})
-        serve(channel, member.obey)
-    finally:
-        channel.close()
-        fastps.shutdown()
+    """Be a worker of a driver's job: obey it, or worker 0, until it hangs up."""
+    with joined() as ours, contextlib.ExitStack() as stack:
+        if ours.rank == 0:
+            serve(stack.enter_context(contextlib.closing(connect(name))), ours.ask)
     return 0
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Member]:
+    """Join the job, and leave it; on the way out all but worker 0 obey it until it leaves."""
+    try:
+        ours = Member()
+        yield ours
+        while command := _tell({} if ours.rank == 0 else None):
+            ours.obey(command)
+    finally:
+        fastps.shutdown()
+
+
+def _tell(command: Message | None = None) -> dict[str, Any]:
+    """Give everybody worker 0's command; {} is the last. Other jobs take long turns meanwhile."""
+    fastps.barrier(timeout_s=IDLE_S)
+    return dict(fastps.broadcast_object(command, 0, name="fastps.bench"))

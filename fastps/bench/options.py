@@ -1,24 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of fastps-bench: words to a frozen `Options`, and the help that teaches.
-
-Decides what a user may ask for; starts nothing and reads no environment.
-"""
+"""What may be asked of fastps-bench: the modes, and the command line whose help teaches. Pure."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-from fastps.bench.modes import MODES
+from typing import Any
 
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MAX_BYTES = 1 << 40
-DTYPES = ("float32", "float64", "float16", "int32", "int64")
+SIZES = "4K,64K,1M,4M,16M,64M"
 ITEM_BYTES = 8  # sizes are multiples of the largest element
-PLOT_SUFFIXES = (".png", ".svg")
-MAX_WORKERS = 1024
+DTYPES = ("float32", "float64", "float16", "int32", "int64")
+HERE = ("registered", "private")  # modes that can be chosen inside a job of somebody else
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to sum: where the tensors live, which processes a job has, the floor below it."""
+
+    floor: str
+    sentence: str
+    settings: Mapping[str, object]  # of the mode's job; they win over the user's own
+    is_registered: bool = False  # tensors come from fastps.empty
+    has_servers: bool = False
+
+
+MEMORY, COLOCATED_LINKS, APART_LINKS = "memory", "links colocated", "links apart"
+FLOORS = {MEMORY: 1, COLOCATED_LINKS: 1, APART_LINKS: 2}  # processes of each per worker
+NETWORK = "network"  # between the machines of a job; floors of one machine are in FLOORS
+ONE_MACHINE, MACHINES = {"shared_memory": True}, {"shared_memory": False}
+FLOOR_JOB = Mode("", "its workers measure the floors of one machine", ONE_MACHINE)
+MODES = {
+    "registered": Mode(
+        MEMORY, "shared memory; tensors live there from birth (fastps.empty)", ONE_MACHINE,
+        is_registered=True),
+    "private": Mode(MEMORY, "shared memory; tensors are ordinary NumPy arrays", ONE_MACHINE),
+    "colocated": Mode(
+        COLOCATED_LINKS, "sockets; every worker serves a share of the bytes",
+        {**MACHINES, "colocate": "auto"}),
+    "apart": Mode(
+        APART_LINKS, "sockets; servers are processes of their own",
+        {**MACHINES, "colocate": "off"}, has_servers=True),
+}  # fmt: skip
 
 EPILOG = """\
 examples:
@@ -69,138 +97,16 @@ class Work:
     @property
     def label(self) -> str:
         """Name of the work, as 64M or 100x4K."""
-        size = format_size(self.nbytes)
-        return size if self.count == 1 else f"{self.count}x{size}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """What one run of fastps-bench was asked to do; docs at the options of `make_parser`."""
-
-    works: tuple[Work, ...] = ()
-    modes: tuple[str, ...] = ()  # none: all that make sense
-    workers: int = 2
-    servers: int | None = None
-    runs: int = 5
-    turn_s: float = 0.2
-    dtype: str = "float32"
-    is_average: bool = False
-    is_tcp: bool = False
-    json_path: Path | None = None
-    plot_path: Path | None = None
-    compare: tuple[Path, Path] | None = None
-    obey: str = ""
-
-
-def parse(arguments: Sequence[str]) -> Options:
-    """Make Options of the words after `fastps-bench`; SystemExit(2) with the reason if wrong."""
-    parser = make_parser()
-    found = parser.parse_args(arguments)
-    works = (*found.sizes, *found.many)
-    if not works:
-        parser.error("nothing to measure; give --sizes or --many")
-    return Options(
-        works=tuple(dict.fromkeys(works)),
-        modes=found.modes,
-        workers=found.workers,
-        servers=found.servers,
-        runs=found.runs,
-        turn_s=found.turn,
-        dtype=found.dtype,
-        is_average=found.average,
-        is_tcp=found.tcp,
-        json_path=found.json,
-        plot_path=found.plot,
-        compare=tuple(found.compare) if found.compare else None,
-        obey=found.obey,
-    )
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Make the parser; its help is the manual of the command."""
-    modes = "\n".join(f"  {mode.name:<11} {mode.sentence}" for mode in MODES.values())
-    parser = argparse.ArgumentParser(
-        prog="fastps-bench",
-        usage="fastps-bench [options]   or   fastps-run ... fastps-bench [options]",
-        description="Measure how fast gradients are summed on this machine, beside what its "
-        "memory and sockets can do at best.",
-        epilog=EPILOG.format(modes=modes),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    _add_work(parser.add_argument_group("what"))
-    _add_method(parser.add_argument_group("how"))
-    _add_output(parser.add_argument_group("output"))
-    parser.add_argument("--obey", default="", help=argparse.SUPPRESS)
-    return parser
-
-
-def _add_work(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--sizes", type=parse_sizes, default="4K,64K,1M,4M,16M,64M", metavar="LIST",
-        help="bytes of one tensor, with K, M or G (default 4K,64K,1M,4M,16M,64M)",
-    )  # fmt: skip
-    group.add_argument(
-        "--many", type=parse_many, default="", metavar="LIST",
-        help="many tensors in one call, as 100x4K (default: none)",
-    )  # fmt: skip
-    group.add_argument(
-        "--modes", type=_modes, default="", metavar="LIST",
-        help=f"some of {','.join(MODES)} (default: all)",
-    )  # fmt: skip
-    group.add_argument(
-        "--dtype", choices=DTYPES, default="float32", metavar="TYPE",
-        help=f"element type: {', '.join(DTYPES)} (default float32)",
-    )  # fmt: skip
-    group.add_argument("--average", action="store_true", help="average instead of summing")
-
-
-def _add_method(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "-np", "--np", dest="workers", type=_Count(2, MAX_WORKERS), default=2, metavar="N",
-        help="worker processes to start (default 2)",
-    )  # fmt: skip
-    group.add_argument(
-        "-s", "--servers", type=_Count(1, MAX_WORKERS), default=None, metavar="N",
-        help="servers of the mode apart (default: as many as workers)",
-    )  # fmt: skip
-    group.add_argument(
-        "--runs", type=_Count(1, 10000), default=5, metavar="N",
-        help="rounds, after one to warm up (default 5)",
-    )  # fmt: skip
-    group.add_argument(
-        "--turn", type=_seconds, default=0.2, metavar="S",
-        help="seconds of one turn, at least 3 and at most 2000 calls (default 0.2)",
-    )  # fmt: skip
-    group.add_argument(
-        "--tcp", action="store_true",
-        help="TCP between the processes of this machine, where Unix sockets are the default",
-    )  # fmt: skip
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--json", type=Path, default=None, metavar="FILE",
-        help="write all figures and conditions to FILE",
-    )  # fmt: skip
-    group.add_argument(
-        "--plot", type=_plot_path, default=None, metavar="FILE",
-        help="draw time and bandwidth into FILE.png or FILE.svg; needs matplotlib",
-    )  # fmt: skip
-    group.add_argument(
-        "--compare", type=Path, nargs=2, default=None, metavar=("A", "B"),
-        help="print the ratios of two files written by --json, and stop",
-    )  # fmt: skip
+        return f"{self.count}x{format_size(self.nbytes)}".removeprefix("1x")
 
 
 def parse_size(text: str) -> int:
     """Read 4K or 64M as bytes; a multiple of 8, so that every element type fits."""
-    number, suffix = text[:-1], text[-1:].upper()
-    if suffix not in SUFFIXES:
-        number, suffix = text, ""
+    unit = SUFFIXES.get(text[-1:].upper(), 1)
+    number = text[:-1] if unit > 1 else text
     if not number.isascii() or not number.isdecimal() or len(number) > 15:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; examples: 4096, 64K, 16M")
-    nbytes = int(number) * SUFFIXES.get(suffix, 1)
+    nbytes = int(number) * unit
     if not 0 < nbytes <= MAX_BYTES or nbytes % ITEM_BYTES:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a multiple of {ITEM_BYTES} bytes between {ITEM_BYTES} and 1024G"
@@ -223,13 +129,10 @@ def parse_sizes(text: str) -> tuple[Work, ...]:
 
 def parse_many(text: str) -> tuple[Work, ...]:
     """Read a list as 100x4K,10x1M."""
-    works = []
-    for part in _parts(text):
-        count, is_many, size = part.partition("x")
-        if not is_many:
-            raise argparse.ArgumentTypeError(f"{part!r} is not COUNTxSIZE; example: 100x4K")
-        works.append(Work(parse_size(size), _Count(2, 65536)(count)))
-    return tuple(works)
+    parts = [part.partition("x") for part in _parts(text)]
+    if not all(is_many for _, is_many, _ in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not COUNTxSIZE; example: 100x4K,10x1M")
+    return tuple(Work(parse_size(size), _count(2, 65536)(count)) for count, _, size in parts)
 
 
 def _parts(text: str) -> list[str]:
@@ -237,40 +140,112 @@ def _parts(text: str) -> list[str]:
 
 
 def _modes(text: str) -> tuple[str, ...]:
-    names = dict.fromkeys(_parts(text))
-    for name in names:
-        if name not in MODES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(MODES)}")
-    return tuple(names)
+    names = tuple(dict.fromkeys(_parts(text)))
+    if unknown := [name for name in names if name not in MODES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(MODES)}")
+    return names
 
 
 def _plot_path(text: str) -> Path:
-    path = Path(text)
-    if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(PLOT_SUFFIXES)}")
-    return path
+    if Path(text).suffix.lower() not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .png or .svg")
+    return Path(text)
 
 
-class _Count:
-    """Parse a whole number within bounds."""
+def _number(what: str, read: Callable[[str], Any], least: float, most: float) -> Any:
+    """Make the reader of a number within bounds."""
 
-    def __init__(self, least: int, most: int) -> None:
-        self._least, self._most = least, most
+    def check(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if text.isascii() and least <= (value := read(text)) <= most:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {least:g} to {most:g}")
 
-    def __call__(self, text: str) -> int:
-        is_number = text.isascii() and text.isdecimal() and len(text) < 10
-        if not is_number or not self._least <= int(text) <= self._most:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number from {self._least} to {self._most}"
-            )
-        return int(text)
+    return check
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds up to 600")
-    return value
+_count = functools.partial(_number, "a whole number", int)
+
+
+def _word(flags: str, default: Any, read: Any, sample: Any, text: str, **more: Any) -> Any:
+    """Make a field of Options that a word sets; flags begin with the group of the help."""
+    reading = {"type": read, "metavar": sample} if sample else {"action": "store_true"}
+    words = {"help": text, "default": default, **reading, **more}
+    return dataclasses.field(default=default, metadata={"flags": flags.split(), "words": words})
+
+
+# fmt: off
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What one run of fastps-bench was asked to do."""
+
+    sizes: tuple[Work, ...] = _word("what --sizes", parse_sizes(SIZES), parse_sizes, "LIST",
+        f"bytes of one tensor, with K, M or G (default {SIZES})")
+    many: tuple[Work, ...] = _word("what --many", (), parse_many, "LIST",
+        "many tensors in one call, as 100x4K (default: none)")
+    modes: tuple[str, ...] = _word("what --modes", (), _modes, "LIST",
+        f"some of {','.join(MODES)} (default: all)")
+    dtype: str = _word("what --dtype", "float32", str, "TYPE",
+        f"element type: {', '.join(DTYPES)} (default float32)", choices=DTYPES)
+    is_average: bool = _word("what --average", False, bool, "", "average instead of summing")
+    workers: int = _word("how -np --np", 2, _count(2, 1024), "N",
+        "worker processes to start (default 2)")
+    servers: int | None = _word("how -s --servers", None, _count(1, 1024), "N",
+        "servers of the mode apart (default: as many as workers)")
+    runs: int = _word("how --runs", 5, _count(1, 10000), "N",
+        "rounds, after one to warm up (default 5)")
+    turn_s: float = _word("how --turn", 0.2, _number("a number of seconds", float, 1e-6, 600), "S",
+        "seconds of one turn, at least 3 and at most 2000 calls (default 0.2)")
+    is_tcp: bool = _word("how --tcp", False, bool, "",
+        "TCP between the processes of this machine, where Unix sockets are the default")
+    json_path: Path | None = _word("output --json", None, Path, "FILE",  # noqa: RUF009
+        "write all figures and conditions to FILE")
+    plot_path: Path | None = _word("output --plot", None, _plot_path, "FILE",  # noqa: RUF009
+        "draw time and bandwidth into FILE.png or FILE.svg; needs matplotlib")
+    compare: Sequence[Path] = _word("output --compare", (), Path, ("A", "B"),
+        "print the ratios of two files written by --json, and stop", nargs=2)
+    obey: str = _word("output --obey", "", str, "NAME", argparse.SUPPRESS)
+    # fmt: on
+
+    @property
+    def works(self) -> tuple[Work, ...]:
+        """Every work once, in the order of the words."""
+        return tuple(dict.fromkeys(self.sizes + self.many))
+
+
+def jobs_of(options: Options) -> list[tuple[list[str], Mode, int]]:
+    """List the jobs to start: the names of what each measures, its mode, how many workers."""
+    modes = options.modes or tuple(MODES)
+    needed = {MODES[name].floor for name in modes}
+    floors = [name for name in FLOORS if name in needed]
+    workers = options.workers * max(FLOORS[name] for name in floors)
+    jobs = [([name], MODES[name], options.workers) for name in modes]
+    return [(floors, FLOOR_JOB, workers), *jobs]
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Make Options of the words after `fastps-bench`; SystemExit(2) with the reason if wrong."""
+    parser = make_parser()
+    options = Options(**vars(parser.parse_args(arguments)))
+    if not options.works:
+        parser.error("nothing to measure; give --sizes or --many")
+    return options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser; its help is the manual of the command."""
+    modes = "\n".join(f"  {name:<11} {mode.sentence}" for name, mode in MODES.items())
+    parser = argparse.ArgumentParser(
+        prog="fastps-bench",
+        usage="fastps-bench [options]   or   fastps-run ... fastps-bench [options]",
+        description="Measure how fast gradients are summed on this machine, beside what its "
+        "memory and sockets can do at best.",
+        epilog=EPILOG.format(modes=modes),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    groups = {title: parser.add_argument_group(title) for title in ("what", "how", "output")}
+    for field in dataclasses.fields(Options):
+        title, *flags = field.metadata["flags"]
+        groups[title].add_argument(*flags, dest=field.name, **field.metadata["words"])
+    return parser

@@ -4,30 +4,27 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fastps.bench import BenchError
 from fastps.bench.conditions import headline
 from fastps.bench.figures import GB, Floor, Result, Row
-from fastps.bench.modes import APART_LINKS, COLOCATED_LINKS, MEMORY, NETWORK
-from fastps.bench.options import format_size
+from fastps.bench.options import APART_LINKS, COLOCATED_LINKS, MEMORY, NETWORK, format_size
 
+Lines = dict[str, list[Row | Floor]]
 # Okabe and Ito's colours, which people who see few colours can tell apart.
-COLOURS = {
-    "registered": "#0072B2",
-    "private": "#56B4E9",
-    "colocated": "#D55E00",
-    "apart": "#E69F00",
-    MEMORY: "#0072B2",
-    COLOCATED_LINKS: "#D55E00",
-    APART_LINKS: "#E69F00",
-    NETWORK: "#000000",
+STYLES: dict[str, dict[str, Any]] = {
+    "registered": {"color": "#0072B2", "marker": "o"},
+    "private": {"color": "#56B4E9", "marker": "s"},
+    "colocated": {"color": "#D55E00", "marker": "^"},
+    "apart": {"color": "#E69F00", "marker": "v"},
+    MEMORY: {"color": "#0072B2"},
+    COLOCATED_LINKS: {"color": "#D55E00"},
+    APART_LINKS: {"color": "#E69F00"},
+    NETWORK: {"color": "#000000"},
 }
-MARKERS = {"registered": "o", "private": "s", "colocated": "^", "apart": "v"}
-_INCHES = (11.0, 5.0)
-_DPI = 150
 
 
 def check() -> None:
@@ -42,62 +39,45 @@ def check() -> None:
 
 def draw(result: Result, path: Path) -> None:
     """Write a picture of the result; the suffix of path says which kind. BenchError."""
-    check()
-    figure = importlib.import_module("matplotlib.figure").Figure(
-        figsize=_INCHES, layout="constrained"
-    )
+    make_figure = importlib.import_module("matplotlib.figure").Figure
+    figure = make_figure(figsize=(11.0, 5.0), layout="constrained")
     times, rates = figure.subplots(1, 2)
-    rows = [row for row in result.rows if row.count == 1]
-    floors = [floor for floor in result.floors if floor.count == 1]
-    _panel(times, "time of one push_pull (median)", "ms", rows, floors, lambda _, s: s * 1e3)
-    _panel(rates, "algorithm bandwidth", "GB/s", rows, floors, lambda nbytes, s: nbytes / s / GB)
-    figure.suptitle(_title(result), fontsize=8)
-    if rows:
+    lines = _lines(result)
+    _panel(times, lines, "time of one push_pull (median)", "ms", lambda _, s: s * 1e3)
+    _panel(rates, lines, "algorithm bandwidth", "GB/s", lambda nbytes, s: nbytes / s / GB)
+    what = "{workers} workers, {dtype}, {runs} rounds".format_map(result.options)
+    figure.suptitle(f"fastps-bench: {what}\n{headline(dict(result.conditions))}", fontsize=8)
+    if lines:
         times.legend(fontsize=8)
     try:
-        figure.savefig(path, dpi=_DPI)
+        figure.savefig(path, dpi=150)
     except OSError as error:
         raise BenchError(f"{path} cannot be written: {error}") from error
 
 
-def _title(result: Result) -> str:
-    options = result.options
-    text = (
-        f"fastps-bench: {options.get('workers')} workers, {options.get('dtype')}, "
-        f"{options.get('runs')} rounds"
-    )
-    return f"{text}\n{headline(dict(result.conditions))}"
+def _lines(result: Result) -> Lines:
+    """Sort what was measured of single tensors into one line per mode and per floor, by size."""
+    lines: Lines = {}
+    every: list[Row | Floor] = [*result.rows, *result.floors]
+    for one in sorted(every, key=lambda one: one.nbytes):
+        if one.count == 1:
+            lines.setdefault(one.mode if isinstance(one, Row) else one.name, []).append(one)
+    return lines
 
 
 def _panel(
-    axes: Any,
-    title: str,
-    unit: str,
-    rows: Sequence[Row],
-    floors: Sequence[Floor],
-    value: Callable[[int, float], float],
+    axes: Any, lines: Lines, title: str, unit: str, value: Callable[[int, float], float]
 ) -> None:
     """Fill one panel; value turns (bytes, seconds) into what it shows."""
-    for mode in dict.fromkeys(row.mode for row in rows):
-        points = sorted((row.nbytes, row.times.p50_s) for row in rows if row.mode == mode)
-        _line(axes, mode, points, value, marker=MARKERS[mode])
-    for name in dict.fromkeys(floor.name for floor in floors):
-        points = sorted((f.nbytes, f.times.p50_s) for f in floors if f.name == name)
-        _line(axes, name, points, value, label=f"floor: {name}", linestyle="--", linewidth=1)
-    sizes = sorted({row.nbytes for row in rows})
+    for name, points in lines.items():
+        sizes = [point.nbytes for point in points]
+        values = [value(point.nbytes, point.times.p50_s) for point in points]
+        style: dict[str, Any] = {"label": name, "markersize": 4, **STYLES[name]}
+        if isinstance(points[0], Floor):
+            style |= {"label": f"floor: {name}", "linestyle": "--", "linewidth": 1}
+        axes.plot(sizes, values, **style)
+    ticks = sorted({point.nbytes for points in lines.values() for point in points})
     axes.set(title=title, xlabel="bytes of the tensor", ylabel=unit, xscale="log", yscale="log")
-    axes.set_xticks(sizes, [format_size(size) for size in sizes])
+    axes.set_xticks(ticks, [format_size(size) for size in ticks])
     axes.set_xticks([], minor=True)
     axes.grid(visible=True, which="major", alpha=0.3)
-
-
-def _line(
-    axes: Any,
-    name: str,
-    points: Sequence[tuple[int, float]],
-    value: Callable[[int, float], float],
-    **style: Any,
-) -> None:
-    sizes = [nbytes for nbytes, _ in points]
-    values = [value(nbytes, seconds) for nbytes, seconds in points]
-    axes.plot(sizes, values, color=COLOURS[name], **{"label": name, "markersize": 4, **style})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user sees: a table that grows and a bar, or plain lines.
+"""What the user sees: figures as the words of a table, and how far we are.
 
 rich is used on a terminal if it is installed; everywhere else the same words come as plain text,
 the table on stdout, how far we are on stderr.
@@ -7,40 +7,102 @@ the table on stdout, how far we are on stderr.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import sys
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Protocol, TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
 
-from fastps.bench.tables import plain_table
+from fastps.bench.figures import Floor, Result, Row, Times
+
+HEADS = ("size", "mode", "p50", "p90", "p99", "min", "alg GB/s", "bus GB/s", "CPU s/GB",
+         "memory MB", "floor %")  # fmt: skip
+COMPARED = ("size", "mode", "p50 A", "p50 B", "B/A", "p99 B/A", "CPU B/A", "memory B/A",
+            "floor % A", "floor % B")  # fmt: skip
+Cells = tuple[str, ...]
+Step = Callable[[str], None]
+_UNITS = ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (float("inf"), 1.0, "s"))
+_DIGITS = ((99.95, 0), (9.995, 1), (0.9995, 2), (float("-inf"), 3))  # three, from a value on
+_CHANGING = ("began", "load_average")  # differ in every run
 
 
-class Screen(Protocol):
-    """Where a run is shown; a context that ends the progress display."""
+def format_time(seconds: float) -> str:
+    """Write a time in the unit that suits it, with three digits."""
+    factor, unit = next((f, unit) for below, f, unit in _UNITS if seconds < below * 0.9995)
+    return f"{_number(seconds * factor)} {unit}"
 
-    def __enter__(self) -> Screen:
-        """Begin to show progress."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Clear the progress display."""
+def _number(value: float) -> str:
+    return f"{value:.{next(digits for least, digits in _DIGITS if value >= least)}f}"
 
-    def expect(self, steps: int) -> None:
-        """Say how many steps there will be."""
 
-    def step(self, text: str) -> None:
-        """Say that one more step begins."""
+def cells_of(rows: Sequence[Row], floors: Sequence[Floor]) -> list[Cells]:
+    """Give the lines of one size: a line per mode, then a line per floor."""
+    return [_cells(row) for row in rows] + [
+        (floor.label, f"floor: {floor.name}", *_spread(floor.times), "", "", "", "", "")
+        for floor in floors
+    ]
 
-    def say(self, text: str) -> None:
-        """Show a text."""
 
-    def table(self, heads: Sequence[str], groups: Sequence[Sequence[Sequence[str]]]) -> None:
-        """Show groups of lines with a rule between them."""
+def _cells(row: Row) -> Cells:
+    rates = map(_number, (row.algorithm_gb_s, row.bus_gb_s, row.cpu_s_per_gb))
+    return row.label, row.mode, *_spread(row.times), *rates, f"{row.memory_mb:.0f}", _share(row)
+
+
+def _spread(times: Times) -> Iterator[str]:
+    return map(format_time, (times.p50_s, times.p90_s, times.p99_s, times.min_s))
+
+
+def _share(row: Row) -> str:
+    return "" if row.floor_percent is None else f"{row.floor_percent:.0f}"
+
+
+def compare(a: Result, b: Result) -> list[list[Cells]]:
+    """Give the lines of a table, a group per size, in the order of A; B/A below 1 is faster."""
+    others = {(row.label, row.mode): row for row in b.rows}
+    pairs = [(row, others.get((row.label, row.mode))) for row in a.rows]
+    both = [(row.label, _compared(row, other)) for row, other in pairs if other]
+    groups = itertools.groupby(both, key=lambda line: line[0])
+    return [[line for _, line in group] for _, group in groups]
+
+
+def _compared(a: Row, b: Row) -> Cells:
+    ratios = (
+        (a.times.p50_s, b.times.p50_s),
+        (a.times.p99_s, b.times.p99_s),
+        (a.cpu_s_per_gb, b.cpu_s_per_gb),
+        (a.memory_mb, b.memory_mb),
+    )
+    shown = (f"{value / base:.2f}" if base > 0 else "" for base, value in ratios)
+    return a.label, a.mode, *map(format_time, ratios[0]), *shown, _share(a), _share(b)
+
+
+def differences(a: Result, b: Result) -> list[str]:
+    """Say in which conditions and options two results differ, a line each."""
+    flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
+    return [
+        f"{name}: {flat_a.get(name, 'none')} -> {flat_b.get(name, 'none')}"
+        for name in {**flat_a, **flat_b}
+        if flat_a.get(name) != flat_b.get(name)
+    ]
+
+
+def _flat(result: Result) -> Iterator[tuple[str, Any]]:
+    for name, value in result.conditions.items():
+        if isinstance(value, Mapping):
+            yield from value.items()
+        elif name not in _CHANGING:
+            yield name, value
+    yield from ((f"option {name}", value) for name, value in result.options.items())
+
+
+def plain_table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Lay words out in columns: the first two to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
+    sides = "<<" + ">" * (len(widths) - 2)
+    columns = [f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True)]
+    return "\n".join("  ".join(columns).format(*line).rstrip() for line in (heads, *lines))
 
 
 class PlainScreen:
@@ -48,109 +110,67 @@ class PlainScreen:
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._out, self._err = out, err
-        self._steps, self._done = 0, 0
-
-    def __enter__(self) -> PlainScreen:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._out.flush()
-
-    def expect(self, steps: int) -> None:
-        """Say how many steps there will be."""
-        self._steps, self._done = steps, 0
-
-    def step(self, text: str) -> None:
-        """Say where we are, ten times in all."""
-        self._done += 1
-        tenths = self._done * 10 // max(self._steps, 1)
-        if self._done == 1 or tenths > (self._done - 1) * 10 // max(self._steps, 1):
-            self._err.write(f"{self._done} of {self._steps}: {text}\n")
-            self._err.flush()
-
-    def say(self, text: str) -> None:
-        """Show a text."""
-        self._out.write(text + "\n")
-        self._out.flush()
-
-    def table(self, heads: Sequence[str], groups: Sequence[Sequence[Sequence[str]]]) -> None:
-        """Show all lines with an empty one between groups."""
-        lines = plain_table(heads, [line for group in groups for line in group]).splitlines()
-        shown, at = lines[:1], 1
-        for group in groups:
-            shown += ["", *lines[at : at + len(group)]]
-            at += len(group)
-        self.say("\n".join(shown))
-
-
-class RichScreen:
-    """A terminal with rich."""
-
-    def __init__(self, rich: Any) -> None:
-        self._rich = rich
-        self._console = rich["console"].Console()
-        progress = rich["progress"]
-        self._progress = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-        )
-        self._task: Any = None
-
-    def __enter__(self) -> RichScreen:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-
-    def expect(self, steps: int) -> None:
-        """Say how many steps there will be."""
-        self._task = self._progress.add_task("starting", total=steps)
-
-    def step(self, text: str) -> None:
-        """Move the bar on."""
-        if self._task is not None:
-            self._progress.update(self._task, advance=1, description=f"{text:<22}")
 
     def say(self, text: str) -> None:
         """Show a text as it is."""
-        self._console.print(text, markup=False, highlight=False)
+        self._out.write(text + "\n")
+        self._out.flush()
 
-    def table(self, heads: Sequence[str], groups: Sequence[Sequence[Sequence[str]]]) -> None:
+    @contextlib.contextmanager
+    def progress(self, steps: int) -> Iterator[Step]:
+        """Give what to call as each of so many steps begins; ten of them are shown."""
+        numbers = itertools.count(1)
+
+        def step(text: str) -> None:
+            done = next(numbers)
+            if done == 1 or done * 10 // steps > (done - 1) * 10 // steps:
+                self._err.write(f"{done} of {steps}: {text}\n")
+                self._err.flush()
+
+        yield step
+
+    def table(self, heads: Sequence[str], groups: Sequence[Sequence[Cells]]) -> None:
+        """Show all lines with an empty one between groups."""
+        every = [line for group in groups for line in group]
+        shown = iter(plain_table(heads, every).splitlines())
+        self.say(next(shown))
+        for group in groups:
+            self.say("\n".join(["", *(next(shown) for _ in group)]))
+
+
+class RichScreen(PlainScreen):
+    """A terminal with rich."""
+
+    @contextlib.contextmanager
+    def progress(self, steps: int) -> Iterator[Step]:
+        """Give what to call as each of so many steps begins: it moves a bar on."""
+        rich = _rich("progress")
+        columns = rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn()
+        with rich.Progress("{task.description}", *columns, transient=True) as bar:
+            task = bar.add_task("starting", total=steps)
+            yield lambda text: bar.update(task, advance=1, description=f"{text:<22}")
+
+    def table(self, heads: Sequence[str], groups: Sequence[Sequence[Cells]]) -> None:
         """Show a table with a rule between groups; floors are dim."""
-        rich = self._rich
-        table = rich["table"].Table(box=rich["box"].SIMPLE_HEAD, pad_edge=False)
+        table = _rich("table").Table(box=_rich("box").SIMPLE_HEAD, pad_edge=False)
         for number, head in enumerate(heads):
             table.add_column(head, justify="left" if number < 2 else "right", no_wrap=True)
         for group in groups:
-            for number, line in enumerate(group):
+            for line in group:
                 style = "dim" if line[1].startswith("floor") else None
-                cells = [rich["text"].Text(word) for word in line]
-                table.add_row(*cells, style=style, end_section=number == len(group) - 1)
-        self._console.print(table)
+                table.add_row(*map(_rich("text").Text, line), style=style)
+            table.add_section()
+        _rich("console").Console().print(table)
 
 
-def make_screen(out: TextIO | None = None, err: TextIO | None = None) -> Screen:
+def _rich(name: str) -> Any:
+    return importlib.import_module(f"rich.{name}")
+
+
+def make_screen(out: TextIO | None = None, err: TextIO | None = None) -> PlainScreen:
     """Choose rich on a terminal when it is there, plain text otherwise."""
     out, err = out or sys.stdout, err or sys.stderr
-    if out is sys.stdout and out.isatty():
-        try:
-            names = ("box", "console", "progress", "table", "text")
-            return RichScreen({name: importlib.import_module(f"rich.{name}") for name in names})
-        except ImportError:
-            pass
+    with contextlib.suppress(ImportError):
+        if out is sys.stdout and out.isatty() and _rich("console"):
+            return RichScreen(out, err)
     return PlainScreen(out, err)

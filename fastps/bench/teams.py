@@ -1,226 +1,180 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's hold on the processes it measures: start, command, end, and say what went wrong.
+"""The driver's hold on the jobs it measures: start, command, end, and say what went wrong.
 
-A team is a job under fastps-run or the plain processes of a floor. Its processes notice when the
-driver is gone, whatever way, because their connection ends. Used by one thread.
+A team is the job of a mode or of the floors under fastps-run. Its worker 0 leads it and hears the
+driver's commands, JSON lines over an abstract Unix socket with a random name. Both sides ask the
+kernel who is at the other end and refuse another user's process, and notice when the other is
+gone, whatever way, because the connection ends. Every wait has a deadline. Used by one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from typing import IO, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+from fastps import config
 from fastps.bench import BenchError
-from fastps.bench.channel import Channel, Door
-from fastps.bench.floors import make_gifts
-from fastps.bench.modes import MODES, Mode, servers_of, settings_of
-from fastps.bench.options import Options
-from fastps.config import SETTINGS, process_environment
+from fastps.bench.options import Mode, Options
+from fastps.transport import sockets
 
 START_S = 120.0  # imports of many processes on a loaded machine
 ANSWER_S = 360.0  # above FASTPS_OP_TIMEOUT_S, so that a worker's own error comes first
-END_S = 15.0
-KILLED_S = 15.0  # for the kernel to take down what was killed
-LAST_WORDS_S = 2.0  # for processes of a failing job to say what they know
-_FOLLOWING = ("PeerLostError", "ShutdownError")  # others' failures
-ERROR_LINES = 4  # of what a job wrote last
+END_S = 15.0  # to end by itself, then to end when asked, then for the kernel to take it down
+LAST_WORDS_S = 5.0  # for the launcher of a failing job to say what it knows
+LAST_LINES = 2  # of what a job wrote: the launcher ends with the cause, and who failed first
+SAY_S = 60.0  # for the other side to accept or to read
+STEP_S = 0.2  # between looks at whether the other process still lives
 # What a job is given anew, so that the driver's own surroundings do not matter.
-_IDENTITY = (
-    "role", "job_id", "rank", "local_rank", "local_size", "size", "num_servers", "machine",
-    "token", "token_file", "scheduler_host", "scheduler_port", "host", "port",
-)  # fmt: skip
+_IDENTITY = (config.JOB, config.ADDRESS, config.SECURITY)
+
+Message = Mapping[str, Any]
 
 
-class Runner(Protocol):
-    """Whatever takes turns."""
+class Channel:
+    """One connection; each message is one line."""
 
-    name: str
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._file = sock.makefile("rb")
 
-    def ask(self, command: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Let every process obey; give the answers by rank. BenchError says what failed."""
+    def say(self, message: Message) -> None:
+        """Send a message; OSError when the other side is gone or does not read."""
+        self._sock.settimeout(SAY_S)
+        self._sock.sendall(json.dumps(message).encode() + b"\n")
+
+    def hear(self, *, timeout_s: float | None) -> dict[str, Any] | None:
+        """Receive a message, TimeoutError; None when the other side has hung up."""
+        self._sock.settimeout(timeout_s)
+        line = self._file.readline()
+        found = json.loads(line) if line.endswith(b"\n") else None
+        return found if isinstance(found, dict) else None
 
     def close(self) -> None:
-        """End the processes; idempotent."""
+        """Hang up; idempotent."""
+        self._file.close()
+        self._sock.close()
+
+
+def accept(listener: socket.socket, *, deadline: float, poll: Callable[[], int | None]) -> Channel:
+    """Wait for a process of ours; gives up early when poll gives its exit code."""
+    while time.monotonic() < deadline:
+        listener.settimeout(STEP_S)
+        with contextlib.suppress(TimeoutError):
+            sock, _ = listener.accept()
+            if sockets.is_own_user(sock):
+                return Channel(sock)
+            sock.close()
+        if (code := poll()) is not None:
+            raise BenchError(f"it ended with code {code}")
+    raise TimeoutError("it did not report in time")
+
+
+def connect(name: str) -> Channel:
+    """Connect to a driver; BenchError."""
+    try:
+        sock = sockets.connect_unix(name, deadline=time.monotonic() + SAY_S)
+        if not sockets.is_own_user(sock):
+            sock.close()
+            raise PermissionError("it belongs to another user")
+    except OSError as error:
+        raise BenchError(f"no driver of fastps-bench answers: {error}") from error
+    return Channel(sock)
+
+
+def serve(channel: Channel, obey: Callable[[Message], Message]) -> None:
+    """Answer one command after the other until the driver hangs up."""
+    with contextlib.suppress(ConnectionError):
+        while (command := channel.hear(timeout_s=None)) is not None:  # while the driver lives
+            channel.say(obey(command))
 
 
 class Team:
-    """Processes that were started here and obey over one connection each."""
+    """A job that was started here, and its worker 0 as the one that obeys."""
 
-    def __init__(self, name: str, *, members: int) -> None:
-        self.name = name
-        self._door = Door()
-        self._members = members
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._channels: list[Channel] = []
-        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
-
-    @property
-    def door(self) -> str:
-        """Name of the door at which the processes report."""
-        return self._door.name
-
-    def start(
-        self, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
-    ) -> None:
-        """Start one process; a session of its own keeps Ctrl-C for the driver."""
-        process = subprocess.Popen(
-            command,
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start it in a session of its own: Ctrl-C is the driver's. The last word: our socket."""
+        self._listener, name = sockets.listen_unix()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
+        self._channel: Channel | None = None
+        self._process = subprocess.Popen(
+            [*command, name],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
-            pass_fds=tuple(descriptors),
             start_new_session=True,
         )
-        self._processes.append(process)
 
     def gather(self, *, timeout_s: float = START_S) -> None:
-        """Wait until every process has reported; BenchError."""
+        """Wait until the job is complete, which is when worker 0 reports; BenchError."""
         deadline = time.monotonic() + timeout_s
-        found: dict[int, Channel] = {}
+        with self._explaining():
+            self._channel = accept(self._listener, deadline=deadline, poll=self._process.poll)
+
+    def ask(self, command: Message) -> Message:
+        """Let every worker obey; give the answer of worker 0. BenchError says what failed."""
+        with self._explaining():
+            if self._channel is not None:
+                self._channel.say(command)
+                if answer := self._channel.hear(timeout_s=ANSWER_S):
+                    return answer
+            raise BenchError("it ended")
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say with an error what the job wrote last: the launcher ends with the first cause."""
         try:
-            for _ in range(self._members):
-                channel = self._door.accept(deadline=deadline, check=self._check_alive)
-                self._channels.append(channel)
-            for channel in self._channels:
-                left = max(deadline - time.monotonic(), 0.1)
-                found[_checked(channel.hear(timeout_s=left))["rank"]] = channel
+            yield
         except (OSError, BenchError) as error:
-            raise BenchError(self._explain(error)) from error
-        self._channels = [found[rank] for rank in sorted(found)]
-
-    def ask(self, command: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Let every process obey; give the answers by rank."""
-        try:
-            for channel in self._channels:
-                channel.say(command)
-            return [_checked(channel.hear(timeout_s=ANSWER_S)) for channel in self._channels]
-        except (OSError, BenchError) as error:
-            raise BenchError(self._explain(self._root_of(error))) from error
-
-    def _root_of(self, error: Exception) -> Exception:
-        """Prefer the error of the process that failed to the errors of those that missed it."""
-        if isinstance(error, _AnswerError) and not str(error).startswith(_FOLLOWING):
-            return error
-        for channel in self._channels:
-            try:
-                _checked(channel.hear(timeout_s=LAST_WORDS_S))
-            except _AnswerError as found:
-                if not str(found).startswith(_FOLLOWING):
-                    return found
-            except (OSError, ValueError, BenchError):
-                continue
-        return error
-
-    def _check_alive(self) -> None:
-        for process in self._processes:
-            if process.poll() is not None:
-                raise BenchError(f"it ended with code {process.returncode}")
-
-    def _explain(self, error: Exception) -> str:
-        """Say what failed, with what the processes wrote last when that is all there is."""
-        if isinstance(error, _AnswerError):
-            return str(error)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            for process in self._processes:
-                process.wait(1.0)
-        self._output.seek(0)
-        lines = self._output.read().decode(errors="replace").splitlines()
-        said = [line.strip() for line in lines if line.strip()][-ERROR_LINES:]
-        return "; ".join([str(error), *said])
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LAST_WORDS_S)
+            self._output.seek(0)
+            lines = self._output.read().decode(errors="replace").splitlines()
+            said = [line.removeprefix("[fastps-run]").strip() for line in lines if line.strip()]
+            what = "it ended" if isinstance(error, ConnectionError) else str(error)
+            raise BenchError("; ".join([what, *said[-LAST_LINES:]])) from error
 
     def hang_up(self) -> None:
-        """Let the processes begin to end by themselves; idempotent."""
-        for channel in self._channels:
-            with contextlib.suppress(OSError):
-                channel.close()
-        self._door.close()
+        """Let the job begin to end by itself; idempotent."""
+        self._listener.close()
+        if self._channel is not None:
+            self._channel.close()
 
     def close(self) -> None:
-        """Hang up, and end the processes that do not end by themselves; idempotent."""
+        """Hang up, wait, ask, and kill; the kernel ends the launcher's children with it."""
         self.hang_up()
-        deadline = time.monotonic() + END_S
-        for process in self._processes:
-            _end(process, deadline)
+        for step in (self._process.terminate, self._process.kill, self._output.close):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+                break
+            step()
         self._output.close()
 
 
-class _AnswerError(BenchError):
-    """A process said itself what is wrong."""
-
-
-def _checked(answer: dict[str, Any] | None) -> dict[str, Any]:
-    if answer is None:
-        raise BenchError("a process ended")
-    if "error" in answer:
-        raise _AnswerError(answer["error"])
-    return answer
-
-
-def _end(process: subprocess.Popen[bytes], deadline: float) -> None:
-    """Wait, then ask, then kill; the kernel ends the launcher's children with it."""
-    for step in (process.terminate, process.kill):
-        try:
-            process.wait(max(deadline - time.monotonic(), 0.1))
-            return
-        except subprocess.TimeoutExpired:
-            step()
-            deadline = time.monotonic() + END_S
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(KILLED_S)
-
-
-def job_command(mode: Mode, options: Options, door: str) -> list[str]:
-    """Give the words that start a mode's job."""
-    servers = servers_of(mode, workers=options.workers, servers=options.servers)
+def job_command(mode: Mode, workers: int, options: Options) -> list[str]:
+    """Give the words that start the job of a mode or of the floors; a Team adds the last."""
+    servers = (options.servers or options.workers) if mode.has_servers else 0
     return [
-        sys.executable, "-m", "fastps.launch.run", "-np", str(options.workers), "-s", str(servers),
-        "--colour", "never", sys.executable, "-m", "fastps.bench", "--obey", door,
+        sys.executable, "-m", "fastps.launch.run", "--colour", "never",
+        "-np", str(workers), "-s", str(servers), sys.executable, "-m", "fastps.bench", "--obey",
     ]  # fmt: skip
 
 
 def job_environment(mode: Mode, options: Options) -> dict[str, str]:
     """Give a job's environment: the user's own, without another job's identity."""
-    taken = {setting.name for setting in SETTINGS if setting.field in _IDENTITY}
-    for setting in SETTINGS:
-        if setting.field in _IDENTITY:
-            taken |= {alias for alias in setting.aliases if isinstance(alias, str)}
-    kept = {name: value for name, value in process_environment().items() if name not in taken}
-    return kept | settings_of(mode, is_tcp=options.is_tcp)
-
-
-def start_job(name: str, options: Options) -> Team:
-    """Start a mode's job; gather() waits for it."""
-    mode = MODES[name]
-    team = Team(name, members=options.workers)
-    try:
-        team.start(job_command(mode, options, team.door), job_environment(mode, options), ())
-    except BaseException:
-        team.close()
-        raise
-    return team
-
-
-def start_floor(kind: str, options: Options) -> Team:
-    """Start a floor's processes; gather() waits for them. BenchError."""
-    largest = max(work.total for work in options.works)
-    try:
-        gifts = make_gifts(kind, workers=options.workers, largest=largest, is_tcp=options.is_tcp)
-    except OSError as error:
-        raise BenchError(f"no memory or sockets for it: {error}") from error
-    team = Team(kind, members=len(gifts))
-    try:
-        for gift in gifts:
-            team.start(gift.command(team.door), process_environment(), gift.descriptors)
-    except BaseException:
-        team.close()
-        raise
-    finally:
-        for gift in gifts:
-            gift.close()
-    return team
+    taken = {
+        name
+        for setting in config.SETTINGS
+        for name in (setting.name, *setting.aliases)
+        if setting.section in _IDENTITY
+    }
+    inherited = config.process_environment().items()
+    own = config.child_environment({**mode.settings, "unix_sockets": not options.is_tcp})
+    return {name: value for name, value in inherited if name not in taken} | own

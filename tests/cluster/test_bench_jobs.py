@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from harness import ROOT, clean_environ, run_workers
 
 from fastps.bench.figures import read
+from fastps.bench.options import APART_LINKS, COLOCATED_LINKS, NETWORK
 
 BENCH = [sys.executable, "-m", "fastps.bench"]
 LIMIT_S = 100
@@ -100,12 +102,13 @@ def test_a_mode_that_cannot_run_is_reported_and_the_others_go_on(tmp_path):
     """The launcher of one mode is made to fail: its job id is what no launcher accepts."""
     program = (
         "import sys\n"
-        "from fastps.bench import main, teams\n"
-        "whole = teams.job_command\n"
+        "from fastps.bench import main, options\n"
+        "whole = main.job_command\n"
         "def half(mode, *rest):\n"
         "    words = whole(mode, *rest)\n"
-        "    return words if mode.name == 'apart' else [*words[:3], '--nonsense']\n"
-        "teams.job_command = half\n"
+        "    is_half = mode is options.MODES['colocated']\n"
+        "    return [*words[:3], '--nonsense'] if is_half else words\n"
+        "main.job_command = half\n"
         "sys.exit(main.main(sys.argv[1:]))\n"
     )
     words = ["--modes", "colocated,apart", "--sizes", "4K", *SMALL]
@@ -118,22 +121,107 @@ def test_a_mode_that_cannot_run_is_reported_and_the_others_go_on(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_workers_of_several_machines_measure_the_network_between_them(tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_error_of_any_worker_is_the_reason(rank, tmp_path):
+    """A worker of the mode apart is made to fail: the reason is quoted, not who missed it."""
+    program = (
+        "import sys, fastps\n"
+        "from fastps.bench import main, member\n"
+        "def fail(self):\n"
+        f"    if fastps.rank() == {rank}:\n"
+        "        raise MemoryError('no room')\n"
+        "whole, member.Calls.call = member.Calls.call, fail\n"
+        "sys.exit(main.main(sys.argv[1:]))\n"
+    )
+    driver = (
+        "import sys\n"
+        "from fastps.bench import main\n"
+        "whole = main.job_command\n"
+        "def failing(*what):\n"
+        "    words = whole(*what)\n"
+        f"    return [*words[:-3], '-c', {program!r}, '--obey']\n"
+        "main.job_command = failing\n"
+        "sys.exit(main.main(sys.argv[1:]))\n"
+    )
+    words = ["--modes", "apart", "--sizes", "4K", *SMALL]
+    ended = run([sys.executable, "-c", driver, *words], tmp_path)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    (line,) = re.findall(r"^not measured: (.*)$", ended.stdout, re.MULTILINE)
+    assert line.startswith("apart: 4K: ")
+    assert f"MemoryError: no room; worker {rank} " in line
+    assert re.search(r"^4K +floor: links apart ", ended.stdout, re.MULTILINE), "it goes on"
+
+
+def test_a_member_holds_the_tensors_of_one_size(tmp_path):
     script = """
-        import os
+        from fastps.bench.member import joined
+        with joined() as ours:
+            command = {"runner": "private", "workers": 2, "count": 1, "dtype": "float32",
+                       "is_registered": False, "is_average": False, "calls": 3}
+            held = []
+            for nbytes, is_average in ((4096, False), (4096, True), (8192, False), (4096, False)):
+                if ours.rank == 0:
+                    ours.ask({**command, "nbytes": nbytes, "is_average": is_average})
+                    held.append([key[0] for key in ours.calls])
+        report(held)
+    """
+    job = run_workers(script, tmp_path, workers=2, servers=1).check()
+    assert job.reports[0] == ([[4096], [4096, 4096], [8192], [4096]],)
+    assert job.reports[1] == ([],)
+
+
+FLOOR = """
+    import fastps
+    from fastps.bench.floors import least_bytes, make_floor
+    from fastps.config import load
+    fastps.init()
+    floor = make_floor({kind!r}, {ranks}, load())
+    found = []
+    for nbytes in {sizes}:
+        seconds = floor.calls(nbytes, 4) if floor else []
+        found.append([len(seconds), min(seconds, default=1) > 0])
+        fastps.barrier()
+    report(found)
+    fastps.shutdown()
+"""
+
+
+@pytest.mark.parametrize("unix", ["0", "1"])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [(COLOCATED_LINKS, [0, 1]), (APART_LINKS, [0, 1, 2, 3]), (NETWORK, [0, 2, 3])],
+)
+def test_a_floor_of_links_moves_small_and_large(kind, ranks, unix, tmp_path):
+    script = FLOOR.format(kind=kind, ranks=ranks, sizes=(64, 192 << 10))
+    job = run_workers(
+        script, tmp_path, workers=4, servers=1, environ={"FASTPS_UNIX_SOCKETS": unix}
+    ).check()
+    for rank in range(4):
+        ((small, large),) = job.reports[rank]
+        assert small == [4 if rank in ranks else 0, True]
+        assert large[0] >= 3 if rank in ranks else large[0] == 0
+        assert large[1]
+
+
+def test_the_memory_floor_copies_every_tensor_to_the_next(tmp_path):
+    script = """
         import fastps
-        from fastps.bench.network import NetworkFloor
+        from fastps.bench.floors import MemoryFloor
         fastps.init()
-        place = "127.0.0.1", int(os.environ["FASTPS_SCHEDULER_PORT"])
-        floor = NetworkFloor([0, 2], 1, place)
-        small, large = floor.turn(1000, 5), floor.turn(300_000, 4)
-        floor.close()
-        report([len(small[0]), small[1], len(large[0]), large[1], min(large[0], default=1) > 0])
+        floor = MemoryFloor(2)
+        floor._copies(8192)
+        for nbytes in (4096, 5120):  # the second is no multiple of both shares' cache lines
+            tensors = [floor._memory[i * nbytes : (i + 1) * nbytes] for i in range(2)]
+            fastps.barrier()
+            if fastps.rank() == 0:
+                tensors[0][:], tensors[1][:] = 1, 2
+            fastps.barrier()
+            seconds = floor.calls(nbytes, 1)
+            fastps.barrier()
+            report([len(seconds), [sorted(set(map(int, tensor))) for tensor in tensors]])
+            fastps.barrier()
         fastps.shutdown()
     """
     job = run_workers(script, tmp_path, workers=3, servers=1).check()
-    assert job.reports[1] == ([0, 1000, 0, 300_000, True],)
-    for rank in (0, 2):
-        ((calls, moved, groups, more, is_positive),) = job.reports[rank]
-        assert (calls, moved, more, is_positive) == (5, 1000, 300_000, True)
-        assert groups >= 3
+    for rank in range(3):  # both halves, by one process each; the third is beside them
+        assert job.reports[rank] == ([1, [[1], [1]]], [1, [[1], [1]]])

@@ -74,7 +74,7 @@ RESTRICTED = {
     "ssl": ("fastps.transport", "fastps.control", "fastps.launch"),
     "asyncio": ("fastps.transport", "fastps.control", "fastps.server", "fastps.launch"),
     "pyverbs": ("fastps.transport",),
-    "msgspec": ("fastps.objects", "fastps.control", "fastps.telemetry"),
+    "msgspec": ("fastps.objects", "fastps.control", "fastps.telemetry", "fastps.bench"),
     "rich": ("fastps.launch", "fastps.telemetry", "fastps.bench"),
     "matplotlib": ("fastps.bench",),
     "subprocess": ("fastps.launch", "fastps.bench"),

@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastps.bench.figures import Floor, Result, Row, Times
-from fastps.bench.modes import MODES
-from fastps.bench.options import Work
+from fastps.bench.options import MODES, Work
 
 CONDITIONS: dict[str, Any] = {
     "began": "2030-01-01T00:00:00+00:00",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import math
@@ -17,22 +16,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastps.bench import BenchError, figures
-from fastps.bench.floors import ALIGNMENT, GROUP_BYTES, MIN_GROUPS, groups_of, share_of
-from fastps.bench.here import is_in_job
-from fastps.bench.member import calls_within
-from fastps.bench.modes import (
+from fastps.bench.floors import (
+    ALIGNMENT,
+    GROUP_BYTES,
+    MIN_GROUPS,
+    groups_of,
+    least_bytes,
+    share_of,
+)
+from fastps.bench.main import calls_within, is_in_job
+from fastps.bench.options import (
     APART_LINKS,
     COLOCATED_LINKS,
+    FLOOR_JOB,
     FLOORS,
     MEMORY,
     MODES,
-    bus_factor,
-    least_bytes,
-    network_bytes,
-    servers_of,
-    settings_of,
+    NETWORK,
+    Options,
+    Work,
+    format_size,
+    jobs_of,
+    parse,
+    parse_many,
+    parse_size,
+    parse_sizes,
 )
-from fastps.bench.options import Work, format_size, parse, parse_many, parse_size, parse_sizes
+from fastps.bench.teams import job_command, job_environment
 from fastps.config import load
 
 SECONDS = st.floats(1e-7, 1e3)
@@ -128,22 +138,39 @@ def test_the_help_teaches(capsys):
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.parametrize("is_tcp", [False, True])
 def test_the_settings_of_a_mode_are_settings(name, is_tcp):
-    config = load(environ=settings_of(MODES[name], is_tcp=is_tcp))
+    config = load(environ=job_environment(MODES[name], Options(is_tcp=is_tcp)))
     assert config.unix_sockets is not is_tcp
     assert config.shared_memory is (MODES[name].floor == MEMORY)
 
 
+def servers_of(mode, **options):
+    command = job_command(mode, 3, Options(workers=3, **options))
+    return int(command[command.index("-s") + 1])
+
+
 def test_only_apart_has_servers():
-    counts = {name: servers_of(mode, workers=3, servers=None) for name, mode in MODES.items()}
+    counts = {name: servers_of(mode) for name, mode in MODES.items()}
     assert counts == {"registered": 0, "private": 0, "colocated": 0, "apart": 3}
-    assert servers_of(MODES["apart"], workers=3, servers=5) == 5
-    assert servers_of(MODES["colocated"], workers=3, servers=5) == 0
+    assert servers_of(MODES["apart"], servers=5) == 5
+    assert servers_of(MODES["colocated"], servers=5) == 0
+    assert servers_of(FLOOR_JOB, servers=5) == 0
+
+
+def test_one_job_measures_all_floors_that_the_modes_need():
+    every = [MEMORY, COLOCATED_LINKS, APART_LINKS]
+    assert jobs_of(Options(workers=3)) == [
+        (every, FLOOR_JOB, 6), *(([name], mode, 3) for name, mode in MODES.items()),
+    ]  # fmt: skip
+    assert jobs_of(Options(modes=("colocated", "private"))) == [
+        ([MEMORY, COLOCATED_LINKS], FLOOR_JOB, 2),
+        (["colocated"], MODES["colocated"], 2),
+        (["private"], MODES["private"], 2),
+    ]
 
 
 def test_least_bytes():
     assert [least_bytes(floor, 1200, 4) for floor in FLOORS] == [1200, 1800, 1200]
     assert least_bytes(COLOCATED_LINKS, 1200, 2) == least_bytes(APART_LINKS, 1200, 2) == 1200
-    assert bus_factor(4) == 1.5
 
 
 def test_the_network_moves_the_optimum():
@@ -155,10 +182,10 @@ def test_the_network_moves_the_optimum():
             at_worker = (1 - share) + (machines - 1) * share
             at_server = machines * 2 * (machines - 1) / weights
             assert at_worker == pytest.approx(at_server)
-            moved = network_bytes(10**9, machines, servers)
+            moved = least_bytes(NETWORK, 10**9, machines, servers)
             assert moved == pytest.approx(at_worker * 10**9, rel=1e-8)
-    assert network_bytes(1000, 4, 9) == network_bytes(1000, 4, 4) == 1000
-    assert network_bytes(1000, 4, 0) == 1500
+    assert least_bytes(NETWORK, 1000, 4, 9) == least_bytes(NETWORK, 1000, 4, 4) == 1000
+    assert least_bytes(NETWORK, 1000, 4, 0) == 1500
 
 
 @given(st.integers(1, 9), st.integers(1, 1 << 20))
@@ -175,7 +202,7 @@ def test_the_shares_of_the_memory_floor_cover_a_tensor_once(workers, nbytes):
 
 @given(st.integers(1, 1 << 30), st.integers(1, 5000))
 def test_groups_of_a_stream_are_long_and_enough(moved, count):
-    group, groups = groups_of(moved, count)
+    group, groups = groups_of(moved, count, GROUP_BYTES)
     assert group * moved >= GROUP_BYTES
     assert (group - 1) * moved < GROUP_BYTES
     assert groups >= MIN_GROUPS
@@ -207,7 +234,8 @@ def rank_percentile(values, percent):
 
 @given(st.lists(SECONDS, min_size=1, max_size=50))
 def test_percentiles_equal_numpy_and_the_textbook(values):
-    found = figures.percentiles(values)
+    times = figures.times_of([figures.Turn(values)])
+    found = times.p50_s, times.p90_s, times.p99_s
     assert found == tuple(np.percentile(values, [50, 90, 99]))
     for percent, value in zip((50, 90, 99), found, strict=True):
         assert value == pytest.approx(rank_percentile(values, percent), rel=1e-9)
@@ -224,9 +252,11 @@ def test_times_hold_all_rounds(rounds):
 
 
 def test_the_share_of_the_floor_is_taken_within_rounds():
-    ours = make_times(rounds_s=(2.0, 20.0, 4.0))
-    floor = make_times(rounds_s=(1.0, 10.0, 3.0))  # the second round was slow for both
-    assert figures.floor_percent(ours, floor) == pytest.approx(50.0)
+    turns = [figures.Turn([seconds], memory_bytes=1) for seconds in (2.0, 20.0, 4.0)]
+    floor = make_floor(times=make_times(rounds_s=(1.0, 10.0, 3.0)))  # the second: slow for both
+    row = figures.make_row(turns, Work(8), "apart", workers=2, floor=floor)
+    assert row.floor_percent == pytest.approx(50.0)
+    assert figures.make_row(turns, Work(8), "apart", workers=2, floor=None).floor_percent is None
 
 
 def test_a_row_is_computed_from_turns():
@@ -236,9 +266,8 @@ def test_a_row_is_computed_from_turns():
         figures.Turn((0.1, 0.1), cpu_s=0.6, memory_bytes=2 * 10**7),
     ]
     floor = make_floor(times=make_times(rounds_s=(0.05, 0.05, 0.05)))
-    row = figures.make_row(
-        turns, label="2x1M", nbytes=10**6, count=2, mode="apart", workers=4, floor=floor
-    )
+    row = figures.make_row(turns, Work(10**6, 2), "apart", workers=4, floor=floor)
+    assert (row.label, row.nbytes, row.count, row.mode) == ("2x1000000", 10**6, 2, "apart")
     assert row.algorithm_gb_s == pytest.approx(2e6 / 0.1 / 1e9)
     assert row.bus_gb_s == pytest.approx(1.5 * row.algorithm_gb_s)
     assert row.cpu_s_per_gb == pytest.approx(0.3 / 2e-3)  # median turn: 0.6 s for two calls
@@ -256,34 +285,49 @@ def test_a_result_survives_its_file(tmp_path):
     found = json.loads(path.read_text())
     assert found["schema"] == "fastps-bench/1"
     assert set(found) == {"schema", "conditions", "options", "rows", "floors", "failures"}
-    assert set(found["rows"][0]) == {field.name for field in dataclasses.fields(figures.Row)}
+    assert set(found["rows"][0]) == {
+        "label", "nbytes", "count", "mode", "times", "algorithm_gb_s", "bus_gb_s", "cpu_s_per_gb",
+        "memory_mb", "floor", "floor_percent",
+    }  # fmt: skip
+    assert set(found["floors"][0]) == {
+        "label", "nbytes", "count", "name", "moved_bytes", "times",
+    }  # fmt: skip
     assert set(found["rows"][0]["times"]) == {
         "calls", "p50_s", "p90_s", "p99_s", "min_s", "rounds_s",
     }  # fmt: skip
 
 
-def spoiled(change) -> str:
-    found = json.loads(figures.encode(make_result()))
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda found: found.update(schema="other/1"), r"'other/1' - at `\$.schema`"),
+        (lambda found: found.pop("rows"), "missing required field `rows`"),
+        (lambda found: found["rows"][0].pop("mode"), "missing required field `mode`"),
+        (lambda found: found["rows"][0].update(extra=1), "unknown field `extra`"),
+        (lambda found: found["rows"][0]["times"].update(p50_s=0), r"> 0.0 - at `\$.rows.*p50_s`"),
+        (lambda found: found["floors"][0]["times"].update(p50_s="x"), "`float`, got `str`"),
+        (lambda found: found["floors"][0]["times"].update(rounds_s=[math.nan]), "malformed"),
+        (lambda found: found["floors"][0]["times"].update(rounds_s=[-1.0]), "> 0.0"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_is_refused_with_the_reason(change, reason, tmp_path):
+    path = tmp_path / "a.json"
+    figures.write(path, make_result())
+    found = json.loads(path.read_text())
     change(found)
-    return json.dumps(found)
+    path.write_text(json.dumps(found))
+    with pytest.raises(BenchError, match=f"a.json is not a whole result .*{reason}.* --json"):
+        figures.read(path)
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("{", "not JSON"),
-        ("[]", "schema None"),
-        ('{"schema": "other/1"}', "schema 'other/1'"),
-        (spoiled(lambda found: found.pop("rows")), "whole result"),
-        (spoiled(lambda found: found["rows"][0].pop("mode")), "whole result"),
-        (spoiled(lambda found: found["rows"][0].update(extra=1)), "whole result"),
-        (spoiled(lambda found: found["rows"][0]["times"].update(p50_s=0)), "above zero"),
-        (spoiled(lambda found: found["floors"][0]["times"].update(p50_s="x")), "whole result"),
-    ],
+    ("text", "reason"), [(b"{", "truncated"), (b"[]", "got `array`"), (b"\xff", "malformed")]
 )
-def test_a_bad_file_is_refused_with_the_reason(text, reason):
-    with pytest.raises(BenchError, match=reason):
-        figures.decode(text)
+def test_what_is_no_result_at_all_is_refused(text, reason, tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(text)
+    with pytest.raises(BenchError, match=f"is not a whole result .*{reason}"):
+        figures.read(path)
 
 
 def test_a_file_that_cannot_be_used_is_named(tmp_path):

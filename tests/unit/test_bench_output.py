@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import io
 import re
 import sys
 
+import msgspec.structs
 import pytest
 from bench_results import make_floor, make_result, make_row
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.bench import BenchError, compare, figures, main, plot, screen, tables
+from fastps.bench import BenchError, figures, main, plot, screen
 from fastps.bench.conditions import conditions, headline
 
 FACTORS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -26,28 +26,28 @@ FACTORS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
      (1.5, "1.50 s"), (432.1, "432 s")],
 )  # fmt: skip
 def test_times_have_a_fitting_unit(seconds, text):
-    assert tables.format_time(seconds) == text
+    assert screen.format_time(seconds) == text
 
 
 @given(st.floats(1e-6, 1e3))
 def test_a_written_time_is_near_its_value(seconds):
-    number, unit = tables.format_time(seconds).split()
+    number, unit = screen.format_time(seconds).split()
     assert float(number) * FACTORS[unit] == pytest.approx(seconds, rel=6e-3)
     assert len(number) <= 4
 
 
 def test_a_table_has_a_line_per_mode_and_floor():
-    row = dataclasses.replace(make_row("1M", 1 << 20, "apart", 2e-3), floor_percent=None)
-    lines = tables.cells_of([row], [make_floor()])
-    assert [len(line) for line in lines] == [len(tables.HEADS)] * 2
+    row = msgspec.structs.replace(make_row("1M", 1 << 20, "apart", 2e-3), floor_percent=None)
+    lines = screen.cells_of([row], [make_floor()])
+    assert [len(line) for line in lines] == [len(screen.HEADS)] * 2
     assert lines[0][:3] == ("1M", "apart", "2.00 ms")
     assert lines[0][-1] == ""
     assert lines[1][:3] == ("1M", "floor: memory", "500 µs")
 
 
 def test_a_plain_table_is_aligned():
-    lines = tables.cells_of(list(make_result().rows), [])
-    shown = tables.plain_table(tables.HEADS, lines).splitlines()
+    lines = screen.cells_of(list(make_result().rows), [])
+    shown = screen.plain_table(screen.HEADS, lines).splitlines()
     assert len(shown) == len(lines) + 1
     ends = {re.search(r"GB/s +bus", shown[0]).start() + 4}
     for line, cells in zip(shown[1:], lines, strict=True):
@@ -58,13 +58,13 @@ def test_a_plain_table_is_aligned():
 
 def test_a_plain_screen_shows_text_and_a_tenth_at_a_time():
     out, err = io.StringIO(), io.StringIO()
-    with screen.make_screen(out, err) as shown:
-        assert isinstance(shown, screen.PlainScreen)
-        shown.expect(40)
+    shown = screen.make_screen(out, err)
+    assert type(shown) is screen.PlainScreen
+    with shown.progress(40) as step:
         for number in range(40):
-            shown.step(f"work {number}")
-        shown.table(("a", "b"), [[("1", "2")], [("3", "4"), ("5", "6")]])
-        shown.say("end")
+            step(f"work {number}")
+    shown.table(("a", "b"), [[("1", "2")], [("3", "4"), ("5", "6")]])
+    shown.say("end")
     assert out.getvalue() == "a  b\n\n1  2\n\n3  4\n5  6\nend\n"
     lines = err.getvalue().splitlines()
     assert len(lines) == 11
@@ -83,13 +83,16 @@ def test_a_terminal_has_a_rich_table(monkeypatch):
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("TERM", "xterm")
-    with screen.make_screen() as shown:
-        assert isinstance(shown, screen.RichScreen)
-        shown.expect(2)
-        shown.step("4K [apart]")
-        lines = tables.cells_of(list(make_result().rows[:4]), [make_floor()])
-        shown.table(tables.HEADS, [lines])
-        shown.say("not [b]markup[/b]")
+    shown = screen.make_screen()
+    assert isinstance(shown, screen.RichScreen)
+    with shown.progress(2) as step:
+        step("4K apart")
+        step("4K links apart")
+    assert "4K links apart" in out.getvalue()
+    assert "2/2" in out.getvalue()
+    lines = screen.cells_of(list(make_result().rows[:4]), [make_floor()])
+    shown.table(screen.HEADS, [lines])
+    shown.say("not [b]markup[/b]")
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
     for line in lines:
         assert any(" ".join(cell for cell in line if cell) == " ".join(shown.split())
@@ -100,32 +103,32 @@ def test_a_terminal_has_a_rich_table(monkeypatch):
 def test_a_terminal_without_rich_has_plain_text(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert isinstance(screen.make_screen(), screen.PlainScreen)
+    assert type(screen.make_screen()) is screen.PlainScreen
 
 
 # ---- comparison
 
 
 def test_ratios_of_two_results():
-    groups = compare.compare(make_result(), make_result(slower=2.0, modes=("private", "apart")))
+    groups = screen.compare(make_result(), make_result(slower=2.0, modes=("private", "apart")))
     assert [len(group) for group in groups] == [2, 2, 2]
     table = {(line[0], line[1]): line for group in groups for line in group}
     # the modes' times are 1, 2, 3, 4 units in A, and private and apart 2 and 4 in B
     assert table["1M", "private"][4:6] == ("1.00", "1.00")
     assert table["10x4K", "apart"][4] == "1.00"
-    assert {len(line) for line in table.values()} == {len(compare.HEADS)}
+    assert {len(line) for line in table.values()} == {len(screen.COMPARED)}
 
 
 def test_what_differs_is_said():
     a = make_result()
     changed = {**a.conditions, "kernel": "6.2", "began": "later", "settings": {"FASTPS_CPUS": "1"}}
-    b = dataclasses.replace(a, conditions=changed, options={**a.options, "tcp": True})
-    assert compare.differences(a, b) == [
+    b = msgspec.structs.replace(a, conditions=changed, options={**a.options, "tcp": True})
+    assert screen.differences(a, b) == [
         "kernel: 6.1 -> 6.2",
         "option tcp: False -> True",
         "FASTPS_CPUS: none -> 1",
     ]
-    assert compare.differences(a, a) == []
+    assert screen.differences(a, a) == []
 
 
 def test_the_command_compares(tmp_path, capsys):
@@ -134,7 +137,7 @@ def test_the_command_compares(tmp_path, capsys):
     figures.write(paths[1], make_result(slower=3.0))
     assert main.main(["--compare", *map(str, paths)]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0].split() == " ".join(compare.HEADS).split()
+    assert shown[0].split() == " ".join(screen.COMPARED).split()
     assert next(line for line in shown if line.startswith("16M")).split()[:7] == [
         "16M", "registered", "1.68", "ms", "5.03", "ms", "3.00",
     ]  # fmt: skip
