@@ -74,7 +74,7 @@ cdef void pay_error(Error* error, Entry* entry, uint32_t index) noexcept nogil:
     slot_release(slot)
 
 
-cdef bint is_held_back(Error* error) noexcept nogil:
+cdef bint is_held_back(Error* error, uint32_t index) noexcept nogil:
     """Tell whether a member must not hear of an error yet; entry.lock is held.
 
     Who may write into our buffers without asking writes its next version over the results of the
@@ -86,20 +86,22 @@ cdef bint is_held_back(Error* error) noexcept nogil:
     cdef Round* round = error.round
     if error.sum.is_promised and has_results_out(error.sum):
         return True
-    if round.has_borrowed and fps_load32(&round.summing):
+    if round.parts[index].is_lent and fps_load32(&round.summing):
         return True
     return is_out(error)
 
 
 cdef void pay_errors(Sum* sum) noexcept nogil:
     """Send the errors that nothing holds back any more; entry.lock is held. Never waits."""
+    cdef Error* error
     cdef uint32_t index
     if sum.n_owed == 0:
         return
     for index in range(sum.entry.cast.n_members):
-        if sum.errors[index].round != NULL and not is_held_back(&sum.errors[index]):
+        error = &sum.errors[index]
+        if error.round != NULL and not is_held_back(error, index):
             sum.n_owed -= 1
-            pay_error(&sum.errors[index], sum.entry, index)
+            pay_error(error, sum.entry, index)
 
 
 cdef bint make_errors(Sum* sum) noexcept nogil:

@@ -75,8 +75,9 @@ class Server:
             for lane in range(self.lanes):
                 self.transport.connect(self.store, rank, box, lane, lane=lane, **options)
 
-    def declare(self, tensor_id: int, nbytes: int) -> None:
+    def declare(self, tensor_id: int, nbytes: int, **options: Any) -> None:
         """Make one tensor of one partition."""
+        terms: dict[str, Any] = {"kernel": sum_kernel(DType.FLOAT32), "inline_bytes": 0}
         self.store.declare(
             tensor_id,
             n_partitions=1,
@@ -84,8 +85,7 @@ class Server:
             dtype=DType.FLOAT32,
             itemsize=4,
             chunk_bytes=self.chunk_bytes,
-            kernel=sum_kernel(DType.FLOAT32),
-            inline_bytes=0,
+            **(terms | options),
         )
 
     def post(self, rank: int, payload: bytes = b"", lane: int = 0, **changes: Any) -> None:
