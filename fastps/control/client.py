@@ -53,6 +53,8 @@ from fastps.control.protocol import (
     Done,
     Event,
     Failed,
+    Forget,
+    ForgetKeys,
     Job,
     JobOver,
     Join,
@@ -96,6 +98,7 @@ __all__ = [
     "DeclareKeys",
     "DeclaredTensor",
     "Event",
+    "ForgetKeys",
     "Job",
     "JobOver",
     "Member",
@@ -228,6 +231,14 @@ class ControlClient:
         what = f"declaring {specs[0].name!r}" + (f" and {len(specs) - 1} more" * (len(specs) > 1))
         message = Declare(next(self._numbers), tuple(specs), timeout_s)
         return list(self._ask(message, Declared, what=what, timeout_s=timeout_s).tensors)
+
+    def forget(self, names: Sequence[str], *, timeout_s: float) -> None:
+        """Wait until every worker has asked to forget these tensors, and every server has."""
+        for name in names:
+            check_name(name)
+        timeout_s = checked_seconds(timeout_s)
+        message = Forget(next(self._numbers), tuple(names), timeout_s)
+        self._ask(message, Done, what=f"forgetting {', '.join(names)[:80]}", timeout_s=timeout_s)
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
         """Wait until every worker has entered the barrier; StallError names the missing."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Barriers, blobs and disputes: meetings of all workers of one generation, by name.
+"""Barriers, blobs, disputes, and names to forget: meetings of all workers, by name.
 
 Decides when a meeting is complete, and whom to tell what when it cannot be. Pure: time is an
 argument, answers are returned as (peer, message) pairs. Knows nothing of connections.
@@ -8,7 +8,7 @@ Invariant: each entry is answered exactly once, or its worker was removed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -19,6 +19,7 @@ from fastps.control.protocol import (
     Dispute,
     Done,
     Failed,
+    Forget,
     Meeting,
     ToMember,
 )
@@ -42,15 +43,20 @@ def workers_text(ranks: list[int]) -> str:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
+    """A worker that waits in a meeting."""
+
     peer: int
     asked: Meeting
     deadline: float
 
 
+Farewell: TypeAlias = Callable[[tuple[str, ...], Mapping[int, Entry]], Answers]
+
+
 @dataclass
 class _Meeting:
-    entries: dict[int, _Entry] = field(default_factory=dict)  # by rank
+    entries: dict[int, Entry] = field(default_factory=dict)  # by rank
 
     def deadline(self) -> float:
         return min(entry.deadline for entry in self.entries.values())
@@ -59,9 +65,10 @@ class _Meeting:
 class Collectives:
     """All barriers and blobs in progress."""
 
-    def __init__(self, size: int) -> None:
-        """Serve `size` workers."""
+    def __init__(self, size: int, forget: Farewell) -> None:
+        """Serve `size` workers; forget: called with names and who asked, once all have."""
         self._size = size
+        self._forget = forget
         self._meetings: dict[Key, _Meeting] = {}
         self._gone: set[int] = set()
         self._held_bytes = 0
@@ -76,7 +83,7 @@ class Collectives:
         if refusal is not None:
             return [(peer, refusal)]
         meeting = self._meetings.setdefault(key, _Meeting())
-        meeting.entries[rank] = _Entry(peer, asked, now + asked.timeout_s)
+        meeting.entries[rank] = Entry(peer, asked, now + asked.timeout_s)
         if isinstance(asked, Blob):
             self._held_bytes += len(asked.data or b"")
             roots = {rank: _root(entry) for rank, entry in meeting.entries.items()}
@@ -120,7 +127,7 @@ class Collectives:
 
     def _refuse(self, key: Key, rank: int, asked: Meeting) -> Failed | None:
         meeting = self._meetings.get(key)
-        what = f"{key[0]} {asked.name!r}"
+        what = _what(key)
         if meeting is not None and rank in meeting.entries:
             text = f"worker {rank} is already waiting in {what}; give each its own name"
             return Failed(asked.request, "config", text)
@@ -160,6 +167,9 @@ class Collectives:
         if key[0] == "dispute":
             return self._end(key, "", "")
         meeting = self._close(key)
+        asked = next(iter(meeting.entries.values())).asked
+        if isinstance(asked, Forget):
+            return self._forget(asked.names, meeting.entries)
         data = b""
         for entry in meeting.entries.values():
             if isinstance(entry.asked, Blob) and entry.asked.data is not None:
@@ -184,14 +194,14 @@ class Collectives:
 
     def _gone_text(self, key: Key) -> str:
         gone = workers_text(sorted(self._gone))
-        return f"{key[0]} {key[1]!r} cannot complete: {gone} left the job"
+        return f"{_what(key)} cannot complete: {gone} left the job"
 
     def _late_text(self, key: Key) -> str:
         entries = self._meetings[key].entries
         missing = [rank for rank in range(self._size) if rank not in entries]
         first = min(entries, key=lambda rank: entries[rank].deadline)
         text = (
-            f"{key[0]} {key[1]!r} timed out after {entries[first].asked.timeout_s:g} s of worker "
+            f"{_what(key)} timed out after {entries[first].asked.timeout_s:g} s of worker "
             f"{first}; missing: {workers_text(missing)}"
         )
         elsewhere = self._elsewhere(missing)
@@ -211,8 +221,15 @@ class Collectives:
 
 
 def _key(asked: Meeting) -> Key:
+    if isinstance(asked, Forget):
+        return "forget", ", ".join(asked.names)
     version = f" {asked.version}" if isinstance(asked, Dispute) else ""
     return type(asked).__name__.lower(), asked.name + version
+
+
+def _what(key: Key) -> str:
+    """Name a meeting; farewells may have long names."""
+    return f"{key[0]} {key[1][:200]!r}"
 
 
 def _dispute_text(meeting: _Meeting, silent: list[int]) -> str:
@@ -231,7 +248,7 @@ def _dispute_text(meeting: _Meeting, silent: list[int]) -> str:
     )
 
 
-def _root(entry: _Entry) -> int:
+def _root(entry: Entry) -> int:
     return entry.asked.root_rank if isinstance(entry.asked, Blob) else -1
 
 

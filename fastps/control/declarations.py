@@ -4,6 +4,8 @@
 Decides the id, the pieces and their servers of each tensor, runs the job's only Placement, and
 compares what each worker declares with what the first one declared. Pure: time is an argument,
 answers are returned as (peer, message) pairs. Knows nothing of connections.
+A name that all workers forget is dropped at once; its id is used again when every server has
+dropped its keys, and every worker has asked for something after it was told.
 Invariants: a declaration is answered exactly once, when every server holds all its keys or when
 that has become impossible; a poisoned tensor stays poisoned for the generation.
 """
@@ -11,19 +13,21 @@ that has become impossible; a poisoned tensor stays poisoned for the generation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from fastps.config import Config
-from fastps.control.collectives import Answers, join_names, workers_text
+from fastps.control.collectives import Answers, Entry, join_names, workers_text
 from fastps.control.protocol import (
     Declare,
     Declared,
     DeclaredTensor,
     DeclareKeys,
+    Done,
     Failed,
+    ForgetKeys,
     KeySpec,
     Layout,
     Pieces,
@@ -71,7 +75,7 @@ class _Tensor(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A declaration that waits for servers."""
+    """A declaration that waits for servers; or, of tensors that are none any more, a farewell."""
 
     rank: int
     peer: int
@@ -80,6 +84,15 @@ class _Waiting:
     deadline: float
     tensors: tuple[_Tensor, ...]
     batches: frozenset[int]
+    is_farewell: bool = False
+
+
+@dataclass
+class _Freed:
+    """Ids of forgotten tensors; free once the servers and all these ranks have dropped them."""
+
+    ids: list[int]
+    ranks: set[int]
 
 
 class Declarations:
@@ -99,6 +112,9 @@ class Declarations:
             built_in_hash_coef=config.built_in_hash_coef,
         )
         self._tensors: dict[str, _Tensor] = {}
+        self._freed: dict[int, _Freed] = {}  # by the batch of ForgetKeys
+        self._free_ids: list[int] = []
+        self._n_ids = 0
         self._n_pieces = 0
         self._masks: dict[int, int] = {}  # so that equal ones of many tensors are one object
         self._peers: dict[int, int] = {}  # by rank, of the workers that have declared
@@ -111,6 +127,7 @@ class Declarations:
         refusal = self._refuse(asked)
         if refusal is not None:
             return [(peer, Failed(asked.request, "config", refusal))]
+        self._note_forgotten(rank)
         out: Answers = []
         new: list[KeySpec] = []
         tensors: list[_Tensor] = []
@@ -126,7 +143,7 @@ class Declarations:
             tensors.append(tensor)
         self._peers[rank] = peer
         if new:
-            out += self._announce(tuple(new))
+            out += self._announce(DeclareKeys(self._batches, tuple(new)))
         batches = frozenset(tensor.batch for tensor in tensors)
         deadline = now + asked.timeout_s
         self._waiting.append(
@@ -143,6 +160,7 @@ class Declarations:
         if unready:
             return []
         del self._unready[batch]
+        self._reuse_ids()
         return self._settle()
 
     def keys_failed(self, server: int, batch: int, message: str) -> Answers:
@@ -152,12 +170,38 @@ class Declarations:
             if tensor.batch == batch and tensor.poison is None:
                 text = f"tensor {tensor.name!r}: server {server} cannot hold it: {message}"
                 out += self._poison(tensor, "error", text)
+        out += self._fail_farewells(batch, f"server {server} cannot forget: {message}")
         return out + self.keys_ready(server, batch) + self._settle()
+
+    def forget(self, names: tuple[str, ...], asked: Mapping[int, Entry]) -> Answers:
+        """Forget tensors, as all workers have asked; they hear of it when all servers have."""
+        refusal = self._refuse_farewell(names)
+        if refusal is not None:
+            return [
+                (entry.peer, Failed(entry.asked.request, "config", refusal))
+                for entry in asked.values()
+            ]
+        tensors = tuple(self._tensors.pop(name) for name in names)
+        facts = [tensor.facts for tensor in tensors]
+        for nbytes, owner in (piece for one in facts for piece in one.pieces):
+            self._placement.add_load(owner, -nbytes)
+            self._n_pieces -= 1
+        ids = [one.tensor_id for one in facts]
+        batch = self._batches
+        self._freed[batch] = _Freed(ids, set(asked))
+        for rank, entry in asked.items():
+            self._note_forgotten(rank, before=batch)
+            self._waiting.append(
+                _Waiting(rank, entry.peer, entry.asked.request, entry.asked.timeout_s,
+                         entry.deadline, tensors, frozenset([batch]), is_farewell=True)
+            )  # fmt: skip
+        return self._announce(ForgetKeys(batch, tuple(ids))) + self._settle()
 
     def remove(self, rank: int) -> None:
         """Forget a worker that left: nothing is sent to it any more."""
         self._waiting = [waiting for waiting in self._waiting if waiting.rank != rank]
         self._peers.pop(rank, None)
+        self._note_forgotten(rank)
 
     def fail_all(self, kind: str, message: str) -> Answers:
         """End every declaration that waits with the same error."""
@@ -168,6 +212,9 @@ class Declarations:
         """End the declarations that have waited too long."""
         late = [item for item in self._waiting if item.deadline <= now]
         self._waiting = [item for item in self._waiting if item.deadline > now]
+        for item in late:
+            if item.is_farewell:  # who is told so goes on using the ids
+                self._freed = {k: v for k, v in self._freed.items() if k not in item.batches}
         return [(item.peer, Failed(item.request, "stall", self._late_text(item))) for item in late]
 
     def next_deadline(self) -> float | None:
@@ -178,6 +225,34 @@ class Declarations:
         """List (peer, request) of everybody who waits."""
         for item in self._waiting:
             yield item.peer, item.request
+
+    def _refuse_farewell(self, names: tuple[str, ...]) -> str | None:
+        for name in names:
+            tensor = self._tensors.get(name)
+            if tensor is None or tensor.batch in self._unready:
+                return f"tensor {name!r} is not declared and cannot be forgotten"
+            if tensor.poison is not None:
+                return f"tensor {name!r} cannot be forgotten: {tensor.poison[1]}"
+        return None if len(set(names)) == len(names) else "a name appears twice"
+
+    def _note_forgotten(self, rank: int, before: int | None = None) -> None:
+        """Learn that a worker has dropped what it was told is forgotten: it asks for more."""
+        for batch, freed in self._freed.items():
+            if batch not in self._unready and batch != before:
+                freed.ranks.discard(rank)
+        self._reuse_ids()
+
+    def _reuse_ids(self) -> None:
+        for batch, freed in list(self._freed.items()):
+            if not freed.ranks and batch not in self._unready:
+                self._free_ids += self._freed.pop(batch).ids
+
+    def _fail_farewells(self, batch: int, message: str) -> Answers:
+        """Tell those who wait that a server keeps what it should forget; ids stay taken."""
+        self._freed.pop(batch, None)
+        failed = [item for item in self._waiting if item.is_farewell and batch in item.batches]
+        self._waiting = [item for item in self._waiting if item not in failed]
+        return [(item.peer, Failed(item.request, "error", message)) for item in failed]
 
     def _refuse(self, asked: Declare) -> str | None:
         """Check a whole batch before any of it takes effect."""
@@ -213,7 +288,8 @@ class Declarations:
         return most_pieces(nbytes, partition_bytes=spec.partition_bytes, placement=self._placement)
 
     def _add(self, spec: TensorSpec) -> tuple[_Tensor, KeySpec]:
-        tensor_id = len(self._tensors)
+        tensor_id = self._free_ids.pop() if self._free_ids else self._n_ids
+        self._n_ids = max(self._n_ids, tensor_id + 1)
         cut = cut_tensor(
             spec.nbytes,
             partition_bytes=spec.partition_bytes,
@@ -228,13 +304,11 @@ class Declarations:
         _, _, _, chunk_bytes, *terms = spec.layout
         return tensor, KeySpec(tensor_id, spec.name, spec.dtype, chunk_bytes, pieces, *terms)
 
-    def _announce(self, keys: tuple[KeySpec, ...]) -> Answers:
-        batch = self._batches
+    def _announce(self, keys: DeclareKeys | ForgetKeys) -> Answers:
         self._batches += 1
-        if not self._servers:
-            return []
-        self._unready[batch] = set(range(len(self._servers)))
-        return [(server, DeclareKeys(batch, keys)) for server in self._servers]
+        if self._servers:
+            self._unready[keys.request_id] = set(range(len(self._servers)))
+        return [(server, keys) for server in self._servers]
 
     def _poison(self, tensor: _Tensor, kind: str, message: str) -> Answers:
         """Make a tensor unusable and tell those who declared it before."""
@@ -259,7 +333,9 @@ class Declarations:
         self._waiting = still
         return out
 
-    def _outcome(self, item: _Waiting) -> Declared | Failed | None:
+    def _outcome(self, item: _Waiting) -> Declared | Done | Failed | None:
+        if item.is_farewell:
+            return Done(item.request) if item.batches.isdisjoint(self._unready) else None
         poisons = [tensor.poison for tensor in item.tensors if tensor.poison is not None]
         if poisons:
             lines = [message for _, message in poisons[:MAX_POISON_LINES]]
@@ -279,9 +355,10 @@ class Declarations:
     def _late_text(self, item: _Waiting) -> str:
         servers = sorted(set().union(*(self._unready.get(batch, ()) for batch in item.batches)))
         names = [repr(tensor.name) for tensor in item.tensors]
+        what = "forgetting" if item.is_farewell else "declaring"
         missing = join_names([f"server {index}" for index in servers])
         return (
-            f"declaring {join_names(names)} timed out after {item.timeout_s:g} s; "
+            f"{what} {join_names(names)} timed out after {item.timeout_s:g} s; "
             f"not ready: {missing}; raise FASTPS_OP_TIMEOUT_S if they are only slow"
         )
 

@@ -113,8 +113,8 @@ class Membership:
         self._is_finished = False
         self._end_reason = ""
         self._end_code = 0
-        self._collectives = Collectives(config.size)
         self._declarations = Declarations(config, servers=())
+        self._collectives = Collectives(config.size, self._declarations.forget)
 
     # ---- what happened ----
 
@@ -303,10 +303,10 @@ class Membership:
             return
         self.phase = Phase.RUNNING
         self._notes.clear()
-        self._collectives = Collectives(self._config.size)
         self._declarations = Declarations(
             self._config, servers=[item.peer for item in plan.serving], weights=plan.weights
         )
+        self._collectives = Collectives(self._config.size, self._declarations.forget)
         for index, item in enumerate(plan.serving):
             item.server_index = index
         for group in (servers, workers):

@@ -255,6 +255,17 @@ class Blob(_Message, frozen=True):
     timeout_s: Seconds
 
 
+class Forget(_Message, frozen=True):
+    """Forget tensors that this worker uses no more; all workers must ask for the same ones.
+
+    Answered by Done when every server has dropped their keys.
+    """
+
+    request: Id
+    names: tuple[Name, ...]
+    timeout_s: Seconds
+
+
 class Dispute(_Message, frozen=True):
     """Say what was started on a tensor whose workers started different operations.
 
@@ -270,13 +281,13 @@ class Dispute(_Message, frozen=True):
 
 
 class KeysReady(_Message, frozen=True):
-    """A server can take pushes for the keys of one DeclareKeys."""
+    """A server can take pushes for the keys of one DeclareKeys, or has dropped others."""
 
     request_id: Id
 
 
 class KeysFailed(_Message, frozen=True):
-    """A server cannot hold the keys of one DeclareKeys."""
+    """A server cannot hold the keys of one DeclareKeys, or cannot drop others."""
 
     request_id: Id
     message: Text
@@ -308,7 +319,7 @@ class Malformed(_Record, frozen=True):
     message: Text
 
 
-Meeting: TypeAlias = Barrier | Blob | Dispute  # all workers must come
+Meeting: TypeAlias = Barrier | Blob | Forget | Dispute  # all workers must come
 Request: TypeAlias = Join | AwaitStart | Declare | Meeting | Leave  # are answered
 ToScheduler: TypeAlias = Request | KeysReady | KeysFailed | ReportLost
 
@@ -399,6 +410,13 @@ class DeclareKeys(_Message, frozen=True):
     tensors: tuple[KeySpec, ...]
 
 
+class ForgetKeys(_Message, frozen=True):
+    """Servers only: drop these tensors, then say KeysReady or KeysFailed; ids are used again."""
+
+    request_id: Id
+    tensor_ids: tuple[Id, ...]
+
+
 class NewGeneration(_Message, frozen=True):
     """Servers only: all workers left; forget all keys."""
 
@@ -418,7 +436,14 @@ class JobOver(_Message, frozen=True):
 
 
 Event: TypeAlias = (
-    PeerLost | PeerLeft | TensorPoisoned | DeclareKeys | NewGeneration | NewJob | JobOver
+    PeerLost
+    | PeerLeft
+    | TensorPoisoned
+    | DeclareKeys
+    | ForgetKeys
+    | NewGeneration
+    | NewJob
+    | JobOver
 )
 Answer: TypeAlias = Joined | Started | Declared | BlobData | Done | Failed
 ToMember: TypeAlias = Event | Answer

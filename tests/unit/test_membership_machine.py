@@ -22,6 +22,9 @@ from hypothesis.stateful import (
 from fastps.control.membership import Phase
 from fastps.control.protocol import (
     DeclareKeys,
+    Dispute,
+    Forget,
+    ForgetKeys,
     Joined,
     KeysFailed,
     KeysReady,
@@ -121,11 +124,28 @@ class MembershipMachine(RuleBasedStateMachine):
         self.ask(peer, self.driver.declare(peer, *specs, timeout_s=timeout_s))
 
     @precondition(lambda self: self.members())
+    @rule(pick=PICK, names=st.lists(st.sampled_from("uvw"), min_size=1, max_size=2))
+    def forget(self, pick: int, names: list[str]) -> None:
+        members, number = self.members(), self.driver.request()
+        peer = members[pick % len(members)]
+        self.ask(peer, number)
+        self.driver.say(peer, Forget(number, tuple(names), 5.0))
+
+    @precondition(lambda self: self.members())
+    @rule(pick=PICK, version=st.integers(1, 2), started=st.sampled_from(["a sum", "an average"]))
+    def dispute(self, pick: int, version: int, started: str) -> None:
+        members, number = self.members(), self.driver.request()
+        peer = members[pick % len(members)]
+        self.ask(peer, number)
+        self.driver.say(peer, Dispute(number, "w", version, started, 2.0))
+
+    @precondition(lambda self: self.members())
     @rule(is_good=st.sampled_from([True, True, True, False]))
     def answer_keys(self, is_good: bool) -> None:
         for server in self.members():
-            for event in self.driver.events(server, DeclareKeys)[-2:]:
-                assert isinstance(event, DeclareKeys)
+            asked = self.driver.events(server, DeclareKeys)[-2:]
+            for event in asked + self.driver.events(server, ForgetKeys)[-2:]:
+                assert isinstance(event, DeclareKeys | ForgetKeys)
                 number = event.request_id
                 message = KeysReady(number) if is_good else KeysFailed(number, "no memory")
                 self.driver.say(server, message)
@@ -213,6 +233,17 @@ class MembershipMachine(RuleBasedStateMachine):
                     assert [member.rank for member in job.workers] == list(range(SIZE))
                     total = SERVERS + JOINT * self.is_joint
                     assert [member.rank for member in job.servers] == list(range(total))
+
+    @invariant()
+    def ids_are_unique(self) -> None:
+        table = self.driver.machine._declarations
+        used = [tensor.facts.tensor_id for tensor in table._tensors.values()]
+        resting = [number for freed in table._freed.values() for number in freed.ids]
+        numbers = used + resting + table._free_ids
+        assert len(numbers) == len(set(numbers))
+        assert sum(table._placement.loads) == sum(
+            nbytes for tensor in table._tensors.values() for nbytes, _ in tensor.facts.pieces
+        )
 
     @invariant()
     def generation_grows(self) -> None:

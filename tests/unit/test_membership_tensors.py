@@ -23,6 +23,8 @@ from fastps.control.protocol import (
     Dispute,
     Done,
     Failed,
+    Forget,
+    ForgetKeys,
     KeysFailed,
     KeysReady,
     Malformed,
@@ -314,6 +316,158 @@ class TestBarriers:
         assert failed.kind == "config"
         number = driver.barrier(workers[1])
         assert driver.last(workers[1]) == Done(number)
+
+
+def forget(driver: Driver, peer: int, *names: str, timeout_s: float = 10.0) -> int:
+    number = driver.request()
+    driver.say(peer, Forget(number, names, timeout_s))
+    return number
+
+
+class TestForgetting:
+    def declared(self, driver: Driver, workers: list[int], servers: list[int], name: str) -> int:
+        """Let all workers declare a name; give its id."""
+        for peer in workers:
+            driver.declare(peer, make_spec(name, (5000,)))
+        if servers:
+            make_ready(driver, servers)
+        answers = [driver.last(peer) for peer in workers]
+        assert all(isinstance(answer, Declared) for answer in answers)
+        return answers[0].tensors[0].tensor_id  # type: ignore[union-attr]
+
+    def forgotten(self, driver: Driver, workers: list[int], servers: list[int], name: str) -> None:
+        for peer in workers:
+            forget(driver, peer, name)
+        for server in servers:
+            event = driver.events(server, ForgetKeys)[-1]
+            assert isinstance(event, ForgetKeys)
+            driver.say(server, KeysReady(event.request_id))
+        assert all(isinstance(driver.last(peer), Done) for peer in workers)
+
+    def test_it_waits_for_all_workers_and_all_servers(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        tensor_id = self.declared(driver, workers, servers, "w")
+        forget(driver, workers[1], "w")
+        assert not driver.events(servers[0], ForgetKeys)
+        forget(driver, workers[0], "w")
+        event = driver.last(servers[1])
+        assert isinstance(event, ForgetKeys)
+        assert event.tensor_ids == (tensor_id,)
+        driver.say(servers[0], KeysReady(event.request_id))
+        assert not driver.events(workers[0], Done)
+        driver.say(servers[1], KeysReady(event.request_id))
+        assert driver.events(workers[0], Done)
+        assert driver.events(workers[1], Done)
+        driver.declare(workers[0], make_spec("w", (3,)))  # another shape: it is a new tensor
+        make_ready(driver, servers)
+        assert isinstance(driver.last(workers[0]), Declared)
+
+    def test_an_id_is_used_again_when_every_worker_has_dropped_it(self) -> None:
+        """A worker that asks for something more has carried out what it was told before."""
+        driver = Driver()
+        workers, servers = driver.start()
+        first = self.declared(driver, workers, servers, "a")
+        self.forgotten(driver, workers, servers, "a")
+        driver.declare(workers[0], make_spec("b"))  # worker 1 may still hold the id
+        make_ready(driver, servers)
+        answer = driver.last(workers[0])
+        assert isinstance(answer, Declared)
+        assert answer.tensors[0].tensor_id != first
+        driver.declare(workers[1], make_spec("b"))
+        assert self.declared(driver, workers, servers, "c") == first
+
+    @pytest.mark.parametrize("num_servers", [0, 2])
+    def test_thousands_of_cycles_leave_nothing_behind(self, num_servers: int) -> None:
+        driver = Driver(num_servers=num_servers)
+        workers, servers = driver.start()
+        self.declared(driver, workers, servers, "stays")
+        table, used = driver.machine._declarations, set()
+        loads = table._placement.loads
+        for step in range(2000):
+            used.add(self.declared(driver, workers, servers, f"nameless.{step}"))
+            self.forgotten(driver, workers, servers, f"nameless.{step}")
+            driver.sent.clear()
+            if step == 1000:
+                tracemalloc.start()
+        grown = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert used <= {1, 2, 3}
+        assert grown < 20_000
+        assert (len(table._tensors), table._n_pieces) == (1, 6 if num_servers else 5)
+        assert len(table._freed) + len(table._free_ids) + len(table._masks) < 8
+        assert table._placement.loads == loads
+        assert not driver.machine.pending()
+
+    def test_who_is_missing_is_named_and_nothing_is_forgotten(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        self.declared(driver, workers, servers, "w")
+        forget(driver, workers[0], "w", timeout_s=3.0)
+        driver.advance(3.0)
+        failed = driver.last(workers[0])
+        assert isinstance(failed, Failed)
+        assert failed.kind == "stall"
+        assert "forget 'w'" in failed.message
+        assert "worker 1" in failed.message
+        assert not driver.events(servers[0], ForgetKeys)
+        self.forgotten(driver, workers, servers, "w")
+
+    def test_a_server_that_cannot_forget_keeps_the_ids(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        first = self.declared(driver, workers, servers, "w")
+        for peer in workers:
+            forget(driver, peer, "w")
+        event = driver.last(servers[0])
+        assert isinstance(event, ForgetKeys)
+        driver.say(servers[0], KeysFailed(event.request_id, "still in use"))
+        for peer in workers:
+            failed = driver.last(peer)
+            assert isinstance(failed, Failed)
+            assert "server 0" in failed.message
+            assert "still in use" in failed.message
+        driver.say(servers[1], KeysReady(event.request_id))
+        ids = {self.declared(driver, workers, servers, f"v{step}") for step in range(5)}
+        assert first not in ids
+
+    def test_a_server_that_is_silent_keeps_the_ids(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        first = self.declared(driver, workers, servers, "w")
+        for peer in workers:
+            forget(driver, peer, "w", timeout_s=3.0)
+        driver.advance(3.0)
+        failed = driver.last(workers[0])
+        assert isinstance(failed, Failed)
+        assert "forgetting 'w' timed out" in failed.message
+        assert "server 0, server 1" in failed.message
+        driver.keep_alive()
+        ids = {self.declared(driver, workers, servers, f"v{step}") for step in range(5)}
+        assert first not in ids
+
+    @pytest.mark.parametrize("names", [("never",), ("w", "w"), ("w", "never")])
+    def test_what_cannot_be_forgotten(self, names: tuple[str, ...]) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        self.declared(driver, workers, servers, "w")
+        for peer in workers:
+            forget(driver, peer, *names)
+        for peer in workers:
+            failed = driver.last(peer)
+            assert isinstance(failed, Failed)
+            assert failed.kind == "config"
+        self.forgotten(driver, workers, servers, "w")
+
+    def test_a_worker_that_leaves_ends_the_wait(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        self.declared(driver, workers, servers, "w")
+        forget(driver, workers[0], "w")
+        driver.leave(workers[1])
+        failed = driver.last(workers[0])
+        assert isinstance(failed, Failed)
+        assert failed.kind == "peer_lost"
 
 
 class TestDispute:
