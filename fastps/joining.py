@@ -50,7 +50,6 @@ __all__ = ["Connections", "may_serve"]
 log = logging.getLogger(__name__)
 
 
-
 def _shares(config: Config) -> bool:
     """Tell whether this worker shares memory with others of its machine; log why it does not."""
     is_wanted = config.shared_memory and config.size > 1

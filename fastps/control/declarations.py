@@ -301,8 +301,8 @@ class Declarations:
         packed = _pack(_Facts(spec.layout, pieces, tensor_id))
         tensor = _Tensor(spec.name, packed, self._batches)
         self._tensors[spec.name] = tensor
-        _, _, _, chunk_bytes, *terms = spec.layout
-        return tensor, KeySpec(tensor_id, spec.name, spec.dtype, chunk_bytes, pieces, *terms)
+        terms = (spec.policy, spec.staleness)
+        return tensor, KeySpec(tensor_id, spec.name, spec.dtype, spec.chunk_bytes, pieces, *terms)
 
     def _announce(self, keys: DeclareKeys | ForgetKeys) -> Answers:
         self._batches += 1

@@ -10,7 +10,8 @@ The address is that of a C function
     int64_t f(const void* const* srcs, int64_t n_srcs, void* dst, int64_t count, const void* args)
 
 a rule, which makes one of many (see kernels.py). args: what it wants besides, for a sum the
-divisor as one int64_t. It returns 1 on success and a negative status of _core.pxd for bad arguments.
+divisor as one int64_t. It returns 1 on success, and a negative status of _core.pxd for bad
+arguments.
 """
 
 from fastps.reduce.library import sum_kernel, warm

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The asynchronous sum: workers of different speed, each answered at once, over every transport."""
+"""The asynchronous sum: workers of different speed, answered at once, over every transport."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ class Cluster:
         self.transport = InprocTransport()
         self.pools = [BufferPool() for _ in range(N_SERVERS)]
         self.stores = [
-            ServerStore(pool, index=i, n_members=N_WORKERS)
-            for i, pool in enumerate(self.pools)
+            ServerStore(pool, index=i, n_members=N_WORKERS) for i, pool in enumerate(self.pools)
         ]
         self.engines = [WorkerEngine(rank=rank, n_servers=N_SERVERS) for rank in range(N_WORKERS)]
         for rank, engine in enumerate(self.engines):

@@ -54,7 +54,8 @@ def divisor_at(divisor: int):
 
 def call(code: DType, sources: Sequence[np.ndarray], out: np.ndarray, divisor: int = 1) -> int:
     """Sum `sources` into `out`."""
-    return kernel(code)(table(sources), len(sources), out.ctypes.data, out.size, divisor_at(divisor))
+    args = divisor_at(divisor)
+    return kernel(code)(table(sources), len(sources), out.ctypes.data, out.size, args)
 
 
 def expected(code: DType, sources: Sequence[np.ndarray], divisor: int = 1) -> np.ndarray:

@@ -148,7 +148,7 @@ class KeyModel:
     def leave(self, rank: int) -> None:
         """Let the link of a worker end."""
         self.gone.add(rank)
-        for version, round_ in self.rounds.items():
+        for version in self.rounds:
             if self._is(version, RoundState.OPEN):
                 self._blame(version)
 

@@ -13,6 +13,7 @@ import pytest
 
 from fastps import config
 from fastps._core import BufferPool
+from fastps.contract import cast_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport._inproc import InprocTransport
@@ -251,7 +252,7 @@ def test_only_who_speaks_for_its_machine_goes_by_the_stages_of_the_links():
     """~a + ~b = ~(a + b + 1): a sum that is scrambled on two machines comes back one larger."""
     machines = [Machine(1), Machine(1, (2, 3))]
     pool = BufferPool()
-    store = ServerStore(pool, index=0, n_workers=4, n_machines=2)
+    store = ServerStore(pool, index=0, n_members=4)
     transport = InprocTransport()
     tensors = []
     for machine in machines:
@@ -262,7 +263,7 @@ def test_only_who_speaks_for_its_machine_goes_by_the_stages_of_the_links():
             transport.connect(engine, 0, store, rank)
     store.declare(
         1, n_partitions=N_PARTS, dtype=DType.INT32, itemsize=4, chunk_bytes=CHUNK,
-        partitions=[(i, PART, (i % 2, 2 + i % 2)) for i in range(N_PARTS)],
+        partitions=[(i, PART, cast_of(((0, 1), (2, 3)), i)) for i in range(N_PARTS)],
         kernel=sum_kernel(DType.INT32), inline_bytes=0,
     )  # fmt: skip
     tensors = [tensor for machine in machines for tensor in machine.declare()]

@@ -200,7 +200,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(code):
     addresses = (ctypes.c_void_p * 2)(a, b)
     assert function(addresses, 2, c, 8, None) == kernels.BAD_ARGUMENT
     assert (area == before).all()
-    assert function(None, 2, None, 0, divisor_at(1)) == 1  # nothing to sum, no address is looked at
+    assert function(None, 2, None, 0, divisor_at(1)) == 1  # no address is looked at
 
 
 @pytest.mark.parametrize("code", INTEGERS)

@@ -302,6 +302,12 @@ def test_a_broadcast_names_the_machine_of_its_root(make):
     assert server.error(3) == (2, MISMATCH, 3)
 
 
+def declare_with(server: Server, contributors: Any, readers: Any, options: Any) -> None:
+    """Declare a tensor of one partition with this cast."""
+    cast = Cast(contributors, readers, 1, 1)
+    server.store.declare(9, partitions=[(0, CHUNK, cast)], **options)
+
+
 def test_pushers_that_cannot_be_are_refused(make):
     server = make(3, pushers=(0, 2))
     options = {
@@ -321,8 +327,7 @@ def test_pushers_that_cannot_be_are_refused(make):
         ((-1,), (), "needs 1 to 4096 members"),
     ]:
         with pytest.raises(ValueError, match=complaint):
-            cast = Cast(contributors, readers, 1, 1)
-            server.store.declare(9, partitions=[(0, CHUNK, cast)], **options)
+            declare_with(server, contributors, readers, options)
     for quorum, divisor in [(0, 1), (3, 1), (2, 0)]:
         with pytest.raises(ValueError, match="the quorum and the divisor"):
             Cast((0, 1), (), quorum, divisor)

@@ -226,7 +226,7 @@ def test_names_are_forgotten_while_others_are_pushed(make):  # noqa: F811
     boxes: dict[tuple[int, int], list[int]] = {}
     lock = threading.Lock()
 
-    def take(server, rank: int, key: int, version: int, n: int) -> None:  # noqa: ANN001
+    def take(server, rank: int, key: int, version: int, n: int) -> None:
         """Receive n frames of a key; keep those of others for whom they concern."""
         while True:
             with lock:

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from store_model import Frame, KeyModel, Op, Part
 
 from fastps._core import BufferPool
-from fastps.errors import StallError
 from fastps.contract import cast_of
+from fastps.errors import StallError
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport._inproc import InprocTransport

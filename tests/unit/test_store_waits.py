@@ -100,7 +100,8 @@ def test_who_fails_a_sum_in_progress_holds_nobody_up(make):  # noqa: F811
     try:
         while not server.store.statistics()["rounds_failed"]:
             assert failer.is_alive()
-        server.post(1, values_of(1).tobytes()[CHUNK:], key=1 << 16, offset=CHUNK, chunk_bytes=CHUNK)
+        rest = values_of(1).tobytes()[CHUNK:]
+        server.post(1, rest, key=1 << 16, offset=CHUNK, chunk_bytes=CHUNK)
         assert server.error(1) == (1, MISMATCH, 0), "it lent nothing, so it may know"
         with pytest.raises(StallError):  # who lent hears of it when the sum is over
             server.boxes[0].receive(timeout_s=0.05)
