@@ -23,6 +23,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -113,7 +114,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 GRACE_S = 2.0  # how much longer the client waits than the scheduler
-NOTICE_S = 5.0  # for messages that nobody waits for: to be written, not answered
+NOTICE_S = 5.0  # for each message that nobody waits for: to be written, not answered
 PULSE_PAYLOAD = b"\x01"
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
@@ -147,6 +148,7 @@ class ControlClient:
         self._on_event = on_event
         self._pid = os.getpid()
         self._send_lock = threading.Lock()  # one frame at a time; taken alone
+        self._unsent: deque[bytearray] = deque()  # what waits for it, of messages without answer
         self._lock = threading.Lock()  # _pending, _cause, _is_closed; never held while waiting
         self._pending: dict[int, Future[Answer]] = {}
         self._numbers = itertools.count(1)
@@ -421,25 +423,41 @@ class ControlClient:
         return future
 
     def _tell(self, message: ToScheduler) -> None:
-        """Send a message without answer; what nobody can hear any more is dropped."""
+        """Send a message without answer; behind what another thread is still sending, if so.
+
+        Waits for no other thread: the reader tells too, and has news for everybody.
+        """
         self._check_usable()
-        try:
-            self._write(pack_to_scheduler(message), time.monotonic() + NOTICE_S)
-        except TimeoutError as error:
-            log.warning("%s not sent: %s", type(message).__name__, error)
+        self._unsent.append(pack_to_scheduler(message))
+        self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        """Send what others could not; whoever cannot either leaves it to who holds the lock."""
+        while self._unsent and self._send_lock.acquire(blocking=False):
+            try:
+                while self._unsent:
+                    self._write_locked(self._unsent.popleft(), time.monotonic() + NOTICE_S)
+            finally:
+                self._send_lock.release()
 
     def _write(self, frame: bytearray, deadline: float) -> None:
-        """Send a frame; a failure ends the connection, and the reader tells everybody."""
+        """Send a frame, and what others wanted to tell meanwhile."""
         if not self._send_lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise TimeoutError("another thread is still sending")
+        try:
+            self._write_locked(frame, deadline)
+        finally:
+            self._send_lock.release()
+        self._send_unsent()
+
+    def _write_locked(self, frame: bytearray, deadline: float) -> None:
+        """Write to the socket; a failure ends the connection, and the reader tells everybody."""
         try:
             sockets.write_all(self._sock, frame, deadline=deadline)
         except OSError as error:
             self._write_failure = f"cannot send to it: {error.strerror or error}"
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
-        finally:
-            self._send_lock.release()
 
     # ---- the reader thread ----
 

@@ -30,6 +30,7 @@ from control_cluster import (
 from fastps import _core
 from fastps.auth import derive_key
 from fastps.control.client import (
+    NOTICE_S,
     ControlClient,
     DeclareKeys,
     Event,
@@ -40,7 +41,7 @@ from fastps.control.client import (
     TensorPoisoned,
     TensorSpec,
 )
-from fastps.control.protocol import MAX_BLOB_BYTES
+from fastps.control.protocol import MAX_BLOB_BYTES, KeysReady, pack_to_scheduler
 from fastps.errors import (
     ConfigError,
     FastPSError,
@@ -69,6 +70,23 @@ class TestWork:
             assert workers[0].client.local_address == "127.0.0.1"
             expected = derive_key(scheduler.config().token_bytes(), "data", "job")
             assert all(member.client.data_key == expected for member in workers + servers)
+
+    def test_a_server_that_is_sending_answers_all_the_same(self) -> None:
+        """What the reader tells meanwhile is sent after it, and keeps nobody: it was dropped."""
+        with (
+            started_job(size=1, num_servers=1) as (_, workers, servers),
+            ThreadPoolExecutor(1) as pool,
+        ):
+            client = servers[0].client
+            with client._send_lock:  # as a thread whose bytes the scheduler does not read
+                declared = pool.submit(workers[0].client.declare, make_specs(1), timeout_s=WAIT_S)
+                servers[0].told.wait_for(DeclareKeys)
+                began = time.monotonic()
+                client.report_lost("worker", 7, "nobody has that number")
+                assert seconds_since(began) < NOTICE_S / 2
+                assert not declared.done()
+            client._write(pack_to_scheduler(KeysReady(99)), time.monotonic() + WAIT_S)
+            assert len(declared.result(WAIT_S)) == 1
 
     def test_declare_200_tensors_at_once(self) -> None:
         with started_job() as (_, workers, servers):
