@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as stack:
             return _measure(options, lambda: _start(options, stack))
     except (BenchError, FastPSError) as error:
-        sys.stderr.write(f"fastps-bench: {error}\n")
+        # The launcher tells who only missed another by the name of the error.
+        kind = "" if isinstance(error, BenchError) else f"{type(error).__name__}: "
+        sys.stderr.write(f"fastps-bench: {kind}{error}\n")
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("fastps-bench: stopped\n")
