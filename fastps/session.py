@@ -46,11 +46,11 @@ from fastps.errors import (
 from fastps.objects import decode_object, encode_object
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
-from fastps.worker._tensor import PlannedTensor
 from fastps.worker.handle import Array, Handle, LocalHandle
 
 if TYPE_CHECKING:
     from fastps.control.client import ControlClient
+    from fastps.worker._tensor import PlannedTensor
 
 __all__ = ["Session", "current"]
 

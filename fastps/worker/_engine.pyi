@@ -24,7 +24,6 @@ class WorkerEngine(LinkOwner):
         partitions: Sequence[tuple[int, int, int]] = ...,
         itemsize: int = 1,
         kernel: int = 0,
-        policy: int = 1,
         version: int = 0,
     ) -> PlannedTensor: ...
     def forget(self, tensor: PlannedTensor) -> None: ...

@@ -129,13 +129,13 @@ cdef class WorkerEngine(LinkOwner):
 
     def declare(self, uint64_t tensor_id, str name, *, uint64_t nbytes, uint8_t dtype,
                 uint32_t chunk_bytes=0, partitions=(), uint32_t itemsize=1, uintptr_t kernel=0,
-                uint8_t policy=1, uint32_t version=0):
+                uint32_t version=0):
         """Make the records of one tensor.
 
         partitions: (offset, nbytes, owner) of each; without servers none. itemsize, kernel:
-        element size and address of the sum of shared memory. policy: of its contract. version:
-        its operations count on from here; for an id that was forgotten, the largest version that
-        any member had reached. Raises ProtocolError when the pieces do not fit the tensor.
+        element size and address of the sum of shared memory. version: its operations count on
+        from here; for an id that was forgotten, the largest version that any member had reached.
+        Raises ProtocolError when the pieces do not fit the tensor.
         """
         cdef PlannedTensor tensor = PlannedTensor()
         cdef Record* record = &tensor.record
@@ -152,7 +152,6 @@ cdef class WorkerEngine(LinkOwner):
         record.tensor_id = tensor_id
         record.nbytes = nbytes
         record.dtype = dtype
-        record.policy = policy
         record.chunk_bytes = chunk_bytes
         record.born = record.version = version
         completion_reset(&record.done, 0)

@@ -38,7 +38,6 @@ cdef struct Record:             # one declared tensor and its operation in fligh
     uint64_t tensor_id
     uint64_t nbytes
     uint8_t dtype
-    uint8_t policy              # of its contract, on its servers
     uint32_t chunk_bytes
     uint32_t born               # version of the last operation before it was declared
     uint32_t version            # of the operation in flight, or of the last one
