@@ -18,8 +18,8 @@ from fastps._core cimport (
     completion_wait, deadline_of, now_ns,
 )
 from fastps.transport._link cimport (
-    KICK_WAKE, Link, LinkOwner, LinkSlot, SendItem, slot_acquire, slot_release, slot_retire,
-    slot_set,
+    KICK_WAKE, LINK_CAN_PROMISE, Link, LinkOwner, LinkSlot, SendItem, slot_acquire, slot_release,
+    slot_retire, slot_set,
 )
 from fastps.wire cimport KIND_PUSH, KIND_RESULT, Header
 
@@ -260,7 +260,8 @@ cdef class PushBoard(Board):
         cdef int status
         if link == NULL:
             raise error_of(E_PEER_LOST, "the link has ended")
-        if place.output != NULL and place.output != <char*>&output[0] and link.withdraw != NULL:
+        if (place.output != NULL and place.output != <char*>&output[0]
+                and link.capabilities & LINK_CAN_PROMISE):
             link.withdraw(link, key, False)
         slot_release(&self.state.slot)
         place.output = <char*>&output[0]

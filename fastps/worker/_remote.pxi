@@ -121,8 +121,8 @@ cdef void deliver_to(Part* part, Link* link, const Header* header) noexcept nogi
         take_in(part, link, header)
     fps_store32(&part.is_landing, 0)
     fps_fence()
-    if fps_load32(&part.failing) and (
-            part.is_withdrawn or not link.capabilities & LINK_CAN_PROMISE):
+    if (fps_load32(&part.failing)
+            and (part.is_withdrawn or not link.capabilities & LINK_CAN_PROMISE)):
         fail_landed(part, link)
 
 
