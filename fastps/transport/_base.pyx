@@ -404,6 +404,7 @@ cdef int watch(IoThread* io, int operation, int fd, uint32_t events, uint64_t wh
     cdef epoll_event event
     event.events = events
     event.data.u64 = what
+    io.is_watching |= what != 0
     return epoll_ctl(io.epoll_fd, operation, fd, &event)
 
 
@@ -448,7 +449,9 @@ cdef void serve_timers(IoThread* io) noexcept nogil:
 cdef int wait_events(IoThread* io, epoll_event* events, int64_t spin_until) noexcept nogil:
     """Poll with sched_yield until spin_until, then sleep until something happens."""
     cdef int timeout = -1
-    cdef int count = epoll_wait(io.epoll_fd, events, MAX_EVENTS, 0)
+    cdef int count = 0
+    if io.is_watching:
+        count = epoll_wait(io.epoll_fd, events, MAX_EVENTS, 0)
     while count == 0 and not fps_load32(&io.n_kicked) and now_ns() < spin_until:
         sched_yield()
         count = epoll_wait(io.epoll_fd, events, MAX_EVENTS, 0)

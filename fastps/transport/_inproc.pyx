@@ -128,10 +128,8 @@ cdef int move_frames(InprocLink* link) noexcept nogil:
 cdef int inproc_serve(BaseLink* base) noexcept nogil:
     """Move what waits in either direction."""
     cdef InprocLink* twin = (<InprocLink*>base).twin
-    cdef int status = move_frames(twin)
-    if status == OK and not base.is_over and not twin.base.is_over:
-        settle(&twin.base, move_frames(<InprocLink*>base))
-    return status
+    settle(&twin.base, move_frames(<InprocLink*>base))
+    return OK if base.is_over or twin.base.is_over else move_frames(twin)
 
 
 cdef void inproc_stop(BaseLink* base, int status) noexcept nogil:
