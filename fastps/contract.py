@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from fastps.partition import pusher_of
-
 MAX_CAST = 4096  # members of one cast: the table of a sum's sources lives on the stack
 
 
@@ -79,6 +77,11 @@ class Contract:
     codec: Codec = Codec.NONE
     policy: Policy = Policy.SUM
     staleness: int = 0
+
+
+def pusher_of(machine_ranks: Sequence[int], partition: int) -> int:
+    """Choose the worker of a machine that pushes and pulls a partition for all of them."""
+    return machine_ranks[partition % len(machine_ranks)]
 
 
 def cast_of(machines: Sequence[Sequence[int]], partition: int, epoch: int = 0) -> Cast:

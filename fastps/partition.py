@@ -36,7 +36,6 @@ __all__ = [
     "link_counts",
     "make_partitions",
     "most_pieces",
-    "pusher_of",
     "server_weights",
     "tensor_of",
 ]
@@ -89,11 +88,6 @@ def make_partitions(tensor_id: int, nbytes: int, partition_bytes: int) -> list[t
     check_tensor(nbytes, partition_bytes=partition_bytes, n_owners=0)
     step = _round_up(partition_bytes)
     return [(offset, min(step, nbytes - offset)) for offset in range(0, max(nbytes, 1), step)]
-
-
-def pusher_of(machine_ranks: Sequence[int], index: int) -> int:
-    """Choose the worker of a machine that pushes and pulls a partition for all of them."""
-    return machine_ranks[index % len(machine_ranks)]
 
 
 def server_weights(n_machines: int, n_servers: int, *, is_colocated: bool) -> tuple[int, ...]:

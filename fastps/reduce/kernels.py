@@ -387,9 +387,9 @@ def _sum(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
     srcs: table of n_srcs addresses of element[count], contiguous, aligned to the element, IN.
     dst: element[count], OUT; each source is dst itself or disjoint from it. args: int64[1], IN,
     the divisor, 1 to MAX_DIVISOR (bool: 1). Floats are multiplied by 1 / divisor in the
-    accumulator's type; integers wrap, then divide towards minus infinity; bool is a logical or. Runs without the
-    GIL; allocates nothing; (n_srcs + 1) * count elements of memory traffic. Returns OK, or
-    BAD_ARGUMENT before anything was written.
+    accumulator's type; integers wrap, then divide towards minus infinity; bool is a logical or.
+    Runs without the GIL; allocates nothing; (n_srcs + 1) * count elements of memory traffic.
+    Returns OK, or BAD_ARGUMENT before anything was written.
     """
     if _address(args) == 0:
         return BAD_ARGUMENT

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from fastps import _core
 from fastps.config import Config
-from fastps.contract import cast_of
+from fastps.contract import Cast, cast_of
 from fastps.control.blame import cause_of_link
 from fastps.control.client import ControlClient
 from fastps.control.protocol import DeclareKeys, Job, KeySpec
@@ -62,6 +62,7 @@ class DataPlane:
         self._config = config
         self._client = client
         self._job = client.job
+        self._casts: dict[int, Cast] = {}
         self._ending = threading.Event()
         self._has_warned = False
         self._rdma = self._open_rdma()
@@ -191,7 +192,7 @@ class DataPlane:
             spec.tensor_id,
             n_partitions=len(spec.pieces),
             partitions=[
-                (index, nbytes, cast_of(self._job.machines, index, self._job.generation))
+                (index, nbytes, self._cast(index))
                 for index, (nbytes, owner) in enumerate(spec.pieces)
                 if owner == self.index
             ],
@@ -203,6 +204,12 @@ class DataPlane:
             policy=spec.policy,
             staleness=spec.staleness,
         )
+
+    def _cast(self, index: int) -> Cast:
+        """Give the cast of a partition, the same for all tensors."""
+        if index not in self._casts:
+            self._casts[index] = cast_of(self._job.machines, index, self._job.generation)
+        return self._casts[index]
 
     # ---- generations ----
 
@@ -216,6 +223,7 @@ class DataPlane:
             old, self.store = self.store, self._make_store(job)
             old.wake()
             old.close(timeout_s=self._config.shutdown_timeout_s)
+        self._casts.clear()
         self._job = job  # last: now its workers are let in
         if self._rdma is not None:
             self._rdma.forget_failures()

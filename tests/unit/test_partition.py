@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fastps import config
 from fastps import partition as p
+from fastps.contract import pusher_of
 from fastps.errors import ConfigError
 from fastps.partition import (
     Placement,
@@ -19,7 +20,6 @@ from fastps.partition import (
     cut_tensor,
     link_counts,
     make_partitions,
-    pusher_of,
     server_weights,
 )
 
