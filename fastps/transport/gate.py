@@ -214,6 +214,14 @@ class GateThread:
             self._loop.close()
         self._gate.close_listeners()
 
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child, where the thread does not exist."""
+        self._gate.close_listeners()
+        for name in ("_ssock", "_csock"):  # a loop that seems to run cannot be closed
+            sock = getattr(self._loop, name, None)
+            if sock is not None:
+                sock.close()
+
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(self._gate.serve(self._stopped))

@@ -42,7 +42,7 @@ __all__ = ["Node", "PeerState", "PeerTable"]
 log = logging.getLogger(__name__)
 
 
-class Place(Protocol):
+class _Place(Protocol):
     """How a member is reached: control.protocol.Member is one."""
 
     @property
@@ -132,7 +132,7 @@ class Node:
         self._config = config
         self._key = key
         self._device = device
-        self._places: Sequence[Place] = ()
+        self._places: Sequence[_Place] = ()
         self._me = self._generation = 0
         self._owner: LinkOwner | None = None
         self._table = PeerTable(0)
@@ -146,7 +146,7 @@ class Node:
 
     # ---- doors ----
 
-    def join(self, places: Sequence[Place], *, me: int, generation: int) -> None:
+    def join(self, places: Sequence[_Place], *, me: int, generation: int) -> None:
         """Take the members of a job by number; what links there were have ended."""
         with self._changed:
             self._places, self._me, self._generation = places, me, generation
@@ -232,7 +232,7 @@ class Node:
 
     # ---- dialling ----
 
-    def _dial(self, member: Place, peer: int) -> tuple[int, bool]:
+    def _dial(self, member: _Place, peer: int) -> tuple[int, bool]:
         """Give a connection that the member let in, and whether RDMA is to follow on it."""
         is_rdma = self._takes_rdma(member)
         is_near = self._config.unix_sockets and member.host_id == self._places[self._me].host_id
@@ -248,7 +248,7 @@ class Node:
         )
         return descriptor, is_rdma
 
-    def _takes_rdma(self, member: Place) -> bool:
+    def _takes_rdma(self, member: _Place) -> bool:
         mode = self._config.transport
         if mode != "rdma" and member.host_id == self._places[self._me].host_id:
             return False  # Unix sockets are the shorter way
@@ -346,7 +346,8 @@ class Node:
         self._tcp = self._rdma = None
 
     def abandon(self) -> None:
-        """Close the links' descriptors in a forked child."""
+        """Close the descriptors in a forked child."""
+        self._listener.abandon()
         for transport in (self._tcp, self._rdma):
             if transport is not None:
                 transport.abandon()

@@ -12,12 +12,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastps.control.protocol import DeclaredTensor
 from fastps.errors import FastPSError, PeerLostError, ProtocolError, ShutdownError, StallError
-from fastps.partition import check_pieces
 from fastps.transport._inproc import InprocTransport
 from fastps.transport._mailbox import Mailbox
 from fastps.types import DType
@@ -600,29 +597,6 @@ def test_an_answer_that_does_not_fit_the_tensor_is_refused(job, what):
             partitions=partitions,
         )  # fmt: skip
     assert job.engine.statistics()["tensors"] == 1
-
-
-@given(
-    pieces=st.lists(
-        st.tuples(st.integers(0, 200), st.integers(0, 200), st.integers(0, 2)), max_size=4
-    ),
-    nbytes=st.integers(0, 400),
-)
-def test_pieces_fit_only_if_they_cover_the_tensor_once(pieces, nbytes):
-    covered = [byte for offset, length, _ in pieces for byte in range(offset, offset + length)]
-    in_order = [offset for offset, _, _ in pieces] == [
-        sum(length for _, length, _ in pieces[:index]) for index in range(len(pieces))
-    ]
-    fits = (
-        bool(pieces) and in_order and covered == list(range(nbytes))
-        and all(owner < 2 for _, _, owner in pieces)
-    )  # fmt: skip
-    try:
-        check_pieces("t", nbytes, CHUNK, pieces, 2)
-    except ProtocolError:
-        assert not fits
-    else:
-        assert fits
 
 
 # ---- tensors that are forgotten ----

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from fastps import config
 from fastps import partition as p
 from fastps.contract import pusher_of
-from fastps.errors import ConfigError
+from fastps.errors import ConfigError, ProtocolError
 from fastps.partition import (
     Placement,
+    check_pieces,
     check_tensor,
     cut_tensor,
     link_counts,
@@ -28,6 +29,29 @@ INDEXES = st.integers(0, p.MAX_PARTITIONS - 1)
 KEYS = st.builds(p.key_of, TENSORS, INDEXES)
 WEIGHTS = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
 HASHES = st.sampled_from(["bytes", *p.KEY_HASHES])
+
+
+@given(
+    pieces=st.lists(
+        st.tuples(st.integers(0, 200), st.integers(0, 200), st.integers(0, 2)), max_size=4
+    ),
+    nbytes=st.integers(0, 400),
+)
+def test_pieces_fit_only_if_they_cover_the_tensor_once(pieces, nbytes):
+    covered = [byte for offset, length, _ in pieces for byte in range(offset, offset + length)]
+    in_order = [offset for offset, _, _ in pieces] == [
+        sum(length for _, length, _ in pieces[:index]) for index in range(len(pieces))
+    ]
+    fits = (
+        bool(pieces) and in_order and covered == list(range(nbytes))
+        and all(owner < 2 for _, _, owner in pieces)
+    )  # fmt: skip
+    try:
+        check_pieces("t", nbytes, 64, pieces, 2)
+    except ProtocolError:
+        assert not fits
+    else:
+        assert fits
 
 
 @given(nbytes=st.integers(0, 1 << 22), step=st.integers(64, 1 << 20))
