@@ -39,7 +39,7 @@ or all when there are no engines, on the I/O thread that brought the last arriva
 the only lock; no sum happens under it and nothing waits under it.
 """
 
-from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t
+from libc.stdint cimport int8_t, int32_t, int64_t, uint16_t, uint32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 

@@ -28,19 +28,16 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from fastps._atomic cimport fps_add32, fps_fence, fps_load32, fps_store32, fps_swap32
-from fastps._posix cimport (
-    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
-    sched_yield,
-)
+from fastps._posix cimport pthread_mutex_destroy, pthread_mutex_init, sched_yield
 from fastps._table cimport MAX_RECORDS, IdTable, table_clear, table_each, table_get, table_put
 from fastps._core cimport (
-    E_NOMEM, E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_LANDING, OK, BufferPool, completion_is_done,
-    completion_part_done, completion_reset, completion_wait, deadline_of, probe_hit, now_ns,
+    E_PROTOCOL, PROBE_SERVER_LANDING, OK, BufferPool, completion_is_done, completion_part_done,
+    completion_reset, completion_wait, deadline_of, probe_hit, now_ns,
     queue_close, queue_create, queue_free, queue_pop, thread_create, thread_join,
 )
 from fastps.server._accumulate cimport ACCUMULATE_POLICY
 from fastps.server._policy cimport (
-    NOBODY, Cast, Engine, Entry, Job, Policy, Seat, Store, Tensor, length_at, rule_fn,
+    NOBODY, Cast, Engine, Entry, Job, Seat, Store, Tensor, length_at, rule_fn,
 )
 from fastps.server._rounds cimport SUM_POLICY
 from fastps.transport._link cimport Link, LinkOwner, slot_retire, slot_set

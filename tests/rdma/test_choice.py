@@ -127,7 +127,7 @@ def test_a_device_that_fails_gives_way_to_tcp_only_under_auto(monkeypatch, caplo
 
 def test_a_server_without_rdma_refuses_such_a_link():
     plane = DataPlane.__new__(DataPlane)
-    plane._generation, plane._rdma = 1, None
+    plane._job, plane._rdma = SimpleNamespace(generation=1), None  # type: ignore[assignment]
     near, far = socket.socketpair()
     with near:
         descriptor = far.detach()

@@ -95,18 +95,18 @@ def test_who_fails_a_sum_in_progress_holds_nobody_up(make):  # noqa: F811
     server.post(0, lent, chunk_bytes=CHUNK, key=1 << 16)
     server.post(1, values_of(1).tobytes()[:CHUNK], key=1 << 16)
     assert gate.begun.wait(TIMEOUT_S)
-    failer = threading.Thread(target=server.store.fail_tensor, args=(1, MISMATCH))
-    failer.start()
+    failing = threading.Thread(target=server.store.fail_tensor, args=(1, MISMATCH))
+    failing.start()
     try:
         while not server.store.statistics()["rounds_failed"]:
-            assert failer.is_alive()
+            assert failing.is_alive()
         rest = values_of(1).tobytes()[CHUNK:]
         server.post(1, rest, key=1 << 16, offset=CHUNK, chunk_bytes=CHUNK)
         assert server.error(1) == (1, MISMATCH, 0), "it lent nothing, so it may know"
         with pytest.raises(StallError):  # who lent hears of it when the sum is over
             server.boxes[0].receive(timeout_s=0.05)
-        assert failer.is_alive()
+        assert failing.is_alive()
     finally:
         gate.go.set()
-        failer.join(TIMEOUT_S)
+        failing.join(TIMEOUT_S)
     assert server.error(0) == (1, MISMATCH, 0)
