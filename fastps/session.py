@@ -61,6 +61,7 @@ MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1  # the field of the frame
 # What a handle's operation was: the rank of a broadcast's root, or
 SUM, AVERAGE = -1, -2
 _OPERATIONS = {SUM: "a sum", AVERAGE: "an average"}
+_ENDINGS = (PeerLostError, ShutdownError)  # what an engine raises that has ended
 
 Names: TypeAlias = str | Sequence[str]
 Arrays: TypeAlias = Array | Sequence[Array]
@@ -84,7 +85,7 @@ class Session:
         """Join the job, connect to every server, wait for everybody; blocks to start_timeout_s."""
         _show_logs(config.log_level)
         self._config = config
-        self._pid = os.getpid()
+        self.is_ours = True  # made in this process, not in the one that this was forked from
         self._lock = threading.Lock()  # declarations; held while the scheduler answers
         self._tensors: dict[str, PlannedTensor] = {}
         self._specs: dict[str, TensorSpec] = {}
@@ -94,6 +95,7 @@ class Session:
         self._client: ControlClient | None = None
         self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
+        _sessions.add(self)
         if config.num_servers or config.size > 1 or config.force_distributed:
             self._join()
 
@@ -111,7 +113,6 @@ class Session:
         }
         self.local_rank, self.local_size = job.local_rank, job.local_size
         self._chunk_bytes = self._connections.chunk_bytes
-        _sessions.add(self)
 
     # ---- declaring ----
 
@@ -204,6 +205,18 @@ class Session:
             self._check_poison(names)
         return [self._tensors[name] for name in names]
 
+    def _fitting(
+        self, names: Sequence[str], arrays: Sequence[Array]
+    ) -> list[PlannedTensor] | None:
+        """Give the tensors of names if all arrays are just what was declared; None: look closer."""
+        found = []
+        for name, array in zip(names, arrays, strict=True):
+            known = self._tensors.get(name)
+            if known is None or not known.fits(array):
+                return None
+            found.append(known)
+        return None if self._poisoned else found
+
     def _check_poison(self, names: Sequence[str]) -> None:
         for name in names:
             if name in self._poisoned:
@@ -215,13 +228,15 @@ class Session:
         """Call the engine; turn the bare error of a dead one into one that names the culprit."""
         try:
             start(*args, **options)
-        except (PeerLostError, ShutdownError) as error:
-            is_loss = isinstance(error, PeerLostError)
-            status = Status.PEER_LOST if is_loss else Status.SHUTDOWN
-            label = names[0] if names else ""
-            raise self._blame(self._connections.failure(label, status, said=str(error))) from None
+        except _ENDINGS as error:
+            raise self._ended(names[0] if names else "", error) from None
         if self._poisoned:
             self._fail_poisoned(names)
+
+    def _ended(self, name: str, error: PeerLostError | ShutdownError) -> FastPSError:
+        is_loss = isinstance(error, PeerLostError)
+        status = Status.PEER_LOST if is_loss else Status.SHUTDOWN
+        return self._blame(self._connections.failure(name, status, said=str(error)))
 
     def _fail_poisoned(self, names: Sequence[str]) -> None:
         """Fail what was started in the moment between the last check and the bad news."""
@@ -273,10 +288,12 @@ class Session:
         if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
             return None
         self.check_usable()
-        names = (name,)
-        self._submit(
-            names, self._engine.start, known, tensor, tensor, average=average, priority=priority
-        )
+        try:
+            self._engine.start(known, tensor, tensor, average=average, priority=priority)
+        except _ENDINGS as error:
+            raise self._ended(name, error) from None
+        if self._poisoned:
+            self._fail_poisoned((name,))
         return known
 
     def push_pull_async(
@@ -304,13 +321,16 @@ class Session:
         self.check_usable()
         is_single = isinstance(name, str)
         names, arrays = _pair(name, tensor)
-        outputs = _outputs(arrays, out, is_single=is_single)
-        for label, array, output in zip(names, arrays, outputs, strict=True):
-            _check_arrays(label, array, output, dtype, average=average)
+        outputs = arrays if out is tensor else _outputs(arrays, out, is_single=is_single)
+        tensors = self._fitting(names, arrays) if out is tensor and dtype is None else None
+        if tensors is None:
+            for label, array, output in zip(names, arrays, outputs, strict=True):
+                _check_arrays(label, array, output, dtype, average=average)
         priorities = _priorities(priority, len(names))
         if self._client is None:
             return self._finish_locally(names, arrays, outputs, dtype, is_single=is_single)
-        tensors = self._find(names, arrays, dtype)
+        if tensors is None:
+            tensors = self._find(names, arrays, dtype)
         if is_single:
             self._submit(
                 names, self._engine.start, tensors[0], arrays[0], outputs[0], average=average,
@@ -443,11 +463,6 @@ class Session:
             raise ValueError(f"root_rank {root_rank} is not a rank: there are {self.size} workers")
         return operator.index(root_rank)
 
-    @property
-    def is_ours(self) -> bool:
-        """Tell whether it was made in this process, not in the one that this was forked from."""
-        return os.getpid() == self._pid
-
     def check_usable(self) -> None:
         """Raise NotInitializedError in a forked child."""
         if not self.is_ours:
@@ -517,11 +532,12 @@ class Session:
         self._client = None
         self._connections.close()
         self._tensors.clear()  # they hold shared memory
-        _sessions.discard(self)
 
     def abandon(self) -> None:
-        """Close the links' descriptors in a forked child, so that our death stays visible."""
-        self._connections.abandon()
+        """Give up in a forked child: close the links' descriptors, so that our death is seen."""
+        self.is_ours = False
+        if self._client is not None:
+            self._connections.abandon()
 
 
 def _reduction(average: bool) -> int:

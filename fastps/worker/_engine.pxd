@@ -42,5 +42,5 @@ cdef class WorkerEngine(LinkOwner):
     cdef int reach(self, PlannedTensor tensor) except -1
     cdef int hold_arrays(self, PlannedTensor tensor) except -1
     cdef void begin(self, PlannedTensor tensor, uint8_t kind, uint8_t flags, int32_t priority,
-                    int kick)
+                    int kick) noexcept
     cdef int check(self) except -1

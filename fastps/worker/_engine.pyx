@@ -303,7 +303,7 @@ cdef class WorkerEngine(LinkOwner):
         return 0
 
     cdef void begin(self, PlannedTensor tensor, uint8_t kind, uint8_t flags, int32_t priority,
-                    int kick):
+                    int kick) noexcept:
         cdef Record* record = &tensor.record
         tensor.is_busy = True
         self.operations += 1

@@ -27,7 +27,7 @@ cdef class PlannedTensor:
     cdef bint has_output
     cdef int last_status        # of the last operation that somebody saw the end of
     cdef bint is_busy           # from start until somebody saw the completion
-    cdef void release(self)
+    cdef void release(self) noexcept
     cdef int work_until(self, int64_t deadline, int64_t spin_us) except? 1
 
 cdef uint64_t lend_all(tensors, arrays, outputs) except? 0

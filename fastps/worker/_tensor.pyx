@@ -64,7 +64,7 @@ cdef class PlanHolder:
 cdef class PlannedTensor:
     """One declared tensor and the arrays of its operation in flight; made by an engine."""
 
-    cdef void release(self):
+    cdef void release(self) noexcept:
         """Give the arrays back: no thread of ours touches them any more."""
         if self.has_input:
             PyBuffer_Release(&self.input_view)
