@@ -32,7 +32,7 @@ from fastps.control.protocol import (
     TensorSpec,
 )
 from fastps.errors import FastPSError, Status
-from fastps.links import Links, name_of_server
+from fastps.links import Links
 from fastps.partition import link_counts
 from fastps.transport import rdma, shm
 from fastps.transport.node import Node
@@ -92,11 +92,11 @@ class Connections:
             self.client = self._join(doors)
             self.job = self.client.job
             is_alone = self.job.is_local and self.job.size > 1
-            self.servers = () if is_alone else self.job.servers
-            lanes = link_counts(self.job.weights, config.links_per_peer)
-            self._lanes = lanes[: len(self.servers)]
+            self.owners = () if is_alone else self.job.owners
+            counts = link_counts(self.job.weights, config.links_per_peer)
+            self._lanes = dict(zip(self.owners, counts, strict=False))
             self.engine = WorkerEngine(
-                rank=self.job.rank, n_servers=len(self.servers), lanes=self._lanes
+                me=self.job.me, n_members=len(self.job.members), lanes=self._lanes
             )
             self._make(doors)
             self._share_memory()
@@ -126,26 +126,25 @@ class Connections:
         self.node = Node(
             self._config, doors.sockets, key=self.client.data_key, device=self._device
         )
-        self.node.join(self.job.members, me=self.job.rank, generation=self.job.generation)
-        index = self.job.joint_servers.get(self.job.rank)
-        if index is not None:
-            self._server = self._make_server(index, self.node)
+        self.node.join(self.job.members, me=self.job.me, generation=self.job.generation)
+        if self.job.me in self.job.owners:
+            self._server = self._make_server(self.node)
         self.node.start()
         self._links = Links(
             self._config, self.job, self.engine, key=self.client.data_key, device=self._device
         )
-        own = None if index is None or self._server is None else (index, self._server.store)
-        self._links.connect(self._lanes, own if self.servers else None)
+        own = None if self._server is None else self._server.store
+        self._links.connect(self._lanes, own)
 
     def _share_memory(self) -> None:
         """Meet the other workers of our machine, if there are any."""
-        ranks = next(ranks for ranks in self.job.machines if self.job.rank in ranks)
+        ranks = next(ranks for ranks in self.job.machines if self.job.me in ranks)
         if len(ranks) == 1:
             return
         self._group = LocalGroup(
             self._config,
             ranks=ranks,
-            rank=self.job.rank,
+            rank=self.job.me,
             n_workers=self.job.size,
             key=self._memory_key(),
             engine=self.engine,
@@ -157,13 +156,13 @@ class Connections:
         words = f"memory {self.job.generation} {members}"
         return hmac.digest(self.client.data_key, words.encode(), "sha256")
 
-    def _make_server(self, index: int, node: Node) -> DataPlane:
+    def _make_server(self, node: Node) -> DataPlane:
         # imported here: a worker that only sends needs neither the kernels nor the store
         from fastps.server.dataplane import DataPlane  # noqa: PLC0415
 
-        server = DataPlane(self._config, self.client, index=index, node=node)
+        server = DataPlane(self._config, self.client, node=node)
         server.start()
-        log.info("worker %d is server %d too", self.job.rank, index)
+        log.info("worker %d is %s too", self.job.me, self.job.owner_name(self.job.me))
         return server
 
     # ---- at work ----
@@ -171,13 +170,14 @@ class Connections:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a frame, the same on all workers."""
-        members = (*self.servers, *self.job.workers)
+        members = self.job.members if self.owners else self.job.workers
         if self._config.chunk_bytes:
             return self._config.chunk_bytes
         if rdma.carries_all(self._config, [(item.gid, item.host_id) for item in members]):
             return self._config.partition_bytes  # a frame is one work request
         return choose_chunk(
-            [item.host for item in self.servers], host_ids=[item.host_id for item in members]
+            [members[owner].host for owner in self.owners],
+            host_ids=[item.host_id for item in members],
         )
 
     def make_tensor(self, spec: TensorSpec, answer: DeclaredTensor) -> PlannedTensor:
@@ -226,7 +226,7 @@ class Connections:
             said,
             culprit if is_told else None,
             broken[1],
-            name_of_server(self.job, broken[1]),
+            self.job.owner_name(broken[1]),
             f" ({trouble})" if trouble else "",
             is_ours=self._links is not None and self._links.has_trouble,
         )
@@ -269,8 +269,8 @@ class Connections:
             self._fail(Status.PEER_LOST)
         elif isinstance(event, JobOver):
             self._fail(Status.SHUTDOWN)
-        elif isinstance(event, PeerLeft) and event.role == "worker" and hasattr(self, "engine"):
-            self.engine.member_left(event.rank)
+        elif isinstance(event, PeerLeft) and hasattr(self, "engine"):
+            self.engine.member_left(event.member)
         self._on_event(event)
 
     def _fail(self, status: int) -> None:

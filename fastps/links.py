@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""By which way a worker reaches each server, and the links that this makes.
+"""By which way a worker reaches each owner of keys, and the links that this makes.
 
 Memory for the server in the worker's own process, RDMA where both ends have a device and settings
 allow it, else a Unix socket on its own host, else TCP. A fabric is trusted only when it has
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fastps.config import Config
-from fastps.control.protocol import Job, Member
+from fastps.control.protocol import Job
 from fastps.errors import TransportError
 from fastps.transport import rdma
 from fastps.transport._inproc import InprocTransport
@@ -29,17 +29,11 @@ if TYPE_CHECKING:
     from fastps.server._store import ServerStore
     from fastps.transport._rdma import Opening, RdmaTransport
 
-__all__ = ["Links", "name_of_server"]
+__all__ = ["Links"]
 
 log = logging.getLogger(__name__)
 
 SETTLING_S = 5.0  # beyond a link's own deadline, for an I/O thread that is busy
-
-
-def name_of_server(job: Job, index: int) -> str:
-    """Name a server for an error, with the worker whose process it is in."""
-    ranks = {server: rank for rank, server in job.joint_servers.items()}
-    return f"server {index}" + (f" (in worker {ranks[index]})" if index in ranks else "")
 
 
 class Links:
@@ -53,126 +47,127 @@ class Links:
         self._engine = engine
         self._key = key
         self._device = device
-        self._host_id = job.workers[job.rank].host_id
+        self._host_id = job.members[job.me].host_id
         self._tcp: TcpTransport | None = None
         self._memory: InprocTransport | None = None
         self._rdma: RdmaTransport | None = None
 
     # ---- making ----
 
-    def connect(self, lanes: Sequence[int], own: tuple[int, ServerStore] | None) -> None:
-        """Link the engine with each server, as often as lanes says; blocks until all links work.
+    def connect(self, lanes: Mapping[int, int], own: ServerStore | None) -> None:
+        """Link the engine with members, as often as lanes says; blocks until all links work.
 
-        own: index and store of the server in this process. Raises ConfigError, TransportError.
+        own: what this process itself owns keys with. Raises ConfigError, TransportError.
         """
-        index = own[0] if own else None
+        me = self._job.me
         remote = [
-            (server, lane)
-            for server in self._job.servers[: len(lanes)]
-            for lane in range(lanes[server.rank])
-            if server.rank != index
+            (member, lane)
+            for member, count in lanes.items()
+            for lane in range(count)
+            if member != me or own is None
         ]
         if own is not None:
-            for lane in range(lanes[own[0]]):
-                self._link_in_memory(*own, lane)
+            for lane in range(lanes.get(me, 0)):
+                self._link_in_memory(own, lane)
         by_rdma = self._begin_rdma(remote)
         self._finish_rdma(by_rdma)
         for place in remote:
             if place not in by_rdma:
                 self._link_by_socket(*place)
 
-    def _link_in_memory(self, index: int, store: ServerStore, lane: int) -> None:
+    def _link_in_memory(self, store: ServerStore, lane: int) -> None:
         """Join the engine with the store beside it."""
         if self._memory is None:
             self._memory = InprocTransport()
         self._memory.connect(
             self._engine,
-            index,
+            self._job.me,
             store,
-            self._job.rank,
+            self._job.me,
             lane=lane,
             credit_bytes=0,
             by_reference=True,
         )
 
-    def _link_by_socket(self, server: Member, lane: int) -> None:
+    def _link_by_socket(self, owner: int, lane: int) -> None:
         if self._tcp is None:
             self._tcp = TcpTransport(
                 io_threads=self._config.io_threads, spin_us=self._config.spin_us
             )
-        is_near = self._config.unix_sockets and server.host_id == self._host_id
-        descriptor = self._dial(server, lane, unix=server.unix if is_near else "")
+        member = self._job.members[owner]
+        is_near = self._config.unix_sockets and member.host_id == self._host_id
+        descriptor = self._dial(owner, lane, unix=member.unix if is_near else "")
         self._tcp.adopt(
             descriptor,
             self._engine,
-            peer=server.rank,
+            peer=owner,
             lane=lane,
             credit_bytes=choose_credit(descriptor, self._config),
         )
 
-    def _dial(self, server: Member, lane: int, *, unix: str = "") -> int:
+    def _dial(self, owner: int, lane: int, *, unix: str = "") -> int:
+        member = self._job.members[owner]
         return dial(
-            (server.host, server.port),
+            (member.host, member.port),
             self._config,
             key=self._key,
-            sender=self._job.rank,
+            sender=self._job.me,
             lane=pack_lane(self._job.generation, lane),
-            what=name_of_server(self._job, server.rank),
+            what=self._job.owner_name(owner),
             unix=unix,
         )
 
     # ---- RDMA ----
 
-    def _begin_rdma(
-        self, remote: Sequence[tuple[Member, int]]
-    ) -> dict[tuple[Member, int], Opening]:
-        """Open the device if it may reach some servers, and begin the links to those."""
-        servers = dict.fromkeys(server for server, _ in remote)
-        wanted = {server for server in servers if self._wants_rdma(server)}
+    def _begin_rdma(self, remote: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Opening]:
+        """Open the device if it may reach some owners, and begin the links to those."""
+        owners = dict.fromkeys(owner for owner, _ in remote)
+        wanted = {owner for owner in owners if self._wants_rdma(owner)}
         places = [place for place in remote if place[0] in wanted]
         if places:
             self._rdma = rdma.open_transport(self._config, n_links=len(places))
-        openings: dict[tuple[Member, int], Opening] = {}
-        for server, lane in places if self._rdma is not None else ():
-            if server in wanted:
+        openings: dict[tuple[int, int], Opening] = {}
+        for owner, lane in places if self._rdma is not None else ():
+            if owner in wanted:
                 try:
-                    openings[server, lane] = self._begin_link(server, lane)
+                    openings[owner, lane] = self._begin_link(owner, lane)
                 except TransportError as error:
-                    self._give_up(server, error)
-                    wanted.remove(server)
+                    self._give_up(owner, error)
+                    wanted.remove(owner)
         return openings
 
-    def _wants_rdma(self, server: Member) -> bool:
+    def _wants_rdma(self, owner: int) -> bool:
         mode = self._config.transport
-        if mode != "rdma" and server.host_id == self._host_id:
+        member = self._job.members[owner]
+        if mode != "rdma" and member.host_id == self._host_id:
             return False  # Unix sockets are the shorter way
-        is_wanted, why = rdma.wants_rdma(mode, self._device, server.gid)
+        is_wanted, why = rdma.wants_rdma(mode, self._device, member.gid)
         how = "by" if is_wanted else "without"
-        name = name_of_server(self._job, server.rank)
+        name = self._job.owner_name(owner)
         log.info("%s is reached %s RDMA: %s", name, how, why)
         return is_wanted
 
-    def _begin_link(self, server: Member, lane: int) -> Opening:
+    def _begin_link(self, owner: int, lane: int) -> Opening:
         assert self._rdma is not None
-        descriptor = self._dial(server, lane | rdma.RDMA_LANE)
+        descriptor = self._dial(owner, lane | rdma.RDMA_LANE)
         watch_closely(descriptor, self._config.rdma_timeout_s)
         return self._rdma.adopt(
             descriptor,
             self._engine,
-            peer=server.rank,
+            peer=owner,
             lane=lane,
             credit_bytes=rdma.choose_credit(self._config),
         )
 
-    def _finish_rdma(self, openings: dict[tuple[Member, int], Opening]) -> None:
+    def _finish_rdma(self, openings: dict[tuple[int, int], Opening]) -> None:
         """Wait until links work; take those out that do not, where TCP may take their place."""
         timeout_s = self._config.handshake_timeout_s + SETTLING_S
-        for (server, lane), opening in list(openings.items()):
+        for (owner, lane), opening in list(openings.items()):
             try:
                 opening.wait(timeout_s=timeout_s)
             except TransportError as error:
-                self._give_up(server, error)
-                del openings[server, lane]
+                self._give_up(owner, error)
+                del openings[owner, lane]
         if openings:
             assert self._rdma is not None
             self._engine.hold_with(self._rdma.hold)
@@ -180,8 +175,8 @@ class Links:
             self._rdma.close(timeout_s=self._config.shutdown_timeout_s)
             self._rdma = None
 
-    def _give_up(self, server: Member, error: TransportError) -> None:
-        name = name_of_server(self._job, server.rank)
+    def _give_up(self, owner: int, error: TransportError) -> None:
+        name = self._job.owner_name(owner)
         if self._config.transport == "rdma":
             raise TransportError(f"{name} cannot be reached by RDMA: {error}") from error
         log.warning("%s: no RDMA, TCP takes its place: %s", name, error)
@@ -193,9 +188,9 @@ class Links:
         """Tell whether our own RDMA device failed, not a peer."""
         return self._rdma is not None and self._rdma.has_trouble
 
-    def failure_of(self, server: int) -> str:
-        """Say what broke on a link to a server by RDMA; empty if nothing did."""
-        return "" if self._rdma is None else self._rdma.failure_of(server)
+    def failure_of(self, owner: int) -> str:
+        """Say what broke on a link by RDMA; empty if nothing did."""
+        return "" if self._rdma is None else self._rdma.failure_of(owner)
 
     def statistics(self) -> dict[str, int]:
         """Add up the counters of all links but those in memory."""

@@ -14,7 +14,7 @@ n worker machines and k others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from fastps.errors import ConfigError, ProtocolError
@@ -305,7 +305,7 @@ def check_pieces(
     nbytes: int,
     chunk_bytes: int,
     pieces: Sequence[tuple[int, int, int]],
-    n_servers: int,
+    owners: Container[int],
 ) -> None:
     """Refuse (offset, nbytes, owner) of pieces that do not make up a tensor, one after another.
 
@@ -318,8 +318,8 @@ def check_pieces(
     for offset, length, owner in pieces:
         if offset != end or not 0 <= length <= MAX_PARTITION_BYTES:
             wrong = wrong or f"a piece of {length} bytes at {offset}, where {end} was next"
-        if not 0 <= owner < n_servers:
-            wrong = wrong or f"no server {owner}"
+        if owner not in owners:
+            wrong = wrong or f"nobody of number {owner} owns keys"
         end += length
     if end != nbytes:
         wrong = wrong or f"pieces of {end} bytes together"

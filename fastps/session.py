@@ -106,11 +106,8 @@ class Session:
         self._connections = Connections(self._config, self._on_event)
         self._client, self._engine = self._connections.client, self._connections.engine
         job = self._connections.job
-        self.rank, self.size = job.rank, job.size
-        self._witness.rank = job.rank
-        self._witness.workers_of_servers = {
-            index: rank for rank, index in job.joint_servers.items()
-        }
+        self.rank, self.size = job.me, job.size
+        self._witness.me = job.me
         self.local_rank, self.local_size = job.local_rank, job.local_size
         self._chunk_bytes = self._connections.chunk_bytes
 
@@ -130,7 +127,7 @@ class Session:
         declared one differently, ConfigError when no server is there for the policy.
         """
         self.check_usable()
-        if policy != Policy.SUM and not (self._client and self._connections.servers):
+        if policy != Policy.SUM and not (self._client and self._connections.owners):
             raise ConfigError(
                 f"{policy.name} needs servers, and this job does without; start some, on one "
                 "machine with FASTPS_FORCE_DISTRIBUTED=1"
@@ -208,7 +205,7 @@ class Session:
     def _fitting(
         self, names: Sequence[str], arrays: Sequence[Array]
     ) -> list[PlannedTensor] | None:
-        """Give the tensors of names if all arrays are just what was declared; None: look closer."""
+        """Give the tensors of names if all arrays are what was declared; None: look closer."""
         found = []
         for name, array in zip(names, arrays, strict=True):
             known = self._tensors.get(name)
@@ -288,8 +285,9 @@ class Session:
         if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
             return None
         self.check_usable()
+        array: Any = tensor  # which fits() has seen
         try:
-            self._engine.start(known, tensor, tensor, average=average, priority=priority)
+            self._engine.start(known, array, array, average=average, priority=priority)
         except _ENDINGS as error:
             raise self._ended(name, error) from None
         if self._poisoned:
@@ -503,10 +501,10 @@ class Session:
             with contextlib.suppress(FastPSError):
                 report = self._witness.report(failure)
                 if report is not None:
-                    client.report_lost(*report)
+                    client.report_lost(report.member, report.cause, is_owner=report.is_owner)
                 verdict = client.verdict(
                     VERDICT_WAIT_S,
-                    unless=lambda: bool(self._witness.departure(failure.server, failure.culprit)),
+                    unless=lambda: bool(self._witness.departure(failure.owner, failure.culprit)),
                 )
         return self._witness.error(failure, verdict)
 

@@ -11,7 +11,7 @@ cdef packed struct Header:
     uint8_t flags           # FrameFlag bits
     uint64_t key            # tensor id << 16 | partition index
     uint32_t key_version    # round of this key, counts from 1
-    uint32_t sender         # rank of a worker, SERVER_SENDER + index for a server
+    uint32_t sender         # number of the member
     int32_t priority        # larger is more urgent; RESULT frames carry the push's priority back
     uint32_t offset         # of the payload within the partition, bytes
     uint32_t length         # payload bytes that follow

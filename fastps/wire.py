@@ -21,7 +21,6 @@ __all__ = [
     "HEADER_FIELDS",
     "MAGIC",
     "PROTOCOL_VERSION",
-    "SERVER_SENDER",
     "FrameFlag",
     "FrameKind",
     "Header",
@@ -32,7 +31,6 @@ __all__ = [
 
 MAGIC = 0x31535046  # b"FPS1"
 PROTOCOL_VERSION = 2
-SERVER_SENDER = 1 << 30  # a server's sender number is this plus its index
 
 # One letter of `struct` per field, in the order of the C struct.
 HEADER_FIELDS = {

@@ -27,7 +27,8 @@ class Peer:
     rank: int | None
     lease_until: float
     has_started: bool = False
-    server_index: int | None = None  # of a server, or of a worker that serves too
+    number: int | None = None  # among all members of the job that runs
+    is_owner: bool = False
     start_request: AwaitStart | None = None
     start_deadline: float = 0.0
     leave_request: Leave | None = None  # of a worker that has left but for serving the others
@@ -37,6 +38,11 @@ class Peer:
     def is_working(self) -> bool:
         """Tell whether it takes part in the job that runs."""
         return self.has_started and self.leave_request is None
+
+    @property
+    def is_worker(self) -> bool:
+        """Tell whether it takes part in collectives and declarations."""
+        return self.join.role == "worker"
 
     @property
     def name(self) -> str:
@@ -156,13 +162,12 @@ def local_ranks(group: list[Peer]) -> dict[int, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who is who in a job that starts; `serving` and `weights` go by the index of the server."""
+    """Who is who in a job that starts; members by number, weights in the order of owners."""
 
-    workers: tuple[Member, ...]
-    servers: tuple[Member, ...]
-    serving: tuple[Peer, ...]
+    peers: tuple[Peer, ...]
+    members: tuple[Member, ...]
+    owners: tuple[int, ...]
     weights: tuple[int, ...]
-    n_apart: int
     is_local: bool
 
     def job(self, config: Config, item: Peer, generation: int, local: tuple[int, int]) -> Job:
@@ -170,12 +175,11 @@ class Plan:
         return Job(
             config.job_id,
             generation,
-            item.rank or 0,
+            item.number or 0,
             config.size,
             *local,
-            self.servers,
-            self.workers,
-            self.n_apart,
+            self.members,
+            self.owners,
             self.is_local,
         )
 
@@ -194,13 +198,13 @@ def plan_job(config: Config, workers: list[Peer], servers: list[Peer]) -> Plan:
     if not is_local and _wants_joint(config, list(firsts.values()), len(servers)):
         joint = list(firsts.values())
     _check_serving(config, joint, len(servers), n_machines=len(firsts), is_local=is_local)
-    serving = tuple(servers + joint)
+    peers = workers + servers
+    numbers = {item.peer: number for number, item in enumerate(peers)}
     return Plan(
-        tuple(_face(item, "worker", item.rank or 0, machines) for item in workers),
-        tuple(_face(item, "server", index, machines) for index, item in enumerate(serving)),
-        serving,
+        tuple(peers),
+        tuple(_face(item, machines) for item in peers),
+        tuple(numbers[item.peer] for item in servers + joint),
         server_weights(len(firsts), len(servers), is_colocated=bool(joint)),
-        len(servers),
         is_local,
     )
 
@@ -243,12 +247,12 @@ def _check_serving(
         )
 
 
-def _face(item: Peer, role: str, number: int, machines: dict[str, int]) -> Member:
+def _face(item: Peer, machines: dict[str, int]) -> Member:
     """Describe a member to the others."""
     join = item.join
     return Member(
-        role,
-        number,
+        join.role,
+        item.rank or 0,
         join.host,
         join.port,
         join.pid,

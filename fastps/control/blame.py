@@ -9,10 +9,9 @@ no clock, no connection; the membership, the session and the server carry it out
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fastps.control.protocol import Event, PeerLeft, TensorPoisoned
+from fastps.control.protocol import Event, OwnerLeft, PeerLeft, ReportLost, TensorPoisoned
 from fastps.errors import FastPSError, MismatchError, Status, error_of
 
 SUSPICION_S = 1.0  # how long a reported member may take to turn out dead by itself
@@ -88,11 +87,11 @@ class Suspicions:
 # ---- a server ----
 
 
-def cause_of_link(server: int, status: Status, failure: str) -> str:
+def cause_of_link(server: str, status: Status, failure: str) -> str:
     """Say why a server's link to a worker ended; failure: what its RDMA device says, if any."""
-    cause = f"its link to server {server} broke (status {status.name})"
+    cause = f"its link to {server} broke (status {status.name})"
     if status is Status.NOMEM:
-        cause = f"the buffer pool of server {server} is full: raise FASTPS_POOL_BYTES"
+        cause = f"the buffer pool of {server} is full: raise FASTPS_POOL_BYTES"
     return f"{cause}; RDMA: {failure}" if failure else cause
 
 
@@ -103,8 +102,8 @@ def cause_of_link(server: int, status: Status, failure: str) -> str:
 class Failure:
     """What a worker sees of an operation that failed.
 
-    said: by the engine, if it said more than a status. culprit: the rank that a server, or the
-    memory of our machine, named. server: whose link was the first to end by itself, with its
+    said: by the engine, if it said more than a status. culprit: the member that a server, or the
+    memory of our machine, named. owner: whose link was the first to end by itself, with its
     name and what broke on it in brackets. is_ours: links broke for a fault on this side.
     """
 
@@ -112,8 +111,8 @@ class Failure:
     status: Status
     said: str = ""
     culprit: int | None = None
-    server: int | None = None
-    server_name: str = ""
+    owner: int | None = None
+    owner_name: str = ""
     why: str = ""
     is_ours: bool = False
 
@@ -125,16 +124,15 @@ class Failure:
 
 @dataclass
 class Witness:
-    """What one worker has heard: `left` are ranks, `servers_left` what such workers took along.
+    """What one worker has heard: who left, and who of them took along what it owned.
 
     In both the first one comes first: what others do after that, and links that end, are
     consequences.
     """
 
-    rank: int = 0
-    workers_of_servers: Mapping[int, int] = field(default_factory=dict)  # rank by server's index
+    me: int = 0
     left: list[int] = field(default_factory=list)
-    servers_left: list[int] = field(default_factory=list)
+    owners_left: list[int] = field(default_factory=list)
     poisoned: dict[str, TensorPoisoned] = field(default_factory=dict)
 
     def hear(self, event: Event) -> None:
@@ -142,25 +140,27 @@ class Witness:
         if isinstance(event, TensorPoisoned):
             self.poisoned[event.name] = event
         elif isinstance(event, PeerLeft):
-            (self.left if event.role == "worker" else self.servers_left).append(event.rank)
+            self.left.append(event.member)
+        elif isinstance(event, OwnerLeft):
+            self.owners_left.append(event.member)
 
-    def report(self, failure: Failure) -> tuple[str, int, str] | None:
-        """Say what to tell the scheduler, role, rank and cause: a link broke, or our device."""
-        if failure.server is None or failure.status is Status.SHUTDOWN:
+    def report(self, failure: Failure) -> ReportLost | None:
+        """Make what to tell the scheduler: a link broke, or our device."""
+        if failure.owner is None or failure.status is Status.SHUTDOWN:
             return None
         if failure.is_ours:
-            return "worker", self.rank, f"its own links broke{failure.why}"
-        if self.departure(failure.server, None):
+            return ReportLost(self.me, f"its own links broke{failure.why}")
+        if self.departure(failure.owner, None):
             return None
-        return "server", failure.server, f"its link to a worker broke{failure.why}"
+        cause = f"its link to a worker broke{failure.why}"
+        return ReportLost(failure.owner, cause, is_owner=True)
 
-    def departure(self, server: int | None, culprit: int | None) -> str:
+    def departure(self, owner: int | None, culprit: int | None) -> str:
         """Say who left, if that explains the end of a link or what a server says; else empty."""
-        for index in (*self.servers_left[:1], server):
-            rank = None if index is None else self.workers_of_servers.get(index)
-            if rank in self.left:
-                return f"{left_text(rank)}, and server {index} with it"
-        is_explained = culprit in self.left or (server is None and culprit is None)
+        for member in (*self.owners_left[:1], owner):
+            if member in self.left:
+                return f"{left_text(member)}, and the server in it too"
+        is_explained = culprit in self.left or (owner is None and culprit is None)
         return left_text(self.left[0]) if self.left and is_explained else ""
 
     def error(self, failure: Failure, verdict: str | None = None) -> FastPSError:
@@ -171,7 +171,7 @@ class Witness:
         # that a machine is gone is the loss of a peer
         is_timeout = failure.status is Status.LINK_TIMEOUT
         status = Status.PEER_LOST if is_timeout else failure.status
-        seen = verdict or (failure.is_loss and self.departure(failure.server, failure.culprit))
+        seen = verdict or (failure.is_loss and self.departure(failure.owner, failure.culprit))
         seen = seen or _seen_here(failure)
         is_ours = seen == ENDINGS[Status.SHUTDOWN]
         cure = ". Restart the job" if failure.is_loss and not is_ours else ""
@@ -182,9 +182,9 @@ def _seen_here(failure: Failure) -> str:
     """Say what the worker knows by itself: there is no scheduler to say who is to blame."""
     if failure.status is Status.SHUTDOWN:  # then we ended our links ourselves
         return ENDINGS[failure.status]
-    if failure.server is not None and failure.is_loss:
+    if failure.owner is not None and failure.is_loss:
         return (
-            f"the link to {failure.server_name} broke{failure.why}, and the scheduler did not "
+            f"the link to {failure.owner_name} broke{failure.why}, and the scheduler did not "
             f"say within {VERDICT_WAIT_S:g} s who is lost"
         )
     if failure.culprit is not None:

@@ -284,12 +284,12 @@ class ControlClient:
         """Tell that this server cannot hold the keys of a DeclareKeys."""
         self._tell(KeysFailed(request_id, text_of(message)))
 
-    def report_lost(self, role: str, rank: int, cause: str) -> None:
+    def report_lost(self, member: int, cause: str, *, is_owner: bool = False) -> None:
         """Tell that a data connection broke; the scheduler decides who is to blame.
 
         Naming ourselves says that the fault is here.
         """
-        self._tell(ReportLost(role, rank, text_of(cause)))
+        self._tell(ReportLost(member, text_of(cause), is_owner))
 
     def verdict(
         self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False

@@ -99,15 +99,16 @@ class Declarations:
     """The tensor table of one generation."""
 
     def __init__(
-        self, config: Config, *, servers: Sequence[int], weights: Sequence[int] = ()
+        self, config: Config, *, owners: Mapping[int, int], weights: Sequence[int] = ()
     ) -> None:
-        """Place keys on the servers whose peer numbers and weights are given by index.
+        """Place keys on the owners, peers by number among the members, by their weights in order.
 
-        Without servers tensors are cut all the same; then the owner, 0, means nothing.
+        Without owners tensors are cut all the same; then the owner, 0, means nothing.
         """
-        self._servers = tuple(servers)
+        self._owners = dict(owners)
+        self._numbers = tuple(owners) or (0,)  # of the placement's owners
         self._placement = Placement(
-            tuple(weights) or (1,) * max(len(servers), 1),
+            tuple(weights) or (1,) * len(self._numbers),
             config.key_hash,
             built_in_hash_coef=config.built_in_hash_coef,
         )
@@ -118,7 +119,7 @@ class Declarations:
         self._n_pieces = 0
         self._masks: dict[int, int] = {}  # so that equal ones of many tensors are one object
         self._peers: dict[int, int] = {}  # by rank, of the workers that have declared
-        self._unready: dict[int, set[int]] = {}  # batch -> server indices that have not answered
+        self._unready: dict[int, set[int]] = {}  # batch -> owners that have not answered
         self._batches = 0
         self._waiting: list[_Waiting] = []
 
@@ -151,27 +152,28 @@ class Declarations:
         )
         return out + self._settle()
 
-    def keys_ready(self, server: int, batch: int) -> Answers:
-        """Note that a server holds the keys of a batch."""
+    def keys_ready(self, owner: int, batch: int) -> Answers:
+        """Note that an owner holds the keys of a batch."""
         unready = self._unready.get(batch)
-        if unready is None or server not in unready:
+        if unready is None or owner not in unready:
             return []
-        unready.discard(server)
+        unready.discard(owner)
         if unready:
             return []
         del self._unready[batch]
         self._reuse_ids()
         return self._settle()
 
-    def keys_failed(self, server: int, batch: int, message: str) -> Answers:
-        """Poison the tensors of a batch that a server cannot hold."""
+    def keys_failed(self, owner: int, batch: int, message: str) -> Answers:
+        """Poison the tensors of a batch that an owner cannot hold."""
         out: Answers = []
+        server = f"server {self._numbers.index(owner)}"
         for tensor in self._tensors.values():
             if tensor.batch == batch and tensor.poison is None:
-                text = f"tensor {tensor.name!r}: server {server} cannot hold it: {message}"
+                text = f"tensor {tensor.name!r}: {server} cannot hold it: {message}"
                 out += self._poison(tensor, "error", text)
-        out += self._fail_farewells(batch, f"server {server} cannot forget: {message}")
-        return out + self.keys_ready(server, batch) + self._settle()
+        out += self._fail_farewells(batch, f"{server} cannot forget: {message}")
+        return out + self.keys_ready(owner, batch) + self._settle()
 
     def forget(self, names: tuple[str, ...], asked: Mapping[int, Entry]) -> Answers:
         """Forget tensors, as all workers have asked; they hear of it when all servers have."""
@@ -184,7 +186,7 @@ class Declarations:
         tensors = tuple(self._tensors.pop(name) for name in names)
         facts = [tensor.facts for tensor in tensors]
         for nbytes, owner in (piece for one in facts for piece in one.pieces):
-            self._placement.add_load(owner, -nbytes)
+            self._placement.add_load(self._numbers.index(owner), -nbytes)
             self._n_pieces -= 1
         ids = [one.tensor_id for one in facts]
         batch = self._batches
@@ -296,7 +298,7 @@ class Declarations:
             placement=self._placement,
             tensor_id=tensor_id,
         )
-        pieces = tuple((piece.nbytes, piece.owner) for piece in cut)
+        pieces = tuple((piece.nbytes, self._numbers[piece.owner]) for piece in cut)
         self._n_pieces += len(pieces)
         packed = _pack(_Facts(spec.layout, pieces, tensor_id))
         tensor = _Tensor(spec.name, packed, self._batches)
@@ -306,9 +308,9 @@ class Declarations:
 
     def _announce(self, keys: DeclareKeys | ForgetKeys) -> Answers:
         self._batches += 1
-        if self._servers:
-            self._unready[keys.request_id] = set(range(len(self._servers)))
-        return [(server, keys) for server in self._servers]
+        if self._owners:
+            self._unready[keys.request_id] = set(self._owners)
+        return [(peer, keys) for peer in self._owners.values()]
 
     def _poison(self, tensor: _Tensor, kind: str, message: str) -> Answers:
         """Make a tensor unusable and tell those who declared it before."""
@@ -353,10 +355,10 @@ class Declarations:
         )
 
     def _late_text(self, item: _Waiting) -> str:
-        servers = sorted(set().union(*(self._unready.get(batch, ()) for batch in item.batches)))
+        owners = sorted(set().union(*(self._unready.get(batch, ()) for batch in item.batches)))
         names = [repr(tensor.name) for tensor in item.tensors]
         what = "forgetting" if item.is_farewell else "declaring"
-        missing = join_names([f"server {index}" for index in servers])
+        missing = join_names([f"server {self._numbers.index(owner)}" for owner in owners])
         return (
             f"{what} {join_names(names)} timed out after {item.timeout_s:g} s; "
             f"not ready: {missing}; raise FASTPS_OP_TIMEOUT_S if they are only slow"

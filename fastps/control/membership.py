@@ -45,6 +45,7 @@ from fastps.control.protocol import (
     Meeting,
     NewGeneration,
     NewJob,
+    OwnerLeft,
     PeerLeft,
     PeerLost,
     ReportLost,
@@ -113,7 +114,7 @@ class Membership:
         self._is_finished = False
         self._end_reason = ""
         self._end_code = 0
-        self._declarations = Declarations(config, servers=())
+        self._declarations = Declarations(config, owners={})
         self._collectives = Collectives(config.size, self._declarations.forget)
 
     # ---- what happened ----
@@ -303,12 +304,14 @@ class Membership:
             return
         self.phase = Phase.RUNNING
         self._notes.clear()
+        for place, item in enumerate(plan.peers):
+            item.number, item.is_owner = place, place in plan.owners
         self._declarations = Declarations(
-            self._config, servers=[item.peer for item in plan.serving], weights=plan.weights
+            self._config,
+            owners={place: plan.peers[place].peer for place in plan.owners},
+            weights=plan.weights,
         )
         self._collectives = Collectives(self._config.size, self._declarations.forget)
-        for index, item in enumerate(plan.serving):
-            item.server_index = index
         for group in (servers, workers):
             self._tell_started(plan, group)
 
@@ -340,7 +343,7 @@ class Membership:
         if self._answer_ended(member, message.request):
             return
         rank = member.rank
-        if member.join.role != "worker" or not member.is_working or rank is None:
+        if not (member.is_worker and member.is_working) or rank is None:
             text = f"{type(message).__name__.lower()} is for workers of a started job"
             self._fail(member, message.request, "protocol", text)
         elif isinstance(message, Declare) and self._departure:
@@ -351,13 +354,14 @@ class Membership:
             self._send_all(self._collectives.enter(rank, member.peer, message, now))
 
     def _keys(self, member: Peer, message: KeysReady | KeysFailed) -> None:
-        index = member.server_index
-        if index is None or not member.has_started:
+        if member.number is None or not (member.is_owner and member.has_started):
             return
         if isinstance(message, KeysReady):
-            answers = self._declarations.keys_ready(index, message.request_id)
+            answers = self._declarations.keys_ready(member.number, message.request_id)
         else:
-            answers = self._declarations.keys_failed(index, message.request_id, message.message)
+            answers = self._declarations.keys_failed(
+                member.number, message.request_id, message.message
+            )
         self._send_all(answers)
 
     def _answer_ended(self, member: Peer, request: int) -> bool:
@@ -376,7 +380,7 @@ class Membership:
             return
         member.leave_request, member.leave_deadline = message, now + message.timeout_s
         is_needed = self._is_needed(member)
-        if member.join.role == "server" and is_needed:
+        if not member.is_worker and is_needed:
             self._send(member.peer, Done(message.request))
             self._drop(member.peer, "it left in order while workers still need it", now)
             return
@@ -387,30 +391,30 @@ class Membership:
 
     def _note_left(self, member: Peer) -> None:
         """Tell the others, and end what waits for a worker that will not come, or is its own."""
-        assert member.rank is not None
+        assert member.number is not None
         for peer, request in [*self._collectives.waiting(), *self._declarations.waiting()]:
             if peer == member.peer:
                 self._fail(member, request, "shutdown", "this process leaves the job")
-        event = PeerLeft(member.join.role, member.rank)
-        self._out += [Send(peer, event) for peer in self._peers if peer != member.peer]
-        if member.join.role == "worker":
-            self._send_all(self._collectives.remove(member.rank))
-            self._declarations.remove(member.rank)
+        if member.is_worker:
+            event = PeerLeft(member.number)
+            self._out += [Send(peer, event) for peer in self._peers if peer != member.peer]
+            self._send_all(self._collectives.remove(member.number))
+            self._declarations.remove(member.number)
 
     def _note_departure(self, member: Peer) -> None:
         """Tell those at work that a server goes with its worker, before their links to it end."""
         if not self._is_needed(member):
             return
-        assert member.server_index is not None
+        assert member.number is not None
         self._out += [
-            Send(item.peer, PeerLeft("server", member.server_index))
+            Send(item.peer, OwnerLeft(member.number))
             for item in self._of_role("worker")
             if item.is_working
         ]
         if not self._departure:
             self._departure = (
-                f"{member.full_name} left the job while others still had work, and server "
-                f"{member.server_index} with it"
+                f"{member.full_name} left the job while others still had work, and the server "
+                "in it too"
             )
             log.warning("%s", self._departure)
             self._suspicions.clear()
@@ -432,11 +436,11 @@ class Membership:
         """List the workers that have left but for serving the others."""
         return [item for item in self._peers.values() if item.leave_request is not None]
 
-    def _is_needed(self, server: Peer) -> bool:
-        """Tell whether workers that are at work need what this member serves."""
+    def _is_needed(self, owner: Peer) -> bool:
+        """Tell whether workers that are at work need what this member owns."""
         return (
             self.phase is Phase.RUNNING
-            and server.server_index is not None
+            and owner.is_owner
             and any(item.is_working for item in self._of_role("worker"))
         )
 
@@ -511,19 +515,15 @@ class Membership:
         """
         if self.phase is not Phase.RUNNING or not member.has_started or self._departure:
             return
-        is_server = report.role == "server"
+        if report.member == member.number and not report.is_owner:
+            self._drop(member.peer, report.cause, now)
+            return
         for item in self._peers.values():
-            rank = item.server_index if is_server else item.rank
-            is_meant = is_server or (item.join.role == report.role and item.is_working)
-            if rank == report.rank and item is member and item.join.role == report.role:
-                self._drop(item.peer, report.cause, now)
-                return
-            if rank == report.rank and is_meant and item is not member:
-                reported = f"{report.role} {report.rank}"
+            is_meant = item.is_owner if report.is_owner else item.is_working
+            if item.number == report.member and is_meant:
                 self._suspicions.add(
-                    (item.peer, reported), (member.peer, member.name), report.cause, now
+                    (item.peer, item.name), (member.peer, member.name), report.cause, now
                 )
-                return
 
     def _life_text(self, peer: int, now: float) -> str:
         """Say whether a suspect gives signs of life; its machine may be off."""

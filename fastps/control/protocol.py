@@ -62,7 +62,7 @@ PartBytes: TypeAlias = Annotated[
     int, Meta(ge=MIN_CHUNK_BYTES, le=MAX_PARTITION_BYTES, multiple_of=ALIGNMENT)
 ]
 Staleness: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]  # operations
-Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and server of each partition
+Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and owner of each partition
 # all but name and nbytes of a spec
 Layout: TypeAlias = tuple[Code, Shape, PartBytes, PartBytes, Policy, Staleness]
 
@@ -99,23 +99,33 @@ class Member(_Record, frozen=True):
 
 
 class Job(_Record, frozen=True):
-    """What a member knows of its job once everybody joined; rank is its own.
+    """What a member knows of its job once everybody joined; me is its own number.
 
-    servers: the n_apart servers that are processes of their own, then, in a job with joint
-    servers, one on every machine with workers, in the process of its lowest rank. is_local: all
-    workers share one machine, so that none of the servers is needed.
+    members: every process but the scheduler, by number: the workers by rank, then the servers
+    that are processes of their own. owners: numbers of those who can own keys: these servers,
+    then, in a job with joint servers, the lowest rank of every machine. is_local: all workers
+    share one machine, so that nobody need own anything.
     """
 
     job_id: Text
     generation: Id
-    rank: Rank
+    me: Rank
     size: Count
     local_rank: Rank
     local_size: Count
-    servers: tuple[Member, ...]
-    workers: tuple[Member, ...]
-    n_apart: Count
+    members: tuple[Member, ...]
+    owners: tuple[Rank, ...]
     is_local: bool
+
+    @property
+    def workers(self) -> tuple[Member, ...]:
+        """The workers by rank."""
+        return self.members[: self.size]
+
+    @property
+    def servers(self) -> tuple[Member, ...]:
+        """The owners, by the number that errors give them."""
+        return tuple(self.members[owner] for owner in self.owners)
 
     @property
     def machines(self) -> tuple[tuple[int, ...], ...]:
@@ -126,22 +136,16 @@ class Job(_Record, frozen=True):
         return tuple(tuple(found[machine]) for machine in sorted(found))
 
     @property
-    def members(self) -> tuple[Member, ...]:
-        """Every process of the job, by its number: workers by rank, then the servers apart."""
-        return (*self.workers, *self.servers[: self.n_apart])
-
-    @property
     def weights(self) -> tuple[int, ...]:
-        """How much each server owns, relative to the others."""
-        is_colocated = len(self.servers) > self.n_apart
-        return server_weights(len(self.machines), self.n_apart, is_colocated=is_colocated)
+        """How much each owner owns, relative to the others."""
+        n_apart = len(self.members) - self.size
+        is_colocated = len(self.owners) > n_apart
+        return server_weights(len(self.machines), n_apart, is_colocated=is_colocated)
 
-    @property
-    def joint_servers(self) -> dict[int, int]:
-        """Index of the server in a worker's process, by the rank of the worker."""
-        joint = self.servers[self.n_apart :]
-        firsts = (ranks[0] for ranks in self.machines)
-        return {rank: server.rank for rank, server in zip(firsts, joint, strict=False)}
+    def owner_name(self, number: int) -> str:
+        """Name an owner for an error, with the worker whose process it is in."""
+        where = f" (in worker {number})" if number < self.size else ""
+        return f"server {self.owners.index(number)}{where}"
 
 
 class TensorSpec(_Record, frozen=True):
@@ -174,7 +178,7 @@ class TensorSpec(_Record, frozen=True):
 
 
 class DeclaredTensor(_Record, frozen=True):
-    """What the scheduler answers: the tensor's id, and bytes and server of each partition."""
+    """What the scheduler answers: the tensor's id, and bytes and owner of each partition."""
 
     tensor_id: Id
     pieces: Pieces
@@ -294,11 +298,14 @@ class KeysFailed(_Message, frozen=True):
 
 
 class ReportLost(_Message, frozen=True):
-    """A data connection to a member broke; the scheduler decides who is to blame."""
+    """A data connection to a member broke; the scheduler decides who is to blame.
 
-    role: Role
-    rank: Rank
+    is_owner: the connection was to what the member owns.
+    """
+
+    member: Rank
     cause: Text
+    is_owner: bool = False
 
 
 class Leave(_Message, frozen=True):
@@ -389,10 +396,15 @@ class PeerLost(_Message, frozen=True):
 
 
 class PeerLeft(_Message, frozen=True):
-    """A member left in order; a server: the worker it is beside no longer waits for others."""
+    """A worker left in order: it starts nothing any more, but what it owns may stay for others."""
 
-    role: Role
-    rank: Rank
+    member: Rank
+
+
+class OwnerLeft(_Message, frozen=True):
+    """A worker that had left waits no longer for others: what it owns goes with it."""
+
+    member: Rank
 
 
 class TensorPoisoned(_Message, frozen=True):
@@ -438,6 +450,7 @@ class JobOver(_Message, frozen=True):
 Event: TypeAlias = (
     PeerLost
     | PeerLeft
+    | OwnerLeft
     | TensorPoisoned
     | DeclareKeys
     | ForgetKeys

@@ -18,7 +18,6 @@ from fastps.wire cimport Header
 cdef enum:
     MAX_CAST = 4096             # of fastps.contract
     NOBODY = 0xFFFF             # index of who takes no part
-    SERVER_SENDER = 1 << 30     # sender number of server 0
 
 # Make one of n sources of count elements: 1 on success. args: what the rule wants besides; a
 # sum gets the divisor as an int64_t (see fastps.reduce).
@@ -103,7 +102,7 @@ cdef struct Seat:               # one link of one member
     char rest[44]               # of a cache line: neighbours belong to different threads
 
 cdef struct Store:
-    uint32_t index              # of this server
+    uint32_t member             # number of this one
     uint32_t n_members          # sender numbers that may have links
     uint32_t lanes              # links per member
     IdTable* tensors            # id -> Tensor
@@ -163,7 +162,7 @@ cdef inline void fill_header(Entry* entry, Header* header, uint8_t kind,
     header.dtype = entry.dtype
     header.key = entry.key
     header.key_version = version
-    header.sender = SERVER_SENDER + entry.store.index
+    header.sender = entry.store.member
 
 
 cdef inline int hand_to_engine(Entry* entry, int32_t priority, Job* job) noexcept nogil:

@@ -12,7 +12,7 @@ class ServerStore(LinkOwner):
         cls,
         pool: BufferPool,
         *,
-        index: int,
+        member: int,
         n_members: int,
         lanes: int = 1,
         engine_threads: int = 1,

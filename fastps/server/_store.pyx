@@ -298,12 +298,12 @@ cdef void engine_main(void* arg) noexcept nogil:
 cdef class ServerStore(LinkOwner):
     """Own the keys of one server: do what their contracts say when members push and pull.
 
-    index: number of this server. n_members: sender numbers that may connect, from 0 on. lanes:
-    links per member. engine_threads: threads that sum; 0 lets the I/O threads sum. Owner of links
+    member: number of this one. n_members: numbers that may connect, from 0 on. lanes: links per
+    member. engine_threads: threads that sum; 0 lets the I/O threads sum. Owner of links
     from adopt(); thread-safe.
     """
 
-    def __cinit__(self, BufferPool pool not None, *, uint32_t index, uint32_t n_members,
+    def __cinit__(self, BufferPool pool not None, *, uint32_t member, uint32_t n_members,
                   uint32_t lanes=1, int engine_threads=1):
         if not 0 < n_members <= contract.MAX_CAST:
             raise ValueError(f"n_members must be 1 to {contract.MAX_CAST}, not {n_members}")
@@ -315,7 +315,7 @@ cdef class ServerStore(LinkOwner):
         if self.store == NULL:
             raise MemoryError("no memory for the store")
         self.store.pool = <void*>pool
-        self.store.index = index
+        self.store.member = member
         self.store.n_members = n_members
         self.store.lanes = lanes
         self.store.tensors = <IdTable*>calloc(1, sizeof(IdTable))

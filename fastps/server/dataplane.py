@@ -54,14 +54,15 @@ def _engine_threads(config: Config) -> int:
 
 
 class DataPlane:
-    """Serve the workers of a job as server number index, who come in by the doors of the node."""
+    """Own keys for the workers of a job, who come in by the doors of the node."""
 
-    def __init__(self, config: Config, client: ControlClient, *, index: int, node: Node) -> None:
+    def __init__(self, config: Config, client: ControlClient, *, node: Node) -> None:
         """Make everything for the client's job; start() lets workers in."""
-        self.index = index
         self._config = config
         self._client = client
         self._job = client.job
+        self._me = client.job.me
+        self.name = f"server {self._index(client.job)}"
         self._casts: dict[int, Cast] = {}
         self._ending = threading.Event()
         self._has_warned = False
@@ -69,8 +70,6 @@ class DataPlane:
         self._pool = _core.BufferPool(
             config.pool_bytes, on_slab=self._rdma.register if self._rdma else None
         )
-        ranks = {number: rank for rank, number in client.job.joint_servers.items()}
-        self._beside = ranks.get(index)  # the worker in this process; it speaks for itself
         self.store = self._make_store(self._job)
         self._transport = TcpTransport(io_threads=config.io_threads, spin_us=config.spin_us)
         self._node = node
@@ -80,7 +79,7 @@ class DataPlane:
     def _open_rdma(self) -> RdmaTransport | None:
         """Open the RDMA device if workers may come over it; None: they will not, or cannot."""
         job, config = self._job, self._config
-        own = job.servers[self.index]
+        own = job.members[self._me]
         workers = [(worker.gid, worker.host_id) for worker in job.workers]
         if config.transport == "rdma":
             rdma.wants_rdma("rdma", rdma.look_up(config), own.gid)  # or say what is missing
@@ -98,7 +97,7 @@ class DataPlane:
     def _make_plain_store(self, job: Job) -> ServerStore:
         return ServerStore(
             self._pool,
-            index=self.index,
+            member=self._me,
             n_members=job.size,
             lanes=self._lanes(job),
             engine_threads=_engine_threads(self._config),
@@ -106,7 +105,10 @@ class DataPlane:
 
     def _lanes(self, job: Job) -> int:
         """Give the links that each worker has to this server."""
-        return link_counts(job.weights, self._config.links_per_peer)[self.index]
+        return link_counts(job.weights, self._config.links_per_peer)[self._index(job)]
+
+    def _index(self, job: Job) -> int:
+        return job.owners.index(self._me)
 
     def start(self) -> None:
         """Report the workers whose links break."""
@@ -137,26 +139,20 @@ class DataPlane:
         while not self._ending.is_set():
             gone = self.store.wait_news(timeout_s=NEWS_SLICE_S)
             reported &= gone.keys()
-            for rank in gone.keys() - reported:
-                reported.add(rank)
-                if gone[rank] != Status.SHUTDOWN and rank != self._beside:  # no BYE
-                    self._report(rank, gone[rank])
+            for member in gone.keys() - reported:
+                reported.add(member)
+                # no BYE; a worker in this process speaks for itself
+                if gone[member] != Status.SHUTDOWN and member != self._me:
+                    self._report(member, gone[member])
 
-    def _report(self, rank: int, status: int) -> None:
-        failure = "" if self._rdma is None else self._rdma.failure_of(rank)
+    def _report(self, member: int, status: int) -> None:
+        failure = "" if self._rdma is None else self._rdma.failure_of(member)
         with contextlib.suppress(FastPSError):
             if failure and self._rdma is not None and self._rdma.has_trouble:
-                self._report_self(failure)
+                self._client.report_lost(self._me, failure)
             else:
-                cause = cause_of_link(self.index, Status(status), failure)
-                self._client.report_lost("worker", rank, cause)
-
-    def _report_self(self, failure: str) -> None:
-        """Tell that the fault is on our side."""
-        if self._beside is None:
-            self._client.report_lost("server", self.index, failure)
-        else:
-            self._client.report_lost("worker", self._beside, failure)
+                cause = cause_of_link(self.name, Status(status), failure)
+                self._client.report_lost(member, cause)
 
     # ---- keys ----
 
@@ -170,8 +166,8 @@ class DataPlane:
                 self._pool.statistics()  # pins the slabs that are new
                 self._warn_of_small_bound()
         except Exception as error:  # whatever it is, the workers must not wait for an answer
-            log.exception("server %d cannot hold new tensors", self.index)
-            self._client.keys_failed(request.request_id, f"server {self.index}: {error}")
+            log.exception("%s cannot hold new tensors", self.name)
+            self._client.keys_failed(request.request_id, f"{self.name}: {error}")
         else:
             self._client.keys_ready(request.request_id)
 
@@ -180,9 +176,9 @@ class DataPlane:
         if not self._has_warned and self.store.statistics()["buffers_not_kept"]:
             self._has_warned = True
             log.warning(
-                "server %d cannot keep a buffer for every chunk; the others are asked for each "
+                "%s cannot keep a buffer for every chunk; the others are asked for each "
                 "time: raise FASTPS_RDMA_PINNED_BYTES",
-                self.index,
+                self.name,
             )
 
     def _declare(self, spec: KeySpec) -> None:
@@ -194,7 +190,7 @@ class DataPlane:
             partitions=[
                 (index, nbytes, self._cast(index))
                 for index, (nbytes, owner) in enumerate(spec.pieces)
-                if owner == self.index
+                if owner == self._me
             ],
             dtype=dtype,
             itemsize=dtype.itemsize,
@@ -237,9 +233,7 @@ class DataPlane:
         self._transport.leave()
         if self._rdma is not None:
             self._rdma.leave()
-        log.info(
-            "server %d ends: %s, refused %s", self.index, self.statistics(), self._node.refused
-        )
+        log.info("%s ends: %s, refused %s", self.name, self.statistics(), self._node.refused)
 
     def close(self) -> None:
         """Wait for the links and all threads to end. Raises StallError, TransportTimeout."""

@@ -67,15 +67,15 @@ class Server:
         job = self._client.job
         device = rdma.look_up(config)
         self._node = Node(config, doors.sockets, key=self._client.data_key, device=device)
-        self._plane = DataPlane(config, self._client, index=job.rank, node=self._node)
+        self._plane = DataPlane(config, self._client, node=self._node)
         self._meet(job)
         self._is_ready.set()
         self._plane.start()
         self._node.start()
         log.info(
-            "server %d of %d serves %d workers on %s",
-            job.rank,
-            len(job.servers),
+            "%s of %d serves %d workers on %s",
+            self._plane.name,
+            len(job.owners),
             job.size,
             sockets.join_address(*self.address),
         )
@@ -116,13 +116,13 @@ class Server:
             self.stop()
 
     def _meet(self, job: Job) -> None:
-        """Know the members of a generation; the servers' numbers follow those of the workers."""
-        self._node.join(job.members, me=job.size + job.rank, generation=job.generation)
+        """Know the members of a generation."""
+        self._node.join(job.members, me=job.me, generation=job.generation)
 
     def _forget(self, generation: int) -> None:
         try:
             self._plane.forget()
         except FastPSError:
-            log.exception("server %d cannot begin generation %d", self._plane.index, generation)
+            log.exception("%s cannot begin generation %d", self._plane.name, generation)
             self._exit_status = EXIT_PEER_LOST
             self.stop()

@@ -16,14 +16,14 @@ cdef struct Lane:               # one link
 cdef struct Remote:             # the stage that pushes to servers and pulls from them
     Stage stage
     Plan* plan
-    uint32_t rank
-    uint32_t n_servers
-    uint32_t lanes              # links to the server that has most
-    uint32_t* lane_counts       # links to each server
-    Lane* links                 # n_servers x lanes
+    uint32_t me                 # number among the members
+    uint32_t n_members
+    uint32_t n_links
+    uint32_t* first             # by number of an owner: its first link; the next one's is the end
+    Lane* links
     char* discard               # where late results of failed rounds go; one chunk
     uint32_t discard_bytes
-    int32_t culprit             # index of the server whose link ended first, or -1; atomic
+    int32_t culprit             # number of the member whose link ended first, or -1; atomic
     int32_t is_leaving          # leave() was called: links that end are no failure; atomic
     Completion all_closed       # one part per link
 
@@ -32,6 +32,7 @@ cdef class WorkerEngine(LinkOwner):
     cdef PlanHolder holder
     cdef Plan* plan             # the holder's
     cdef LocalStages local      # None on a machine of our own
+    cdef dict lanes             # links to each owner, by number
     cdef dict tensors           # id -> PlannedTensor, keeps the records alive
     cdef object pin             # of hold_with()
     cdef int64_t operations     # started; GIL

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, final
 
 import numpy as np
@@ -10,7 +10,9 @@ from fastps.worker._tensor import PlannedTensor, StageHolder
 
 @final
 class WorkerEngine(LinkOwner):
-    def __new__(cls, *, rank: int, n_servers: int, lanes: Sequence[int] | None = None) -> Self: ...
+    def __new__(
+        cls, *, me: int, n_members: int, lanes: Mapping[int, int] | None = None
+    ) -> Self: ...
     def insert(self, place: int, stage: StageHolder) -> None: ...
     def share(self, local: LocalStages) -> None: ...
     def declare(

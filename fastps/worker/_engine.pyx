@@ -62,17 +62,18 @@ include "_remote.pxi"
 @cython.no_gc_clear             # I/O threads use the tensors until the links have ended
 @cython.final
 cdef class WorkerEngine(LinkOwner):
-    """Run push_pull and broadcast of one worker over links to n_servers servers.
+    """Run push_pull and broadcast of one worker over links to those who own keys.
 
-    rank: of this worker. lanes: links to each server. Owner of links from adopt(). Before the
-    first tensor is declared, share() adds the memory of a machine and insert() other stages.
+    me: number of this member of n_members. lanes: links to each owner, by number; None: one to
+    each member. Owner of links from adopt(). Before the first tensor is declared, share() adds
+    the memory of a machine and insert() other stages.
     """
 
-    def __cinit__(self, *, uint32_t rank, uint32_t n_servers, lanes=None):
+    def __cinit__(self, *, uint32_t me, uint32_t n_members, lanes=None):
         cdef uint32_t i
-        counts = [1] * n_servers if lanes is None else list(lanes)
-        if len(counts) != n_servers or min(counts, default=1) < 1:
-            raise ValueError(f"{n_servers} servers with {counts} links")
+        self.lanes = dict.fromkeys(range(n_members), 1) if lanes is None else dict(lanes)
+        if any(count < 1 or not 0 <= number < n_members for number, count in self.lanes.items()):
+            raise ValueError(f"{n_members} members, and links {self.lanes}")
         self.tensors = {}
         self.holder = PlanHolder()
         self.plan = &self.holder.plan
@@ -80,22 +81,22 @@ cdef class WorkerEngine(LinkOwner):
         if self.remote == NULL:
             raise MemoryError("no memory for the engine")
         self.remote.plan = self.plan
-        self.remote.rank = rank
-        self.remote.n_servers = n_servers
+        self.remote.me = me
+        self.remote.n_members = n_members
         self.remote.culprit = -1
-        self.remote.lanes = max(counts, default=1)
-        self.remote.lane_counts = <uint32_t*>calloc(n_servers + 1, sizeof(uint32_t))
-        self.remote.links = <Lane*>calloc(n_servers * self.remote.lanes + 1, sizeof(Lane))
-        if self.remote.links == NULL or self.remote.lane_counts == NULL:
+        self.remote.n_links = sum(self.lanes.values())
+        self.remote.first = <uint32_t*>calloc(n_members + 1, sizeof(uint32_t))
+        self.remote.links = <Lane*>calloc(self.remote.n_links + 1, sizeof(Lane))
+        if self.remote.links == NULL or self.remote.first == NULL:
             raise MemoryError("no memory for the engine")
-        for i in range(n_servers):
-            self.remote.lane_counts[i] = counts[i]
-        completion_reset(&self.remote.all_closed, sum(counts))
+        for i in range(n_members):
+            self.remote.first[i + 1] = self.remote.first[i] + <uint32_t>self.lanes.get(i, 0)
+        completion_reset(&self.remote.all_closed, self.remote.n_links)
         self.remote.stage.run = remote_run
         self.remote.stage.cancel = remote_cancel
         self.remote.stage.context = self.remote
         self.remote.stage.wants = SPEAKS
-        if n_servers:
+        if self.remote.n_links:
             self.holder.insert(0, &self.remote.stage, None)
         self.c_owner.context = self.remote
         self.c_owner.landing = engine_landing
@@ -105,12 +106,12 @@ cdef class WorkerEngine(LinkOwner):
         self.c_owner.withdrawn = engine_withdrawn
 
     cdef int c_attach(self, Link* link) except -1:
-        if (link.peer >= self.remote.n_servers
-                or link.lane >= self.remote.lane_counts[link.peer]):
-            raise ValueError(f"server {link.peer}, lane {link.lane} is not part of this job")
+        if (link.peer >= self.remote.n_members
+                or link.lane >= lanes_to(self.remote, link.peer)):
+            raise ValueError(f"member {link.peer}, lane {link.lane} is not part of this job")
         cdef LinkSlot* slot = &lane_of(self.remote, link).slot
         if slot.link != NULL:
-            raise ValueError(f"server {link.peer}, lane {link.lane} is already connected")
+            raise ValueError(f"member {link.peer}, lane {link.lane} is already connected")
         slot_set(slot, link)
         return 0
 
@@ -155,10 +156,10 @@ cdef class WorkerEngine(LinkOwner):
         record.chunk_bytes = chunk_bytes
         record.born = record.version = version
         completion_reset(&record.done, 0)
-        if self.remote.n_servers:
-            check_pieces(name, nbytes, chunk_bytes, partitions, self.remote.n_servers)
+        if self.remote.n_links:
+            check_pieces(name, nbytes, chunk_bytes, partitions, self.lanes)
             self.grow_discard(chunk_bytes)
-        self.cut(tensor, partitions if self.remote.n_servers else [(0, nbytes, 0)])
+        self.cut(tensor, partitions if self.remote.n_links else [(0, nbytes, 0)])
         if self.local is not None:
             self.local.declare(tensor, itemsize, kernel)
         if not table_put(&self.plan.records, tensor_id, record):
@@ -197,10 +198,10 @@ cdef class WorkerEngine(LinkOwner):
             part.item.chunk_bytes = record.chunk_bytes
             part.item.sent = part_sent
             part.item.context = part
-            if self.remote.n_servers:
+            if self.remote.n_links:
                 part.slot = &self.remote.links[
-                    <uint32_t>owner * self.remote.lanes
-                    + key % self.remote.lane_counts[<uint32_t>owner]].slot
+                    self.remote.first[<uint32_t>owner]
+                    + key % lanes_to(self.remote, <uint32_t>owner)].slot
             record.n_parts += 1
         return 0
 
@@ -223,7 +224,7 @@ cdef class WorkerEngine(LinkOwner):
         fps_fence()
         with nogil:
             take_promises_back(record)
-            for i in range(self.remote.n_servers * self.remote.lanes):
+            for i in range(self.remote.n_links):
                 while fps_load32(&self.remote.links[i].is_read):
                     sched_yield()
         if self.local is not None:
@@ -263,7 +264,7 @@ cdef class WorkerEngine(LinkOwner):
         machine: number of the root's machine, where that is not the root's own number.
         """
         cdef PlannedTensor tensor
-        cdef bint is_root = root == self.remote.rank
+        cdef bint is_root = root == self.remote.me
         cdef uint32_t place = 0 if self.local is None else self.local.place_of(root)
         cdef bint is_here = is_root if self.local is None else place < self.local.local.n
         cdef int flags = FLAG_BROADCAST | (FLAG_NO_RESULT if is_here else 0)
@@ -340,17 +341,17 @@ cdef class WorkerEngine(LinkOwner):
 
     cdef int check(self) except -1:
         cdef int status = fps_load32(&self.plan.status)
-        cdef int32_t server = fps_load32(&self.remote.culprit)
+        cdef int32_t owner = fps_load32(&self.remote.culprit)
         if status != OK:
-            raise error_of(status, "the job has ended" if server < 0
-                           else f"the link to server {server} has ended")
+            raise error_of(status, "the job has ended" if owner < 0
+                           else f"the link to member {owner} has ended")
         if self.local is not None:
             self.local.check()
         return 0
 
     @property
     def failure(self):
-        """Why everything fails, or None: status, and the server whose link ended first or -1."""
+        """Why everything fails, or None: status, and the member whose link ended first or -1."""
         cdef int status = fps_load32(&self.plan.status)
         return None if status == OK else (status, fps_load32(&self.remote.culprit))
 
@@ -420,6 +421,6 @@ cdef class WorkerEngine(LinkOwner):
     def __dealloc__(self):
         if self.remote != NULL:
             free(self.remote.links)
-            free(self.remote.lane_counts)
+            free(self.remote.first)
             free(self.remote.discard)
             free(self.remote)

@@ -38,7 +38,11 @@ cdef void part_sent(SendItem* item, int status) noexcept nogil:
 # ---------------------------------------------------------------- records that I/O threads read
 
 cdef inline Lane* lane_of(Remote* remote, Link* link) noexcept nogil:
-    return &remote.links[link.peer * remote.lanes + link.lane]
+    return &remote.links[remote.first[link.peer] + link.lane]
+
+
+cdef inline uint32_t lanes_to(Remote* remote, uint32_t owner) noexcept nogil:
+    return remote.first[owner + 1] - remote.first[owner]
 
 
 cdef inline Part* find_part(Remote* remote, Link* link, uint64_t key) noexcept nogil:
@@ -202,7 +206,7 @@ cdef void lose_record(void* data, void* context) noexcept nogil:
 cdef void close_links(Remote* remote, int status) noexcept nogil:
     cdef Link* link
     cdef uint32_t i
-    for i in range(remote.n_servers * remote.lanes):
+    for i in range(remote.n_links):
         link = slot_acquire(&remote.links[i].slot)
         if link != NULL:
             link.close(link, status)
@@ -242,7 +246,7 @@ cdef void fill_part(Part* part, Remote* remote) noexcept nogil:
     header.flags = record.flags
     header.priority = record.priority
     header.key_version = record.version
-    header.sender = remote.rank
+    header.sender = remote.me
     header.subject = record.root if record.flags & FLAG_BROADCAST else 0
     part.item.payload = record.source + part.offset if is_push else NULL
     part.item.nbytes = <uint32_t>part.nbytes if is_push else 0
@@ -300,7 +304,7 @@ cdef void remote_cancel(Stage* stage, Part* part) noexcept nogil:
 cdef void kick_links(Remote* remote, int kick) noexcept nogil:
     cdef Link* link
     cdef uint32_t i
-    for i in range(remote.n_servers * remote.lanes):
+    for i in range(remote.n_links):
         link = slot_acquire(&remote.links[i].slot)
         if link != NULL:
             link.kick(link, kick)

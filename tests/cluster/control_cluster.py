@@ -32,7 +32,7 @@ client = ControlClient.connect(
     load(settings, {}), role=role, data_address=address,
     on_event=lambda event: print("event", event, flush=True),
 )
-print("joined", client.job.rank, flush=True)
+print("joined", client.job.me, flush=True)
 sys.stdin.read()
 """
 
@@ -155,7 +155,7 @@ def started_job(**changes: object) -> Iterator[tuple[SchedulerThread, list[Membe
             workers = [pool.submit(Member, config) for _ in range(config.size)]
             servers = [pool.submit(Member, config, "server") for _ in range(config.num_servers)]
         groups = [
-            sorted((future.result() for future in group), key=lambda item: item.client.job.rank)
+            sorted((future.result() for future in group), key=lambda item: item.client.job.me)
             for group in (workers, servers)
         ]
         try:

@@ -23,8 +23,8 @@ def _place() -> dict[str, Any]:
     job = connections.job
     return {
         "machines": [list(ranks) for ranks in job.machines],
-        "joint": {str(rank): index for rank, index in job.joint_servers.items()},
-        "apart": job.n_apart,
+        "joint": {str(n): i for i, n in enumerate(job.owners) if n < job.size},
+        "apart": len(job.members) - job.size,
         "local": [fastps.local_rank(), fastps.local_size()],
         "unix": [bool(server.unix) for server in job.servers],
     }
@@ -103,7 +103,7 @@ def shares() -> dict[str, Any]:
     counts = {name: after[name] - before[name] for name in after}
     place = _place() | {
         "rank": fastps.rank(),
-        "owned": {str(owner): nbytes for owner, nbytes in owned.items()},
+        "owned": {str(client.job.owners.index(n)): nbytes for n, nbytes in owned.items()},
         "nbytes": sum(array.nbytes for array in arrays),
         "sent": counts["bytes_sent"],
         "served": counts.get("server_bytes_received", 0),

@@ -60,8 +60,8 @@ def make_specs(count: int, extent: int = 10) -> list[TensorSpec]:
 class TestWork:
     def test_job_of_two_workers_and_two_servers(self) -> None:
         with started_job() as (scheduler, workers, servers):
-            for group in (workers, servers):
-                assert [member.client.job.rank for member in group] == [0, 1]
+            everybody = [*workers, *servers]
+            assert [member.client.job.me for member in everybody] == [0, 1, 2, 3]
             job = workers[0].client.job
             assert (job.size, job.generation, job.job_id) == (2, 1, "job")
             assert [(member.host, member.port) for member in job.servers] == [("127.0.0.1", 1)] * 2
@@ -82,7 +82,7 @@ class TestWork:
                 declared = pool.submit(workers[0].client.declare, make_specs(1), timeout_s=WAIT_S)
                 servers[0].told.wait_for(DeclareKeys)
                 began = time.monotonic()
-                client.report_lost("worker", 7, "nobody has that number")
+                client.report_lost(7, "nobody has that number")
                 assert seconds_since(began) < NOTICE_S / 2
                 assert not declared.done()
             client._write(pack_to_scheduler(KeysReady(99)), time.monotonic() + WAIT_S)
@@ -237,7 +237,7 @@ class TestLeaving:
         with started_job() as (_, workers, servers):
             workers[1].client.leave(timeout_s=WAIT_S)
             for member in [workers[0], *servers]:
-                assert member.told.wait_for(PeerLeft) == PeerLeft("worker", 1)
+                assert member.told.wait_for(PeerLeft) == PeerLeft(1)
             assert not [e for e in workers[1].told.events if isinstance(e, PeerLost)]
             with pytest.raises(ShutdownError):
                 workers[1].client.barrier("b", timeout_s=1)
@@ -364,7 +364,7 @@ class TestDeath:
 
     def test_broken_data_link_waits_for_the_better_cause(self) -> None:
         with started_job() as (_, workers, servers):
-            workers[0].client.report_lost("server", 0, "connection reset by peer")
+            workers[0].client.report_lost(2, "connection reset by peer", is_owner=True)
             servers[0].client.close()  # as a death does: no leave
             lost = workers[1].told.wait_for(PeerLost)
             assert isinstance(lost, PeerLost)
@@ -374,7 +374,7 @@ class TestDeath:
     def test_broken_data_link_between_the_living(self) -> None:
         with started_job() as (_, workers, _):
             reported = time.monotonic()
-            workers[0].client.report_lost("server", 1, "no route to host")
+            workers[0].client.report_lost(3, "no route to host", is_owner=True)
             lost = workers[1].told.wait_for(PeerLost)
             assert seconds_since(reported) < 2.0
             assert isinstance(lost, PeerLost)

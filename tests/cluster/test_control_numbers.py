@@ -116,7 +116,7 @@ def test_a_request_that_does_not_fit_has_a_number(
 @pytest.mark.parametrize(
     "body",
     [["Barrier"], ["Barrier", -1, 2], ["Barrier", None], [], ["Nothing", 3], ["KeysReady", "x"],
-     ["ReportLost", "worker", -1, "why"], {"Barrier": 1}, 3],
+     ["ReportLost", -1, "why"], {"Barrier": 1}, 3],
     ids=repr,
 )  # fmt: skip
 def test_what_has_no_number_breaks_the_protocol(body: object) -> None:

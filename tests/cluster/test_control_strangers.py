@@ -34,7 +34,6 @@ from fastps.control.protocol import (
     MAX_FRAME_BYTES,
     Barrier,
     Join,
-    ReportLost,
     body_nbytes,
     pack,
     unpack_to_member,
@@ -229,9 +228,9 @@ class TestStrangers:
 @pytest.mark.parametrize("role", ["worker\n", "\nworker", "worker\nserver", "workers", ""])
 def test_a_role_is_one_of_three_words(role: str) -> None:
     with pytest.raises(ProtocolError):
-        unpack_to_scheduler(pack(ReportLost(role, 0, "cause"))[LENGTH.size :])
+        unpack_to_member(pack(PeerLost(role, 0, "host", 1, "cause"))[LENGTH.size :])
     for word in ("worker", "server", "scheduler"):
-        assert unpack_to_scheduler(pack(ReportLost(word, 0, "cause"))[LENGTH.size :])
+        assert unpack_to_member(pack(PeerLost(word, 0, "host", 1, "cause"))[LENGTH.size :])
 
 
 class TestBrokenMembers:

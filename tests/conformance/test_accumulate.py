@@ -32,7 +32,7 @@ class House:
     def __init__(self, kind: str, *, engine_threads: int = 1, staleness: int = 0) -> None:
         self.pool = BufferPool()
         self.store = ServerStore(
-            self.pool, index=0, n_members=N_WORKERS, engine_threads=engine_threads
+            self.pool, member=0, n_members=N_WORKERS, engine_threads=engine_threads
         )
         self.net = Net(kind, io_threads=2)
         pieces = make_partitions(0, COUNT * 8, PARTITION)
@@ -49,7 +49,7 @@ class House:
             policy=Policy.ACCUMULATE,
             staleness=staleness,
         )
-        self.engines = [WorkerEngine(rank=rank, n_servers=1) for rank in range(N_WORKERS)]
+        self.engines = [WorkerEngine(me=rank, n_members=1) for rank in range(N_WORKERS)]
         self.tensors = []
         for rank, engine in enumerate(self.engines):
             self.net.connect(engine, 0, self.store, rank, is_inside=rank == 0)

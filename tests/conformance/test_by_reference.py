@@ -66,7 +66,7 @@ class House:
         self.pool = BufferPool()
         self.store = ServerStore(
             self.pool,
-            index=0,
+            member=0,
             n_members=N_WORKERS,
             engine_threads=engine_threads,
         )
@@ -82,7 +82,7 @@ class House:
             inline_bytes=0,
         )
         self.transports = [InprocTransport(), InprocTransport()]
-        self.engines = [WorkerEngine(rank=rank, n_servers=1) for rank in range(N_WORKERS)]
+        self.engines = [WorkerEngine(me=rank, n_members=1) for rank in range(N_WORKERS)]
         self.tensors: list[PlannedTensor] = []
         for rank, engine in enumerate(self.engines):
             self.transports[rank].connect(engine, 0, self.store, rank, by_reference=rank == 0)

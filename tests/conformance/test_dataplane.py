@@ -16,6 +16,8 @@ from fastps.transport.node import Node
 from fastps.transport.rdma import look_up
 from fastps.types import DType
 
+OWNER = 3  # after three workers
+
 
 def make_job(machines: list[int], generation: int = 1) -> Job:
     workers = tuple(
@@ -23,7 +25,8 @@ def make_job(machines: list[int], generation: int = 1) -> Job:
         for rank, machine in enumerate(machines)
     )
     server = Member("server", 0, "127.0.0.1", 1, 1, "node", 9, "", "h")
-    return Job("job", generation, 0, len(machines), 0, 1, (server,), workers, 1, False)
+    me = len(machines)
+    return Job("job", generation, me, me, 0, 1, (*workers, server), (me,), False)
 
 
 class Client:
@@ -42,8 +45,8 @@ class Client:
     def keys_failed(self, request_id: int, message: str) -> None:
         self.failed[request_id] = message
 
-    def report_lost(self, role: str, rank: int, cause: str) -> None:
-        raise FastPSError(f"nobody was connected, {role} {rank} cannot be lost: {cause}")
+    def report_lost(self, member: int, cause: str) -> None:
+        raise FastPSError(f"nobody was connected, member {member} cannot be lost: {cause}")
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def plane(config: Config) -> Iterator[tuple[DataPlane, Client]]:
     client = Client(make_job([0, 1, 0]))
     doors = open_doors(config, port=0)
     node = Node(config, doors.sockets, key=client.data_key, device=look_up(config))
-    made = DataPlane(config, client, index=0, node=node)  # type: ignore[arg-type]
+    made = DataPlane(config, client, node=node)  # type: ignore[arg-type]
     made.start()
     node.start()
     yield made, client
@@ -69,7 +72,9 @@ def plane(config: Config) -> Iterator[tuple[DataPlane, Client]]:
 
 
 def spec(tensor_id: int, dtype: int = int(DType.FLOAT32)) -> KeySpec:
-    return KeySpec(tensor_id, f"t{tensor_id}", dtype, 4096, ((8192, 0), (8192, 1), (100, 0)))
+    return KeySpec(
+        tensor_id, f"t{tensor_id}", dtype, 4096, ((8192, OWNER), (8192, 0), (100, OWNER))
+    )
 
 
 def test_own_pieces_are_held_and_acknowledged(plane: tuple[DataPlane, Client]) -> None:

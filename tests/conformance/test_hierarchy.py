@@ -38,9 +38,9 @@ class Cluster:
         self.transport = InprocTransport()
         self.pools = [BufferPool() for _ in range(N_SERVERS)]
         self.stores = [
-            ServerStore(pool, index=i, n_members=N_WORKERS) for i, pool in enumerate(self.pools)
+            ServerStore(pool, member=i, n_members=N_WORKERS) for i, pool in enumerate(self.pools)
         ]
-        self.engines = [WorkerEngine(rank=rank, n_servers=N_SERVERS) for rank in range(N_WORKERS)]
+        self.engines = [WorkerEngine(me=rank, n_members=N_SERVERS) for rank in range(N_WORKERS)]
         for rank, engine in enumerate(self.engines):
             for index, store in enumerate(self.stores):
                 self.transport.connect(engine, index, store, rank)
@@ -224,7 +224,7 @@ def test_a_full_ring_and_a_failed_send_do_not_lock_each_other_out():
 
     kernels = [ctypes.cast(stalled_kernel, ctypes.c_void_p).value, sum_kernel(DType.FLOAT32)]
     ranks, key = (0, 1), secrets.token_bytes(32)
-    engines = [WorkerEngine(rank=rank, n_servers=1) for rank in ranks]  # no link to send on
+    engines = [WorkerEngine(me=rank, n_members=1) for rank in ranks]  # no link to send on
     groups: dict[int, LocalGroup] = {}
 
     def join(rank):

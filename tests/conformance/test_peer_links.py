@@ -45,7 +45,7 @@ class Party:
         self.nodes: list[Node] = []
         self.boxes = [Mailbox() for _ in range(size)]
         members = [self.open(rank, key if rank else KEY) for rank in range(size)]
-        self.job = Job("job", 1, 0, size, 0, size, (), tuple(members), 0, False)
+        self.job = Job("job", 1, 0, size, 0, size, tuple(members), (), False)
         for rank, node in enumerate(self.nodes):
             node.join(self.job.members, me=rank, generation=1)
             node.start()

@@ -47,7 +47,7 @@ class Cluster:
         self.stores = [
             ServerStore(
                 pool,
-                index=i,
+                member=i,
                 n_members=N_WORKERS,
                 lanes=lanes,
                 engine_threads=engine_threads,
@@ -55,7 +55,9 @@ class Cluster:
             for i, pool in enumerate(self.pools)
         ]
         self.engines = [
-            WorkerEngine(rank=rank, n_servers=N_SERVERS, lanes=[lanes] * N_SERVERS)
+            WorkerEngine(
+                me=rank, n_members=N_SERVERS, lanes=dict.fromkeys(range(N_SERVERS), lanes)
+            )
             for rank in range(N_WORKERS)
         ]
         for rank, engine in enumerate(self.engines):

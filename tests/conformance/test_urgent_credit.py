@@ -29,8 +29,8 @@ class Cluster:
     def __init__(self, kind: str) -> None:
         self.net = Net(kind)
         self.pool = BufferPool()
-        self.store = ServerStore(self.pool, index=0, n_members=N_WORKERS)
-        self.engines = [WorkerEngine(rank=rank, n_servers=1) for rank in range(N_WORKERS)]
+        self.store = ServerStore(self.pool, member=0, n_members=N_WORKERS)
+        self.engines = [WorkerEngine(me=rank, n_members=1) for rank in range(N_WORKERS)]
         for rank, engine in enumerate(self.engines):
             self.net.connect(engine, 0, self.store, rank, credit_bytes=CREDIT)
         self.tensors = [self.declare(number) for number in range(N_TENSORS)]

@@ -59,7 +59,7 @@ class Worker:
     """An engine with one tensor, and a raw peer that plays its server."""
 
     def __init__(self, transport: RdmaTransport) -> None:
-        self.engine = WorkerEngine(rank=0, n_servers=1)
+        self.engine = WorkerEngine(me=0, n_members=1)
         self.server = RawPeer(transport, self.engine)
         self.server.greet()
         self.tensor: PlannedTensor = self.engine.declare(
@@ -91,7 +91,7 @@ class Worker:
             key=0,
             key_version=version,
             length=NBYTES,
-            sender=1 << 30,
+            sender=0,
         )
         return self.server.ask(pack_header(header))
 
@@ -186,7 +186,7 @@ class Server:
 
     def __init__(self, transport: RdmaTransport, n_frames: int = 1) -> None:
         self.pool = BufferPool(on_slab=transport.register)
-        self.store = ServerStore(self.pool, index=0, n_members=3)
+        self.store = ServerStore(self.pool, member=0, n_members=3)
         self.store.keep_buffers(1 << 24)
         self.store.declare(
             0,

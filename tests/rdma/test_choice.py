@@ -138,24 +138,23 @@ def test_a_server_without_rdma_refuses_such_a_link():
 
 
 @pytest.mark.parametrize(
-    ("beside", "failure", "has_trouble", "reported"),
+    ("me", "failure", "has_trouble", "reported"),
     [
-        (None, "retries", False, ("worker", 3, "broke (status PEER_LOST); RDMA: retries")),
-        (None, "", True, ("worker", 3, "broke (status PEER_LOST)")),
-        (None, "its port is down", True, ("server", 1, "its port is down")),
-        (2, "its port is down", True, ("worker", 2, "its port is down")),
+        (2, "retries", False, (3, "broke (status PEER_LOST); RDMA: retries")),
+        (2, "", True, (3, "broke (status PEER_LOST)")),
+        (2, "its port is down", True, (2, "its port is down")),
     ],
 )
-def test_a_server_says_whose_fault_a_broken_link_is(beside, failure, has_trouble, reported):
-    said: list[tuple[str, int, str]] = []
+def test_a_server_says_whose_fault_a_broken_link_is(me, failure, has_trouble, reported):
+    said: list[tuple[int, str]] = []
     plane: Any = DataPlane.__new__(DataPlane)
-    plane.index, plane._beside = 1, beside
+    plane._me, plane.name = me, "server 1"
     plane._rdma = SimpleNamespace(failure_of=lambda rank: failure, has_trouble=has_trouble)
     plane._client = SimpleNamespace(report_lost=lambda *what: said.append(what))
     plane._report(3, -3)
-    ((role, rank, cause),) = said
-    assert (role, rank) == reported[:2]
-    assert cause.endswith(reported[2])
+    ((member, cause),) = said
+    assert member == reported[0]
+    assert cause.endswith(reported[1])
 
 
 def test_a_silent_connection_is_watched_closely():
@@ -233,7 +232,10 @@ class Worker:
         near = Member("worker", 0, "127.0.0.1", 1, 1, "here", 0, "", "here", GID)
         far = Member("server", 0, "127.0.0.1", 1, 1, "there", 1, "", "there", GID)
         job = SimpleNamespace(
-            rank=0, generation=1, joint_servers={}, workers=(near,), servers=(far,)
+            me=0,
+            generation=1,
+            members=(near, far),
+            owner_name=lambda number: f"server {number - 1}",
         )
         monkeypatch.setattr(rdma, "open_transport", lambda config, n_links: fabric)
         monkeypatch.setattr(links, "dial", self.dial)
@@ -246,14 +248,14 @@ class Worker:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             return socket.create_connection(listener.getsockname()).detach()
 
-    def link_by_socket(self, server: Member, lane: int) -> None:
+    def link_by_socket(self, owner: int, lane: int) -> None:
         self.lanes.append(lane)
 
 
 def test_links_that_work_use_rdma(monkeypatch):
     fabric = Fabric("", "", "")
     worker = Worker(monkeypatch, "auto", fabric)
-    worker.links.connect([3], None)
+    worker.links.connect({1: 3}, None)
     assert worker.lanes == []
     assert worker.held == [fabric.hold]
     assert not fabric.is_closed
@@ -261,7 +263,7 @@ def test_links_that_work_use_rdma(monkeypatch):
 
 def test_tcp_takes_the_place_of_links_that_do_not_work(monkeypatch, caplog):
     worker = Worker(monkeypatch, "auto", Fabric("", "retry counter exceeded", ""))
-    worker.links.connect([3], None)
+    worker.links.connect({1: 3}, None)
     assert worker.lanes == [1]
     assert "server 0: no RDMA, TCP takes its place: retry counter exceeded" in caplog.text
 
@@ -269,7 +271,7 @@ def test_tcp_takes_the_place_of_links_that_do_not_work(monkeypatch, caplog):
 def test_a_device_that_reaches_nobody_is_closed(monkeypatch):
     fabric = Fabric("no", "no", "no")
     worker = Worker(monkeypatch, "auto", fabric)
-    worker.links.connect([3], None)
+    worker.links.connect({1: 3}, None)
     assert worker.lanes == [0, 1, 2]
     assert worker.held == []
     assert fabric.is_closed
@@ -278,7 +280,7 @@ def test_a_device_that_reaches_nobody_is_closed(monkeypatch):
 def test_links_that_do_not_work_are_an_error_where_rdma_is_asked_for(monkeypatch):
     worker = Worker(monkeypatch, "rdma", Fabric("", "retry counter exceeded", ""))
     with pytest.raises(TransportError, match="server 0 cannot be reached by RDMA: retry"):
-        worker.links.connect([3], None)
+        worker.links.connect({1: 3}, None)
 
 
 @pytest.mark.parametrize("transport", ["auto", "rdma"])
@@ -292,9 +294,9 @@ def test_a_worker_falls_back_when_the_server_refuses(monkeypatch, caplog, transp
     monkeypatch.setattr(links, "dial", refuse)
     if transport == "rdma":
         with pytest.raises(TransportError, match="closed the connection"):
-            worker.links.connect([2], None)
+            worker.links.connect({1: 2}, None)
         return
-    worker.links.connect([2], None)
+    worker.links.connect({1: 2}, None)
     assert worker.lanes == [0, 1]
     assert caplog.text.count("TCP takes its place") == 1, "it asks only once"
 
@@ -303,7 +305,7 @@ def test_a_worker_falls_back_when_the_server_refuses(monkeypatch, caplog, transp
 
 
 def test_large_arrays_are_held_before_an_operation_begins():
-    engine = WorkerEngine(rank=0, n_servers=1)
+    engine = WorkerEngine(me=0, n_members=1)
     options = {"dtype": 1, "chunk_bytes": 1 << 20}
     large = engine.declare(0, "large", nbytes=8000, partitions=[(0, 8000, 0)], **options)
     small = engine.declare(1, "small", nbytes=400, partitions=[(0, 400, 0)], **options)
@@ -319,7 +321,7 @@ def test_large_arrays_are_held_before_an_operation_begins():
 
 
 def test_arrays_that_cannot_be_held_are_given_back():
-    engine = WorkerEngine(rank=0, n_servers=1)
+    engine = WorkerEngine(me=0, n_members=1)
     tensor = engine.declare(
         0, "a", nbytes=8000, dtype=1, chunk_bytes=8000, partitions=[(0, 8000, 0)]
     )

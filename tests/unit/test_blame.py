@@ -16,7 +16,7 @@ from fastps.control.blame import (
     Witness,
     cause_of_link,
 )
-from fastps.control.protocol import Event, PeerLeft, TensorPoisoned
+from fastps.control.protocol import Event, OwnerLeft, PeerLeft, ReportLost, TensorPoisoned
 from fastps.errors import (
     FastPSError,
     MismatchError,
@@ -32,16 +32,16 @@ class Client:
     """A control client that hears events while a verdict is waited for."""
 
     def __init__(self) -> None:
-        self.reports: list[tuple[str, int]] = []
+        self.reports: list[tuple[int, bool]] = []
         self.waits: list[bool] = []  # whether each verdict was waited for
         self.heard: list[Event] = []  # during the next wait
         self.take: Callable[[Event], None] = lambda event: None
         self.text: str | None = None
         self.close_on_report: Session | None = None
 
-    def report_lost(self, role: str, rank: int, cause: str) -> None:
+    def report_lost(self, member: int, cause: str, *, is_owner: bool) -> None:
         """Note a report."""
-        self.reports.append((role, rank))
+        self.reports.append((member, is_owner))
         if self.close_on_report is not None:
             self.close_on_report._client = None  # as close() does first, on another thread
 
@@ -63,7 +63,6 @@ class Blamed:
         self.client = Client()
         self.session = Session(load({"size": 1, "num_servers": 0}, {}))
         self.session._client = self.client  # type: ignore[assignment]
-        self.session._witness.workers_of_servers = {0: 0, 1: 1, 2: 2}
         self.failed = failed
         self.client.take = self.session._on_event
 
@@ -83,8 +82,8 @@ class Blamed:
         return str(error)
 
 
-LEFT = PeerLeft("worker", 1)
-TAKEN = PeerLeft("server", 1)  # with worker 1
+LEFT = PeerLeft(1)
+TAKEN = OwnerLeft(1)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +104,9 @@ def test_who_left_is_named_at_once(failed, culprit):
 def test_the_first_one_counts(failed, culprit):
     """Worker 2 ends its links, and then leaves, because server 1 has gone."""
     blamed = Blamed(failed=failed)
-    blamed.hear(LEFT, TAKEN, PeerLeft("worker", 2), PeerLeft("server", 2))
+    blamed.hear(LEFT, TAKEN, PeerLeft(2), OwnerLeft(2))
     text = blamed.blame(culprit)
-    assert "worker 1 left the job while others still had work, and server 1 with it" in text
+    assert "worker 1 left the job while others still had work, and the server in it too" in text
     assert "worker 2" not in text
     assert not blamed.client.reports
 
@@ -124,7 +123,7 @@ def test_a_verdict_is_what_counts():
     blamed.client.text = "worker 2 (host, pid 5) is lost: it was killed"
     blamed.hear(LEFT)
     assert "worker 2 (host, pid 5) is lost" in blamed.blame()
-    assert blamed.client.reports == [("server", 2)]
+    assert blamed.client.reports == [(2, True)]
 
 
 def test_a_link_that_nobody_explains_is_named():
@@ -181,22 +180,24 @@ def test_a_tensor_declared_differently_says_so_whatever_its_operation_did():
 
 
 def test_what_a_worker_reports():
-    witness = Witness(rank=5, workers_of_servers={1: 1})
-    broken = Failure("w", Status.PEER_LOST, server=1, why=" (retries)")
-    assert witness.report(broken) == ("server", 1, "its link to a worker broke (retries)")
-    ours = Failure("w", Status.PEER_LOST, server=1, why=" (retries)", is_ours=True)
-    assert witness.report(ours) == ("worker", 5, "its own links broke (retries)")
-    assert witness.report(Failure("w", Status.SHUTDOWN, server=1)) is None
+    witness = Witness(me=5)
+    broken = Failure("w", Status.PEER_LOST, owner=1, why=" (retries)")
+    assert witness.report(broken) == ReportLost(
+        1, "its link to a worker broke (retries)", is_owner=True
+    )
+    ours = Failure("w", Status.PEER_LOST, owner=1, why=" (retries)", is_ours=True)
+    assert witness.report(ours) == ReportLost(5, "its own links broke (retries)")
+    assert witness.report(Failure("w", Status.SHUTDOWN, owner=1)) is None
     assert witness.report(Failure("w", Status.PEER_LOST)) is None
-    witness.hear(PeerLeft("worker", 1))
+    witness.hear(PeerLeft(1))
     assert witness.report(broken) is None
     assert witness.report(ours) is not None
 
 
 def test_a_server_says_why_a_link_ended():
-    assert cause_of_link(2, Status.SYS, "") == "its link to server 2 broke (status SYS)"
-    assert "FASTPS_POOL_BYTES" in cause_of_link(2, Status.NOMEM, "")
-    assert cause_of_link(2, Status.SYS, "no answer").endswith("; RDMA: no answer")
+    assert cause_of_link("server 2", Status.SYS, "") == "its link to server 2 broke (status SYS)"
+    assert "FASTPS_POOL_BYTES" in cause_of_link("server 2", Status.NOMEM, "")
+    assert cause_of_link("server 2", Status.SYS, "no answer").endswith("; RDMA: no answer")
 
 
 def test_suspicions_say_what_both_sides_said():

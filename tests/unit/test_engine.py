@@ -18,7 +18,7 @@ from fastps.errors import FastPSError, PeerLostError, ProtocolError, ShutdownErr
 from fastps.transport._inproc import InprocTransport
 from fastps.transport._mailbox import Mailbox
 from fastps.types import DType
-from fastps.wire import SERVER_SENDER, FrameFlag, FrameKind
+from fastps.wire import FrameFlag, FrameKind
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._tensor import PlannedTensor
 
@@ -34,7 +34,7 @@ class Job:
     """One worker's engine and its servers; each tensor has one partition per server."""
 
     def __init__(self, n_servers: int = 1, *, credit_bytes: int = 0) -> None:
-        self.engine = WorkerEngine(rank=1, n_servers=n_servers)
+        self.engine = WorkerEngine(me=1, n_members=n_servers)
         self.transport = InprocTransport()
         self.servers = [Mailbox() for _ in range(n_servers)]
         for index, server in enumerate(self.servers):
@@ -77,7 +77,7 @@ class Job:
             "key": TENSOR << 16 | server,
             "dtype": DType.FLOAT32,
             "key_version": 1,
-            "sender": SERVER_SENDER + server,
+            "sender": server,
         } | changes
         parcel = self.servers[server].post(0, payload, **fields)
         self.parcels.append(parcel)
@@ -284,7 +284,7 @@ def test_a_server_that_breaks_the_rules_ends_the_job(make, name):
     assert job.tensor.wait(timeout_s=TIMEOUT_S) == PROTOCOL
     assert job.engine.failure == (PROTOCOL, 0)
     assert job.engine.wait_closed(timeout_s=TIMEOUT_S)
-    with pytest.raises(ProtocolError, match="server 0"):
+    with pytest.raises(ProtocolError, match="member 0"):
         job.start()
 
 
@@ -364,7 +364,7 @@ def test_a_lost_server_fails_everything(make, how):
     assert job.engine.wait_closed(timeout_s=TIMEOUT_S)
     for array in arrays:
         array.resize(1, refcheck=False)
-    with pytest.raises(PeerLostError, match="server 1"):
+    with pytest.raises(PeerLostError, match="member 1"):
         job.start()
 
 
@@ -545,7 +545,7 @@ def test_two_waiters_do_not_take_back_the_next_operation(job):
 def test_wrong_declarations(job):
     with pytest.raises(FastPSError, match="already declared"):
         job.declare(TENSOR)
-    with pytest.raises(ProtocolError, match="no server 1"):
+    with pytest.raises(ProtocolError, match="number 1 owns"):
         job.engine.declare(9, "t", nbytes=4, dtype=1, chunk_bytes=CHUNK, partitions=[(0, 4, 1)])
     with pytest.raises(FastPSError, match="chunk_bytes changed"):
         job.engine.declare(
@@ -556,7 +556,7 @@ def test_wrong_declarations(job):
 
 
 def test_links_that_are_not_part_of_the_job_are_refused(job):
-    with pytest.raises(ValueError, match="server 1, lane 0"):
+    with pytest.raises(ValueError, match="member 1, lane 0"):
         job.transport.connect(job.engine, 1, Mailbox(), 0)
 
 

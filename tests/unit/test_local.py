@@ -34,7 +34,7 @@ def machine(n, **overrides):
     groups = [None] * n
 
     def join(place):
-        engine = WorkerEngine(rank=ranks[place], n_servers=0)
+        engine = WorkerEngine(me=ranks[place], n_members=0)
         group = LocalGroup(
             settings_, ranks=ranks, rank=ranks[place], n_workers=n, key=key, engine=engine
         )

@@ -47,21 +47,23 @@ class TestJoining:
     def test_ranks_follow_arrival(self) -> None:
         driver = Driver(size=3)
         workers, servers = driver.start()
-        assert [job_of(driver, peer).rank for peer in workers] == [0, 1, 2]
-        assert [job_of(driver, peer).rank for peer in servers] == [0, 1]
+        assert [job_of(driver, peer).me for peer in workers] == [0, 1, 2]
+        assert [job_of(driver, peer).me for peer in servers] == [3, 4]
 
     def test_everybody_is_told_the_same_addresses(self) -> None:
         driver = Driver()
         workers, servers = driver.start()
         jobs = [job_of(driver, peer) for peer in workers + servers]
-        assert len({(job.servers, job.workers, job.size, job.job_id) for job in jobs}) == 1
-        assert [member.port for member in jobs[0].servers] == [7000 + peer for peer in servers]
+        assert len({(job.members, job.owners, job.size, job.job_id) for job in jobs}) == 1
+        assert [jobs[0].members[owner].port for owner in jobs[0].owners] == [
+            7000 + peer for peer in servers
+        ]
         assert [member.rank for member in jobs[0].workers] == [0, 1]
 
     def test_configured_ranks_are_kept_and_the_rest_is_filled(self) -> None:
         driver = Driver(size=4, num_servers=0)
         peers = [driver.enter(rank=rank) for rank in (None, 0, None, 2)]
-        assert [job_of(driver, peer).rank for peer in peers] == [1, 0, 3, 2]
+        assert [job_of(driver, peer).me for peer in peers] == [1, 0, 3, 2]
 
     def test_local_ranks_follow_machines(self) -> None:
         driver = Driver(size=4, num_servers=0)
@@ -146,7 +148,7 @@ class TestJoining:
         first = driver.join(rank=0)
         driver.die(first)
         second = driver.enter(rank=0)
-        assert job_of(driver, second).rank == 0
+        assert job_of(driver, second).me == 0
 
     def test_join_twice_on_one_connection(self) -> None:
         driver = Driver()
@@ -258,7 +260,7 @@ class TestBlame:
     def test_reported_member_that_dies_is_the_cause(self) -> None:
         driver = Driver()
         workers, servers = driver.start()
-        driver.say(workers[0], ReportLost("server", 0, "connection reset"))
+        driver.say(workers[0], ReportLost(2, "connection reset", is_owner=True))
         assert not driver.events(workers[1], PeerLost)
         driver.advance(0.1)
         driver.die(servers[0], "it was killed")
@@ -271,8 +273,8 @@ class TestBlame:
         """One link broke; then worker 1 ended the other one, and the server there spoke first."""
         driver = Driver()
         workers, servers = driver.start()
-        driver.say(servers[0], ReportLost("worker", 1, "its link to server 0 broke"))
-        driver.say(workers[1], ReportLost("server", 1, "its link to a worker broke"))
+        driver.say(servers[0], ReportLost(1, "its link to server 0 broke"))
+        driver.say(workers[1], ReportLost(3, "its link to a worker broke", is_owner=True))
         driver.advance(1.5)
         lost = lost_of(driver, workers[0])
         assert (lost.role, lost.rank) == ("worker", 1)
@@ -284,14 +286,14 @@ class TestBlame:
         workers, servers = driver.start()
         driver.do(driver.machine.pulse_closed(servers[0], driver.now))
         assert not driver.events(workers[1], PeerLost)
-        driver.say(workers[0], ReportLost("server", 0, "reset"))
+        driver.say(workers[0], ReportLost(2, "reset", is_owner=True))
         driver.do(driver.machine.pulse_closed(servers[0], driver.now))
         assert lost_of(driver, workers[1]).role == "server"
 
     def test_reported_member_that_lives_is_blamed_in_the_end(self) -> None:
         driver = Driver()
         workers, _ = driver.start()
-        driver.say(workers[0], ReportLost("server", 1, "connection reset"))
+        driver.say(workers[0], ReportLost(3, "connection reset", is_owner=True))
         driver.keep_alive()
         driver.advance(SUSPICION_S)
         lost = lost_of(driver, workers[1])
@@ -302,12 +304,12 @@ class TestBlame:
     def test_who_reports_itself_is_believed_at_once(self) -> None:
         driver = Driver()
         workers, servers = driver.start()
-        driver.say(workers[1], ReportLost("worker", 1, "its own links broke"))
+        driver.say(workers[1], ReportLost(1, "its own links broke"))
         lost = lost_of(driver, workers[0])
         assert (lost.role, lost.rank, lost.cause) == ("worker", 1, "its own links broke")
         driver = Driver()
         workers, servers = driver.start()
-        driver.say(servers[0], ReportLost("server", 0, "its port is down"))
+        driver.say(servers[0], ReportLost(2, "its port is down"))
         assert lost_of(driver, workers[0]).role == "server"
 
     def test_silence_of_a_reported_member_is_told(self) -> None:
@@ -315,14 +317,14 @@ class TestBlame:
         workers, _ = driver.start()
         driver.keep_alive()
         driver.advance(3)
-        driver.say(workers[0], ReportLost("server", 1, "retries exceeded"))
+        driver.say(workers[0], ReportLost(3, "retries exceeded", is_owner=True))
         driver.advance(SUSPICION_S)
         assert "no sign of life for 4.0 s" in lost_of(driver, workers[1]).cause
 
     def test_reporter_that_dies_is_the_cause(self) -> None:
         driver = Driver()
         workers, servers = driver.start()
-        driver.say(servers[0], ReportLost("worker", 0, "connection reset"))
+        driver.say(servers[0], ReportLost(0, "connection reset"))
         driver.die(servers[0])
         assert lost_of(driver, workers[1]).role == "server"
         driver.advance(5)
@@ -333,8 +335,8 @@ class TestBlame:
         driver = Driver()
         workers, servers = driver.start()
         driver.leave(workers[0])
-        driver.say(servers[0], ReportLost("worker", 0, "closed"))
-        driver.say(servers[0], ReportLost("worker", 1, "closed"))
+        driver.say(servers[0], ReportLost(0, "closed"))
+        driver.say(servers[0], ReportLost(1, "closed"))
         driver.leave(workers[1])
         driver.keep_alive()
         driver.advance(2)
@@ -349,7 +351,7 @@ class TestLeaving:
         assert driver.last(workers[1]) == Done(number)
         assert workers[1] in driver.closed
         for peer in [workers[0], *servers]:
-            assert driver.last(peer) == PeerLeft("worker", 1)
+            assert driver.last(peer) == PeerLeft(1)
 
     def test_barrier_with_one_that_left_fails_at_once(self) -> None:
         driver = Driver()
@@ -369,7 +371,7 @@ class TestLeaving:
         assert driver.last(servers[0]) == NewGeneration(2)
         again = [driver.enter() for _ in range(2)]
         assert [job_of(driver, peer).generation for peer in again] == [2, 2]
-        assert job_of(driver, again[0]).servers == job_of(driver, workers[0]).servers
+        assert job_of(driver, again[0]).members[2:] == job_of(driver, workers[0]).members[2:]
 
     def test_early_rejoin_waits_for_the_others_to_leave(self) -> None:
         driver = Driver()

@@ -19,6 +19,7 @@ from fastps.control.protocol import (
     KeysReady,
     NewGeneration,
     NewJob,
+    OwnerLeft,
     PeerLeft,
     PeerLost,
     ReportLost,
@@ -50,7 +51,7 @@ class TestMachines:
         job = started_job(["b", "a", "b", "c"], ["z", "a", "z"])
         assert [member.machine for member in job.workers] == [0, 1, 0, 2]
         assert job.machines == ((0, 2), (1,), (3,))
-        assert [member.machine for member in job.servers] == [3, 1, 3]
+        assert [job.members[owner].machine for owner in job.owners] == [3, 1, 3]
 
     @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=9))
     def test_machines_share_out_all_workers(self, names: list[str]) -> None:
@@ -76,7 +77,7 @@ class TestMachines:
         worker = driver.enter(unix="mine", host_id="h1")
         driver.enter("server", unix="yours", host_id="h2")
         job = job_of(driver, worker)
-        assert [(m.unix, m.host_id) for m in job.workers + job.servers] == [
+        assert [(m.unix, m.host_id) for m in job.members] == [
             ("mine", "h1"),
             ("yours", "h2"),
         ]
@@ -107,17 +108,14 @@ class TestAppointment:
         joint: dict[int, int],
     ) -> None:
         job = started_job(machines, servers, **settings)
-        assert job.joint_servers == joint
-        assert job.n_apart == len(servers)
-        assert [server.rank for server in job.servers] == list(range(len(servers) + len(joint)))
-        for rank, index in joint.items():
-            worker, server = job.workers[rank], job.servers[index]
-            assert server.role == "server"
-            assert (server.port, server.pid, server.machine) == (
-                worker.port,
-                worker.pid,
-                worker.machine,
-            )
+        apart = range(len(machines), len(machines) + len(servers))
+        assert job.owners == (*apart, *joint)
+        assert [member.role for member in job.members[job.size :]] == ["server"] * len(servers)
+        names = {rank: job.owner_name(rank) for rank in joint}
+        assert names == {rank: f"server {joint[rank]} (in worker {rank})" for rank in joint}
+        assert [job.owner_name(number) for number in apart] == [
+            f"server {index}" for index in range(len(servers))
+        ]
 
     def test_nobody_can_serve(self) -> None:
         driver = Driver(size=2, num_servers=0, colocate="off")
@@ -147,7 +145,7 @@ class TestAppointment:
         peers = [
             driver.enter(machine=name, port=port) for name, port in (("a", 5), ("b", 6), ("a", 0))
         ]
-        assert job_of(driver, peers[2]).joint_servers == {0: 0, 1: 1}
+        assert job_of(driver, peers[2]).owners == (0, 1)
 
 
 class TestKeys:
@@ -166,7 +164,7 @@ class TestKeys:
         for nbytes, owner in answer.tensors[0].pieces:
             assert nbytes <= 1 << 20
             sums[owner] += nbytes
-        assert sums == [2 << 20, 1 << 20, 1 << 20]  # 2(n - 1) to n - k, for n = 2 and k = 1
+        assert sums == [1 << 20, 1 << 20, 2 << 20]  # 2(n - 1) to n - k, for n = 2 and k = 1
 
 
 class TestLeaving:
@@ -175,7 +173,7 @@ class TestLeaving:
         workers, _ = start(driver, ["a", "b", "b"], [])
         first = driver.leave(workers[0])
         assert not driver.events(workers[0], Done)
-        assert driver.last(workers[1]) == PeerLeft("worker", 0)
+        assert driver.last(workers[1]) == PeerLeft(0)
         assert (workers[0], first) in driver.machine.pending()
         third = driver.leave(workers[2])  # serves nobody
         assert driver.last(workers[2]) == Done(third)
@@ -202,24 +200,24 @@ class TestLeaving:
         workers, _ = start(driver, ["a", "b", "c"], [])
         waiting = driver.declare(workers[2], make_spec("w"))
         driver.leave(workers[1], timeout_s=0.3)
-        driver.say(workers[0], ReportLost("worker", 2, "its link to server 0 broke"))
+        driver.say(workers[0], ReportLost(2, "its link to server 0 broke"))
         driver.advance(0.3)
         number = driver.declare(workers[0], make_spec("v"))
         for peer, request in ((workers[0], number), (workers[2], waiting)):
-            assert PeerLeft("server", 1) in driver.sent[peer]
+            assert OwnerLeft(1) in driver.sent[peer]
             failed = driver.last(peer)
             assert isinstance(failed, Failed)
             assert (failed.request, failed.kind) == (request, "peer_lost")
             assert "worker 1" in failed.message
-            assert "server 1 with it" in failed.message
-        driver.say(workers[0], ReportLost("worker", 2, "its link to server 0 broke"))
+            assert "and the server in it too" in failed.message
+        driver.say(workers[0], ReportLost(2, "its link to server 0 broke"))
         driver.advance(2.0)
         assert driver.machine.phase is Phase.RUNNING
         for peer in (workers[0], workers[2]):
             driver.leave(peer)
             assert not driver.events(peer, PeerLost)
         again, _ = start(driver, ["a", "b", "c"], [])
-        driver.say(again[0], ReportLost("worker", 2, "its link to server 0 broke"))
+        driver.say(again[0], ReportLost(2, "its link to server 0 broke"))
         driver.advance(2.0)
         assert driver.machine.phase is Phase.BROKEN
 
@@ -261,7 +259,7 @@ class TestLeaving:
     def test_lost_link_to_a_joint_server_is_blamed_on_its_worker(self) -> None:
         driver = Driver(size=2, num_servers=1)
         workers, _ = start(driver, ["a", "b"], ["s"])
-        driver.say(workers[0], ReportLost("server", 2, "connection reset"))
+        driver.say(workers[0], ReportLost(1, "connection reset", is_owner=True))
         driver.die(workers[1], "it was killed")
         (lost,) = driver.events(workers[0], PeerLost)
         assert isinstance(lost, PeerLost)
@@ -279,5 +277,4 @@ class TestLeaving:
         assert isinstance(event, NewJob)
         assert event.job.workers == job_of(driver, again[0]).workers
         assert event.job.machines == ((0, 1),)
-        assert (event.job.rank, event.job.generation, event.job.n_apart) == (0, 2, 1)
-        assert not event.job.joint_servers
+        assert (event.job.me, event.job.generation, event.job.owners) == (2, 2, (2,))

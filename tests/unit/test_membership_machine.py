@@ -170,10 +170,11 @@ class MembershipMachine(RuleBasedStateMachine):
         self.driver.die(members[pick % len(members)])
 
     @precondition(lambda self: self.members())
-    @rule(pick=PICK, role=st.sampled_from(["worker", "server"]), rank=st.integers(0, 2))
-    def report(self, pick: int, role: str, rank: int) -> None:
+    @rule(pick=PICK, number=st.integers(0, SIZE + SERVERS), is_owner=st.booleans())
+    def report(self, pick: int, number: int, is_owner: bool) -> None:
         members = self.members()
-        self.driver.say(members[pick % len(members)], ReportLost(role, rank, "reset"))
+        report = ReportLost(number, "reset", is_owner)
+        self.driver.say(members[pick % len(members)], report)
 
     @precondition(lambda self: self.members())
     @rule(pick=PICK)
@@ -231,8 +232,8 @@ class MembershipMachine(RuleBasedStateMachine):
                 if isinstance(message, Started):
                     job = message.job
                     assert [member.rank for member in job.workers] == list(range(SIZE))
-                    total = SERVERS + JOINT * self.is_joint
-                    assert [member.rank for member in job.servers] == list(range(total))
+                    assert [member.rank for member in job.members[SIZE:]] == list(range(SERVERS))
+                    assert len(set(job.owners)) == SERVERS + JOINT * self.is_joint
 
     @invariant()
     def ids_are_unique(self) -> None:

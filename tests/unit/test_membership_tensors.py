@@ -64,9 +64,9 @@ class TestDeclaring:
         assert isinstance(answer, Declared)
         assert answer.request == number
         assert answer.tensors[0].pieces == keys.tensors[0].pieces
-        stripes = [(3328, 0)] * 3 + [(3392, 1)] * 2 + [(3232, 1)]
+        stripes = [(3328, 2)] * 3 + [(3392, 3)] * 2 + [(3232, 3)]
         assert list(answer.tensors[0].pieces) == stripes
-        assert answer.tensors[1].pieces == ((4, 0),)
+        assert answer.tensors[1].pieces == ((4, 2),)
 
     def test_second_worker_gets_the_same_without_a_new_announcement(self) -> None:
         driver = Driver()
@@ -201,7 +201,7 @@ class TestDeclaring:
 
     def test_names_are_cheap(self) -> None:
         """Hundreds of thousands of them are ordinary; it was 1000 bytes for each."""
-        table = Declarations(make_config(), servers=(11, 12))
+        table = Declarations(make_config(), owners={2: 11, 3: 12})
         specs = tuple(
             make_spec(f"layers.{i}.attention.weight", (i, 3), partition_bytes=1 << 20)
             for i in range(1000, 6000)
@@ -213,7 +213,7 @@ class TestDeclaring:
             assert isinstance(asked, Declare)
             table.declare(rank, rank, asked, 0.0)
         del asked
-        answers = table.keys_ready(0, 0) + table.keys_ready(1, 0)
+        answers = table.keys_ready(2, 0) + table.keys_ready(3, 0)
         assert [type(message) for _, message in answers] == [Declared] * 2
         del answers
         nbytes = tracemalloc.get_traced_memory()[0]

@@ -47,7 +47,7 @@ def test_pieces_fit_only_if_they_cover_the_tensor_once(pieces, nbytes):
         and all(owner < 2 for _, _, owner in pieces)
     )  # fmt: skip
     try:
-        check_pieces("t", nbytes, 64, pieces, 2)
+        check_pieces("t", nbytes, 64, pieces, range(2))
     except ProtocolError:
         assert not fits
     else:

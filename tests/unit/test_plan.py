@@ -19,7 +19,7 @@ from fastps.server._store import ServerStore
 from fastps.transport._inproc import InprocTransport
 from fastps.transport._mailbox import Mailbox
 from fastps.types import DType
-from fastps.wire import SERVER_SENDER, FrameKind
+from fastps.wire import FrameKind
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._scrambler import Scrambler
 from fastps.worker._tensor import PlannedTensor
@@ -36,7 +36,7 @@ class Job:
     """One engine with a scrambler before and one after its link to a mailbox."""
 
     def __init__(self) -> None:
-        self.engine = WorkerEngine(rank=0, n_servers=1)
+        self.engine = WorkerEngine(me=0, n_members=1)
         self.before, self.after = Scrambler(), Scrambler()
         self.engine.insert(0, self.before)
         self.engine.insert(2, self.after)
@@ -67,7 +67,7 @@ class Job:
             self.parcels.append(
                 self.server.post(
                     0, data, kind=FrameKind.RESULT, key=key, dtype=DType.INT32, chunk_bytes=CHUNK,
-                    key_version=version, sender=SERVER_SENDER,
+                    key_version=version, sender=0,
                 )
             )  # fmt: skip
         return b"".join(pushed[key] for key in sorted(pushed))
@@ -183,7 +183,7 @@ def test_a_closed_stage_lets_through_what_it_had_and_refuses_the_rest(job):
 
 
 def test_no_stage_finds_a_place_beyond_the_end():
-    engine = WorkerEngine(rank=0, n_servers=1)
+    engine = WorkerEngine(me=0, n_members=1)
     with pytest.raises(ValueError, match="no place 2"):
         engine.insert(2, Scrambler())
 
@@ -195,7 +195,7 @@ class Machine:
     """Two ranks that share memory, of several machines or alone."""
 
     def __init__(self, n_servers: int, ranks: tuple[int, int] = (0, 1)) -> None:
-        self.engines = [WorkerEngine(rank=rank, n_servers=n_servers) for rank in ranks]
+        self.engines = [WorkerEngine(me=rank, n_members=n_servers) for rank in ranks]
         self.groups: list[Any] = [None, None]
         self.stages: list[Scrambler] = []
         key = secrets.token_bytes(32)
@@ -252,7 +252,7 @@ def test_only_who_speaks_for_its_machine_goes_by_the_stages_of_the_links():
     """~a + ~b = ~(a + b + 1): a sum that is scrambled on two machines comes back one larger."""
     machines = [Machine(1), Machine(1, (2, 3))]
     pool = BufferPool()
-    store = ServerStore(pool, index=0, n_members=4)
+    store = ServerStore(pool, member=0, n_members=4)
     transport = InprocTransport()
     tensors = []
     for machine in machines:

@@ -56,7 +56,7 @@ class Server:
         self.lenders = lenders
         self.store = ServerStore(
             self.pool,
-            index=0,
+            member=0,
             n_members=n_workers,
             lanes=lanes,
             engine_threads=engine_threads,
@@ -333,7 +333,7 @@ def test_pushers_that_cannot_be_are_refused(make):
             Cast((0, 1), (), quorum, divisor)
     for n_members in (0, 5000):
         with pytest.raises(ValueError, match="n_members must be"):
-            ServerStore(server.pool, index=0, n_members=n_members)
+            ServerStore(server.pool, member=0, n_members=n_members)
 
 
 # ---- memory that is lent ----

@@ -72,7 +72,7 @@ class StoreMachine(RuleBasedStateMachine):
         quorum = max(1, len(machines) - abstainers)
         self.store = ServerStore(
             self.pool,
-            index=0,
+            member=0,
             n_members=n_workers,
             engine_threads=engine_threads,
         )
@@ -243,7 +243,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Take one frame as the model spells it."""
         _, header, payload = self.boxes[rank].receive(timeout_s=TIMEOUT_S)
         assert header["key"] == TENSOR << 16 | key
-        assert header["sender"] == 1 << 30
+        assert header["sender"] == 0
         assert header["dtype"] == DType.FLOAT32
         is_error = header["kind"] == FrameKind.ERROR
         return Frame(

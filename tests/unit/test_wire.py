@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps import config, wire
+from fastps import wire
 from fastps.errors import ProtocolError
 from fastps.types import DType
 from fastps.wire import FrameFlag, FrameKind, Header, pack_header, unpack_header
@@ -68,17 +68,6 @@ def test_constants_are_those_of_c():
     assert constants["PROTOCOL_VERSION"] == wire.PROTOCOL_VERSION
     assert c_constants("KIND_") == {kind.name: kind.value for kind in FrameKind}
     assert c_constants("FLAG_") == {flag.name: flag.value for flag in FrameFlag}
-
-
-def test_server_numbers_are_those_of_c():
-    """Wherever C code names the constant, it is the same, and above every rank."""
-    sources = [*PACKAGE.rglob("*.pyx"), *PACKAGE.rglob("*.pxd")]
-    found = re.findall(
-        r"SERVER_SENDER = ([x\d]+)(?: << (\d+))?",
-        "\n".join(path.read_text(encoding="utf-8") for path in sources),
-    )
-    assert {int(value, 0) << int(shift or 0) for value, shift in found} <= {wire.SERVER_SENDER}
-    assert config.MAX_PROCESSES < wire.SERVER_SENDER
 
 
 def test_dtype_fits_its_byte():
