@@ -171,8 +171,11 @@ class Witness:
         # that a machine is gone is the loss of a peer
         is_timeout = failure.status is Status.LINK_TIMEOUT
         status = Status.PEER_LOST if is_timeout else failure.status
-        seen = verdict or (failure.is_loss and self.departure(failure.owner, failure.culprit))
-        seen = seen or _seen_here(failure)
+        seen = (
+            verdict
+            or (status is Status.PEER_LOST and self.departure(failure.owner, failure.culprit))
+            or _seen_here(failure)
+        )
         is_ours = seen == ENDINGS[Status.SHUTDOWN]
         cure = ". Restart the job" if failure.is_loss and not is_ours else ""
         return error_of(status, f"tensor {failure.tensor!r} cannot be reduced: {seen}{cure}")

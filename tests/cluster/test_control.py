@@ -97,7 +97,7 @@ class TestWork:
             assert declared == futures[1].result()
             assert [tensor.tensor_id for tensor in declared] == list(range(200))
             owned = [owner for tensor in declared for _, owner in tensor.pieces]
-            assert owned.count(0) == owned.count(1) == 100
+            assert owned.count(2) == owned.count(3) == 100
             announced = [e for e in servers[0].told.events if isinstance(e, DeclareKeys)]
             assert [len(event.tensors) for event in announced] == [200]
             assert workers[0].client.declare([], timeout_s=1) == []

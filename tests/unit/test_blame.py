@@ -163,8 +163,12 @@ def test_no_bare_number_reaches_the_user(status):
     assert ENDINGS.get(status, status.name) in str(error)
 
 
-def test_shutdown_is_named_and_needs_no_restart():
-    error = Witness().error(Failure("A", Status.SHUTDOWN))
+@pytest.mark.parametrize("news", [(), (LEFT,)], ids=["alone", "others left too"])
+def test_shutdown_is_named_and_needs_no_restart(news):
+    witness = Witness()
+    for event in news:
+        witness.hear(event)
+    error = witness.error(Failure("A", Status.SHUTDOWN))
     assert str(error) == (
         "tensor 'A' cannot be reduced: shutdown() was called before it was complete"
     )
