@@ -45,6 +45,7 @@ __all__ = [
     "broadcast_object",
     "declare",
     "empty",
+    "forget",
     "init",
     "is_initialized",
     "local_rank",
@@ -113,6 +114,18 @@ def declare(name: str, tensor: Array | tuple[tuple[int, ...], Any]) -> None:
     else:
         shape, dtype = tensor[0], np.dtype(tensor[1])
     _current.current().declare([(name, shape, dtype_of(dtype))])
+
+
+def forget(name: str | Sequence[str]) -> None:
+    """Forget tensors that were declared, by declare() or their first use, so that nothing is kept.
+
+    All workers must call it with the same names in the same order, best many at once. A name may
+    then be declared again, with another shape or dtype. Blocks until every server has dropped
+    them. Raises ConfigError for a name that is not declared, FastPSError for one in flight,
+    MismatchError for one that workers declared differently, StallError that says who did not
+    call; then all names go on working, but for those that a server fails to drop.
+    """
+    _current.current().forget(name)
 
 
 def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:

@@ -26,6 +26,7 @@ from fastps.control.protocol import (
     DeclaredTensor,
     DeclareKeys,
     Event,
+    ForgetKeys,
     JobOver,
     PeerLeft,
     PeerLost,
@@ -197,6 +198,7 @@ class Connections:
             partitions=partitions,
             itemsize=dtype.itemsize,
             kernel=0 if self._group is None else self._kernel(dtype),
+            version=answer.version,
         )
 
     def _kernel(self, dtype: DType) -> int:
@@ -261,9 +263,9 @@ class Connections:
 
     def _take(self, event: Event) -> None:
         """Take news on the control thread; keys are the embedded server's business."""
-        if isinstance(event, DeclareKeys):
+        if isinstance(event, DeclareKeys | ForgetKeys):
             if self._server is not None:
-                self._server.hold(event)
+                self._server.take(event)
             return
         if isinstance(event, PeerLost):
             self._fail(Status.PEER_LOST)

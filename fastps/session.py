@@ -186,6 +186,51 @@ class Session:
                 self._tensors[spec.name] = tensor
                 self._specs[spec.name] = spec
 
+    def forget(self, names: Names) -> None:
+        """Forget declared tensors on all workers and servers; see fastps.forget(). Blocks."""
+        self.check_usable()
+        names = (names,) if isinstance(names, str) else tuple(names)
+        if len(set(names)) != len(names):
+            raise ValueError("a name appears twice in one call")
+        self._check_poison(names)
+        unknown = [name for name in names if name not in self._specs]
+        if unknown:
+            raise ConfigError(f"tensor {unknown[0]!r} is not declared and cannot be forgotten")
+        if self._client is not None and names:
+            self._forget_everywhere(self._client, names)
+            return
+        for name in names:
+            del self._specs[name]
+
+    def _forget_everywhere(self, client: ControlClient, names: Sequence[str]) -> None:
+        tensors = self._retire(names)
+        versions = {name: tensor.version for name, tensor in tensors.items()}
+        try:
+            request = client.forget(versions, timeout_s=self._config.op_timeout_s)
+        except FastPSError:
+            for tensor in tensors.values():
+                tensor.reinstate()
+            raise
+        with self._lock:  # so that nobody finds a tensor that the engine has forgotten
+            for name, tensor in tensors.items():
+                self._tensors.pop(name, None)  # close() may have been called
+                del self._specs[name]
+                self._engine.forget(tensor)
+        client.dropped(request)
+
+    def _retire(self, names: Sequence[str]) -> dict[str, PlannedTensor]:
+        """Let nothing be started on tensors any more, or raise FastPSError and change nothing."""
+        tensors: dict[str, PlannedTensor] = {}
+        try:
+            for name in names:
+                self._tensors[name].retire()
+                tensors[name] = self._tensors[name]
+        except BaseException:
+            for tensor in tensors.values():
+                tensor.reinstate()
+            raise
+        return tensors
+
     def _find(
         self, names: Sequence[str], arrays: Sequence[Array], dtype: DType | None
     ) -> list[PlannedTensor]:
@@ -486,8 +531,9 @@ class Session:
         client = self._client
         if client is not None:
             with contextlib.suppress(FastPSError):
-                version = self._tensors[tensor.name].version
-                return client.dispute(tensor.name, version, started, timeout_s=VERDICT_WAIT_S)
+                return client.dispute(
+                    tensor.name, tensor.version, started, timeout_s=VERDICT_WAIT_S
+                )
         return MismatchError(
             f"tensor {tensor.name!r}: the workers started different operations, this one "
             f"{started}; make all workers call the same"

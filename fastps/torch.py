@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from fastps import (
     barrier,
+    forget,
     init,
     is_initialized,
     local_rank,
@@ -60,6 +61,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "declare",
+    "forget",
     "init",
     "is_initialized",
     "local_rank",

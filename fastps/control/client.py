@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import TypeVar
@@ -52,6 +52,7 @@ from fastps.control.protocol import (
     DeclareKeys,
     Dispute,
     Done,
+    Dropped,
     Event,
     Failed,
     Forget,
@@ -234,13 +235,21 @@ class ControlClient:
         message = Declare(next(self._numbers), tuple(specs), timeout_s)
         return list(self._ask(message, Declared, what=what, timeout_s=timeout_s).tensors)
 
-    def forget(self, names: Sequence[str], *, timeout_s: float) -> None:
-        """Wait until every worker has asked to forget these tensors, and every server has."""
-        for name in names:
-            check_name(name)
+    def forget(self, versions: Mapping[str, int], *, timeout_s: float) -> int:
+        """Wait until every worker has asked to forget these tensors, and every server has.
+
+        versions: of the last operation, by name. Blocks to timeout_s for each of the two. Give
+        what dropped() is to be told when nothing here uses them any more.
+        """
         timeout_s = checked_seconds(timeout_s)
-        message = Forget(next(self._numbers), tuple(names), timeout_s)
-        self._ask(message, Done, what=f"forgetting {', '.join(names)[:80]}", timeout_s=timeout_s)
+        number = next(self._numbers)
+        message = Forget(number, tuple(versions), tuple(versions.values()), timeout_s)
+        what = f"forgetting {', '.join(versions)[:80]}"
+        return self._ask(message, Done, what=what, timeout_s=2 * timeout_s).request
+
+    def dropped(self, request: int) -> None:
+        """Tell that this worker has nothing any more of what a forget() was about."""
+        self._tell(Dropped(request))
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
         """Wait until every worker has entered the barrier; StallError names the missing."""

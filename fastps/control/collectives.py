@@ -212,8 +212,8 @@ class Collectives:
         """Say in which other meetings the missing workers wait."""
         return join_names(
             [
-                f"worker {rank} waits in {kind} {name!r}"
-                for (kind, name), meeting in self._meetings.items()
+                f"worker {rank} waits in {_what(key)}"
+                for key, meeting in self._meetings.items()
                 for rank in missing
                 if rank in meeting.entries
             ]
@@ -221,15 +221,15 @@ class Collectives:
 
 
 def _key(asked: Meeting) -> Key:
-    if isinstance(asked, Forget):
-        return "forget", ", ".join(asked.names)
+    if isinstance(asked, Forget):  # a name may hold whatever would separate two
+        return "forget", ", ".join(map(repr, asked.names))
     version = f" {asked.version}" if isinstance(asked, Dispute) else ""
-    return type(asked).__name__.lower(), asked.name + version
+    return type(asked).__name__.lower(), repr(asked.name + version)
 
 
 def _what(key: Key) -> str:
     """Name a meeting; farewells may have long names."""
-    return f"{key[0]} {key[1][:200]!r}"
+    return f"{key[0]} {key[1][:200]}"
 
 
 def _dispute_text(meeting: _Meeting, silent: list[int]) -> str:

@@ -4,17 +4,20 @@
 Decides the id, the pieces and their servers of each tensor, runs the job's only Placement, and
 compares what each worker declares with what the first one declared. Pure: time is an argument,
 answers are returned as (peer, message) pairs. Knows nothing of connections.
-A name that all workers forget is dropped at once; its id is used again when every server has
-dropped its keys, and every worker has asked for something after it was told.
+A name that all workers forget is free when every server has dropped its keys; its id is used
+again when every worker has said that it dropped it too. Versions go on where an id is used again,
+so that nobody takes a late frame for one of the new tensor.
 Invariants: a declaration is answered exactly once, when every server holds all its keys or when
-that has become impossible; a poisoned tensor stays poisoned for the generation.
+that has become impossible; a poisoned tensor stays poisoned for the generation, as does one that
+some server has not dropped in time: nobody knows who still holds it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 
@@ -27,9 +30,11 @@ from fastps.control.protocol import (
     DeclareKeys,
     Done,
     Failed,
+    Forget,
     ForgetKeys,
     KeySpec,
     Layout,
+    Meeting,
     Pieces,
     TensorPoisoned,
     TensorSpec,
@@ -39,6 +44,8 @@ from fastps.partition import MAX_PIECES, Placement, check_tensor, cut_tensor, mo
 from fastps.types import DType
 
 MAX_POISON_LINES = 4  # tensors named in one MismatchError; the rest are counted
+MAX_VERSION = 1 << 31  # an id that has come so far is not used again: versions have 32 bits
+MAX_MASKS = 4096  # kept of those who agreed; in a job that forgets there are ever new ones
 _ITEMSIZES = {int(code): code.itemsize for code in DType}
 
 
@@ -48,6 +55,7 @@ class _Facts(msgspec.Struct, frozen=True, array_like=True):
     layout: Layout
     pieces: Pieces
     tensor_id: int
+    version: int  # that the tensors with this id before have reached
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -87,12 +95,15 @@ class _Waiting:
     is_farewell: bool = False
 
 
-@dataclass
-class _Freed:
-    """Ids of forgotten tensors; free once the servers and all these ranks have dropped them."""
+FreeId: TypeAlias = tuple[int, int]  # and the version that its tensors have reached
 
-    ids: list[int]
-    ranks: set[int]
+
+@dataclass
+class _Resting:
+    """Ids of forgotten tensors; free once all who were told so have dropped them."""
+
+    ids: list[FreeId]
+    holders: list[_Waiting]
 
 
 class Declarations:
@@ -113,8 +124,10 @@ class Declarations:
             built_in_hash_coef=config.built_in_hash_coef,
         )
         self._tensors: dict[str, _Tensor] = {}
-        self._freed: dict[int, _Freed] = {}  # by the batch of ForgetKeys
-        self._free_ids: list[int] = []
+        # by the batch of ForgetKeys, until every server has dropped it
+        self._leaving: dict[int, list[tuple[_Tensor, int]]] = {}  # with the last versions
+        self._resting: list[_Resting] = []
+        self._free_ids: list[FreeId] = []
         self._n_ids = 0
         self._n_pieces = 0
         self._masks: dict[int, int] = {}  # so that equal ones of many tensors are one object
@@ -128,7 +141,6 @@ class Declarations:
         refusal = self._refuse(asked)
         if refusal is not None:
             return [(peer, Failed(asked.request, "config", refusal))]
-        self._note_forgotten(rank)
         out: Answers = []
         new: list[KeySpec] = []
         tensors: list[_Tensor] = []
@@ -142,6 +154,8 @@ class Declarations:
             agreed = tensor.agreed | 1 << rank
             tensor.agreed = self._masks.setdefault(agreed, agreed)
             tensors.append(tensor)
+        if len(self._masks) > MAX_MASKS:
+            self._masks.clear()
         self._peers[rank] = peer
         if new:
             out += self._announce(DeclareKeys(self._batches, tuple(new)))
@@ -161,49 +175,56 @@ class Declarations:
         if unready:
             return []
         del self._unready[batch]
-        self._reuse_ids()
+        self._take_off(batch)
         return self._settle()
 
     def keys_failed(self, owner: int, batch: int, message: str) -> Answers:
         """Poison the tensors of a batch that an owner cannot hold."""
         out: Answers = []
         server = f"server {self._numbers.index(owner)}"
+        what = "forget" if batch in self._leaving else "hold"
         for tensor in self._tensors.values():
             if tensor.batch == batch and tensor.poison is None:
-                text = f"tensor {tensor.name!r}: {server} cannot hold it: {message}"
+                text = f"tensor {tensor.name!r}: {server} cannot {what} it: {message}"
                 out += self._poison(tensor, "error", text)
-        out += self._fail_farewells(batch, f"{server} cannot forget: {message}")
         return out + self.keys_ready(owner, batch) + self._settle()
 
     def forget(self, names: tuple[str, ...], asked: Mapping[int, Entry]) -> Answers:
         """Forget tensors, as all workers have asked; they hear of it when all servers have."""
-        refusal = self._refuse_farewell(names)
+        refusal = self._refuse_farewell(names, asked)
         if refusal is not None:
             return [
                 (entry.peer, Failed(entry.asked.request, "config", refusal))
                 for entry in asked.values()
             ]
-        tensors = tuple(self._tensors.pop(name) for name in names)
-        facts = [tensor.facts for tensor in tensors]
-        for nbytes, owner in (piece for one in facts for piece in one.pieces):
-            self._placement.add_load(self._numbers.index(owner), -nbytes)
-            self._n_pieces -= 1
-        ids = [one.tensor_id for one in facts]
+        tensors = tuple(self._tensors[name] for name in names)
+        lasts = zip(*(_versions(entry.asked) for entry in asked.values()), strict=True)
+        versions = tuple(map(max, lasts))
         batch = self._batches
-        self._freed[batch] = _Freed(ids, set(asked))
+        self._leaving[batch] = list(zip(tensors, versions, strict=True))
+        for tensor in tensors:
+            tensor.batch = batch
         for rank, entry in asked.items():
-            self._note_forgotten(rank, before=batch)
+            timeout_s = entry.asked.timeout_s
             self._waiting.append(
-                _Waiting(rank, entry.peer, entry.asked.request, entry.asked.timeout_s,
-                         entry.deadline, tensors, frozenset([batch]), is_farewell=True)
+                _Waiting(rank, entry.peer, entry.asked.request, timeout_s,
+                         entry.deadline + timeout_s, tensors, frozenset([batch]), is_farewell=True)
             )  # fmt: skip
-        return self._announce(ForgetKeys(batch, tuple(ids))) + self._settle()
+        ids = tuple(tensor.facts.tensor_id for tensor in tensors)
+        out = self._announce(ForgetKeys(batch, ids))
+        if not self._servers:
+            self._take_off(batch)
+        return out + self._settle()
+
+    def dropped(self, peer: int, request: int) -> None:
+        """Learn that a worker has nothing any more of what it was told is forgotten."""
+        self._let_go(lambda item: (item.peer, item.request) == (peer, request))
 
     def remove(self, rank: int) -> None:
         """Forget a worker that left: nothing is sent to it any more."""
         self._waiting = [waiting for waiting in self._waiting if waiting.rank != rank]
         self._peers.pop(rank, None)
-        self._note_forgotten(rank)
+        self._let_go(lambda item: item.rank == rank)
 
     def fail_all(self, kind: str, message: str) -> Answers:
         """End every declaration that waits with the same error."""
@@ -214,10 +235,13 @@ class Declarations:
         """End the declarations that have waited too long."""
         late = [item for item in self._waiting if item.deadline <= now]
         self._waiting = [item for item in self._waiting if item.deadline > now]
+        out: Answers = []
         for item in late:
-            if item.is_farewell:  # who is told so goes on using the ids
-                self._freed = {k: v for k, v in self._freed.items() if k not in item.batches}
-        return [(item.peer, Failed(item.request, "stall", self._late_text(item))) for item in late]
+            for tensor in item.tensors if item.is_farewell else ():
+                if tensor.poison is None:  # some server may have dropped it
+                    out += self._poison(tensor, "stall", self._late_text(item))
+            out.append((item.peer, Failed(item.request, "stall", self._late_text(item))))
+        return out + (self._settle() if late else [])
 
     def next_deadline(self) -> float | None:
         """Give the time when expire() has something to do."""
@@ -228,7 +252,9 @@ class Declarations:
         for item in self._waiting:
             yield item.peer, item.request
 
-    def _refuse_farewell(self, names: tuple[str, ...]) -> str | None:
+    def _refuse_farewell(self, names: tuple[str, ...], asked: Mapping[int, Entry]) -> str | None:
+        if any(len(_versions(entry.asked)) != len(names) for entry in asked.values()):
+            return "a name without its version"
         for name in names:
             tensor = self._tensors.get(name)
             if tensor is None or tensor.batch in self._unready:
@@ -237,24 +263,27 @@ class Declarations:
                 return f"tensor {name!r} cannot be forgotten: {tensor.poison[1]}"
         return None if len(set(names)) == len(names) else "a name appears twice"
 
-    def _note_forgotten(self, rank: int, before: int | None = None) -> None:
-        """Learn that a worker has dropped what it was told is forgotten: it asks for more."""
-        for batch, freed in self._freed.items():
-            if batch not in self._unready and batch != before:
-                freed.ranks.discard(rank)
-        self._reuse_ids()
+    def _take_off(self, batch: int) -> None:
+        """Free the names of a batch that every server has dropped; its ids rest."""
+        ids: list[FreeId] = []
+        for tensor, version in self._leaving.pop(batch, ()):
+            if tensor.poison is not None:
+                continue
+            del self._tensors[tensor.name]
+            facts = tensor.facts
+            for nbytes, owner in facts.pieces:
+                self._placement.add_load(self._numbers.index(owner), -nbytes)
+            self._n_pieces -= len(facts.pieces)
+            ids.append((facts.tensor_id, max(version, facts.version)))
+        told = [item for item in self._waiting if item.is_farewell and batch in item.batches]
+        self._resting.append(_Resting([item for item in ids if item[1] < MAX_VERSION], told))
 
-    def _reuse_ids(self) -> None:
-        for batch, freed in list(self._freed.items()):
-            if not freed.ranks and batch not in self._unready:
-                self._free_ids += self._freed.pop(batch).ids
-
-    def _fail_farewells(self, batch: int, message: str) -> Answers:
-        """Tell those who wait that a server keeps what it should forget; ids stay taken."""
-        self._freed.pop(batch, None)
-        failed = [item for item in self._waiting if item.is_farewell and batch in item.batches]
-        self._waiting = [item for item in self._waiting if item not in failed]
-        return [(item.peer, Failed(item.request, "error", message)) for item in failed]
+    def _let_go(self, has_dropped: Callable[[_Waiting], bool]) -> None:
+        """Use ids again that nobody holds any more."""
+        for resting in self._resting:
+            resting.holders = [item for item in resting.holders if not has_dropped(item)]
+            self._free_ids += [] if resting.holders else resting.ids
+        self._resting = [resting for resting in self._resting if resting.holders]
 
     def _refuse(self, asked: Declare) -> str | None:
         """Check a whole batch before any of it takes effect."""
@@ -280,7 +309,10 @@ class Declarations:
         nbytes = math.prod(spec.shape) * itemsize
         if spec.nbytes != nbytes:
             raise ConfigError(f"{_side(spec.layout)} has {nbytes} bytes, not {spec.nbytes}")
-        if spec.name in self._tensors:
+        known = self._tensors.get(spec.name)
+        if known is not None and known.batch in self._leaving and known.poison is None:
+            raise ConfigError("it is being forgotten")
+        if known is not None:
             return 0
         check_tensor(
             nbytes,
@@ -290,7 +322,7 @@ class Declarations:
         return most_pieces(nbytes, partition_bytes=spec.partition_bytes, placement=self._placement)
 
     def _add(self, spec: TensorSpec) -> tuple[_Tensor, KeySpec]:
-        tensor_id = self._free_ids.pop() if self._free_ids else self._n_ids
+        tensor_id, version = self._free_ids.pop() if self._free_ids else (self._n_ids, 0)
         self._n_ids = max(self._n_ids, tensor_id + 1)
         cut = cut_tensor(
             spec.nbytes,
@@ -300,10 +332,10 @@ class Declarations:
         )
         pieces = tuple((piece.nbytes, self._numbers[piece.owner]) for piece in cut)
         self._n_pieces += len(pieces)
-        packed = _pack(_Facts(spec.layout, pieces, tensor_id))
+        packed = _pack(_Facts(spec.layout, pieces, tensor_id, version))
         tensor = _Tensor(spec.name, packed, self._batches)
         self._tensors[spec.name] = tensor
-        terms = (spec.policy, spec.staleness)
+        terms = (spec.policy, spec.staleness, version)
         return tensor, KeySpec(tensor_id, spec.name, spec.dtype, spec.chunk_bytes, pieces, *terms)
 
     def _announce(self, keys: DeclareKeys | ForgetKeys) -> Answers:
@@ -336,8 +368,6 @@ class Declarations:
         return out
 
     def _outcome(self, item: _Waiting) -> Declared | Done | Failed | None:
-        if item.is_farewell:
-            return Done(item.request) if item.batches.isdisjoint(self._unready) else None
         poisons = [tensor.poison for tensor in item.tensors if tensor.poison is not None]
         if poisons:
             lines = [message for _, message in poisons[:MAX_POISON_LINES]]
@@ -346,10 +376,12 @@ class Declarations:
             return Failed(item.request, poisons[0][0], "\n".join(lines))
         if not item.batches.isdisjoint(self._unready):
             return None
+        if item.is_farewell:
+            return Done(item.request)
         return Declared(
             item.request,
             tuple(
-                DeclaredTensor(facts.tensor_id, facts.pieces)
+                DeclaredTensor(facts.tensor_id, facts.pieces, facts.version)
                 for facts in (tensor.facts for tensor in item.tensors)
             ),
         )
@@ -372,6 +404,10 @@ class Declarations:
             f"{_full_side(spec.layout)}, but {others} declared "
             f"{_full_side(tensor.facts.layout)}"
         )
+
+
+def _versions(asked: Meeting) -> tuple[int, ...]:
+    return asked.versions if isinstance(asked, Forget) else ()
 
 
 def _side(layout: Layout) -> str:

@@ -34,6 +34,7 @@ from fastps.control.protocol import (
     AwaitStart,
     Declare,
     Done,
+    Dropped,
     Failed,
     JobOver,
     Join,
@@ -136,6 +137,8 @@ class Membership:
             self._report_lost(member, message, now)
         elif isinstance(message, KeysReady | KeysFailed):
             self._keys(member, message)
+        elif isinstance(message, Dropped):
+            self._declarations.dropped(peer, message.request)
         else:
             self._collective(member, message, now)
         return self._drain(now)

@@ -55,6 +55,7 @@ Nbytes: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Id: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Sender: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]  # a field of the handshake
+Version: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]  # a field of the frame header
 Code: TypeAlias = Annotated[int, Meta(ge=1, le=255)]
 Shape: TypeAlias = Annotated[tuple[Nbytes, ...], Meta(max_length=MAX_DIMENSIONS)]
 # The bounds of the settings: the scheduler does what other members ask for.
@@ -178,10 +179,14 @@ class TensorSpec(_Record, frozen=True):
 
 
 class DeclaredTensor(_Record, frozen=True):
-    """What the scheduler answers: the tensor's id, and bytes and owner of each partition."""
+    """What the scheduler answers: the tensor's id, and bytes and owner of each partition.
+
+    version: its operations count on from here, where another tensor had this id.
+    """
 
     tensor_id: Id
     pieces: Pieces
+    version: Version = 0
 
 
 class KeySpec(_Record, frozen=True):
@@ -194,6 +199,7 @@ class KeySpec(_Record, frozen=True):
     pieces: Pieces
     policy: Policy = Policy.SUM
     staleness: Staleness = 0
+    version: Version = 0
 
 
 # ---- member to scheduler ----
@@ -262,12 +268,20 @@ class Blob(_Message, frozen=True):
 class Forget(_Message, frozen=True):
     """Forget tensors that this worker uses no more; all workers must ask for the same ones.
 
-    Answered by Done when every server has dropped their keys.
+    versions: of its last operation on each. timeout_s: for the others to ask, and then again for
+    the servers; answered by Done when all of them have dropped the keys.
     """
 
     request: Id
     names: tuple[Name, ...]
+    versions: tuple[Version, ...]
     timeout_s: Seconds
+
+
+class Dropped(_Message, frozen=True):
+    """A worker has carried out a Forget that was answered by Done: its ids may be used again."""
+
+    request: Id
 
 
 class Dispute(_Message, frozen=True):
@@ -328,7 +342,7 @@ class Malformed(_Record, frozen=True):
 
 Meeting: TypeAlias = Barrier | Blob | Forget | Dispute  # all workers must come
 Request: TypeAlias = Join | AwaitStart | Declare | Meeting | Leave  # are answered
-ToScheduler: TypeAlias = Request | KeysReady | KeysFailed | ReportLost
+ToScheduler: TypeAlias = Request | Dropped | KeysReady | KeysFailed | ReportLost
 
 # ---- scheduler to member: answers ----
 

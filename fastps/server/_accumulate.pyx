@@ -279,6 +279,7 @@ cdef int make_state(Entry* entry) noexcept nogil:
     for index in range(n):
         value.callers[index].value = value
         value.callers[index].index = <uint32_t>index
+        value.callers[index].version = value.callers[index].clock = entry.born
         value.callers[index].turns = <Turn*>cursor
         value.callers[index].buffers = <char**>(value.callers[index].turns + units)
         cursor = <char*>(value.callers[index].buffers + units)

@@ -49,7 +49,8 @@ cdef struct Policy:
     # not, and they may stay there. E_TIMEOUT: not yet, ask again. Another status ends the link.
     int (*admit)(Entry* entry, uint32_t index, Link* link, const Header* header,
                  const char* payload, char** place) noexcept nogil
-    # The bytes of a frame that was admitted are there.
+    # The bytes of a frame that was admitted are there. From admit() of a PUSH on is_idle() is
+    # false until this gives the lock up: nothing else keeps the entry for it.
     void (*landed)(Entry* entry, uint32_t index, const Header* header) noexcept nogil
     # Where a frame like this lands in a later round; NULL: not known. See `standing` of a link.
     void* (*standing)(Entry* entry, uint32_t index, const Header* header) noexcept nogil
@@ -77,6 +78,8 @@ cdef struct Entry:              # one partition; fixed after declare but for sta
     uint32_t lane               # link over which this key travels
     int32_t engine              # index of the engine thread that works on it, -1: the I/O thread
     uint32_t staleness          # of the contract
+    uint32_t born               # last version of the tensors that had this id before
+    int32_t is_leaving          # frames are put off: the key may be forgotten soon; atomic
     int failed                  # OK, or why nothing can succeed any more; entry.lock
     uint8_t dtype
     uint8_t itemsize

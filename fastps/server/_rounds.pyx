@@ -134,6 +134,8 @@ cdef int make_state(Entry* entry) noexcept nogil:
     sum.entry = entry
     for i in range(2):
         lay_out_round(&sum.rounds[i], sum, <char*>(sum + 1) + i * nbytes, n_tables)
+    sum.rounds[entry.born & 1].version = entry.born
+    sum.rounds[(entry.born + 1) & 1].version = entry.born - 1 if entry.born else 0
     entry.state = sum
     return OK
 
@@ -201,12 +203,15 @@ cdef void sum_spare(Entry* entry) noexcept nogil:
 
 
 cdef bint is_round_idle(Round* round) noexcept nogil:
+    """Who has begun to push sends the rest, also to a round that failed."""
     cdef Entry* entry = round.sum.entry
+    cdef Contribution* part
     cdef uint32_t index
     if round.state == OPEN or fps_load32(&round.in_flight):
         return False
     for index in range(entry.cast.n_members):
-        if round.parts[index].landing and has_links(entry, index):
+        part = &round.parts[index]
+        if (part.landing or part.state == PART_PUSHING) and has_links(entry, index):
             return False
     return True
 
@@ -449,6 +454,7 @@ cdef int place_frame(Round* round, Contribution* part, const Header* header, con
             or entry.unit_bytes != entry.chunk_bytes):
         place[0] = lend_place(round, part, header)
         return OK if place[0] != NULL else E_NOMEM
+    part.landing = header.offset / entry.unit_bytes + 1
     if round.version == header.key_version and round.state != FAILED:
         part.borrowed[header.offset / entry.unit_bytes] = payload
         part.is_lent = round.has_borrowed = True

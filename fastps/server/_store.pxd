@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
 from fastps._core cimport BufferPool
-from fastps.server._policy cimport Store
+from fastps.server._policy cimport Store, Tensor
 from fastps.transport._link cimport LinkOwner
 
 cdef class ServerStore(LinkOwner):
@@ -17,5 +17,6 @@ cdef class ServerStore(LinkOwner):
     cdef int start_engine(self, int index) except -1
     cdef uintptr_t intern(self, cast) except 0
     cdef bint try_forget(self, uint64_t tensor_id, int64_t deadline) except -1
+    cdef int unburden_engines(self, Tensor* tensor) except -1
     cdef int choose_engine(self, uint32_t unit, uint32_t inline_bytes, uint64_t nbytes) except -2
     cdef int drop_all(self) except -1

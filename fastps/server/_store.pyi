@@ -28,6 +28,7 @@ class ServerStore(LinkOwner):
         chunk_bytes: int,
         kernel: int,
         inline_bytes: int,
+        version: int = 0,
         policy: int = ...,
         staleness: int = 0,
         unit: int = ...,

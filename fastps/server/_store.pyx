@@ -11,10 +11,12 @@ one look into a table of its cast.
 The workers of one machine speak with one voice: for each key, one of them pushes what they have
 summed up among themselves, and gets the result. The cast says who.
 
-A key can be forgotten while links are up. The table lets go of it first; then every I/O thread
-must have been outside the store once (Seat.busy), so that none holds the entry any more; then it
-is freed if the policy says that nothing of it is lent, landing or at work, and comes back to the
-table otherwise. Whatever brings a policy's last count to zero must touch the entry no more.
+A key can be forgotten while links are up. First its frames are put off (is_leaving), until every
+I/O thread was outside the store once (Seat.busy) and so knows of that. If the policy then says
+that nothing of it is lent, landing or at work, peers lose the places that they were promised, the
+table lets go of it, and once more all must be outside before it is freed; else all goes on as
+before. Whatever brings a policy's last count to zero must touch the entry no more. An id may be
+used again: its versions go on (born), so that what comes late is none of the new tensor's.
 
 Threads. landing, adopt, deliver and closed run on I/O threads, one at a time for each link; the
 rule runs on engine threads, each of which has keys of its own, or on I/O threads where there is
@@ -31,16 +33,19 @@ from fastps._atomic cimport fps_add32, fps_fence, fps_load32, fps_store32, fps_s
 from fastps._posix cimport pthread_mutex_destroy, pthread_mutex_init, sched_yield
 from fastps._table cimport MAX_RECORDS, IdTable, table_clear, table_each, table_get, table_put
 from fastps._core cimport (
-    E_PROTOCOL, PROBE_SERVER_LANDING, OK, BufferPool, completion_is_done, completion_part_done,
+    E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_LANDING, OK, BufferPool, completion_is_done, completion_part_done,
     completion_reset, completion_wait, deadline_of, probe_hit, now_ns,
     queue_close, queue_create, queue_free, queue_pop, thread_create, thread_join,
 )
 from fastps.server._accumulate cimport ACCUMULATE_POLICY
 from fastps.server._policy cimport (
-    NOBODY, Cast, Engine, Entry, Job, Seat, Store, Tensor, length_at, rule_fn,
+    NOBODY, Cast, Engine, Entry, Job, Seat, Store, Tensor, length_at, rule_fn, slot_of,
 )
 from fastps.server._rounds cimport SUM_POLICY
-from fastps.transport._link cimport Link, LinkOwner, slot_retire, slot_set
+from fastps.transport._link cimport (
+    LINK_CAN_PROMISE, WITHDRAW_KEY, Link, LinkOwner, slot_acquire, slot_release, slot_retire,
+    slot_set,
+)
 from fastps.wire cimport FLAG_BROADCAST, KEY_BITS, KIND_PULL, KIND_PUSH, Header
 
 import threading
@@ -100,7 +105,7 @@ cdef int check_frame(Entry* entry, Link* link, const Header* header) noexcept no
     """Whatever can be said against a header without looking at the key's state."""
     if entry == NULL or header.dtype != entry.dtype or header.sender != link.peer:
         return E_PROTOCOL
-    if header.key_version == 0 or link.lane != entry.lane:
+    if header.key_version <= entry.born or link.lane != entry.lane:
         return E_PROTOCOL
     if check_member(entry, entry.cast.index_of[link.peer], header) != OK:
         return E_PROTOCOL
@@ -115,6 +120,8 @@ cdef int ask(Store* store, Link* link, const Header* header, const char* payload
     cdef Seat* seat = sit_down(store, link)
     cdef Entry* entry = find_entry(store, header.key)
     cdef int status = check_frame(entry, link, header)
+    if status == OK and fps_load32(&entry.is_leaving):
+        status = E_TIMEOUT
     if status == OK:
         status = entry.policy.admit(entry, entry.cast.index_of[link.peer], link, header, payload,
                                     place)
@@ -144,7 +151,7 @@ cdef void* store_standing(void* context, Link* link, const Header* header) noexc
     cdef Seat* seat = sit_down(store, link)
     cdef Entry* entry = find_entry(store, header.key)
     cdef void* place = NULL
-    if check_frame(entry, link, header) == OK:
+    if check_frame(entry, link, header) == OK and not fps_load32(&entry.is_leaving):
         place = entry.policy.standing(entry, entry.cast.index_of[link.peer], header)
     fps_store32(&seat.busy, 0)
     return place
@@ -152,9 +159,15 @@ cdef void* store_standing(void* context, Link* link, const Header* header) noexc
 
 cdef int store_deliver(void* context, Link* link, const Header* header) noexcept nogil:
     cdef Store* store = <Store*>context
-    cdef Seat* seat = sit_down(store, link)
-    cdef Entry* entry = find_entry(store, header.key)
-    if entry != NULL:           # what was forgotten since `landing` had only a late PULL to come
+    cdef Seat* seat
+    cdef Entry* entry
+    if header.kind == KIND_PUSH:    # what lands keeps its entry
+        entry = find_entry(store, header.key)
+        entry.policy.landed(entry, entry.cast.index_of[link.peer], header)
+        return OK
+    seat = sit_down(store, link)
+    entry = find_entry(store, header.key)
+    if entry != NULL and header.key_version > entry.born:   # else it was forgotten meanwhile
         entry.policy.landed(entry, entry.cast.index_of[link.peer], header)
     fps_store32(&seat.busy, 0)
     return OK
@@ -263,6 +276,33 @@ cdef void spare_tensor(void* record, void* context) noexcept nogil:
             tensor.entries[i].policy.spare(tensor.entries[i])
 
 
+cdef void set_leaving(Tensor* tensor, int32_t is_leaving) noexcept nogil:
+    cdef uint32_t i
+    for i in range(tensor.n_partitions):
+        if tensor.entries[i] != NULL:
+            fps_store32(&tensor.entries[i].is_leaving, is_leaving)
+
+
+cdef void withdraw_places(Entry* entry) noexcept nogil:
+    """Let nobody write to a key's buffers without asking any more."""
+    cdef uint32_t index
+    cdef Link* link
+    for index in range(entry.cast.n_members):
+        link = slot_acquire(slot_of(entry, index))
+        if link == NULL:
+            continue
+        if link.capabilities & LINK_CAN_PROMISE:
+            link.withdraw(link, entry.key, WITHDRAW_KEY)
+        slot_release(slot_of(entry, index))
+
+
+cdef void withdraw_all(Tensor* tensor) noexcept nogil:
+    cdef uint32_t i
+    for i in range(tensor.n_partitions):
+        if tensor.entries[i] != NULL:
+            withdraw_places(tensor.entries[i])
+
+
 cdef bint leave_seats(Store* store, int64_t deadline) noexcept nogil:
     """Wait until each link's thread was outside the store once; False: one is still inside."""
     cdef uint32_t i
@@ -365,14 +405,14 @@ cdef class ServerStore(LinkOwner):
 
     def declare(self, uint64_t tensor_id, *, uint32_t n_partitions, partitions, uint8_t dtype,
                 uint8_t itemsize, uint32_t chunk_bytes, uintptr_t kernel,
-                uint32_t inline_bytes, int policy=contract.Policy.SUM,
-                uint32_t staleness=0, int unit=contract.Unit.CHUNK):
+                uint32_t inline_bytes, uint32_t version=0,
+                int policy=contract.Policy.SUM, uint32_t staleness=0, int unit=contract.Unit.CHUNK):
         """Make the entries of one tensor: partitions are (index, nbytes, cast) owned here.
 
         kernel: address of the rule that makes one of many (see fastps.reduce), unit by unit.
         Units of at most inline_bytes bytes are worked on by the I/O thread. policy, staleness:
-        of the contract. Declaring a tensor twice is allowed and does nothing. Raises ValueError,
-        MemoryError.
+        of the contract. version: its operations count on from here, where the id was used before.
+        Declaring a tensor twice is allowed and does nothing. Raises ValueError, MemoryError.
         """
         cdef bint is_whole = unit == contract.Unit.PARTITION
         cdef Tensor* tensor
@@ -387,6 +427,7 @@ cdef class ServerStore(LinkOwner):
         model.rule = <rule_fn>kernel
         model.chunk_bytes = chunk_bytes
         model.staleness = staleness
+        model.born = version
         model.dtype = dtype
         model.itemsize = itemsize
         with self.face_lock:
@@ -479,15 +520,26 @@ cdef class ServerStore(LinkOwner):
                 return True
             if not is_idle(tensor):
                 return False
-            table_put(self.store.tensors, tensor_id, NULL)
             with nogil:
+                set_leaving(tensor, 1)
                 is_free = leave_seats(self.store, deadline) and is_idle(tensor)
-            if not is_free:
-                table_put(self.store.tensors, tensor_id, tensor)
-                return False
+                if not is_free:
+                    set_leaving(tensor, 0)
+                    return False
+                withdraw_all(tensor)
+                table_put(self.store.tensors, tensor_id, NULL)
+                leave_seats(self.store, INT64_MAX)
+            self.unburden_engines(tensor)
             free_tensor(tensor, NULL)
             self.n_tensors -= 1
         return True
+
+    cdef int unburden_engines(self, Tensor* tensor) except -1:
+        cdef uint32_t i
+        for i in range(tensor.n_partitions):
+            if tensor.entries[i] != NULL and tensor.entries[i].engine >= 0:
+                self.engine_bytes[tensor.entries[i].engine] -= tensor.entries[i].nbytes
+        return 0
 
     cdef int choose_engine(self, uint32_t unit, uint32_t inline_bytes, uint64_t nbytes) except -2:
         if unit <= inline_bytes or not self.engine_bytes:

@@ -13,7 +13,8 @@ import contextlib
 import logging
 import os
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from fastps import _core
@@ -21,8 +22,8 @@ from fastps.config import Config
 from fastps.contract import Cast, cast_of
 from fastps.control.blame import cause_of_link
 from fastps.control.client import ControlClient
-from fastps.control.protocol import DeclareKeys, Job, KeySpec
-from fastps.errors import FastPSError, Status, TransportError
+from fastps.control.protocol import DeclareKeys, ForgetKeys, Job, KeySpec
+from fastps.errors import FastPSError, StallError, Status, TransportError
 from fastps.partition import link_counts
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 CPUS_PER_ENGINE = 4  # the rest moves bytes; a chunk just read is summed fastest where it was read
 MAX_AUTO_ENGINES = 4  # two threads sum at the speed of memory
 NEWS_SLICE_S = 5.0  # how often the news thread looks whether it should end
+FAREWELL_SLICE_S = 0.001  # how often it tries to forget what is still in use
 
 
 def _engine_threads(config: Config) -> int:
@@ -65,6 +67,7 @@ class DataPlane:
         self.name = f"server {self._index(client.job)}"
         self._casts: dict[int, Cast] = {}
         self._ending = threading.Event()
+        self._farewells: deque[tuple[ForgetKeys, float]] = deque()  # and until when to try
         self._has_warned = False
         self._rdma = self._open_rdma()
         self._pool = _core.BufferPool(
@@ -137,7 +140,7 @@ class DataPlane:
         """Tell the scheduler of links that broke; it decides who is to blame."""
         reported: set[int] = set()
         while not self._ending.is_set():
-            gone = self.store.wait_news(timeout_s=NEWS_SLICE_S)
+            gone = self.store.wait_news(timeout_s=self._try_farewells())
             reported &= gone.keys()
             for member in gone.keys() - reported:
                 reported.add(member)
@@ -156,8 +159,35 @@ class DataPlane:
 
     # ---- keys ----
 
-    def hold(self, request: DeclareKeys) -> None:
-        """Make ready for new tensors and tell the scheduler; never raises, never waits for it."""
+    def take(self, request: DeclareKeys | ForgetKeys) -> None:
+        """Do what the scheduler asks and tell it when that is done; never raises, never waits."""
+        if isinstance(request, DeclareKeys):
+            self._hold(request)
+            return
+        deadline = time.monotonic() + self._config.op_timeout_s
+        self._farewells.append((request, deadline))
+        self.store.wake()
+
+    def _try_farewells(self) -> float:
+        """Forget what is not in use any more; give the seconds until this is worth trying again.
+
+        On the news thread: the last results of a tensor may still be leaving.
+        """
+        for _ in range(len(self._farewells)):
+            request, deadline = self._farewells.popleft()
+            try:
+                for tensor_id in request.tensor_ids:
+                    self.store.forget_tensor(tensor_id, timeout_s=0.0)
+                self._client.keys_ready(request.request_id)
+            except StallError as error:
+                if time.monotonic() < deadline:
+                    self._farewells.append((request, deadline))
+                else:
+                    self._client.keys_failed(request.request_id, str(error))
+        return FAREWELL_SLICE_S if self._farewells else NEWS_SLICE_S
+
+    def _hold(self, request: DeclareKeys) -> None:
+        """Make ready for new tensors."""
         try:
             self.store.take_back_idle()
             for spec in request.tensors:
@@ -197,6 +227,7 @@ class DataPlane:
             chunk_bytes=spec.chunk_bytes,
             kernel=sum_kernel(dtype),
             inline_bytes=self._config.inline_sum_bytes,
+            version=spec.version,
             policy=spec.policy,
             staleness=spec.staleness,
         )
@@ -211,6 +242,7 @@ class DataPlane:
 
     def forget(self) -> None:
         """Drop all keys: the workers have left. Raises StallError when a link does not end."""
+        self._farewells.clear()
         self.store.forget(timeout_s=self._config.shutdown_timeout_s)
 
     def begin(self, job: Job) -> None:

@@ -20,6 +20,7 @@ from fastps.control.doors import open_doors
 from fastps.control.protocol import (
     DeclareKeys,
     Event,
+    ForgetKeys,
     Job,
     JobOver,
     NewGeneration,
@@ -100,8 +101,8 @@ class Server:
     def _on_event(self, event: Event) -> None:
         if not self._is_ready.wait(self._config.start_timeout_s):
             return
-        if isinstance(event, DeclareKeys):
-            self._plane.hold(event)
+        if isinstance(event, DeclareKeys | ForgetKeys):
+            self._plane.take(event)
         elif isinstance(event, NewGeneration):
             self._forget(event.generation)
         elif isinstance(event, NewJob):

@@ -55,7 +55,7 @@ cdef struct Owner:
     # Asked right after `landing` of the same frame in an earlier round. The answer is a promise
     # until the link's withdraw() or end: peers may write there without asking again.
     void* (*standing)(void* context, Link* link, const Header* header) noexcept nogil
-    # May be NULL. The answer to withdraw() that wants one: no frame of this key that had no
+    # May be NULL. The answer to WITHDRAW_ASKING: no frame of this key that had no
     # `landing` can be under way any more.
     void (*withdrawn)(void* context, Link* link, uint64_t key) noexcept nogil
 
@@ -78,6 +78,12 @@ cdef enum Capability:
     LINK_CAN_PROMISE = 1    # `standing` is asked, and withdraw() takes back what it promised
     LINK_BY_REFERENCE = 2   # what is pushed to this link's owner is lent to it: `adopt` is asked
 
+cdef enum Withdraw:
+    WITHDRAW_PLACES = 0     # before anything is queued that may bring the next of the key's frames
+    WITHDRAW_ASKING = 1     # frames may be under way: they may land where it was promised until
+                            # the answer, `withdrawn`, or the end of the link
+    WITHDRAW_KEY = 2        # nothing of the key travels; what the peer promised is forgotten too
+
 cdef struct Link:
     # Queue one item; most urgent first. OK, or an error status (then `sent` is not called).
     # Any thread.
@@ -88,11 +94,9 @@ cdef struct Link:
     # Asynchronous, idempotent. E_SHUTDOWN: what is queued still leaves, then BYE. Any other
     # status: at once.
     void (*close)(Link* link, int status) noexcept nogil
-    # Where LINK_CAN_PROMISE, else NULL. Take back what `standing` promised for a key: before
-    # anything is queued that may bring the next of its frames, or with an answer, when frames may
-    # be under way; they may land where it was promised until the answer or the end of the link.
-    # Any thread.
-    void (*withdraw)(Link* link, uint64_t key, bint wants_answer) noexcept nogil
+    # Where LINK_CAN_PROMISE, else NULL. Take back what `standing` promised for a key; how: one of
+    # Withdraw. Any thread.
+    void (*withdraw)(Link* link, uint64_t key, int how) noexcept nogil
     uint32_t capabilities   # set of Capability; known when the owner gets the link
     uint32_t peer           # rank of a worker or index of a server
     uint32_t lane           # number of the link among those to one peer

@@ -69,7 +69,8 @@ from fastps.transport._base cimport (
     name_link, next_item, settle, wake_io, watch, write_header,
 )
 from fastps.transport._link cimport (
-    LINK_CAN_PROMISE, Link, LinkOwner, Owner, SendItem, header_check, header_seal,
+    LINK_CAN_PROMISE, WITHDRAW_ASKING, WITHDRAW_KEY, WITHDRAW_PLACES, Link, LinkOwner, Owner,
+    SendItem, header_check, header_seal,
 )
 from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
 
@@ -245,7 +246,7 @@ cdef struct Given:              # a standing grant that we gave
 
 cdef struct Withdrawal:
     uint64_t key
-    bint wants_answer
+    int how                     # Withdraw
 
 cdef struct RdmaCounts:
     uint64_t work_requests      # sends and writes posted

@@ -270,7 +270,7 @@ cdef int tell_grant(RdmaLink* link) noexcept nogil:
 
 # ---------------------------------------------------------------- promises taken back
 
-cdef void rdma_withdraw(Link* base, uint64_t key, bint wants_answer) noexcept nogil:
+cdef void rdma_withdraw(Link* base, uint64_t key, int how) noexcept nogil:
     cdef RdmaLink* link = <RdmaLink*>base
     cdef Withdrawal* more
     pthread_mutex_lock(&link.promises.lock)
@@ -282,13 +282,13 @@ cdef void rdma_withdraw(Link* base, uint64_t key, bint wants_answer) noexcept no
             link.promises.withdrawn_room = 2 * link.promises.withdrawn_room + 16
     if link.promises.withdrawn_count < link.promises.withdrawn_room:
         link.promises.withdrawn[link.promises.withdrawn_count].key = key
-        link.promises.withdrawn[link.promises.withdrawn_count].wants_answer = wants_answer
+        link.promises.withdrawn[link.promises.withdrawn_count].how = how
         link.promises.withdrawn_count += 1
     else:                       # a promise that cannot be taken back ends the link
         fps_cas32(&link.base.close_status, OK, E_NOMEM)
     fps_store32(&link.promises.has_withdrawn, 1)
     pthread_mutex_unlock(&link.promises.lock)
-    if wants_answer:            # else it goes with what is sent next
+    if how != WITHDRAW_PLACES:  # they go with what is sent next
         kick_io(&link.base)
 
 
@@ -311,9 +311,11 @@ cdef int post_withdrawals(RdmaLink* link) noexcept nogil:
         withdrawal = link.promises.withdrawn[link.promises.withdrawn_count]
         pthread_mutex_unlock(&link.promises.lock)
         retract_offer(link, withdrawal.key)
-        if withdrawal.wants_answer and has_given(link, withdrawal.key):
+        if withdrawal.how == WITHDRAW_KEY:
+            drop_taken(link, withdrawal.key, NULL)
+        if withdrawal.how == WITHDRAW_ASKING and has_given(link, withdrawal.key):
             status = post_note(link, NOTE_WITHDRAW, withdrawal.key, ANSWER)
-        elif withdrawal.wants_answer:
+        elif withdrawal.how == WITHDRAW_ASKING:
             tell_withdrawn(link, withdrawal.key)
         elif drop_given(link, withdrawal.key):
             status = post_note(link, NOTE_WITHDRAW, withdrawal.key, 0)

@@ -33,8 +33,9 @@ from fastps._core cimport (
 from fastps._posix cimport sched_yield
 from fastps._table cimport MAX_RECORDS, table_each, table_get, table_put
 from fastps.transport._link cimport (
-    KICK_INLINE, KICK_NONE, KICK_WAKE, LINK_CAN_PROMISE, Link, LinkOwner, LinkSlot, SendItem,
-    is_early_broadcast, slot_acquire, slot_release, slot_retire, slot_set,
+    KICK_INLINE, KICK_NONE, KICK_WAKE, LINK_CAN_PROMISE, WITHDRAW_ASKING, WITHDRAW_KEY,
+    WITHDRAW_PLACES, Link, LinkOwner, LinkSlot, SendItem, is_early_broadcast, slot_acquire,
+    slot_release, slot_retire, slot_set,
 )
 from fastps.worker._local cimport LocalStages
 from fastps.worker._stage cimport (
@@ -223,7 +224,7 @@ cdef class WorkerEngine(LinkOwner):
         table_put(&self.plan.records, record.tensor_id, NULL)
         fps_fence()
         with nogil:
-            take_promises_back(record)
+            withdraw_parts(record)
             for i in range(self.remote.n_links):
                 while fps_load32(&self.remote.links[i].is_read):
                     sched_yield()

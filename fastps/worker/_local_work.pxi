@@ -52,7 +52,7 @@ cdef void act_on(Local* local, Record* record, Task* task) noexcept nogil:
 cdef void pass_task(Local* local, Task* task) noexcept nogil:
     """We shall not look at a task again: act on its end, and let its place be used again."""
     cdef Record* record = <Record*>table_get(&local.plan.records, task.tensor_id)
-    if record != NULL and record.version == task.version:
+    if record != NULL and record.version == task.version != record.born:
         act_on(local, record, task)
     fps_add32(&task.users, -1)
 

@@ -267,7 +267,7 @@ cdef int send_part(Part* part, LinkSlot* slot) noexcept nogil:
     if part.promised != place:
         part.promised = place
         if link.capabilities & LINK_CAN_PROMISE:
-            link.withdraw(link, part.item.header.key, False)
+            link.withdraw(link, part.item.header.key, WITHDRAW_PLACES)
     status = link.send(link, &part.item, part.record.kick)
     slot_release(slot)
     return status
@@ -295,7 +295,7 @@ cdef void remote_cancel(Stage* stage, Part* part) noexcept nogil:
         finish_part(part, NULL, fps_load32(&part.failing))
         return
     if link.capabilities & LINK_CAN_PROMISE:
-        link.withdraw(link, part.item.header.key, True)
+        link.withdraw(link, part.item.header.key, WITHDRAW_ASKING)
     else:
         fail_landed(part, link)
     slot_release(slot)
@@ -311,16 +311,16 @@ cdef void kick_links(Remote* remote, int kick) noexcept nogil:
             slot_release(&remote.links[i].slot)
 
 
-cdef void take_promises_back(Record* record) noexcept nogil:
-    """Nothing of a tensor travels any more: owners forget where its results landed."""
+cdef void withdraw_parts(Record* record) noexcept nogil:
+    """Nothing of a tensor travels any more: both ends forget where its frames landed."""
+    cdef LinkSlot* slot
     cdef Link* link
     cdef uint32_t i
     for i in range(record.n_parts):
-        if record.parts[i].promised == NULL:
-            continue
-        link = slot_acquire(record.parts[i].slot)
+        slot = record.parts[i].slot
+        link = slot_acquire(slot) if slot != NULL else NULL
         if link == NULL:
             continue
         if link.capabilities & LINK_CAN_PROMISE:
-            link.withdraw(link, record.parts[i].item.header.key, False)
-        slot_release(record.parts[i].slot)
+            link.withdraw(link, record.parts[i].item.header.key, WITHDRAW_KEY)
+        slot_release(slot)

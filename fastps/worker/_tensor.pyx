@@ -149,8 +149,9 @@ cdef class PlannedTensor:
         """
         if self.is_busy and completion_is_done(&self.record.done):
             self.release()
-        if self.has_input or self.has_output:
+        if self.has_input or self.has_output or self.is_retired:
             raise FastPSError(
+                f"tensor {self.name!r} is being forgotten" if self.is_retired else
                 f"tensor {self.name!r} is already in flight; wait for its handle first, or "
                 "use another name")
         try:
@@ -167,6 +168,21 @@ cdef class PlannedTensor:
                 or self.has_output and self.output_view.len != <Py_ssize_t>self.nbytes):
             self.release()
             raise ValueError(f"tensor {self.name!r} was declared with {self.nbytes} bytes")
+
+    def retire(self):
+        """Let nothing be started any more; FastPSError when something is in flight."""
+        if self.is_retired:
+            raise FastPSError(f"tensor {self.name!r} is being forgotten already")
+        self.is_retired = True          # first: other threads may run meanwhile
+        if self.is_busy and self.is_done:
+            self.release()
+        if self.has_input or self.has_output:
+            self.is_retired = False
+            raise FastPSError(f"tensor {self.name!r} is in flight; wait for its handle first")
+
+    def reinstate(self):
+        """Go on as if it had never been retired."""
+        self.is_retired = False
 
     def __dealloc__(self):
         # Engines keep every tensor until nothing can be in flight any more.

@@ -79,7 +79,7 @@ def spec(tensor_id: int, dtype: int = int(DType.FLOAT32)) -> KeySpec:
 
 def test_own_pieces_are_held_and_acknowledged(plane: tuple[DataPlane, Client]) -> None:
     made, client = plane
-    made.hold(DeclareKeys(7, (spec(0), spec(1))))
+    made.take(DeclareKeys(7, (spec(0), spec(1))))
     assert client.ready == [7]
     assert made.statistics()["tensors"] == 2
     made.forget()
@@ -88,7 +88,7 @@ def test_own_pieces_are_held_and_acknowledged(plane: tuple[DataPlane, Client]) -
 
 def test_what_cannot_be_held_is_said(plane: tuple[DataPlane, Client]) -> None:
     made, client = plane
-    made.hold(DeclareKeys(8, (spec(0, dtype=250),)))
+    made.take(DeclareKeys(8, (spec(0, dtype=250),)))
     assert client.ready == []
     assert "server 0" in client.failed[8]
     assert "250" in client.failed[8]
@@ -99,10 +99,10 @@ def test_workers_of_a_new_generation_may_be_on_other_machines(
     plane: tuple[DataPlane, Client], machines: list[int]
 ) -> None:
     made, client = plane
-    made.hold(DeclareKeys(1, (spec(0),)))
+    made.take(DeclareKeys(1, (spec(0),)))
     made.forget()
     made.begin(make_job(machines, generation=2))
-    made.hold(DeclareKeys(2, (spec(0), spec(1))))
+    made.take(DeclareKeys(2, (spec(0), spec(1))))
     assert client.ready == [1, 2]
     assert made.statistics()["tensors"] == 2
 

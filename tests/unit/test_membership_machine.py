@@ -19,10 +19,13 @@ from hypothesis.stateful import (
     rule,
 )
 
+from fastps.control.declarations import Declarations
 from fastps.control.membership import Phase
 from fastps.control.protocol import (
     DeclareKeys,
     Dispute,
+    Done,
+    Dropped,
     Forget,
     ForgetKeys,
     Joined,
@@ -53,6 +56,8 @@ class MembershipMachine(RuleBasedStateMachine):
         self.cause: PeerLost | None = None
         self.ranks: dict[int, set[tuple[str, int]]] = {}
         self.gone: set[int] = set()
+        self.table: Declarations | None = None
+        self.reached: dict[int, int] = {}  # last version of each id
 
     # ---- choosing ----
 
@@ -124,12 +129,38 @@ class MembershipMachine(RuleBasedStateMachine):
         self.ask(peer, self.driver.declare(peer, *specs, timeout_s=timeout_s))
 
     @precondition(lambda self: self.members())
-    @rule(pick=PICK, names=st.lists(st.sampled_from("uvw"), min_size=1, max_size=2))
-    def forget(self, pick: int, names: list[str]) -> None:
+    @rule(
+        pick=PICK,
+        names=st.lists(st.sampled_from("uvw"), min_size=1, max_size=2),
+        version=st.integers(0, 9),
+    )
+    def forget(self, pick: int, names: list[str], version: int) -> None:
         members, number = self.members(), self.driver.request()
         peer = members[pick % len(members)]
         self.ask(peer, number)
-        self.driver.say(peer, Forget(number, tuple(names), 5.0))
+        self.driver.say(peer, Forget(number, tuple(names), (version,) * len(names), 5.0))
+
+    @precondition(lambda self: self.members("worker"))
+    @rule(name=st.sampled_from("uvw"), versions=st.lists(st.integers(0, 9), min_size=SIZE))
+    def all_workers_forget(self, name: str, versions: list[int]) -> None:
+        """Let all of them declare, use and forget a name, so that ids are used again."""
+        for peer in self.members("worker"):
+            self.ask(peer, self.driver.declare(peer, make_spec(name)))
+        self.answer_keys(is_good=True)
+        for peer, version in zip(self.members("worker"), versions, strict=False):
+            number = self.driver.request()
+            self.ask(peer, number)
+            self.driver.say(peer, Forget(number, (name,), (version,), 5.0))
+
+    @precondition(lambda self: self.members("worker"))
+    @rule(pick=PICK)
+    def drop(self, pick: int) -> None:
+        """Let a worker carry out what it was told is forgotten, perhaps twice."""
+        members = self.members("worker")
+        peer = members[pick % len(members)]
+        for done in self.driver.events(peer, Done)[-3:]:
+            assert isinstance(done, Done)
+            self.driver.say(peer, Dropped(done.request))
 
     @precondition(lambda self: self.members())
     @rule(pick=PICK, version=st.integers(1, 2), started=st.sampled_from(["a sum", "an average"]))
@@ -239,12 +270,32 @@ class MembershipMachine(RuleBasedStateMachine):
     def ids_are_unique(self) -> None:
         table = self.driver.machine._declarations
         used = [tensor.facts.tensor_id for tensor in table._tensors.values()]
-        resting = [number for freed in table._freed.values() for number in freed.ids]
-        numbers = used + resting + table._free_ids
+        resting = [number for resting in table._resting for number, _ in resting.ids]
+        numbers = used + resting + [number for number, _ in table._free_ids]
         assert len(numbers) == len(set(numbers))
+        leaving = [tensor for tensors in table._leaving.values() for tensor, _ in tensors]
+        assert all(table._tensors[tensor.name] is tensor for tensor in leaving)
+        assert table._n_pieces == sum(
+            len(tensor.facts.pieces) for tensor in table._tensors.values()
+        )
         assert sum(table._placement.loads) == sum(
             nbytes for tensor in table._tensors.values() for nbytes, _ in tensor.facts.pieces
         )
+
+    @invariant()
+    def versions_go_on(self) -> None:
+        """No tensor begins below what those that had its id before have reached."""
+        table = self.driver.machine._declarations
+        if table is not self.table:
+            self.table, self.reached = table, {}
+        for tensors in table._leaving.values():
+            for tensor, version in tensors:
+                number = tensor.facts.tensor_id
+                self.reached[number] = max(self.reached.get(number, 0), version)
+        leaving = {id(one) for tensors in table._leaving.values() for one, _ in tensors}
+        for tensor in table._tensors.values():
+            if id(tensor) not in leaving and tensor.poison is None:
+                assert tensor.facts.version >= self.reached.get(tensor.facts.tensor_id, 0)
 
     @invariant()
     def generation_grows(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+from random import Random
 
 import pytest
 from control_driver import Driver, make_config, make_spec
 from msgspec.structs import replace
 
 from fastps.control.collectives import MAX_BLOBS_HELD_BYTES
-from fastps.control.declarations import Declarations
+from fastps.control.declarations import MAX_MASKS, MAX_VERSION, Declarations
 from fastps.control.protocol import (
     LENGTH,
     MAX_BLOB_BYTES,
@@ -22,6 +23,7 @@ from fastps.control.protocol import (
     DeclareKeys,
     Dispute,
     Done,
+    Dropped,
     Failed,
     Forget,
     ForgetKeys,
@@ -318,9 +320,11 @@ class TestBarriers:
         assert driver.last(workers[1]) == Done(number)
 
 
-def forget(driver: Driver, peer: int, *names: str, timeout_s: float = 10.0) -> int:
+def forget(
+    driver: Driver, peer: int, *names: str, timeout_s: float = 10.0, version: int = 1
+) -> int:
     number = driver.request()
-    driver.say(peer, Forget(number, names, timeout_s))
+    driver.say(peer, Forget(number, names, (version,) * len(names), timeout_s))
     return number
 
 
@@ -335,14 +339,30 @@ class TestForgetting:
         assert all(isinstance(answer, Declared) for answer in answers)
         return answers[0].tensors[0].tensor_id  # type: ignore[union-attr]
 
-    def forgotten(self, driver: Driver, workers: list[int], servers: list[int], name: str) -> None:
+    def told(
+        self, driver: Driver, workers: list[int], servers: list[int], *names: str, version: int = 1
+    ) -> None:
+        """Let all workers forget names, and be told so."""
         for peer in workers:
-            forget(driver, peer, name)
+            forget(driver, peer, *names, version=version)
         for server in servers:
             event = driver.events(server, ForgetKeys)[-1]
             assert isinstance(event, ForgetKeys)
             driver.say(server, KeysReady(event.request_id))
         assert all(isinstance(driver.last(peer), Done) for peer in workers)
+
+    def drop(self, driver: Driver, *workers: int) -> None:
+        """Let workers carry out what they were told last."""
+        for peer in workers:
+            done = driver.events(peer, Done)[-1]
+            assert isinstance(done, Done)
+            driver.say(peer, Dropped(done.request))
+
+    def forgotten(
+        self, driver: Driver, workers: list[int], servers: list[int], *names: str, version: int = 1
+    ) -> None:
+        self.told(driver, workers, servers, *names, version=version)
+        self.drop(driver, *workers)
 
     def test_it_waits_for_all_workers_and_all_servers(self) -> None:
         driver = Driver()
@@ -364,18 +384,99 @@ class TestForgetting:
         assert isinstance(driver.last(workers[0]), Declared)
 
     def test_an_id_is_used_again_when_every_worker_has_dropped_it(self) -> None:
-        """A worker that asks for something more has carried out what it was told before."""
+        """Whatever else its threads ask for meanwhile."""
         driver = Driver()
         workers, servers = driver.start()
         first = self.declared(driver, workers, servers, "a")
-        self.forgotten(driver, workers, servers, "a")
-        driver.declare(workers[0], make_spec("b"))  # worker 1 may still hold the id
-        make_ready(driver, servers)
-        answer = driver.last(workers[0])
-        assert isinstance(answer, Declared)
-        assert answer.tensors[0].tensor_id != first
-        driver.declare(workers[1], make_spec("b"))
-        assert self.declared(driver, workers, servers, "c") == first
+        self.told(driver, workers, servers, "a")
+        assert self.declared(driver, workers, servers, "b") != first
+        self.drop(driver, workers[0])
+        assert self.declared(driver, workers, servers, "c") != first
+        driver.say(servers[0], Dropped(driver.last(workers[1]).request))  # is no worker
+        assert self.declared(driver, workers, servers, "d") != first
+        self.drop(driver, workers[1])
+        assert self.declared(driver, workers, servers, "e") == first
+
+    def test_versions_go_on_where_an_id_is_used_again(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        first = self.declared(driver, workers, servers, "a")
+        for peer, version in zip(workers, (3, 7), strict=True):
+            forget(driver, peer, "a", version=version)
+        event = driver.last(servers[0])
+        assert isinstance(event, ForgetKeys)
+        assert event.tensor_ids == (first,)
+        for server in servers:
+            driver.say(server, KeysReady(event.request_id))
+        self.drop(driver, *workers)
+        for version in (7, 12):  # the second time it was not used
+            assert self.declared(driver, workers, servers, f"b{version}") == first
+            answer = driver.last(workers[0])
+            assert isinstance(answer, Declared)
+            assert answer.tensors[0].version == version == announced(driver, 2).tensors[0].version
+            self.forgotten(driver, workers, servers, f"b{version}", version=12)
+
+    def test_an_id_whose_versions_run_out_is_not_used_again(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        first = self.declared(driver, workers, servers, "a")
+        self.forgotten(driver, workers, servers, "a", version=MAX_VERSION)
+        assert self.declared(driver, workers, servers, "b") != first
+
+    def test_names_are_told_apart_whatever_they_hold(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        for name in ("a", "b", "a, b", "'a', 'b'"):
+            self.declared(driver, workers, servers, name)
+        forget(driver, workers[0], "a", "b", timeout_s=3.0)
+        forget(driver, workers[1], "a, b", timeout_s=3.0)
+        assert not driver.events(servers[0], ForgetKeys)
+        driver.advance(3.0)
+        failed = driver.last(workers[0])
+        assert isinstance(failed, Failed)
+        assert "missing: worker 1 (worker 1 waits in forget 'a, b')" in failed.message
+
+    def test_a_name_that_is_being_forgotten_cannot_be_declared(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        self.declared(driver, workers, servers, "w")
+        for peer in workers:
+            forget(driver, peer, "w")
+        driver.declare(workers[0], make_spec("w", (5000,)))
+        failed = driver.last(workers[0])
+        assert isinstance(failed, Failed)
+        assert "'w': it is being forgotten" in failed.message
+
+    def test_servers_have_as_much_time_as_the_workers_had(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        self.declared(driver, workers, servers, "w")
+        forget(driver, workers[0], "w", timeout_s=3.0)
+        driver.advance(2.5)
+        forget(driver, workers[1], "w", timeout_s=3.0)
+        driver.advance(2.5)
+        assert isinstance(driver.last(workers[0]), Declared)
+        for server in servers:
+            event = driver.last(server)
+            assert isinstance(event, ForgetKeys)
+            driver.say(server, KeysReady(event.request_id))
+        assert all(isinstance(driver.last(peer), Done) for peer in workers)
+
+    def test_those_who_agreed_are_not_kept_for_ever(self) -> None:
+        """Of 14 workers that come in any order every subset is seen some day."""
+        random = Random(5)
+        driver = Driver(num_servers=0, size=14)
+        workers, _ = driver.start()
+        table = driver.machine._declarations
+        for step in range(1500):
+            random.shuffle(workers)
+            for peer in workers:
+                driver.declare(peer, make_spec(f"w{step}"))
+            for peer in workers:
+                forget(driver, peer, f"w{step}")
+            self.drop(driver, *workers)
+            assert len(table._masks) <= MAX_MASKS + 1
+        assert table._n_ids == 1
 
     @pytest.mark.parametrize("num_servers", [0, 2])
     def test_thousands_of_cycles_leave_nothing_behind(self, num_servers: int) -> None:
@@ -392,10 +493,11 @@ class TestForgetting:
                 tracemalloc.start()
         grown = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
-        assert used <= {1, 2, 3}
+        assert used == {1}
         assert grown < 20_000
         assert (len(table._tensors), table._n_pieces) == (1, 6 if num_servers else 5)
-        assert len(table._freed) + len(table._free_ids) + len(table._masks) < 8
+        assert len(table._resting) + len(table._leaving) + len(table._masks) < 8
+        assert len(table._free_ids) == 1
         assert table._placement.loads == loads
         assert not driver.machine.pending()
 
@@ -422,14 +524,24 @@ class TestForgetting:
         event = driver.last(servers[0])
         assert isinstance(event, ForgetKeys)
         driver.say(servers[0], KeysFailed(event.request_id, "still in use"))
+        driver.say(servers[1], KeysReady(event.request_id))
         for peer in workers:
             failed = driver.last(peer)
             assert isinstance(failed, Failed)
             assert "server 0" in failed.message
             assert "still in use" in failed.message
-        driver.say(servers[1], KeysReady(event.request_id))
+            assert "cannot forget it" in failed.message
+            poisoned = driver.events(peer, TensorPoisoned)[-1]
+            assert isinstance(poisoned, TensorPoisoned)
+            assert poisoned.message == failed.message
+            assert driver.sent[peer].index(poisoned) < driver.sent[peer].index(failed)
         ids = {self.declared(driver, workers, servers, f"v{step}") for step in range(5)}
         assert first not in ids
+        forget(driver, workers[0], "w")
+        forget(driver, workers[1], "w")
+        failed = driver.last(workers[0])
+        assert isinstance(failed, Failed)
+        assert "cannot be forgotten" in failed.message
 
     def test_a_server_that_is_silent_keeps_the_ids(self) -> None:
         driver = Driver()
@@ -437,14 +549,28 @@ class TestForgetting:
         first = self.declared(driver, workers, servers, "w")
         for peer in workers:
             forget(driver, peer, "w", timeout_s=3.0)
-        driver.advance(3.0)
-        failed = driver.last(workers[0])
-        assert isinstance(failed, Failed)
-        assert "forgetting 'w' timed out" in failed.message
-        assert "server 0, server 1" in failed.message
+        driver.say(servers[1], KeysReady(driver.last(servers[1]).request_id))
+        driver.advance(6.0)
+        for peer in workers:
+            assert driver.events(peer, TensorPoisoned)
+            failed = driver.last(peer)
+            assert isinstance(failed, Failed)
+            assert "forgetting 'w' timed out" in failed.message
+            assert "not ready: server 0;" in failed.message
         driver.keep_alive()
         ids = {self.declared(driver, workers, servers, f"v{step}") for step in range(5)}
         assert first not in ids
+
+    def test_every_name_needs_its_version(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        self.declared(driver, workers, servers, "w")
+        for peer, versions in zip(workers, ((1,), ()), strict=True):
+            driver.say(peer, Forget(driver.request(), ("w",), versions, 5.0))
+        failed = driver.last(workers[0])
+        assert isinstance(failed, Failed)
+        assert failed.kind == "config"
+        self.forgotten(driver, workers, servers, "w")
 
     @pytest.mark.parametrize("names", [("never",), ("w", "w"), ("w", "never")])
     def test_what_cannot_be_forgotten(self, names: tuple[str, ...]) -> None:

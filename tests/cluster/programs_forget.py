@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers of test_forget.py do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from run_program import mark
+
+import fastps
+from fastps import session
+from fastps.contract import Policy
+from fastps.errors import FastPSError
+from fastps.types import DType
+
+DTYPES = ("float32", "int64", "float64", "int32", "float16")
+
+
+def memory_of(process: int | str) -> int:
+    """Give the bytes of private memory of a process."""
+    text = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    return int(text.split("RssAnon:")[1].split()[0]) << 10
+
+
+def use_batch(number: int, batch: int) -> None:
+    """Declare, sum and forget names that were never seen before, in shapes of this batch."""
+    dtype = DTYPES[number % len(DTYPES)]
+    shapes = [(1 + (number * 7 + i * 13) % 300, 1 + i % 3) for i in range(batch)]
+    shapes[0] = (10_000 + number % 1000,)  # of several partitions
+    names = [f"nameless.{number}.{i}" for i in range(batch)]
+    rank, size = fastps.rank(), fastps.size()
+    arrays = [
+        (np.empty if i % 3 else fastps.empty)(shape, dtype) for i, shape in enumerate(shapes)
+    ]
+    for i, array in enumerate(arrays):
+        array[...] = rank + i % 50
+    fastps.push_pull(arrays, names, average=False, out=arrays)
+    for i, array in enumerate(arrays):
+        assert (array == sum(range(size)) + size * (i % 50)).all(), (number, i)
+    fastps.forget(names)
+
+
+def held() -> dict[str, float]:
+    """Count what grows with names that are kept."""
+    current = session.current()
+    counts = fastps.statistics()
+    kept = {key: counts.get(key, 0) for key in ("tensors", "server_tensors", "server_loans")}
+    return kept | {
+        "names": len(current._tensors) + len(current._specs) + len(current._poisoned),
+        "shared": counts.get("shared_memory_bytes", 0),
+    }
+
+
+def cycles(batches: int, batch: int, warm: int) -> list[Any]:
+    """Use names by the batch; give what was held and allocated when warm, and in the end."""
+    fastps.init()
+    kept = np.full(5000, fastps.rank(), np.float32)
+    seen = []
+    for number in range(batches):
+        if number == warm:
+            seen.append([held(), sys.getallocatedblocks(), memory_of("self")])
+            fastps.barrier()
+            mark("WARM")
+        use_batch(number, batch)
+        total = fastps.push_pull(kept, "kept", average=False)
+        assert (total == sum(range(fastps.size()))).all()
+    seen.append([held(), sys.getallocatedblocks(), memory_of("self")])
+    fastps.barrier()
+    fastps.barrier()
+    fastps.shutdown()
+    return seen
+
+
+def caught(action: Any, *arguments: Any) -> list[str]:
+    """Give kind and message of what an action raises."""
+    try:
+        action(*arguments)
+    except FastPSError as error:
+        return [type(error).__name__, str(error)]
+    return ["", ""]
+
+
+def works(name: str, count: int) -> None:
+    """Sum a tensor, twice."""
+    for step in range(2):
+        values = np.full(count, fastps.rank() + step, np.float32)
+        total = fastps.push_pull(values, name, average=False)
+        assert (total == sum(r + step for r in range(fastps.size()))).all()
+
+
+def mistakes() -> dict[str, list[str]]:
+    """Forget what cannot be forgotten; whatever was declared works on."""
+    fastps.init()
+    rank, size = fastps.rank(), fastps.size()
+    works("a", 30_000)
+    works("b", 10)
+    found = {
+        "unknown": caught(fastps.forget, ["a", "never"]),
+        "in order": caught(fastps.forget, ["a", "b"] if rank else ["b", "a"]),
+        "some": caught(fastps.forget, "a" if rank else ["a", "b"]),
+    }
+    if size > 1:
+        handle = None
+        values = np.full(30_000, 1.0, np.float32)
+        if rank == 0:
+            handle = fastps.push_pull_async(values, "a", average=False)
+            found["in flight"] = caught(fastps.forget, ["b", "a"])
+        fastps.barrier()
+        if handle is None:
+            handle = fastps.push_pull_async(values, "a", average=False)
+        assert (fastps.synchronize(handle) == size).all()
+        code = DType.FLOAT32 if rank else DType.INT32
+        caught(session.current().declare, [("p", (4,), code)])
+        fastps.barrier()
+        found["poisoned"] = caught(fastps.forget, ["a", "p"])
+    works("a", 30_000)
+    works("b", 10)
+    fastps.forget(["b", "a"])
+    works("a", 11)
+    works("b", 20_000)
+    fastps.forget(("a", "b"))
+    fastps.forget([])
+    fastps.shutdown()
+    fastps.init()
+    works("b", 7)
+    fastps.shutdown()
+    return found
+
+
+def mismatched() -> int:
+    """Forget names whose operations failed: late frames of theirs harm nobody."""
+    fastps.init()
+    rank, is_last = fastps.rank(), fastps.rank() + 1 == fastps.size()
+    values = np.ones(200_000, np.float32)
+    for step in range(12):
+        is_average = is_last == (step % 2 == 0)
+        kind = caught(lambda flag=is_average: fastps.push_pull(values, "m", average=flag))[0]
+        assert kind == "MismatchError", kind
+        if step % 3 == 2:
+            fastps.forget("m")
+    works("m", 1000)
+    fastps.shutdown()
+    return rank
+
+
+def accumulated(staleness: int, steps: list[int]) -> list[int]:
+    """Forget values to which each worker has added as often as it liked; they begin anew."""
+    fastps.init()
+    rank, found = fastps.rank(), []
+    for turn in range(3):
+        terms = {"policy": Policy.ACCUMULATE, "staleness": staleness}
+        count = 1000 * (turn + 1)
+        session.current().declare([("v", (count,), DType.INT64)], **terms)
+        for _ in range(steps[rank]):
+            fastps.push_pull(np.full(count, turn + 1), "v", average=False)
+        fastps.barrier()
+        total = fastps.push_pull(np.zeros(count, np.int64), "v", average=False)
+        assert (total == total[0]).all()
+        found.append(int(total[0]))
+        fastps.forget("v")
+    fastps.shutdown()
+    return found
