@@ -518,8 +518,6 @@ cdef class ServerStore(LinkOwner):
             tensor = <Tensor*>table_get(self.store.tensors, tensor_id)
             if tensor == NULL:
                 return True
-            if not is_idle(tensor):
-                return False
             with nogil:
                 set_leaving(tensor, 1)
                 is_free = leave_seats(self.store, deadline) and is_idle(tensor)

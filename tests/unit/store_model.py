@@ -90,6 +90,16 @@ class KeyModel:
         self.failed = self.summed = 0
         self.out: list[tuple[int, Frame]] = []
 
+    def is_busy(self) -> bool:
+        """Tell whether a round is open, or somebody who is there has more to push."""
+        if RoundState.OPEN in self.states:
+            return True
+        return any(
+            part.payload is not None and part.cursor < self.nbytes and rank not in self.gone
+            for round_ in self.rounds.values()
+            for rank, part in round_.parts.items()
+        )
+
     def take(self) -> list[tuple[int, Frame]]:
         """Give the frames that were sent since the last call."""
         out, self.out = self.out, []

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -76,38 +79,46 @@ class StoreMachine(RuleBasedStateMachine):
             n_members=n_workers,
             engine_threads=engine_threads,
         )
+        self.casts = [replace(cast_of(machines, key), quorum=quorum) for key in range(2)]
+        self.lenders = frozenset(lenders)
+        self.n_workers, self.quorum = n_workers, quorum
+        self.failed = self.summed = 0  # of tensors that were forgotten
+        self.alive = set(range(n_workers))
+        self.declare(sizes, version=0)
+        self.boxes = [Mailbox() for _ in range(n_workers)]
+        for rank, box in enumerate(self.boxes):
+            self.transport.connect(self.store, rank, box, 0, by_reference=rank in lenders)
+        self.lent: dict[tuple[int, int], list[bytearray]] = {}
+
+    def declare(self, sizes: list[int], version: int) -> None:
+        """Declare the tensor of two partitions; its operations count on from version."""
         self.store.declare(
             TENSOR,
             n_partitions=2,
-            partitions=[
-                (key, sizes[key], replace(cast_of(machines, key), quorum=quorum))
-                for key in range(2)
-            ],
+            partitions=[(key, sizes[key], self.casts[key]) for key in range(2)],
             dtype=DType.FLOAT32,
             itemsize=4,
             chunk_bytes=CHUNK,
             kernel=sum_kernel(DType.FLOAT32),
             inline_bytes=0,
+            version=version,
         )
         self.keys = [
             KeyModel(
-                n_workers=n_workers,
+                n_workers=self.n_workers,
                 pushers=pushers,
-                lenders=frozenset(lenders),
+                lenders=self.lenders,
                 nbytes=nbytes,
                 chunk_bytes=CHUNK,
-                quorum=quorum,
+                quorum=self.quorum,
             )
             for nbytes, pushers in zip(sizes, self.pushers, strict=True)
         ]
-        self.boxes = [Mailbox() for _ in range(n_workers)]
-        for rank, box in enumerate(self.boxes):
-            self.transport.connect(self.store, rank, box, 0, by_reference=rank in lenders)
-        self.alive = set(range(n_workers))
+        for model in self.keys:
+            model.gone = set(range(self.n_workers)) - self.alive
         # per key and rank: the version in progress, and whether it is over for the worker
-        self.version = [[0] * n_workers for _ in sizes]
-        self.is_over = [[True] * n_workers for _ in sizes]
-        self.lent: dict[tuple[int, int], list[bytearray]] = {}
+        self.version = [[version] * self.n_workers for _ in sizes]
+        self.is_over = [[True] * self.n_workers for _ in sizes]
 
     # ---- what a worker does ----
 
@@ -200,14 +211,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def push_on(self, data: st.DataObject) -> None:
         """Let a worker that is in the middle of its contribution send the next chunk."""
-
-        def can(rank: int, key: int) -> bool:
-            part = self.part_of(rank, key)
-            pushing = part is not None and part.payload is not None
-            return pushing and part.cursor < self.keys[key].nbytes
-
-        if choice := self.choose(data, can):
+        if choice := self.choose(data, self.has_more):
             self.push_chunk(*choice)
+
+    def has_more(self, rank: int, key: int) -> bool:
+        """Tell whether a worker is in the middle of its contribution."""
+        part = self.part_of(rank, key)
+        pushing = part is not None and part.payload is not None
+        return pushing and part.cursor < self.keys[key].nbytes
 
     @precondition(lambda self: len(self.alive) > 1)
     @rule(data=st.data(), luck=st.integers(0, 15), status=st.sampled_from([IN_ORDER, -3]))
@@ -224,6 +235,67 @@ class StoreMachine(RuleBasedStateMachine):
             self.spoil(rank, key)
             self.keys[key].leave(rank)
             self.compare(key)
+
+    # ---- names that are forgotten ----
+
+    @contextlib.contextmanager
+    def attempts(self) -> Iterator[None]:
+        """Try to forget the tensor all the time, in vain."""
+        enough, wrong = threading.Event(), []
+
+        def attempt() -> None:
+            while not enough.is_set():
+                with contextlib.suppress(StallError):
+                    self.store.forget_tensor(TENSOR, timeout_s=0.0)
+                    wrong.append("it is in use")
+                    return
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        try:
+            yield
+        finally:
+            enough.set()
+            thread.join(TIMEOUT_S)
+            assert not wrong
+
+    @precondition(lambda self: any(model.is_busy() for model in self.keys))
+    @rule(data=st.data())
+    def push_on_while_it_is_tried_to_forget(self, data: st.DataObject) -> None:
+        """Let frames of one key land while the other, in use, keeps the tensor."""
+        busy = [key for key, model in enumerate(self.keys) if model.is_busy()]
+        other = 1 - data.draw(st.sampled_from(busy))
+        with self.attempts():
+            for rank in self.pushers[other]:
+                if rank in self.alive and self.is_idle(rank, other):
+                    self.begin_sum(rank, other)
+                while rank in self.alive and self.has_more(rank, other):
+                    self.push_chunk(rank, other)
+
+    def begin_sum(self, rank: int, key: int) -> None:
+        """Let an idle worker begin a round as the others did, or a plain sum."""
+        self.version[key][rank] += 1
+        self.is_over[key][rank] = False
+        round_ = self.keys[key].rounds.get(self.version[key][rank])
+        op = round_.op if round_ else Op()
+        is_root = op.root == self.machine_of[rank]
+        self.join(rank, key, op, pushes=is_root or not op.flags & FrameFlag.BROADCAST)
+
+    @rule(sizes=st.lists(st.sampled_from(SIZES), min_size=2, max_size=2), gap=st.integers(0, 2))
+    def forget(self, sizes: list[int], gap: int) -> None:
+        """Forget the tensor, if it is not in use, and use its number again."""
+        if any(model.is_busy() for model in self.keys):
+            with pytest.raises(StallError):
+                self.store.forget_tensor(TENSOR, timeout_s=0.0)
+            return
+        self.store.forget_tensor(TENSOR, timeout_s=TIMEOUT_S)
+        assert self.store.statistics()["tensors"] == 0
+        assert self.pool.statistics().loans == 0
+        self.failed += sum(model.failed for model in self.keys)
+        self.summed += sum(model.summed for model in self.keys)
+        self.declare(sizes, max(map(max, self.version)) + gap)
+        for rank, key in list(self.lent):
+            self.spoil(rank, key)
 
     # ---- what the store answers ----
 
@@ -280,8 +352,9 @@ class StoreMachine(RuleBasedStateMachine):
                 with pytest.raises(StallError):
                     box.receive(timeout_s=0.0)
             numbers = self.store.statistics()
-            assert numbers["rounds_failed"] == sum(model.failed for model in self.keys)
-            assert numbers["chunks_summed"] == sum(model.summed for model in self.keys)
+            failed = self.failed + sum(model.failed for model in self.keys)
+            summed = self.summed + sum(model.summed for model in self.keys)
+            assert (numbers["rounds_failed"], numbers["chunks_summed"]) == (failed, summed)
             self.transport.abort()
             self.store.forget(timeout_s=TIMEOUT_S)
             assert self.pool.statistics().loans == 0
