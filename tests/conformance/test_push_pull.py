@@ -30,7 +30,8 @@ KINDS = [*NETS, "reference", "colocated"]
 class Cluster:
     """Workers and servers in one process; the tensors of COUNTS are declared everywhere.
 
-    Server i counts as part of worker i's process, for transports that care.
+    Server i counts as part of worker i's process, for transports that care. lasting_bytes: of
+    buffers that each server keeps, where a transport may write into them without asking.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class Cluster:
         io_threads: int = 1,
         engine_threads: int = 1,
         credit_bytes: int = 0,
+        lasting_bytes: int = 0,
     ) -> None:
         self.net = Net(kind, io_threads=io_threads)
-        self.pools = [BufferPool() for _ in range(N_SERVERS)]
+        register = getattr(self.net.transport, "register", None) if lasting_bytes else None
+        self.pools = [BufferPool(on_slab=register) for _ in range(N_SERVERS)]
         self.stores = [
             ServerStore(
                 pool,
@@ -60,7 +63,11 @@ class Cluster:
             )
             for rank in range(N_WORKERS)
         ]
+        for store in self.stores:
+            store.keep_buffers(lasting_bytes)
         for rank, engine in enumerate(self.engines):
+            if register is not None:
+                engine.hold_with(self.net.transport.hold)
             for index, store in enumerate(self.stores):
                 for lane in range(lanes):
                     self.net.connect(
@@ -74,7 +81,7 @@ class Cluster:
                     )
         self.tensors = [self.declare(number, count) for number, count in enumerate(COUNTS)]
 
-    def declare(self, number: int, count: int) -> list[PlannedTensor]:
+    def declare(self, number: int, count: int, version: int = 0) -> list[PlannedTensor]:
         """Declare a tensor on all servers and workers; its partitions go round."""
         pieces = make_partitions(number, count * 4, PARTITION)
         owners = [(number + i) % N_SERVERS for i in range(len(pieces))]
@@ -92,7 +99,9 @@ class Cluster:
                 chunk_bytes=CHUNK,
                 kernel=sum_kernel(DType.FLOAT32),
                 inline_bytes=4096,
+                version=version,
             )
+            self.pools[index].statistics()  # registers what is new
         partitions = [(*piece, owner) for piece, owner in zip(pieces, owners, strict=True)]
         return [
             engine.declare(
@@ -102,9 +111,17 @@ class Cluster:
                 dtype=DType.FLOAT32,
                 chunk_bytes=CHUNK,
                 partitions=partitions,
+                version=version,
             )
             for engine in self.engines
         ]
+
+    def forget(self, number: int, tensors: list[PlannedTensor]) -> None:
+        """Forget a tensor as a job does: servers first, then the workers."""
+        for store in self.stores:
+            store.forget_tensor(number, timeout_s=TIMEOUT_S)
+        for engine, tensor in zip(self.engines, tensors, strict=True):
+            engine.forget(tensor)
 
     def close(self) -> None:
         """Let the workers leave; nothing is left on the servers."""
@@ -225,3 +242,31 @@ def test_a_broadcast_reaches_everybody(make, kind):
             for number, tensors in enumerate(cluster.tensors):
                 assert tensors[rank].wait(timeout_s=TIMEOUT_S) == 0
                 assert np.array_equal(arrays[rank][number], given(root, number, step))
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_number_is_used_again_for_tensors_of_other_sizes(make, kind, lanes):
+    """Neither side writes where the tensor before had its bytes."""
+    number, version, rounds = len(COUNTS), 0, 5
+    cluster = make(kind, io_threads=2, lanes=lanes, lasting_bytes=1 << 22)
+    lent = sum(pool.statistics().loans for pool in cluster.pools)
+    old: list[np.ndarray] = []
+    for turn, count in enumerate([60000, 1000, 60000, 60000, 0, 16385, 60000]):
+        tensors = cluster.declare(number, count, version)
+        arrays = [np.empty(count, np.float32) for _ in cluster.engines]
+        for step in range(rounds + turn):
+            for rank, engine in enumerate(cluster.engines):
+                arrays[rank][:] = np.arange(count) % (rank + step + 2)
+                engine.start(tensors[rank], arrays[rank], arrays[rank])
+            assert [tensor.wait(timeout_s=TIMEOUT_S) for tensor in tensors] == [0] * N_WORKERS
+            for array in arrays:
+                wanted = sum(np.arange(count) % (rank + step + 2) for rank in range(N_WORKERS))
+                assert np.array_equal(array, wanted)
+        assert all((array == -1).all() for array in old)
+        for array in arrays:
+            array[:] = -1
+        old = arrays
+        cluster.forget(number, tensors)
+        version += rounds + turn
+        assert sum(pool.statistics().loans for pool in cluster.pools) == lent

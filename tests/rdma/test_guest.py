@@ -25,7 +25,7 @@ PYVERBS_TESTS = (
     "payload_arrives or leaks or work_request or withdrawn or breaks or goes_down or is_void "
     "or opens_nothing or at_once or taken_away"
 )
-SUMS = "(native or pyverbs) and (broadcast or lanes or order)"
+SUMS = "(native or pyverbs) and (broadcast or lanes or order or again)"
 NATIVE = native_or_pyverbs()
 # by name: data path and arguments of pytest; the longest first
 PROGRAMS = {

@@ -614,6 +614,30 @@ def test_a_tensor_in_flight_is_not_forgotten(job):
     assert job.engine.statistics()["tensors"] == 0
 
 
+def test_nothing_is_started_on_a_tensor_that_is_retired(job):
+    array = np.zeros(NBYTES // 4, np.float32)
+    job.start()
+    with pytest.raises(FastPSError, match="'t2' is in flight"):
+        job.tensor.retire()
+    job.pushed()
+    job.answer(bytes(NBYTES))
+    while not job.tensor.is_done:
+        pass
+    job.tensor.retire()  # nobody has waited for it
+    with pytest.raises(FastPSError, match="'t2' is being forgotten"):
+        job.tensor.retire()
+    with pytest.raises(FastPSError, match="'t2' is being forgotten"):
+        job.engine.start(job.tensor, array, array)
+    with pytest.raises(FastPSError, match="'t2' is being forgotten"):
+        job.engine.start_many([job.tensor], [array], [array], priorities=[0])
+    assert job.tensor.wait(timeout_s=TIMEOUT_S) == OK
+    job.tensor.reinstate()
+    job.start()
+    job.pushed()
+    job.answer(bytes(NBYTES), key_version=2)
+    assert job.tensor.wait(timeout_s=TIMEOUT_S) == OK
+
+
 def test_a_number_that_was_forgotten_counts_on(job):
     for version in (1, 2):
         job.start()

@@ -61,7 +61,7 @@ def trio():
         yield groups
 
 
-def declare(groups, number, nbytes, dtype=DType.FLOAT32):
+def declare(groups, number, nbytes, dtype=DType.FLOAT32, version=0):
     """Declare one tensor on all ranks."""
     return [
         group.engine.declare(
@@ -71,6 +71,7 @@ def declare(groups, number, nbytes, dtype=DType.FLOAT32):
             dtype=dtype,
             itemsize=dtype.itemsize,
             kernel=sum_kernel(dtype),
+            version=version,
         )
         for group in groups
     ]
@@ -207,6 +208,42 @@ def test_rounds_without_a_pause(trio):
     for thread in threads:
         thread.join(60)
     assert not wrong
+
+
+def test_a_number_is_used_again(trio):
+    """By all at once, as soon as the last rank has dropped it; memory of copies comes back."""
+    number, dropped, wrong = next(_numbers), threading.Barrier(3), []
+    used = [group.arena.used_bytes for group in trio]
+    declared = [group.engine.statistics()["tensors"] for group in trio]
+
+    def work(place):
+        rng, version = np.random.default_rng(7), 0  # the same sizes on all ranks
+        for _ in range(150):
+            count = int(rng.choice([0, 1, 100, 20_000, 50_000, 100_000]))
+            tensor = declare(trio[place : place + 1], number, count * 4, version=version)[0]
+            is_shared = rng.integers(0, 2, 3)[place]
+            array = np.empty(count, np.float32)
+            array = shared(trio[place], array) if is_shared and count else array
+            for step in range(rng.integers(1, 4)):
+                array[:] = step + place
+                is_odd = bool(rng.integers(0, 5) == 0) and place == 1
+                trio[place].engine.start(tensor, array, array, average=is_odd)
+                status = tensor.wait(timeout_s=TIMEOUT_S)
+                if status not in (0, E_MISMATCH) or status == 0 and np.any(array != 3 * step + 3):
+                    wrong.append((place, version, status))
+                version += 1
+            trio[place].engine.forget(tensor)
+            del array
+            dropped.wait(TIMEOUT_S)
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert [group.arena.used_bytes for group in trio] == used
+    assert [group.engine.statistics()["tensors"] for group in trio] == declared
 
 
 def test_the_helper_works_while_nobody_waits(trio):
