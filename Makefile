@@ -3,7 +3,7 @@
 #   make demo    train a classifier on real data with 2 workers and 2 servers, over sockets
 #   make test    the whole test suite, style and types included
 #   make bench   measure against the alternatives
-#   make soak    half an hour under the sanitizers of the compiler
+#   make soak    half an hour under the sanitizers of the compiler, then a million names
 #   make clean   remove what was built; make distclean also removes .venv
 # PYTHON=... chooses the interpreter, PIP_FLAGS=... is handed to every pip install.
 
@@ -48,6 +48,7 @@ soak: .venv/.test
 	tools/sanitize address
 	tools/sanitize undefined
 	tools/sanitize thread
+	$(RUN) -m pytest -s tests/soak/soak_*.py
 
 build: .venv/.built
 

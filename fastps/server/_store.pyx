@@ -33,8 +33,8 @@ from fastps._atomic cimport fps_add32, fps_fence, fps_load32, fps_store32, fps_s
 from fastps._posix cimport pthread_mutex_destroy, pthread_mutex_init, sched_yield
 from fastps._table cimport MAX_RECORDS, IdTable, table_clear, table_each, table_get, table_put
 from fastps._core cimport (
-    E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_LANDING, OK, BufferPool, completion_is_done, completion_part_done,
-    completion_reset, completion_wait, deadline_of, probe_hit, now_ns,
+    E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_LANDING, OK, BufferPool, completion_is_done,
+    completion_part_done, completion_reset, completion_wait, deadline_of, probe_hit, now_ns,
     queue_close, queue_create, queue_free, queue_pop, thread_create, thread_join,
 )
 from fastps.server._accumulate cimport ACCUMULATE_POLICY
@@ -405,8 +405,8 @@ cdef class ServerStore(LinkOwner):
 
     def declare(self, uint64_t tensor_id, *, uint32_t n_partitions, partitions, uint8_t dtype,
                 uint8_t itemsize, uint32_t chunk_bytes, uintptr_t kernel,
-                uint32_t inline_bytes, uint32_t version=0,
-                int policy=contract.Policy.SUM, uint32_t staleness=0, int unit=contract.Unit.CHUNK):
+                uint32_t inline_bytes, uint32_t version=0, int policy=contract.Policy.SUM,
+                uint32_t staleness=0, int unit=contract.Unit.CHUNK):
         """Make the entries of one tensor: partitions are (index, nbytes, cast) owned here.
 
         kernel: address of the rule that makes one of many (see fastps.reduce), unit by unit.

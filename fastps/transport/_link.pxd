@@ -80,8 +80,9 @@ cdef enum Capability:
 
 cdef enum Withdraw:
     WITHDRAW_PLACES = 0     # before anything is queued that may bring the next of the key's frames
-    WITHDRAW_ASKING = 1     # frames may be under way: they may land where it was promised until
-                            # the answer, `withdrawn`, or the end of the link
+    # Frames may be under way: they may land where it was promised until the answer, `withdrawn`,
+    # or the end of the link.
+    WITHDRAW_ASKING = 1
     WITHDRAW_KEY = 2        # nothing of the key travels; what the peer promised is forgotten too
 
 cdef struct Link:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from typing import Any, final
+from typing import Any, TypeGuard, final
 
 import numpy as np
 from typing_extensions import disjoint_base
@@ -17,7 +17,7 @@ class PlannedTensor:
     name: str
     nbytes: int
     def expect(self, shape: tuple[int, ...], code: DType) -> None: ...
-    def fits(self, array: object) -> bool: ...
+    def fits(self, array: object) -> TypeGuard[np.ndarray[Any, Any]]: ...
     @property
     def is_done(self) -> bool: ...
     @property

@@ -68,7 +68,7 @@ def cycles(batches: int, batch: int, warm: int) -> list[Any]:
         total = fastps.push_pull(kept, "kept", average=False)
         assert (total == sum(range(fastps.size()))).all()
     seen.append([held(), sys.getallocatedblocks(), memory_of("self")])
-    fastps.barrier()
+    mark("LAST")
     fastps.barrier()
     fastps.shutdown()
     return seen

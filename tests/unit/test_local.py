@@ -229,7 +229,9 @@ def test_a_number_is_used_again(trio):
                 is_odd = bool(rng.integers(0, 5) == 0) and place == 1
                 trio[place].engine.start(tensor, array, array, average=is_odd)
                 status = tensor.wait(timeout_s=TIMEOUT_S)
-                if status not in (0, E_MISMATCH) or status == 0 and np.any(array != 3 * step + 3):
+                if status not in (0, E_MISMATCH) or (
+                    status == 0 and np.any(array != 3 * step + 3)
+                ):
                     wrong.append((place, version, status))
                 version += 1
             trio[place].engine.forget(tensor)

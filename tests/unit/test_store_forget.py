@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that the store forgets: not while anything of them is under way, and nothing comes back."""
+"""Names that the store forgets: not while anything is under way, and nothing comes back."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def test_who_has_begun_to_push_may_end_though_the_round_failed(make):  # noqa: F
     server.post(0, rest, key=KEY, offset=CHUNK, chunk_bytes=CHUNK)
     server.store.forget_tensor(1, timeout_s=TIMEOUT_S)
     server.push(0, values_of(0))  # its link is alive
-
 
 
 @pytest.mark.parametrize("lenders", [(), (0,)])
