@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,18 @@ def held() -> dict[str, float]:
     """Count what grows with names that are kept."""
     current = session.current()
     counts = fastps.statistics()
-    kept = {key: counts.get(key, 0) for key in ("tensors", "server_tensors", "server_loans")}
+    kept = {key: counts.get(key, 0) for key in ("tensors", "server_tensors")}
     return kept | {
         "names": len(current._tensors) + len(current._specs) + len(current._poisoned),
         "shared": counts.get("shared_memory_bytes", 0),
     }
+
+
+def memory() -> list[Any]:
+    """Give what is held, Python's blocks and the private bytes of this process, at rest."""
+    fastps.barrier()
+    gc.collect()
+    return [held(), sys.getallocatedblocks(), memory_of("self")]
 
 
 def cycles(batches: int, batch: int, warm: int) -> list[Any]:
@@ -61,13 +69,12 @@ def cycles(batches: int, batch: int, warm: int) -> list[Any]:
     seen = []
     for number in range(batches):
         if number == warm:
-            seen.append([held(), sys.getallocatedblocks(), memory_of("self")])
-            fastps.barrier()
+            seen.append(memory())
             mark("WARM")
         use_batch(number, batch)
         total = fastps.push_pull(kept, "kept", average=False)
         assert (total == sum(range(fastps.size()))).all()
-    seen.append([held(), sys.getallocatedblocks(), memory_of("self")])
+    seen.append(memory())
     mark("LAST")
     fastps.barrier()
     fastps.shutdown()
