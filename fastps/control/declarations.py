@@ -212,7 +212,7 @@ class Declarations:
             )  # fmt: skip
         ids = tuple(tensor.facts.tensor_id for tensor in tensors)
         out = self._announce(ForgetKeys(batch, ids))
-        if not self._servers:
+        if batch not in self._unready:
             self._take_off(batch)
         return out + self._settle()
 

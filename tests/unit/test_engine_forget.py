@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from test_engine import (
+from test_engine import (  # noqa: F401
     CHUNK,
     MISMATCH,
     NBYTES,
@@ -15,14 +15,16 @@ from test_engine import (
     OPEN,
     TENSOR,
     TIMEOUT_S,
-)  # fmt: skip
+    job,
+    make,
+)
 
 from fastps.errors import FastPSError, PeerLostError
 from fastps.types import DType
 from fastps.wire import FrameKind
 
 
-def test_a_tensor_in_flight_is_not_forgotten(job):
+def test_a_tensor_in_flight_is_not_forgotten(job):  # noqa: F811
     job.start()
     with pytest.raises(FastPSError, match="'t2' is in flight"):
         job.engine.forget(job.tensor)
@@ -34,7 +36,7 @@ def test_a_tensor_in_flight_is_not_forgotten(job):
     assert job.engine.statistics()["tensors"] == 0
 
 
-def test_nothing_is_started_on_a_tensor_that_is_retired(job):
+def test_nothing_is_started_on_a_tensor_that_is_retired(job):  # noqa: F811
     array = np.zeros(NBYTES // 4, np.float32)
     job.start()
     with pytest.raises(FastPSError, match="'t2' is in flight"):
@@ -58,7 +60,7 @@ def test_nothing_is_started_on_a_tensor_that_is_retired(job):
     assert job.tensor.wait(timeout_s=TIMEOUT_S) == OK
 
 
-def test_a_number_that_was_forgotten_counts_on(job):
+def test_a_number_that_was_forgotten_counts_on(job):  # noqa: F811
     for version in (1, 2):
         job.start()
         job.pushed()
@@ -80,9 +82,9 @@ def test_a_number_that_was_forgotten_counts_on(job):
 
 
 @pytest.mark.parametrize("is_declared_again", [False, True])
-def test_late_frames_of_a_forgotten_tensor_are_no_offence(make, is_declared_again):
+def test_late_frames_of_a_forgotten_tensor_are_no_offence(make, is_declared_again):  # noqa: F811
     """A correct server may send results for long after a round has failed here."""
-    job = make(2)
+    job = make(2)  # noqa: F811
     job.start()
     for server in range(2):
         job.pushed(server)
@@ -108,7 +110,7 @@ def test_late_frames_of_a_forgotten_tensor_are_no_offence(make, is_declared_agai
         job.post(0, bytes(CHUNK), key_version=3)
 
 
-def test_forgetting_while_late_frames_arrive(job):
+def test_forgetting_while_late_frames_arrive(job):  # noqa: F811
     array = np.zeros(NBYTES // 4, np.float32)
     is_over = threading.Event()
 
