@@ -236,14 +236,13 @@ class ControlClient:
         return list(self._ask(message, Declared, what=what, timeout_s=timeout_s).tensors)
 
     def forget(self, versions: Mapping[str, int], *, timeout_s: float) -> int:
-        """Wait until every worker has asked to forget these tensors, and every server has.
+        """Wait until all workers ask to forget tensors, then until servers have; timeout_s each.
 
-        versions: of the last operation, by name. Blocks to timeout_s for each of the two. Give
-        what dropped() is to be told when nothing here uses them any more.
+        versions: of the last operation, by name. Gives what dropped() is to be told in the end.
         """
         timeout_s = checked_seconds(timeout_s)
         number = next(self._numbers)
-        message = Forget(number, tuple(versions), tuple(versions.values()), timeout_s)
+        message = Forget(number, tuple(versions.items()), timeout_s)
         what = f"forgetting {', '.join(versions)[:80]}"
         return self._ask(message, Done, what=what, timeout_s=2 * timeout_s).request
 

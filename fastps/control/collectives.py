@@ -51,7 +51,7 @@ class Entry:
     deadline: float
 
 
-Farewell: TypeAlias = Callable[[tuple[str, ...], Mapping[int, Entry]], Answers]
+Farewell: TypeAlias = Callable[[Mapping[int, Entry]], Answers]
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Collectives:
     """All barriers and blobs in progress."""
 
     def __init__(self, size: int, forget: Farewell) -> None:
-        """Serve `size` workers; forget: called with names and who asked, once all have."""
+        """Serve `size` workers; forget: called with who asked, once all have."""
         self._size = size
         self._forget = forget
         self._meetings: dict[Key, _Meeting] = {}
@@ -169,7 +169,7 @@ class Collectives:
         meeting = self._close(key)
         asked = next(iter(meeting.entries.values())).asked
         if isinstance(asked, Forget):
-            return self._forget(asked.names, meeting.entries)
+            return self._forget(meeting.entries)
         data = b""
         for entry in meeting.entries.values():
             if isinstance(entry.asked, Blob) and entry.asked.data is not None:
@@ -222,7 +222,7 @@ class Collectives:
 
 def _key(asked: Meeting) -> Key:
     if isinstance(asked, Forget):  # a name may hold whatever would separate two
-        return "forget", ", ".join(map(repr, asked.names))
+        return "forget", ", ".join(repr(name) for name, _ in asked.tensors)
     version = f" {asked.version}" if isinstance(asked, Dispute) else ""
     return type(asked).__name__.lower(), repr(asked.name + version)
 

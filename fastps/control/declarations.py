@@ -5,8 +5,7 @@ Decides the id, the pieces and their servers of each tensor, runs the job's only
 compares what each worker declares with what the first one declared. Pure: time is an argument,
 answers are returned as (peer, message) pairs. Knows nothing of connections.
 A name that all workers forget is free when every server has dropped its keys; its id is used
-again when every worker has said that it dropped it too. Versions go on where an id is used again,
-so that nobody takes a late frame for one of the new tensor.
+again, with versions that go on, when every worker has said that it dropped it too.
 Invariants: a declaration is answered exactly once, when every server holds all its keys or when
 that has become impossible; a poisoned tensor stays poisoned for the generation, as does one that
 some server has not dropped in time: nobody knows who still holds it.
@@ -34,7 +33,6 @@ from fastps.control.protocol import (
     ForgetKeys,
     KeySpec,
     Layout,
-    Meeting,
     Pieces,
     TensorPoisoned,
     TensorSpec,
@@ -45,8 +43,8 @@ from fastps.types import DType
 
 MAX_POISON_LINES = 4  # tensors named in one MismatchError; the rest are counted
 MAX_VERSION = 1 << 31  # an id that has come so far is not used again: versions have 32 bits
-MAX_MASKS = 4096  # kept of those who agreed; in a job that forgets there are ever new ones
 _ITEMSIZES = {int(code): code.itemsize for code in DType}
+FreeId: TypeAlias = tuple[int, int]  # and the version that its tensors have reached
 
 
 class _Facts(msgspec.Struct, frozen=True, array_like=True):
@@ -95,17 +93,6 @@ class _Waiting:
     is_farewell: bool = False
 
 
-FreeId: TypeAlias = tuple[int, int]  # and the version that its tensors have reached
-
-
-@dataclass
-class _Resting:
-    """Ids of forgotten tensors; free once all who were told so have dropped them."""
-
-    ids: list[FreeId]
-    holders: list[_Waiting]
-
-
 class Declarations:
     """The tensor table of one generation."""
 
@@ -124,13 +111,12 @@ class Declarations:
             built_in_hash_coef=config.built_in_hash_coef,
         )
         self._tensors: dict[str, _Tensor] = {}
-        # by the batch of ForgetKeys, until every server has dropped it
-        self._leaving: dict[int, list[tuple[_Tensor, int]]] = {}  # with the last versions
-        self._resting: list[_Resting] = []
+        # with their last versions, by the batch of ForgetKeys that servers must acknowledge
+        self._leaving: dict[int, list[tuple[_Tensor, int]]] = {}
+        self._resting: list[tuple[list[FreeId], list[_Waiting]]] = []  # until all these drop them
         self._free_ids: list[FreeId] = []
         self._n_ids = 0
         self._n_pieces = 0
-        self._masks: dict[int, int] = {}  # so that equal ones of many tensors are one object
         self._peers: dict[int, int] = {}  # by rank, of the workers that have declared
         self._unready: dict[int, set[int]] = {}  # batch -> owners that have not answered
         self._batches = 0
@@ -149,13 +135,10 @@ class Declarations:
             if tensor is None:
                 tensor, keys = self._add(spec)
                 new.append(keys)
-            elif tensor.poison is None and not tensor.is_like(spec):
+            elif not tensor.is_like(spec):
                 out += self._poison(tensor, "mismatch", self._mismatch_text(tensor, rank, spec))
-            agreed = tensor.agreed | 1 << rank
-            tensor.agreed = self._masks.setdefault(agreed, agreed)
+            tensor.agreed |= 1 << rank
             tensors.append(tensor)
-        if len(self._masks) > MAX_MASKS:
-            self._masks.clear()
         self._peers[rank] = peer
         if new:
             out += self._announce(DeclareKeys(self._batches, tuple(new)))
@@ -169,10 +152,9 @@ class Declarations:
     def keys_ready(self, owner: int, batch: int) -> Answers:
         """Note that an owner holds the keys of a batch."""
         unready = self._unready.get(batch)
-        if unready is None or owner not in unready:
-            return []
-        unready.discard(owner)
-        if unready:
+        if unready is not None:
+            unready.discard(owner)
+        if unready is None or unready:
             return []
         del self._unready[batch]
         self._take_off(batch)
@@ -184,24 +166,23 @@ class Declarations:
         server = f"server {self._numbers.index(owner)}"
         what = "forget" if batch in self._leaving else "hold"
         for tensor in self._tensors.values():
-            if tensor.batch == batch and tensor.poison is None:
+            if tensor.batch == batch:
                 text = f"tensor {tensor.name!r}: {server} cannot {what} it: {message}"
                 out += self._poison(tensor, "error", text)
         return out + self.keys_ready(owner, batch) + self._settle()
 
-    def forget(self, names: tuple[str, ...], asked: Mapping[int, Entry]) -> Answers:
+    def forget(self, asked: Mapping[int, Entry]) -> Answers:
         """Forget tensors, as all workers have asked; they hear of it when all servers have."""
-        refusal = self._refuse_farewell(names, asked)
+        lasts = [dict(it.asked.tensors) for it in asked.values() if isinstance(it.asked, Forget)]
+        names = lasts[0]  # the same for all
+        refusal = self._refuse_farewell(names)
         if refusal is not None:
             return [
-                (entry.peer, Failed(entry.asked.request, "config", refusal))
-                for entry in asked.values()
+                (it.peer, Failed(it.asked.request, "config", refusal)) for it in asked.values()
             ]
         tensors = tuple(self._tensors[name] for name in names)
-        lasts = zip(*(_versions(entry.asked) for entry in asked.values()), strict=True)
-        versions = tuple(map(max, lasts))
         batch = self._batches
-        self._leaving[batch] = list(zip(tensors, versions, strict=True))
+        self._leaving[batch] = [(one, max(last[one.name] for last in lasts)) for one in tensors]
         for tensor in tensors:
             tensor.batch = batch
         for rank, entry in asked.items():
@@ -210,8 +191,7 @@ class Declarations:
                 _Waiting(rank, entry.peer, entry.asked.request, timeout_s,
                          entry.deadline + timeout_s, tensors, frozenset([batch]), is_farewell=True)
             )  # fmt: skip
-        ids = tuple(tensor.facts.tensor_id for tensor in tensors)
-        out = self._announce(ForgetKeys(batch, ids))
+        out = self._announce(ForgetKeys(batch, tuple(one.facts.tensor_id for one in tensors)))
         if batch not in self._unready:
             self._take_off(batch)
         return out + self._settle()
@@ -237,10 +217,10 @@ class Declarations:
         self._waiting = [item for item in self._waiting if item.deadline > now]
         out: Answers = []
         for item in late:
+            text = self._late_text(item)
             for tensor in item.tensors if item.is_farewell else ():
-                if tensor.poison is None:  # some server may have dropped it
-                    out += self._poison(tensor, "stall", self._late_text(item))
-            out.append((item.peer, Failed(item.request, "stall", self._late_text(item))))
+                out += self._poison(tensor, "stall", text)  # some server may have dropped it
+            out.append((item.peer, Failed(item.request, "stall", text)))
         return out + (self._settle() if late else [])
 
     def next_deadline(self) -> float | None:
@@ -252,16 +232,14 @@ class Declarations:
         for item in self._waiting:
             yield item.peer, item.request
 
-    def _refuse_farewell(self, names: tuple[str, ...], asked: Mapping[int, Entry]) -> str | None:
-        if any(len(_versions(entry.asked)) != len(names) for entry in asked.values()):
-            return "a name without its version"
+    def _refuse_farewell(self, names: Mapping[str, int]) -> str | None:
         for name in names:
             tensor = self._tensors.get(name)
             if tensor is None or tensor.batch in self._unready:
                 return f"tensor {name!r} is not declared and cannot be forgotten"
             if tensor.poison is not None:
                 return f"tensor {name!r} cannot be forgotten: {tensor.poison[1]}"
-        return None if len(set(names)) == len(names) else "a name appears twice"
+        return None
 
     def _take_off(self, batch: int) -> None:
         """Free the names of a batch that every server has dropped; its ids rest."""
@@ -276,14 +254,14 @@ class Declarations:
             self._n_pieces -= len(facts.pieces)
             ids.append((facts.tensor_id, max(version, facts.version)))
         told = [item for item in self._waiting if item.is_farewell and batch in item.batches]
-        self._resting.append(_Resting([item for item in ids if item[1] < MAX_VERSION], told))
+        self._resting.append(([item for item in ids if item[1] < MAX_VERSION], told))
 
     def _let_go(self, has_dropped: Callable[[_Waiting], bool]) -> None:
         """Use ids again that nobody holds any more."""
-        for resting in self._resting:
-            resting.holders = [item for item in resting.holders if not has_dropped(item)]
-            self._free_ids += [] if resting.holders else resting.ids
-        self._resting = [resting for resting in self._resting if resting.holders]
+        for ids, holders in self._resting:
+            holders[:] = [item for item in holders if not has_dropped(item)]
+            self._free_ids += [] if holders else ids
+        self._resting = [resting for resting in self._resting if resting[1]]
 
     def _refuse(self, asked: Declare) -> str | None:
         """Check a whole batch before any of it takes effect."""
@@ -309,10 +287,9 @@ class Declarations:
         nbytes = math.prod(spec.shape) * itemsize
         if spec.nbytes != nbytes:
             raise ConfigError(f"{_side(spec.layout)} has {nbytes} bytes, not {spec.nbytes}")
-        known = self._tensors.get(spec.name)
-        if known is not None and known.batch in self._leaving and known.poison is None:
-            raise ConfigError("it is being forgotten")
-        if known is not None:
+        if spec.name in self._tensors:
+            if self._tensors[spec.name].batch in self._leaving:
+                raise ConfigError("it is being forgotten")
             return 0
         check_tensor(
             nbytes,
@@ -345,7 +322,9 @@ class Declarations:
         return [(peer, keys) for peer in self._owners.values()]
 
     def _poison(self, tensor: _Tensor, kind: str, message: str) -> Answers:
-        """Make a tensor unusable and tell those who declared it before."""
+        """Make a tensor unusable, unless it is, and tell those who declared it before."""
+        if tensor.poison is not None:
+            return []
         tensor.poison = (kind, message)
         event = TensorPoisoned(tensor.facts.tensor_id, tensor.name, message)
         return [(self._peers[rank], event) for rank in self._present(tensor)]
@@ -404,10 +383,6 @@ class Declarations:
             f"{_full_side(spec.layout)}, but {others} declared "
             f"{_full_side(tensor.facts.layout)}"
         )
-
-
-def _versions(asked: Meeting) -> tuple[int, ...]:
-    return asked.versions if isinstance(asked, Forget) else ()
 
 
 def _side(layout: Layout) -> str:

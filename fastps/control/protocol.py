@@ -268,13 +268,12 @@ class Blob(_Message, frozen=True):
 class Forget(_Message, frozen=True):
     """Forget tensors that this worker uses no more; all workers must ask for the same ones.
 
-    versions: of its last operation on each. timeout_s: for the others to ask, and then again for
-    the servers; answered by Done when all of them have dropped the keys.
+    tensors: with the version of its last operation on each. timeout_s: for the others to ask, and
+    then again for the servers; answered by Done when all of them have dropped the keys.
     """
 
     request: Id
-    names: tuple[Name, ...]
-    versions: tuple[Version, ...]
+    tensors: tuple[tuple[Name, Version], ...]
     timeout_s: Seconds
 
 

@@ -138,7 +138,7 @@ class MembershipMachine(RuleBasedStateMachine):
         members, number = self.members(), self.driver.request()
         peer = members[pick % len(members)]
         self.ask(peer, number)
-        self.driver.say(peer, Forget(number, tuple(names), (version,) * len(names), 5.0))
+        self.driver.say(peer, Forget(number, tuple((name, version) for name in names), 5.0))
 
     @precondition(lambda self: self.members("worker"))
     @rule(name=st.sampled_from("uvw"), versions=st.lists(st.integers(0, 9), min_size=SIZE))
@@ -150,7 +150,7 @@ class MembershipMachine(RuleBasedStateMachine):
         for peer, version in zip(self.members("worker"), versions, strict=False):
             number = self.driver.request()
             self.ask(peer, number)
-            self.driver.say(peer, Forget(number, (name,), (version,), 5.0))
+            self.driver.say(peer, Forget(number, ((name, version),), 5.0))
 
     @precondition(lambda self: self.members("worker"))
     @rule(pick=PICK)
@@ -270,7 +270,7 @@ class MembershipMachine(RuleBasedStateMachine):
     def ids_are_unique(self) -> None:
         table = self.driver.machine._declarations
         used = [tensor.facts.tensor_id for tensor in table._tensors.values()]
-        resting = [number for resting in table._resting for number, _ in resting.ids]
+        resting = [number for ids, _ in table._resting for number, _ in ids]
         numbers = used + resting + [number for number, _ in table._free_ids]
         assert len(numbers) == len(set(numbers))
         leaving = [tensor for tensors in table._leaving.values() for tensor, _ in tensors]
