@@ -107,6 +107,7 @@ cdef struct Verbs:
                      uint64_t address, uint64_t nbytes) noexcept nogil
     int (*post_unbind)(void* port, uint64_t work, const Opened* opened) noexcept nogil
     int (*take_trouble)(void* device) noexcept nogil    # a Trouble; 0: nothing that ends links
+    int (*find_trouble)(void* device) noexcept nogil    # the same, told or not yet: look for it
     const char* (*explain)(int status) noexcept nogil   # of a Done
 
 cdef class VerbsDevice:

@@ -195,7 +195,7 @@ cdef struct Pins:
     Verbs* verbs
     void* device
     int pid                     # a fork shares the device, and must leave it alone
-    int32_t has_trouble         # the device itself failed; atomic
+    int32_t trouble             # Trouble that the device has had, the first; atomic
     bint has_windows            # else a region's own key is granted
     int64_t windows             # open now; pins.lock
     uint64_t pinned_bytes       # now, but for buffers of messages

@@ -350,12 +350,16 @@ cdef class RdmaTransport(BaseTransport):
     @property
     def has_trouble(self):
         """Tell whether our own device, port or address failed, not a peer."""
-        return bool(fps_load32(&self.pins.has_trouble))
+        return fps_load32(&self.pins.trouble) != 0
 
     def failure_of(self, uint32_t peer):
-        """Tell what failed last on a link to a peer, and what to do; empty when nothing did."""
+        """Tell what failed last on a link to a peer, and what to do; empty when nothing did.
+
+        Trouble of the device counts more than what else failed, also when its news came later.
+        """
         cdef bytes text = b""
         cdef Failure* failure
+        cdef int trouble = fps_load32(&self.pins.trouble)
         pthread_mutex_lock(&self.pins.lock)
         failure = self.pins.failures
         while failure != NULL and failure.peer != peer:
@@ -363,11 +367,14 @@ cdef class RdmaTransport(BaseTransport):
         if failure != NULL:
             text = failure.text
         pthread_mutex_unlock(&self.pins.lock)
+        if text and trouble:
+            why = trouble_text(trouble).decode() + DEVICE_CURE.decode()
+            return f"RDMA ended on the link to peer {peer}: {why}"
         return text.decode(errors="replace")
 
     def forget_failures(self):
         """Drop what was told of peers, whose numbers will stand for others, and of ourselves."""
-        fps_store32(&self.pins.has_trouble, 0)
+        fps_store32(&self.pins.trouble, 0)
         drop_failures(self.pins)
 
     def statistics(self):

@@ -3,9 +3,33 @@
 
 # ---------------------------------------------------------------- failures
 
+cdef const char* DEVICE_CURE = b"; see ibv_devinfo"
+
+
+cdef const char* trouble_text(int trouble) noexcept nogil:
+    if trouble == TROUBLE_PORT:
+        return b"the device's port is down"
+    if trouble == TROUBLE_ADDRESS:
+        return b"the address (GID) of the device's port changed"
+    return b"the device failed or was removed"
+
+
+cdef int ask_trouble(Pins* pins) noexcept nogil:
+    """What is wrong with the device itself; work may fail before the news of why has come."""
+    if fps_load32(&pins.trouble) == 0:
+        fps_cas32(&pins.trouble, 0, pins.verbs.find_trouble(pins.device))
+    return fps_load32(&pins.trouble)
+
+
 cdef void note_failure(RdmaLink* link, const char* what, const char* why,
                        const char* cure) noexcept nogil:
-    """Keep a link's first failure for Python to tell; its opening tells it while it is set up."""
+    """Keep a link's first failure for Python to tell; its opening tells it while it is set up.
+
+    Whatever failed, trouble of the device is the cause. Takes pins.lock.
+    """
+    cdef int trouble = ask_trouble(link.pins)
+    if trouble:
+        what, why, cure = b"RDMA ended", trouble_text(trouble), DEVICE_CURE
     pthread_mutex_lock(&link.pins.lock)
     if link.failure[0] == 0:
         snprintf(link.failure, TEXT_BYTES, b"%s on the link to peer %u: %s%s", what,

@@ -171,6 +171,14 @@ cdef int python_take_trouble(void* device) noexcept with gil:
         return 0
 
 
+cdef int python_find_trouble(void* device) noexcept with gil:
+    try:
+        return (<object>device).find_trouble()
+    except BaseException as error:
+        log.warning("cannot ask the device how it is: %s", error)
+        return 0
+
+
 cdef const char* python_explain(int status) noexcept nogil:
     """The words of the statuses that a user may meet."""
     if status == 1:
@@ -228,6 +236,7 @@ cdef class PythonDevice(VerbsDevice):
         self.verbs.post_bind = python_post_bind
         self.verbs.post_unbind = python_post_unbind
         self.verbs.take_trouble = python_take_trouble
+        self.verbs.find_trouble = python_find_trouble
         self.verbs.explain = python_explain
 
     def __dealloc__(self):

@@ -50,21 +50,16 @@ cdef int rdma_serve(BaseLink* base) noexcept nogil:
 cdef void serve_trouble(RdmaThread* own) noexcept nogil:
     """The device itself failed: all links over it end."""
     cdef int trouble = own.pins.verbs.take_trouble(own.pins.device)
-    cdef const char* why = b"the device failed or was removed"
     cdef BaseLink* link
     cdef int i
     if trouble == 0:
         return
-    fps_store32(&own.pins.has_trouble, 1)
-    if trouble == TROUBLE_PORT:
-        why = b"the device's port is down"
-    elif trouble == TROUBLE_ADDRESS:
-        why = b"the address (GID) of the device's port changed"
+    fps_cas32(&own.pins.trouble, 0, trouble)
     for i in range(own.n_threads):
         pthread_mutex_lock(&own.threads[i].lock)
         link = own.threads[i].links
         while link != NULL:
-            note_failure(<RdmaLink*>link, b"RDMA ended", why, b"; see ibv_devinfo")
+            note_failure(<RdmaLink*>link, b"", b"", b"")    # the trouble is what it tells
             begin_close(link, E_PEER_LOST)
             list_kicked(link)
             link = link.next

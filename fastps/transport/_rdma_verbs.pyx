@@ -544,10 +544,23 @@ cdef void verbs_unpin(void* device, void* handle) noexcept nogil:
     ibv_dereg_mr(<ibv_mr*>handle)
 
 
+cdef int verbs_find_trouble(void* handle) noexcept nogil:
+    cdef Device* device = <Device*>handle
+    cdef ibv_port_attr attributes
+    cdef ibv_gid gid
+    if ibv_query_port(device.context, device.settings.port, &attributes):
+        return TROUBLE_DEVICE
+    if attributes.state != IBV_PORT_ACTIVE:
+        return TROUBLE_PORT
+    if (ibv_query_gid(device.context, device.settings.port, device.settings.gid_index, &gid)
+            or memcmp(gid.raw, device.gid.raw, GID_BYTES)):
+        return TROUBLE_ADDRESS
+    return 0
+
+
 cdef int verbs_take_trouble(void* handle) noexcept nogil:
     cdef Device* device = <Device*>handle
     cdef ibv_async_event event
-    cdef ibv_gid gid
     cdef int kind, port
     if ibv_get_async_event(device.context, &event):
         return 0
@@ -559,9 +572,7 @@ cdef int verbs_take_trouble(void* handle) noexcept nogil:
     if kind == IBV_EVENT_PORT_ERR and port == device.settings.port:
         return TROUBLE_PORT
     if kind == IBV_EVENT_GID_CHANGE and port == device.settings.port:
-        if (ibv_query_gid(device.context, device.settings.port, device.settings.gid_index, &gid)
-                or memcmp(gid.raw, device.gid.raw, GID_BYTES)):
-            return TROUBLE_ADDRESS
+        return verbs_find_trouble(handle)
     return 0
 
 
@@ -664,6 +675,7 @@ cdef class NativeDevice(VerbsDevice):
         self.verbs.post_bind = verbs_post_bind
         self.verbs.post_unbind = verbs_post_unbind
         self.verbs.take_trouble = verbs_take_trouble
+        self.verbs.find_trouble = verbs_find_trouble
         self.verbs.explain = verbs_explain
 
     def __dealloc__(self):

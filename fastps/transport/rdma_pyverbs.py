@@ -161,11 +161,13 @@ class Device:
         event.ack()
         if event.event_type == enums.IBV_EVENT_DEVICE_FATAL:
             return TROUBLE_DEVICE
-        if event.event_type == enums.IBV_EVENT_PORT_ERR:  # perhaps of another port
-            is_active = self.context.query_port(self.port).state == PORT_ACTIVE
-            return 0 if is_active else TROUBLE_PORT
-        if event.event_type != enums.IBV_EVENT_GID_CHANGE:
-            return 0
+        is_ours = event.event_type in (enums.IBV_EVENT_PORT_ERR, enums.IBV_EVENT_GID_CHANGE)
+        return self.find_trouble() if is_ours else 0  # it may be another port's
+
+    def find_trouble(self) -> int:
+        """Look what is wrong with our port or its address now; 0: nothing."""
+        if self.context.query_port(self.port).state != PORT_ACTIVE:
+            return TROUBLE_PORT
         gid = self.context.query_gid(self.port, self.gid_index).gid
         return TROUBLE_ADDRESS if gid != self.gid else 0
 
