@@ -72,6 +72,54 @@ def test_sums_are_added_once(cluster: FakeCluster, travel: str) -> None:
     assert cluster.run(body) == [[2, 4, 9, 18, 19, 22, 2, 6]] * 2
 
 
+def test_sums_of_an_optimizer_are_added_once(cluster: FakeCluster, travel: str) -> None:
+    """Over steps without zero_grad(), each with all the ways of doing one."""
+
+    def body(rank: int) -> list[float]:
+        model = one_weight()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), op=Sum, **ALL_WAYS[travel]
+        )
+        weight, seen = model.weight, []
+
+        def note() -> None:
+            seen.append(weight.grad.item())
+
+        for _ in range(2):
+            slope(model, 1.0)
+            optimizer.step()
+            note()  # 2, 4
+        slope(model, 1.0 + rank)
+        optimizer.synchronize()
+        weight.grad.mul_(2)
+        optimizer.step()
+        note()  # 14
+        torch.autograd.grad(model(torch.ones(1, 1)).sum(), weight)
+        optimizer.step(lambda: slope(model, rank))
+        note()  # 15
+        optimizer.set_backward_passes_per_step(2)
+        slope(model, 1.0)
+        slope(model, rank)
+        assert optimizer.param_groups
+        optimizer.step()
+        note()  # 18
+        slope(model, 5.0)
+        optimizer.zero_grad(set_to_none=False)
+        slope(model, 1.0)
+        slope(model, 1.0)
+        optimizer.step()
+        note()  # 4
+        weight.grad = torch.full_like(weight, 1.0 + rank)  # this worker's own
+        optimizer.step()
+        note()  # 3
+        optimizer.zero_grad()
+        optimizer.step()
+        note()  # 0
+        return seen
+
+    assert cluster.run(body) == [[2, 4, 14, 15, 18, 4, 3, 0]] * 2
+
+
 def test_sums_of_layers_that_a_backward_pass_leaves_out(cluster: FakeCluster, travel: str) -> None:
     class Arms(nn.Module):
         def __init__(self) -> None:

@@ -39,6 +39,7 @@ from fastps.frameworks.torch.buckets import (
     bucket_name,
 )
 from fastps.frameworks.torch.compression import Compression, Compressor
+from fastps.frameworks.torch.sums import EarlierSums
 from fastps.frameworks.torch.tensors import check_tensor, submit_push_pull
 
 __all__ = ["GradientExchange", "Views"]
@@ -94,6 +95,7 @@ class GradientExchange:
         self._home = weakref.ref(session.current())
         self._is_released = False
         self._memory: Memory = {}
+        self._sums = None if self._average else EarlierSums(self._parameters)
         self.round: Round[Bucket] = Round([], passes, cure=cure)
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
 
@@ -138,6 +140,7 @@ class GradientExchange:
         if self.round.is_sending and self._home() is session.current():
             self.round.check_idle("another DistributedOptimizer or DistributedDataParallel")
         self._is_released = True
+        self._sums = None
         _remove_all(self._hooks)
 
     def can_share_with(self, other: GradientExchange) -> bool:
@@ -148,6 +151,11 @@ class GradientExchange:
         """Make this step's gradients complete; the next backward pass begins a new step."""
         self.finish()
         self.round.close()
+
+    def forget_sums(self) -> None:
+        """Be told that all gradients are zeroed, perhaps in place."""
+        if self._sums is not None:
+            self._sums.forget()
 
     def finish(self) -> None:
         """Send what was not sent yet, wait for everything, and write the results."""
@@ -167,11 +175,19 @@ class GradientExchange:
         wait_all(handles)
         for bucket in buckets:
             bucket.store()
+        if self._sums is not None and buckets:
+            self._sums.add_back()
 
     def on_gradient(self, index: int) -> None:
         """Count one backward pass; start the bucket after the last one of its last gradient."""
-        if self.round.arrived(index):
+        if self._sums is not None:
+            self._sums.check(index, self._names[index])
+        if self._is_round() and self.round.arrived(index):
             self._start_one(self.round.bucket_of(index))
+
+    def _is_round(self) -> bool:
+        """Tell whether what this backward pass adds is to be sent."""
+        return True
 
     def _describe(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[Entry]:
         """Say what all workers must have in common."""
@@ -249,12 +265,17 @@ class GradientExchange:
                 self._hooked[index] = True
 
     def _hook(self, index: int, parameter: torch.Tensor) -> None:
-        """Be told whenever a backward pass has added to the gradient."""
+        """Be told whenever a backward pass has added to the gradient, and before."""
         hook = partial(_arrive, weakref.ref(self), index)
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        if self._sums is not None:
+            self._sums.watch(index)
 
     def _load(self, index: int) -> None:
-        """Make a bucket's array hold what this worker adds."""
+        """Make a bucket's array hold what this worker adds, without the sums of earlier rounds."""
+        if self._sums is not None:
+            for member in self._members[index]:
+                self._sums.set_apart(member)
         self._buckets[index].load(session.current(), self._memory)
 
     def _start_one(self, index: int) -> None:

@@ -75,6 +75,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
         """Forget all gradients; FastPSError while they are being communicated."""
         self._exchange.round.check_idle("zero_grad()")
         self._exchange.round.reopen()
+        self._exchange.forget_sums()
         super().zero_grad(set_to_none=set_to_none)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

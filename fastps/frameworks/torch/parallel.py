@@ -32,7 +32,6 @@ from fastps.frameworks.torch.broadcast import broadcast_parameters
 from fastps.frameworks.torch.buffers import BufferSync
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.exchange import GradientExchange, Views
-from fastps.frameworks.torch.sums import EarlierSums
 
 __all__ = ["BackwardExchange", "DistributedDataParallel"]
 
@@ -53,17 +52,10 @@ class BackwardExchange(GradientExchange):
         self.is_armed = False
         self._is_blind = False  # the last outputs had no tensor to put a hook on
         self._is_begun = False
-        self._sums = None if self._average else EarlierSums(self._parameters)
 
     def can_share_with(self, other: GradientExchange) -> bool:
         """Tell whether the other one, too, sends only what its own forward() announces."""
         return isinstance(other, BackwardExchange) and not other._is_begun
-
-    def wait(self) -> None:
-        """Wait for what was sent and write the results; raise what went wrong."""
-        super().wait()
-        if self._sums is not None:
-            self._sums.add_back()
 
     def expect(self, outputs: Any) -> None:
         """Let the backward pass through these outputs of forward() be a round."""
@@ -71,17 +63,6 @@ class BackwardExchange(GradientExchange):
         self.is_armed, self._is_blind = True, not tensors
         for tensor in tensors:
             tensor.register_hook(self._on_output)  # type: ignore[no-untyped-call]
-
-    def on_gradient(self, index: int) -> None:
-        """Send a gradient if this backward pass is a round; otherwise it just accumulates."""
-        if self._sums is not None:
-            self._sums.check(index, self._names[index])
-        if not self._is_begun:
-            if not self.is_armed:
-                return
-            self._begin()
-        if self.round.arrived(index):
-            self._start_one(self.round.bucket_of(index))
 
     def check_ended(self) -> None:
         """Raise FastPSError when the last backward pass ended before its round did."""
@@ -99,18 +80,11 @@ class BackwardExchange(GradientExchange):
             self.finish()
             self._reset()
 
-    def _hook(self, index: int, parameter: torch.Tensor) -> None:
-        """Be told before and after a backward pass adds to the gradient."""
-        super()._hook(index, parameter)
-        if self._sums is not None:
-            self._sums.watch(index)
-
-    def _load(self, index: int) -> None:
-        """Send without the sums of earlier rounds where this backward pass did not come."""
-        if self._sums is not None:
-            for member in self._members[index]:
-                self._sums.set_apart(member)
-        super()._load(index)
+    def _is_round(self) -> bool:
+        """Tell whether this backward pass is a round; otherwise it just accumulates."""
+        if self.is_armed:
+            self._begin()
+        return self._is_begun
 
     def _on_output(self, gradient: torch.Tensor) -> None:
         self._begin()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of earlier rounds, kept apart while a module's workers add to them.
+"""Sums of earlier rounds, kept apart while workers add to the gradients that hold them.
 
 With op=Sum a gradient may hold a sum over all workers when the next backward pass adds to it, and
 would be added once per worker if it were sent so. (The average of equal numbers is the number.)
@@ -68,6 +68,11 @@ class EarlierSums:
         elif result is not None and result() is gradient:
             self._earlier[index] = gradient.detach().clone()
             gradient.detach().zero_()
+
+    def forget(self) -> None:
+        """Let nothing of earlier rounds count any more: the gradients are zeroed."""
+        self._earlier.clear()
+        self._results.clear()
 
     def add_back(self) -> None:
         """Complete the gradients of a round, which hold its own sums."""
