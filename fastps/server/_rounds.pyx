@@ -290,7 +290,12 @@ cdef bint is_read(Entry* entry, uint32_t index) noexcept nogil:
 
 
 cdef void fail_open(Entry* entry, uint32_t index, int status) noexcept nogil:
-    """Fail what waits for a member (OK), or all that waits, and see that it is no more read."""
+    """Fail what waits for a member (OK), or all that waits, and see that it is no more read.
+
+    Waits for the call of the rule that each round may be in, one unit's, and no longer: a failed
+    round begins no other, what was in the way lies in memory of our own, and rounds after it fail
+    before a unit of them is whole. So nothing that a peer sends or leaves out prolongs it.
+    """
     cdef Sum* sum
     cdef int i
     pthread_mutex_lock(&entry.lock)

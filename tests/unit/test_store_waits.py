@@ -36,12 +36,14 @@ class Gate:
 
     def __init__(self) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
+        self.calls = 0
         self.real = KERNEL(sum_kernel(DType.FLOAT32))
         self.callback = KERNEL(self.run)
         self.address = ctypes.cast(self.callback, ctypes.c_void_p).value or 0
 
     def run(self, sources: int, n: int, into: int, count: int, args: int) -> int:
         """Wait, then sum."""
+        self.calls += 1
         self.begun.set()
         self.go.wait(TIMEOUT_S)
         return int(self.real(sources, n, into, count, args))
@@ -110,3 +112,31 @@ def test_who_fails_a_sum_in_progress_holds_nobody_up(make):  # noqa: F811
         gate.go.set()
         failing.join(TIMEOUT_S)
     assert server.error(0) == (1, MISMATCH, 0)
+
+
+def test_who_fails_a_sum_in_progress_waits_for_that_one_alone(make):  # noqa: F811
+    """Whatever peers send meanwhile: no unit behind it is summed, of this round or the next."""
+    gate = Gate()
+    server = make(2, lenders=(0,))
+    server.declare(1, server.nbytes, kernel=gate.address)
+    fields = {"key": 1 << 16, "chunk_bytes": CHUNK}
+    for rank in range(2):
+        server.push(rank, values_of(rank), **fields)
+    assert gate.begun.wait(TIMEOUT_S)
+    failing = threading.Thread(target=server.store.fail_tensor, args=(1, MISMATCH))
+    failing.start()
+    try:
+        while not server.store.statistics()["rounds_failed"]:
+            assert failing.is_alive()
+        assert server.error(1) == (1, MISMATCH, 0)
+        server.push(1, values_of(1), key_version=2, **fields)
+        assert server.error(1) == (2, MISMATCH, 0)
+        assert failing.is_alive()
+    finally:
+        gate.go.set()
+        failing.join(TIMEOUT_S)
+    assert not failing.is_alive()
+    assert server.error(0) == (1, MISMATCH, 0)
+    server.push(0, values_of(0), key_version=2, **fields)
+    assert server.error(0) == (2, MISMATCH, 0)
+    assert gate.calls == 1
