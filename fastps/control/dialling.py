@@ -57,9 +57,11 @@ def wait_for_name(config: Config) -> None:
     Blocks up to connect_timeout_s, then raises ConfigError.
     """
     failure: socket.gaierror | None = None
-    for _ in sockets.attempts(time.monotonic() + config.connect_timeout_s):
+    deadline = time.monotonic() + config.connect_timeout_s
+    for _ in sockets.attempts(deadline):
+        left_s = deadline - time.monotonic()
         try:
-            socket.getaddrinfo(config.scheduler_host or None, config.scheduler_port)
+            sockets.look_up(config.scheduler_host or None, config.scheduler_port, timeout_s=left_s)
             return
         except socket.gaierror as error:
             failure = error

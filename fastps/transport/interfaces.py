@@ -15,11 +15,11 @@ from pathlib import Path
 
 from fastps.config import Config
 from fastps.errors import ConfigError
+from fastps.transport import sockets
 
 SIOCGIFADDR = 0x8915  # netdevice(7)
 IFREQ = struct.Struct("16s24x")
 IPV6_TABLE = Path("/proc/net/if_inet6")
-DISCARD_PORT = 9  # connecting a datagram socket only looks up the route
 
 
 def own_address(config: Config) -> str:
@@ -84,7 +84,9 @@ def _interface_names() -> str:
 def _route_to(host: str) -> str:
     """Give the address this machine would send from to reach host."""
     try:
-        found = socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM)
+        found = sockets.look_up(
+            host, sockets.DISCARD_PORT, kind=socket.SOCK_DGRAM, timeout_s=sockets.LOOKUP_S
+        )
     except socket.gaierror as error:
         raise ConfigError(
             f"unknown host {host!r} ({error.strerror}); set FASTPS_SCHEDULER_HOST to a name or "
@@ -94,7 +96,7 @@ def _route_to(host: str) -> str:
     for family, kind, _, _, address in found:
         with socket.socket(family, kind) as sock:
             try:
-                sock.connect(address)
+                sock.connect(address)  # looks up the route, sends nothing
             except OSError as error:
                 failure = error
                 continue

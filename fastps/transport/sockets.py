@@ -18,8 +18,10 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from fastps.auth import Result, Steps
 from fastps.errors import ConfigError
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 DISCARD_PORT = 9
 BACKLOG = 1024  # a large job joins at once
 RETRY_FIRST_S, RETRY_LAST_S = 0.01, 0.5
+LOOKUP_S = 10.0  # for a name of this machine, or one that was found just before
 KEEPALIVE_IDLE_S = 10  # then probes; TCP_USER_TIMEOUT decides when to give up
 KEEPALIVE_INTERVAL_S = 5
 UNIX_PREFIX = "fastps-"
@@ -77,7 +80,7 @@ def listen(host: str, port: int, *, port_setting: str = "FASTPS_PORT") -> list[s
     the setting that the port came from.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = look_up(host, port, flags=socket.AI_PASSIVE, timeout_s=LOOKUP_S)
     except socket.gaierror as error:
         raise ConfigError(
             f"cannot listen on {host!r}: unknown host ({error.strerror}); set FASTPS_HOST to a "
@@ -209,6 +212,49 @@ def close_all(sockets: list[socket.socket]) -> None:
         sock.close()
 
 
+def look_up(
+    host: str | None,
+    port: int,
+    *,
+    kind: socket.SocketKind = socket.SOCK_STREAM,
+    flags: int = 0,
+    timeout_s: float,
+) -> list[Any]:
+    """Give what socket.getaddrinfo() does, or socket.gaierror after timeout_s seconds.
+
+    A resolver that is not answered may try for minutes and cannot be stopped, so a thread waits
+    for it, and is left behind if need be. Addresses in digits need none.
+    """
+    with contextlib.suppress(socket.gaierror, UnicodeError):
+        return socket.getaddrinfo(host, port, type=kind, flags=flags | socket.AI_NUMERICHOST)
+    answers: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answers.append(socket.getaddrinfo(host, port, type=kind, flags=flags))
+        except (OSError, UnicodeError) as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=ask, name="fastps:lookup", daemon=True)
+    thread.start()
+    thread.join(max(timeout_s, 0.0))
+    answer = answers[0] if answers else _silence(timeout_s)
+    if isinstance(answer, UnicodeError):
+        raise socket.gaierror(socket.EAI_NONAME, f"it cannot be a name: {answer}") from answer
+    if isinstance(answer, OSError):
+        raise answer
+    found: list[Any] = answer
+    return found
+
+
+def _silence(timeout_s: float) -> socket.gaierror:
+    text = (
+        f"the name service (DNS) did not answer within {timeout_s:.3g} s: mend "
+        "/etc/resolv.conf, or give an address in digits"
+    )
+    return socket.gaierror(socket.EAI_AGAIN, text)
+
+
 def connect(
     host: str,
     port: int,
@@ -223,7 +269,7 @@ def connect(
     of the last address tried, TimeoutError in the end.
     """
     failure: OSError = TimeoutError("timed out")
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = look_up(host, port, timeout_s=deadline - time.monotonic())
     for index, (family, _, _, _, address) in enumerate(found):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
