@@ -6,8 +6,10 @@ Theory: one thread sleeps in `select` on all pipes and on a socket that signal h
 A job has parts: processes and, on machine 0, the thread of the scheduler. Stopping goes workers,
 servers, scheduler, so that nobody loses a part it still needs; each step is a signal, a grace
 period and SIGKILL. Where the job has other machines, servers and scheduler first wait for the
-workers there. Invariants: every wait has a deadline or ends with the job, the first cause is
-never replaced by a later one, and when `run` returns no process of the job is left.
+workers there. Who reads the launcher's own output slowly holds up the parts that write, as a full
+pipe does, and nothing else: signals, ends and deadlines are served meanwhile. Invariants: every
+wait has a deadline or ends with the job, the first cause is never replaced by a later one, and
+when `run` returns no process of the job is left.
 """
 
 from __future__ import annotations
@@ -36,17 +38,22 @@ _DRAIN_S = 1.0  # pipes that a vanished process left open are read this long
 _KILL_WAIT_S = 10.0  # SIGKILL that does not end a process: it hangs in the kernel
 _SETTLE_S = 2.0  # who lost a peer may be seen to end before the peer itself is
 _READ_BYTES = 64 * 1024
+_LAST_WORDS_BYTES = 1 << 20  # of parts that end, kept for a reader who is behind
 
 Part: TypeAlias = Child | SchedulerThread
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why the job ends before its workers have: a text for the user and the exit code."""
+    """Why the job ends before its workers have: a text for the user and the exit code.
+
+    has_time: nobody told it to end, so that who reads its output may take their time.
+    """
 
     text: str
     exit_code: int
     part: Part | None = None
+    has_time: bool = True
 
 
 class SignalInbox:
@@ -110,7 +117,7 @@ class Job:
         self._grace_s = grace_s
         self._timeout_s = timeout_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.EpollSelector()  # which can be waited for like a pipe
         self._selector.register(inbox, selectors.EVENT_READ)
         self._is_spread = is_spread
         self._scheduler: SchedulerThread | None = None
@@ -202,15 +209,33 @@ class Job:
         return max(0.0, min(waits))
 
     def _serve(self, timeout_s: float) -> None:
+        if self._screen.backlog:
+            self._wait_for_reader(timeout_s)
+            timeout_s = 0.0
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._inbox:
                 for number in self._inbox.take():
                     self._interrupt(number)
-            else:
+            elif self._has_room():
                 self._read(key, key.data)
         now = time.monotonic()
         for stream in self._streams(self.parts):
             stream.flush_silent(now=now)
+
+    def _wait_for_reader(self, timeout_s: float) -> None:
+        """Sleep until somebody reads our output, or there is something else to serve."""
+        with selectors.EpollSelector() as selector:
+            for outlet in self._screen.unread():
+                selector.register(outlet, selectors.EVENT_WRITE)
+            selector.register(
+                self._selector if self._has_room() else self._inbox, selectors.EVENT_READ
+            )
+            selector.select(timeout_s)
+        self._screen.flush()
+
+    def _has_room(self) -> bool:
+        """Tell whether the parts' output can be taken: who ends must not be held up by it."""
+        return self._screen.backlog < (_LAST_WORDS_BYTES if self._is_stopping else 1)
 
     def _streams(self, parts: Sequence[Part]) -> list[Stream]:
         return [stream for part in parts for stream in part.streams]
@@ -252,16 +277,18 @@ class Job:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._deadline = None
             text = f"the job was not over after --timeout {self._timeout_s:g} seconds"
-            self._set_cause(Cause(text, EXIT_TIMEOUT))
+            self._set_cause(Cause(text, EXIT_TIMEOUT, has_time=False))
 
     # ---- stopping ----
 
     def _interrupt(self, number: int) -> None:
-        if self._is_stopping or self.cause is not None:
+        name = signal.Signals(number).name
+        is_first = self.cause is None and not self._is_stopping
+        cause = self.cause or Cause(f"interrupted by {name}", 128 + number)
+        self.cause = dataclasses.replace(cause, has_time=False)
+        if not is_first:
             self._kill_all()
             return
-        name = signal.Signals(number).name
-        self._set_cause(Cause(f"interrupted by {name}", 128 + number))
         self._is_interrupted = True
         self._screen.say(f"{name}: ending the workers; once more ends everything at once")
         self._signal(self._alive("worker"), number)
@@ -314,7 +341,8 @@ class Job:
     def _drain(self, streams: Sequence[Stream]) -> None:
         """Read what ended processes wrote; a pipe that somebody holds open is given up."""
         until = time.monotonic() + _DRAIN_S
-        while time.monotonic() < until:
+        room = self._screen.backlog + len(streams) * _LAST_WORDS_BYTES
+        while time.monotonic() < until and self._screen.backlog < room:
             table = self._selector.get_map().values()
             keys = [key for key in table if any(key.data is stream for stream in streams)]
             has_moved = [self._read(key, key.data) for key in keys]

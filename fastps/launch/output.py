@@ -2,15 +2,23 @@
 """What the launcher shows: lines of many processes, each under its own name.
 
 Decides how bytes become lines and how a line is marked; never which process to start or end. A
-`Stream` belongs to one pipe, a `Screen` to the two standard outputs of the launcher. One thread.
-Invariants: no byte of a child is lost or reordered within its stream, a line is written whole, and
-memory stays bounded however long a line or a silence is.
+`Stream` belongs to one pipe, a `Screen` to the two standard outputs of the launcher, each of them
+an `Outlet`. One thread. Invariants: no byte of a child is lost or reordered within its stream, a
+line is written whole, no write waits for a reader, and memory stays bounded however long a line or
+a silence is, if nothing more is read while the screen has a backlog.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
+import os
 import re
+import select
+import socket
+import stat
+from collections.abc import Callable
 from typing import BinaryIO
 
 MAX_LINE_BYTES = 64 * 1024  # a longer line is shown in pieces
@@ -58,13 +66,115 @@ class LineSplitter:
         return [line] if line else []
 
 
+class Outlet:
+    """One standard output of the launcher; what its reader does not take now waits here."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Borrow a descriptor; its flags stay as they are, since others may share them."""
+        self._descriptor = descriptor
+        self._write_some = _writer(descriptor)
+        self._unread = bytearray()
+
+    def fileno(self) -> int:
+        """Give the descriptor, which becomes writable when the reader has gone on."""
+        return self._descriptor
+
+    @property
+    def backlog(self) -> int:
+        """Count the bytes that wait."""
+        return len(self._unread)
+
+    def write(self, data: bytes) -> None:
+        """Take bytes; BrokenPipeError when nobody reads."""
+        self._unread += data
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand on what the reader takes now; BrokenPipeError when nobody reads."""
+        try:
+            while self._unread:
+                del self._unread[: self._write_some(self._unread)]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self._unread.clear()
+            raise
+
+
+def outlets(stdout: int, stderr: int) -> tuple[Outlet, Outlet]:
+    """Make the outlets of two descriptors: one where both lead to one reader, as 2>&1 does."""
+    first = Outlet(stdout)
+    is_one = os.path.sameopenfile(stdout, stderr) and not _is_file(stdout)
+    return first, first if is_one else Outlet(stderr)
+
+
+def _is_file(descriptor: int) -> bool:
+    return stat.S_ISREG(os.fstat(descriptor).st_mode)
+
+
+def _writer(descriptor: int) -> Callable[[bytearray], int]:
+    """Give a write that takes some bytes or raises BlockingIOError, and never waits.
+
+    But for a terminal that is another user's: while it is stopped (Ctrl-S) it is waited for.
+    """
+    if _is_file(descriptor):
+        return functools.partial(os.write, descriptor)
+    if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return functools.partial(_send_some, descriptor)
+    with contextlib.suppress(OSError):  # opened anew it has flags of its own
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        return functools.partial(os.write, os.open(f"/proc/self/fd/{descriptor}", flags))
+    return functools.partial(_write_if_ready, descriptor)
+
+
+def _send_some(descriptor: int, data: bytearray) -> int:
+    sock = socket.socket(fileno=descriptor)
+    try:
+        return sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    finally:
+        sock.detach()
+
+
+def _write_if_ready(descriptor: int, data: bytearray) -> int:
+    """Write what fits for sure into a pipe that is said to be writable."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    if not poll.poll(0):
+        raise BlockingIOError
+    return os.write(descriptor, data[: select.PIPE_BUF])
+
+
 class Screen:
     """Write marked lines to the launcher's own standard output and standard error."""
 
-    def __init__(self, stdout: BinaryIO, stderr: BinaryIO, *, has_colour: bool) -> None:
-        """Write to two binary files that the caller owns."""
-        self._files = (stdout, stderr)
+    def __init__(self, stdout: Outlet, stderr: Outlet, *, has_colour: bool) -> None:
+        """Write to two outlets, which may be one."""
+        self._outlets = (stdout, stderr)
         self._has_colour = has_colour
+
+    @property
+    def backlog(self) -> int:
+        """Count the bytes that nobody has read yet; while there are any, `flush`."""
+        return sum(outlet.backlog for outlet in self.unread())
+
+    def unread(self) -> list[Outlet]:
+        """List the outlets with a backlog, which become writable when their reader goes on."""
+        return [outlet for outlet in dict.fromkeys(self._outlets) if outlet.backlog]
+
+    def flush(self) -> None:
+        """Hand on what is taken now; BrokenPipeError when nobody reads."""
+        for outlet in self.unread():
+            outlet.flush()
+
+    def finish(self, *, patience_s: float | None) -> None:
+        """Wait until all is read, or nothing for patience_s seconds; BrokenPipeError.
+
+        None waits as long as there is a reader, which may be somebody at a pager.
+        """
+        while unread := self.unread():
+            if not select.select([], unread, [], patience_s)[1]:
+                return
+            self.flush()
 
     def show(self, role: str, rank: int, line: bytes, *, is_error: bool) -> None:
         """Write one line of one process after its name; BrokenPipeError when nobody reads."""
@@ -81,9 +191,7 @@ class Screen:
         self._write(line + b"\n", is_error=True)
 
     def _write(self, data: bytes, *, is_error: bool) -> None:
-        file = self._files[is_error]
-        file.write(data)
-        file.flush()
+        self._outlets[is_error].write(data)
 
 
 class Stream:

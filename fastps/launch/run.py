@@ -8,20 +8,20 @@ take it, and the job's name and token. Runs in the main thread of a process of i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import secrets
+import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from fastps.config import Config, load, process_environment
 from fastps.config.token import hold_token
 from fastps.errors import ConfigError, FastPSError
 from fastps.launch.job import Cause, Job, SignalInbox, report
 from fastps.launch.options import TOKEN_RECIPE, Options, parse
-from fastps.launch.output import Screen, Stream
+from fastps.launch.output import Screen, Stream, outlets
 from fastps.launch.plan import (
     SERVER_COMMAND,
     Identity,
@@ -44,6 +44,7 @@ from fastps.transport import sockets
 
 EXIT_SETTINGS = 2
 _TOKEN_BYTES = 32
+_HURRY_S = 1.0  # without a byte read, once the job was told to end
 _LOOPBACK = "127.0.0.1"
 
 
@@ -85,11 +86,7 @@ def launch(
         return EXIT_SETTINGS
     plan = _plan(options, identity, inherited, server_command)
     cause = _run(options, plan, screen=screen, inherited=inherited, meeting=meeting)
-    if cause is None:
-        return 0
-    with _without_reader():
-        report(screen, cause, output_dir=options.output_dir)
-    return cause.exit_code
+    return _show_end(screen, cause, options)
 
 
 def _run(
@@ -141,16 +138,22 @@ def _start_scheduler(options: Options, meeting: Meeting, stderr: Stream) -> Sche
     return thread
 
 
-@contextlib.contextmanager
-def _without_reader() -> Iterator[None]:
-    """Let the interpreter end quietly when the reader of our output is gone."""
+def _show_end(screen: Screen, cause: Cause | None, options: Options) -> int:
+    """Report the first cause, let the output be read to its end, and give the exit code.
+
+    Nothing else is left of the job, so the reader has all the time it wants, but after a signal or
+    the time limit; a signal ends the wait.
+    """
+    code = 0 if cause is None else cause.exit_code
     try:
-        yield
-        sys.stdout.flush()
+        if cause is not None:
+            report(screen, cause, output_dir=options.output_dir)
+        screen.finish(patience_s=None if cause is None or cause.has_time else _HURRY_S)
     except BrokenPipeError:
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, sys.stdout.fileno())
-        os.dup2(nothing, sys.stderr.fileno())
+        return code or 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return code or 128 + signal.SIGINT
+    return code
 
 
 def _identity(options: Options, environment: Mapping[str, str]) -> Identity:
@@ -264,7 +267,7 @@ def _screen(options: Options, environment: Mapping[str, str]) -> Screen:
     wants = options.colour == "always" or (
         options.colour == "auto" and sys.stdout.isatty() and not environment.get("NO_COLOR")
     )
-    return Screen(sys.stdout.buffer, sys.stderr.buffer, has_colour=wants)
+    return Screen(*outlets(sys.stdout.fileno(), sys.stderr.fileno()), has_colour=wants)
 
 
 if __name__ == "__main__":

@@ -432,3 +432,84 @@ def test_reader_that_goes_away_ends_the_job(job):
 
 def print_pid_forever() -> str:
     return "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+
+
+# ---- a reader who is behind ----
+
+# Writes until nobody has taken a byte for a moment, then says so and goes on.
+FILL = """
+import os, pathlib, select, sys
+def fill(rank="0"):
+    line = b"%063d\\n"
+    poll, count = select.poll(), 0
+    poll.register(1, select.POLLOUT)
+    while poll.poll(500):
+        for _ in range(16):
+            os.write(1, line % count)
+            count += 1
+    pathlib.Path(__file__).with_name("full").touch()
+    return count
+"""
+STEPS = """
+import fastps
+fastps.init()
+if fastps.rank() == 0:
+    fill()
+for step in range(6):  # longer than the lease
+    fastps.barrier()
+    time.sleep(0.5)
+fastps.shutdown()
+pathlib.Path(__file__).with_name(f"left-{fastps_rank}").touch()
+"""
+
+
+def wait_for_file(job, name):
+    """Wait until a process of the job has made a file."""
+    end = time.monotonic() + LIMIT_S
+    while not (job.folder / name).exists():
+        assert time.monotonic() < end, f"no {name}"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "number", "code"),
+    [((), signal.SIGINT, 130), ((), signal.SIGTERM, 143), (("--timeout", "5"), None, 124)],
+)
+def test_signals_and_time_limit_count_while_nobody_reads(job, options, number, code):
+    text = FILL + "fill()\nwhile True: print('more', flush=True)"
+    with job.started(job.python("-np", "2", *options, code=text)) as process:
+        wait_for_file(job, "full")
+        if number is not None:
+            process.send_signal(number)
+        process.wait(LIMIT_S)
+        assert process.returncode == code
+        job.wait_gone()
+
+
+def test_who_reads_late_gets_everything(job):
+    text = FILL + "count = fill()\nprint('end', count, flush=True)"
+    with job.started(job.python("-np", "1", code=text)) as process:
+        wait_for_file(job, "full")
+        lines = [line.removeprefix("[worker 0] ").rstrip() for line in process.stdout]
+        process.wait(LIMIT_S)
+    assert process.returncode == 0
+    count = int(lines[-1].split()[1])
+    assert lines[:-1] == [f"{number:063d}" for number in range(count)]
+
+
+def test_a_job_that_nobody_reads_goes_on_and_ends(job, monkeypatch):
+    """Workers that write nothing, the scheduler and the ends of all are not held up."""
+    monkeypatch.setenv("FASTPS_LEASE_S", "2")
+    monkeypatch.setenv("FASTPS_HEARTBEAT_S", "0.2")
+    text = FILL + STEPS.replace("{fastps_rank}", "{os.environ['FASTPS_RANK']}")
+    with job.started(job.python("-np", "2", code="import time\n" + text)) as process:
+        for name in ("full", "left-0", "left-1"):
+            wait_for_file(job, name)
+        end = time.monotonic() + LIMIT_S
+        while job.processes():  # the launcher is left, for the sake of the reader
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        process.wait(LIMIT_S)
+    assert process.returncode == 130, process.stderr.read()

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
+import pty
+import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,14 @@ from hypothesis import strategies as st
 from fastps.launch.job import first_of
 from fastps.launch.layout import Layout, make_layout
 from fastps.launch.options import EPILOG, parse
-from fastps.launch.output import MAX_LINE_BYTES, PARTIAL_LINE_S, LineSplitter, Screen, Stream
+from fastps.launch.output import (
+    MAX_LINE_BYTES,
+    PARTIAL_LINE_S,
+    LineSplitter,
+    Screen,
+    Stream,
+    outlets,
+)
 from fastps.launch.plan import (
     Identity,
     choose_job_id,
@@ -289,24 +298,103 @@ def test_a_line_without_end_is_shown_in_pieces():
     assert splitter.flush() == [b"xxxxx"]
 
 
-def test_an_unfinished_line_is_shown_when_its_writer_falls_silent():
-    shown = io.BytesIO()
-    stream = Stream(
-        Screen(shown, io.BytesIO(), has_colour=False), "worker", rank=1, is_error=False, log=None
-    )
+@pytest.fixture
+def pipe_screen():
+    """Make screens on a pipe; each comes with the end to read, which does not wait."""
+    descriptors = []
+
+    def make(*, has_colour):
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        os.set_blocking(writer, True)
+        descriptors.extend((reader, writer))
+        return reader, Screen(*outlets(writer, writer), has_colour=has_colour)
+
+    yield make
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def test_an_unfinished_line_is_shown_when_its_writer_falls_silent(pipe_screen):
+    shown, screen = pipe_screen(has_colour=False)
+    stream = Stream(screen, "worker", rank=1, is_error=False, log=None)
     stream.receive(b"ready? ", now=10.0)
     assert stream.wait_s(now=10.25) == PARTIAL_LINE_S - 0.25
     stream.flush_silent(now=10.0 + PARTIAL_LINE_S / 2)
-    assert shown.getvalue() == b""
+    with pytest.raises(BlockingIOError):
+        os.read(shown, 100)
     stream.flush_silent(now=10.0 + PARTIAL_LINE_S)
-    assert shown.getvalue() == b"[worker 1] ready? \n"
+    assert os.read(shown, 100) == b"[worker 1] ready? \n"
     assert stream.wait_s(now=20.0) is None
 
 
-def test_colour_marks_the_name_only():
-    shown = io.BytesIO()
-    Screen(shown, io.BytesIO(), has_colour=True).show("server", 0, b"text", is_error=False)
-    assert shown.getvalue().endswith(b"[server 0]\x1b[0m text\n")
+def test_colour_marks_the_name_only(pipe_screen):
+    shown, screen = pipe_screen(has_colour=True)
+    screen.show("server", 0, b"text", is_error=False)
+    assert os.read(shown, 100).endswith(b"[server 0]\x1b[0m text\n")
+
+
+def pipe_ends():
+    return os.pipe()
+
+
+def terminal_ends():
+    return pty.openpty()
+
+
+def socket_ends():
+    return tuple(end.detach() for end in socket.socketpair())
+
+
+@pytest.mark.parametrize(
+    ("ends", "is_foreign"),
+    [(pipe_ends, False), (pipe_ends, True), (terminal_ends, False), (socket_ends, True)],
+)
+def test_what_is_not_read_yet_waits_and_nobody_else(ends, is_foreign, monkeypatch):
+    """is_foreign: the descriptor cannot be opened anew, as that of another user."""
+    reader, writer = ends()
+    if is_foreign:
+        monkeypatch.setattr(os, "open", refuse)
+    screen = Screen(*outlets(writer, writer), has_colour=False)
+    monkeypatch.undo()
+    lines = [b"%07d" % number for number in range(100_000)]
+    for line in lines:
+        screen.show("worker", 0, line, is_error=False)
+    assert 0 < screen.backlog < 2_000_000
+    screen.say("the end")
+    finishing = threading.Thread(target=screen.finish, kwargs={"patience_s": 60.0})
+    finishing.start()
+    with open(reader, "rb") as file:
+        for line in lines:
+            assert file.readline().rstrip() == b"[worker 0] " + line
+        assert file.readline().rstrip() == b"[fastps-run] the end"
+        finishing.join(60)
+    assert screen.backlog == 0
+    assert os.get_blocking(writer)
+    if ends is not terminal_ends:
+        with pytest.raises(BrokenPipeError):
+            screen.say("nobody is there")
+    os.close(writer)
+
+
+def refuse(path, flags):
+    raise PermissionError(path)
+
+
+def test_who_has_no_patience_leaves_the_rest(pipe_screen):
+    _, screen = pipe_screen(has_colour=False)
+    screen.show("worker", 0, bytes(1 << 20), is_error=True)
+    left = screen.backlog
+    screen.finish(patience_s=0.01)
+    assert screen.backlog == left > 0
+
+
+def test_files_take_everything_at_once(tmp_path):
+    with (tmp_path / "out").open("wb") as out:
+        screen = Screen(*outlets(out.fileno(), out.fileno()), has_colour=False)
+        for _ in range(3):
+            screen.show("worker", 0, bytes(1 << 20), is_error=False)
+        assert screen.backlog == 0
+    assert (tmp_path / "out").stat().st_size == 3 * (len("[worker 0] \n") + (1 << 20))
 
 
 # ---- first cause ----
