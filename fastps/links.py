@@ -21,7 +21,6 @@ from fastps.transport import rdma
 from fastps.transport._inproc import InprocTransport
 from fastps.transport._tcp import TcpTransport
 from fastps.transport.rdma import Capability
-from fastps.transport.sockets import watch_closely
 from fastps.transport.tcp import choose_credit, dial, pack_lane
 from fastps.worker._engine import WorkerEngine
 
@@ -137,26 +136,20 @@ class Links:
         return openings
 
     def _wants_rdma(self, owner: int) -> bool:
-        mode = self._config.transport
         member = self._job.members[owner]
-        if mode != "rdma" and member.host_id == self._host_id:
-            return False  # Unix sockets are the shorter way
-        is_wanted, why = rdma.wants_rdma(mode, self._device, member.gid)
+        is_wanted, why = rdma.takes_rdma(
+            self._config, self._device, self._host_id, host_id=member.host_id, gid=member.gid
+        )
         how = "by" if is_wanted else "without"
-        name = self._job.owner_name(owner)
-        log.info("%s is reached %s RDMA: %s", name, how, why)
+        if why:
+            log.info("%s is reached %s RDMA: %s", self._job.owner_name(owner), how, why)
         return is_wanted
 
     def _begin_link(self, owner: int, lane: int) -> Opening:
         assert self._rdma is not None
         descriptor = self._dial(owner, lane | rdma.RDMA_LANE)
-        watch_closely(descriptor, self._config.rdma_timeout_s)
-        return self._rdma.adopt(
-            descriptor,
-            self._engine,
-            peer=owner,
-            lane=lane,
-            credit_bytes=rdma.choose_credit(self._config),
+        return rdma.begin_link(
+            self._rdma, descriptor, self._engine, self._config, peer=owner, lane=lane
         )
 
     def _finish_rdma(self, openings: dict[tuple[int, int], Opening]) -> None:
@@ -176,10 +169,7 @@ class Links:
             self._rdma = None
 
     def _give_up(self, owner: int, error: TransportError) -> None:
-        name = self._job.owner_name(owner)
-        if self._config.transport == "rdma":
-            raise TransportError(f"{name} cannot be reached by RDMA: {error}") from error
-        log.warning("%s: no RDMA, TCP takes its place: %s", name, error)
+        rdma.give_up(self._config, self._job.owner_name(owner), error)
 
     # ---- at work ----
 

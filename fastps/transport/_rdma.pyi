@@ -37,6 +37,8 @@ class RdmaRegion:
 
 @final
 class Opening:
+    @property
+    def is_settled(self) -> bool: ...
     def wait(self, *, timeout_s: float = 10.0) -> None: ...
 
 @final

@@ -15,6 +15,11 @@ cdef class Opening:
         self.owner = owner
         self.settled = threading.Event()
 
+    @property
+    def is_settled(self):
+        """Tell whether the owner has the link, or never will."""
+        return self.settled.is_set()
+
     def wait(self, *, double timeout_s=10.0):
         """Block until a message has gone each way and the owner has the link.
 

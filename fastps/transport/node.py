@@ -7,11 +7,12 @@ other's, which is accepted where nobody dials. A Node listens; what comes in for
 there, what peers dial goes, as what it dials itself, to the owner of peer links, who knows each
 peer by its number in the job. Threads: whoever asks for a link, the doors' own, and those of the
 transports. Ways: a Unix socket on one host, RDMA where both ends have a device and settings allow
-it, else TCP.
+it, else TCP, which also takes the place of a link by RDMA over which nothing came.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 import os
@@ -29,7 +30,6 @@ from fastps.transport._link import LinkOwner
 from fastps.transport._tcp import TcpTransport
 from fastps.transport.listener import Admit, Listener, NotYet
 from fastps.transport.rdma import Capability
-from fastps.transport.sockets import watch_closely
 from fastps.transport.tcp import choose_credit, dial, pack_lane, unpack_lane
 
 if TYPE_CHECKING:
@@ -109,6 +109,11 @@ class PeerTable:
         """The owner has the link."""
         self._states[peer] = PeerState.OPEN
 
+    def failed(self, peer: int) -> None:
+        """What was chosen carries nothing; the next use makes another."""
+        if self.state(peer) in (PeerState.CHOSEN, PeerState.OPEN):
+            del self._states[peer]
+
     def refused(self, peer: int) -> bool:
         """Our connection was not let in; True: the peer's own may be under way, wait for it."""
         return self.state(peer) in (PeerState.CHOSEN, PeerState.OPEN) or peer < self._me
@@ -140,6 +145,7 @@ class Node:
         self._tcp: TcpTransport | None = None
         self._rdma: RdmaTransport | None = None
         self._openings: dict[int, Opening] = {}  # of links by RDMA
+        self._by_tcp: set[int] = set()  # peers to which RDMA carried nothing
         self._admit_data: Admit = _refuse
         admit: dict[Purpose, Admit] = {Purpose.DATA: self._take_data, Purpose.PEER: self.admit}
         self._listener = Listener(sockets, config, key=key, admit=admit)
@@ -152,6 +158,7 @@ class Node:
             self._places, self._me, self._generation = places, me, generation
             self._table = PeerTable(me)
             self._openings.clear()
+            self._by_tcp.clear()
 
     def serve(self, admit: Admit) -> None:
         """Let admit have the connections to the store of this process; the default refuses."""
@@ -178,21 +185,47 @@ class Node:
     def reach(self, peer: int) -> None:
         """Make the link to a member unless there is one; blocks until it can be used.
 
-        Waits at most connect_timeout_s and twice handshake_timeout_s. Raises ValueError for who
-        is no other member, TransportTimeout, TransportError or AuthError naming it.
+        Waits at most connect_timeout_s and twice handshake_timeout_s, and that twice where TCP
+        has to take the place of RDMA. Raises ValueError for who is no other member,
+        TransportTimeout, TransportError or AuthError naming it.
         """
         if not 0 <= peer < len(self._places):
             raise ValueError(f"there is no member {peer}: the job has {len(self._places)}")
         if self._owner is None:
             raise TransportError("this process has no use for links to its peers")
+        for _ in range(2):
+            with self._changed:
+                is_ours = self._table.begin(peer)
+                if not is_ours:
+                    self._wait_open(peer)
+            if is_ours:
+                self._make(peer)
+            if self._is_proven(peer):
+                return
+        raise TransportError(f"no link to {self._name(peer)} carries anything")
+
+    def _is_proven(self, peer: int) -> bool:
+        """Wait until a link by RDMA has carried something; False: TCP is to take its place."""
+        opening = self._openings.get(peer)
+        if opening is None:
+            return self._table.state(peer) is PeerState.OPEN
+        try:
+            opening.wait(timeout_s=2 * self._config.handshake_timeout_s)
+        except TransportError as error:
+            self._fall_back(peer, opening)
+            rdma.give_up(self._config, self._name(peer), error)
+            return False
+        return True
+
+    def _fall_back(self, peer: int, opening: Opening | None) -> None:
+        """Let the next link to a peer be one without RDMA, unless somebody has seen to it."""
         with self._changed:
-            is_ours = self._table.begin(peer)
-            if not is_ours:
-                self._wait_open(peer)
-        if is_ours:
-            self._make(peer)
-        if peer in self._openings:
-            self._openings[peer].wait(timeout_s=2 * self._config.handshake_timeout_s)
+            if self._openings.get(peer) is opening:
+                self._openings.pop(peer, None)
+                if self._config.transport != "rdma":
+                    self._by_tcp.add(peer)
+                self._table.failed(peer)
+                self._changed.notify_all()
 
     def _make(self, peer: int) -> None:
         try:
@@ -223,7 +256,7 @@ class Node:
                 raise cause or TransportTimeout(
                     f"no link to {self._name(peer)} in {timeout_s:g} s"
                 )
-        if self._table.state(peer) is not PeerState.OPEN:
+        if self._table.state(peer) is not PeerState.OPEN and peer not in self._by_tcp:
             raise cause or TransportError(f"the link to {self._name(peer)} could not be made")
 
     def _name(self, peer: int) -> str:
@@ -234,7 +267,7 @@ class Node:
 
     def _dial(self, member: _Place, peer: int) -> tuple[int, bool]:
         """Give a connection that the member let in, and whether RDMA is to follow on it."""
-        is_rdma = self._takes_rdma(member)
+        is_rdma = peer not in self._by_tcp and self._takes_rdma(member)
         is_near = self._config.unix_sockets and member.host_id == self._places[self._me].host_id
         descriptor = dial(
             (member.host, member.port),
@@ -249,10 +282,11 @@ class Node:
         return descriptor, is_rdma
 
     def _takes_rdma(self, member: _Place) -> bool:
-        mode = self._config.transport
-        if mode != "rdma" and member.host_id == self._places[self._me].host_id:
-            return False  # Unix sockets are the shorter way
-        return rdma.wants_rdma(mode, self._device, member.gid)[0]
+        own = self._places[self._me].host_id
+        is_wanted, _ = rdma.takes_rdma(
+            self._config, self._device, own, host_id=member.host_id, gid=member.gid
+        )
+        return is_wanted and self._device_transport() is not None
 
     # ---- being dialled ----
 
@@ -263,8 +297,10 @@ class Node:
         Owns the descriptor, but for NotYet. Raises ProtocolError for what cannot be the link.
         """
         generation, lane = unpack_lane(packed_lane)
+        is_rdma = bool(lane & rdma.RDMA_LANE)
         if self._owner is None or generation != self._generation & 0xFFFFFF:
             raise NotYet
+        self._forget_failed(sender, is_rdma=is_rdma)
         try:
             if sender >= len(self._places):
                 raise ProtocolError(f"there is no member {sender}")
@@ -276,28 +312,56 @@ class Node:
 
         def finish() -> None:
             with self._changed:
-                is_rdma = bool(lane & rdma.RDMA_LANE)
                 self._adopt(descriptor, sender, is_rdma=is_rdma, greets_first=False)
 
         return finish
 
+    def _forget_failed(self, peer: int, *, is_rdma: bool) -> None:
+        """Make room for what a peer dials when a link by RDMA came to nothing.
+
+        NotYet: it may know already, and we still wait for the end of that link.
+        """
+        opening = self._openings.get(peer)
+        if opening is None or (is_rdma and not opening.is_settled):
+            return
+        if not opening.is_settled:
+            raise NotYet
+        try:
+            opening.wait(timeout_s=0)
+        except TransportError:
+            self._fall_back(peer, opening)
+
     def _adopt(self, descriptor: int, peer: int, *, is_rdma: bool, greets_first: bool) -> None:
         """Give a connection to its transport, and with it the link to the owner; lock held."""
         assert self._owner is not None
-        if is_rdma:
-            watch_closely(descriptor, self._config.rdma_timeout_s)
-            self._openings[peer] = self._device_transport().adopt(
-                descriptor,
-                self._owner,
-                peer=peer,
-                credit_bytes=rdma.choose_credit(self._config),
-                greets_first=greets_first,
-            )
-        else:
+        if not is_rdma:
             credit = choose_credit(descriptor, self._config)
             self._sockets().adopt(descriptor, self._owner, peer=peer, credit_bytes=credit)
+        elif not self._adopt_by_rdma(descriptor, peer, greets_first=greets_first):
+            return
         self._table.opened(peer)
         self._changed.notify_all()
+
+    def _adopt_by_rdma(self, descriptor: int, peer: int, *, greets_first: bool) -> bool:
+        assert self._owner is not None
+        transport = self._device_transport()
+        try:
+            if transport is None:
+                os.close(descriptor)
+                raise TransportError("it wants RDMA, and our device cannot be used")
+            self._openings[peer] = rdma.begin_link(
+                transport,
+                descriptor,
+                self._owner,
+                self._config,
+                peer=peer,
+                greets_first=greets_first,
+            )
+        except TransportError as error:
+            self._fall_back(peer, None)
+            rdma.give_up(self._config, self._name(peer), error)
+            return False
+        return True
 
     # ---- the transports, made at their first use ----
 
@@ -308,12 +372,13 @@ class Node:
             )
         return self._tcp
 
-    def _device_transport(self) -> RdmaTransport:
-        if self._rdma is None:
-            self._rdma = rdma.open_transport(self._config, n_links=1)
-        if self._rdma is None:
-            raise TransportError("no RDMA between members; set FASTPS_TRANSPORT=tcp everywhere")
-        return self._rdma
+    def _device_transport(self) -> RdmaTransport | None:
+        with self._changed:
+            if self._rdma is None and self._device.is_usable:
+                self._rdma = rdma.open_transport(self._config, n_links=1)
+                if self._rdma is None:  # that was said, and once is enough
+                    self._device = dataclasses.replace(self._device, reason="it does not open")
+            return self._rdma
 
     def statistics(self) -> dict[str, int]:
         """Add up the counters of all peer links."""

@@ -27,9 +27,11 @@ import numpy as np
 
 from fastps.config import Config
 from fastps.errors import ConfigError, FastPSError, TransportError
+from fastps.transport.sockets import watch_closely
 
 if TYPE_CHECKING:  # what needs no device must not load what drives one
-    from fastps.transport._rdma import RdmaTransport, VerbsDevice
+    from fastps.transport._link import LinkOwner
+    from fastps.transport._rdma import Opening, RdmaTransport, VerbsDevice
 
 log = logging.getLogger(__name__)
 
@@ -370,6 +372,44 @@ def carries_all(config: Config, members: Sequence[tuple[str, str]]) -> bool:
 def choose_credit(config: Config) -> int:
     """Give the credit of an RDMA link in bytes: as configured, else some partitions."""
     return config.credit_bytes or CREDIT_PARTITIONS * config.partition_bytes
+
+
+def takes_rdma(
+    config: Config, mine: Capability, own_host: str, *, host_id: str, gid: str
+) -> tuple[bool, str]:
+    """Decide about the link to a member with that host id and GID, as wants_rdma() does."""
+    if config.transport != "rdma" and host_id == own_host:
+        return False, ""  # Unix sockets are the shorter way
+    return wants_rdma(config.transport, mine, gid)
+
+
+def begin_link(
+    transport: RdmaTransport,
+    descriptor: int,
+    owner: LinkOwner,
+    config: Config,
+    *,
+    peer: int,
+    lane: int = 0,
+    greets_first: bool = True,
+) -> Opening:
+    """Begin a link over an authenticated connection, which is the transport's from here on."""
+    watch_closely(descriptor, config.rdma_timeout_s)
+    return transport.adopt(
+        descriptor,
+        owner,
+        peer=peer,
+        lane=lane,
+        credit_bytes=choose_credit(config),
+        greets_first=greets_first,
+    )
+
+
+def give_up(config: Config, name: str, error: TransportError) -> None:
+    """Let TCP take the place of a link that did not come up, unless settings insist."""
+    if config.transport == "rdma":
+        raise TransportError(f"{name} cannot be reached by RDMA: {error}") from error
+    log.warning("%s: no RDMA, TCP takes its place: %s", name, error)
 
 
 def open_transport(config: Config, *, n_links: int) -> RdmaTransport | None:

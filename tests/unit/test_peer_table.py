@@ -87,6 +87,18 @@ def test_a_dial_that_fails_may_be_tried_again():
     assert table.refused(0)
 
 
+def test_what_carries_nothing_makes_room_for_another():
+    table = PeerTable(1)
+    table.admit(3)
+    table.failed(3)
+    table.admit(3)
+    table.opened(3)
+    table.failed(3)
+    assert table.begin(3)
+    table.failed(3)
+    assert table.state(3) is PeerState.DIALLING
+
+
 def test_nobody_dials_itself():
     table = PeerTable(1)
     with pytest.raises(ValueError, match="itself"):
