@@ -41,6 +41,8 @@ __all__ = ["Node", "PeerState", "PeerTable"]
 
 log = logging.getLogger(__name__)
 
+ATTEMPTS = 3  # a link by RDMA that each of the two dialled, then one without
+
 
 class _Place(Protocol):
     """How a member is reached: control.protocol.Member is one."""
@@ -185,15 +187,15 @@ class Node:
     def reach(self, peer: int) -> None:
         """Make the link to a member unless there is one; blocks until it can be used.
 
-        Waits at most connect_timeout_s and twice handshake_timeout_s, and that twice where TCP
-        has to take the place of RDMA. Raises ValueError for who is no other member,
+        Waits at most connect_timeout_s and twice handshake_timeout_s, and three times that where
+        TCP has to take the place of RDMA. Raises ValueError for who is no other member,
         TransportTimeout, TransportError or AuthError naming it.
         """
         if not 0 <= peer < len(self._places):
             raise ValueError(f"there is no member {peer}: the job has {len(self._places)}")
         if self._owner is None:
             raise TransportError("this process has no use for links to its peers")
-        for _ in range(2):
+        for _ in range(ATTEMPTS):
             with self._changed:
                 is_ours = self._table.begin(peer)
                 if not is_ours:
@@ -300,7 +302,7 @@ class Node:
         is_rdma = bool(lane & rdma.RDMA_LANE)
         if self._owner is None or generation != self._generation & 0xFFFFFF:
             raise NotYet
-        self._forget_failed(sender, is_rdma=is_rdma)
+        self._forget_failed(sender)
         try:
             if sender >= len(self._places):
                 raise ProtocolError(f"there is no member {sender}")
@@ -316,13 +318,13 @@ class Node:
 
         return finish
 
-    def _forget_failed(self, peer: int, *, is_rdma: bool) -> None:
+    def _forget_failed(self, peer: int) -> None:
         """Make room for what a peer dials when a link by RDMA came to nothing.
 
         NotYet: it may know already, and we still wait for the end of that link.
         """
         opening = self._openings.get(peer)
-        if opening is None or (is_rdma and not opening.is_settled):
+        if opening is None:
             return
         if not opening.is_settled:
             raise NotYet

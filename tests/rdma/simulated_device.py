@@ -6,11 +6,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 RETRIES_EXCEEDED = 12  # status of a work request
+
+_landing = threading.Lock()  # nothing lands in what was halted
 
 
 class SimulatedPort:
@@ -38,12 +41,13 @@ class SimulatedPort:
 
     def post_send(self, work: int, opcode: int, address: int, length: int, *_: int) -> None:
         """Move one message, or report its failure."""
-        if self.device.is_cut:
-            self.complete(work, status=RETRIES_EXCEEDED)
-            return
-        buffer, place = self.peer.buffers.popleft()
-        ctypes.memmove(place, address, length)
-        self.peer.complete(buffer, is_receive=True, length=length)
+        with _landing:
+            if self.device.is_cut or not self.peer.buffers:
+                self.complete(work, status=RETRIES_EXCEEDED)
+                return
+            buffer, place = self.peer.buffers.popleft()
+            ctypes.memmove(place, address, length)
+            self.peer.complete(buffer, is_receive=True, length=length)
         self.complete(work)
 
     def complete(
@@ -66,7 +70,9 @@ class SimulatedPort:
             os.eventfd_read(self.descriptor)
 
     def halt(self) -> None:
-        """Do nothing: nobody sends any more."""
+        """Let nothing land any more."""
+        with _landing:
+            self.buffers.clear()
 
     def close(self) -> None:
         """Close the descriptor."""

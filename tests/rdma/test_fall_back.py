@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links between peers over a fabric that carries nothing: TCP takes their place, unless it may not.
+"""Links between peers over a fabric that carries nothing: TCP takes their place.
 
 The devices are simulated, so that a fabric can be broken on any machine.
 """
