@@ -141,6 +141,27 @@ def no_endless_waits(node: ast.AST) -> Iterator[Fault]:
         yield node.lineno, f".{node.func.attr}() waits for ever; give it a timeout"
 
 
+def no_wall_clocks(node: ast.AST) -> Iterator[Fault]:
+    """Forbid clocks that somebody may set, on which no deadline can stand."""
+    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    if re.search(r"^time\.(time|time_ns|localtime|gmtime|ctime)$|\bdate(time)?\.(now|utcnow|today)$", called):
+        yield node.lineno, f"{called}(): time.monotonic() is what deadlines go by"
+
+
+def no_unbounded_names(node: ast.AST) -> Iterator[Fault]:
+    """Forbid asking for names without a deadline."""
+    names = ("getaddrinfo", "gethostbyname", "gethostbyaddr", "getfqdn", "create_connection")
+    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    if called.rpartition(".")[2] in names:
+        yield node.lineno, f"{called}() has no deadline: sockets.look_up() has"
+
+
+def no_waits_for_readers(node: ast.AST) -> Iterator[Fault]:
+    """Forbid that an event loop waits until a peer has read."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".drain"):
+        yield node.lineno, "drain() waits for a peer that may not read"
+
+
 def no_open_doors(node: ast.AST) -> Iterator[Fault]:
     """Forbid listening on every address without being asked."""
     if isinstance(node, ast.Module):
@@ -173,6 +194,10 @@ def exempt(path: Path) -> set[Rule]:
         allowed.add(no_environment)
     if name in SLEEPERS:
         allowed.add(no_polling)
+    if name == "bench/conditions.py":
+        allowed.add(no_wall_clocks)  # when it was measured
+    if name == "transport/sockets.py":
+        allowed.add(no_unbounded_names)  # look_up() itself
     if name == "current.py":
         allowed.add(no_global_state)
     return allowed
@@ -189,6 +214,9 @@ RULES: tuple[Rule, ...] = (
     no_global_state,
     no_polling,
     no_endless_waits,
+    no_wall_clocks,
+    no_unbounded_names,
+    no_waits_for_readers,
     no_open_doors,
 )
 
@@ -222,11 +250,27 @@ def test_package_keeps_the_rule(rule):
         (no_global_state, "def f():\n    global a\n    a = 1"),
         (no_polling, "time.sleep(1)"),
         (no_endless_waits, "thread.join()"),
+        (no_wall_clocks, "time.time()"),
+        (no_wall_clocks, "datetime.datetime.now()"),
+        (no_unbounded_names, "socket.getaddrinfo('a', 1)"),
+        (no_waits_for_readers, "writer.drain()"),
         (no_open_doors, "bind(('0.0.0.0', 1))"),
     ],
 )
 def test_each_rule_finds_its_fault(rule, source):
     assert [fault for node in ast.walk(ast.parse(source)) for fault in rule(node)]
+
+
+@pytest.mark.parametrize("path", cython_files(), ids=name_of)
+def test_cython_asks_no_clock_that_can_be_set(path):
+    """Waits for a futex or a condition go by CLOCK_MONOTONIC as well."""
+    unsure = re.compile(
+        r"REALTIME|gettimeofday|\bpthread_mutex_timedlock|\bsem_timedwait|\btime\("
+    )
+    text = "\n".join(code_lines(path))
+    assert not unsure.search(text)
+    if "pthread_cond_timedwait" in text:
+        assert "pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC)" in text
 
 
 @pytest.mark.parametrize("path", cython_files(), ids=name_of)

@@ -16,7 +16,7 @@ from simulated_device import SimulatedDevice, SimulatedPort
 
 from fastps.auth import derive_key
 from fastps.config import Config, load
-from fastps.control.protocol import Job, Member
+from fastps.control.protocol import Member
 from fastps.errors import TransportError
 from fastps.transport import rdma, sockets
 from fastps.transport._rdma import PythonDevice, RdmaTransport
@@ -42,9 +42,8 @@ class Party:
         self.nodes: list[Node] = []
         self.boxes = [transport_nets.Mailbox() for _ in range(2)]
         members = tuple(map(self.open, range(2)))
-        job = Job("job", 1, 0, 2, 0, 2, (), members, 0, False)
         for rank, (node, box) in enumerate(zip(self.nodes, self.boxes, strict=True)):
-            node.join(job.members, me=rank, generation=1)
+            node.join(members, me=rank, generation=1)
             node.link_peers(box)
             node.start()
 
