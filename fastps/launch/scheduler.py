@@ -18,7 +18,6 @@ import contextlib
 import functools
 import logging
 import os
-import select
 import signal
 import socket
 import threading
@@ -29,6 +28,7 @@ from fastps.config import Config
 from fastps.control.scheduler import Scheduler
 from fastps.launch.output import Stream
 from fastps.launch.processes import describe_exit
+from fastps.server.logs import logging_to
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class SchedulerThread:
     def _work(self) -> None:
         code = EXIT_DIED
         try:
-            with _logging_to(self._writer, self._settings.log_level):
+            with logging_to(self._writer, self._settings.log_level, role="scheduler"):
                 try:
                     code = asyncio.run(self._serve())
                 except asyncio.CancelledError:
@@ -197,48 +197,3 @@ class SchedulerThread:
         while not self._serving.done():
             self._serving.cancel()
             await asyncio.sleep(_CUT_S)
-
-
-class _PipeHandler(logging.Handler):
-    """Write log records into a pipe, line by line; count those for which there is no room."""
-
-    def __init__(self, descriptor: int) -> None:
-        """Borrow the descriptor, which must not block."""
-        super().__init__()
-        self._descriptor = descriptor
-        self._lost = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record; no line is longer than what a pipe takes in one piece."""
-        try:
-            if self._lost:
-                self._write(f"{self._lost} log lines are missing here: nobody read them in time")
-                self._lost = 0
-            for line in self.format(record).splitlines():
-                self._write(line)
-        except BlockingIOError:
-            self._lost += 1
-        except OSError:
-            self.handleError(record)
-
-    def _write(self, line: str) -> None:
-        data = line.encode(errors="replace")[: select.PIPE_BUF - 1]
-        os.write(self._descriptor, data + b"\n")
-
-
-@contextlib.contextmanager
-def _logging_to(descriptor: int, level: str) -> Iterator[None]:
-    """Send what this process logs to a descriptor, in the form of fastps-server."""
-    handler = _PipeHandler(descriptor)
-    handler.setFormatter(
-        logging.Formatter("%(asctime)s scheduler %(levelname)s %(name)s: %(message)s")
-    )
-    root = logging.getLogger()
-    former_level = root.level
-    root.addHandler(handler)
-    root.setLevel(level)
-    try:
-        yield
-    finally:
-        root.setLevel(former_level)
-        root.removeHandler(handler)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command fastps-server: one summation server, or the scheduler of a job.
 
-Turns options into settings, sets up logging and signals, and runs the role. Threads: none of
-its own.
+Turns options into settings, sets up logging and signals, and runs the role. Threads: fastps:log
+writes what is logged.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from fastps import _core, config
 from fastps.control.scheduler import serve
 from fastps.errors import FastPSError
+from fastps.server.logs import logging_to_reader
 from fastps.transport.sockets import inherit
 
 EPILOG = """\
@@ -70,15 +70,6 @@ def load_config(arguments: argparse.Namespace) -> config.Config:
     return config.load(given)
 
 
-def set_up_logging(settings: config.Config) -> None:
-    """Send log records to standard error, with the role."""
-    logging.basicConfig(
-        level=settings.log_level,
-        format=f"%(asctime)s {settings.role} %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-
-
 def run_server(settings: config.Config) -> int:
     """Run a server until its job is over; SIGTERM and SIGINT end it in order."""
     # imported here: a scheduler needs neither the kernels nor the store
@@ -95,11 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = make_parser().parse_args(arguments)
     try:
         settings = load_config(parsed)
-        set_up_logging(settings)
         _core.arm_fault(settings.fault)
-        if settings.role == "scheduler":
-            return serve(settings, listeners=inherit(parsed.listen_fd))
-        return run_server(settings)
+        with logging_to_reader(sys.stderr.fileno(), settings.log_level, role=settings.role):
+            if settings.role == "scheduler":
+                return serve(settings, listeners=inherit(parsed.listen_fd))
+            return run_server(settings)
     except FastPSError as error:
         sys.stderr.write(f"fastps-server: {type(error).__name__}: {error}\n")
         return 2

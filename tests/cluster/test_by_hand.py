@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -59,3 +60,47 @@ def test_the_commands_of_the_help_run_a_job(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout == "2 [42.0, 42.0, 42.0]\n" * 2
     assert "Traceback" not in result.stderr
+
+
+def full_pipe() -> tuple[int, int]:
+    """Make a pipe that takes no byte more."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    return reader, writer
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_logs_that_nobody_reads_hold_up_no_scheduler_and_no_server(tmp_path):
+    reader, writer = full_pipe()
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("FASTPS_")},
+        "PYTHONPATH": str(ROOT),
+        "FASTPS_TOKEN": "a token of this test alone",
+        "FASTPS_SIZE": "2",
+        "FASTPS_NUM_SERVERS": "1",
+        "FASTPS_SCHEDULER_HOST": "127.0.0.1",
+        "FASTPS_SCHEDULER_PORT": str(free_port()),
+        "FASTPS_LINGER_S": "0.5",
+        "FASTPS_LEASE_S": "5",
+        "FASTPS_START_TIMEOUT_S": "30",
+    }
+    (tmp_path / "train.py").write_text(TRAIN)
+    serve = [sys.executable, "-m", "fastps.server.main", "--log-level", "DEBUG", "--role"]
+    train = [sys.executable, "train.py"]
+    with contextlib.ExitStack() as stack:
+
+        def start(*command: str, stderr: int) -> subprocess.Popen[bytes]:
+            made = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=stderr)
+            stack.callback(made.wait, LIMIT_S)
+            stack.callback(made.kill)
+            return made
+
+        members = [start(*serve, role, stderr=writer) for role in ("scheduler", "server")]
+        workers = [start(*train, stderr=subprocess.DEVNULL) for _ in range(2)]
+        assert [made.wait(LIMIT_S) for made in (*workers, *members)] == [0, 0, 0, 0]
+    os.close(reader)
+    os.close(writer)

@@ -32,7 +32,7 @@ from fastps.launch.plan import (
     make_plan,
     scheduler_environment,
 )
-from fastps.launch.scheduler import _logging_to
+from fastps.server.logs import logging_to
 
 IDENTITY = Identity("job-x", ("FASTPS_TOKEN", "very-secret"), ("127.0.0.1", 1234))
 MEET = ("--scheduler-host", "10.0.0.1", "--scheduler-port", "7654")
@@ -432,7 +432,7 @@ def test_log_without_a_reader_never_blocks_and_says_what_is_missing():
     log = logging.getLogger("fastps.test")
     former = logging.getLogger().handlers[:]
     with open(reader, "rb") as pipe:
-        with _logging_to(writer, "INFO"):
+        with logging_to(writer, "INFO", role="scheduler"):
             for number in range(5000):
                 log.info("%d %s\nsecond line", number, "x" * 100)
             seen = pipe.read()

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs for which nobody waits: what their reader does not take in time is counted, not written.
+
+A standard error that nobody reads (a stopped terminal, a full pipe) would otherwise hold up
+whichever thread logs: the scheduler, who then answers nobody, or the one that lets links in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+
+PIPE_BYTES = 4096  # pipe(7): so much is written whole or not at all
+READ_BYTES = 64 << 10
+LAST_LINES_S = 1.0  # for the reader to take what was logged last
+
+
+class _PipeHandler(logging.Handler):
+    """Write log records into a pipe, line by line; count those for which there is no room."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Borrow the descriptor, which must not block."""
+        super().__init__()
+        self._descriptor = descriptor
+        self._lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record; no line is longer than what a pipe takes in one piece."""
+        try:
+            if self._lost:
+                self._write(f"{self._lost} log lines are missing here: nobody read them in time")
+                self._lost = 0
+            for line in self.format(record).splitlines():
+                self._write(line)
+        except BlockingIOError:
+            self._lost += 1
+        except OSError:
+            self.handleError(record)
+
+    def _write(self, line: str) -> None:
+        data = line.encode(errors="replace")[: PIPE_BYTES - 1]
+        os.write(self._descriptor, data + b"\n")
+
+
+@contextlib.contextmanager
+def logging_to(descriptor: int, level: str, *, role: str) -> Iterator[None]:
+    """Send what this process logs to a descriptor that does not block."""
+    handler = _PipeHandler(descriptor)
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s")
+    )
+    root = logging.getLogger()
+    former_level = root.level
+    root.addHandler(handler)
+    root.setLevel(level)
+    try:
+        yield
+    finally:
+        root.setLevel(former_level)
+        root.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def logging_to_reader(target: int, level: str, *, role: str) -> Iterator[None]:
+    """Send what this process logs to a descriptor, by a thread that alone waits for its reader."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    thread = threading.Thread(target=_copy, args=(reader, target), name="fastps:log", daemon=True)
+    thread.start()
+    try:
+        with logging_to(writer, level, role=role):
+            yield
+    finally:
+        os.close(writer)
+        thread.join(LAST_LINES_S)
+
+
+def _copy(reader: int, target: int) -> None:
+    """Move bytes until the pipe's other end is closed; drop them once nobody can read them."""
+    while data := os.read(reader, READ_BYTES):
+        with contextlib.suppress(OSError):
+            while data:
+                data = data[os.write(target, data) :]
+    os.close(reader)
