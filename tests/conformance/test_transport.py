@@ -612,7 +612,8 @@ def test_connecting_and_closing_leaks_nothing(kind):
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert threads_alive() == threads
-    assert memory_kb() - memory < 8000, "200 links of 128 KB each would be 25 MB"
+    if "san.so" not in os.environ.get("LD_PRELOAD", ""):  # a sanitizer keeps what was freed
+        assert memory_kb() - memory < 8000, "200 links of 128 KB each would be 25 MB"
 
 
 @pytest.mark.parametrize("kind", NETS)
