@@ -25,13 +25,12 @@ from fastps.errors import (
     StallError,
     TransportError,
 )
-from fastps.types import DType, dtype_of
+from fastps.types import dtype_of
 from fastps.worker.handle import Array, Handle
 
 __all__ = [
     "AuthError",
     "ConfigError",
-    "DType",
     "FastPSError",
     "Handle",
     "MismatchError",

@@ -241,8 +241,7 @@ class ControlClient:
         versions: of the last operation, by name. Gives what dropped() is to be told in the end.
         """
         timeout_s = checked_seconds(timeout_s)
-        number = next(self._numbers)
-        message = Forget(number, tuple(versions.items()), timeout_s)
+        message = Forget(next(self._numbers), tuple(versions.items()), timeout_s)
         what = f"forgetting {', '.join(versions)[:80]}"
         return self._ask(message, Done, what=what, timeout_s=2 * timeout_s).request
 

@@ -151,10 +151,9 @@ class Declarations:
 
     def keys_ready(self, owner: int, batch: int) -> Answers:
         """Note that an owner holds the keys of a batch."""
-        unready = self._unready.get(batch)
-        if unready is not None:
-            unready.discard(owner)
-        if unready is None or unready:
+        unready = self._unready.get(batch, {-1})  # nobody, of what was never asked
+        unready.discard(owner)
+        if unready:
             return []
         del self._unready[batch]
         self._take_off(batch)
@@ -174,13 +173,10 @@ class Declarations:
     def forget(self, asked: Mapping[int, Entry]) -> Answers:
         """Forget tensors, as all workers have asked; they hear of it when all servers have."""
         lasts = [dict(it.asked.tensors) for it in asked.values() if isinstance(it.asked, Forget)]
-        names = lasts[0]  # the same for all
-        refusal = self._refuse_farewell(names)
-        if refusal is not None:
-            return [
-                (it.peer, Failed(it.asked.request, "config", refusal)) for it in asked.values()
-            ]
-        tensors = tuple(self._tensors[name] for name in names)
+        why = self._refuse_farewell(lasts[0])  # the names of all
+        if why is not None:
+            return [(it.peer, Failed(it.asked.request, "config", why)) for it in asked.values()]
+        tensors = tuple(self._tensors[name] for name in lasts[0])
         batch = self._batches
         self._leaving[batch] = [(one, max(last[one.name] for last in lasts)) for one in tensors]
         for tensor in tensors:

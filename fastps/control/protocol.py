@@ -179,10 +179,7 @@ class TensorSpec(_Record, frozen=True):
 
 
 class DeclaredTensor(_Record, frozen=True):
-    """What the scheduler answers: the tensor's id, and bytes and owner of each partition.
-
-    version: its operations count on from here, where another tensor had this id.
-    """
+    """What the scheduler answers: id, bytes and owner of each partition, and the last version."""
 
     tensor_id: Id
     pieces: Pieces

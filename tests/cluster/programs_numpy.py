@@ -18,7 +18,7 @@ from run_program import mark
 import fastps
 from fastps import session
 from fastps.errors import TransportTimeout
-from fastps.types import dtype_of
+from fastps.types import DType, dtype_of
 
 HALVES = ("float16", "bfloat16")
 FLOATS = ("float32", "float64", *HALVES)
@@ -143,7 +143,7 @@ def bfloat16_in_words(rank: int, size: int) -> list[np.ndarray]:
     """Reduce bfloat16 as frameworks hand it over: uint16 words and the dtype's code."""
     inputs = [values("bfloat16", 1001, each, seed=5) for each in range(size)]
     handle = session.current().push_pull_async(
-        inputs[rank].view(np.uint16), "words", average=True, dtype=fastps.DType.BFLOAT16
+        inputs[rank].view(np.uint16), "words", average=True, dtype=DType.BFLOAT16
     )
     got = handle.wait()
     assert isinstance(got, np.ndarray)
