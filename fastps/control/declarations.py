@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import msgspec
 
@@ -44,7 +43,6 @@ from fastps.types import DType
 MAX_POISON_LINES = 4  # tensors named in one MismatchError; the rest are counted
 MAX_VERSION = 1 << 31  # an id that has come so far is not used again: versions have 32 bits
 _ITEMSIZES = {int(code): code.itemsize for code in DType}
-FreeId: TypeAlias = tuple[int, int]  # and the version that its tensors have reached
 
 
 class _Facts(msgspec.Struct, frozen=True, array_like=True):
@@ -113,8 +111,8 @@ class Declarations:
         self._tensors: dict[str, _Tensor] = {}
         # with their last versions, by the batch of ForgetKeys that servers must acknowledge
         self._leaving: dict[int, list[tuple[_Tensor, int]]] = {}
-        self._resting: list[tuple[list[FreeId], list[_Waiting]]] = []  # until all these drop them
-        self._free_ids: list[FreeId] = []
+        self._resting: list[tuple[list[tuple[int, int]], list[_Waiting]]] = []  # till they drop it
+        self._free_ids: list[tuple[int, int]] = []  # and the version that each has reached
         self._n_ids = 0
         self._n_pieces = 0
         self._peers: dict[int, int] = {}  # by rank, of the workers that have declared
@@ -239,10 +237,9 @@ class Declarations:
 
     def _take_off(self, batch: int) -> None:
         """Free the names of a batch that every server has dropped; its ids rest."""
-        ids: list[FreeId] = []
-        for tensor, version in self._leaving.pop(batch, ()):
-            if tensor.poison is not None:
-                continue
+        ids: list[tuple[int, int]] = []
+        usable = [item for item in self._leaving.pop(batch, ()) if item[0].poison is None]
+        for tensor, version in usable:
             del self._tensors[tensor.name]
             facts = tensor.facts
             for nbytes, owner in facts.pieces:
