@@ -58,7 +58,7 @@ def test_after_a_mistake_every_name_works_on(way):
         programs_forget.mistakes,
         workers=workers,
         servers=servers,
-        environment=SMALL | environment | {"FASTPS_OP_TIMEOUT_S": "3"},
+        environment=SMALL | environment,
         each=each,
     )
     for rank, errors in enumerate(found):
