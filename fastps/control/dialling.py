@@ -56,16 +56,14 @@ def wait_for_name(config: Config) -> None:
 
     Blocks up to connect_timeout_s, then raises ConfigError.
     """
-    failure: socket.gaierror | None = None
+    host, port = config.scheduler_host or None, config.scheduler_port
     deadline = time.monotonic() + config.connect_timeout_s
     for _ in sockets.attempts(deadline):
-        left_s = deadline - time.monotonic()
         try:
-            sockets.look_up(config.scheduler_host or None, config.scheduler_port, timeout_s=left_s)
+            sockets.look_up(host, port, timeout_s=deadline - time.monotonic())
             return
         except socket.gaierror as error:
             failure = error
-    assert failure is not None
     raise _unknown_host(config, failure) from failure
 
 

@@ -81,17 +81,7 @@ class Scheduler:
         self._pulses: dict[int, asyncio.StreamWriter] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._address = ("", 0)
-
-    @property
-    def host(self) -> str:
-        """The address listened on, once run() has started."""
-        return self._address[0]
-
-    @property
-    def port(self) -> int:
-        """The port listened on, once run() has started."""
-        return self._address[1]
+        self.address: tuple[str, int] = ("", 0)  # listened on, once run() has started
 
     def statistics(self) -> SchedulerStatistics:
         """Give the state of the moment."""
@@ -118,11 +108,11 @@ class Scheduler:
         )
         try:
             self._gate.open()
-            self._address = listeners[0].getsockname()[:2]
+            self.address = listeners[0].getsockname()[:2]
             self._set_timer()
-            log.info("scheduler listens on %s", sockets.join_address(*self._address))
+            log.info("scheduler listens on %s", sockets.join_address(*self.address))
             if self._on_ready is not None:
-                self._on_ready(self.host, self.port)
+                self._on_ready(*self.address)
             finish = await self._finished
         finally:
             await self._gate.close()

@@ -94,7 +94,10 @@ class SchedulerThread:
 
     def config(self, **changes: object) -> Config:
         """Give the settings of a member."""
-        address = {"scheduler_host": self.scheduler.host, "scheduler_port": self.scheduler.port}
+        address = {
+            "scheduler_host": self.scheduler.address[0],
+            "scheduler_port": self.scheduler.address[1],
+        }
         return load(self.settings | address | changes, {})
 
 

@@ -163,7 +163,7 @@ class TestWork:
         if not Path("/proc/net/if_inet6").exists():
             pytest.skip("no IPv6")
         with started_job(scheduler_host="::1", size=1, num_servers=0) as (scheduler, workers, _):
-            assert scheduler.scheduler.host == "::1"
+            assert scheduler.scheduler.address[0] == "::1"
             assert workers[0].client.local_address == "::1"
             workers[0].client.barrier("b", timeout_s=WAIT_S)
 
@@ -480,5 +480,5 @@ def _socket_count() -> int:
 
 
 def _settings_of(scheduler: SchedulerThread) -> str:
-    address = {"scheduler_port": scheduler.scheduler.port}
+    address = {"scheduler_port": scheduler.scheduler.address[1]}
     return json.dumps(scheduler.settings | address)

@@ -54,7 +54,7 @@ KEY = derive_key(TOKEN.encode(), "control", "job")
 
 
 def connect_raw(scheduler: SchedulerThread) -> socket.socket:
-    address = (scheduler.scheduler.host, scheduler.scheduler.port)
+    address = scheduler.scheduler.address
     return socket.create_connection(address, timeout=WAIT_S)
 
 
@@ -368,7 +368,7 @@ class TestSettings:
 
     def test_port_in_use(self, lone: SchedulerThread) -> None:
         with lone as scheduler, pytest.raises(ConfigError, match="FASTPS_SCHEDULER_PORT"):
-            serve(load(make_settings(scheduler_port=scheduler.scheduler.port), {}))
+            serve(load(make_settings(scheduler_port=scheduler.scheduler.address[1]), {}))
 
     def test_address_of_another_machine(self) -> None:
         with pytest.raises(ConfigError, match="FASTPS_HOST"):
@@ -395,7 +395,7 @@ class TestSettings:
         port = listeners[0].getsockname()[1]
         thread = SchedulerThread(size=1, num_servers=0, listeners=listeners)
         with thread as scheduler:
-            assert scheduler.scheduler.port == port
+            assert scheduler.scheduler.address[1] == port
             join_and_leave(scheduler)
 
 
