@@ -13,7 +13,7 @@ PIP_FLAGS ?=
 JOBS ?= $(shell nproc)
 RUN := .venv/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
-SOURCES := $(shell find fastps -name '*.pyx' -o -name '*.pxd' -o -name '*.pxi') setup.py
+SOURCES := $(shell find fastps tests/aids -name '*.pyx' -o -name '*.pxd' -o -name '*.pxi') setup.py
 METADATA := setup.cfg pyproject.toml
 
 .PHONY: all demo test check unit bench soak build clean distclean
@@ -82,7 +82,7 @@ build: .venv/.built
 clean:
 	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find fastps tests tools examples -name __pycache__ -prune -exec rm -rf {} +
-	find fastps \( -name '*.so' -o -name '*.c' \) -delete
+	find fastps tests/aids \( -name '*.so' -o -name '*.c' \) -delete
 	rm -f .venv/.built
 
 distclean: clean

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the Cython extensions; metadata stands in setup.cfg.
 
-``python setup.py build_ext --inplace`` builds beside the sources. FASTPS_DEBUG=1 in the
-environment compiles the life-cycle counters in; FASTPS_ANNOTATE=1 writes Cython's HTML reports.
+``python setup.py build_ext --inplace`` builds beside the sources, the aids of tests and
+benchmarks too, which are never installed. FASTPS_DEBUG=1 in the environment compiles the
+life-cycle counters in; FASTPS_ANNOTATE=1 writes Cython's HTML reports.
 """
 
 import os
+import sys
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -16,10 +18,8 @@ MODULES = [
     "fastps.transport._base",
     "fastps.transport._tcp",
     "fastps.transport._rdma",
-    "fastps.transport._rdma_board",
     "fastps.transport._rdma_verbs",
     "fastps.transport._inproc",
-    "fastps.transport._mailbox",
     "fastps.server._rounds",
     "fastps.server._accumulate",
     "fastps.server._store",
@@ -27,8 +27,9 @@ MODULES = [
     "fastps.worker._engine",
     "fastps.transport._shm",
     "fastps.worker._local",
-    "fastps.worker._scrambler",
 ]
+AIDS = ["aids.boards", "aids.faces", "aids.mailbox", "aids.queue_bench", "aids.scrambler"]
+FOLDERS = {"aids": "tests/aids"}
 # Modules that need a library; built only where its header is found.
 OPTIONAL = {"fastps.transport._rdma_verbs": ("infiniband/verbs.h", "ibverbs")}
 INCLUDE_FOLDERS = ("/usr/include", "/usr/local/include")
@@ -43,26 +44,32 @@ def libraries(name):
     return ["pthread", *filter(None, [library])]
 
 
+def source(name):
+    """Give the path of a module's Cython file."""
+    folder, _, rest = name.partition(".")
+    return f"{FOLDERS.get(folder, folder)}/{rest.replace('.', '/')}.pyx"
+
+
 def extensions():
     """List one extension per Cython module; FASTPS_ONLY=name builds that one alone."""
     only = os.environ.get("FASTPS_ONLY")
+    names = MODULES + (AIDS if "--inplace" in sys.argv else [])
     debug = "1" if os.environ.get("FASTPS_DEBUG") == "1" else "0"
     return [
         Extension(
             name,
-            [name.replace(".", "/") + ".pyx"],
+            [source(name)],
             define_macros=[("FASTPS_DEBUG", debug)],
             extra_compile_args=COMPILE_ARGS,
             libraries=libraries(name),
         )
-        for name in MODULES
-        if os.path.exists(name.replace(".", "/") + ".pyx")
-        and only in (None, name)
-        and libraries(name)
+        for name in names
+        if os.path.exists(source(name)) and only in (None, name) and libraries(name)
     ]
 
 
 setup(
+    package_dir=FOLDERS,
     ext_modules=cythonize(
         extensions(),
         annotate=os.environ.get("FASTPS_ANNOTATE") == "1",
@@ -76,5 +83,5 @@ setup(
             "initializedcheck": False,
             "freethreading_compatible": False,
         },
-    )
+    ),
 )

@@ -24,6 +24,7 @@ cdef int64_t now_ns() noexcept nogil                 # CLOCK_MONOTONIC
 # now + timeout; < 0, inf or NaN: INT64_MAX
 cdef int64_t deadline_of(double timeout_s) noexcept nogil
 cdef uint32_t crc32c(const void* data, uint64_t nbytes) noexcept nogil
+cdef uint32_t crc32c_portable(const void* data, uint64_t nbytes) noexcept nogil   # no special CPU
 
 # ---- completion: one futex word, many parts, first error wins ----
 cdef struct Completion:
@@ -80,22 +81,13 @@ cdef void queue_stats(Queue* q, QueueStats* out) noexcept nogil
 # ---- threads: named fastps:<stage>:<n>, pinned, joined with a deadline ----
 ctypedef void (*thread_fn)(void* arg) noexcept nogil
 cdef struct Thread          # opaque
-# cpus: n_cpus CPU numbers or NULL; node: NUMA node for set_mempolicy or -1. NULL and -1 mean the
-# default of set_thread_placement(), else inherit. Returns after the thread named and pinned
-# itself; NULL: no memory or no thread.
-# EPERM/ENOSYS/EINVAL of pinning are tolerated: thread_pin_errno() then tells which.
+# Returns after the thread named itself and went where set_thread_placement() said, which the
+# system may refuse; NULL: no memory or no thread.
 cdef Thread* thread_create(
-    const char* stage,
-    int index,
-    thread_fn fn,
-    void* arg,
-    const int* cpus,
-    int n_cpus,
-    int node,
+    const char* stage, int index, thread_fn fn, void* arg
 ) noexcept nogil
 # OK frees t; E_TIMEOUT keeps it. In a forked child, where the thread is not: OK at once.
 cdef int thread_join(Thread* t, int64_t deadline_ns) noexcept nogil
-cdef int thread_pin_errno(Thread* t) noexcept nogil
 cdef int threads_alive() noexcept nogil     # created and not ended, process-wide
 
 # ---- buffer pool: page-aligned slabs, huge-page advice, pre-faulted, excluded from fork ----
@@ -115,13 +107,6 @@ cdef class BufferPool:
     # OK, or E_PROTOCOL: not a loan of this pool.
     cdef int c_give_back(self, void* address) noexcept nogil
 
-@cython.final
-cdef class Buffer:          # one loan made by BufferPool.loan; fields with the GIL
-    cdef BufferPool pool    # keeps the slab mapped; None only in a Buffer that nobody lent
-    cdef void* start        # NULL after give_back
-    cdef uint64_t length
-    cdef int views          # buffer-protocol exports alive
-
 # ---- probes: what happens to a key, where; FASTPS_FAULT arms one; free when none is armed ----
 cdef enum Probe:
     PROBE_NONE = 0
@@ -139,20 +124,6 @@ cdef enum Probe:
 cdef void probe_hit(int point, uint64_t key, uint32_t version) noexcept nogil
 
 # ---- faces: what Python sees of the parts above; fields with the GIL ----
-@cython.final
-cdef class ScheduledQueue:
-    cdef Queue* queue           # each item in it carries one reference, the popper's
-
-@cython.final
-cdef class CompletionFace:
-    cdef Completion completion
-
-@cython.final
-cdef class CoreThread:
-    cdef Thread* thread         # NULL after a join
-    cdef Completion* stop_word  # the thread waits on it; freed after its join only
-    cdef void signal_stop(self) noexcept nogil
-
 cdef struct PulseState          # opaque: descriptor, payload, how far it is written
 
 @cython.final

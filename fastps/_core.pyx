@@ -5,8 +5,8 @@ Theory of operation
 ===================
 This room moves addresses and wakes threads. It decides which item goes next, which memory is
 lent and when a waiter may go on; it must never know what a tensor, a frame, a socket protocol
-or a role is. Other Cython rooms cimport the C functions of ``_core.pxd``; Python sees the faces
-at the end, which convert, check, release the GIL in the smallest block and call the C function.
+or a role is. Other Cython rooms cimport the C functions of ``_core.pxd``; Python sees the few
+faces at the end, which convert, check, release the GIL in the smallest block and call C.
 
 Completion. One 16-byte record per operation: a count of parts still to finish, the first error,
 and one futex word. The word is 0 (pending), 2 (pending, somebody may sleep) or 1 (done). The
@@ -24,7 +24,7 @@ sleeps, one signal is under way: a push or a returned credit sends it, and a con
 such a state behind passes it on. Lock order: a queue's mutex is a leaf.
 
 Threads. A thread is named, pinned and has signals blocked before its function runs, and
-``thread_create`` returns after that, so its name and ``pin_errno`` are true at once. Joining
+``thread_create`` returns after that, so its name and its place are true at once. Joining
 waits on a Completion with a deadline and only then calls pthread_join, which cannot block.
 
 Pool. Slabs are mapped once, page-aligned, pre-faulted by the thread that asked (so its NUMA
@@ -32,57 +32,33 @@ policy decides the node), excluded from fork, and unmapped only when closed and 
 A slab is cut into blocks of a size class (1, 2, 3, 4, 6, 8, 12.. pages) that stay blocks; a loan
 above half a slab gets a slab of its own. Each slab has a table from page to block, so an address
 that is given back is checked in O(log slabs). Lock order: grow, then mutex. The registration
-hook needs the GIL: it runs at the next Python-level call, before that call hands an address out.
+hook needs the GIL: the pool's statistics() calls it for every slab that is new.
 
 Faults. One global names the armed point; an unarmed check compares it and goes on.
 
 After fork the child owns none of this: no thread of ours runs there, slabs are not mapped there.
 """
 
-from cpython.buffer cimport PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer, PyBUF_SIMPLE
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport EAGAIN, EINTR, EINVAL, errno
 from libc.math cimport isnan
 from libc.signal cimport SIGKILL, SIGSTOP
 from libc.stdint cimport (
-    INT64_MAX,
-    UINT64_MAX,
-    int32_t,
-    int64_t,
-    uint8_t,
-    uint32_t,
-    uint64_t,
-    uintptr_t,
+    INT64_MAX, UINT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t,
 )
 from libc.stdio cimport snprintf
-from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memset, strerror
 from posix.mman cimport (
-    MAP_ANONYMOUS,
-    MAP_FAILED,
-    MAP_PRIVATE,
-    PROT_READ,
-    PROT_WRITE,
-    madvise,
-    mmap,
-    munmap,
+    MAP_ANONYMOUS, MAP_FAILED, MAP_PRIVATE, PROT_READ, PROT_WRITE, madvise, mmap, munmap,
 )
 from posix.signal cimport kill, sigdelset, sigfillset, sigset_t
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 from posix.unistd cimport _exit, close, getpid
 
 from fastps._posix cimport (
-    MSG_DONTWAIT,
-    MSG_NOSIGNAL,
-    pthread_mutex_destroy,
-    pthread_mutex_init,
-    pthread_mutex_lock,
-    pthread_mutex_t,
-    pthread_mutex_unlock,
-    sched_yield,
-    send,
-    syscall,
+    MSG_DONTWAIT, MSG_NOSIGNAL, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
+    pthread_mutex_t, pthread_mutex_unlock, sched_yield, send, syscall,
 )
 
 import logging
@@ -95,20 +71,12 @@ from typing import NamedTuple
 from fastps.errors import ConfigError, error_of
 
 __all__ = [
-    "Buffer",
     "BufferPool",
-    "CompletionFace",
-    "CoreThread",
     "PoolStatistics",
     "Pulse",
-    "QueueStatistics",
-    "ScheduledQueue",
     "arm_fault",
-    "crc32c",
     "debug_counters",
     "set_thread_placement",
-    "status_codes",
-    "threads_alive",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -125,7 +93,6 @@ cdef enum:
     START_TIMEOUT_S = 10            # for a new thread to name and pin itself
     JOIN_TIMEOUT_S = 5              # for a thread whose owner is collected
     MAX_INTERVAL_S = 3600           # of a pulse
-    CRC_NOGIL_BYTES = 65536         # below it the checksum is quicker than giving the GIL away
     CPU_WORDS = MAX_CPUS // 64
     QUEUE_MIN_CAPACITY = 16
     MAX_LEVELS = 128                # priorities counted apart; simulated BERT-large has 80 out
@@ -142,4 +109,3 @@ include "_core_thread.pxi"
 include "_core_probe.pxi"
 include "_core_pool.pxi"
 include "_core_face.pxi"
-include "_core_bench.pxi"

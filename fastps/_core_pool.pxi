@@ -431,10 +431,10 @@ class PoolStatistics(NamedTuple):
 
 
 cdef class BufferPool:
-    """Lend page-aligned, pre-faulted memory that is mapped once and never moves.
+    """Lend C code page-aligned, pre-faulted memory that is mapped once and never moves.
 
     limit_bytes bounds what is mapped (0: no bound); slab_bytes is rounded up to 2 MiB. on_slab,
-    called with (address, nbytes) once per slab at the next Python-level call, registers it; its
+    called with (address, nbytes) once per slab by the next statistics(), registers it; its
     result is kept until the slab is unmapped. Thread-safe, except that on_slab must not lend.
     """
 
@@ -475,35 +475,12 @@ cdef class BufferPool:
     cdef int c_give_back(self, void* address) noexcept nogil:
         return pool_give_back(self.state, address)
 
-    def loan(self, uint64_t nbytes) -> Buffer:
-        """Lend nbytes of memory with undefined contents; give_back() ends the loan.
-
-        Maps a slab when none has room, which takes milliseconds; otherwise it does not block.
-        FastPSError when the limit is reached, the memory is out or the pool is closed.
-        """
-        cdef void* address
-        cdef Buffer buffer
-        self._check_process()
-        with nogil:
-            address = pool_loan(self.state, nbytes)
-        if address == NULL:
-            raise error_of(E_NOMEM, self._refusal(nbytes))
-        try:
-            self._register_slabs()
-        except BaseException:
-            pool_give_back(self.state, address)
-            raise
-        buffer = Buffer.__new__(Buffer)
-        buffer.pool = self
-        buffer.start = address
-        buffer.length = nbytes
-        return buffer
-
     def statistics(self) -> PoolStatistics:
-        """Tell what is mapped and lent."""
+        """Tell what is mapped and lent; the hook has then seen every slab."""
         cdef Pool* pool = self.state
         cdef Pool copy
-        self._check_process()
+        if not pool_is_ours(pool):
+            raise error_of(E_SHUTDOWN, "this BufferPool belongs to the parent process")
         self._register_slabs()
         pthread_mutex_lock(&pool.mutex)
         copy = pool[0]
@@ -521,8 +498,7 @@ cdef class BufferPool:
     def close(self) -> None:
         """Lend no more, and unmap every slab as soon as no loan is out. Idempotent.
 
-        With loans out the slabs stay until the last Buffer is given back or, for loans made
-        by C code, until close() is called again.
+        With loans out the slabs stay until close() is called again.
         """
         if not pool_is_ours(self.state):
             return
@@ -530,19 +506,6 @@ cdef class BufferPool:
             if pool_close(self.state):
                 self.regions.clear()    # a region must end before the memory it covers
                 pool_unmap(self.state, True)
-
-    def _check_process(self) -> None:
-        if not pool_is_ours(self.state):
-            raise error_of(E_SHUTDOWN, "this BufferPool belongs to the parent process")
-
-    def _refusal(self, nbytes: int) -> str:
-        if self.state.is_closed:
-            return f"cannot lend {nbytes} bytes: the pool is closed"
-        return (
-            f"cannot lend {nbytes} bytes: {self.state.mapped_bytes} bytes are mapped,"
-            f" {self.state.loaned_bytes} lent, the limit is {self.state.limit_bytes or 'none'};"
-            " raise pool_bytes (FASTPS_POOL_BYTES) or free memory"
-        )
 
     def _register_slabs(self) -> None:
         cdef Slab* slab
@@ -559,64 +522,3 @@ cdef class BufferPool:
                     slab.is_registered = False
                     raise
                 self.regions[<uintptr_t>slab.address] = region
-
-
-cdef class Buffer:
-    """Hold one loan of a BufferPool; memory for anybody who knows the buffer protocol.
-
-    It has one holder, who calls give_back() when all views of it are gone. Collecting it earlier
-    gives it back with a ResourceWarning. Made by BufferPool.loan only.
-    """
-
-    def __getbuffer__(self, Py_buffer* view, int flags):
-        self._check_lent()
-        self.pool._check_process()
-        PyBuffer_FillInfo(view, self, self.start, self.length, 0, flags)
-        self.views += 1
-
-    def __releasebuffer__(self, Py_buffer* view):
-        self.views -= 1
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __del__(self) -> None:
-        if self.start == NULL or not pool_is_ours(self.pool.state):
-            return
-        try:
-            warnings.warn(
-                f"a loan of {self.length} bytes was collected without give_back()",
-                ResourceWarning,
-                source=self,
-            )
-        finally:
-            self._end_loan()
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte; a multiple of the page size."""
-        self._check_lent()
-        return <uintptr_t>self.start
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes asked for."""
-        return self.length
-
-    def give_back(self) -> None:
-        """End the loan. BufferError while views exist, ValueError the second time."""
-        self._check_lent()
-        if self.views > 0:
-            raise BufferError(f"{self.views} views of this buffer exist")
-        self.pool._check_process()
-        self._end_loan()
-
-    def _end_loan(self) -> None:
-        pool_give_back(self.pool.state, self.start)
-        self.start = NULL
-        if self.pool.state.is_closed:
-            self.pool.close()
-
-    def _check_lent(self) -> None:
-        if self.start == NULL:
-            raise ValueError("this buffer was given back")

@@ -80,8 +80,3 @@ def arm_fault(spec: str) -> None:
     armed_fault.value = int(match[5] or 0)
     armed_fault.hits_left = int(match[2])
     store32(&armed_fault.point, _FAULT_POINTS[match[1]])
-
-
-def _hit_probe(int point) -> None:
-    """Pass a point, for tests."""
-    probe_hit(point, 0, 0)

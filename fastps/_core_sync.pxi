@@ -95,8 +95,8 @@ cdef extern from * nogil:
     void cpu_pause "fastps_pause"()
     void count "fastps_count"(int, int)
     int64_t counted "fastps_counted"(int)
-    uint32_t crc_portable "fastps_crc_portable"(const uint8_t*, uint64_t)
     uint32_t crc_fastest "fastps_crc"(const uint8_t*, uint64_t)
+    uint32_t crc_plain "fastps_crc_portable"(const uint8_t*, uint64_t)
     enum:
         FASTPS_DEBUG
         COUNT_COMPLETIONS   # reset with parts and not done
@@ -110,7 +110,6 @@ cdef extern from * nogil:
 cdef extern from "<sys/syscall.h>" nogil:
     enum:
         SYS_futex
-        SYS_gettid
         SYS_sched_setaffinity
         SYS_set_mempolicy
 
@@ -148,6 +147,10 @@ cdef inline timespec timespec_of(int64_t time_ns) noexcept nogil:
 
 cdef uint32_t crc32c(const void* data, uint64_t nbytes) noexcept nogil:
     return crc_fastest(<const uint8_t*>data, nbytes)
+
+
+cdef uint32_t crc32c_portable(const void* data, uint64_t nbytes) noexcept nogil:
+    return crc_plain(<const uint8_t*>data, nbytes)
 
 
 # ---- completion ----

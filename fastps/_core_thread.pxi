@@ -37,7 +37,6 @@ cdef struct Thread:
     char name[NAME_BYTES]
     Placement placement
     int pin_errno           # written by the thread before `ready`
-    int tid                 # the same
     int32_t generation      # fork_generation of the process that has the thread
     Completion ready
     Completion ended
@@ -56,13 +55,7 @@ default_placement.error = 0
 
 
 cdef Thread* thread_create(
-    const char* stage,
-    int index,
-    thread_fn fn,
-    void* arg,
-    const int* cpus,
-    int n_cpus,
-    int node,
+    const char* stage, int index, thread_fn fn, void* arg
 ) noexcept nogil:
     cdef Thread* t = <Thread*>calloc(1, sizeof(Thread))
     if t == NULL:
@@ -71,7 +64,9 @@ cdef Thread* thread_create(
     t.fn = fn
     t.arg = arg
     t.generation = load32(&fork_generation)
-    t.placement = placement_of(cpus, n_cpus, node)
+    pthread_mutex_lock(&placement_mutex)
+    t.placement = default_placement
+    pthread_mutex_unlock(&placement_mutex)
     completion_reset(&t.ready, 1)
     completion_reset(&t.ended, 1)
     watch_fork()
@@ -106,7 +101,6 @@ cdef int thread_launch(Thread* t) noexcept nogil:
 cdef void* thread_main(void* arg) noexcept nogil:
     cdef Thread* t = <Thread*>arg
     pthread_setname_np(pthread_self(), t.name)
-    t.tid = <int>syscall(SYS_gettid)
     t.pin_errno = thread_pin(&t.placement)
     completion_part_done(&t.ready, OK)
     t.fn(t.arg)
@@ -128,10 +122,6 @@ cdef int thread_join(Thread* t, int64_t deadline_ns) noexcept nogil:
     return OK
 
 
-cdef int thread_pin_errno(Thread* t) noexcept nogil:
-    return t.pin_errno
-
-
 cdef int threads_alive() noexcept nogil:
     return load32(&alive_threads)
 
@@ -151,29 +141,6 @@ cdef int thread_pin(const Placement* placement) noexcept nogil:
         if syscall(SYS_set_mempolicy, <long>MPOL_PREFERRED, &nodes[0], <long>(MAX_CPUS + 1)) < 0:
             error = errno
     return error
-
-
-cdef Placement placement_of(const int* cpus, int n_cpus, int node) noexcept nogil:
-    # What the caller leaves open comes from the process-wide default.
-    cdef Placement p
-    cdef int i
-    pthread_mutex_lock(&placement_mutex)
-    p = default_placement
-    pthread_mutex_unlock(&placement_mutex)
-    if cpus != NULL:
-        memset(p.cpus, 0, sizeof(p.cpus))
-        p.has_cpus = True
-        p.error = 0
-        for i in range(n_cpus):
-            if not 0 <= cpus[i] < MAX_CPUS:
-                p.error = EINVAL
-                continue
-            p.cpus[cpus[i] // 64] |= <uint64_t>1 << (cpus[i] % 64)
-    if node >= MAX_CPUS:
-        p.error = EINVAL
-    elif node >= 0:
-        p.node = node
-    return p
 
 
 cdef void watch_fork() noexcept nogil:

@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 Steps: TypeAlias = Generator[tuple[bytes, int], bytes, Result]
 
 MAGIC = b"FPSH"
-PROTOCOL_VERSION = 2  # the same as wire.PROTOCOL_VERSION; a test compares them
+PROTOCOL_VERSION = 2  # the same as in wire.pxd; a test compares them
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parents[1] / "tests"))  # the queue's face is there
 
 from fastps.errors import FastPSError
 from tools.bench._common import format_table, positive

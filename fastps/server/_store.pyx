@@ -384,7 +384,7 @@ cdef class ServerStore(LinkOwner):
             raise MemoryError("no memory for an engine thread")
         start.store = self.store
         start.index = index
-        engine.thread = thread_create("engine", index, engine_main, start, NULL, 0, -1)
+        engine.thread = thread_create("engine", index, engine_main, start)
         if engine.thread == NULL:
             free(start)
             raise FastPSError("cannot start an engine thread; check `ulimit -u`")

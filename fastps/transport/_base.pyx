@@ -526,7 +526,7 @@ cdef class BaseTransport(Transport):
         cdef int i
         for i in range(self.n_threads):
             io = &self.threads[i]
-            io.thread = thread_create(io.ops.name, i, io_main, io, NULL, 0, -1)
+            io.thread = thread_create(io.ops.name, i, io_main, io)
             if io.thread == NULL:
                 raise TransportError("cannot start an I/O thread; check `ulimit -u`")
         return 0

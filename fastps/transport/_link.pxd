@@ -124,7 +124,10 @@ cdef int header_check(const Header* header) noexcept nogil
 cdef bint is_early_broadcast(const Header* later) noexcept nogil
 
 cdef class LinkOwner:
-    """Whatever owns links: carries the C callbacks to a transport's adopt()."""
+    """Whatever owns links: carries the C callbacks to a transport's adopt().
+
+    One as it is refuses every frame.
+    """
     cdef Owner c_owner
     cdef int c_attach(self, Link* link) except -1       # the link is about to deliver frames
 

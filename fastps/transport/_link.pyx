@@ -63,8 +63,26 @@ cdef bint is_early_broadcast(const Header* later) noexcept nogil:
     return later.flags & FLAG_BROADCAST and later.key_version <= EARLY_VERSIONS
 
 
+cdef void* no_landing(void* context, Link* link, const Header* header, int* status) noexcept nogil:
+    status[0] = E_PROTOCOL
+    return NULL
+
+
+cdef int no_deliver(void* context, Link* link, const Header* header) noexcept nogil:
+    return E_PROTOCOL
+
+
+cdef void no_closed(void* context, Link* link, int status) noexcept nogil:
+    pass
+
+
 cdef class LinkOwner:
     """Whatever owns links: carries the C callbacks to a transport's adopt()."""
+
+    def __cinit__(self):
+        self.c_owner.landing = no_landing
+        self.c_owner.deliver = no_deliver
+        self.c_owner.closed = no_closed
 
     cdef int c_attach(self, Link* link) except -1:
         return 0

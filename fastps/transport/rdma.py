@@ -454,13 +454,13 @@ def try_out(options: RdmaOptions | None = None, *, timeout_s: float = 10.0) -> s
     Blocks until a message has gone each way, at most timeout_s seconds.
     """
     try:
-        from fastps.transport._mailbox import Mailbox  # noqa: PLC0415
+        from fastps.transport._link import LinkOwner  # noqa: PLC0415
         from fastps.transport._rdma import RdmaTransport  # noqa: PLC0415
 
         transport = RdmaTransport(open_device(options), greeting_timeout_s=timeout_s)
         try:
             ends = [end.detach() for end in _connected()]
-            for opening in [transport.adopt(end, Mailbox(), peer=0) for end in ends]:
+            for opening in [transport.adopt(end, LinkOwner(), peer=0) for end in ends]:
                 opening.wait(timeout_s=timeout_s)
         finally:
             transport.close(timeout_s=timeout_s)

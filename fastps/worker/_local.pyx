@@ -270,7 +270,7 @@ cdef class LocalStages:
             holder.insert(plan.n_stages, &self.local.spread, self)
         holder.insert(0, &self.local.reduce, self)
         self.local.helper = thread_create(
-            b"local", self.local.me, helper_main, self.local, NULL, 0, -1)
+            b"local", self.local.me, helper_main, self.local)
         if self.local.helper == NULL:
             raise MemoryError("no thread for shared memory")
         self.holder = <PyObject*>holder

@@ -27,7 +27,7 @@ from control_cluster import (
     started_job,
 )
 
-from fastps import _core
+from aids.faces import threads_alive
 from fastps.auth import derive_key
 from fastps.control.client import (
     NOTICE_S,
@@ -283,12 +283,12 @@ class TestLeaving:
             config = scheduler.config()
             Member(config).client.leave(timeout_s=WAIT_S)
             descriptors = len(os.listdir("/proc/self/fd"))
-            threads = (threading.active_count(), _core.threads_alive())
+            threads = (threading.active_count(), threads_alive())
             for cycle in range(100):
                 member = Member(config)
                 assert member.client.job.generation == cycle + 2
                 member.client.leave(timeout_s=WAIT_S)
-            assert (threading.active_count(), _core.threads_alive()) == threads
+            assert (threading.active_count(), threads_alive()) == threads
             # The scheduler's side of the last connection may close a moment later.
             assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
 

@@ -21,12 +21,12 @@ from transport_nets import (
     wait_until,
 )
 
+from aids.mailbox import Mailbox
 from fastps.auth import derive_key
 from fastps.config import load
 from fastps.control.protocol import Job, Member
 from fastps.errors import AuthError, PeerLostError, TransportError, TransportTimeout
 from fastps.transport import rdma, sockets
-from fastps.transport._mailbox import Mailbox
 from fastps.transport.node import Node
 
 KEY = derive_key(b"token", "data", "job")

@@ -29,10 +29,10 @@ from transport_nets import (
     wait_until,
 )
 
-from fastps._core import threads_alive
+from aids.faces import threads_alive
+from aids.mailbox import Mailbox
+from aids.wire import HEADER_BYTES
 from fastps.errors import PeerLostError, ShutdownError, StallError, TransportError
-from fastps.transport._mailbox import Mailbox
-from fastps.wire import HEADER_BYTES
 
 PAGE = 4096
 SIZES = [0, 1, PAGE - 1, PAGE, PAGE + 1, 4 << 20]

@@ -24,10 +24,10 @@ from transport_nets import (
     wait_until,
 )
 
+from aids.mailbox import Mailbox
+from aids.wire import HEADER_BYTES, FrameKind, Header, pack_header, unpack_header
 from fastps.errors import StallError
-from fastps.transport._mailbox import Mailbox
 from fastps.transport._tcp import TcpTransport
-from fastps.wire import HEADER_BYTES, FrameKind, Header, pack_header, unpack_header
 
 SHORT_S = 0.1
 BUFFER_BYTES = 16384  # of the kernel, each way: a link blocks soon
@@ -222,7 +222,7 @@ GOOD = pack_header(Header(kind=FrameKind.PUSH, length=4))
 
 def sealed(**fields: int) -> bytes:
     """Make a header with a right checksum and wrong fields."""
-    from fastps.wire import HEADER, HEADER_FIELDS, MAGIC, PROTOCOL_VERSION, crc32c  # noqa: PLC0415
+    from aids.wire import HEADER, HEADER_FIELDS, MAGIC, PROTOCOL_VERSION, crc32c  # noqa: PLC0415
 
     values = dict.fromkeys(HEADER_FIELDS, 0)
     values |= {"magic": MAGIC, "version": PROTOCOL_VERSION, "kind": 1} | fields

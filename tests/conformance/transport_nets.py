@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from aids.mailbox import Mailbox, Parcel
 from fastps.errors import StallError
 from fastps.transport import sockets
 from fastps.transport._inproc import InprocTransport
 from fastps.transport._link import LinkOwner
-from fastps.transport._mailbox import Mailbox, Parcel
 from fastps.transport._tcp import TcpTransport
 
 TIMEOUT_S = 60.0  # nothing here takes a second; a loaded machine may need some

@@ -19,6 +19,7 @@ import programs_faults
 import pytest
 from job import WAIT_S, Job, Process
 
+from aids.wire import FrameKind, Header, pack_header
 from fastps.auth import (
     ACCEPT_BYTES,
     CHALLENGE_BYTES,
@@ -32,7 +33,6 @@ from fastps.control.client import ControlClient
 from fastps.errors import AuthError
 from fastps.transport.tcp import dial, pack_lane
 from fastps.types import DType
-from fastps.wire import FrameKind, Header, pack_header
 
 Address = tuple[str, int]
 HANDSHAKE_S = 2.0

@@ -88,5 +88,5 @@ def test_fronts_say_what_they_offer(path):
 
 
 def test_the_table_of_rooms_is_read():
-    assert "unpack_header" in (exports_of(PACKAGE / "wire.py") or [])
+    assert "cut_tensor" in (exports_of(PACKAGE / "partition.py") or [])
     assert module_of(PACKAGE / "__init__.py") == "fastps"

@@ -17,7 +17,7 @@ BELOW = ("session", "joining", "links", "control", "transport", "server", "reduc
 ROOMS = tuple(f"fastps.{name}" for name in BELOW)
 GROUND = sorted(
     name for name, floor in FLOORS.items()
-    if floor <= 1 and name not in ("fastps.objects", "fastps.topology")
+    if floor <= 1 and name not in ("fastps.objects", "fastps.topology", "fastps.wire")
 )  # fmt: skip
 MOST_S = 0.060  # over NumPy
 RUNS = 9

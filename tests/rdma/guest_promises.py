@@ -28,13 +28,13 @@ from rdma_peers import (
 )
 from transport_nets import TIMEOUT_S, wait_until
 
+from aids.wire import FrameFlag, FrameKind, Header, pack_header
 from fastps._core import BufferPool
 from fastps.contract import cast_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport._rdma import RdmaTransport
 from fastps.types import DType
-from fastps.wire import FrameFlag, FrameKind, Header, pack_header
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._tensor import PlannedTensor
 

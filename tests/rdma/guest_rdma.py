@@ -32,9 +32,9 @@ from rdma_peers import (
 )
 from transport_nets import PEER_LOST, PROTOCOL, TIMEOUT_S, outcome, tcp_pair, wait_until
 
+from aids.mailbox import Mailbox
 from fastps.errors import PeerLostError, StallError, TransportError
 from fastps.transport import rdma
-from fastps.transport._mailbox import Mailbox
 from fastps.transport._rdma import RdmaTransport
 
 
@@ -421,7 +421,7 @@ def test_a_killed_peer_is_noticed_at_once(tmp_path: Path):
         f"import sys; sys.path[:0] = {sys.path!r}\n"
         "import socket\n"
         "from rdma_net import open_device\n"
-        "from fastps.transport._mailbox import Mailbox\n"
+        "from aids.mailbox import Mailbox\n"
         "from fastps.transport._rdma import RdmaTransport\n"
         "transport, box = RdmaTransport(open_device()), Mailbox()\n"
         "sock = socket.socket(fileno=int(sys.argv[1]))\n"

@@ -33,11 +33,11 @@ from rdma_peers import (
 )
 from transport_nets import IN_ORDER, PEER_LOST, TIMEOUT_S, outcome, wait_until
 
-from fastps.transport._mailbox import Mailbox
+from aids.boards import EchoBoard, PushBoard
+from aids.mailbox import Mailbox
+from aids.wire import FrameKind
 from fastps.transport._rdma import PythonDevice, RdmaTransport
-from fastps.transport._rdma_board import EchoBoard, PushBoard
 from fastps.transport.rdma_pyverbs import Device, Port, Window
-from fastps.wire import FrameKind
 
 NBYTES = 10000
 OK, ACCESS_ERROR = 0, 10  # statuses of a completion

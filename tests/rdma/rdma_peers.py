@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 from transport_nets import IN_ORDER, TIMEOUT_S, outcome, tcp_pair
 
+from aids.boards import EchoBoard, PushBoard
+from aids.faces import Buffer
+from aids.mailbox import Mailbox
+from aids.wire import FrameKind, Header, crc32c, pack_header
 from fastps._core import BufferPool
 from fastps.transport import rdma
-from fastps.transport._mailbox import Mailbox
 from fastps.transport._rdma import RdmaTransport
-from fastps.transport._rdma_board import EchoBoard, PushBoard
 from fastps.transport.rdma_pyverbs import Completion, Device, Port
-from fastps.wire import FrameKind, Header, crc32c, pack_header
 
 MIB = 1 << 20
 GREETING = struct.Struct("<IHBBIIIII16s")  # Greeting of _rdma.pxd, without its checksum
@@ -51,7 +52,7 @@ class Boards:
     def __init__(self, transport: RdmaTransport, count: int, nbytes: int) -> None:
         self.transport, self.count = transport, count
         self.pool = BufferPool(on_slab=transport.register)
-        self.memory = self.pool.loan(2 * count * nbytes)
+        self.memory = Buffer(self.pool, 2 * count * nbytes)
         self.echo = EchoBoard(count, nbytes, self.memory)
         self.push = PushBoard(count, nbytes)
         join(transport, self.push, self.echo)

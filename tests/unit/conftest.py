@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
+
+from aids.faces import threads_alive
 
 
 @pytest.fixture(autouse=True)
 def no_core_threads_left(nothing_left_behind: None) -> Iterator[None]:
     """Fail a test that leaves a thread of fastps._core alive."""
-    core = sys.modules.get("fastps._core")
-    before = core.threads_alive() if core is not None else 0
+    before = threads_alive()
     yield
-    core = sys.modules.get("fastps._core")
-    assert core is None or core.threads_alive() == before
+    assert threads_alive() == before

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from reduce_oracle import expected
 
+from aids.wire import FrameFlag, FrameKind
 from fastps.server._rounds import TRANSITIONS, RoundEvent, RoundState
 from fastps.types import DType
-from fastps.wire import FrameFlag, FrameKind
 
 OK, PEER_LOST, MISMATCH = 0, -3, -5
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps import auth, wire
+from aids import wire
+from fastps import auth
 from fastps.auth import ClientHandshake, Purpose, ServerHandshake, Status, derive_key
 from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps import _core
+from aids import faces
 from fastps.errors import StallError
 
 STRATEGIES = [0, 1, 50, 2000]  # microseconds of spinning before sleep
@@ -20,7 +20,7 @@ STRATEGIES = [0, 1, 50, 2000]  # microseconds of spinning before sleep
 
 @given(st.lists(st.sampled_from([0, 0, -1, -3, -5]), max_size=20))
 def test_done_after_the_last_part_with_the_first_error(statuses):
-    completion = _core.CompletionFace(len(statuses))
+    completion = faces.CompletionFace(len(statuses))
     for status in statuses:
         assert not completion.is_done()
         completion.part_done(status)
@@ -30,7 +30,7 @@ def test_done_after_the_last_part_with_the_first_error(statuses):
 
 @pytest.mark.parametrize("spin_us", STRATEGIES)
 def test_deadline_is_kept(spin_us):
-    completion = _core.CompletionFace(1)
+    completion = faces.CompletionFace(1)
     start = time.monotonic()
     with pytest.raises(StallError, match=r"0\.15 s"):
         completion.wait(timeout_s=0.15, spin_us=spin_us)
@@ -44,7 +44,7 @@ def test_deadline_is_kept(spin_us):
 @pytest.mark.parametrize("spin_us", STRATEGIES)
 def test_parts_from_many_threads_wake_every_waiter(spin_us):
     rounds, finishers, waiters = 50, 4, 3
-    completions = [_core.CompletionFace(finishers) for _ in range(rounds)]
+    completions = [faces.CompletionFace(finishers) for _ in range(rounds)]
     start = threading.Barrier(finishers + waiters)
 
     def finish(finisher: int) -> None:
@@ -64,12 +64,12 @@ def test_parts_from_many_threads_wake_every_waiter(spin_us):
 
 
 def test_a_completion_may_be_freed_as_soon_as_it_is_done():
-    def finish(completion: _core.CompletionFace) -> None:
+    def finish(completion: faces.CompletionFace) -> None:
         completion.part_done()
 
     with ThreadPoolExecutor(2) as threads:
         for _ in range(300):
-            completion = _core.CompletionFace(1)
+            completion = faces.CompletionFace(1)
             done = threads.submit(finish, completion)
             assert completion.wait(timeout_s=60.0, spin_us=0) == 0
             del completion
@@ -77,7 +77,7 @@ def test_a_completion_may_be_freed_as_soon_as_it_is_done():
 
 
 def test_the_gil_is_released_while_waiting():
-    completion = _core.CompletionFace(1)
+    completion = faces.CompletionFace(1)
     steps = []
 
     def count_then_finish() -> None:
@@ -103,7 +103,7 @@ def test_a_signal_ends_a_wait():
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         completion.wait(timeout_s=60.0)
 
-    completion = _core.CompletionFace(1)
+    completion = faces.CompletionFace(1)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with pytest.raises(Interrupted):
@@ -115,7 +115,7 @@ def test_a_signal_ends_a_wait():
 
 
 def test_signals_without_an_exception_do_not_shorten_a_wait():
-    completion = _core.CompletionFace(1)
+    completion = faces.CompletionFace(1)
     before = signal.signal(signal.SIGALRM, lambda number, frame: None)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from aids import faces
 from fastps import _core, errors
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ def test_stub_equals_module():
 
 
 def test_status_codes_map_to_errors():
-    codes = _core.status_codes()
+    codes = faces.status_codes()
     assert codes.pop("OK") == 0
     assert sorted(codes.values()) == sorted(errors.STATUS_ERRORS)
     assert errors.STATUS_ERRORS[codes["E_TIMEOUT"]] is errors.StallError

@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from aids.mailbox import Mailbox
+from aids.wire import FrameFlag, FrameKind
 from fastps.control.protocol import DeclaredTensor
 from fastps.errors import FastPSError, PeerLostError, ProtocolError, ShutdownError, StallError
 from fastps.transport._inproc import InprocTransport
-from fastps.transport._mailbox import Mailbox
 from fastps.types import DType
-from fastps.wire import FrameFlag, FrameKind
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._tensor import PlannedTensor
 

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aids.mailbox import Mailbox
+from aids.scrambler import Scrambler
+from aids.wire import FrameKind
 from fastps import config
 from fastps._core import BufferPool
 from fastps.contract import cast_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport._inproc import InprocTransport
-from fastps.transport._mailbox import Mailbox
 from fastps.types import DType
-from fastps.wire import FrameKind
 from fastps.worker._engine import WorkerEngine
-from fastps.worker._scrambler import Scrambler
 from fastps.worker._tensor import PlannedTensor
 from fastps.worker.local import LocalGroup
 

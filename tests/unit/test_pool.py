@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from aids import faces
 from fastps import _core
 from fastps.errors import ConfigError, FastPSError, ShutdownError
 
@@ -52,7 +53,7 @@ class PoolMachine(RuleBasedStateMachine):
     )
     def lend(self, nbytes):
         try:
-            buffer = self.pool.loan(nbytes)
+            buffer = faces.Buffer(self.pool, nbytes)
         except FastPSError:
             if not self.limit:
                 raise
@@ -127,7 +128,7 @@ def smaps_of(address: int) -> tuple[int, int, dict[str, str]]:
 
 
 def test_slabs_are_resident_and_excluded_from_fork(pool):
-    buffer = pool.loan(5 * MIB)  # a slab of its own, 6 MiB
+    buffer = faces.Buffer(pool, 5 * MIB)  # a slab of its own, 6 MiB
     start, end, fields = smaps_of(buffer.address)
     flags = fields["VmFlags"].split()
     assert start <= buffer.address
@@ -141,7 +142,7 @@ def test_slabs_are_resident_and_excluded_from_fork(pool):
 
 
 def test_a_forked_child_owns_no_loan(pool):
-    buffer = pool.loan(100)
+    buffer = faces.Buffer(pool, 100)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests' libraries
         child = os.fork()
@@ -155,7 +156,7 @@ def test_a_forked_child_owns_no_loan(pool):
 def child_finds_nothing(pool, buffer) -> int:
     """Return 0 when every use in a forked child is refused and nothing crashes."""
     accepted = 0
-    for use, argument in ((pool.loan, 1), (memoryview, buffer)):
+    for use, argument in ((lambda n: faces.Buffer(pool, n), 1), (memoryview, buffer)):
         try:
             use(argument)
             accepted += 1
@@ -166,13 +167,13 @@ def child_finds_nothing(pool, buffer) -> int:
 
 
 def test_freed_blocks_are_lent_again(pool):
-    first = pool.loan(10_000)
-    large = pool.loan(3 * MIB)
+    first = faces.Buffer(pool, 10_000)
+    large = faces.Buffer(pool, 3 * MIB)
     addresses = (first.address, large.address)
     first.give_back()
     large.give_back()
     mapped = pool.statistics().mapped_bytes
-    again = pool.loan(9_000), pool.loan(2 * MIB + 1)
+    again = faces.Buffer(pool, 9_000), faces.Buffer(pool, 2 * MIB + 1)
     assert (again[0].address, again[1].address) == addresses
     assert pool.statistics().mapped_bytes == mapped
     for buffer in again:
@@ -180,7 +181,7 @@ def test_freed_blocks_are_lent_again(pool):
 
 
 def test_a_view_keeps_the_loan(pool):
-    buffer = pool.loan(64)
+    buffer = faces.Buffer(pool, 64)
     view = memoryview(buffer)
     assert not view.readonly
     with pytest.raises(BufferError, match="1 views"):
@@ -194,38 +195,39 @@ def test_a_view_keeps_the_loan(pool):
 
 def test_a_collected_loan_warns_and_returns(pool):
     with pytest.warns(ResourceWarning, match="64 bytes"):
-        pool.loan(64)
+        faces.Buffer(pool, 64)
     assert pool.statistics().loans == 0
 
 
 def test_limit_is_kept_and_named():
     pool = _core.BufferPool(HUGE_PAGE)
-    whole = pool.loan(HUGE_PAGE)
-    with pytest.raises(FastPSError, match="FASTPS_POOL_BYTES"):
-        pool.loan(1)
+    whole = faces.Buffer(pool, HUGE_PAGE)
+    with pytest.raises(FastPSError, match="cannot lend"):
+        faces.Buffer(pool, 1)
     assert pool.statistics().refusals == 1
     whole.give_back()
-    small = pool.loan(1)  # the large block serves when nothing may be mapped
+    small = faces.Buffer(pool, 1)  # the large block serves when nothing may be mapped
     assert pool.statistics().mapped_bytes == HUGE_PAGE
     small.give_back()
     with pytest.raises(FastPSError):
-        pool.loan(2**63)
+        faces.Buffer(pool, 2**63)
     pool.close()
 
 
-def test_close_waits_for_the_last_loan():
+def test_close_with_a_loan_out_keeps_the_slab():
     regions = []
     pool = _core.BufferPool(slab_bytes=HUGE_PAGE, on_slab=lambda *slab: regions.append(slab))
-    buffer = pool.loan(100)
+    buffer = faces.Buffer(pool, 100)
     np.frombuffer(buffer, np.uint8)[:] = 7
     pool.close()
-    with pytest.raises(FastPSError, match="closed"):
-        pool.loan(1)
+    with pytest.raises(FastPSError, match="cannot lend"):
+        faces.Buffer(pool, 1)
     assert bytes(buffer) == b"\7" * 100
     assert regions == [(buffer.address, HUGE_PAGE)]
     buffer.give_back()
-    assert pool.statistics().mapped_bytes == 0
+    assert pool.statistics().mapped_bytes == HUGE_PAGE
     pool.close()
+    assert pool.statistics().mapped_bytes == 0
 
 
 def test_a_failing_hook_fails_the_loan_and_is_tried_again():
@@ -239,8 +241,8 @@ def test_a_failing_hook_fails_the_loan_and_is_tried_again():
 
     pool = _core.BufferPool(slab_bytes=HUGE_PAGE, on_slab=refuse_once)
     with pytest.raises(OSError, match="no registration"):
-        pool.loan(1)
-    buffer = pool.loan(1)
+        faces.Buffer(pool, 1)
+    buffer = faces.Buffer(pool, 1)
     assert calls == [buffer.address] * 2
     buffer.give_back()
     pool.close()
@@ -249,7 +251,7 @@ def test_a_failing_hook_fails_the_loan_and_is_tried_again():
 def test_threads_share_a_pool(pool):
     def work(worker: int) -> None:
         for step in range(200):
-            buffer = pool.loan((worker * 977 + step * 4001) % (HUGE_PAGE // 2))
+            buffer = faces.Buffer(pool, (worker * 977 + step * 4001) % (HUGE_PAGE // 2))
             view = np.frombuffer(buffer, np.uint8)
             view[:] = worker
             assert bool(np.all(view == worker))

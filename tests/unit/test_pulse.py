@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from aids import faces
 from fastps import _core
 
 PAYLOAD = b"alive!"
@@ -145,7 +146,7 @@ def test_impossible_pulses(pair, payload, interval_s):
 
 
 def test_a_collected_pulse_warns_and_ends(pair):
-    before = _core.threads_alive()
+    before = faces.threads_alive()
     with pytest.warns(ResourceWarning, match="without stop"):
         _core.Pulse(pair[0].fileno(), PAYLOAD, 3600.0)
-    assert _core.threads_alive() == before
+    assert faces.threads_alive() == before

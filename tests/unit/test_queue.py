@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fastps import _core
+from aids import faces
 from fastps.errors import ShutdownError, StallError
 
 SPARE_CREDITS, SPARE_BYTES = 64, 32 << 20  # what all priorities have beyond the credit of one
@@ -89,7 +89,7 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(credit=st.sampled_from([0, 1, 100, 1000]), hint=st.integers(0, 20))
     def make(self, credit, hint):
         self.model = ModelQueue(credit)
-        self.queue = _core.ScheduledQueue(credit, hint)
+        self.queue = faces.ScheduledQueue(credit, hint)
 
     @rule(
         priority=PRIORITIES,
@@ -153,7 +153,7 @@ class Item:
 
 
 def test_items_die_with_the_queue_and_not_before():
-    queue = _core.ScheduledQueue()
+    queue = faces.ScheduledQueue()
     watchers = []
     for key in range(3):
         item = Item()
@@ -169,7 +169,7 @@ def test_items_die_with_the_queue_and_not_before():
 
 
 def test_errors_name_the_reason():
-    queue = _core.ScheduledQueue(credit_bytes=1)
+    queue = faces.ScheduledQueue(credit_bytes=1)
     with pytest.raises(StallError, match=r"within 0\.01 s"):
         queue.pop(timeout_s=0.01)
     queue.close()
@@ -179,7 +179,7 @@ def test_errors_name_the_reason():
 
 
 def test_close_lifts_the_credit():
-    queue = _core.ScheduledQueue(credit_bytes=1)
+    queue = faces.ScheduledQueue(credit_bytes=1)
     for key in range(3):
         queue.push(0, key, 10, key)
     assert queue.pop_nowait() == 0
@@ -195,7 +195,7 @@ def test_close_lifts_the_credit():
     sizes=st.lists(st.integers(1, 9), min_size=2 * MAX_LEVELS, max_size=2 * MAX_LEVELS),
 )
 def test_more_priorities_than_are_counted_apart_never_count_for_less(order, back, sizes):
-    queue = _core.ScheduledQueue(credit_bytes=1 << 20)
+    queue = faces.ScheduledQueue(credit_bytes=1 << 20)
     for priority in order:
         queue.push(priority, 0, sizes[priority], priority)
         assert queue.pop_nowait() == priority
@@ -214,7 +214,7 @@ def test_more_priorities_than_are_counted_apart_never_count_for_less(order, back
 
 @given(order=st.permutations(range(100)), credit=st.integers(1, 3))
 def test_with_loans_every_item_leaves_whatever_never_comes_back(order, credit):
-    queue = _core.ScheduledQueue(credit_bytes=credit)
+    queue = faces.ScheduledQueue(credit_bytes=credit)
     for priority in order:
         queue.push(priority // 3, priority, 1, priority)
     loans = 0
@@ -229,7 +229,7 @@ def test_with_loans_every_item_leaves_whatever_never_comes_back(order, credit):
 
 
 def test_the_urgent_never_wait_for_credit_of_what_is_less_urgent():
-    queue = _core.ScheduledQueue(credit_bytes=10)
+    queue = faces.ScheduledQueue(credit_bytes=10)
     for priority in range(10):
         queue.push(priority, 0, 10, priority)
         assert queue.pop_nowait() == priority
@@ -241,7 +241,7 @@ def test_the_urgent_never_wait_for_credit_of_what_is_less_urgent():
 
 
 def test_all_priorities_together_are_bounded():
-    queue = _core.ScheduledQueue(credit_bytes=10)
+    queue = faces.ScheduledQueue(credit_bytes=10)
     for priority in range(SPARE_CREDITS + 1):
         queue.push(priority, 0, 10, priority)
         assert queue.pop_nowait() == priority
@@ -254,7 +254,7 @@ def test_all_priorities_together_are_bounded():
 
 @given(credit=st.integers(1, 20), steps=st.lists(st.integers(-9, 9)), priority=PRIORITIES)
 def test_one_priority_counts_everything(credit, steps, priority):
-    queue = _core.ScheduledQueue(credit_bytes=credit)
+    queue = faces.ScheduledQueue(credit_bytes=credit)
     out = 0
     for step in steps:
         if step < 0:
@@ -274,6 +274,6 @@ def test_one_priority_counts_everything(credit, steps, priority):
 
 def test_impossible_sizes_are_refused():
     with pytest.raises(MemoryError):
-        _core.ScheduledQueue(0, 2**60)
+        faces.ScheduledQueue(0, 2**60)
     with pytest.raises(OverflowError):
-        _core.ScheduledQueue(-1)
+        faces.ScheduledQueue(-1)

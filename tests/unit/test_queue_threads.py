@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fastps import _core
+from aids import faces, queue_bench
 from fastps.errors import ShutdownError, StallError
 
 PRODUCERS = 4
@@ -18,7 +18,7 @@ CONSUMERS = 3
 ITEMS = 2000
 
 
-def drain(queue: _core.ScheduledQueue, nbytes: int) -> list[tuple[object, int]]:
+def drain(queue: faces.ScheduledQueue, nbytes: int) -> list[tuple[object, int]]:
     """Pop until the queue is closed and empty, returning the credit of each item.
 
     Items are (anything, number); their priority is the number modulo 5.
@@ -34,7 +34,7 @@ def drain(queue: _core.ScheduledQueue, nbytes: int) -> list[tuple[object, int]]:
 
 @pytest.mark.parametrize("credit", [0, 1, 64])
 def test_every_item_comes_out_exactly_once(credit):
-    queue = _core.ScheduledQueue(credit, 4)
+    queue = faces.ScheduledQueue(credit, 4)
     nbytes = 16
 
     def produce(producer: int) -> None:
@@ -53,7 +53,7 @@ def test_every_item_comes_out_exactly_once(credit):
 
 
 def test_one_consumer_sees_the_order_of_priorities():
-    queue = _core.ScheduledQueue()
+    queue = faces.ScheduledQueue()
 
     def produce(producer: int) -> None:
         for number in range(ITEMS):
@@ -74,7 +74,7 @@ def test_one_consumer_sees_the_order_of_priorities():
 
 def test_credit_bounds_what_is_out():
     credit, nbytes = 40, 16  # three items may be out: 0, 16 and 32 are below 40
-    queue = _core.ScheduledQueue(credit)
+    queue = faces.ScheduledQueue(credit)
     out: set[int] = set()
     seen_out: list[int] = []
     lock = threading.Lock()
@@ -104,7 +104,7 @@ def test_credit_bounds_what_is_out():
 
 
 def test_a_returned_credit_wakes_a_waiting_consumer():
-    queue = _core.ScheduledQueue(credit_bytes=1)
+    queue = faces.ScheduledQueue(credit_bytes=1)
     queue.push(0, 0, 5, "first")
     queue.push(0, 1, 5, "second")
     assert queue.pop_nowait() == "first"
@@ -117,7 +117,7 @@ def test_a_returned_credit_wakes_a_waiting_consumer():
 
 
 def test_close_wakes_every_waiting_consumer():
-    queue = _core.ScheduledQueue()
+    queue = faces.ScheduledQueue()
     with ThreadPoolExecutor(CONSUMERS) as threads:
         waiting = [threads.submit(drain, queue, 0) for _ in range(CONSUMERS)]
         queue.push(0, 0, 0, ("only", 0))
@@ -127,7 +127,7 @@ def test_close_wakes_every_waiting_consumer():
 
 
 def test_a_waiting_consumer_keeps_its_deadline():
-    queue = _core.ScheduledQueue()
+    queue = faces.ScheduledQueue()
     start = time.monotonic()
     with pytest.raises(StallError):
         queue.pop(timeout_s=0.15)
@@ -143,7 +143,7 @@ def test_a_signal_ends_a_waiting_pop():
 
     def pop_and_be_interrupted() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        _core.ScheduledQueue().pop(timeout_s=60.0)
+        faces.ScheduledQueue().pop(timeout_s=60.0)
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
@@ -155,10 +155,10 @@ def test_a_signal_ends_a_waiting_pop():
 
 
 def test_c_threads_hand_items_over():
-    assert _core._bench_queue(16, 1000) > 0
-    assert _core._bench_queue_credit(3, 1000) > 0
-    assert _core._bench_queue_threads(20_000) > 0
-    assert _core._bench_queue_handover(200) > 0
+    assert queue_bench.time_queue(16, 1000) > 0
+    assert queue_bench.time_queue_credit(3, 1000) > 0
+    assert queue_bench.time_queue_threads(20_000) > 0
+    assert queue_bench.time_queue_handover(200) > 0
 
 
 def wait_until(condition, timeout_s: float = 30.0) -> None:

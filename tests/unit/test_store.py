@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aids.faces import Buffer
+from aids.mailbox import Mailbox
+from aids.wire import FrameFlag, FrameKind
 from fastps._core import BufferPool
 from fastps.contract import Cast
 from fastps.errors import FastPSError, PeerLostError, StallError
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport._inproc import InprocTransport
-from fastps.transport._mailbox import Mailbox
 from fastps.types import DType
-from fastps.wire import FrameFlag, FrameKind
 
 TIMEOUT_S = 60.0
 CHUNK = 64
@@ -243,7 +244,7 @@ def test_a_pool_at_its_limit_ends_the_link(make):
     for nbytes in (1 << 19, 1 << 16, 4096):
         with contextlib.suppress(FastPSError):
             while True:
-                taken.append(server.pool.loan(nbytes))
+                taken.append(Buffer(server.pool, nbytes))
     with pytest.raises(PeerLostError):
         server.post(0, bytes(CHUNK))
     while server.store.wait_news(timeout_s=TIMEOUT_S) != {0: NOMEM}:
@@ -383,7 +384,7 @@ def test_a_pool_too_small_for_the_sum_of_lent_memory_fails_the_round(make):
     for nbytes in (1 << 19, 1 << 16, 4096):
         with contextlib.suppress(FastPSError):
             while True:
-                taken.append(server.pool.loan(nbytes))
+                taken.append(Buffer(server.pool, nbytes))
     for rank in range(2):
         server.post(rank, bytes(CHUNK))
     for rank in range(2):

@@ -11,10 +11,10 @@ import pytest
 from test_store import CHUNK, IN_ORDER, MISMATCH, PROTOCOL, TIMEOUT_S, make, values_of  # noqa: F401
 from test_store_waits import KERNEL
 
+from aids.wire import FrameFlag, FrameKind
 from fastps.contract import Cast, Policy, Unit
 from fastps.errors import PeerLostError, StallError
 from fastps.server._rounds import TRANSITIONS, RoundEvent, RoundState
-from fastps.wire import FrameFlag, FrameKind
 
 PULL = {"kind": FrameKind.PULL}
 

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from store_model import Frame, KeyModel, Op, Part
 
+from aids.mailbox import Mailbox
+from aids.wire import FrameFlag, FrameKind
 from fastps._core import BufferPool
 from fastps.contract import cast_of
 from fastps.errors import StallError
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport._inproc import InprocTransport
-from fastps.transport._mailbox import Mailbox
 from fastps.types import DType
-from fastps.wire import FrameFlag, FrameKind
 
 TIMEOUT_S = 60.0
 TENSOR = 3

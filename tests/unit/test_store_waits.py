@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from test_store import CHUNK, MISMATCH, TIMEOUT_S, Server, make, values_of  # noqa: F401
 
+from aids.wire import FrameFlag, FrameKind, Header, pack_header
 from fastps.errors import StallError
 from fastps.reduce import sum_kernel
 from fastps.transport._tcp import TcpTransport
 from fastps.types import DType
-from fastps.wire import FrameFlag, FrameKind, Header, pack_header
 
 KERNEL = ctypes.CFUNCTYPE(
     ctypes.c_int64,

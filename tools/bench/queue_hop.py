@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import argparse
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
 
-from _common import Report, add_options, repeat
+from _common import ROOT, Report, add_options, repeat
 
-from fastps import _core
+sys.path.insert(0, str(ROOT / "tests"))
+
+from aids import faces, queue_bench
 
 DEPTHS = (0, 16, 256, 4096)
 C_ROUNDS = 1_000_000
@@ -64,7 +67,7 @@ def time_python_threads(put: Callable[[int], object], get: Callable[[], object])
 
 def python_queues() -> dict[str, tuple[Callable[[int], object], Callable[[], object]]]:
     """Make one of each queue to compare and name its put and get."""
-    ours: _core.ScheduledQueue = _core.ScheduledQueue()
+    ours: faces.ScheduledQueue = faces.ScheduledQueue()
     heap: queue.PriorityQueue[int] = queue.PriorityQueue()
     simple: queue.SimpleQueue[int] = queue.SimpleQueue()
     return {
@@ -77,15 +80,15 @@ def python_queues() -> dict[str, tuple[Callable[[int], object], Callable[[], obj
 def measure_c(report: Report, runs: int) -> None:
     """Add the rows of the queue as C sees it."""
     for depth in DEPTHS:
-        values = repeat(lambda depth=depth: _core._bench_queue(depth, C_ROUNDS), runs=runs)
+        values = repeat(lambda depth=depth: queue_bench.time_queue(depth, C_ROUNDS), runs=runs)
         summary = report.add("fastps from C, push+pop", values, depth=depth, threads=1)
         print(f"depth {depth}: {summary.median:.0f} ns, goal {GOAL_NS:.0f} ns")
     for levels in LEVELS:
-        values = repeat(lambda n=levels: _core._bench_queue_credit(n, C_ROUNDS), runs=runs)
+        values = repeat(lambda n=levels: queue_bench.time_queue_credit(n, C_ROUNDS), runs=runs)
         report.add(f"fastps from C, with credit, {levels} out", values, depth=0, threads=1)
-    values = repeat(lambda: _core._bench_queue_threads(C_ITEMS), runs=runs)
+    values = repeat(lambda: queue_bench.time_queue_threads(C_ITEMS), runs=runs)
     report.add("fastps from C, push+pop", values, depth="any", threads=2)
-    values = repeat(lambda: _core._bench_queue_handover(C_HANDOVERS), runs=runs)
+    values = repeat(lambda: queue_bench.time_queue_handover(C_HANDOVERS), runs=runs)
     report.add("fastps from C, blocked round trip", values, depth=0, threads=2)
 
 
@@ -105,7 +108,7 @@ def main() -> None:
     add_options(parser)
     options = parser.parse_args()
     # glibc skips atomic operations while a process has one thread; no process of fastps has.
-    other = _core.CoreThread("bench", 9)
+    other = faces.CoreThread("bench", 9)
     report = Report("queue_hop", unit="ns")
     try:
         measure_c(report, options.runs)

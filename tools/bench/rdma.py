@@ -22,6 +22,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,12 +30,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from _common import Report, add_options, positive
+from _common import ROOT, Report, add_options, positive
 
+sys.path.insert(0, str(ROOT / "tests"))
+
+from aids.boards import EchoBoard, PushBoard
+from aids.faces import Buffer
 from fastps._core import BufferPool
 from fastps.transport import rdma
 from fastps.transport._rdma import RdmaTransport
-from fastps.transport._rdma_board import EchoBoard, PushBoard
 from fastps.transport._tcp import TcpTransport
 
 MIB = 1 << 20
@@ -70,7 +74,7 @@ class Bench:
             self.transports = [RdmaTransport(rdma.open_device(options)) for _ in range(2)]
         register = getattr(self.transports[1], "register", None)
         self.pool = BufferPool(on_slab=register)
-        self.memory = self.pool.loan(2 * count * nbytes)
+        self.memory = Buffer(self.pool, 2 * count * nbytes)
         self.echo = EchoBoard(count, nbytes, self.memory, chunk_bytes=chunk)
         self.push = PushBoard(count, nbytes, chunk_bytes=chunk)
         near, far = tcp_pair(host)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fastps._core import ScheduledQueue
+from aids.faces import ScheduledQueue
 from fastps.errors import StallError
 from fastps.partition import Piece, key_of
 from tools.simulator.plan import (

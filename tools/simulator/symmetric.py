@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fastps._core import ScheduledQueue
+from aids.faces import ScheduledQueue
 from fastps.errors import StallError
 from fastps.partition import Piece
 from tools.simulator.exact import QUEUE_CAPACITY, Clock

@@ -2,7 +2,7 @@
 """Scrambler: the plainest stage that runs on threads. It flips the bits of a part in place.
 
 For tests of plans: what passes one before the links and one after them comes out as it was.
-Public so that who writes a stage sees how parts wait for threads, fail, are given up and end.
+And so that who writes a stage sees how parts wait for threads, fail, are given up and end.
 """
 
 cimport cython
@@ -67,7 +67,7 @@ cdef class Scrambler(StageHolder):
 
     def go(self):
         """Start the thread; until then parts wait."""
-        self.pipe.thread = thread_create(b"scrambler", 0, pipe_main, &self.pipe, NULL, 0, -1)
+        self.pipe.thread = thread_create(b"scrambler", 0, pipe_main, &self.pipe)
         if self.pipe.thread == NULL:
             raise MemoryError("no thread for a stage")
 

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _core.pyx: loops that tools/bench/queue.py times, because Python cannot call the queue
-# as C does. Nothing else uses them.
+"""Loops that tools/bench/queue_hop.py times, because Python cannot call the queue as C does."""
 
-cdef struct Feed:           # what the producer of _bench_queue_threads is told
+from libc.stdint cimport INT64_MAX, int64_t, uint64_t
+
+from fastps._core cimport (
+    OK, Queue, Thread, now_ns, queue_create, queue_credit_return, queue_free, queue_pop,
+    queue_push, thread_create, thread_join,
+)
+
+cdef struct Feed:           # what the producer of time_queue_threads is told
     Queue* queue
     uint64_t items
 
-cdef struct Echo:           # what the partner of _bench_queue_handover is told
+cdef struct Echo:           # what the partner of time_queue_handover is told
     Queue* request
     Queue* answer
     uint64_t rounds
@@ -32,9 +38,9 @@ cdef uint64_t push_pop_return(Queue* q, uint64_t rounds, uint64_t levels) noexce
 cdef uint64_t push_and_pop(Queue* q, uint64_t rounds, uint64_t seed) noexcept nogil:
     # Returns how many items came out.
     cdef uint64_t came = 0
-    cdef uint64_t i
+    cdef uint64_t _i
     cdef void* item
-    for i in range(rounds):
+    for _i in range(rounds):
         seed = next_random(seed)
         queue_push(q, <int64_t>(seed >> 56), seed >> 32, 1, <void*>q)
         came += queue_pop(q, &item, INT64_MAX) == OK and item == <void*>q
@@ -57,17 +63,17 @@ cdef void echo_items(void* arg) noexcept nogil:
         queue_push(echo.answer, 0, i, 1, item)
 
 
-def _bench_queue(uint64_t depth, uint64_t rounds) -> float:
+def time_queue(uint64_t depth, uint64_t rounds) -> float:
     """Return nanoseconds per push and pop of one thread while depth items lie in the queue."""
     cdef Queue* q = queue_create(0, depth + 1)
     cdef uint64_t seed = 1
     cdef uint64_t came
-    cdef uint64_t i
+    cdef uint64_t _i
     cdef int64_t took_ns
     if q == NULL:
         raise MemoryError
     with nogil:
-        for i in range(depth):
+        for _i in range(depth):
             seed = next_random(seed)
             queue_push(q, <int64_t>(seed >> 56), seed >> 32, 1, <void*>q)
         push_and_pop(q, rounds // 10, seed)
@@ -80,7 +86,7 @@ def _bench_queue(uint64_t depth, uint64_t rounds) -> float:
     return <double>took_ns / rounds
 
 
-def _bench_queue_credit(uint64_t levels, uint64_t rounds) -> float:
+def time_queue_credit(uint64_t levels, uint64_t rounds) -> float:
     """Return nanoseconds per push, pop and return of credit while levels priorities are out."""
     cdef Queue* q = queue_create(4 * rounds, levels)
     cdef uint64_t came
@@ -103,12 +109,12 @@ def _bench_queue_credit(uint64_t levels, uint64_t rounds) -> float:
     return <double>took_ns / rounds
 
 
-def _bench_queue_threads(uint64_t items) -> float:
+def time_queue_threads(uint64_t items) -> float:
     """Return nanoseconds per item that one thread pushes and another pops."""
     cdef Feed feed
     cdef Thread* producer
     cdef uint64_t came = 0
-    cdef uint64_t i
+    cdef uint64_t _i
     cdef int64_t took_ns
     cdef void* item
     feed.queue = queue_create(0, items)
@@ -117,8 +123,8 @@ def _bench_queue_threads(uint64_t items) -> float:
         raise MemoryError
     with nogil:
         took_ns = -now_ns()
-        producer = thread_create(b"bench", 0, feed_items, &feed, NULL, 0, -1)
-        for i in range(items if producer != NULL else 0):
+        producer = thread_create(b"bench", 0, feed_items, &feed)
+        for _i in range(items if producer != NULL else 0):
             came += queue_pop(feed.queue, &item, INT64_MAX) == OK
         took_ns += now_ns()
         if producer != NULL:
@@ -129,7 +135,7 @@ def _bench_queue_threads(uint64_t items) -> float:
     return <double>took_ns / items
 
 
-def _bench_queue_handover(uint64_t rounds) -> float:
+def time_queue_handover(uint64_t rounds) -> float:
     """Return nanoseconds of one round trip between two threads that each wait for the other."""
     cdef Echo echo
     cdef Thread* partner
@@ -142,7 +148,7 @@ def _bench_queue_handover(uint64_t rounds) -> float:
     if echo.request == NULL or echo.answer == NULL:
         raise MemoryError
     with nogil:
-        partner = thread_create(b"bench", 1, echo_items, &echo, NULL, 0, -1)
+        partner = thread_create(b"bench", 1, echo_items, &echo)
         took_ns = -now_ns()
         for i in range(rounds if partner != NULL else 0):
             queue_push(echo.request, 0, i, 1, <void*>partner)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mailbox: the plainest owner of links. It keeps every frame that arrives.
 
-For the conformance suite of the transports and for benchmarks; public so that who writes a
-transport can test it. Frames of any link land in memory of the mailbox's own.
+For the conformance suite of the transports, so that who writes a transport can test it. Frames of
+any link land in memory of the mailbox's own.
 """
 
 cimport cython
