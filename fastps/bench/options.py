@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from fastps.config.words import add_words, count, number, word
 
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MAX_BYTES = 1 << 40
@@ -132,7 +131,7 @@ def parse_many(text: str) -> tuple[Work, ...]:
     parts = [part.partition("x") for part in _parts(text)]
     if not all(is_many for _, is_many, _ in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not COUNTxSIZE; example: 100x4K,10x1M")
-    return tuple(Work(parse_size(size), _count(2, 65536)(count)) for count, _, size in parts)
+    return tuple(Work(parse_size(size), count(2, 65536)(many)) for many, _, size in parts)
 
 
 def _parts(text: str) -> list[str]:
@@ -152,59 +151,37 @@ def _plot_path(text: str) -> Path:
     return Path(text)
 
 
-def _number(what: str, read: Callable[[str], Any], least: float, most: float) -> Any:
-    """Make the reader of a number within bounds."""
-
-    def check(text: str) -> Any:
-        with contextlib.suppress(ValueError):
-            if text.isascii() and least <= (value := read(text)) <= most:
-                return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {least:g} to {most:g}")
-
-    return check
-
-
-_count = functools.partial(_number, "a whole number", int)
-
-
-def _word(flags: str, default: Any, read: Any, sample: Any, text: str, **more: Any) -> Any:
-    """Make a field of Options that a word sets; flags begin with the group of the help."""
-    reading = {"type": read, "metavar": sample} if sample else {"action": "store_true"}
-    words = {"help": text, "default": default, **reading, **more}
-    return dataclasses.field(default=default, metadata={"flags": flags.split(), "words": words})
-
-
 # fmt: off
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What one run of fastps-bench was asked to do."""
 
-    sizes: tuple[Work, ...] = _word("what --sizes", parse_sizes(SIZES), parse_sizes, "LIST",
+    sizes: tuple[Work, ...] = word("what", "--sizes", parse_sizes(SIZES), parse_sizes, "LIST",
         f"bytes of one tensor, with K, M or G (default {SIZES})")
-    many: tuple[Work, ...] = _word("what --many", (), parse_many, "LIST",
+    many: tuple[Work, ...] = word("what", "--many", (), parse_many, "LIST",
         "many tensors in one call, as 100x4K (default: none)")
-    modes: tuple[str, ...] = _word("what --modes", (), _modes, "LIST",
+    modes: tuple[str, ...] = word("what", "--modes", (), _modes, "LIST",
         f"some of {','.join(MODES)} (default: all)")
-    dtype: str = _word("what --dtype", "float32", str, "TYPE",
+    dtype: str = word("what", "--dtype", "float32", str, "TYPE",
         f"element type: {', '.join(DTYPES)} (default float32)", choices=DTYPES)
-    is_average: bool = _word("what --average", False, bool, "", "average instead of summing")
-    workers: int = _word("how -np --np", 2, _count(2, 1024), "N",
+    is_average: bool = word("what", "--average", False, bool, "", "average instead of summing")
+    workers: int = word("how", "-np --np", 2, count(2, 1024), "N",
         "worker processes to start (default 2)")
-    servers: int | None = _word("how -s --servers", None, _count(1, 1024), "N",
+    servers: int | None = word("how", "-s --servers", None, count(1, 1024), "N",
         "servers of the mode apart (default: as many as workers)")
-    runs: int = _word("how --runs", 5, _count(1, 10000), "N",
+    runs: int = word("how", "--runs", 5, count(1, 10000), "N",
         "rounds, after one to warm up (default 5)")
-    turn_s: float = _word("how --turn", 0.2, _number("a number of seconds", float, 1e-6, 600), "S",
-        "seconds of one turn, at least 3 and at most 2000 calls (default 0.2)")
-    is_tcp: bool = _word("how --tcp", False, bool, "",
+    turn_s: float = word("how", "--turn", 0.2, number("a number of seconds", float, 1e-6, 600),
+        "S", "seconds of one turn, at least 3 and at most 2000 calls (default 0.2)")
+    is_tcp: bool = word("how", "--tcp", False, bool, "",
         "TCP between the processes of this machine, where Unix sockets are the default")
-    json_path: Path | None = _word("output --json", None, Path, "FILE",  # noqa: RUF009
+    json_path: Path | None = word("output", "--json", None, Path, "FILE",  # noqa: RUF009
         "write all figures and conditions to FILE")
-    plot_path: Path | None = _word("output --plot", None, _plot_path, "FILE",  # noqa: RUF009
+    plot_path: Path | None = word("output", "--plot", None, _plot_path, "FILE",  # noqa: RUF009
         "draw time and bandwidth into FILE.png or FILE.svg; needs matplotlib")
-    compare: Sequence[Path] = _word("output --compare", (), Path, ("A", "B"),
+    compare: Sequence[Path] = word("output", "--compare", (), Path, ("A", "B"),
         "print the ratios of two files written by --json, and stop", nargs=2)
-    obey: str = _word("output --obey", "", str, "NAME", argparse.SUPPRESS)
+    obey: str = word("output", "--obey", "", str, "NAME", argparse.SUPPRESS)
     # fmt: on
 
     @property
@@ -244,8 +221,5 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    groups = {title: parser.add_argument_group(title) for title in ("what", "how", "output")}
-    for field in dataclasses.fields(Options):
-        title, *flags = field.metadata["flags"]
-        groups[title].add_argument(*flags, dest=field.name, **field.metadata["words"])
+    add_words(parser, Options)
     return parser

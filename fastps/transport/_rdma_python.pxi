@@ -8,30 +8,40 @@ cdef int errno_of(object error):
     return number if isinstance(number, int) and number > 0 else EIO
 
 
-cdef int python_open_port(void* device, const Shape* shape, void** port,
-                          int* descriptor) noexcept with gil:
+cdef int asked(void* target, str method, tuple words) noexcept:
+    """Call a method; 0, or the number of its error, which is logged."""
     try:
-        made = (<object>device).open_port(shape.sends, shape.receives)
-        descriptor[0] = made.descriptor
-        Py_INCREF(made)
-        port[0] = <void*>made
+        getattr(<object>target, method)(*words)
         return 0
     except BaseException as error:
         return errno_of(error)
 
 
-cdef void python_halt_port(void* port) noexcept with gil:
+cdef int made(void* device, str method, tuple words, void** handle) noexcept:
+    """The same of a method that makes something; the caller owns a reference to it."""
     try:
-        (<object>port).halt()
+        thing = getattr(<object>device, method)(*words)
+        Py_INCREF(thing)
+        handle[0] = <void*>thing
+        return 0
     except BaseException as error:
-        log.warning("cannot halt a queue pair: %s", error)
+        return errno_of(error)
+
+
+cdef int python_open_port(void* device, const Shape* shape, void** port,
+                          int* descriptor) noexcept with gil:
+    cdef int error = made(device, "open_port", (shape.sends, shape.receives), port)
+    if error == 0:
+        descriptor[0] = (<object>port[0]).descriptor
+    return error
+
+
+cdef void python_halt_port(void* port) noexcept with gil:
+    asked(port, "halt", ())
 
 
 cdef void python_close_port(void* port) noexcept with gil:
-    try:
-        (<object>port).close()
-    except BaseException as error:
-        log.warning("cannot close a queue pair: %s", error)
+    asked(port, "close", ())
     Py_DECREF(<object>port)
 
 
@@ -41,37 +51,24 @@ cdef void python_describe(void* port, Greeting* greeting) noexcept with gil:
         greeting.mtu, greeting.lid, greeting.queue_pair, gid = (<object>port).describe()
         memcpy(greeting.gid, <const char*>gid, GID_BYTES)
     except BaseException as error:
-        log.warning("cannot describe a queue pair: %s", error)
+        errno_of(error)
 
 
 cdef int python_connect(void* port, const Route* route) noexcept with gil:
-    try:
-        (<object>port).connect(
-            mtu=route.mtu, lid=route.lid, gid=(<const char*>route.gid)[:GID_BYTES],
-            queue_pair=route.queue_pair, receive_from=route.receive_from,
-            send_from=route.send_from)
-        return 0
-    except BaseException as error:
-        return errno_of(error)
+    gid = (<const char*>route.gid)[:GID_BYTES]
+    return asked(port, "connect", (
+        route.mtu, route.lid, gid, route.queue_pair, route.receive_from, route.send_from))
 
 
 cdef int python_post_send(void* port, const Request* request) noexcept with gil:
-    try:
-        (<object>port).post_send(
-            request.work, request.opcode, request.address, request.length, request.lkey,
-            request.remote, request.rkey, request.imm)
-        return 0
-    except BaseException as error:
-        return errno_of(error)
+    return asked(port, "post_send", (
+        request.work, request.opcode, request.address, request.length, request.lkey,
+        request.remote, request.rkey, request.imm))
 
 
 cdef int python_post_receive(void* port, uint64_t work, uint64_t address, uint32_t length,
                              uint32_t lkey) noexcept with gil:
-    try:
-        (<object>port).post_receive(work, address, length, lkey)
-        return 0
-    except BaseException as error:
-        return errno_of(error)
+    return asked(port, "post_receive", (work, address, length, lkey))
 
 
 cdef int python_poll(void* port, Done* done, int room) noexcept with gil:
@@ -87,62 +84,34 @@ cdef int python_poll(void* port, Done* done, int room) noexcept with gil:
             count += 1
         return count
     except BaseException as error:
-        log.warning("cannot poll a completion queue: %s", error)
+        errno_of(error)
         return -1
 
 
 cdef int python_arm(void* port) noexcept with gil:
-    try:
-        (<object>port).arm()
-        return 0
-    except BaseException as error:
-        return errno_of(error)
+    return asked(port, "arm", ())
 
 
 cdef void python_take_event(void* port) noexcept with gil:
-    try:
-        (<object>port).take_event()
-    except BaseException as error:
-        log.warning("cannot take the event of a completion queue: %s", error)
+    asked(port, "take_event", ())
 
 
 cdef int python_pin(void* device, void* address, uint64_t nbytes, int access,
                     Pinned* pinned) noexcept with gil:
-    try:
-        region = (<object>device).pin(<uintptr_t>address, nbytes, access)
-        pinned.lkey = region.lkey
-        pinned.rkey = region.rkey
-        Py_INCREF(region)
-        pinned.handle = <void*>region
-        return 0
-    except BaseException as error:
-        return errno_of(error)
-
-
-cdef void python_unpin(void* device, void* handle) noexcept with gil:
-    try:
-        (<object>handle).close()
-    except BaseException as error:
-        log.warning("cannot unpin a region: %s", error)
-    Py_DECREF(<object>handle)
+    cdef int error = made(device, "pin", (<uintptr_t>address, nbytes, access), &pinned.handle)
+    if error == 0:
+        pinned.lkey = (<object>pinned.handle).lkey
+        pinned.rkey = (<object>pinned.handle).rkey
+    return error
 
 
 cdef int python_open_window(void* device, Opened* opened) noexcept with gil:
-    try:
-        window = (<object>device).open_window()
-        Py_INCREF(window)
-        opened.handle = <void*>window
-        return 0
-    except BaseException as error:
-        return errno_of(error)
+    return made(device, "open_window", (), &opened.handle)
 
 
-cdef void python_close_window(void* device, void* handle) noexcept with gil:
-    try:
-        (<object>handle).close()
-    except BaseException as error:
-        log.warning("cannot close a memory window: %s", error)
-    Py_DECREF(<object>handle)
+cdef void python_end(void* device, void* handle) noexcept with gil:
+    """End a region or a window."""
+    python_close_port(handle)
 
 
 cdef int python_post_bind(void* port, uint64_t work, Opened* opened, const Pinned* pinned,
@@ -156,18 +125,14 @@ cdef int python_post_bind(void* port, uint64_t work, Opened* opened, const Pinne
 
 
 cdef int python_post_unbind(void* port, uint64_t work, const Opened* opened) noexcept with gil:
-    try:
-        (<object>port).post_unbind(work, opened.rkey)
-        return 0
-    except BaseException as error:
-        return errno_of(error)
+    return asked(port, "post_unbind", (work, opened.rkey))
 
 
 cdef int python_take_trouble(void* device) noexcept with gil:
     try:
         return (<object>device).take_trouble()
     except BaseException as error:
-        log.warning("cannot ask the device what went wrong: %s", error)
+        errno_of(error)
         return 0
 
 
@@ -175,31 +140,26 @@ cdef int python_find_trouble(void* device) noexcept with gil:
     try:
         return (<object>device).find_trouble()
     except BaseException as error:
-        log.warning("cannot ask the device how it is: %s", error)
+        errno_of(error)
         return 0
 
 
-cdef const char* python_explain(int status) noexcept nogil:
-    """The words of the statuses that a user may meet."""
-    if status == 1:
-        return b"local length error"
-    if status == 2:
-        return b"local queue pair operation error; is the port's link up?"
-    if status == 4:
-        return b"local protection error"
-    if status == 6:
-        return b"memory window bind error"
-    if status == 9:
-        return b"remote invalid request error"
-    if status == 10:
-        return b"remote access error"
-    if status == 11:
-        return b"remote operation error"
-    if status == 12:
-        return b"transport retry counter exceeded"
-    if status == 13:
-        return b"receiver not ready"
-    return b"a work completion error"
+# The words of the statuses that a user may meet.
+cdef dict _STATUSES = {
+    1: b"local length error",
+    2: b"local queue pair operation error; is the port's link up?",
+    4: b"local protection error",
+    6: b"memory window bind error",
+    9: b"remote invalid request error",
+    10: b"remote access error",
+    11: b"remote operation error",
+    12: b"transport retry counter exceeded",
+    13: b"receiver not ready",
+}
+
+
+cdef const char* python_explain(int status) noexcept with gil:
+    return <bytes>_STATUSES.get(status, b"a work completion error")
 
 
 @cython.final
@@ -230,9 +190,9 @@ cdef class PythonDevice(VerbsDevice):
         self.verbs.arm = python_arm
         self.verbs.take_event = python_take_event
         self.verbs.pin = python_pin
-        self.verbs.unpin = python_unpin
+        self.verbs.unpin = python_end
         self.verbs.open_window = python_open_window
-        self.verbs.close_window = python_close_window
+        self.verbs.close_window = python_end
         self.verbs.post_bind = python_post_bind
         self.verbs.post_unbind = python_post_unbind
         self.verbs.take_trouble = python_take_trouble

@@ -258,14 +258,7 @@ class Port:
         return self.device.mtu, self.device.lid, self.pair.qp_num, gid
 
     def connect(
-        self,
-        *,
-        mtu: int,
-        lid: int,
-        gid: bytes,
-        queue_pair: int,
-        receive_from: int,
-        send_from: int,
+        self, mtu: int, lid: int, gid: bytes, queue_pair: int, receive_from: int, send_from: int
     ) -> None:
         """Take the queue pair to the state in which it sends."""
         device, verbs = self.device, self.device.verbs
