@@ -9,12 +9,13 @@ take it, and the job's name and token. Runs in the main thread of a process of i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import secrets
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fastps.config import Config, load, process_environment
 from fastps.config.token import hold_token
@@ -75,17 +76,23 @@ def launch(
     screen = _screen(options, environment)
     inherited = inherited_environment(environment)
     identity = _identity(options, environment)
+    plan_of = functools.partial(
+        make_plan,
+        options,
+        cpus=len(os.sched_getaffinity(0)),
+        inherited=inherited,
+        server_command=server_command,
+    )
     try:
         if options.is_dry_run:
-            return _dry_run(options, identity, inherited, server_command)
+            return _dry_run(options, identity, plan_of)
         if identity.secret is not None and identity.secret[0] == "FASTPS_TOKEN":
             identity = dataclasses.replace(identity, secret=hold_token(identity.secret[1]))
         identity, meeting = _prepare(options, identity, inherited)
     except FastPSError as error:
         screen.say(str(error), is_alarm=True)
         return EXIT_SETTINGS
-    plan = _plan(options, identity, inherited, server_command)
-    cause = _run(options, plan, screen=screen, inherited=inherited, meeting=meeting)
+    cause = _run(options, plan_of(identity), screen=screen, inherited=inherited, meeting=meeting)
     return _show_end(screen, cause, options)
 
 
@@ -213,26 +220,8 @@ def _check_token(settings: Config, *, is_missing: bool) -> None:
         ) from error
 
 
-def _plan(
-    options: Options,
-    identity: Identity,
-    inherited: Mapping[str, str],
-    server_command: Sequence[str],
-) -> tuple[ProcessSpec, ...]:
-    return make_plan(
-        options,
-        identity,
-        cpus=len(os.sched_getaffinity(0)),
-        inherited=inherited,
-        server_command=server_command,
-    )
-
-
 def _dry_run(
-    options: Options,
-    identity: Identity,
-    inherited: Mapping[str, str],
-    server_command: Sequence[str],
+    options: Options, identity: Identity, plan_of: Callable[[Identity], Sequence[ProcessSpec]]
 ) -> int:
     """Print what a start would do; what is chosen only then is left at zero."""
     if not options.layout.is_spread:
@@ -242,7 +231,7 @@ def _dry_run(
         lines.append(f"# {options.layout.describe()}")
         if identity.secret is None:
             lines.append(f"# a start needs a token: {TOKEN_RECIPE}")
-    for spec in _plan(options, identity, inherited, server_command):
+    for spec in plan_of(identity):
         lines += [f"# {spec.name}", spec.render()]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

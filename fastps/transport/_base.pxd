@@ -4,7 +4,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps._core cimport Queue, Thread
 from fastps._posix cimport pthread_mutex_t
-from fastps.transport._link cimport Link, LinkOwner, LinkStats, SendItem, Transport, sent_fn
+from fastps.transport._link cimport Link, LinkOwner, LinkStats, SendItem, sent_fn
 from fastps.wire cimport Header
 
 cdef struct BaseLink
@@ -80,7 +80,8 @@ cdef int init_link(BaseLink* link, const LinkOps* ops, IoThread* io, uint64_t cr
                    int queue_hint) noexcept nogil
 cdef void name_link(BaseLink* link, LinkOwner owner, uint32_t peer, uint32_t lane)
 cdef int attach_link(BaseLink* link, LinkOwner owner) except -1
-cdef void list_link(BaseLink* link) noexcept nogil      # io.lock is held; wake_io() follows
+# From here on its thread serves it, and its twin, if it has one.
+cdef void list_link(BaseLink* link, BaseLink* twin) noexcept nogil
 cdef void settle(BaseLink* link, int status) noexcept nogil     # end it if it has to end
 cdef void free_link(BaseLink* link) noexcept nogil      # one that was never listed
 
@@ -110,8 +111,9 @@ cdef int end_status(BaseLink* link, int error) noexcept nogil
 
 cdef int watch(IoThread* io, int operation, int fd, uint32_t events, uint64_t what) noexcept nogil
 
-cdef class BaseTransport(Transport):
+cdef class BaseTransport:
     """I/O threads and their links: what Python sees of every transport."""
+    cdef object __weakref__
     cdef IoThread* threads
     cdef int n_threads
     cdef int next_thread
@@ -119,7 +121,7 @@ cdef class BaseTransport(Transport):
     cdef set kept               # what the threads use: owners and more
     cdef int make_threads(self, int count, int64_t spin_us, const LinkOps* ops) except -1
     cdef int start_threads(self) except -1
-    cdef IoThread* next_io(self) noexcept
+    cdef IoThread* next_io(self, int fd) except NULL
     cdef void close_links(self, int status) noexcept
     cdef int join_threads(self, int64_t deadline) noexcept
     cdef void close_descriptors(self, IoThread* io) noexcept

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from typing_extensions import disjoint_base
 
-from fastps.transport._link import Transport
-
 @disjoint_base
-class BaseTransport(Transport):
+class BaseTransport:
     def statistics(self) -> dict[str, int]: ...
     def leave(self) -> None: ...
     def abort(self) -> None: ...

@@ -43,7 +43,7 @@ from fastps._posix cimport (
     pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, sched_yield, write,
 )
 from fastps.transport._link cimport (
-    Link, LinkOwner, LinkStats, Owner, SendItem, Transport, header_seal,
+    Link, LinkOwner, LinkStats, Owner, SendItem, header_seal,
 )
 from fastps.wire cimport KIND_BYE, Header
 
@@ -281,10 +281,19 @@ cdef int attach_link(BaseLink* link, LinkOwner owner) except -1:
     return 0
 
 
-cdef void list_link(BaseLink* link) noexcept nogil:
+cdef void list_alone(BaseLink* link) noexcept nogil:
     link.next = link.io.links
     link.io.links = link
     append_kicked(link)
+
+
+cdef void list_link(BaseLink* link, BaseLink* twin) noexcept nogil:
+    pthread_mutex_lock(&link.io.lock)
+    list_alone(link)
+    if twin != NULL:
+        list_alone(twin)
+    pthread_mutex_unlock(&link.io.lock)
+    wake_io(link.io)
 
 
 cdef void add_stats(LinkStats* total, const LinkStats* stats) noexcept nogil:
@@ -495,7 +504,7 @@ cdef void io_main(void* arg) noexcept nogil:
 # ---------------------------------------------------------------- Python face
 
 @cython.no_gc_clear             # the I/O threads use the owners until they are joined
-cdef class BaseTransport(Transport):
+cdef class BaseTransport:
     """I/O threads and their links: what Python sees of every transport."""
 
     def __cinit__(self, *args, **options):
@@ -531,9 +540,13 @@ cdef class BaseTransport(Transport):
                 raise TransportError("cannot start an I/O thread; check `ulimit -u`")
         return 0
 
-    cdef IoThread* next_io(self) noexcept:
-        """The thread whose turn it is to get a link."""
+    cdef IoThread* next_io(self, int fd) except NULL:
+        """The thread whose turn it is to get a link; closes its descriptor if it is too late."""
         cdef IoThread* io = &self.threads[self.next_thread]
+        if self.is_closed:
+            if fd >= 0:
+                close(fd)
+            raise TransportError("the transport is closed")
         self.next_thread = (self.next_thread + 1) % self.n_threads
         return io
 

@@ -27,16 +27,13 @@ from fastps._core cimport (
     E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, PROBE_LINK_RECV, PROBE_LINK_SEND, OK,
     probe_hit,
 )
-from fastps._posix cimport pthread_mutex_lock, pthread_mutex_unlock
 from fastps.transport._base cimport (
     BaseLink, BaseTransport, IoThread, LinkOps, ask_adopt, ask_landing, attach_link, deliver,
     enqueue, free_link, give_back, init_link, kick_io, list_link, name_link, next_item, settle,
-    wake_io, write_header,
+    write_header,
 )
 from fastps.transport._link cimport LINK_BY_REFERENCE, LinkOwner, SendItem, header_check
 from fastps.wire cimport HEADER_BYTES, KIND_PUSH, Header
-
-from fastps.errors import TransportError
 
 cdef enum:
     QUEUE_HINT = 64             # items that a queue holds before it grows
@@ -207,11 +204,9 @@ cdef class InprocTransport(BaseTransport):
         cdef IoThread* io
         cdef InprocLink* ends
         cdef int i
-        if self.is_closed:
-            raise TransportError("the transport is closed")
         if by_reference and owner_a.c_owner.adopt != NULL and owner_b.c_owner.adopt != NULL:
             raise ValueError("only one end of a link can adopt the other's memory")
-        io = self.next_io()
+        io = self.next_io(-1)
         ends = make_pair(io, credit_bytes)
         if ends == NULL:
             raise MemoryError("no memory for a pair of links")
@@ -228,8 +223,4 @@ cdef class InprocTransport(BaseTransport):
             ends[0].base.close_status = E_SHUTDOWN      # who has its link already is told
             raise
         finally:
-            pthread_mutex_lock(&io.lock)
-            list_link(&ends[0].base)
-            list_link(&ends[1].base)
-            pthread_mutex_unlock(&io.lock)
-            wake_io(io)
+            list_link(&ends[0].base, &ends[1].base)

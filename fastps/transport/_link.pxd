@@ -130,8 +130,3 @@ cdef class LinkOwner:
     """
     cdef Owner c_owner
     cdef int c_attach(self, Link* link) except -1       # the link is about to deliver frames
-
-
-cdef class Transport:
-    """What every transport's Python face offers to its users."""
-    cdef object __weakref__

@@ -86,11 +86,3 @@ cdef class LinkOwner:
 
     cdef int c_attach(self, Link* link) except -1:
         return 0
-
-
-cdef class Transport:
-    """What every transport's Python face offers to its users."""
-
-    def close(self, *, double timeout_s=10.0):
-        """Close every link and join every thread; TransportTimeout when that takes too long."""
-        raise NotImplementedError

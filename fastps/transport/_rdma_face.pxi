@@ -187,10 +187,7 @@ cdef class RdmaTransport(BaseTransport):
         cdef Opening opening
         cdef const char* what = NULL
         cdef int error
-        if self.is_closed:
-            close(fd)
-            raise TransportError("the transport is closed")
-        io = self.next_io()
+        io = self.next_io(fd)
         link = make_link(io, credit_bytes)
         if link == NULL:
             close(fd)
@@ -214,10 +211,7 @@ cdef class RdmaTransport(BaseTransport):
         Py_INCREF(opening)
         link.setup.opening = <PyObject*>opening
         self.kept.add(owner)
-        pthread_mutex_lock(&io.lock)
-        list_link(&link.base)
-        pthread_mutex_unlock(&io.lock)
-        wake_io(io)
+        list_link(&link.base, NULL)
         return opening
 
     cdef object refusal(self, str what, int error):

@@ -16,6 +16,11 @@ cdef inline bint is_alike(const Header* one, const Header* other) noexcept nogil
             and one.subject == other.subject)
 
 
+cdef inline bint is_of_frame(const Header* one, const Header* header) noexcept nogil:
+    """Two headers of one key are for the same frame of it; NULL: of any."""
+    return header == NULL or (one.offset == header.offset and one.kind == header.kind)
+
+
 cdef Taken* find_taken(RdmaLink* link, const Header* header) noexcept nogil:
     """The grant that stands for a frame; NULL: it has to be announced."""
     cdef Taken* taken = link.grants.taken[bucket_of(header.key)]
@@ -34,8 +39,7 @@ cdef void drop_taken(RdmaLink* link, uint64_t key, const Header* header) noexcep
     cdef Taken* taken
     while place[0] != NULL:
         taken = place[0]
-        if taken.header.key == key and (header == NULL or (
-                taken.header.offset == header.offset and taken.header.kind == header.kind)):
+        if taken.header.key == key and is_of_frame(&taken.header, header):
             place[0] = taken.next
             free(taken)
         else:
@@ -110,14 +114,14 @@ cdef void retire_given(RdmaLink* link, Given* given) noexcept nogil:
     link.grants.spares += 1
 
 
-cdef bint drop_given(RdmaLink* link, uint64_t key) noexcept nogil:
-    """Void the standing grants of a key; tell whether there were any."""
+cdef bint drop_given(RdmaLink* link, uint64_t key, const Header* header) noexcept nogil:
+    """Void the standing grants of a key, or of it only that for frames like header; any?"""
     cdef Given** place = &link.grants.given[bucket_of(key)]
     cdef Given* given
     cdef bint is_any = False
     while place[0] != NULL:
         given = place[0]
-        if given.header.key == key:
+        if given.header.key == key and is_of_frame(&given.header, header):
             place[0] = given.next
             retire_given(link, given)
             is_any = True
@@ -134,24 +138,10 @@ cdef bint has_given(RdmaLink* link, uint64_t key) noexcept nogil:
     return given != NULL
 
 
-cdef void drop_given_frame(RdmaLink* link, const Header* header) noexcept nogil:
-    """Void the grant for frames like one that was announced anew."""
-    cdef Given** place = &link.grants.given[bucket_of(header.key)]
-    cdef Given* given
-    while place[0] != NULL:
-        given = place[0]
-        if (given.header.key == header.key and given.header.offset == header.offset
-                and given.header.kind == header.kind):
-            place[0] = given.next
-            retire_given(link, given)
-        else:
-            place = &given.next
-
-
 cdef void retract_offer(RdmaLink* link, uint64_t key) noexcept nogil:
     """Let the grant that is still to be told stand for nothing more than its frame."""
     if link.landing.offered != NULL and link.landing.offered.header.key == key:
-        drop_given_frame(link, &link.landing.offered.header)
+        drop_given(link, key, &link.landing.offered.header)
 
 
 cdef bint promise(RdmaLink* link, const Header* header, uint32_t rounds, char** place,
@@ -317,7 +307,7 @@ cdef int post_withdrawals(RdmaLink* link) noexcept nogil:
             status = post_note(link, NOTE_WITHDRAW, withdrawal.key, ANSWER)
         elif withdrawal.how == WITHDRAW_ASKING:
             tell_withdrawn(link, withdrawal.key)
-        elif drop_given(link, withdrawal.key):
+        elif drop_given(link, withdrawal.key, NULL):
             status = post_note(link, NOTE_WITHDRAW, withdrawal.key, 0)
     return status
 

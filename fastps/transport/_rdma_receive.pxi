@@ -50,7 +50,7 @@ cdef int take_announcement(RdmaLink* link, const char* body, uint32_t length) no
     memset(&link.landing.grant, 0, sizeof(GrantNote))
     link.landing.grant.place = <uint64_t><uintptr_t>link.landing.place
     link.landing.has_grant = True       # pump() tells it
-    drop_given_frame(link, header)
+    drop_given(link, header.key, header)
     status = open_landing(link)
     if link.landing.window != NULL:
         offer_standing(link, header)
@@ -126,7 +126,7 @@ cdef int take_message(RdmaLink* link, const char* message, uint32_t length) noex
         drop_taken(link, note.key, NULL)
         return keep_answer(link, note.key) if note.index == ANSWER else OK
     if note.kind == NOTE_WITHDRAWN and length == 0:
-        drop_given(link, note.key)
+        drop_given(link, note.key, NULL)
         tell_withdrawn(link, note.key)
         return OK
     return OK if note.kind == NOTE_CREDIT and length == 0 else E_PROTOCOL

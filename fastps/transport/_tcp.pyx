@@ -33,14 +33,12 @@ from fastps._posix cimport (
 from fastps.transport._base cimport (
     BaseLink, BaseTransport, IoThread, LinkOps, ask_landing, attach_link, deliver, end_status,
     enqueue, free_link, frame_bytes, give_back, init_link, kick_io, list_link, name_link,
-    next_item, settle, wake_io, watch, write_header,
+    next_item, settle, watch, write_header,
 )
 from fastps.transport._link cimport (
     KICK_FULL, KICK_INLINE, KICK_WAKE, Link, LinkOwner, SendItem, header_check,
 )
 from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
-
-from fastps.errors import TransportError
 
 cdef extern from "<linux/tcp.h>" nogil:
     struct tcp_info:
@@ -218,10 +216,7 @@ cdef class TcpTransport(BaseTransport):
         """
         cdef IoThread* io
         cdef TcpLink* link
-        if self.is_closed:
-            close(fd)
-            raise TransportError("the transport is closed")
-        io = self.next_io()
+        io = self.next_io(fd)
         link = make_link(io, credit_bytes)
         if link == NULL:
             close(fd)
@@ -234,7 +229,4 @@ cdef class TcpTransport(BaseTransport):
             free_link(&link.base)
             raise
         self.kept.add(owner)
-        pthread_mutex_lock(&io.lock)
-        list_link(&link.base)
-        pthread_mutex_unlock(&io.lock)
-        wake_io(io)
+        list_link(&link.base, NULL)

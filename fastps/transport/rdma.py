@@ -40,7 +40,6 @@ VERBS_DEVICES = Path("/sys/class/infiniband_verbs")
 DEVICE_FILES = Path("/dev/infiniband")
 STATUS = Path("/proc/self/status")
 DEBIAN_PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
-DATA_PATHS = ("auto", "native", "pyverbs")
 MTUS = {0: 0, 256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}  # bytes -> as the verbs count them
 MAX_RETRIES = 6  # 7 is for ever on some devices: a dead peer would go unnoticed
 ACK_UNIT_S = 4.096e-6

@@ -31,5 +31,5 @@ cdef class PlannedTensor:
     cdef void release(self) noexcept
     cdef int work_until(self, int64_t deadline, int64_t spin_us) except? 1
 
-cdef uint64_t lend_all(tensors, arrays, outputs) except? 0
+cdef int lend_all(tensors, arrays, outputs) except -1
 cdef list checked_priorities(priorities, Py_ssize_t count)

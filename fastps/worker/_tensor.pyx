@@ -10,7 +10,7 @@ cimport cython
 from cpython.buffer cimport (
     PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport free
 
 from fastps._core cimport (
@@ -194,21 +194,19 @@ cdef class PlannedTensor:
             PyBuffer_Release(&self.output_view)
 
 
-cdef uint64_t lend_all(tensors, arrays, outputs) except? 0:
-    """Lend every array or none; give the sum of their bytes."""
+cdef int lend_all(tensors, arrays, outputs) except -1:
+    """Lend every array or none."""
     cdef PlannedTensor tensor
-    cdef uint64_t nbytes = 0
     lent = []
     try:
         for tensor, array, output in zip(tensors, arrays, outputs, strict=True):
             tensor.lend(array, output)
             lent.append(tensor)
-            nbytes += tensor.nbytes
     except BaseException:
         for tensor in lent:
             tensor.release()
         raise
-    return nbytes
+    return 0
 
 
 cdef list checked_priorities(priorities, Py_ssize_t count):

@@ -166,8 +166,7 @@ def submit_push_pull(
     One submit per dtype.
     """
     started = []
-    for code in dict.fromkeys(codes):
-        places = [place for place, other in enumerate(codes) if other is code]
+    for code, places in _by_dtype(codes):
         some = [arrays[place] for place in places]
         labels = [names[place] for place in places]
         urgencies = [priorities[place] for place in places]
@@ -183,18 +182,17 @@ def submit_broadcast(
 ) -> list[Handle]:
     """Start broadcasts of contiguous tensors in place; one submit and handle per dtype."""
     handles = []
-    for code, places in _by_dtype(tensors, names):
+    codes = [wire_dtype(tensor.dtype, name) for tensor, name in zip(tensors, names, strict=True)]
+    for code, places in _by_dtype(codes):
         arrays = [view_of(tensors[place]) for place in places]
         labels = [names[place] for place in places]
         handles.append(session.broadcast_async(arrays, root_rank, labels, dtype=code))
     return handles
 
 
-def _by_dtype(
-    tensors: Sequence[torch.Tensor], names: Sequence[str]
-) -> list[tuple[DType, list[int]]]:
+def _by_dtype(codes: Sequence[DType]) -> list[tuple[DType, list[int]]]:
     """Sort positions by dtype, because one submit has one."""
     places: dict[DType, list[int]] = {}
-    for place, (tensor, name) in enumerate(zip(tensors, names, strict=True)):
-        places.setdefault(wire_dtype(tensor.dtype, name), []).append(place)
+    for place, code in enumerate(codes):
+        places.setdefault(code, []).append(place)
     return list(places.items())
