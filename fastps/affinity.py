@@ -10,8 +10,6 @@ import re
 
 from fastps.errors import ConfigError
 
-__all__ = ["MAX_CPUS", "parse_cpu_list"]
-
 MAX_CPUS = 1024  # as in _core.pxd; bounds what a text like 0-999999999 can cost
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 

@@ -29,21 +29,6 @@ from typing import TypeAlias, TypeVar
 
 from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError
 
-__all__ = [
-    "ACCEPT_BYTES",
-    "CHALLENGE_BYTES",
-    "HELLO_BYTES",
-    "PROOF_BYTES",
-    "PROTOCOL_VERSION",
-    "ClientHandshake",
-    "Purpose",
-    "Result",
-    "ServerHandshake",
-    "Status",
-    "Steps",
-    "derive_key",
-]
-
 Result = TypeVar("Result")
 # One side's part of a handshake: gives what to send and then how many bytes to read, and is sent
 # these. Whoever moves bytes, blocking or not, drives it to its end.

@@ -16,8 +16,6 @@ from fastps.errors import NotInitializedError
 if TYPE_CHECKING:
     from fastps.session import Session
 
-__all__ = ["current", "init", "is_initialized", "shutdown"]
-
 _current: Session | None = None
 
 

@@ -46,8 +46,6 @@ from fastps.worker.local import LocalGroup
 if TYPE_CHECKING:
     from fastps.server.dataplane import DataPlane
 
-__all__ = ["Connections", "may_serve"]
-
 log = logging.getLogger(__name__)
 
 

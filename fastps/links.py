@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from fastps.server._store import ServerStore
     from fastps.transport._rdma import Opening, RdmaTransport
 
-__all__ = ["Links"]
-
 log = logging.getLogger(__name__)
 
 SETTLING_S = 5.0  # beyond a link's own deadline, for an I/O thread that is busy

@@ -19,27 +19,6 @@ from dataclasses import dataclass
 
 from fastps.errors import ConfigError, ProtocolError
 
-__all__ = [
-    "ALIGNMENT",
-    "KEY_HASHES",
-    "MAX_PARTITIONS",
-    "MAX_PARTITION_BYTES",
-    "MAX_PIECES",
-    "MAX_TENSORS",
-    "Piece",
-    "Placement",
-    "check_pieces",
-    "check_tensor",
-    "cut_tensor",
-    "index_of",
-    "key_of",
-    "link_counts",
-    "make_partitions",
-    "most_pieces",
-    "server_weights",
-    "tensor_of",
-]
-
 ALIGNMENT = 64  # bytes; a cache line, and a multiple of every element size
 INDEX_BITS = 16
 MAX_PARTITIONS = 1 << INDEX_BITS  # per tensor

@@ -21,20 +21,6 @@ from typing import Any, NamedTuple
 from fastps.config.token import read_token
 from fastps.errors import ConfigError
 
-__all__ = [
-    "BUILD_NAMES",
-    "SETTINGS",
-    "Config",
-    "Derived",
-    "Setting",
-    "cache_dir",
-    "child_environment",
-    "explain",
-    "format_value",
-    "load",
-    "process_environment",
-]
-
 log = logging.getLogger(__name__)
 
 PREFIX = "FASTPS_"

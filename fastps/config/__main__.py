@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from fastps.config import BUILD_NAMES, SETTINGS, Setting, explain, format_value
 from fastps.errors import ConfigError
 
-__all__ = ["main", "markdown"]
-
 _HEAD = """\
 # Settings
 

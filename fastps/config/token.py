@@ -12,8 +12,6 @@ import stat
 
 from fastps.errors import ConfigError
 
-__all__ = ["hide_token", "hold_token", "read_token"]
-
 log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 4096

@@ -13,8 +13,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["add_words", "count", "number", "word"]
-
 
 def word(
     group: str, flags: str, default: Any, read: Any, sample: Any, text: str, **more: Any

@@ -26,7 +26,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -49,14 +48,12 @@ from fastps.control.protocol import (
     Declare,
     Declared,
     DeclaredTensor,
-    DeclareKeys,
     Dispute,
     Done,
     Dropped,
     Event,
     Failed,
     Forget,
-    ForgetKeys,
     Job,
     JobOver,
     Join,
@@ -64,15 +61,10 @@ from fastps.control.protocol import (
     KeysFailed,
     KeysReady,
     Leave,
-    Member,
-    NewGeneration,
-    NewJob,
-    PeerLeft,
     PeerLost,
     ReportLost,
     Request,
     Started,
-    TensorPoisoned,
     TensorSpec,
     ToScheduler,
     body_nbytes,
@@ -94,23 +86,6 @@ from fastps.errors import (
 )
 from fastps.transport import sockets
 from fastps.types import checked_seconds
-
-__all__ = [
-    "ControlClient",
-    "DeclareKeys",
-    "DeclaredTensor",
-    "Event",
-    "ForgetKeys",
-    "Job",
-    "JobOver",
-    "Member",
-    "NewGeneration",
-    "NewJob",
-    "PeerLeft",
-    "PeerLost",
-    "TensorPoisoned",
-    "TensorSpec",
-]
 
 log = logging.getLogger(__name__)
 
@@ -350,19 +325,6 @@ class ControlClient:
             self._sock.close()
         _clients.discard(self)
         self._on_event = _ignore  # whoever owns us is in no cycle and goes at once
-
-    def __enter__(self) -> ControlClient:
-        """Use as a context manager that closes, without leaving in order."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
 
     # ---- joining ----
 

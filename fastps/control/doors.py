@@ -14,8 +14,6 @@ from fastps.control.dialling import wait_for_name
 from fastps.transport import sockets
 from fastps.transport.interfaces import own_address
 
-__all__ = ["Doors", "open_doors"]
-
 
 @dataclass(frozen=True)
 class Doors:

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from fastps.config import Config
 
-__all__ = ["host_id", "host_of", "machine_name"]
-
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 NETWORK_FILE = Path("/proc/self/ns/net")
 APART = "#"  # what follows tells apart processes of one machine that cannot share memory

@@ -25,25 +25,6 @@ from typing import Generic, Protocol, TypeVar
 
 from fastps.errors import FastPSError, PeerLostError, ShutdownError, StallError
 
-__all__ = [
-    "ACCUMULATE",
-    "BUCKET_BYTES",
-    "SMALL_BYTES",
-    "Average",
-    "Op",
-    "Round",
-    "Sum",
-    "Waitable",
-    "check_name",
-    "check_op",
-    "check_passes",
-    "derived_names",
-    "given_names",
-    "plan_buckets",
-    "shortened",
-    "wait_all",
-]
-
 # Errors that another worker's own error may have led to.
 _CONSEQUENCES = (PeerLostError, StallError, ShutdownError)
 # Once one operation of a step has failed the others are given this long, together, to end too.

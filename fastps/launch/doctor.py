@@ -17,8 +17,6 @@ from fastps import config
 from fastps.errors import FastPSError
 from fastps.transport import rdma, shm, sockets
 
-__all__ = ["cpu_features", "findings", "main", "make_parser"]
-
 CPU_TABLE = Path("/proc/cpuinfo")
 CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512_bf16", "asimd", "sve", "bf16")
 MIB = 1 << 20

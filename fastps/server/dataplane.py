@@ -38,8 +38,6 @@ from fastps.types import DType
 if TYPE_CHECKING:
     from fastps.transport._rdma import RdmaTransport
 
-__all__ = ["DataPlane"]
-
 log = logging.getLogger(__name__)
 
 CPUS_PER_ENGINE = 4  # the rest moves bytes; a chunk just read is summed fastest where it was read

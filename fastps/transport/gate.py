@@ -23,8 +23,6 @@ from fastps.errors import AuthError, FastPSError, ProtocolError
 from fastps.transport import sockets
 from fastps.transport.half_open import HalfOpen
 
-__all__ = ["Gate", "GateThread", "Welcome"]
-
 log = logging.getLogger(__name__)
 
 FULL_PAUSE_S = 0.1  # pause when no descriptor is left

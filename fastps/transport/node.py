@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from fastps.transport._rdma import Opening, RdmaTransport
 
-__all__ = ["Node", "PeerState", "PeerTable"]
-
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # a link by RDMA that each of the two dialled, then one without

@@ -34,15 +34,6 @@ from fastps.transport._shm import Block, Mapping
 
 log = logging.getLogger(__name__)
 
-__all__ = [
-    "Arena",
-    "arena_bytes",
-    "can_share",
-    "create_memory",
-    "exchange",
-    "memory_left",
-]
-
 PAGE_BYTES = mmap.PAGESIZE
 PROBE_BYTES = 64 << 10
 CLOSE_S = 5.0  # for the thread of the meeting to end

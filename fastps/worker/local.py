@@ -19,8 +19,6 @@ from fastps.transport._shm import Block, Mapping
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._local import LocalStages, control_bytes, stage_area_bytes
 
-__all__ = ["LocalGroup"]
-
 log = logging.getLogger(__name__)
 
 STAGE_BYTES = 256 << 10  # of a staged chunk: it stays in a core's second-level cache

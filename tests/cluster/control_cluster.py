@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from fastps.config import Config, load
-from fastps.control.client import ControlClient, DeclareKeys, Event
+from fastps.control.client import ControlClient
+from fastps.control.protocol import DeclareKeys, Event
 from fastps.control.scheduler import Scheduler
 
 TOKEN = "a token of 32 bytes for the tests"

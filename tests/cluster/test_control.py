@@ -29,19 +29,20 @@ from control_cluster import (
 
 from aids.faces import threads_alive
 from fastps.auth import derive_key
-from fastps.control.client import (
-    NOTICE_S,
-    ControlClient,
+from fastps.control.client import NOTICE_S, ControlClient
+from fastps.control.protocol import (
+    MAX_BLOB_BYTES,
     DeclareKeys,
     Event,
     JobOver,
+    KeysReady,
     NewGeneration,
     PeerLeft,
     PeerLost,
     TensorPoisoned,
     TensorSpec,
+    pack_to_scheduler,
 )
-from fastps.control.protocol import MAX_BLOB_BYTES, KeysReady, pack_to_scheduler
 from fastps.errors import (
     ConfigError,
     FastPSError,

@@ -27,13 +27,14 @@ from fastps import auth
 from fastps.auth import HELLO_BYTES, ClientHandshake, Purpose, derive_key
 from fastps.config import Config, load
 from fastps.control import scheduler as scheduler_module
-from fastps.control.client import ControlClient, PeerLost
+from fastps.control.client import ControlClient
 from fastps.control.dialling import dial
 from fastps.control.protocol import (
     LENGTH,
     MAX_FRAME_BYTES,
     Barrier,
     Join,
+    PeerLost,
     body_nbytes,
     pack,
     unpack_to_member,

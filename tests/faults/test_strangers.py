@@ -269,7 +269,7 @@ def test_member_that_sends_nonsense_is_cut_off_and_named(kind):
         client = ControlClient.connect(
             config, role="worker", data_address=None, on_event=lambda event: None
         )
-        with client:
+        with contextlib.closing(client):
             server = client.job.servers[0]
             descriptor = dial(
                 (server.host, server.port), config, key=client.data_key, sender=1,

@@ -16,8 +16,6 @@ import numpy as np
 from fastps import session
 from fastps.errors import MismatchError
 
-__all__ = ["Entry", "check_alike"]
-
 Entry: TypeAlias = tuple[str, tuple[int, ...], str]  # name, shape, dtype and what else counts
 
 

@@ -25,8 +25,6 @@ from fastps.frameworks.torch.tensors import (
     wire_dtype,
 )
 
-__all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
-
 
 def broadcast_parameters(
     params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],

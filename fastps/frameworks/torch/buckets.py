@@ -40,8 +40,6 @@ from fastps.frameworks.torch.tensors import (
 from fastps.session import Session
 from fastps.types import DType
 
-__all__ = ["Bucket", "FlatBucket", "LooseGradient", "Memory", "Spec", "bucket_name", "slots_of"]
-
 ALIGNMENT = 64  # bytes, of each slot: what the processor loads at once
 
 Memory: TypeAlias = dict[int, str]  # address of a gradient in flight -> whose it is

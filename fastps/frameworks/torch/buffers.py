@@ -20,8 +20,6 @@ from fastps.frameworks.torch.buckets import ALIGNMENT
 from fastps.frameworks.torch.tensors import Array, check_memory, make_room, tensor_over
 from fastps.types import DType
 
-__all__ = ["BufferSync"]
-
 
 class BufferSync:
     """The buffers of a module, and one array that holds them all.

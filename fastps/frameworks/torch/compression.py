@@ -11,8 +11,6 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-__all__ = ["Compression", "Compressor"]
-
 # Halves and integers already are as small as these casts could make them.
 _WIDE = (torch.float32, torch.float64)
 

@@ -42,8 +42,6 @@ from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.sums import EarlierSums
 from fastps.frameworks.torch.tensors import check_tensor, submit_push_pull
 
-__all__ = ["GradientExchange", "Views"]
-
 Views: TypeAlias = bool | Literal["auto"]
 
 # These work on each element by itself, so that gradients may be compressed side by side.

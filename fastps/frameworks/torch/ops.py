@@ -27,17 +27,6 @@ from fastps.frameworks.torch.tensors import (
 )
 from fastps.worker.handle import Handle
 
-__all__ = [
-    "Pending",
-    "declare",
-    "poll",
-    "push_pull",
-    "push_pull_async",
-    "push_pull_async_inplace",
-    "push_pull_inplace",
-    "synchronize",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending:

@@ -24,8 +24,6 @@ from fastps.frameworks._adapter import (
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.exchange import GradientExchange, Views
 
-__all__ = ["DistributedOptimizer", "SynchronizedOptimizer"]
-
 
 class SynchronizedOptimizer(torch.optim.Optimizer):
     """What DistributedOptimizer() adds to the class of the optimizer it is given."""

@@ -33,8 +33,6 @@ from fastps.frameworks.torch.buffers import BufferSync
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.exchange import GradientExchange, Views
 
-__all__ = ["BackwardExchange", "DistributedDataParallel"]
-
 _TWICE = (
     "one backward pass reaches the parameter several times, as it does through a checkpoint that "
     "re-enters autograd: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"

@@ -17,8 +17,6 @@ import torch
 
 from fastps.errors import FastPSError
 
-__all__ = ["EarlierSums"]
-
 
 class EarlierSums:
     """For the gradients of a list of parameters; holds the autograd nodes that add to them."""

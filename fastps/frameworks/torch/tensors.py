@@ -18,21 +18,6 @@ from fastps.session import Session
 from fastps.types import DType
 from fastps.worker.handle import Handle
 
-__all__ = [
-    "check_memory",
-    "check_tensor",
-    "is_sendable",
-    "make_room",
-    "mark_written",
-    "sendable",
-    "submit_broadcast",
-    "submit_push_pull",
-    "tensor_over",
-    "version_of",
-    "view_of",
-    "wire_dtype",
-]
-
 _WIRE_DTYPES = {
     torch.float32: DType.FLOAT32,
     torch.float64: DType.FLOAT64,
