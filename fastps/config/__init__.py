@@ -321,6 +321,7 @@ class Config:
         text="Traffic class of RDMA packets, which chooses the queue in the switches.")
     rdma_timeout_s: float = _set(DATA, 8.0, unit="seconds", allowed=(0.1, 120.0),
         text="A peer that does not answer RDMA packets for so long is given up.")
+    # 7 is for ever on some devices: a dead peer would go unnoticed
     rdma_retries: int = _set(DATA, 6, allowed=(1, 6),
         text="How often an RDMA packet is sent again within that time.")
     rdma_pinned_bytes: int = _set(DATA, 4 * GIB, unit="bytes", allowed=(0, MAX_POOL_BYTES),

@@ -40,7 +40,7 @@ def findings(settings: config.Config) -> Iterator[tuple[str, str]]:
     yield "CPUs", f"{len(os.sched_getaffinity(0))} for this process; {cpu_features()}"
     yield "shared memory", shm.can_share() or "works between workers of this machine"
     yield "Unix sockets", _unix_sockets()
-    yield "RDMA", _rdma(rdma.options_of(settings))
+    yield "RDMA", _rdma(settings)
     yield "lockable memory", _memory_limit()
     yield "transport", f"FASTPS_TRANSPORT={settings.transport}"
 
@@ -68,12 +68,12 @@ def _unix_sockets() -> str:
     return "work between processes of this machine"
 
 
-def _rdma(options: rdma.RdmaOptions) -> str:
+def _rdma(settings: config.Config) -> str:
     """Say what there is, and whether it carries anything."""
-    found = rdma.probe(options)
+    found = rdma.probe(settings)
     if not found.is_usable:
         return found.describe()
-    why = rdma.try_out(options)
+    why = rdma.try_out(settings)
     result = f"but it does not reach itself: {why}" if why else "it reaches itself"
     return f"{found.describe()}; {result}"
 

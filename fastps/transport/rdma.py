@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastps.config import Config
+from fastps.config import Config, load
 from fastps.errors import ConfigError, FastPSError, TransportError
 from fastps.transport.sockets import watch_closely
 
@@ -41,7 +41,6 @@ DEVICE_FILES = Path("/dev/infiniband")
 STATUS = Path("/proc/self/status")
 DEBIAN_PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
 MTUS = {0: 0, 256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}  # bytes -> as the verbs count them
-MAX_RETRIES = 6  # 7 is for ever on some devices: a dead peer would go unnoticed
 ACK_UNIT_S = 4.096e-6
 MAX_ACK_TIMEOUT = 31
 ACTIVE = "4:"  # how a port's state begins
@@ -56,24 +55,6 @@ INSTALL = (
     "apt-get install ibverbs-providers libibverbs-dev and build fastps again, or apt-get install "
     "ibverbs-providers python3-pyverbs and let this Python see it: fastps doctor --link-pyverbs"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RdmaOptions:
-    """Say which device to use and how; the defaults take what is there.
-
-    device: name, empty for the first with an active port. port, gid_index: 0 and -1 choose.
-    mtu: bytes, 0 for the port's own. timeout_s: until a peer that does not answer is given up.
-    """
-
-    device: str = ""
-    port: int = 0
-    gid_index: int = -1
-    mtu: int = 0
-    traffic_class: int = 0
-    timeout_s: float = 8.0
-    retries: int = MAX_RETRIES
-    data_path: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,18 +124,18 @@ def wants_rdma(transport: str, mine: Capability, theirs: str) -> tuple[bool, str
 # ---- what there is ----
 
 
-def probe(options: RdmaOptions | None = None, *, devices: Path = DEVICES) -> Capability:
+def probe(config: Config | None = None, *, devices: Path = DEVICES) -> Capability:
     """Look for a device with an active port, an address on it and a data path.
 
     Reads a few small files and imports nothing that is not there; never raises for a machine
-    without RDMA. devices: the kernel's table of devices.
+    without RDMA. config: None takes what is there. devices: the kernel's table of devices.
     """
-    options = options or RdmaOptions()
-    address, why = _find_address(options, devices)
+    config = config or load(environ={})
+    address, why = _find_address(config, devices)
     if address is None:
         return Capability(reason=why)
     why = "" if devices != DEVICES else _why_closed(address.device)
-    data_path, missing = _find_data_path(options.data_path)
+    data_path, missing = _find_data_path(config.rdma_data_path)
     return Capability(
         device=address.device,
         port=address.port,
@@ -165,21 +146,22 @@ def probe(options: RdmaOptions | None = None, *, devices: Path = DEVICES) -> Cap
     )
 
 
-def _find_address(options: RdmaOptions, devices: Path) -> tuple[_Address | None, str]:
+def _find_address(config: Config, devices: Path) -> tuple[_Address | None, str]:
     names = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
     if not names:
         return None, "the kernel knows no RDMA device (ibv_devinfo lists them)"
-    if options.device and options.device not in names:
-        return None, f"FASTPS_RDMA_DEVICE={options.device}: there are {', '.join(names)}"
+    wanted = config.rdma_device
+    if wanted and wanted not in names:
+        return None, f"FASTPS_RDMA_DEVICE={wanted}: there are {', '.join(names)}"
     why = ""
-    for name in [options.device] if options.device else names:
+    for name in [wanted] if wanted else names:
         kind = _read(devices / name / "node_type")
         if not kind.startswith(CHANNEL_ADAPTER):
             why = why or f"{name} is {kind or 'unknown'}: neither InfiniBand nor RoCE"
             continue
         ports = sorted(int(path.name) for path in (devices / name / "ports").iterdir())
-        for port in [options.port] if options.port else ports:
-            found, reason = _find_on_port(devices / name, port, options.gid_index)
+        for port in [config.rdma_port] if config.rdma_port else ports:
+            found, reason = _find_on_port(devices / name, port, config.rdma_gid_index)
             if found is not None:
                 return found, ""
             why = why or reason
@@ -268,13 +250,13 @@ def _find_data_path(wanted: str) -> tuple[str, str]:
 # ---- using it ----
 
 
-def open_device(options: RdmaOptions | None = None) -> VerbsDevice:
+def open_device(config: Config | None = None) -> VerbsDevice:
     """Open the device that probe() finds.
 
     Raises ConfigError when there is none, TransportError when it cannot be opened.
     """
-    options = options or RdmaOptions()
-    found = probe(options)
+    config = config or load(environ={})
+    found = probe(config)
     if not found.is_usable:
         raise ConfigError(found.reason)
     from fastps.transport._rdma import PythonDevice  # noqa: PLC0415
@@ -283,10 +265,10 @@ def open_device(options: RdmaOptions | None = None) -> VerbsDevice:
     arguments = {
         "port": found.port,
         "gid_index": found.gid_index,
-        "mtu": MTUS[options.mtu],
-        "traffic_class": options.traffic_class,
-        "ack_timeout": ack_timeout_of(options.timeout_s, options.retries),
-        "retries": min(options.retries, MAX_RETRIES),
+        "mtu": MTUS[config.rdma_mtu],
+        "traffic_class": config.rdma_traffic_class,
+        "ack_timeout": ack_timeout_of(config.rdma_timeout_s, config.rdma_retries),
+        "retries": config.rdma_retries,
     }
     try:
         if found.data_path == "native":
@@ -303,25 +285,11 @@ def open_device(options: RdmaOptions | None = None) -> VerbsDevice:
 # ---- as settings say ----
 
 
-def options_of(config: Config) -> RdmaOptions:
-    """Read the options from the settings."""
-    return RdmaOptions(
-        device=config.rdma_device,
-        port=config.rdma_port,
-        gid_index=config.rdma_gid_index,
-        mtu=config.rdma_mtu,
-        traffic_class=config.rdma_traffic_class,
-        timeout_s=config.rdma_timeout_s,
-        retries=config.rdma_retries,
-        data_path=config.rdma_data_path,
-    )
-
-
 def look_up(config: Config) -> Capability:
     """Probe as settings allow: for tcp not at all."""
     if config.transport == "tcp":
         return Capability(reason="FASTPS_TRANSPORT=tcp")
-    found = probe(options_of(config))
+    found = probe(config)
     why = _why_unlockable(config)
     if config.transport == "auto" and found.is_usable and why:
         found = replace(found, reason=why)
@@ -420,7 +388,7 @@ def open_transport(config: Config, *, n_links: int) -> RdmaTransport | None:
     try:
         from fastps.transport._rdma import RdmaTransport  # noqa: PLC0415
 
-        device = open_device(options_of(config))
+        device = open_device(config)
         transport = RdmaTransport(
             device,
             io_threads=config.io_threads,
@@ -447,7 +415,7 @@ def _rehearse(transport: RdmaTransport, n_links: int) -> None:
     transport.register(memory.ctypes.data, memory.nbytes).close()
 
 
-def try_out(options: RdmaOptions | None = None, *, timeout_s: float = 10.0) -> str:
+def try_out(config: Config | None = None, *, timeout_s: float = 10.0) -> str:
     """Link this machine's device with itself; give why that does not work, or nothing.
 
     Blocks until a message has gone each way, at most timeout_s seconds.
@@ -456,7 +424,7 @@ def try_out(options: RdmaOptions | None = None, *, timeout_s: float = 10.0) -> s
         from fastps.transport._link import LinkOwner  # noqa: PLC0415
         from fastps.transport._rdma import RdmaTransport  # noqa: PLC0415
 
-        transport = RdmaTransport(open_device(options), greeting_timeout_s=timeout_s)
+        transport = RdmaTransport(open_device(config), greeting_timeout_s=timeout_s)
         try:
             ends = [end.detach() for end in _connected()]
             for opening in [transport.adopt(end, LinkOwner(), peer=0) for end in ends]:

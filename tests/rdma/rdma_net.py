@@ -14,6 +14,7 @@ if str(CONFORMANCE) not in sys.path:
 
 import transport_nets  # noqa: E402
 
+from fastps.config import load  # noqa: E402
 from fastps.transport import rdma  # noqa: E402
 from fastps.transport._link import LinkOwner  # noqa: E402
 from fastps.transport._rdma import RdmaTransport, VerbsDevice  # noqa: E402
@@ -25,7 +26,7 @@ DATA_PATHS = os.environ.get("FASTPS_TEST_DATA_PATH", "native").split(",")
 
 def open_device(data_path: str = DATA_PATHS[0]) -> VerbsDevice:
     """Open the guest's device over one data path."""
-    return rdma.open_device(rdma.RdmaOptions(data_path=data_path))
+    return rdma.open_device(load({"rdma_data_path": data_path}, {}))
 
 
 class RdmaNet(PlainNet):

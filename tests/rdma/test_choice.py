@@ -21,7 +21,7 @@ from fastps.launch import doctor
 from fastps.server.dataplane import DataPlane
 from fastps.transport import rdma
 from fastps.transport.listener import Listener
-from fastps.transport.rdma import RDMA_LANE, Capability, RdmaOptions
+from fastps.transport.rdma import RDMA_LANE, Capability
 from fastps.transport.sockets import watch_closely
 from fastps.transport.tcp import dial
 from fastps.worker._engine import WorkerEngine
@@ -44,23 +44,21 @@ def test_byteps_switch_asks_for_rdma():
         load({}, {"DMLC_ENABLE_RDMA": "fabric"})
 
 
-def test_options_come_from_settings():
-    assert rdma.options_of(settings()) == RdmaOptions()
-    found = rdma.options_of(settings(rdma_device="mlx5_1", rdma_port=2, rdma_mtu=1024))
-    assert (found.device, found.port, found.mtu) == ("mlx5_1", 2, 1024)
+def test_a_packet_has_one_of_the_sizes_of_rdma():
+    assert settings(rdma_mtu=1024).rdma_mtu == 1024
     with pytest.raises(ConfigError, match="256, 512, 1024"):
         settings(rdma_mtu=1500)
 
 
 def test_tcp_never_looks_for_a_device(monkeypatch):
-    monkeypatch.setattr(rdma, "probe", lambda options: pytest.fail("it looked"))
+    monkeypatch.setattr(rdma, "probe", lambda config: pytest.fail("it looked"))
     found = rdma.look_up(settings(transport="tcp"))
     assert found.usable_gid == ""
     assert "FASTPS_TRANSPORT=tcp" in found.reason
 
 
 def test_a_missing_device_is_an_error_only_where_rdma_is_asked_for(monkeypatch):
-    monkeypatch.setattr(rdma, "probe", lambda options: Capability(gid=GID, reason="no path"))
+    monkeypatch.setattr(rdma, "probe", lambda config: Capability(gid=GID, reason="no path"))
     for transport in ("auto", "rdma"):
         assert rdma.look_up(settings(transport=transport)).usable_gid == ""
     found = rdma.look_up(settings())
@@ -69,12 +67,12 @@ def test_a_missing_device_is_an_error_only_where_rdma_is_asked_for(monkeypatch):
         rdma.wants_rdma("rdma", found, GID)
     with pytest.raises(ConfigError, match="the peer has no RDMA device that it can use"):
         rdma.wants_rdma("rdma", DEVICE, "")
-    monkeypatch.setattr(rdma, "probe", lambda options: DEVICE)
+    monkeypatch.setattr(rdma, "probe", lambda config: DEVICE)
     assert rdma.look_up(settings(transport="rdma")).usable_gid == GID
 
 
 def test_little_lockable_memory_makes_auto_take_tcp(monkeypatch, tmp_path):
-    monkeypatch.setattr(rdma, "probe", lambda options: DEVICE)
+    monkeypatch.setattr(rdma, "probe", lambda config: DEVICE)
     monkeypatch.setattr(rdma.resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
     monkeypatch.setattr(rdma, "may_lock", lambda: False)
     found = rdma.look_up(settings())
@@ -115,7 +113,7 @@ def test_credit_is_some_partitions_unless_configured():
 
 
 def test_a_device_that_fails_gives_way_to_tcp_only_under_auto(monkeypatch, caplog):
-    def refuse(options: RdmaOptions) -> None:
+    def refuse(config: Config) -> None:
         raise TransportError("cannot open rxe0")
 
     monkeypatch.setattr(rdma, "open_device", refuse)
@@ -344,8 +342,8 @@ def test_arrays_that_cannot_be_held_are_given_back():
 
 
 def test_the_doctor_tells_everything(capsys, monkeypatch):
-    monkeypatch.setattr(rdma, "probe", lambda options: DEVICE)
-    monkeypatch.setattr(rdma, "try_out", lambda options: "")
+    monkeypatch.setattr(rdma, "probe", lambda config: DEVICE)
+    monkeypatch.setattr(rdma, "try_out", lambda config: "")
     assert doctor.main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert f"RDMA over rxe0 port 1, GID 0 ({GID})" in shown
@@ -355,10 +353,10 @@ def test_the_doctor_tells_everything(capsys, monkeypatch):
 
 
 def test_the_doctor_says_why_a_device_does_not_work(capsys, monkeypatch):
-    def refuse(options: RdmaOptions) -> None:
+    def refuse(config: Config) -> None:
         raise TransportError("cannot open rxe0: no memory")
 
-    monkeypatch.setattr(rdma, "probe", lambda options: DEVICE)
+    monkeypatch.setattr(rdma, "probe", lambda config: DEVICE)
     monkeypatch.setattr(rdma, "open_device", refuse)
     assert doctor.main(["doctor"]) == 0
     assert "but it does not reach itself: cannot open rxe0: no memory" in capsys.readouterr().out

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastps.config import Config, load
 from fastps.errors import ConfigError
 from fastps.transport import rdma
-from fastps.transport.rdma import ACK_UNIT_S, Capability, RdmaOptions
+from fastps.transport.rdma import ACK_UNIT_S, Capability
 
 IPV4 = "0000:0000:0000:0000:0000:ffff:0a09:0001"
 OTHER_IPV4 = "0000:0000:0000:0000:0000:ffff:0a09:0002"
@@ -51,9 +52,14 @@ def devices(tmp_path: Path) -> Path:
     return folder
 
 
+def settings(**options: object) -> Config:
+    """Load settings of RDMA that no environment disturbs."""
+    return load({f"rdma_{name}": value for name, value in options.items()}, {})
+
+
 def chosen(devices: Path, **options: object) -> tuple[str, int, int, str]:
     """Probe and give what was chosen."""
-    found = rdma.probe(RdmaOptions(**options), devices=devices)  # type: ignore[arg-type]
+    found = rdma.probe(settings(**options), devices=devices)
     return found.device, found.port, found.gid_index, found.gid
 
 
@@ -104,9 +110,9 @@ def test_the_first_active_port_is_chosen(devices):
     assert chosen(devices) == ("mlx5_1", 2, 0, OTHER_IPV4)
     assert (
         "port 1 of mlx5_0 is 1: DOWN"
-        in rdma.probe(RdmaOptions(device="mlx5_0"), devices=devices).reason
+        in rdma.probe(settings(device="mlx5_0"), devices=devices).reason
     )
-    assert "not there" in rdma.probe(RdmaOptions(port=3), devices=devices).reason
+    assert "not there" in rdma.probe(settings(port=3), devices=devices).reason
 
 
 def test_what_is_asked_for_is_taken_or_named(devices):
@@ -114,9 +120,9 @@ def test_what_is_asked_for_is_taken_or_named(devices):
     make_port(devices, "b", 1, [(OTHER_IPV4, V2)])
     assert chosen(devices, device="b") == ("b", 1, 0, OTHER_IPV4)
     assert chosen(devices, gid_index=1) == ("a", 1, 1, IPV6)
-    assert "there are a, b" in rdma.probe(RdmaOptions(device="c"), devices=devices).reason
+    assert "there are a, b" in rdma.probe(settings(device="c"), devices=devices).reason
     for index in (2, 9):
-        reason = rdma.probe(RdmaOptions(device="a", gid_index=index), devices=devices).reason
+        reason = rdma.probe(settings(device="a", gid_index=index), devices=devices).reason
         assert "no usable address" in reason
 
 
@@ -130,11 +136,11 @@ def test_a_data_path_that_is_not_there_is_named_with_its_cure(devices, monkeypat
         rdma.importlib.util, "find_spec", lambda name: object() if name == "pyverbs" else None
     )
     assert rdma.probe(devices=devices).data_path == "pyverbs"
-    assert not rdma.probe(RdmaOptions(data_path="native"), devices=devices).is_usable
+    assert not rdma.probe(settings(data_path="native"), devices=devices).is_usable
 
 
 def test_opening_without_a_device_is_an_error_that_says_why(monkeypatch, devices):
-    monkeypatch.setattr(rdma, "probe", lambda options: Capability(reason="nothing there"))
+    monkeypatch.setattr(rdma, "probe", lambda config: Capability(reason="nothing there"))
     with pytest.raises(ConfigError, match="nothing there"):
         rdma.open_device()
 
@@ -168,7 +174,7 @@ def test_all_tries_together_take_about_the_time_out(timeout_s, retries):
 
 
 def test_the_default_time_out_notices_a_lost_peer_within_ten_seconds():
-    assert rdma.ack_timeout_of(RdmaOptions().timeout_s, RdmaOptions().retries) == 18
+    assert rdma.ack_timeout_of(settings().rdma_timeout_s, settings().rdma_retries) == 18
 
 
 # ---- the distribution's pyverbs ----

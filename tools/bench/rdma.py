@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from aids.boards import EchoBoard, PushBoard
 from aids.faces import Buffer
 from fastps._core import BufferPool
+from fastps.config import load
 from fastps.transport import rdma
 from fastps.transport._rdma import RdmaTransport
 from fastps.transport._tcp import TcpTransport
@@ -70,8 +71,8 @@ class Bench:
             self.transports: list[Any] = [TcpTransport(), TcpTransport()]
             chunk = 512 << 10  # what a job takes on one machine
         else:
-            options = rdma.RdmaOptions(data_path=path)
-            self.transports = [RdmaTransport(rdma.open_device(options)) for _ in range(2)]
+            settings = load({"rdma_data_path": path}, {})
+            self.transports = [RdmaTransport(rdma.open_device(settings)) for _ in range(2)]
         register = getattr(self.transports[1], "register", None)
         self.pool = BufferPool(on_slab=register)
         self.memory = Buffer(self.pool, 2 * count * nbytes)
