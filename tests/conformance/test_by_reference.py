@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import random
 import threading
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from transport_nets import TIMEOUT_S, wait_until
 
+from aids.kernels import GatedSum
 from fastps._core import BufferPool
 from fastps.contract import cast_of
 from fastps.partition import make_partitions
@@ -32,36 +32,12 @@ EVERYBODY = cast_of([[rank] for rank in range(N_WORKERS)], 0)
 MISMATCH = -5
 COUNT = NBYTES // 4
 SHORT_S = 0.1  # how long a test waits for what must not come
-KERNEL = ctypes.CFUNCTYPE(
-    ctypes.c_int64,
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_void_p,
-)
-
-
-class Gate:
-    """A sum kernel that begins and then waits until it may go on."""
-
-    def __init__(self) -> None:
-        self.begun, self.go = threading.Event(), threading.Event()
-        self.real = KERNEL(sum_kernel(DType.FLOAT32))
-        self.callback = KERNEL(self.run)
-        self.address = ctypes.cast(self.callback, ctypes.c_void_p).value or 0
-
-    def run(self, sources: int, n: int, into: int, count: int, args: int) -> int:
-        """Wait, then sum."""
-        self.begun.set()
-        self.go.wait(TIMEOUT_S)
-        return int(self.real(sources, n, into, count, args))
 
 
 class House:
     """One store; worker 0 lives with it, worker 1 sends copies by a thread of its own."""
 
-    def __init__(self, *, engine_threads: int, gate: Gate | None = None) -> None:
+    def __init__(self, *, engine_threads: int, gate: GatedSum | None = None) -> None:
         self.gate = gate  # lives as long as the store
         self.pool = BufferPool()
         self.store = ServerStore(
@@ -227,7 +203,7 @@ ENDS = [cut, leave, abort, poison, lose_the_other]
 
 @pytest.mark.parametrize("end", ENDS)
 def test_memory_stays_lent_until_the_sum_in_progress_is_over(build, end):
-    gate = Gate()
+    gate = GatedSum(timeout_s=TIMEOUT_S)
     house = build(engine_threads=1, gate=gate)
     memory, other = lend(0), given(1)
     result = np.empty(COUNT, np.float32)

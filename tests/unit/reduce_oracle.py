@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
+from aids.kernels import SUM_TYPE
 from fastps.reduce import sum_kernel
 from fastps.types import DType
 
@@ -27,14 +28,6 @@ STORAGE = {
 HALVES = (DType.FLOAT16, DType.BFLOAT16)
 FLOATS = (DType.FLOAT32, DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16)
 INTEGERS = (DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT8)
-SUM_TYPE = ctypes.CFUNCTYPE(
-    ctypes.c_int64,
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_void_p,
-)
 
 
 def kernel(code: DType):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import socket
 import threading
 import time
@@ -12,41 +11,15 @@ import numpy as np
 import pytest
 from test_store import CHUNK, MISMATCH, TIMEOUT_S, Server, make, values_of  # noqa: F401
 
+from aids.kernels import GatedSum
 from aids.wire import FrameFlag, FrameKind, Header, pack_header
 from fastps.errors import StallError
-from fastps.reduce import sum_kernel
 from fastps.transport._tcp import TcpTransport
 from fastps.types import DType
 
-KERNEL = ctypes.CFUNCTYPE(
-    ctypes.c_int64,
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_void_p,
-)
 LARGE = 8 << 20  # bytes; more than a socket takes
 LATE_PULLS = 6
 SOON_S = 3.0  # a second of waiting for each late pull would take longer
-
-
-class Gate:
-    """A sum that begins and then waits until it may go on."""
-
-    def __init__(self) -> None:
-        self.begun, self.go = threading.Event(), threading.Event()
-        self.calls = 0
-        self.real = KERNEL(sum_kernel(DType.FLOAT32))
-        self.callback = KERNEL(self.run)
-        self.address = ctypes.cast(self.callback, ctypes.c_void_p).value or 0
-
-    def run(self, sources: int, n: int, into: int, count: int, args: int) -> int:
-        """Wait, then sum."""
-        self.calls += 1
-        self.begun.set()
-        self.go.wait(TIMEOUT_S)
-        return int(self.real(sources, n, into, count, args))
 
 
 def frame(kind: FrameKind, payload: bytes = b"", **fields: int) -> bytes:
@@ -89,7 +62,7 @@ def test_late_pulls_of_a_peer_that_does_not_read_hold_nobody_up(make):  # noqa: 
 
 def test_who_fails_a_sum_in_progress_holds_nobody_up(make):  # noqa: F811
     """Only the caller of fail_tensor() waits for a sum that reads what was lent."""
-    gate = Gate()
+    gate = GatedSum(timeout_s=TIMEOUT_S)
     server = make(2, lenders=(0,))
     server.declare(1, server.nbytes, kernel=gate.address)
     server.declare(2, server.nbytes)
@@ -116,7 +89,7 @@ def test_who_fails_a_sum_in_progress_holds_nobody_up(make):  # noqa: F811
 
 def test_who_fails_a_sum_in_progress_waits_for_that_one_alone(make):  # noqa: F811
     """Whatever peers send meanwhile: no unit behind it is summed, of this round or the next."""
-    gate = Gate()
+    gate = GatedSum(timeout_s=TIMEOUT_S)
     server = make(2, lenders=(0,))
     server.declare(1, server.nbytes, kernel=gate.address)
     fields = {"key": 1 << 16, "chunk_bytes": CHUNK}
