@@ -88,14 +88,6 @@ class Capability:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Address:
-    device: str
-    port: int
-    gid_index: int
-    gid: str
-
-
 def ack_timeout_of(timeout_s: float, retries: int) -> int:
     """Give the exponent of the verbs' time-out, so that all tries together take timeout_s."""
     one_try = timeout_s / (retries + 1)
@@ -131,28 +123,22 @@ def probe(config: Config | None = None, *, devices: Path = DEVICES) -> Capabilit
     without RDMA. config: None takes what is there. devices: the kernel's table of devices.
     """
     config = config or load(environ={})
-    address, why = _find_address(config, devices)
-    if address is None:
-        return Capability(reason=why)
-    why = "" if devices != DEVICES else _why_closed(address.device)
+    found = _find_address(config, devices)
+    if not found.is_usable:
+        return found
+    why = "" if devices != DEVICES else _why_closed(found.device)
     data_path, missing = _find_data_path(config.rdma_data_path)
-    return Capability(
-        device=address.device,
-        port=address.port,
-        gid_index=address.gid_index,
-        gid=address.gid,
-        data_path=data_path,
-        reason=why or missing,
-    )
+    return replace(found, data_path=data_path, reason=why or missing)
 
 
-def _find_address(config: Config, devices: Path) -> tuple[_Address | None, str]:
+def _find_address(config: Config, devices: Path) -> Capability:
     names = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
     if not names:
-        return None, "the kernel knows no RDMA device (ibv_devinfo lists them)"
+        return Capability(reason="the kernel knows no RDMA device (ibv_devinfo lists them)")
     wanted = config.rdma_device
     if wanted and wanted not in names:
-        return None, f"FASTPS_RDMA_DEVICE={wanted}: there are {', '.join(names)}"
+        reason = f"FASTPS_RDMA_DEVICE={wanted}: there are {', '.join(names)}"
+        return Capability(reason=reason)
     why = ""
     for name in [wanted] if wanted else names:
         kind = _read(devices / name / "node_type")
@@ -161,18 +147,19 @@ def _find_address(config: Config, devices: Path) -> tuple[_Address | None, str]:
             continue
         ports = sorted(int(path.name) for path in (devices / name / "ports").iterdir())
         for port in [config.rdma_port] if config.rdma_port else ports:
-            found, reason = _find_on_port(devices / name, port, config.rdma_gid_index)
-            if found is not None:
-                return found, ""
-            why = why or reason
-    return None, why
+            found = _find_on_port(devices / name, port, config.rdma_gid_index)
+            if found.is_usable:
+                return found
+            why = why or found.reason
+    return Capability(reason=why)
 
 
-def _find_on_port(device: Path, port: int, gid_index: int) -> tuple[_Address | None, str]:
+def _find_on_port(device: Path, port: int, gid_index: int) -> Capability:
     folder = device / "ports" / str(port)
     state = _read(folder / "state")
     if not state.startswith(ACTIVE):
-        return None, f"port {port} of {device.name} is {state or 'not there'}, not active"
+        reason = f"port {port} of {device.name} is {state or 'not there'}, not active"
+        return Capability(reason=reason)
     best: tuple[int, int, str] | None = None
     wanted = range(gid_index, gid_index + 1) if gid_index >= 0 else _gid_indices(folder)
     for index in wanted:
@@ -182,11 +169,11 @@ def _find_on_port(device: Path, port: int, gid_index: int) -> tuple[_Address | N
         if rank == 0:
             break  # the table may have a thousand entries
     if best is None:
-        return None, (
-            f"port {port} of {device.name} has no usable address (GID); give its network "
+        return Capability(
+            reason=f"port {port} of {device.name} has no usable address (GID); give its network "
             "interface an IPv4 address, or set FASTPS_RDMA_GID_INDEX"
         )
-    return _Address(device.name, port, best[1], best[2]), ""
+    return Capability(device=device.name, port=port, gid_index=best[1], gid=best[2])
 
 
 def _gid_indices(folder: Path) -> list[int]:
