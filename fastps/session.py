@@ -46,7 +46,7 @@ from fastps.errors import (
 from fastps.objects import decode_object, encode_object
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
-from fastps.worker.handle import Array, Handle, LocalHandle
+from fastps.worker.handle import Array, Handle
 
 if TYPE_CHECKING:
     from fastps.control.client import ControlClient
@@ -423,7 +423,7 @@ class Session:
         for array, output in zip(arrays, outputs, strict=True):
             if output is not array:
                 np.copyto(output, array)
-        return LocalHandle(outputs, is_single=is_single)
+        return self._handle((), outputs, SUM, is_single=is_single)
 
     def _handle(
         self,

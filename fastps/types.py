@@ -34,18 +34,6 @@ class DType(enum.IntEnum):
         return _ITEMSIZE[self]
 
 
-_ITEMSIZE = {
-    DType.FLOAT32: 4,
-    DType.FLOAT64: 8,
-    DType.FLOAT16: 2,
-    DType.BFLOAT16: 2,
-    DType.INT8: 1,
-    DType.INT16: 2,
-    DType.INT32: 4,
-    DType.INT64: 8,
-    DType.UINT8: 1,
-    DType.BOOL: 1,
-}
 _BY_NAME = {code.name.lower(): code for code in DType}
 # the usual dtypes without making their names, which takes microseconds
 _BY_DTYPE = {np.dtype(name): code for name, code in _BY_NAME.items() if name != "bfloat16"}
@@ -65,6 +53,9 @@ def dtype_of(dtype: np.dtype[np.generic]) -> DType:
 def numpy_dtype(code: DType) -> np.dtype[np.generic]:
     """Give the NumPy dtype that holds a wire code's elements; uint16 for BFLOAT16."""
     return np.dtype("uint16" if code is DType.BFLOAT16 else code.name.lower())
+
+
+_ITEMSIZE = {code: numpy_dtype(code).itemsize for code in DType}
 
 
 def checked_seconds(timeout_s: float) -> float:

@@ -92,27 +92,3 @@ class Handle:
                 failed = (tensor, self._operation, status)
         if failed is not None:
             raise self._explain(*failed, timeout_s)
-
-
-class LocalHandle(Handle):
-    """The handle of an operation that was over when it started, in a job of one worker."""
-
-    __slots__ = ()
-
-    def __init__(self, outputs: Sequence[Array], *, is_single: bool) -> None:
-        super().__init__(
-            (),
-            outputs,
-            is_single=is_single,
-            operation=0,
-            explain=_no_failure,
-            timeout_s=0.0,
-            seconds=[0.0],
-            spin_us=0,
-        )
-
-
-def _no_failure(
-    tensor: PlannedTensor, operation: int, status: int | None, timeout_s: float
-) -> FastPSError:
-    raise AssertionError(tensor.name)

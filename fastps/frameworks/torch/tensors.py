@@ -15,26 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from fastps.session import Session
-from fastps.types import DType
+from fastps.types import DType, numpy_dtype
 from fastps.worker.handle import Handle
 
-_WIRE_DTYPES = {
-    torch.float32: DType.FLOAT32,
-    torch.float64: DType.FLOAT64,
-    torch.float16: DType.FLOAT16,
-    torch.bfloat16: DType.BFLOAT16,
-    torch.int8: DType.INT8,
-    torch.int16: DType.INT16,
-    torch.int32: DType.INT32,
-    torch.int64: DType.INT64,
-    torch.uint8: DType.UINT8,
-    torch.bool: DType.BOOL,
-}
+_WIRE_DTYPES = {getattr(torch, code.name.lower()): code for code in DType}
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-# What an array that holds elements of a code is made of, where NumPy has another name for it.
-_NUMPY_NAMES = {DType.BFLOAT16: "uint16"}
 
 Array = NDArray[np.generic]
 
@@ -121,7 +107,7 @@ def make_room(session: Session, count: int, code: DType) -> Array:
     if count and getattr(session, "can_share", False):
         array = session.empty((count,), code)
     else:
-        array = np.empty(count, _NUMPY_NAMES.get(code, code.name.lower()))
+        array = np.empty(count, numpy_dtype(code))
     array.fill(0)
     return array
 
