@@ -25,20 +25,21 @@ MAX_FILE_LINES = 700
 MAX_CORE_LINES = 1000  # fastps/_core.pyx
 MAX_FUNCTION_LINES = 60
 MAX_MEDIAN_LINES = 8
-# The most lines of each room, the longest prefix counts; a cap is raised only with its reason in
-# docs/architecture.md. There is no total: it would make every feature pay for the last one.
+# The most lines of each room, the longest prefix counts: what it holds and at most 2 % more. A cap
+# is raised only with its reason in docs/architecture.md. There is no total: it would make every
+# feature pay for the last one.
 ROOMS = {
-    "_core": 2200,
-    "reduce/": 2400,
-    "config/": 900,
-    "transport/": 8000,
+    "_core": 1840,
+    "reduce/": 700,
+    "config/": 840,
+    "transport/": 7950,
     "control/": 3500,
-    "server/": 3400,
-    "worker/": 3400,
-    "frameworks/": 3000,
-    "launch/": 2200,
+    "server/": 2950,
+    "worker/": 2750,
+    "frameworks/": 2490,
+    "launch/": 1870,
     "bench/": 1600,
-    "": 4000,  # the session, what it is made of, faces, and the pure rooms of one file each
+    "": 2660,  # the session, what it is made of, faces, and the pure rooms of one file each
 }
 CYTHON_FUNCTION = re.compile(
     r"^( *)(?:def|cdef|cpdef)\b(?! (?:packed )?(?:class|struct|enum))[^=]*\("

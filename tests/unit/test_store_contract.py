@@ -9,8 +9,8 @@ import threading
 import numpy as np
 import pytest
 from test_store import CHUNK, IN_ORDER, MISMATCH, PROTOCOL, TIMEOUT_S, make, values_of  # noqa: F401
-from test_store_waits import KERNEL
 
+from aids.kernels import SUM_TYPE
 from aids.wire import FrameFlag, FrameKind
 from fastps.contract import Cast, Policy, Unit
 from fastps.errors import PeerLostError, StallError
@@ -109,7 +109,7 @@ class Median:
 
     def __init__(self) -> None:
         self.counts: list[int] = []
-        self.callback = KERNEL(self.run)
+        self.callback = SUM_TYPE(self.run)
         self.address = ctypes.cast(self.callback, ctypes.c_void_p).value or 0
 
     def run(self, sources: int, n: int, into: int, count: int, args: int) -> int:
