@@ -14,7 +14,8 @@ import pytest
 from fastps.reduce.__main__ import main
 from fastps.reduce.cache import open_private
 
-PATHS = os.pathsep.join(map(str, (Path(__file__).parents[2], Path(__file__).parent)))
+HERE = Path(__file__).parent
+PATHS = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent, HERE)))
 CPU_LIMIT_S = 4.0  # processor time, so that a loaded machine changes little; measured 0.4 to 0.9
 
 LIGHT = "import sys, fastps.reduce; assert 'numba' not in sys.modules; import fastps.types"
