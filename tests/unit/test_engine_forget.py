@@ -19,9 +19,9 @@ from test_engine import (  # noqa: F401
     make,
 )
 
+from aids.wire import FrameKind
 from fastps.errors import FastPSError, PeerLostError
 from fastps.types import DType
-from fastps.wire import FrameKind
 
 
 def test_a_tensor_in_flight_is_not_forgotten(job):  # noqa: F811

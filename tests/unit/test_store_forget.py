@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from test_store import CHUNK, MISMATCH, PROTOCOL, TIMEOUT_S, make, values_of  # noqa: F401
 
+from aids.wire import FrameFlag, FrameKind
 from fastps.contract import Cast, Policy
 from fastps.errors import PeerLostError, StallError
 from fastps.reduce import sum_kernel
 from fastps.types import DType
-from fastps.wire import FrameFlag, FrameKind
 
 KEY = 1 << 16
 LANDINGS = 300
