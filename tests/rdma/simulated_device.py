@@ -31,7 +31,7 @@ class SimulatedPort:
         """Give path MTU, LID, number and GID."""
         return 5, 0, self.number, bytes(16)
 
-    def connect(self, *, queue_pair: int, **_: Any) -> None:
+    def connect(self, mtu: int, lid: int, gid: bytes, queue_pair: int, *_: int) -> None:
         """Know the peer."""
         self.peer = self.device.fabric[queue_pair]
 
