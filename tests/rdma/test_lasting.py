@@ -3,26 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import rdma_net  # noqa: F401  (makes the conformance suite importable)
 import test_push_pull as engines
 from transport_nets import wait_until
 
-from fastps.server._store import ServerStore
-
 
 @pytest.mark.parametrize("kind", ["tcp4", "inproc", "colocated"])
 @pytest.mark.parametrize("limit_bytes", [0, 100_000, 1 << 30])
-def test_sums_are_right_and_every_buffer_comes_back(monkeypatch, kind, limit_bytes):
-    def make_store(*args: Any, **options: Any) -> ServerStore:
-        store = ServerStore(*args, **options)
-        store.keep_buffers(limit_bytes)
-        return store
-
-    monkeypatch.setattr(engines, "ServerStore", make_store)
-    cluster = engines.Cluster(kind, io_threads=2)
+def test_sums_are_right_and_every_buffer_comes_back(kind, limit_bytes):
+    cluster = engines.Cluster(kind, io_threads=2, lasting_bytes=limit_bytes)
     try:
         kept = [pool.statistics().loans for pool in cluster.pools]
         assert engines.run(cluster, [1, -1, 1]) == []
