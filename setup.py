@@ -16,10 +16,10 @@ MODULES = [
     "fastps._core",
     "fastps.transport._link",
     "fastps.transport._base",
-    "fastps.transport._tcp",
-    "fastps.transport._rdma",
-    "fastps.transport._rdma_verbs",
-    "fastps.transport._inproc",
+    "fastps.transport.tcp._transport",
+    "fastps.transport.rdma._transport",
+    "fastps.transport.rdma._verbs",
+    "fastps.transport.inproc._transport",
     "fastps.server._rounds",
     "fastps.server._accumulate",
     "fastps.server._store",
@@ -31,7 +31,7 @@ MODULES = [
 AIDS = ["aids.boards", "aids.faces", "aids.mailbox", "aids.queue_bench", "aids.scrambler"]
 FOLDERS = {"aids": "tests/aids"}
 # Modules that need a library; built only where its header is found.
-OPTIONAL = {"fastps.transport._rdma_verbs": ("infiniband/verbs.h", "ibverbs")}
+OPTIONAL = {"fastps.transport.rdma._verbs": ("infiniband/verbs.h", "ibverbs")}
 INCLUDE_FOLDERS = ("/usr/include", "/usr/local/include")
 COMPILE_ARGS = ["-O3", "-fno-strict-aliasing", "-Wno-unused-function"]
 

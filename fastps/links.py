@@ -18,15 +18,15 @@ from fastps.config import Config
 from fastps.control.protocol import Job
 from fastps.errors import TransportError
 from fastps.transport import rdma
-from fastps.transport._inproc import InprocTransport
-from fastps.transport._tcp import TcpTransport
+from fastps.transport.inproc._transport import InprocTransport
 from fastps.transport.rdma import Capability
 from fastps.transport.tcp import choose_credit, dial, pack_lane
+from fastps.transport.tcp._transport import TcpTransport
 from fastps.worker._engine import WorkerEngine
 
 if TYPE_CHECKING:
     from fastps.server._store import ServerStore
-    from fastps.transport._rdma import Opening, RdmaTransport
+    from fastps.transport.rdma._transport import Opening, RdmaTransport
 
 log = logging.getLogger(__name__)
 

@@ -28,15 +28,15 @@ from fastps.partition import link_counts
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport import rdma
-from fastps.transport._tcp import TcpTransport
 from fastps.transport.listener import NotYet
 from fastps.transport.node import Node
 from fastps.transport.sockets import watch_closely
 from fastps.transport.tcp import unpack_lane
+from fastps.transport.tcp._transport import TcpTransport
 from fastps.types import DType
 
 if TYPE_CHECKING:
-    from fastps.transport._rdma import RdmaTransport
+    from fastps.transport.rdma._transport import RdmaTransport
 
 log = logging.getLogger(__name__)
 

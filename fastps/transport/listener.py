@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The door for data connections, TCP or Unix: tune who showed the token and hand it over.
 
-Decides nothing about frames: the C side gets the connection (_tcp.TcpTransport.adopt). Runs on
+Decides nothing about frames: the C side gets the connection (TcpTransport.adopt). Runs on
 the thread of its gate, fastps:accept.
 """
 

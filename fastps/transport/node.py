@@ -27,15 +27,15 @@ from fastps.config import Config
 from fastps.errors import FastPSError, ProtocolError, TransportError, TransportTimeout
 from fastps.transport import rdma
 from fastps.transport._link import LinkOwner
-from fastps.transport._tcp import TcpTransport
 from fastps.transport.listener import Admit, Listener, NotYet
 from fastps.transport.rdma import Capability
 from fastps.transport.tcp import choose_credit, dial, pack_lane, unpack_lane
+from fastps.transport.tcp._transport import TcpTransport
 
 if TYPE_CHECKING:
     import socket
 
-    from fastps.transport._rdma import Opening, RdmaTransport
+    from fastps.transport.rdma._transport import Opening, RdmaTransport
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from transport_nets import (
 from aids.mailbox import Mailbox
 from aids.wire import HEADER_BYTES, FrameKind, Header, pack_header, unpack_header
 from fastps.errors import StallError
-from fastps.transport._tcp import TcpTransport
+from fastps.transport.tcp._transport import TcpTransport
 
 SHORT_S = 0.1
 BUFFER_BYTES = 16384  # of the kernel, each way: a link blocks soon

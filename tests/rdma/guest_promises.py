@@ -33,7 +33,7 @@ from fastps._core import BufferPool
 from fastps.contract import cast_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
-from fastps.transport._rdma import RdmaTransport
+from fastps.transport.rdma._transport import RdmaTransport
 from fastps.types import DType
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._tensor import PlannedTensor

@@ -35,7 +35,7 @@ from transport_nets import PEER_LOST, PROTOCOL, TIMEOUT_S, outcome, tcp_pair, wa
 from aids.mailbox import Mailbox
 from fastps.errors import PeerLostError, StallError, TransportError
 from fastps.transport import rdma
-from fastps.transport._rdma import RdmaTransport
+from fastps.transport.rdma._transport import RdmaTransport
 
 
 @pytest.fixture(params=DATA_PATHS)
@@ -192,7 +192,7 @@ LITTLE_MEMORY = """
 import mmap, os, resource, sys
 sys.path[:0] = {path!r}
 from rdma_net import open_device
-from fastps.transport._rdma import RdmaTransport
+from fastps.transport.rdma._transport import RdmaTransport
 from fastps.errors import TransportError
 transport = RdmaTransport(open_device())
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 << 20, 4 << 20))
@@ -422,7 +422,7 @@ def test_a_killed_peer_is_noticed_at_once(tmp_path: Path):
         "import socket\n"
         "from rdma_net import open_device\n"
         "from aids.mailbox import Mailbox\n"
-        "from fastps.transport._rdma import RdmaTransport\n"
+        "from fastps.transport.rdma._transport import RdmaTransport\n"
         "transport, box = RdmaTransport(open_device()), Mailbox()\n"
         "sock = socket.socket(fileno=int(sys.argv[1]))\n"
         "sock.setblocking(False)\n"

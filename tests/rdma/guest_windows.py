@@ -36,8 +36,8 @@ from transport_nets import IN_ORDER, PEER_LOST, TIMEOUT_S, outcome, wait_until
 from aids.boards import EchoBoard, PushBoard
 from aids.mailbox import Mailbox
 from aids.wire import FrameKind
-from fastps.transport._rdma import PythonDevice, RdmaTransport
-from fastps.transport.rdma_pyverbs import Device, Port, Window
+from fastps.transport.rdma._transport import PythonDevice, RdmaTransport
+from fastps.transport.rdma.pyverbs import Device, Port, Window
 
 NBYTES = 10000
 OK, ACCESS_ERROR = 0, 10  # statuses of a completion

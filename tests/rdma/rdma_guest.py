@@ -60,7 +60,7 @@ def fill_cache(folder: Path) -> tuple[str, ...]:
 
 def native_or_pyverbs() -> str:
     """Name the data path that a user of this build gets."""
-    found = list((ROOT / "fastps" / "transport").glob("_rdma_verbs.*.so"))
+    found = list((ROOT / "fastps" / "transport" / "rdma").glob("_verbs.*.so"))
     return "native" if found else "pyverbs"
 
 

@@ -17,7 +17,7 @@ import transport_nets  # noqa: E402
 from fastps.config import load  # noqa: E402
 from fastps.transport import rdma  # noqa: E402
 from fastps.transport._link import LinkOwner  # noqa: E402
-from fastps.transport._rdma import RdmaTransport, VerbsDevice  # noqa: E402
+from fastps.transport.rdma._transport import RdmaTransport, VerbsDevice  # noqa: E402
 
 RDMA_NETS = ("native", "pyverbs")
 PlainNet = transport_nets.Net

@@ -18,11 +18,11 @@ from aids.mailbox import Mailbox
 from aids.wire import FrameKind, Header, crc32c, pack_header
 from fastps._core import BufferPool
 from fastps.transport import rdma
-from fastps.transport._rdma import RdmaTransport
-from fastps.transport.rdma_pyverbs import Completion, Device, Port
+from fastps.transport.rdma._transport import RdmaTransport
+from fastps.transport.rdma.pyverbs import Completion, Device, Port
 
 MIB = 1 << 20
-GREETING = struct.Struct("<IHBBIIIII16s")  # Greeting of _rdma.pxd, without its checksum
+GREETING = struct.Struct("<IHBBIIIII16s")  # Greeting of rdma/_transport.pxd, without its checksum
 FRAME, ANNOUNCE, GRANT, CREDIT, WITHDRAW, HELLO, WITHDRAWN = range(1, 8)
 IMM_ANNOUNCED = 1 << 31
 
@@ -136,7 +136,7 @@ def connect(
 
 
 class Grant(NamedTuple):
-    """What GrantNote of _rdma.pyx says."""
+    """What GrantNote of rdma/_transport.pyx says."""
 
     place: int
     rkey: int

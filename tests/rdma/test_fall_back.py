@@ -19,9 +19,9 @@ from fastps.config import Config, load
 from fastps.control.protocol import Member
 from fastps.errors import TransportError
 from fastps.transport import rdma, sockets
-from fastps.transport._rdma import PythonDevice, RdmaTransport
 from fastps.transport.node import Node
 from fastps.transport.rdma import Capability
+from fastps.transport.rdma._transport import PythonDevice, RdmaTransport
 
 KEY = derive_key(b"token", "data", "job")
 TIMEOUT_S = transport_nets.TIMEOUT_S

@@ -12,10 +12,10 @@ import pytest
 from rdma_net import transport_nets
 from simulated_device import SimulatedDevice
 
-from fastps.transport._rdma import PythonDevice, RdmaTransport
+from fastps.transport.rdma._transport import PythonDevice, RdmaTransport
 
 TIMEOUT_S, PEER_LOST = transport_nets.TIMEOUT_S, transport_nets.PEER_LOST
-PORT, ADDRESS = 2, 3  # Trouble of _rdma.pxd
+PORT, ADDRESS = 2, 3  # Trouble of rdma/_transport.pxd
 WORDS = {PORT: "the device's port is down", ADDRESS: "the address (GID) of the device's port"}
 
 

@@ -14,7 +14,7 @@ from test_store import CHUNK, MISMATCH, TIMEOUT_S, Server, make, values_of  # no
 from aids.kernels import GatedSum
 from aids.wire import FrameFlag, FrameKind, Header, pack_header
 from fastps.errors import StallError
-from fastps.transport._tcp import TcpTransport
+from fastps.transport.tcp._transport import TcpTransport
 from fastps.types import DType
 
 LARGE = 8 << 20  # bytes; more than a socket takes

@@ -39,8 +39,8 @@ from aids.faces import Buffer
 from fastps._core import BufferPool
 from fastps.config import load
 from fastps.transport import rdma
-from fastps.transport._rdma import RdmaTransport
-from fastps.transport._tcp import TcpTransport
+from fastps.transport.rdma._transport import RdmaTransport
+from fastps.transport.tcp._transport import TcpTransport
 
 MIB = 1 << 20
 SMALL, LARGE = 64, 4 * MIB

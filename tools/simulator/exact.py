@@ -36,7 +36,7 @@ from tools.simulator.plan import (
 )
 
 QUEUE_CAPACITY = 16  # of a queue at first; it grows by itself
-# Of the library's loans, which are C constants of transport/_tcp.pyx.
+# Of the library's loans, which are C constants of transport/tcp/_transport.pyx.
 BORROW_BYTES = 512 << 10
 STARVED_S = 2e-3
 MAX_STARVED_S = 0.2
@@ -80,7 +80,7 @@ class Part:
 
 @dataclass(eq=False, slots=True)
 class Credit:
-    """A queue's credit with the library's loans to those who starve (transport/_tcp).
+    """A queue's credit with the library's loans to those who starve (transport/tcp).
 
     Machines may have pushed different chunks of one priority, each as far as its credit goes:
     then none gets a result, and some must send more than they have credit for.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _rdma.pyx: what Python sees.
+# Part of _transport.pyx: what Python sees.
 
 cdef class VerbsDevice:
     """An open device with its protection domain; a data path fills in the table of calls."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _rdma.pyx: a data path that a Python object provides. Each call takes the GIL.
+# Part of _transport.pyx: a data path that a Python object provides. Each call takes the GIL.
 
 cdef int errno_of(object error):
     """Give the number of a system error, whichever class carries it; log what it says."""
@@ -164,7 +164,7 @@ cdef const char* python_explain(int status) noexcept with gil:
 
 @cython.final
 cdef class PythonDevice(VerbsDevice):
-    """A device whose calls go to a Python object, such as rdma_pyverbs.Device."""
+    """A device whose calls go to a Python object, such as pyverbs.Device."""
 
     cdef object handler
     cdef int pid

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _tcp.pyx: queued items become frames and gathered writes. Lock: send_lock.
+# Part of _transport.pyx: queued items become frames and gathered writes. Lock: send_lock.
 
 # ---------------------------------------------------------------- send side
 

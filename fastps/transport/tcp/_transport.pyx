@@ -99,8 +99,8 @@ cdef struct TcpLink:
     uint64_t recv_asked         # bytes the last read had room for
 
 
-include "_tcp_send.pxi"
-include "_tcp_receive.pxi"
+include "_send.pxi"
+include "_receive.pxi"
 
 
 # ---------------------------------------------------------------- what the base calls

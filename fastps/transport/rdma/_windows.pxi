@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _rdma.pyx: keys that let the peer write, each for one place and this link alone. I/O
+# Part of _transport.pyx: keys that let the peer write, each for one place and this link alone. I/O
 # thread only.
 
 # ---------------------------------------------------------------- open and close

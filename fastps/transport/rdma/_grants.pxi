@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _rdma.pyx: who may write where, for one frame or as long as nobody takes it back. I/O
-# thread only, but for rdma_withdraw.
+# Part of _transport.pyx: who may write where, for one frame or as long as nobody takes it back.
+# I/O thread only, but for rdma_withdraw.
 
 cdef inline uint32_t bucket_of(uint64_t key) noexcept nogil:
     return <uint32_t>((key ^ key >> 16) % BUCKETS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _rdma.pyx: queued items become messages and writes. I/O thread only.
+# Part of _transport.pyx: queued items become messages and writes. I/O thread only.
 
 cdef bint commit_frame(RdmaLink* link) noexcept nogil:
     """Take the most urgent frame off the queue; False: there is none, or enough are under way."""

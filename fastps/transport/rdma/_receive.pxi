@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _rdma.pyx: messages, immediate numbers and completions. I/O thread only.
+# Part of _transport.pyx: messages, immediate numbers and completions. I/O thread only.
 
 # ---------------------------------------------------------------- frames
 

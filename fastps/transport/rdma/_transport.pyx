@@ -350,13 +350,13 @@ cdef struct RdmaThread:         # what an I/O thread has beside its links
     RdmaCounts counts
 
 
-include "_rdma_memory.pxi"
-include "_rdma_work.pxi"
-include "_rdma_windows.pxi"
-include "_rdma_grants.pxi"
-include "_rdma_send.pxi"
-include "_rdma_opening.pxi"
-include "_rdma_receive.pxi"
-include "_rdma_thread.pxi"
-include "_rdma_face.pxi"
-include "_rdma_python.pxi"
+include "_memory.pxi"
+include "_work.pxi"
+include "_windows.pxi"
+include "_grants.pxi"
+include "_send.pxi"
+include "_opening.pxi"
+include "_receive.pxi"
+include "_thread.pxi"
+include "_face.pxi"
+include "_python.pxi"

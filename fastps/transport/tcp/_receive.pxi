@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _tcp.pyx: bytes become frames and land where the owner says. I/O thread only.
+# Part of _transport.pyx: bytes become frames and land where the owner says. I/O thread only.
 
 # ---------------------------------------------------------------- receive side
 

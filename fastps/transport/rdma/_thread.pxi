@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _rdma.pyx: what the base calls; links are served and end here. I/O thread only.
+# Part of _transport.pyx: what the base calls; links are served and end here. I/O thread only.
 
 # ---------------------------------------------------------------- serving
 

@@ -24,9 +24,9 @@ from fastps.errors import TransportError
 PARTS = ("addr", "cq", "device", "fork", "mr", "pd", "pyverbs_error", "qp", "wr")
 HOP_LIMIT = 64
 MIN_RNR_TIMER = 12  # 0.64 ms; credits keep it from ever mattering
-ACCESS_LOCAL, ACCESS_REMOTE = 1, 3  # Access of _rdma.pxd
-OPCODE_SEND, OPCODE_WRITE, OPCODE_WRITE_WITH_IMM = 0, 1, 2  # Opcode of _rdma.pxd
-TROUBLE_DEVICE, TROUBLE_PORT, TROUBLE_ADDRESS = 1, 2, 3  # Trouble of _rdma.pxd
+ACCESS_LOCAL, ACCESS_REMOTE = 1, 3  # Access of _transport.pxd
+OPCODE_SEND, OPCODE_WRITE, OPCODE_WRITE_WITH_IMM = 0, 1, 2  # Opcode of _transport.pxd
+TROUBLE_DEVICE, TROUBLE_PORT, TROUBLE_ADDRESS = 1, 2, 3  # Trouble of _transport.pxd
 PORT_ACTIVE = 4
 FORK_UNNEEDED = 2
 MAX_PKEYS = 128

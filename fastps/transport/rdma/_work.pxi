@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _rdma.pyx: work requests and messages. I/O thread only.
+# Part of _transport.pyx: work requests and messages. I/O thread only.
 
 cdef inline uint32_t works_free(RdmaLink* link) noexcept nogil:
     return SENDS - (link.works.end - link.works.first)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _rdma.pyx: regions, and the words for what failed. Any thread.
+# Part of _transport.pyx: regions, and the words for what failed. Any thread.
 
 # ---------------------------------------------------------------- failures
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from typing import Self, final
 
-from fastps.transport._rdma import VerbsDevice
+from fastps.transport.rdma._transport import VerbsDevice
 
 @final
 class NativeDevice(VerbsDevice):

@@ -2,7 +2,7 @@
 """Whether this machine can use RDMA, over which device, address and data path.
 
 Reads the kernel's tables of devices; opens one only in open_device(). Frames and queue pairs are
-_rdma's; what a device is asked for goes to one of two data paths: the native one (_rdma_verbs,
+_transport's; what a device is asked for goes to one of two data paths: the native one (_verbs,
 where libibverbs' header was there when fastps was built), else pyverbs. Threads: those of
 the transports that it opens.
 """
@@ -31,7 +31,7 @@ from fastps.transport.sockets import watch_closely
 
 if TYPE_CHECKING:  # what needs no device must not load what drives one
     from fastps.transport._link import LinkOwner
-    from fastps.transport._rdma import Opening, RdmaTransport, VerbsDevice
+    from fastps.transport.rdma._transport import Opening, RdmaTransport, VerbsDevice
 
 log = logging.getLogger(__name__)
 
@@ -223,9 +223,9 @@ def _why_closed(device: str) -> str:
 
 def _find_data_path(wanted: str) -> tuple[str, str]:
     """Give (data path, why there is none)."""
-    if wanted in ("auto", "native") and importlib.util.find_spec("fastps.transport._rdma_verbs"):
+    if wanted in ("auto", "native") and importlib.util.find_spec("fastps.transport.rdma._verbs"):
         try:
-            importlib.import_module("fastps.transport._rdma_verbs")
+            importlib.import_module("fastps.transport.rdma._verbs")
             return "native", ""
         except ImportError:
             pass  # libibverbs is not installed
@@ -246,8 +246,8 @@ def open_device(config: Config | None = None) -> VerbsDevice:
     found = probe(config)
     if not found.is_usable:
         raise ConfigError(found.reason)
-    from fastps.transport._rdma import PythonDevice  # noqa: PLC0415
-    from fastps.transport.rdma_pyverbs import Device as PyverbsHandler  # noqa: PLC0415
+    from fastps.transport.rdma._transport import PythonDevice  # noqa: PLC0415
+    from fastps.transport.rdma.pyverbs import Device as PyverbsHandler  # noqa: PLC0415
 
     arguments = {
         "port": found.port,
@@ -259,7 +259,7 @@ def open_device(config: Config | None = None) -> VerbsDevice:
     }
     try:
         if found.data_path == "native":
-            from fastps.transport._rdma_verbs import NativeDevice  # noqa: PLC0415
+            from fastps.transport.rdma._verbs import NativeDevice  # noqa: PLC0415
 
             return NativeDevice(found.device, **arguments)
         return PythonDevice(PyverbsHandler(found.device, **arguments), name=found.device)
@@ -373,7 +373,7 @@ def open_transport(config: Config, *, n_links: int) -> RdmaTransport | None:
     ConfigError or TransportError.
     """
     try:
-        from fastps.transport._rdma import RdmaTransport  # noqa: PLC0415
+        from fastps.transport.rdma._transport import RdmaTransport  # noqa: PLC0415
 
         device = open_device(config)
         transport = RdmaTransport(
@@ -409,7 +409,7 @@ def try_out(config: Config | None = None, *, timeout_s: float = 10.0) -> str:
     """
     try:
         from fastps.transport._link import LinkOwner  # noqa: PLC0415
-        from fastps.transport._rdma import RdmaTransport  # noqa: PLC0415
+        from fastps.transport.rdma._transport import RdmaTransport  # noqa: PLC0415
 
         transport = RdmaTransport(open_device(config), greeting_timeout_s=timeout_s)
         try:
