@@ -51,7 +51,7 @@ cdef struct SumJob:             # one unit whose contributions are all in
     uint32_t unit
 
 cdef struct Contribution:       # what one member gave to a round; entry.lock
-    int state                   # PartState
+    int32_t state               # PartState; atomic where a rule may read it meanwhile
     uint32_t cursor             # bytes landed
     uint32_t landing            # number of the unit whose bytes land just now, plus 1; else 0
     bint is_lent                # part of it is borrowed

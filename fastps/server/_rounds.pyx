@@ -526,7 +526,7 @@ cdef bint count_push(Round* round, Contribution* part, const Header* header) noe
         return False
     part.cursor += header.length
     if part.cursor == entry.nbytes:
-        part.state = PART_WHOLE
+        fps_store32(&part.state, PART_WHOLE)
     elif part.cursor % entry.unit_bytes:
         return False
     return arrive(round, header.offset / entry.unit_bytes)

@@ -2,7 +2,8 @@
 # Part of _rounds.pyx: units whose contributions are all in become results.
 
 cdef inline bint has_data(Contribution* part) noexcept nogil:
-    return part.state == PART_PUSHING or part.state == PART_WHOLE
+    cdef int32_t state = fps_load32(&part.state)
+    return state == PART_PUSHING or state == PART_WHOLE
 
 
 cdef inline bint is_possible(Round* round, int event) noexcept nogil:
