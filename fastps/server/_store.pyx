@@ -29,7 +29,9 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from fastps._atomic cimport fps_add32, fps_fence, fps_load32, fps_store32, fps_swap32
+from fastps._atomic cimport (
+    fps_add32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
+)
 from fastps._posix cimport pthread_mutex_destroy, pthread_mutex_init, sched_yield
 from fastps._table cimport MAX_RECORDS, IdTable, table_clear, table_each, table_get, table_put
 from fastps._core cimport (
@@ -39,7 +41,8 @@ from fastps._core cimport (
 )
 from fastps.server._accumulate cimport ACCUMULATE_POLICY
 from fastps.server._policy cimport (
-    NOBODY, Cast, Engine, Entry, Job, Seat, Store, Tensor, length_at, rule_fn, slot_of,
+    NOBODY, Cast, Engine, Entry, Job, Seat, Store, StoreStats, Tensor, length_at, rule_fn,
+    slot_of,
 )
 from fastps.server._rounds cimport SUM_POLICY
 from fastps.transport._link cimport (
@@ -600,9 +603,14 @@ cdef class ServerStore(LinkOwner):
 
     def statistics(self):
         """Count chunks and bytes summed, rounds failed and tensors declared, as a dict."""
-        result = dict(self.store.stats)
-        result["tensors"] = self.n_tensors
-        return result
+        cdef StoreStats* stats = &self.store.stats
+        return {
+            "chunks_summed": fps_load64(<int64_t*>&stats.chunks_summed),
+            "bytes_summed": fps_load64(<int64_t*>&stats.bytes_summed),
+            "rounds_failed": fps_load64(<int64_t*>&stats.rounds_failed),
+            "buffers_not_kept": fps_load64(<int64_t*>&stats.buffers_not_kept),
+            "tensors": self.n_tensors,
+        }
 
     def close(self, *, double timeout_s=10.0):
         """Join the engine threads. The transport must be closed before. Idempotent."""

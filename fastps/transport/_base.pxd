@@ -38,7 +38,7 @@ cdef struct BaseLink:
     int32_t close_status        # atomic; first call of close() wins
     int32_t is_leaving          # atomic; BYE queued
     int32_t loans               # atomic: borrowed since the last credit came
-    int64_t starved_since       # out of credit with items waiting, 0: not
+    int64_t starved_since       # out of credit with items waiting, 0: not; atomic
     int64_t patience_ns         # from starving to borrowing, 0: not known yet
     SendItem bye
     # the rest: I/O thread only

@@ -30,7 +30,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from fastps._atomic cimport (
-    fps_add32, fps_cas32, fps_fence, fps_load32, fps_store32, fps_swap32,
+    fps_add32, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_store64, fps_swap32,
 )
 from fastps._core cimport (
     E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, QueueStats,
@@ -168,10 +168,10 @@ cdef void note_starved(BaseLink* link) noexcept nogil:
         return
     queue_stats(link.queue, &stats)
     if stats.depth == 0:
-        link.starved_since = 0
+        fps_store64(&link.starved_since, 0)
     elif link.starved_since == 0:
         link.patience_ns = 0
-        link.starved_since = now_ns()
+        fps_store64(&link.starved_since, now_ns())
         fps_store32(&link.io.has_starved, 1)
         wake_io(link.io)
 
@@ -181,7 +181,7 @@ cdef SendItem* next_item(BaseLink* link) noexcept nogil:
     if queue_pop_nowait(link.queue, &item) != OK:
         note_starved(link)
         return NULL
-    link.starved_since = 0
+    fps_store64(&link.starved_since, 0)
     return <SendItem*>item
 
 
@@ -392,15 +392,14 @@ cdef int64_t patience_of(BaseLink* link) noexcept nogil:
     return max(<int64_t>ns, <int64_t>STARVED_NS)
 
 
-cdef void lend_credit(BaseLink* link, int64_t now) noexcept nogil:
+cdef void lend_credit(BaseLink* link, int64_t waited) noexcept nogil:
     """Let a link that waits for credit send some more, once its patience is over."""
-    cdef int64_t waited = now - link.starved_since
     if waited >= STARVED_NS and link.patience_ns == 0:
         link.patience_ns = patience_of(link)
     if waited < STARVED_NS or waited < link.patience_ns:
         fps_store32(&link.io.has_starved, 1)
         return
-    link.starved_since = 0
+    fps_store64(&link.starved_since, 0)
     fps_add32(&link.loans, 1)
     link.link.stats.loans += 1
     queue_lend(link.queue, link.ops.borrow_bytes)
@@ -433,8 +432,9 @@ cdef void serve_kicked(IoThread* io) noexcept nogil:
 
 
 cdef void serve_timer(BaseLink* link, int64_t now) noexcept nogil:
-    if link.starved_since:
-        lend_credit(link, now)
+    cdef int64_t since = fps_load64(&link.starved_since)    # who sends may end it meanwhile
+    if since:
+        lend_credit(link, now - since)
     if link.waiting_since and not link.is_over:
         settle(link, link.ops.serve(link))
     if link.deadline and not link.is_over:

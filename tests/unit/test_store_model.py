@@ -259,6 +259,7 @@ class StoreMachine(RuleBasedStateMachine):
             thread.join(TIMEOUT_S)
             assert not wrong
 
+    @precondition(lambda self: len(self.alive) == len(self.boxes))
     @precondition(lambda self: any(model.is_busy() for model in self.keys))
     @rule(data=st.data())
     def push_on_while_it_is_tried_to_forget(self, data: st.DataObject) -> None:
