@@ -576,11 +576,12 @@ class Session:
         self._client = None
         self._connections.close()
         self._tensors.clear()  # they hold shared memory
+        _sessions.discard(self)
 
     def abandon(self) -> None:
         """Give up in a forked child: close the links' descriptors, so that our death is seen."""
         self.is_ours = False
-        if self._client is not None:
+        if hasattr(self, "_connections"):  # also while close() ends them
             self._connections.abandon()
 
 

@@ -172,17 +172,21 @@ class DataPlane:
         On the news thread: the last results of a tensor may still be leaving.
         """
         for _ in range(len(self._farewells)):
-            request, deadline = self._farewells.popleft()
-            try:
-                for tensor_id in request.tensor_ids:
-                    self.store.forget_tensor(tensor_id, timeout_s=0.0)
-                self._client.keys_ready(request.request_id)
-            except StallError as error:
-                if time.monotonic() < deadline:
-                    self._farewells.append((request, deadline))
-                else:
-                    self._client.keys_failed(request.request_id, str(error))
+            with contextlib.suppress(FastPSError):  # where nobody hears us any more
+                self._try_farewell(*self._farewells.popleft())
         return FAREWELL_SLICE_S if self._farewells else NEWS_SLICE_S
+
+    def _try_farewell(self, request: ForgetKeys, deadline: float) -> None:
+        try:
+            for tensor_id in request.tensor_ids:
+                self.store.forget_tensor(tensor_id, timeout_s=0.0)
+        except StallError as error:
+            if time.monotonic() < deadline:
+                self._farewells.append((request, deadline))
+            else:
+                self._client.keys_failed(request.request_id, str(error))
+        else:
+            self._client.keys_ready(request.request_id)
 
     def _hold(self, request: DeclareKeys) -> None:
         """Make ready for new tensors."""

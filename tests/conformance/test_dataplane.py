@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from transport_nets import wait_until
 
 from fastps.config import Config, load
 from fastps.control.doors import open_doors
-from fastps.control.protocol import DeclareKeys, Job, KeySpec, Member
+from fastps.control.protocol import DeclareKeys, ForgetKeys, Job, KeySpec, Member
 from fastps.errors import FastPSError
 from fastps.server.dataplane import DataPlane
 from fastps.transport.node import Node
@@ -92,6 +93,27 @@ def test_what_cannot_be_held_is_said(plane: tuple[DataPlane, Client]) -> None:
     assert client.ready == []
     assert "server 0" in client.failed[8]
     assert "250" in client.failed[8]
+
+
+def test_who_hears_nothing_of_a_farewell_keeps_nobody_from_the_next_one(
+    plane: tuple[DataPlane, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that forgets also reports links that broke: it goes on."""
+    made, client = plane
+    made.take(DeclareKeys(1, (spec(0), spec(1))))
+    answer, deaf = client.keys_ready, [True]
+
+    def keys_ready(request_id: int) -> None:
+        if deaf:
+            deaf.pop()
+            raise FastPSError("the control connection has ended")
+        answer(request_id)
+
+    monkeypatch.setattr(client, "keys_ready", keys_ready)
+    for request, tensor in ((2, 0), (3, 1)):
+        made.take(ForgetKeys(request, (tensor,)))
+        wait_until(lambda left=1 - tensor: made.statistics()["tensors"] == left, "forgotten")
+    wait_until(lambda: client.ready == [1, 3], "the second answer")
 
 
 @pytest.mark.parametrize("machines", [[0, 1, 1], [0, 0, 0], [0, 1, 2]])

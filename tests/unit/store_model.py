@@ -91,12 +91,27 @@ class KeyModel:
         self.out: list[tuple[int, Frame]] = []
 
     def is_busy(self) -> bool:
-        """Tell whether a round is open, or somebody who is there has more to push."""
-        if RoundState.OPEN in self.states:
-            return True
+        """Tell whether a round is open, or who is there has more to push to one of the last."""
+        return RoundState.OPEN in self.states or any(
+            self._lacks_bytes(round_)
+            for version, round_ in self.rounds.items()
+            if version + 2 not in self.rounds
+        )
+
+    def has_laggards(self) -> bool:
+        """Tell whether somebody who is there has more to push to a round that was replaced.
+
+        The store does not wait for these when it forgets.
+        """
+        return any(
+            self._lacks_bytes(round_)
+            for version, round_ in self.rounds.items()
+            if version + 2 in self.rounds
+        )
+
+    def _lacks_bytes(self, round_: Round) -> bool:
         return any(
             part.payload is not None and part.cursor < self.nbytes and rank not in self.gone
-            for round_ in self.rounds.values()
             for rank, part in round_.parts.items()
         )
 

@@ -259,7 +259,6 @@ class StoreMachine(RuleBasedStateMachine):
             thread.join(TIMEOUT_S)
             assert not wrong
 
-    @precondition(lambda self: len(self.alive) == len(self.boxes))
     @precondition(lambda self: any(model.is_busy() for model in self.keys))
     @rule(data=st.data())
     def push_on_while_it_is_tried_to_forget(self, data: st.DataObject) -> None:
@@ -289,6 +288,8 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(StallError):
                 self.store.forget_tensor(TENSOR, timeout_s=0.0)
             return
+        if any(model.has_laggards() for model in self.keys):
+            return  # what they push would come to nothing that is there
         self.store.forget_tensor(TENSOR, timeout_s=TIMEOUT_S)
         assert self.store.statistics()["tensors"] == 0
         assert self.pool.statistics().loans == 0
