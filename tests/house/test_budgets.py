@@ -36,6 +36,7 @@ ROOMS = {
     "control/": 3530,
     "server/": 3120,
     "worker/": 2760,
+    "collectives/": 535,
     "frameworks/": 2490,
     "launch/": 1960,
     "bench/": 1600,

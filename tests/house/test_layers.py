@@ -41,6 +41,7 @@ FLOORS = {
     "fastps.telemetry": 4,
     "fastps.server": 5,
     "fastps.worker": 5,
+    "fastps.collectives": 6,
     "fastps.graph": 6,
     "fastps.byzantine": 6,
     "fastps.session": 7,

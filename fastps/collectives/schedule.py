@@ -1,0 +1,525 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which messages an operation consists of on one member of a group.
+
+Decides who sends what to whom, in which order, and what is summed where; never knows what the
+bytes mean, how they travel, or a rank of the job: members are indices in the group. Pure: every
+member calls the same function with the same sizes, and the steps that they get fit together.
+
+A piece of an operation has an *owner*. Its way is a tree of two levels: where several members
+share a machine, an *agent* on each machine sums for it, receives for it and passes on inside it,
+so that bytes cross the network once per machine. Agents change from piece to piece, so all
+members work. machines: the number of each member's machine; without, each is one of its own, and
+the tree is a star. Sums are made in group order inside each machine, then in the order of the
+machines' first members, whatever the size; all members get the bytes of one and the same sum.
+
+A step waits for those of its `after`, smaller indices. Beyond that, what arrives may be written
+where a SEND reads, if it was made from what that SEND sent. Pieces of 0 bytes have no steps.
+
+In what follows n members on m machines exchange M bytes; B is the bandwidth of each member's way
+in and of its way out, and a floor the time that no algorithm can beat. Messages are those that
+a member sends, if none is longer than MAX_MESSAGE_BYTES.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+ALIGNMENT = 64  # bytes; pieces of one array begin at multiples of a cache line
+MAX_MESSAGE_BYTES = 1 << 30
+PIECE_BYTES = 1 << 20  # of what is passed on: early enough to overlap, and still in a cache
+MIN_PIECE_BYTES = 64 << 10  # a shorter piece saves less time than its message costs
+PIPELINE = 16  # pieces for each who passes a broadcast on: the last one costs 1/16
+# A message costs about 5 us, in which 8 KiB travel. Who sends M bytes to all, instead of a share
+# of each sum to its owner and back, saves half of the messages; that pays up to 16 KiB.
+SMALL_BYTES = 16 << 10
+DIRECT_MEMBERS = 8  # with more, small messages go in few rounds instead of all at once
+
+
+class Kind(enum.IntEnum):
+    """What a step does."""
+
+    SEND = 0
+    RECEIVE = 1
+    FOLD = 2  # sum what lies here and what arrives
+    COPY = 3
+
+
+class Place(enum.IntEnum):
+    """Which of the three arrays that an operation has on a member."""
+
+    INPUT = 0
+    OUTPUT = 1
+    SCRATCH = 2
+
+
+class Source(NamedTuple):
+    """What a FOLD or COPY reads: a peer's message, or bytes here if the peer is ourselves."""
+
+    peer: int
+    label: int
+    place: Place
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that a member does, once all steps of `after` are done.
+
+    peer: of a SEND or RECEIVE; else ourselves. label: names the message between the two; unique
+    for each ordered pair. offset, nbytes: of what is sent or written in `place`; at most
+    MAX_MESSAGE_BYTES. sources: of a FOLD, in the order of its sum, or the one of a COPY.
+    """
+
+    kind: Kind
+    peer: int
+    label: int
+    place: Place
+    offset: int
+    nbytes: int
+    after: tuple[int, ...] = ()
+    sources: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All steps of one member, and the bytes of scratch that they use."""
+
+    steps: tuple[Step, ...]
+    scratch_bytes: int
+
+
+def allgather(me: int, counts: Sequence[int], machines: Sequence[int] = ()) -> Schedule:
+    """Give everybody everybody's INPUT, of counts[member] bytes, one after the other in OUTPUT.
+
+    One round of n - 1 messages, (n - 1) counts[me] bytes. With machines: two rounds, each block
+    crosses the network once per other machine. Up to SMALL_BYTES a block and with more than
+    DIRECT_MEMBERS: Bruck's ceil(log2 n) rounds of one message, M bytes at most.
+    Floor: (M - the least count) / B.
+    """
+    steps = _Steps(me, len(counts))
+    if len(counts) > DIRECT_MEMBERS and sum(counts) <= len(counts) * SMALL_BYTES:
+        return _gather_by_bruck(steps, counts)
+    topology = _topology(len(counts), machines)
+    for piece in _in_turn(topology.blocks(counts), steps):
+        at = _At(Place.OUTPUT, piece.offset)
+        if me == piece.owner:
+            here = _At(Place.INPUT, piece.start)
+            steps.copy(here, at, piece.nbytes)
+            at = here
+        steps.spread(topology.role(me, piece), piece, at)
+    return steps.done()
+
+
+def reducescatter(
+    me: int, counts: Sequence[int], itemsize: int, machines: Sequence[int] = ()
+) -> Schedule:
+    """Give each member the sum of its block, of counts[member] bytes, of everybody's INPUT.
+
+    One round of n - 1 messages, M - counts[me] bytes. With machines: two rounds, a block crosses
+    the network once per other machine. Floor: (M - the least count) / B.
+    """
+    steps, topology = _Steps(me, len(counts)), _topology(len(counts), machines)
+    for piece in _in_turn(topology.blocks(counts, itemsize), steps):
+        to = _At(Place.OUTPUT, piece.start) if me == piece.owner else None
+        total = steps.collect(topology.role(me, piece), piece, to)
+        if to:
+            steps.copy(total, to, piece.nbytes)
+    return steps.done()
+
+
+def allreduce(
+    me: int, n: int, nbytes: int, itemsize: int, machines: Sequence[int] = ()
+) -> Schedule:
+    """Give everybody the sum of everybody's INPUT; OUTPUT may be the same memory.
+
+    Each owns an n-th of the sum, in pieces of PIECE_BYTES at most: two rounds, for every piece of
+    its own n - 1 messages and one for each other, 2 M (n - 1) / n bytes. With machines: four
+    rounds, 2 M (m - 1) / m bytes out of each machine. Up to SMALL_BYTES everybody sends INPUT to
+    all and sums itself: one round of n - 1 messages, or, with more than DIRECT_MEMBERS, Bruck's
+    ceil(log2 n) of one; (n - 1) M bytes. Floor: 2 M (n - 1) / (n B).
+    """
+    steps, topology = _Steps(me, n), _topology(n, machines)
+    if nbytes <= SMALL_BYTES and n > 1:
+        steps.sum_at_once(topology, _exchanged(steps, nbytes), _At(Place.OUTPUT, 0), nbytes)
+        return steps.done()
+    for piece in _in_turn(topology.shares(nbytes, itemsize), steps):
+        role, to = topology.role(me, piece), _At(Place.OUTPUT, piece.offset)
+        total = steps.collect(role, piece, to)
+        if me == piece.owner:
+            to = steps.copy(total, to, piece.nbytes)
+        steps.spread(role, piece, to)
+    return steps.done()
+
+
+def reduce(
+    me: int, n: int, nbytes: int, itemsize: int, root: int, machines: Sequence[int] = ()
+) -> Schedule:
+    """Give the root the sum of everybody's INPUT; OUTPUT is the root's alone, maybe its INPUT.
+
+    The others own the sum, in pieces of PIECE_BYTES at most, and send it to the root: two rounds,
+    for every piece a message to its owner or the root, M bytes. With machines: three rounds, M
+    bytes into and out of each machine; two machines or one: the members of the root's own the
+    sum, and M bytes come in. Up to SMALL_BYTES all send to the root: one message. Floor: M / B.
+    """
+    steps, topology = _Steps(me, n), _topology(n, machines)
+    here = _At(Place.INPUT, 0)
+    if nbytes <= SMALL_BYTES and me != root:
+        steps.send(root, 0, here, nbytes)
+        return steps.done()
+    if nbytes <= SMALL_BYTES:
+        steps.sum_at_once(topology, steps.parts(range(n), here), _At(Place.OUTPUT, 0), nbytes)
+        return steps.done()
+    near, far = topology.parted(root)
+    owners = far if len(far.machines) > 1 else near
+    for piece in _in_turn(owners.shares(nbytes, itemsize), steps):
+        to = _At(Place.OUTPUT, piece.offset) if me == root else None
+        total = steps.collect(topology.role(me, piece), piece, to)
+        if me == piece.owner and to:
+            steps.copy(total, to, piece.nbytes)
+        elif me == piece.owner:
+            steps.send(root, piece.label, total, piece.nbytes)
+        elif to:
+            steps.receive(piece.owner, piece.label, to, piece.nbytes)
+    return steps.done()
+
+
+def broadcast(me: int, n: int, nbytes: int, root: int, machines: Sequence[int] = ()) -> Schedule:
+    """Give everybody the root's INPUT in OUTPUT, which the root itself does not write.
+
+    The root sends every piece to one other, PIPELINE pieces or more to each, who passes it on to
+    the rest: two rounds, no more than M bytes out of anybody. With machines: three rounds, M
+    bytes into and no more out of each machine; the root's machine has them from the root.
+    Up to MIN_PIECE_BYTES: one round from the root, n - 1 messages, or, with more than
+    DIRECT_MEMBERS, a binomial tree of ceil(log2 n) rounds. Floor: M / B.
+    """
+    steps, topology = _Steps(me, n), _topology(n, machines)
+    place = Place.INPUT if me == root else Place.OUTPUT
+    near, far = topology.parted(root)
+    is_small = nbytes <= MIN_PIECE_BYTES
+    if is_small or far.width < 2 or len(set(machines)) == 1:
+        for k, (offset, size) in enumerate(_messages(nbytes)):
+            piece = _Piece(k, 0, 0, root, offset, offset, size)
+            is_deep = is_small and n > DIRECT_MEMBERS
+            role = _binomial(me, n, root) if is_deep else topology.role(me, piece)
+            steps.spread(role, piece, _At(place, offset))
+        return steps.done()
+    laps = min(PIPELINE, nbytes // (far.width * MIN_PIECE_BYTES))
+    for piece in far.shares(nbytes, laps=laps):
+        role = _passing_on(me, root, piece, near, far)
+        steps.spread(role, piece, _At(place, piece.offset))
+    return steps.done()
+
+
+def gather(me: int, counts: Sequence[int], root: int) -> Schedule:
+    """Give the root everybody's INPUT, of counts[member] bytes, one after the other in OUTPUT.
+
+    One message, counts[me] bytes. Floor: (M - counts[root]) / B, the root's way in.
+    """
+    none = [0] * len(counts)
+    to_root = [*none[:root], counts[me], *none[root + 1 :]]
+    return alltoall(me, to_root, counts if me == root else none)
+
+
+def scatter(me: int, counts: Sequence[int], root: int) -> Schedule:
+    """Give each member its block, of counts[member] bytes, of the root's INPUT.
+
+    n - 1 messages of the root, M - counts[root] bytes. Floor: those / B, the root's way out.
+    """
+    none = [0] * len(counts)
+    from_root = [*none[:root], counts[me], *none[root + 1 :]]
+    return alltoall(me, counts if me == root else none, from_root)
+
+
+def alltoall(me: int, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Schedule:
+    """Give every member its block of everybody's INPUT, in OUTPUT by sender; counts in bytes.
+
+    One round of n - 1 messages, what is sent to others; whatever the size, since who passed
+    blocks on would have to know the counts of others. Floor: the most sent or received / B.
+    """
+    steps = _Steps(me, len(send_counts))
+    reads, writes = _starts(send_counts), _starts(receive_counts)
+    for peer in steps.others():
+        for label, (start, size) in enumerate(_messages(receive_counts[peer])):
+            steps.receive(peer, label, _At(Place.OUTPUT, writes[peer] + start), size)
+        for label, (start, size) in enumerate(_messages(send_counts[peer])):
+            steps.send(peer, label, _At(Place.INPUT, reads[peer] + start), size)
+    for start, size in _messages(send_counts[me]):
+        here, to = _At(Place.INPUT, reads[me] + start), _At(Place.OUTPUT, writes[me] + start)
+        steps.copy(here, to, size)
+    return steps.done()
+
+
+def barrier(me: int, n: int) -> Schedule:
+    """End when everybody has begun; messages of one byte.
+
+    One round of n - 1 messages; with more than DIRECT_MEMBERS, ceil(log2 n) rounds of one to the
+    member 1, 2, 4, ... places on (Hensgen, Finkel and Manber, 1988). Floor: one message's time.
+    """
+    steps = _Steps(me, n)
+    at = steps.room(1)
+    for label, distance in enumerate(_distances(n)):
+        steps.send((me + distance) % n, label, at, 1)
+        came = steps.receive((me - distance) % n, label, steps.room(1), 1)
+        if n > DIRECT_MEMBERS:
+            at = at._replace(after=(*at.after, *came.after))
+    return steps.done()
+
+
+# ---- parts of an array and their ways ----
+class _At(NamedTuple):
+    """Bytes in an array of ours, and the steps that put them there; or a message of a peer."""
+
+    place: Place
+    offset: int
+    after: tuple[int, ...] = ()
+    peer: int | None = None
+
+
+class _Piece(NamedTuple):
+    """Bytes that take one way: at offset of the whole array, at start of their block."""
+
+    label: int
+    turn: int  # chooses the agents
+    lap: int  # the pieces of one lap have different owners
+    owner: int
+    offset: int
+    start: int
+    nbytes: int
+
+
+class _Role(NamedTuple):
+    """A member's place in the tree of a piece; those that it sums for include itself."""
+
+    parent: int | None  # the owner has none
+    inside: tuple[int, ...]  # of its machine, if it is the agent there
+    between: tuple[int, ...]  # the agents in machine order, if it is the owner
+
+
+class _Topology:
+    """Members by machine, machines in the order of their first members."""
+
+    def __init__(self, machines: Iterable[tuple[int, ...]]) -> None:
+        self.machines = tuple(machines)
+        self.home = {member: there for there in self.machines for member in there}
+        self.width = len(self.machines) * max(map(len, self.machines), default=0)
+
+    def parted(self, member: int) -> tuple[_Topology, _Topology]:
+        """Give the machine of a member, and the others."""
+        near = self.home[member]
+        return _Topology([near]), _Topology(one for one in self.machines if one is not near)
+
+    def agent(self, machine: tuple[int, ...], piece: _Piece) -> int:
+        return piece.owner if piece.owner in machine else machine[piece.turn % len(machine)]
+
+    def role(self, me: int, piece: _Piece) -> _Role:
+        """Place a member: others of a machine below its agent, agents below the owner."""
+        agent = self.agent(self.home[me], piece)
+        if me != agent:
+            return _Role(agent, (me,), (me,))
+        if me != piece.owner:
+            return _Role(piece.owner, self.home[me], (me,))
+        return _Role(None, self.home[me], tuple(self.agent(one, piece) for one in self.machines))
+
+    def shares(self, nbytes: int, itemsize: int = 1, laps: int = 1) -> list[_Piece]:
+        """Cut evenly into pieces of at most PIECE_BYTES for all machines, and all on each."""
+        laps = max(laps, -(-nbytes // (self.width * PIECE_BYTES)))
+        pieces = []
+        for k, (offset, size) in enumerate(_cut(nbytes, laps * self.width, itemsize)):
+            turn, machine = divmod(k, len(self.machines))
+            owner = self.machines[machine][turn % len(self.machines[machine])]
+            pieces.append(_Piece(k, turn, k // self.width, owner, offset, offset, size))
+        return pieces
+
+    def blocks(self, counts: Sequence[int], itemsize: int = 1) -> list[_Piece]:
+        """Cut what belongs to each member; into pieces where it is passed on."""
+        is_passed_on = 1 < len(self.machines) < len(self.home)
+        limit = PIECE_BYTES if is_passed_on else MAX_MESSAGE_BYTES
+        cuts = [
+            (lap, owner, first + start, start, size)
+            for owner, (first, count) in enumerate(zip(_starts(counts), counts, strict=False))
+            for lap, (start, size) in enumerate(_cut(count, -(-count // limit), itemsize))
+        ]
+        return [_Piece(k, k, *cut) for k, cut in enumerate(cuts)]
+
+
+def _topology(n: int, machines: Sequence[int]) -> _Topology:
+    """Sort members by machine; on a single one, as on unknown ones, all are alike."""
+    members: dict[int, tuple[int, ...]] = {}
+    for member, machine in enumerate(machines if len(set(machines)) > 1 else range(n)):
+        members[machine] = (*members.get(machine, ()), member)
+    return _Topology(members.values())
+
+
+def _cut(nbytes: int, parts: int, itemsize: int = 1) -> list[tuple[int, int]]:
+    """Cut into at most `parts` even (offset, nbytes), between cache lines and elements."""
+    grain = math.lcm(ALIGNMENT, itemsize)
+    step = max(-(-nbytes // (max(parts, 1) * grain)), 1) * grain
+    return [(offset, min(step, nbytes - offset)) for offset in range(0, nbytes, step)]
+
+
+def _messages(nbytes: int) -> list[tuple[int, int]]:
+    return _cut(nbytes, -(-nbytes // MAX_MESSAGE_BYTES))
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return list(accumulate(counts, initial=0))
+
+
+def _distances(n: int) -> list[int]:
+    """Give how far on to send, once each: to all others, or so that all hear in few rounds."""
+    if n <= DIRECT_MEMBERS:
+        return list(range(1, n))
+    return [1 << bit for bit in range((n - 1).bit_length())]
+
+
+def _in_turn(pieces: list[_Piece], steps: _Steps) -> list[_Piece]:
+    """Sort so that members begin with different owners, each with the one after itself."""
+    return sorted(pieces, key=lambda one: (one.lap, (one.owner - steps.me - 1) % steps.n))
+
+
+def _binomial(me: int, n: int, root: int) -> _Role:
+    """Place a member in a tree in which who has the bytes doubles with every message."""
+    place = (me - root) % n
+    lowest = place & -place or n
+    below = [place + (1 << bit) for bit in range((lowest - 1).bit_length())]
+    children = tuple((root + one) % n for one in below if one < n)
+    return _Role((me - lowest) % n if place else None, (), children)
+
+
+def _passing_on(me: int, root: int, piece: _Piece, near: _Topology, far: _Topology) -> _Role:
+    """Place a member: the root gives to its machine and to the owner, who gives to the rest."""
+    if me == root:
+        return _Role(None, near.home[root], (piece.owner,))
+    if me in near.home:
+        return _Role(root, (me,), (me,))
+    role = far.role(me, piece)
+    return role._replace(parent=root) if me == piece.owner else role
+
+
+# ---- the steps of one member ----
+class _Steps:
+    """The steps of one member of n while they are written down."""
+
+    def __init__(self, me: int, n: int) -> None:
+        self.me, self.n = me, n
+        self._steps: list[Step] = []
+        self._scratch_bytes = 0
+
+    def done(self) -> Schedule:
+        return Schedule(tuple(self._steps), self._scratch_bytes)
+
+    def others(self) -> list[int]:
+        """List the other members from the next on, so that not all send to one at once."""
+        return [(self.me + distance) % self.n for distance in range(1, self.n)]
+
+    def room(self, nbytes: int) -> _At:
+        """Take scratch, from a cache line on."""
+        start = -(-self._scratch_bytes // ALIGNMENT) * ALIGNMENT
+        self._scratch_bytes = start + nbytes
+        return _At(Place.SCRATCH, start)
+
+    def send(self, peer: int, label: int, at: _At, nbytes: int) -> None:
+        self._add(Kind.SEND, peer, label, at, nbytes)
+
+    def receive(self, peer: int, label: int, to: _At, nbytes: int) -> _At:
+        return self._add(Kind.RECEIVE, peer, label, to, nbytes)
+
+    def copy(self, at: _At, to: _At, nbytes: int) -> _At:
+        """Copy bytes, unless they are there."""
+        if at[:2] == to[:2]:
+            return at
+        return self._add(Kind.COPY, self.me, 0, to, nbytes, [at])
+
+    def parts(self, members: Iterable[int], at: _At) -> list[_At]:
+        """List what members contribute: ours lies at a place, the others' arrive."""
+        arriving = _At(Place.SCRATCH, 0)
+        return [at if who == self.me else arriving._replace(peer=who) for who in members]
+
+    def fold(self, label: int, parts: Sequence[_At], to: _At | None, nbytes: int) -> _At:
+        """Sum parts in their order; one alone stays where it is."""
+        if len(parts) == 1:
+            return parts[0]
+        return self._add(Kind.FOLD, self.me, label, to or self.room(nbytes), nbytes, parts)
+
+    def _add(
+        self, kind: Kind, peer: int, label: int, at: _At, nbytes: int, parts: Sequence[_At] = ()
+    ) -> _At:
+        if nbytes == 0:
+            return at
+        after = sorted({step for part in (at, *parts) for step in part.after})
+        sources = tuple(
+            Source(self.me if part.peer is None else part.peer, label, part.place, part.offset)
+            for part in parts
+        )
+        step = Step(kind, peer, label, at.place, at.offset, nbytes, tuple(after), sources)
+        self._steps.append(step)
+        return at._replace(after=(len(self._steps) - 1,))
+
+    def collect(self, role: _Role, piece: _Piece, to: _At | None) -> _At:
+        """Sum a piece of INPUT up its tree, as far as it is ours, and send that to the parent."""
+        at = _At(Place.INPUT, piece.offset)
+        for members in (role.inside, role.between):
+            at = self.fold(piece.label, self.parts(members, at), to, piece.nbytes)
+        if role.parent is not None:
+            self.send(role.parent, piece.label, at, piece.nbytes)
+        return at
+
+    def spread(self, role: _Role, piece: _Piece, at: _At) -> None:
+        """Have a piece from the parent, and pass it down: first to who has most below it."""
+        if role.parent is not None:
+            at = self.receive(role.parent, piece.label, at, piece.nbytes)
+        for members in (role.between, role.inside):
+            for who in sorted(members, key=lambda one: (self.me - one) % self.n):
+                if who != self.me:
+                    self.send(who, piece.label, at, piece.nbytes)
+
+    def bruck(self, counts: Sequence[int]) -> _At:
+        """Gather all INPUTs in scratch, ours first, then those of the members after us.
+
+        Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all
+        communications in multiport message-passing systems", 1997: with every message what is
+        held at most doubles.
+        """
+        starts = _starts([counts[who] for who in (self.me, *self.others())])
+        at = self.copy(_At(Place.INPUT, 0), self.room(starts[-1]), counts[self.me])
+        for label, held in enumerate(_distances(self.n)):
+            n_taken = min(held, self.n - held)
+            self.send((self.me - held) % self.n, label, at, starts[n_taken])
+            to = _At(Place.SCRATCH, at.offset + starts[held])
+            nbytes = starts[held + n_taken] - starts[held]
+            came = self.receive((self.me + held) % self.n, label, to, nbytes)
+            at = at._replace(after=(*at.after, *came.after))
+        return at
+
+    def sum_at_once(self, topology: _Topology, parts: Sequence[_At], to: _At, nbytes: int) -> None:
+        """Sum what everybody sends to us alone, in the order of every sum."""
+        sums = [
+            self.fold(0, [parts[who] for who in there], None, nbytes)
+            for there in topology.machines
+        ]
+        self.copy(self.fold(0, sums, to, nbytes), to, nbytes)
+
+
+def _gather_by_bruck(steps: _Steps, counts: Sequence[int]) -> Schedule:
+    at, starts = steps.bruck(counts), _starts(counts)
+    first = starts[-1] - starts[steps.me]
+    steps.copy(at, _At(Place.OUTPUT, starts[steps.me]), first)
+    steps.copy(at._replace(offset=at.offset + first), _At(Place.OUTPUT, 0), starts[steps.me])
+    return steps.done()
+
+
+def _exchanged(steps: _Steps, nbytes: int) -> list[_At]:
+    """Send INPUT to all and give where everybody's is, none where it is written over."""
+    if steps.n > DIRECT_MEMBERS:
+        at = steps.bruck([nbytes] * steps.n)
+        places = [(who - steps.me) % steps.n for who in range(steps.n)]
+        return [at._replace(offset=at.offset + place * nbytes) for place in places]
+    here = steps.copy(_At(Place.INPUT, 0), steps.room(nbytes), nbytes)
+    for peer in steps.others():
+        steps.send(peer, 0, here, nbytes)
+    return steps.parts(range(steps.n), here)
