@@ -195,7 +195,7 @@ def broadcast(me: int, n: int, nbytes: int, root: int, machines: Sequence[int] =
     the rest: two rounds, no more than M bytes out of anybody. With machines: three rounds, M
     bytes into and no more out of each machine; the root's machine has them from the root.
     Up to MIN_PIECE_BYTES: one round from the root, n - 1 messages, or, with more than
-    DIRECT_MEMBERS, a binomial tree of ceil(log2 n) rounds. Floor: M / B.
+    DIRECT_MEMBERS, a binomial tree, ceil(log2 n) messages at most. Floor: M / B.
     """
     steps, topology = _Steps(me, n), _topology(n, machines)
     place = Place.INPUT if me == root else Place.OUTPUT

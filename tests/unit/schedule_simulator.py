@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fastps.collectives.schedule import Kind, Place, Schedule, Source, Step
+from fastps.collectives.schedule import (
+    MAX_MESSAGE_BYTES,
+    Kind,
+    Place,
+    Schedule,
+    Source,
+    Step,
+)
 
 POISON = 0xA5  # what is in an array before something was written
 Message = tuple[int, int, int]  # sender, receiver, label
@@ -30,7 +37,7 @@ class Member:
     def __post_init__(self) -> None:
         for number, step in enumerate(self.schedule.steps):
             assert all(0 <= before < number for before in step.after)
-            assert step.nbytes > 0
+            assert 0 < step.nbytes <= MAX_MESSAGE_BYTES
 
     def view(self, place: Place, offset: int, nbytes: int) -> np.ndarray:
         """Give bytes of an array; they must be there."""
@@ -109,11 +116,15 @@ class Simulator:
             return [(step.peer, step.label)]
         return [(one.peer, one.label) for one in step.sources if one.peer != member.index]
 
-    def run(self) -> None:
-        """Take random steps until all are done; none may be left."""
-        while moves := self._moves():
+    def go(self, *, without: int | None = None) -> None:
+        """Take random steps as long as there are any; one member may take none."""
+        while moves := [move for move in self._moves() if move[1].index != without]:
             move, member, number = self.random.choice(moves)
             (self._start if move else self._finish)(member, number)
+
+    def run(self) -> None:
+        """Take steps until all are done; none may be left."""
+        self.go()
         for member in self.members:
             left = set(range(len(member.schedule.steps))) - member.done
             assert not left, f"member {member.index} is stuck before steps {sorted(left)}"
