@@ -55,6 +55,46 @@ def numpy_dtype(code: DType) -> np.dtype[np.generic]:
     return np.dtype("uint16" if code is DType.BFLOAT16 else code.name.lower())
 
 
+class ReduceOp(enum.IntEnum):
+    """What is done to the elements of several arrays; code on the wire and of a kernel."""
+
+    SUM = 1
+    MIN = 2
+    MAX = 3
+    PRODUCT = 4
+    BAND = 5  # bitwise and, or, exclusive or: of integers and bool
+    BOR = 6
+    BXOR = 7
+
+    def has_meaning(self, dtype: DType) -> bool:
+        """Tell whether an element type allows it: floats have no bits."""
+        return self < ReduceOp.BAND or dtype > DType.BFLOAT16
+
+    def check(self, dtype: DType) -> None:
+        """Raise TypeError if an element type does not allow it."""
+        if not self.has_meaning(dtype):
+            names = self.name.lower(), dtype.name.lower()
+            raise TypeError("op {} is for integers and bool, not {}".format(*names))
+
+
+class Op(enum.Enum):
+    """What users ask for: an operation, or the average, which is a sum with a divisor."""
+
+    AVERAGE = "average"
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+    @property
+    def reduction(self) -> ReduceOp:
+        """What its kernel does."""
+        return ReduceOp.SUM if self is Op.AVERAGE else ReduceOp[self.name]
+
+
 _ITEMSIZE = {code: numpy_dtype(code).itemsize for code in DType}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of n arrays as machine code that any thread may call by address, without the GIL.
+"""Sums, extremes and so on of n arrays: machine code that any thread calls by address, no GIL.
 
 Decides how numbers are added, divided and rounded; must never know keys, peers or who calls.
 kernels.py is the only file of fastps that imports Numba, and library.py loads it when the first
@@ -9,14 +9,15 @@ The address is that of a C function
 
     int64_t f(const void* const* srcs, int64_t n_srcs, void* dst, int64_t count, const void* args)
 
-a rule, which makes one of many (see kernels.py). args: what it wants besides, for a sum the
-divisor as one int64_t. It returns 1 on success, and a negative status of _core.pxd for bad
-arguments.
+a rule, which makes one of many (see kernels.py). args: what it wants besides: a sum the divisor
+as one int64_t, another operation nothing. It returns 1 on success, and a negative status of
+_core.pxd for bad arguments.
 """
 
-from fastps.reduce.library import sum_kernel, warm
+from fastps.reduce.library import reduce_kernel, sum_kernel, warm
 
 __all__ = [
+    "reduce_kernel",
     "sum_kernel",
     "warm",
 ]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where compiled kernels are kept between processes.
 
-One directory per kernel: <cache_dir>/numba-<version>/<digest>/<dtype>, where the digest covers
-the source of kernels.py, the element table and the processor. So whatever is in a directory was
-made from this very source for this very processor: two processes may fill it at the same time,
-hosts of different kinds may share a home, and a new release never meets an old entry. (Numba's
-own index would allow all three to mix: it writes index and code in two steps.)
+One directory per kernel: <cache_dir>/numba-<version>/<digest>/<op>_<dtype>, where the digest
+covers the source of kernels.py, the element table and the processor. So whatever is in a directory
+was made from this very source for this very processor: two processes may fill it at the same time,
+hosts of different kinds may share a home, and a new release never meets an old entry. (Numba's own
+index would allow all three to mix: it writes index and code in two steps.)
 
 Loading an entry runs code, so nobody else may be able to put one there or to swap a directory on
 the way there; otherwise, or when it cannot be written, nothing is kept. Called under library.py's
@@ -32,7 +32,7 @@ from numba.core.registry import cpu_target
 
 from fastps import config, types
 from fastps.reduce import kernels
-from fastps.types import DType
+from fastps.types import DType, ReduceOp
 
 _log = logging.getLogger(__name__)
 _settings: Any = numba.config  # has no type hints
@@ -40,21 +40,21 @@ _PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 MAX_STEPS = 256  # names on a path; links may lead in a circle
 
 
-def load_sum(dtype: DType) -> Any:
-    """Load the sum kernel of one element type from the cache, or compile and keep it."""
+def load_kernel(op: ReduceOp, dtype: DType) -> Any:
+    """Load the kernel of one element type from the cache, or compile and keep it."""
     root = _root()
     if root is None:
-        return kernels.compile_sum(dtype, is_cached=False)
-    place = root / _generation() / dtype.name.lower()
+        return kernels.compile_kernel(op, dtype, is_cached=False)
+    place = root / _generation() / f"{op.name}_{dtype.name}".lower()
     try:
         with _numba_cache_at(place):
-            return kernels.compile_sum(dtype, is_cached=True)
+            return kernels.compile_kernel(op, dtype, is_cached=True)
     except Exception as error:  # a damaged entry may raise anything; a full disk OSError
         _log.warning(
             "kernel cache %s is not usable (%r); compiling without it", config.cache_dir(), error
         )
         shutil.rmtree(place, ignore_errors=True)
-        return kernels.compile_sum(dtype, is_cached=False)
+        return kernels.compile_kernel(op, dtype, is_cached=False)
 
 
 @functools.cache

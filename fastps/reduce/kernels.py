@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sum kernel: one Numba function, compiled once per element type.
+"""The kernel: one Numba function, compiled once per operation and element type.
 
 Theory of operation. The kernel walks the output in rows of 256 bytes of accumulators. Per row it
 loads the first source, adds the other sources in rank order, divides, rounds once and stores.
+Where it says "add", another operation takes the minimum, the product and so on, and divides not.
 A row is an LLVM vector, so each step is a handful of SIMD instructions by construction: nothing
 is left to the loop vectoriser, hence no run-time alias test that would send a sum in place to a
 scalar loop, no index wrap-around test, and no special case for any number of sources. The
@@ -32,7 +33,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from fastps.types import DType
+from fastps.types import DType, ReduceOp
 
 ROW_BYTES = 256  # accumulators of one row: four 512-bit or eight 256-bit registers
 MAX_DIVISOR = 2**31 - 1  # keeps the floor division of int64 exact in float64 arithmetic
@@ -72,10 +73,23 @@ def _splat(b: Any, scalar: Any, count: int) -> Any:
     return b.shuffle_vector(first, undefined, lanes)
 
 
-def _floor(b: Any, x: Any) -> Any:
-    name = f"llvm.floor.v{x.type.count}f{8 * _BYTES[x.type.element]}"
-    kind = ir.FunctionType(x.type, [x.type])
-    return b.call(_declare(b.module, kind, name), [x])
+def _intrinsic(name: str) -> Callable[..., Any]:
+    """Call what LLVM has for whole vectors."""
+
+    def emit(b: Any, *rows: Any) -> Any:
+        kind = rows[0].type
+        letter = "f" if kind.element in (_F32, _F64) else "i"
+        typed = f"llvm.{name}.v{kind.count}{letter}{8 * _BYTES[kind.element]}"
+        return b.call(_declare(b.module, ir.FunctionType(kind, [kind] * len(rows)), typed), rows)
+
+    return emit
+
+
+def _instruction(name: str) -> _Binary:
+    return lambda b, x, y: getattr(b, name)(x, y)
+
+
+_floor = _intrinsic("floor")
 
 
 def _same(_b: Any, x: Any) -> Any:
@@ -172,18 +186,6 @@ def _zero_or_one(b: Any, x: Any) -> Any:
     return b.zext(b.icmp_unsigned("!=", x, _constant(0, x)), x.type)
 
 
-def _fadd(b: Any, x: Any, y: Any) -> Any:
-    return b.fadd(x, y)
-
-
-def _add(b: Any, x: Any, y: Any) -> Any:
-    return b.add(x, y)
-
-
-def _or(b: Any, x: Any, y: Any) -> Any:
-    return b.or_(x, y)
-
-
 def _times_reciprocal(b: Any, x: Any, divisor: Any) -> Any:
     """Multiply by 1 / divisor, computed in float64 and rounded to the accumulator's type."""
     scale = b.fdiv(ir.Constant(_F64, 1.0), b.sitofp(divisor, _F64))
@@ -240,34 +242,69 @@ class Form(NamedTuple):
     plus: _Binary
     divide: _Binary
     narrow: _Unary
-    max_divisor: int = MAX_DIVISOR
+    others: dict[ReduceOp, _Binary]  # what stands for plus in other operations
+    max_divisor: int = MAX_DIVISOR  # 0: there is none
 
 
-_HALF = Form(_I16, _F32, _half_to_float, _fadd, _times_reciprocal, _float_to_half)
+_fadd, _add, _or = _instruction("fadd"), _instruction("add"), _instruction("or_")
+# IEEE 754's minimum and maximum: a NaN wins, and -0.0 is less than 0.0, in any order of sources.
+_FLOATS: dict[ReduceOp, _Binary] = {
+    ReduceOp.MIN: _intrinsic("minimum"),
+    ReduceOp.MAX: _intrinsic("maximum"),
+    ReduceOp.PRODUCT: _instruction("fmul"),
+}
+_BITS: dict[ReduceOp, _Binary] = {
+    ReduceOp.BAND: _instruction("and_"),
+    ReduceOp.BOR: _or,
+    ReduceOp.BXOR: _instruction("xor"),
+}
+_INTEGERS = _BITS | {
+    ReduceOp.MIN: _intrinsic("smin"),
+    ReduceOp.MAX: _intrinsic("smax"),
+    ReduceOp.PRODUCT: _instruction("mul"),
+}
+_UNSIGNED = _INTEGERS | {ReduceOp.MIN: _intrinsic("umin"), ReduceOp.MAX: _intrinsic("umax")}
+_BOOLS = _BITS | {
+    ReduceOp.MIN: _BITS[ReduceOp.BAND],
+    ReduceOp.MAX: _or,
+    ReduceOp.PRODUCT: _BITS[ReduceOp.BAND],
+}
+
+_HALF = Form(_I16, _F32, _half_to_float, _fadd, _times_reciprocal, _float_to_half, _FLOATS)
 _PORTABLE_HALF = _HALF._replace(widen=_half_to_float_portably, narrow=_float_to_half_portably)
 
 FORMS: dict[DType, Form] = {
-    DType.FLOAT32: Form(_F32, _F32, _same, _fadd, _times_reciprocal, _same),
-    DType.FLOAT64: Form(_F64, _F64, _same, _fadd, _times_reciprocal, _same),
+    DType.FLOAT32: Form(_F32, _F32, _same, _fadd, _times_reciprocal, _same, _FLOATS),
+    DType.FLOAT64: Form(_F64, _F64, _same, _fadd, _times_reciprocal, _same, _FLOATS),
     DType.FLOAT16: _HALF if _has_half_instructions() else _PORTABLE_HALF,
-    DType.BFLOAT16: Form(_I16, _F32, _bfloat_to_float, _fadd, _times_reciprocal, _float_to_bfloat),
-    DType.INT8: Form(_I8, _I8, _same, _add, _floor_divide_short, _same),
-    DType.INT16: Form(_I16, _I16, _same, _add, _floor_divide_short, _same),
-    DType.INT32: Form(_I32, _I32, _same, _add, _floor_divide, _same),
-    DType.INT64: Form(_I64, _I64, _same, _add, _floor_divide_long, _same),
-    DType.UINT8: Form(_I8, _I8, _same, _add, _floor_divide_unsigned, _same),
-    DType.BOOL: Form(_I8, _I8, _same, _or, _keep, _zero_or_one, max_divisor=1),
+    DType.BFLOAT16: _HALF._replace(widen=_bfloat_to_float, narrow=_float_to_bfloat),
+    DType.INT8: Form(_I8, _I8, _same, _add, _floor_divide_short, _same, _INTEGERS),
+    DType.INT16: Form(_I16, _I16, _same, _add, _floor_divide_short, _same, _INTEGERS),
+    DType.INT32: Form(_I32, _I32, _same, _add, _floor_divide, _same, _INTEGERS),
+    DType.INT64: Form(_I64, _I64, _same, _add, _floor_divide_long, _same, _INTEGERS),
+    DType.UINT8: Form(_I8, _I8, _same, _add, _floor_divide_unsigned, _same, _UNSIGNED),
+    DType.BOOL: Form(_I8, _I8, _same, _or, _keep, _zero_or_one, _BOOLS, max_divisor=1),
 }
+
+
+def form_of(op: ReduceOp, code: DType) -> Form:
+    """Give how an operation treats an element type, for which it must have a meaning."""
+    form = FORMS[code]
+    if op is ReduceOp.SUM:
+        return form
+    # Any byte but 0 is true: 1 and 2 have no bit in common.
+    widen = _zero_or_one if code is DType.BOOL else form.widen
+    return form._replace(plus=form.others[op], widen=widen, max_divisor=0)
 
 
 # ---- the two types Numba sees ----
 class Element(types.Type):
-    """One element in memory, of the given wire code."""
+    """One element in memory, of the given wire code, and what is done to it."""
 
-    def __init__(self, code: DType) -> None:
-        self.form = FORMS[code]
+    def __init__(self, op: ReduceOp, code: DType) -> None:
+        self.form = form_of(op, code)
         self.width = ROW_BYTES // _BYTES[self.form.accumulator]
-        super().__init__(name=f"fastps_{code.name.lower()}")
+        super().__init__(name=f"fastps_{op.name}_{code.name}".lower())
 
 
 class Row(types.Type):
@@ -381,8 +418,10 @@ def _max_divisor(_context: Any, target: Any) -> tuple[Any, _Emit]:
 
 
 # ---- the kernel ----
-def _sum(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
+def _reduce(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
     """Sum n sources in rank order and divide: dst[i] = (srcs[0][i] + srcs[1][i] + ...) / divisor.
+
+    Another operation puts its own sign for the +, and neither divides nor looks at args.
 
     srcs: table of n_srcs addresses of element[count], contiguous, aligned to the element, IN.
     dst: element[count], OUT; each source is dst itself or disjoint from it. args: int64[1], IN,
@@ -391,10 +430,14 @@ def _sum(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
     Runs without the GIL; allocates nothing; (n_srcs + 1) * count elements of memory traffic.
     Returns OK, or BAD_ARGUMENT before anything was written.
     """
-    if _address(args) == 0:
-        return BAD_ARGUMENT
-    divisor = args[0]
-    if n_srcs < 1 or count < 0 or divisor < 1 or divisor > _max_divisor(dst):
+    divisor = 1
+    if _max_divisor(dst) != 0:
+        if _address(args) == 0:
+            return BAD_ARGUMENT
+        divisor = args[0]
+        if divisor < 1 or divisor > _max_divisor(dst):
+            return BAD_ARGUMENT
+    if n_srcs < 1 or count < 0:
         return BAD_ARGUMENT
     if count == 0:
         return OK
@@ -430,14 +473,14 @@ def _sum(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
     return OK
 
 
-def compile_sum(code: DType, *, is_cached: bool) -> Any:
-    """Compile the kernel for one element type (or load it) and give Numba's callback object.
+def compile_kernel(op: ReduceOp, code: DType, *, is_cached: bool) -> Any:
+    """Compile a kernel for one element type (or load it) and give Numba's callback object.
 
     The address is valid as long as the object lives. Takes about 0.1 s, the first time in a
     process about 0.6 s; from the cache a few milliseconds.
     """
-    pointer = _Pointer(Element(code))
+    pointer = _Pointer(Element(op, code))
     args = _Pointer(types.int64)
     signature = types.int64(_Pointer(pointer), types.int64, pointer, types.int64, args)
     make = _cfunc(signature, cache=is_cached, error_model="numpy", boundscheck=False, _nrt=False)
-    return make(_sum)
+    return make(_reduce)

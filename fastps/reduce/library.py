@@ -16,35 +16,45 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from fastps.types import DType
+from fastps.types import DType, ReduceOp
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 
 
-def sum_kernel(dtype: DType) -> int:
-    """Give the address of the n-way sum for one element type, compiling it if need be.
+def reduce_kernel(op: ReduceOp, dtype: DType) -> int:
+    """Give the address of an n-way operation on one element type, compiling it if need be.
 
     The address stays valid until the process ends. Blocks for under a second: the first call
-    imports Numba and reads the cache directory, or compiles and fills it.
+    imports Numba and reads the cache directory, or compiles and fills it. Raises TypeError where
+    the operation has no meaning.
     """
+    op.check(dtype)
     with _lock:
-        return int(_compiled(DType(dtype)).address)
+        return int(_compiled(op, DType(dtype)).address)
+
+
+def sum_kernel(dtype: DType) -> int:
+    """Give the address of the n-way sum, as reduce_kernel does."""
+    return reduce_kernel(ReduceOp.SUM, dtype)
 
 
 def warm(dtypes: Iterable[DType] = tuple(DType)) -> None:
-    """Compile the kernels of these element types now and leave them in the cache directory."""
+    """Compile all kernels of these element types now and leave them in the cache directory."""
     for dtype in dtypes:
-        sum_kernel(dtype)
+        for op in ReduceOp:
+            if op.has_meaning(dtype):
+                reduce_kernel(op, dtype)
 
 
 @functools.cache  # under _lock: a second object would let the first one's address dangle
-def _compiled(dtype: DType) -> Any:
+def _compiled(op: ReduceOp, dtype: DType) -> Any:
     started = time.perf_counter()
     from fastps.reduce import cache  # noqa: PLC0415  (imports Numba)
 
-    kernel = cache.load_sum(dtype)
+    kernel = cache.load_kernel(op, dtype)
     how = "loaded" if kernel.cache_hits else "compiled"
     elapsed_ms = 1e3 * (time.perf_counter() - started)
-    _log.info("sum kernel for %s %s in %.0f ms", dtype.name.lower(), how, elapsed_ms)
+    names = op.name.lower(), dtype.name.lower()
+    _log.info("%s kernel for %s %s in %.0f ms", *names, how, elapsed_ms)
     return kernel

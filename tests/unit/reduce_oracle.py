@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from aids.kernels import SUM_TYPE
-from fastps.reduce import sum_kernel
-from fastps.types import DType
+from fastps.reduce import reduce_kernel, sum_kernel
+from fastps.types import DType, ReduceOp
 
 STORAGE = {
     DType.FLOAT32: np.float32,
@@ -66,6 +66,40 @@ def expected(code: DType, sources: Sequence[np.ndarray], divisor: int = 1) -> np
         if code in FLOATS:
             return (total * wide(1.0 / divisor)).astype(storage)
         return np.floor_divide(total.astype(np.int64), divisor).astype(storage)
+
+
+UFUNCS = {
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+TRUTHS = {ReduceOp.MIN: np.logical_and, ReduceOp.MAX: np.logical_or}
+TRUTHS |= {ReduceOp.PRODUCT: np.logical_and, ReduceOp.BAND: np.logical_and}
+TRUTHS |= {ReduceOp.BOR: np.logical_or, ReduceOp.BXOR: np.logical_xor}
+
+
+def call_op(op: ReduceOp, code: DType, sources: Sequence[np.ndarray], out: np.ndarray) -> int:
+    """Do an operation other than a sum, which wants nothing besides."""
+    function = SUM_TYPE(reduce_kernel(op, code))
+    return function(table(sources), len(sources), out.ctypes.data, out.size, None)
+
+
+def expected_op(op: ReduceOp, code: DType, sources: Sequence[np.ndarray]) -> np.ndarray:
+    """Take one source after the other; halves in float32, rounded once at the end."""
+    if code is DType.BOOL:
+        return TRUTHS[op].reduce([source != 0 for source in sources]).astype(np.uint8)
+    wide = np.float32 if code in HALVES else STORAGE[code]
+    rows = [source.astype(wide) for source in sources]
+    with np.errstate(all="ignore"):
+        total = UFUNCS[op].reduce(rows, dtype=wide)
+        if code in FLOATS and op is not ReduceOp.PRODUCT:  # NumPy takes either zero
+            signs = np.signbit(rows)
+            negative = signs.any(axis=0) if op is ReduceOp.MIN else signs.all(axis=0)
+            total = np.where(total == 0, np.where(negative, -0.0, 0.0).astype(wide), total)
+        return total.astype(STORAGE[code])
 
 
 def assert_same(code: DType, got: np.ndarray, want: np.ndarray) -> None:

@@ -16,7 +16,7 @@ import pytest
 from reduce_oracle import STORAGE, call, divisor_at, expected, kernel, random_values, table
 
 from fastps.reduce import kernels, sum_kernel
-from fastps.types import DType
+from fastps.types import DType, ReduceOp
 
 THREADS = 4
 ROUNDS = 50
@@ -120,7 +120,7 @@ def test_hot_loops_are_vectorised(code):
     features = llvmlite.binding.get_host_cpu_features()
     if not features.get("avx2"):
         pytest.skip("the names of packed instructions are known for AVX2 and above only")
-    text = kernels.compile_sum(code, is_cached=False)._library.get_asm_str()
+    text = kernels.compile_kernel(ReduceOp.SUM, code, is_cached=False)._library.get_asm_str()
     packed = re.findall(rf"^\s*(?:{PACKED[code]})\s.*%[yz]mm", text, re.MULTILINE)
     assert len(packed) >= 4
     named_calls = re.findall(r"^\s*call\w*\s+[^*%].*", text, re.MULTILINE)
