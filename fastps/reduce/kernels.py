@@ -169,17 +169,25 @@ def _float_to_bfloat(b: Any, x: Any) -> Any:
     The hardware instruction is not used: it flushes subnormals to zero. The NaN test compares
     the float with itself, which vectorises better than a test on bits.
     """
-    count = x.type.count
     bits = b.bitcast(x, _vector(_I32, x))
     is_odd = b.and_(b.lshr(bits, _constant(16, bits)), _constant(1, bits))
     rounded = b.add(bits, b.add(is_odd, _constant(0x7FFF, bits)))
     quiet = b.or_(bits, _constant(0x400000, bits))
-    word = b.select(b.fcmp_ordered("==", x, x), rounded, quiet)
+    return _upper_halves(b, b.select(b.fcmp_ordered("==", x, x), rounded, quiet))
+
+
+def _upper_halves(b: Any, word: Any) -> Any:
+    """Take the upper 16 bits of words that are in the order of _bfloat_to_float."""
+    count = word.type.count
     if count == 1:
-        return b.trunc(b.lshr(word, _constant(16, word)), _vector(_I16, x))
+        return b.trunc(b.lshr(word, _constant(16, word)), _vector(_I16, word))
     even, odd = (_lanes(b, word, word, first, count // 2) for first in (0, count // 2))
     pairs = b.or_(b.lshr(even, _constant(16, even)), b.and_(odd, _constant(0xFFFF0000, odd)))
-    return b.bitcast(pairs, _vector(_I16, x))
+    return b.bitcast(pairs, ir.VectorType(_I16, count))
+
+
+def _bfloat_as_it_was(b: Any, x: Any) -> Any:
+    return _upper_halves(b, b.bitcast(x, _vector(_I32, x)))
 
 
 def _zero_or_one(b: Any, x: Any) -> Any:
@@ -294,7 +302,9 @@ def form_of(op: ReduceOp, code: DType) -> Form:
         return form
     # Any byte but 0 is true: 1 and 2 have no bit in common.
     widen = _zero_or_one if code is DType.BOOL else form.widen
-    return form._replace(plus=form.others[op], widen=widen, max_divisor=0)
+    is_exact = code is DType.BFLOAT16 and op in (ReduceOp.MIN, ReduceOp.MAX)
+    narrow = _bfloat_as_it_was if is_exact else form.narrow
+    return form._replace(plus=form.others[op], widen=widen, narrow=narrow, max_divisor=0)
 
 
 # ---- the two types Numba sees ----

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the sum kernels, in GB of sources per second, against this machine's copy speed.
+"""Measure the kernels, in GB of sources per second, against this machine's copy speed.
 
 Each case sums n sources in place, as the server does: n reads and one write, n + 1 streams. The
 floor is the faster of memcpy and NumPy's copy in the same run, moving the same traffic: a copy of
@@ -8,7 +8,7 @@ size x (n + 1) / 2 bytes reads and writes that much. `share` is floor / time by 
 are timed by the thread's processor time, so that being preempted by other work does not count
 (sharing caches and memory with it still does). `start` is a fresh process up to its first kernel.
 
-    python tools/bench/kernels.py --runs 9 --dtype float32 bfloat16 --json kernels.jsonl
+    python tools/bench/kernels.py --runs 9 --op sum --dtype float32 bfloat16 --json kernels.jsonl
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from collections.abc import Callable
 import numpy as np
 from _common import ROOT, Report, add_options
 
-from fastps.reduce import sum_kernel
-from fastps.types import DType
+from fastps.reduce import reduce_kernel
+from fastps.types import DType, ReduceOp
 
 KIB = 1024
 SIZES = (64 * KIB, 512 * KIB, 4096 * KIB, 65536 * KIB)  # bytes of one source
@@ -60,15 +60,16 @@ def page_aligned(nbytes: int) -> np.ndarray:
     return area[-area.ctypes.data % PAGE :][:nbytes]
 
 
-def check(code: DType, function: Callable[..., int]) -> None:
-    """Compare one small sum with NumPy, so that no wrong kernel gets a figure."""
+def check(op: ReduceOp, code: DType, function: Callable[..., int]) -> None:
+    """Try one small array of ones, so that no wrong kernel gets a figure."""
     kind = np.uint16 if code is DType.BFLOAT16 else np.dtype(code.name.lower())
     one, two = (0x3F80, 0x4000) if code is DType.BFLOAT16 else (1, 2)
     first, second = (np.full(1003, one, dtype=kind) for _ in range(2))
     table = (ctypes.c_void_p * 2)(first.ctypes.data, second.ctypes.data)
     status = function(table, 2, first.ctypes.data, first.size, ONE)
-    if status != 1 or not np.array_equal(first, np.full_like(first, two)):
-        raise SystemExit(f"the kernel for {code.name.lower()} gives a wrong sum")
+    want = {ReduceOp.SUM: two, ReduceOp.BXOR: 0}.get(op, one)
+    if status != 1 or not np.array_equal(first, np.full_like(first, want)):
+        raise SystemExit(f"the {op.name.lower()} kernel for {code.name.lower()} is wrong")
 
 
 def alternate(actions: dict[str, Callable[[], object]], runs: int) -> Times:
@@ -89,9 +90,9 @@ def alternate(actions: dict[str, Callable[[], object]], runs: int) -> Times:
     return times
 
 
-def measure(code: DType, n_sources: int, nbytes: int, runs: int) -> Times:
-    """Time the sum in place, and copies of the same traffic."""
-    function = SUM_TYPE(sum_kernel(code))
+def measure(op: ReduceOp, code: DType, n_sources: int, nbytes: int, runs: int) -> Times:
+    """Time the kernel in place, and copies of the same traffic."""
+    function = SUM_TYPE(reduce_kernel(op, code))
     buffers = [page_aligned(nbytes) for _ in range(n_sources)]
     table = (ctypes.c_void_p * n_sources)(*[buffer.ctypes.data for buffer in buffers])
     count, target = nbytes // code.itemsize, buffers[0].ctypes.data
@@ -102,7 +103,7 @@ def measure(code: DType, n_sources: int, nbytes: int, runs: int) -> Times:
     memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     return alternate(
         {
-            "sum": lambda: function(table, n_sources, target, count, ONE),
+            "kernel": lambda: function(table, n_sources, target, count, ONE),
             "memcpy": lambda: memcpy(written, read, traffic),
             "copyto": lambda: np.copyto(copied, origin),
         },
@@ -110,10 +111,12 @@ def measure(code: DType, n_sources: int, nbytes: int, runs: int) -> Times:
     )
 
 
-def add_case(report: Report, code: DType, n_sources: int, nbytes: int, runs: int) -> None:
+def add_case(
+    report: Report, op: ReduceOp, code: DType, n_sources: int, nbytes: int, runs: int
+) -> None:
     """Measure one case and add its row."""
-    times = measure(code, n_sources, nbytes, runs)
-    took = times["sum"]
+    times = measure(op, code, n_sources, nbytes, runs)
+    took = times["kernel"]
     floor = min(times["memcpy"], times["copyto"], key=statistics.median)
     report.add(
         code.name.lower(),
@@ -153,13 +156,16 @@ def main() -> None:
     )
     add_options(parser)
     parser.add_argument("--dtype", nargs="+", choices=names, default=names, metavar="DTYPE")
+    ops = [op.name.lower() for op in ReduceOp]
+    parser.add_argument("--op", choices=ops, default="sum")
     options = parser.parse_args()
+    op = ReduceOp[options.op.upper()]
     report = Report("kernels", unit="GB/s of sources")
     for code in (DType[name.upper()] for name in options.dtype):
-        check(code, SUM_TYPE(sum_kernel(code)))
+        check(op, code, SUM_TYPE(reduce_kernel(op, code)))
         for nbytes in SIZES:
             for n_sources in SOURCES:
-                add_case(report, code, n_sources, nbytes, options.runs)
+                add_case(report, op, code, n_sources, nbytes, options.runs)
     add_starts(report)
     report.finish(options.json)
 
