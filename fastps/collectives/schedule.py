@@ -106,11 +106,9 @@ def allgather(me: int, counts: Sequence[int], machines: Sequence[int] = ()) -> S
         return _gather_by_bruck(steps, counts)
     topology = _topology(len(counts), machines)
     for piece in _in_turn(topology.blocks(counts), steps):
-        at = _At(Place.OUTPUT, piece.offset)
-        if me == piece.owner:
-            here = _At(Place.INPUT, piece.start)
-            steps.copy(here, at, piece.nbytes)
-            at = here
+        out = _At(Place.OUTPUT, piece.offset)
+        at = _At(Place.INPUT, piece.start) if me == piece.owner else out
+        steps.copy(at, out, piece.nbytes)
         steps.spread(topology.role(me, piece), piece, at)
     return steps.done()
 
@@ -145,7 +143,7 @@ def allreduce(
     """
     steps, topology = _Steps(me, n), _topology(n, machines)
     if nbytes <= SMALL_BYTES and n > 1:
-        steps.sum_at_once(topology, _exchanged(steps, nbytes), _At(Place.OUTPUT, 0), nbytes)
+        steps.sum_at_once(topology, _exchanged(steps, nbytes), nbytes)
         return steps.done()
     for piece in _in_turn(topology.shares(nbytes, itemsize), steps):
         role, to = topology.role(me, piece), _At(Place.OUTPUT, piece.offset)
@@ -167,12 +165,12 @@ def reduce(
     sum, and M bytes come in. Up to SMALL_BYTES all send to the root: one message. Floor: M / B.
     """
     steps, topology = _Steps(me, n), _topology(n, machines)
-    here = _At(Place.INPUT, 0)
-    if nbytes <= SMALL_BYTES and me != root:
-        steps.send(root, 0, here, nbytes)
-        return steps.done()
     if nbytes <= SMALL_BYTES:
-        steps.sum_at_once(topology, steps.parts(range(n), here), _At(Place.OUTPUT, 0), nbytes)
+        here = _At(Place.INPUT, 0)
+        if me != root:
+            steps.send(root, 0, here, nbytes)
+        else:
+            steps.sum_at_once(topology, steps.parts(range(n), here), nbytes)
         return steps.done()
     near, far = topology.parted(root)
     owners = far if len(far.machines) > 1 else near
@@ -201,16 +199,15 @@ def broadcast(me: int, n: int, nbytes: int, root: int, machines: Sequence[int] =
     place = Place.INPUT if me == root else Place.OUTPUT
     near, far = topology.parted(root)
     is_small = nbytes <= MIN_PIECE_BYTES
-    if is_small or far.width < 2 or len(set(machines)) == 1:
-        for k, (offset, size) in enumerate(_messages(nbytes)):
-            piece = _Piece(k, 0, 0, root, offset, offset, size)
-            is_deep = is_small and n > DIRECT_MEMBERS
-            role = _binomial(me, n, root) if is_deep else topology.role(me, piece)
-            steps.spread(role, piece, _At(place, offset))
-        return steps.done()
-    laps = min(PIPELINE, nbytes // (far.width * MIN_PIECE_BYTES))
-    for piece in far.shares(nbytes, laps=laps):
-        role = _passing_on(me, root, piece, near, far)
+    is_direct = is_small or far.width < 2 or len(set(machines)) == 1
+    laps = min(PIPELINE, nbytes // max(far.width * MIN_PIECE_BYTES, 1))
+    for piece in _wholes(nbytes, root) if is_direct else far.shares(nbytes, laps=laps):
+        if is_small and n > DIRECT_MEMBERS:
+            role = _binomial(me, n, root)
+        elif is_direct:
+            role = topology.role(me, piece)
+        else:
+            role = _passing_on(me, root, piece, near, far)
         steps.spread(role, piece, _At(place, piece.offset))
     return steps.done()
 
@@ -220,9 +217,8 @@ def gather(me: int, counts: Sequence[int], root: int) -> Schedule:
 
     One message, counts[me] bytes. Floor: (M - counts[root]) / B, the root's way in.
     """
-    none = [0] * len(counts)
-    to_root = [*none[:root], counts[me], *none[root + 1 :]]
-    return alltoall(me, to_root, counts if me == root else none)
+    mine = [counts[me] if who == root else 0 for who in range(len(counts))]
+    return alltoall(me, mine, counts if me == root else [0] * len(counts))
 
 
 def scatter(me: int, counts: Sequence[int], root: int) -> Schedule:
@@ -230,9 +226,8 @@ def scatter(me: int, counts: Sequence[int], root: int) -> Schedule:
 
     n - 1 messages of the root, M - counts[root] bytes. Floor: those / B, the root's way out.
     """
-    none = [0] * len(counts)
-    from_root = [*none[:root], counts[me], *none[root + 1 :]]
-    return alltoall(me, counts if me == root else none, from_root)
+    mine = [counts[me] if who == root else 0 for who in range(len(counts))]
+    return alltoall(me, counts if me == root else [0] * len(counts), mine)
 
 
 def alltoall(me: int, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Schedule:
@@ -366,6 +361,11 @@ def _messages(nbytes: int) -> list[tuple[int, int]]:
     return _cut(nbytes, -(-nbytes // MAX_MESSAGE_BYTES))
 
 
+def _wholes(nbytes: int, owner: int) -> list[_Piece]:
+    cuts = enumerate(_messages(nbytes))
+    return [_Piece(k, 0, 0, owner, offset, offset, size) for k, (offset, size) in cuts]
+
+
 def _starts(counts: Sequence[int]) -> list[int]:
     return list(accumulate(counts, initial=0))
 
@@ -496,13 +496,12 @@ class _Steps:
             at = at._replace(after=(*at.after, *came.after))
         return at
 
-    def sum_at_once(self, topology: _Topology, parts: Sequence[_At], to: _At, nbytes: int) -> None:
-        """Sum what everybody sends to us alone, in the order of every sum."""
-        sums = [
-            self.fold(0, [parts[who] for who in there], None, nbytes)
-            for there in topology.machines
-        ]
-        self.copy(self.fold(0, sums, to, nbytes), to, nbytes)
+    def sum_at_once(self, topology: _Topology, parts: Sequence[_At], nbytes: int) -> None:
+        """Sum what everybody sends us in one message, in the order of every sum."""
+        out = _At(Place.OUTPUT, 0)
+        machines = [[parts[who] for who in there] for there in topology.machines]
+        sums = [self.fold(0, there, None, nbytes) for there in machines]
+        self.copy(self.fold(0, sums, out, nbytes), out, nbytes)
 
 
 def _gather_by_bruck(steps: _Steps, counts: Sequence[int]) -> Schedule:
