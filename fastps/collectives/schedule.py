@@ -73,6 +73,8 @@ class Step:
     peer: of a SEND or RECEIVE; else ourselves. label: names the message between the two; unique
     for each ordered pair. offset, nbytes: of what is sent or written in `place`; at most
     MAX_MESSAGE_BYTES. sources: of a FOLD, in the order of its sum, or the one of a COPY.
+    is_final: of a FOLD that makes a whole sum, not a machine's part of it: an average divides
+    there. A group of one has such a FOLD too, of one source.
     """
 
     kind: Kind
@@ -83,6 +85,7 @@ class Step:
     nbytes: int
     after: tuple[int, ...] = ()
     sources: tuple[Source, ...] = ()
+    is_final: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,7 @@ def reducescatter(
     steps, topology = _Steps(me, len(counts)), _topology(len(counts), machines)
     for piece in _in_turn(topology.blocks(counts, itemsize), steps):
         to = _At(Place.OUTPUT, piece.start) if me == piece.owner else None
-        total = steps.collect(topology.role(me, piece), piece, to)
-        if to:
-            steps.copy(total, to, piece.nbytes)
+        steps.collect(topology.role(me, piece), piece, to)
     return steps.done()
 
 
@@ -142,15 +143,13 @@ def allreduce(
     ceil(log2 n) of one; (n - 1) M bytes. Floor: 2 M (n - 1) / (n B).
     """
     steps, topology = _Steps(me, n), _topology(n, machines)
-    if nbytes <= SMALL_BYTES and n > 1:
+    if nbytes <= SMALL_BYTES:
         steps.sum_at_once(topology, _exchanged(steps, nbytes), nbytes)
         return steps.done()
     for piece in _in_turn(topology.shares(nbytes, itemsize), steps):
         role, to = topology.role(me, piece), _At(Place.OUTPUT, piece.offset)
         total = steps.collect(role, piece, to)
-        if me == piece.owner:
-            to = steps.copy(total, to, piece.nbytes)
-        steps.spread(role, piece, to)
+        steps.spread(role, piece, total if me == piece.owner else to)
     return steps.done()
 
 
@@ -177,11 +176,9 @@ def reduce(
     for piece in _in_turn(owners.shares(nbytes, itemsize), steps):
         to = _At(Place.OUTPUT, piece.offset) if me == root else None
         total = steps.collect(topology.role(me, piece), piece, to)
-        if me == piece.owner and to:
-            steps.copy(total, to, piece.nbytes)
-        elif me == piece.owner:
+        if me == piece.owner != root:
             steps.send(root, piece.label, total, piece.nbytes)
-        elif to:
+        elif to and piece.owner != root:
             steps.receive(piece.owner, piece.label, to, piece.nbytes)
     return steps.done()
 
@@ -424,49 +421,52 @@ class _Steps:
         return _At(Place.SCRATCH, start)
 
     def send(self, peer: int, label: int, at: _At, nbytes: int) -> None:
-        self._add(Kind.SEND, peer, label, at, nbytes)
+        self._add(Step(Kind.SEND, peer, label, at.place, at.offset, nbytes, at.after))
 
     def receive(self, peer: int, label: int, to: _At, nbytes: int) -> _At:
-        return self._add(Kind.RECEIVE, peer, label, to, nbytes)
+        return self._add(Step(Kind.RECEIVE, peer, label, to.place, to.offset, nbytes, to.after))
 
     def copy(self, at: _At, to: _At, nbytes: int) -> _At:
         """Copy bytes, unless they are there."""
         if at[:2] == to[:2]:
             return at
-        return self._add(Kind.COPY, self.me, 0, to, nbytes, [at])
+        sources = (Source(self.me, 0, at.place, at.offset),)
+        step = Step(Kind.COPY, self.me, 0, to.place, to.offset, nbytes, at.after, sources)
+        return self._add(step)
 
     def parts(self, members: Iterable[int], at: _At) -> list[_At]:
         """List what members contribute: ours lies at a place, the others' arrive."""
         arriving = _At(Place.SCRATCH, 0)
         return [at if who == self.me else arriving._replace(peer=who) for who in members]
 
-    def fold(self, label: int, parts: Sequence[_At], to: _At | None, nbytes: int) -> _At:
-        """Sum parts in their order; one alone stays where it is."""
-        if len(parts) == 1:
-            return parts[0]
-        return self._add(Kind.FOLD, self.me, label, to or self.room(nbytes), nbytes, parts)
-
-    def _add(
-        self, kind: Kind, peer: int, label: int, at: _At, nbytes: int, parts: Sequence[_At] = ()
+    def fold(
+        self, label: int, parts: Sequence[_At], nbytes: int, to: _At | None, *, is_final: bool
     ) -> _At:
-        if nbytes == 0:
-            return at
-        after = sorted({step for part in (at, *parts) for step in part.after})
+        """Sum parts in their order; one alone stays where it is, unless the sum is final."""
+        if len(parts) == 1 and not is_final:
+            return parts[0]
+        place, offset, *_ = to or self.room(nbytes)
+        after = tuple(sorted({step for part in parts for step in part.after}))
         sources = tuple(
             Source(self.me if part.peer is None else part.peer, label, part.place, part.offset)
             for part in parts
         )
-        step = Step(kind, peer, label, at.place, at.offset, nbytes, tuple(after), sources)
+        step = Step(Kind.FOLD, self.me, label, place, offset, nbytes, after, sources, is_final)
+        return self._add(step)
+
+    def _add(self, step: Step) -> _At:
+        if step.nbytes == 0:
+            return _At(step.place, step.offset)
         self._steps.append(step)
-        return at._replace(after=(len(self._steps) - 1,))
+        return _At(step.place, step.offset, (len(self._steps) - 1,))
 
     def collect(self, role: _Role, piece: _Piece, to: _At | None) -> _At:
         """Sum a piece of INPUT up its tree, as far as it is ours, and send that to the parent."""
-        at = _At(Place.INPUT, piece.offset)
-        for members in (role.inside, role.between):
-            at = self.fold(piece.label, self.parts(members, at), to, piece.nbytes)
-        if role.parent is not None:
-            self.send(role.parent, piece.label, at, piece.nbytes)
+        label, nbytes, at = piece.label, piece.nbytes, _At(Place.INPUT, piece.offset)
+        at = self.fold(label, self.parts(role.inside, at), nbytes, to, is_final=False)
+        if role.parent is None:
+            return self.fold(label, self.parts(role.between, at), nbytes, to, is_final=True)
+        self.send(role.parent, label, at, nbytes)
         return at
 
     def spread(self, role: _Role, piece: _Piece, at: _At) -> None:
@@ -498,10 +498,9 @@ class _Steps:
 
     def sum_at_once(self, topology: _Topology, parts: Sequence[_At], nbytes: int) -> None:
         """Sum what everybody sends us in one message, in the order of every sum."""
-        out = _At(Place.OUTPUT, 0)
         machines = [[parts[who] for who in there] for there in topology.machines]
-        sums = [self.fold(0, there, None, nbytes) for there in machines]
-        self.copy(self.fold(0, sums, out, nbytes), out, nbytes)
+        sums = [self.fold(0, there, nbytes, None, is_final=False) for there in machines]
+        self.fold(0, sums, nbytes, _At(Place.OUTPUT, 0), is_final=True)
 
 
 def _gather_by_bruck(steps: _Steps, counts: Sequence[int]) -> Schedule:

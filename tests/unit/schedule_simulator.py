@@ -56,7 +56,7 @@ class Member:
 
 
 class Simulator:
-    """Runs schedules; a SEND ends when its message was consumed, or, by chance, at once."""
+    """Runs schedules and doubles final sums; a SEND ends when consumed or, by chance, at once."""
 
     def __init__(
         self,
@@ -193,9 +193,11 @@ class Simulator:
             next(own) if one.peer == member.index else came[one.peer, one.label][1]
             for one in step.sources
         ] or [came[step.peer, step.label][1]]
-        total = parts[0].view(self.dtype if len(parts) > 1 else np.uint8)
+        total = parts[0].view(self.dtype if step.kind is Kind.FOLD else np.uint8)
         for part in parts[1:]:
             total = total + part.view(self.dtype)
+        if step.is_final:  # as an average would divide: once
+            total = total * 2
         member.target(step)[:] = total.view(np.uint8)
         member.done.add(number)
 
