@@ -27,6 +27,8 @@ MODULES = [
     "fastps.worker._engine",
     "fastps.transport._shm",
     "fastps.worker._local",
+    "fastps.transport.pipe._transport",
+    "fastps.collectives._exchange",
 ]
 AIDS = ["aids.boards", "aids.faces", "aids.mailbox", "aids.queue_bench", "aids.scrambler"]
 FOLDERS = {"aids": "tests/aids"}

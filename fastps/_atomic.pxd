@@ -14,6 +14,8 @@ cdef extern from *:
     #define fps_load64(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
     #define fps_store64(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
     #define fps_add64(p, v) __atomic_add_fetch((p), (v), __ATOMIC_ACQ_REL)
+    #define fps_swap64(p, v) __atomic_exchange_n((p), (v), __ATOMIC_SEQ_CST)
+    #define fps_or64(p, v) __atomic_fetch_or((p), (v), __ATOMIC_SEQ_CST)
     #define fps_load_ptr(p) __atomic_load_n((p), __ATOMIC_SEQ_CST)
     #define fps_store_ptr(p, v) __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
     #define fps_fence() __atomic_thread_fence(__ATOMIC_SEQ_CST)
@@ -40,6 +42,8 @@ cdef extern from *:
     int64_t fps_load64(int64_t* p) noexcept nogil
     void fps_store64(int64_t* p, int64_t v) noexcept nogil
     int64_t fps_add64(int64_t* p, int64_t v) noexcept nogil
+    int64_t fps_swap64(int64_t* p, int64_t v) noexcept nogil        # returns the old value
+    int64_t fps_or64(int64_t* p, int64_t v) noexcept nogil          # returns the old value
     void* fps_load_ptr(void** p) noexcept nogil
     void fps_store_ptr(void** p, void* v) noexcept nogil
     void* fps_swap_ptr(void** p, void* v) noexcept nogil            # returns the old value

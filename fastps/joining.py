@@ -12,11 +12,12 @@ import contextlib
 import hmac
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fastps import _core
 from fastps.affinity import parse_cpu_list
+from fastps.collectives._exchange import Exchange
 from fastps.config import Config
 from fastps.control.blame import Failure
 from fastps.control.client import ControlClient
@@ -97,6 +98,9 @@ class Connections:
             self.engine = WorkerEngine(
                 me=self.job.me, n_members=len(self.job.members), lanes=self._lanes
             )
+            self.exchange = Exchange(
+                me=self.job.me, n_members=len(self.job.members), engine=self.engine
+            )
             self._make(doors)
             self._share_memory()
             self.client.barrier("fastps.connected", timeout_s=config.start_timeout_s)
@@ -128,6 +132,7 @@ class Connections:
         self.node.join(self.job.members, me=self.job.me, generation=self.job.generation)
         if self.job.me in self.job.owners:
             self._server = self._make_server(self.node)
+        self.node.link_peers(self.exchange)
         self.node.start()
         self._links = Links(
             self._config, self.job, self.engine, key=self.client.data_key, device=self._device
@@ -147,6 +152,7 @@ class Connections:
             n_workers=self.job.size,
             key=self._memory_key(),
             engine=self.engine,
+            exchange=self.exchange,
         )
 
     def _memory_key(self) -> bytes:
@@ -205,6 +211,13 @@ class Connections:
 
         return sum_kernel(dtype)
 
+    def reach(self, members: Sequence[int]) -> None:
+        """Make the links to members that there are not yet; blocks as Node.reach() does."""
+        assert self.node is not None
+        for member in members:
+            if not self.exchange.is_linked(member):
+                self.node.reach(member)
+
     def machine_of(self, rank: int) -> int:
         """Give the number of the machine that a worker is on."""
         return self.job.workers[rank].machine
@@ -215,8 +228,8 @@ class Connections:
         culprit: what the engine names; it counts only where no link of ours has ended.
         """
         kind = Status(status)
-        is_told = kind is Status.PEER_LOST and self.engine.failure is None and culprit >= 0
-        broken = self.engine.failure
+        broken = self.engine.failure or self.exchange.failure
+        is_told = kind is Status.PEER_LOST and broken is None and culprit >= 0
         if broken is None or broken[1] < 0:
             return Failure(tensor, kind, said, culprit if is_told else None)
         trouble = "" if self._links is None else self._links.failure_of(broken[1])
@@ -249,6 +262,7 @@ class Connections:
         """Count what the engine and its links did; with server_ before it, what was served."""
         counts: Counter[str] = Counter({"bytes_registered": 0, "bytes_staged": 0})
         counts.update(self.engine.statistics())
+        counts.update(self.exchange.statistics())
         if self._links is not None:
             counts.update(self._links.statistics())
         counts["bytes_over_links"] = counts["bytes_sent"]
@@ -275,8 +289,9 @@ class Connections:
 
     def _fail(self, status: int) -> None:
         """End everything in flight; news may come before we are whole."""
-        if hasattr(self, "engine"):
+        if hasattr(self, "exchange"):
             self.engine.fail(status)
+            self.exchange.fail(status)
 
     # ---- the end ----
 
@@ -288,6 +303,7 @@ class Connections:
         BYE; then all links have ended, and only then their memory goes.
         """
         timeout_s = self._config.shutdown_timeout_s
+        self.exchange.leave()
         self.engine.leave()
         try:
             self.client.leave(timeout_s=timeout_s)

@@ -50,6 +50,7 @@ from fastps.worker.handle import Array, Handle
 
 if TYPE_CHECKING:
     from fastps.control.client import ControlClient
+    from fastps.groups import Groups
     from fastps.worker._tensor import PlannedTensor
 
 __all__ = ["Session", "current"]
@@ -84,15 +85,16 @@ class Session:
     def __init__(self, config: Config) -> None:
         """Join the job, connect to every server, wait for everybody; blocks to start_timeout_s."""
         _show_logs(config.log_level)
-        self._config = config
+        self.config = config
         self.is_ours = True  # made in this process, not in the one that this was forked from
         self._lock = threading.Lock()  # declarations; held while the scheduler answers
         self._tensors: dict[str, PlannedTensor] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._witness = Witness()
         self._poisoned = self._witness.poisoned
-        self._wait_seconds = [0.0]
+        self.wait_seconds = [0.0]
         self._client: ControlClient | None = None
+        self._groups: Groups | None = None
         self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         _sessions.add(self)
@@ -103,13 +105,13 @@ class Session:
         # imported here: a job of one worker needs neither links nor engines
         from fastps.joining import Connections  # noqa: PLC0415
 
-        self._connections = Connections(self._config, self._on_event)
-        self._client, self._engine = self._connections.client, self._connections.engine
-        job = self._connections.job
+        self.connections = Connections(self.config, self._on_event)
+        self._client, self._engine = self.connections.client, self.connections.engine
+        job = self.connections.job
         self.rank, self.size = job.me, job.size
         self._witness.me = job.me
         self.local_rank, self.local_size = job.local_rank, job.local_size
-        self._chunk_bytes = self._connections.chunk_bytes
+        self._chunk_bytes = self.connections.chunk_bytes
 
     # ---- declaring ----
 
@@ -127,7 +129,7 @@ class Session:
         declared one differently, ConfigError when no server is there for the policy.
         """
         self.check_usable()
-        if policy != Policy.SUM and not (self._client and self._connections.owners):
+        if policy != Policy.SUM and not (self._client and self.connections.owners):
             raise ConfigError(
                 f"{policy.name} needs servers, and this job does without; start some, on one "
                 "machine with FASTPS_FORCE_DISTRIBUTED=1"
@@ -157,7 +159,7 @@ class Session:
             int(dtype),
             shape,
             nbytes,
-            self._config.partition_bytes,
+            self.config.partition_bytes,
             self._chunk_bytes,
             policy,
             staleness,
@@ -179,9 +181,9 @@ class Session:
             if not fresh:
                 return
             assert self._client is not None
-            answers = self._client.declare(fresh, timeout_s=self._config.op_timeout_s)
+            answers = self._client.declare(fresh, timeout_s=self.config.op_timeout_s)
             for spec, answer in zip(fresh, answers, strict=True):
-                tensor = self._connections.make_tensor(spec, answer)
+                tensor = self.connections.make_tensor(spec, answer)
                 tensor.expect(spec.shape, DType(spec.dtype))
                 self._tensors[spec.name] = tensor
                 self._specs[spec.name] = spec
@@ -206,7 +208,7 @@ class Session:
         tensors = self._retire(names)
         versions = {name: tensor.version for name, tensor in tensors.items()}
         try:
-            request = client.forget(versions, timeout_s=self._config.op_timeout_s)
+            request = client.forget(versions, timeout_s=self.config.op_timeout_s)
         except FastPSError:
             for tensor in tensors.values():
                 tensor.reinstate()
@@ -278,13 +280,13 @@ class Session:
     def _ended(self, name: str, error: PeerLostError | ShutdownError) -> FastPSError:
         is_loss = isinstance(error, PeerLostError)
         status = Status.PEER_LOST if is_loss else Status.SHUTDOWN
-        return self._blame(self._connections.failure(name, status, said=str(error)))
+        return self._blame(self.connections.failure(name, status, said=str(error)))
 
     def _fail_poisoned(self, names: Sequence[str]) -> None:
         """Fail what was started in the moment between the last check and the bad news."""
         for name in names:
             if name in self._poisoned:
-                self._connections.fail_tensor(self._poisoned[name].tensor_id, Status.MISMATCH)
+                self.connections.fail_tensor(self._poisoned[name].tensor_id, Status.MISMATCH)
 
     # ---- operations ----
 
@@ -305,8 +307,8 @@ class Session:
             )
             return handle.wait()
         began = time.perf_counter()
-        status = known.wait(timeout_s=self._config.op_timeout_s, spin_us=self._config.spin_us)
-        self._wait_seconds[0] += time.perf_counter() - began
+        status = known.wait(timeout_s=self.config.op_timeout_s, spin_us=self.config.spin_us)
+        self.wait_seconds[0] += time.perf_counter() - began
         assert isinstance(tensor, np.ndarray)
         if status == 0:
             return tensor
@@ -401,7 +403,7 @@ class Session:
         tensors = self._find(names, arrays, dtype)
         self._submit(
             names, self._engine.start_broadcast, tensors, arrays, root=root_rank,
-            machine=self._connections.machine_of(root_rank),
+            machine=self.connections.machine_of(root_rank),
         )  # fmt: skip
         return self._handle(tensors, arrays, root_rank, is_single=is_single)
 
@@ -439,41 +441,52 @@ class Session:
             is_single=is_single,
             operation=operation,
             explain=self._explain,
-            timeout_s=self._config.op_timeout_s,
-            seconds=self._wait_seconds,
-            spin_us=self._config.spin_us,
+            timeout_s=self.config.op_timeout_s,
+            seconds=self.wait_seconds,
+            spin_us=self.config.spin_us,
         )
+
+    # ---- groups ----
+
+    @property
+    def groups(self) -> Groups:
+        """The groups of this session, made at their first use."""
+        if self._groups is None:
+            from fastps.groups import Groups  # noqa: PLC0415  (most jobs need none)
+
+            self._groups = Groups(self)
+        return self._groups
 
     # ---- memory ----
 
     @property
     def can_share(self) -> bool:
         """Tell whether arrays of empty() lie in memory that other workers reach."""
-        return self._client is not None and self._connections.arena is not None
+        return self._client is not None and self.connections.arena is not None
 
     def empty(self, shape: tuple[int, ...], dtype: DType | np.dtype[Any]) -> Array:
         """Give an uninitialised array, in shared memory where can_share; see fastps.empty()."""
         self.check_usable()
         kind = numpy_dtype(dtype) if isinstance(dtype, DType) else np.dtype(dtype)
         count = math.prod(shape)
-        if self._client is None or self._connections.arena is None or not count:
+        if self._client is None or self.connections.arena is None or not count:
             return np.empty(shape, kind)
-        block, _ = self._connections.arena.allocate(count * kind.itemsize)
+        block, _ = self.connections.arena.allocate(count * kind.itemsize)
         flat: Array = np.frombuffer(block, kind, count)  # type: ignore[call-overload]
         return flat.reshape(shape)
 
     def is_shared(self, array: Array) -> bool:
         """Tell whether an array lies in one piece in memory that other workers reach."""
-        if self._client is None or self._connections.arena is None:
+        if self._client is None or self.connections.arena is None:
             return False
-        mapping, start = self._connections.arena.mapping, array.ctypes.data
+        mapping, start = self.connections.arena.mapping, array.ctypes.data
         is_inside = mapping.address <= start <= mapping.address + mapping.nbytes - array.nbytes
         return is_inside and bool(array.flags.c_contiguous)
 
     def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:
         """Wait until every worker has come here; StallError names who is missing."""
         self.check_usable()
-        timeout_s = self._config.op_timeout_s if timeout_s is None else checked_seconds(timeout_s)
+        timeout_s = self.config.op_timeout_s if timeout_s is None else checked_seconds(timeout_s)
         if self._client is not None:
             self._client.barrier(name, timeout_s=timeout_s)
 
@@ -489,14 +502,14 @@ class Session:
         if self._client is None:
             return decode_object(encode_object(obj))
         return decode_object(
-            self._client.blob(name, root_rank, data, timeout_s=self._config.op_timeout_s)
+            self._client.blob(name, root_rank, data, timeout_s=self.config.op_timeout_s)
         )
 
     def statistics(self) -> dict[str, float]:
         """Count operations, bytes, frames, system calls and seconds spent in wait()."""
-        numbers: dict[str, float] = {"wait_seconds": self._wait_seconds[0]}
+        numbers: dict[str, float] = {"wait_seconds": self.wait_seconds[0]}
         if self._client is not None:
-            numbers |= self._connections.statistics()
+            numbers |= self.connections.statistics()
         return numbers
 
     # ---- failures ----
@@ -523,8 +536,11 @@ class Session:
         if status == Status.MISMATCH and tensor.name not in self._poisoned:
             of_root = f"a broadcast from worker {operation}"
             return self._dispute(tensor, _OPERATIONS.get(operation, of_root))
-        culprit = tensor.culprit
-        return self._blame(self._connections.failure(tensor.name, status, culprit=culprit))
+        return self.blame(tensor.name, status, culprit=tensor.culprit)
+
+    def blame(self, name: str, status: int, *, culprit: int = -1) -> FastPSError:
+        """Word the error of what failed because somebody was lost, or we left."""
+        return self._blame(self.connections.failure(name, status, culprit=culprit))
 
     def _dispute(self, tensor: PlannedTensor, started: str) -> FastPSError:
         """Have the scheduler ask all workers what they started: no server knows who is right."""
@@ -558,7 +574,7 @@ class Session:
         """Take news from the scheduler, on the control client's thread."""
         self._witness.hear(event)
         if isinstance(event, TensorPoisoned):
-            self._connections.fail_tensor(event.tensor_id, Status.MISMATCH)
+            self.connections.fail_tensor(event.tensor_id, Status.MISMATCH)
         elif isinstance(event, PeerLost):
             log.error("%s", event)
         elif isinstance(event, JobOver):
@@ -574,15 +590,15 @@ class Session:
         if self._client is None or not self.is_ours:
             return
         self._client = None
-        self._connections.close()
+        self.connections.close()
         self._tensors.clear()  # they hold shared memory
         _sessions.discard(self)
 
     def abandon(self) -> None:
         """Give up in a forked child: close the links' descriptors, so that our death is seen."""
         self.is_ours = False
-        if hasattr(self, "_connections"):  # also while close() ends them
-            self._connections.abandon()
+        if hasattr(self, "connections"):  # also while close() ends them
+            self.connections.abandon()
 
 
 def _reduction(average: bool) -> int:

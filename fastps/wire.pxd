@@ -31,6 +31,12 @@ cdef enum FrameKind:
     KIND_PULL = 3           # worker -> owner: no contribution, send me the result
     KIND_ERROR = 4          # owner -> worker: this round fails; length = 0
     KIND_BYE = 5            # either way: orderly end of the link, length = 0
+    # between workers; key: the channel, key_version: the operation on it, subject: which message
+    KIND_MESSAGE = 6        # bytes of a message; status: of how many in all
+    KIND_READY = 7          # I know where a message of `status` bytes goes, send it
+    KIND_OFFER = 8          # I have one of `status` bytes, tell me when you are ready
+    KIND_CREDIT = 9         # `status` bytes that came unasked have been taken
+    KIND_REFUSE = 10        # the operation fails; status: why
 
 cdef enum FrameFlag:
     FLAG_AVERAGE = 1        # divide the sum by the number of contributions

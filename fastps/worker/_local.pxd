@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # What the ranks of one machine share, and what each of them keeps to itself.
 #
-# Control memory:  Control | Cell per rank | staging flags | Task x RING_TASKS | Slot per tensor
+# Control memory:  Control | Cell per rank | staging flags | Task x RING_TASKS | Slot per tensor |
+#                  pipes
 # Arena of a rank: its staging slots, then blocks of arrays
 from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 
 from fastps._core cimport Completion, Thread
 from fastps._posix cimport pthread_mutex_t
+from fastps.transport.pipe._transport cimport Pipes, PipeTransport
 from fastps.worker._stage cimport Part, Plan, Stage
 from fastps.worker._tensor cimport PlanHolder, PlannedTensor
 
@@ -130,9 +132,11 @@ cdef struct Local:
     int n_trailing
     int64_t bytes_registered    # statistics; GIL
     int64_t bytes_staged
+    Pipes* pipes                # frames between the ranks; the runner moves them on
 
 cdef class LocalStages:
     cdef Local* local
+    cdef readonly PipeTransport pipes
     cdef PyObject* holder       # of the plan; ours while the helper runs
     cdef object arena
     cdef list mappings          # keep the memory of all ranks
@@ -147,4 +151,5 @@ cdef class LocalStages:
     cdef bint member_left(self, uint32_t rank)
     cdef void say_left(self, bint is_at_work)
     cdef bint wait_closed(self, double timeout_s)
+    cdef void end_pipes(self, int64_t deadline)
     cdef dict statistics(self)

@@ -3,6 +3,7 @@ from collections.abc import Sequence
 from typing import Self, final
 
 from fastps.transport._shm import Mapping
+from fastps.transport.pipe._transport import PipeTransport
 from fastps.transport.shm import Arena
 
 def control_bytes(n: int) -> int: ...
@@ -10,6 +11,7 @@ def stage_area_bytes(stage_bytes: int) -> int: ...
 
 @final
 class LocalStages:
+    pipes: PipeTransport
     def __new__(
         cls,
         *,

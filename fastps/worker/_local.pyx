@@ -46,10 +46,12 @@ from fastps._posix cimport (
 )
 from fastps._table cimport table_each, table_get
 from fastps.transport._shm cimport Mapping
+from fastps.transport.pipe._transport cimport PipeTransport, pipes_has_news, pipes_step
 from fastps.wire cimport FLAG_AVERAGE, FLAG_BROADCAST, KEY_BITS
 from fastps.worker._stage cimport OWES, SPEAKS, Part, Record, Stage, stage_done
 
 from fastps.errors import FastPSError, error_of
+from fastps.transport.pipe._transport import pipe_memory_bytes
 
 cdef extern from "<sys/syscall.h>" nogil:
     enum:
@@ -88,6 +90,7 @@ cdef enum:
     USERS = 1                       # who sleeps on a bell: bits of the futex
     HELPER = 2
     MAX_THREADS = 0x7fffffff
+    ENDING_NS = 1000000000      # for frames that are still in the pipes to leave
     LEFT_IDLE = 1
     LEFT_AT_WORK = 2
 
@@ -107,7 +110,8 @@ cdef void leave(Local* local) noexcept nogil:
     cdef Cell* cell = cell_of(local, local.me)
     fps_add32(&cell.users_active, -1)
     fps_fence()
-    if fps_load64(&task_at(local, local.cursor).number) == local.cursor + 1:
+    if (fps_load64(&task_at(local, local.cursor).number) == local.cursor + 1
+            or pipes_has_news(local.pipes)):
         ring(local, local.me, True)
 
 
@@ -194,7 +198,7 @@ cdef void rouse(void* worker) noexcept nogil:
 
 def control_bytes(uint32_t n):
     """Give the size of the memory that n ranks share beside their arenas."""
-    return _slots_at(n) + <uint64_t>MAX_SLOTS * _slot_bytes(n)
+    return _pipes_at(n) + pipe_memory_bytes(n)
 
 
 def stage_area_bytes(uint32_t stage_bytes):
@@ -212,6 +216,15 @@ cdef uint64_t _tasks_at(uint32_t n):
 
 cdef uint64_t _slots_at(uint32_t n):
     return _tasks_at(n) + <uint64_t>RING_TASKS * TASK_BYTES
+
+
+cdef uint64_t _pipes_at(uint32_t n):
+    return _slots_at(n) + <uint64_t>MAX_SLOTS * _slot_bytes(n)
+
+
+cdef void wake_rank(void* context, uint32_t index) noexcept nogil:
+    """A rank has news in a pipe; maybe we ourselves."""
+    ring(<Local*>context, index, True)
 
 
 @cython.final
@@ -253,6 +266,10 @@ cdef class LocalStages:
             local.arenas[i] = mapping.start
             local.ranks[i] = ranks[i]
         local.arena_bytes = (<Mapping>arenas[index]).nbytes
+        self.pipes = PipeTransport(control, _pipes_at(n), arenas, index)
+        local.pipes = self.pipes.pipes
+        local.pipes.wake = wake_rank
+        local.pipes.context = local
         local.reduce.run = reduce_run
         local.reduce.cancel = reduce_cancel
         local.reduce.tells = True
@@ -389,6 +406,7 @@ cdef class LocalStages:
         cdef int status = OK
         if local.helper == NULL:
             return True
+        self.end_pipes(min(deadline, now_ns() + ENDING_NS))
         fps_store32(&local.is_stopping, 1)
         fps_add32(&cell_of(local, local.me).bell, 1)
         with nogil:
@@ -405,6 +423,17 @@ cdef class LocalStages:
             self.arena = None
             Py_DECREF(<object>self.holder)
         return status == OK
+
+    cdef void end_pipes(self, int64_t deadline):
+        """Say BYE to all ranks; what cannot leave in time is dropped."""
+        self.pipes.leave()
+        with nogil:
+            while fps_load32(&self.local.pipes.n_open) and now_ns() < deadline:
+                if not run_step(self.local):
+                    sched_yield()
+        self.pipes.abort()
+        with nogil:
+            run_step(self.local)
 
     cdef dict statistics(self):
         return {

@@ -276,12 +276,12 @@ cdef bint step_staged(Local* local, Task* task) noexcept nogil:
 cdef bint step(Local* local) noexcept nogil:
     """Do one piece of work, if there is any; the runner's lock is held."""
     cdef Task* task
-    cdef bint has_moved
+    cdef bint has_moved = pipes_step(local.pipes)
     if fps_load32(&local.plan.status) != OK:
         fps_swap_ptr(<void**>&local.crowded, NULL)
         table_each(&local.plan.records, fail_record, local)
-        return False
-    has_moved = fps_load_ptr(<void**>&local.crowded) != NULL and publish_crowded(local)
+        return has_moved
+    has_moved |= fps_load_ptr(<void**>&local.crowded) != NULL and publish_crowded(local)
     has_moved |= local.n_trailing > 0 and settle_trailing(local)
     task = task_at(local, local.cursor)
     if fps_load64(&task.number) != local.cursor + 1:

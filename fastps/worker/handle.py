@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from fastps.errors import FastPSError
 from fastps.types import checked_seconds
 
-if TYPE_CHECKING:
-    from fastps.worker._tensor import PlannedTensor
-
 Array: TypeAlias = np.ndarray[Any, Any]
-# of a tensor: the operation, its status (None: not done) and the time that was waited
-Explain: TypeAlias = Callable[["PlannedTensor", int, int | None, float], FastPSError]
+
+
+class _Flight(Protocol):
+    """What is in flight: the operation on one tensor, or one of a group."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_done(self) -> bool: ...
+    def wait(self, *, timeout_s: float, spin_us: int) -> int | None: ...
+
+
+# of what is in flight: the operation, its status (None: not done) and the time that was waited
+Explain: TypeAlias = Callable[[Any, int, int | None, float], FastPSError]
 
 
 class Handle:
@@ -40,7 +49,7 @@ class Handle:
 
     def __init__(
         self,
-        tensors: Sequence[PlannedTensor],
+        tensors: Sequence[_Flight],
         outputs: Sequence[Array],
         *,
         is_single: bool,
@@ -81,7 +90,7 @@ class Handle:
 
     def _wait_all(self, deadline: float, timeout_s: float) -> None:
         """Wait for every tensor, also after a failure, so that all arrays are free again."""
-        failed: tuple[PlannedTensor, int, int] | None = None
+        failed: tuple[_Flight, int, int] | None = None
         for tensor in self._tensors:
             status = tensor.wait(
                 timeout_s=max(deadline - time.perf_counter(), 0.0), spin_us=self._spin_us

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from fastps.config import Config
 from fastps.errors import TransportError
 from fastps.transport import shm
+from fastps.transport._link import LinkOwner
 from fastps.transport._shm import Block, Mapping
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._local import LocalStages, control_bytes, stage_area_bytes
@@ -28,7 +29,8 @@ class LocalGroup:
     """One rank's share in the memory of its machine.
 
     ranks: the workers of this machine, in order. key: of this job and generation, known to no
-    stranger. engine: whose plan this is to be part of. Raises TransportError, TransportTimeout.
+    stranger. engine: whose plan this is to be part of. exchange: owner of links to the others.
+    Raises TransportError, TransportTimeout.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class LocalGroup:
         n_workers: int,
         key: bytes,
         engine: WorkerEngine,
+        exchange: LinkOwner,
     ) -> None:
         """Exchange memory with the other ranks; blocks up to start_timeout_s."""
         index = list(ranks).index(rank)
@@ -57,17 +60,19 @@ class LocalGroup:
         assert offset == 0, "the stage is the first block"
         arenas[index] = self.arena.mapping
         self._engine = engine
-        engine.share(
-            LocalStages(
-                ranks=ranks,
-                index=index,
-                control=controls[0],
-                arenas=arenas,
-                arena=self.arena,
-                stage_bytes=STAGE_BYTES,
-                n_workers=n_workers,
-            )
+        stages = LocalStages(
+            ranks=ranks,
+            index=index,
+            control=controls[0],
+            arenas=arenas,
+            arena=self.arena,
+            stage_bytes=STAGE_BYTES,
+            n_workers=n_workers,
         )
+        for place, peer in enumerate(ranks):
+            if peer != rank:
+                stages.pipes.adopt(place, exchange, peer)
+        engine.share(stages)
 
     def close(self, *, timeout_s: float) -> None:
         """End the group's thread; arrays in its memory live on. Blocks to timeout_s.

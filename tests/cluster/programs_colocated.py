@@ -19,7 +19,7 @@ LARGE = 1 << 20  # elements of float32: 4 MiB
 
 def _place() -> dict[str, Any]:
     """Tell how the job looks from here."""
-    connections = session.current()._connections
+    connections = session.current().connections
     job = connections.job
     return {
         "machines": [list(ranks) for ranks in job.machines],

@@ -106,14 +106,14 @@ def mistakes() -> dict[str, list[str]]:
     rank, size = fastps.rank(), fastps.size()
     works("a", 30_000)
     works("b", 10)
-    config = session.current()._config  # kernels are compiled by now: nobody is slow any more
-    session.current()._config = dataclasses.replace(config, op_timeout_s=PATIENCE_S)
+    config = session.current().config  # kernels are compiled by now: nobody is slow any more
+    session.current().config = dataclasses.replace(config, op_timeout_s=PATIENCE_S)
     found = {
         "unknown": caught(fastps.forget, ["a", "never"]),
         "in order": caught(fastps.forget, ["a", "b"] if rank else ["b", "a"]),
         "some": caught(fastps.forget, "a" if rank else ["a", "b"]),
     }
-    session.current()._config = config
+    session.current().config = config
     if size > 1:
         handle = None
         values = np.full(30_000, 1.0, np.float32)

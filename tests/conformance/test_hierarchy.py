@@ -19,6 +19,7 @@ from fastps.contract import cast_of
 from fastps.errors import Status
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
+from fastps.transport._link import LinkOwner
 from fastps.transport.inproc._transport import InprocTransport
 from fastps.types import DType
 from fastps.worker._engine import WorkerEngine
@@ -60,6 +61,7 @@ class Cluster:
         self.groups[rank] = LocalGroup(
             config.load({}, environ={}), ranks=ranks, rank=rank, n_workers=N_WORKERS, key=key,
             engine=self.engines[rank],
+            exchange=LinkOwner(),
         )  # fmt: skip
 
     def declare(self, nbytes, dtype=DType.FLOAT32):
@@ -231,6 +233,7 @@ def test_a_full_ring_and_a_failed_send_do_not_lock_each_other_out():
         groups[rank] = LocalGroup(
             config.load({}, environ={}), ranks=ranks, rank=rank, n_workers=4, key=key,
             engine=engines[rank],
+            exchange=LinkOwner(),
         )  # fmt: skip
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]

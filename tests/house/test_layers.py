@@ -60,6 +60,7 @@ PART_OF = {
     "fastps._atomic": "fastps._core",
     "fastps._posix": "fastps._core",
     "fastps.current": "fastps.session",
+    "fastps.groups": "fastps.session",
     "fastps.joining": "fastps.session",
     "fastps.links": "fastps.session",
 }

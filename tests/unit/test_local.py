@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from fastps import config
 from fastps.errors import FastPSError, PeerLostError, ShutdownError, Status
 from fastps.reduce import sum_kernel
+from fastps.transport._link import LinkOwner
 from fastps.types import DType, dtype_of
 from fastps.worker._engine import WorkerEngine
 from fastps.worker.local import LocalGroup
@@ -36,7 +37,13 @@ def machine(n, **overrides):
     def join(place):
         engine = WorkerEngine(me=ranks[place], n_members=0)
         group = LocalGroup(
-            settings_, ranks=ranks, rank=ranks[place], n_workers=n, key=key, engine=engine
+            settings_,
+            ranks=ranks,
+            rank=ranks[place],
+            n_workers=n,
+            key=key,
+            engine=engine,
+            exchange=LinkOwner(),
         )
         groups[place] = SimpleNamespace(group=group, engine=engine, arena=group.arena)
 

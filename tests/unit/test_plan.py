@@ -19,6 +19,7 @@ from fastps._core import BufferPool
 from fastps.contract import cast_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
+from fastps.transport._link import LinkOwner
 from fastps.transport.inproc._transport import InprocTransport
 from fastps.types import DType
 from fastps.worker._engine import WorkerEngine
@@ -211,6 +212,7 @@ class Machine:
         self.groups[place] = LocalGroup(
             config.load({}, environ={}), ranks=ranks, rank=ranks[place], n_workers=4, key=key,
             engine=self.engines[place],
+            exchange=LinkOwner(),
         )  # fmt: skip
 
     def insert(self, place: int, **options: bool) -> list[Scrambler]:

@@ -47,7 +47,7 @@ def test_links_end_in_a_child_that_is_forked_while_close_ends_them():
     session = made()
     ended: list[int] = []
     abandon = SimpleNamespace(abandon=lambda: ended.append(1))
-    session._connections = abandon  # type: ignore[assignment]
+    session.connections = abandon  # type: ignore[assignment]
     assert session._client is None  # as in the middle of close()
     assert in_child(lambda: len(ended)) == 1
     assert not ended

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+# Messages between workers, and the operations that consist of them. See _exchange.pyx.
+from cpython.buffer cimport Py_buffer
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+from fastps._core cimport BufferPool, Completion
+from fastps._posix cimport pthread_mutex_t
+from fastps.transport._link cimport LinkOwner, LinkSlot, SendItem
+from fastps.worker._engine cimport WorkerEngine
+from fastps.worker._stage cimport Plan
+
+# A rule of fastps.reduce; 1: success.
+ctypedef int64_t (*rule_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
+                            const void* args) noexcept nogil
+
+cdef enum:
+    BUCKETS = 1 << 10           # of the table of messages
+    MAX_SOURCES = 1 << 10       # of one fold
+    N_PLACES = 3                # of an operation: input, output, scratch
+
+cdef enum EntryKind:
+    WANTED = 1                  # a receive waits for its bytes
+    HELD = 2                    # a send waits until the other side is ready
+    EARLY = 3                   # bytes came before the receive was posted
+    READY = 4                   # the other side was ready before we sent
+    OFFERED = 5                 # the other side waits until we are ready
+    REFUSED = 6                 # the operation failed elsewhere before it began here
+    ANYBODY = 7                 # a receive waits for whoever sends first
+    COUNT_OUT = 8               # messages sent to a peer on a channel so far; nbytes counts
+    COUNT_IN = 9                # and received
+
+cdef struct Leg
+cdef struct State
+cdef struct Task
+
+cdef struct Entry:              # of the table
+    Entry* next
+    uint64_t channel
+    uint32_t number             # of the operation on its channel
+    uint32_t label              # which of the messages between two members
+    uint32_t peer
+    int32_t what                # EntryKind
+    uint32_t nbytes
+    uint8_t dtype
+    uint8_t code                # of the operation
+    int32_t status              # REFUSED: why
+    char* payload               # EARLY
+    Leg* leg                    # WANTED, HELD, ANYBODY
+
+cdef enum LegKind:              # fastps.collectives.schedule.Kind, and
+    LEG_SEND = 0
+    LEG_RECEIVE = 1
+    LEG_FOLD = 2
+    LEG_COPY = 3
+    LEG_SOURCE = 4              # a message that brings a fold one of its sources
+
+cdef enum LegState:
+    BLOCKED = 0                 # others come first
+    STARTING = 1                # about to be started
+    POSTED = 2                  # in the table
+    GOING = 3                   # its item is queued: a link has its memory
+    OVER = 4
+
+cdef struct Fold:               # n sources into one place, chunk by chunk
+    Leg* leg
+    int64_t divisor             # of a sum
+    uint32_t n_sources
+    uint32_t n_remote
+    int32_t chunks_left         # atomic
+    int32_t* counts             # of each chunk: sources that came; atomic
+    char** own                  # of each source: where ours lies, NULL: a message brings it
+    char** came                 # of each chunk and source: the buffer that it came in
+
+cdef struct Leg:
+    Entry entry                 # while it is posted; its name
+    SendItem item
+    Task* task
+    Leg* next                   # among those about to be started
+    int32_t kind
+    int32_t state               # LegState
+    uint32_t n_waits            # legs that come before it and are not over
+    uint32_t first_edge         # those that wait for it: from here,
+    uint32_t n_edges            # so many
+    uint32_t nbytes
+    uint32_t received
+    bint is_landing             # a link is writing its memory
+    bint is_asked               # the other side knows that we are ready
+    bint is_offered             # the other side is to be told that there is something
+    char* address
+    Fold* fold
+    uint32_t source             # which of the fold's
+
+cdef struct Task:               # one operation in flight
+    State* state
+    Task* next                  # of the engine's list
+    Task* next_over
+    uint64_t channel
+    uint32_t number
+    uint8_t dtype
+    uint8_t code
+    int32_t priority
+    bint is_numbered            # by the messages of each pair, not by the operations
+    uint32_t itemsize
+    rule_fn rule
+    int64_t divisor
+    uint32_t n_legs
+    uint32_t n_left             # not over, and one for whoever starts it
+    int32_t status
+    uint32_t culprit            # member that made it fail
+    Leg* legs
+    uint32_t* edges             # the program's
+    Fold* folds
+    uint32_t n_folds
+    Completion done
+
+cdef struct Peer:               # what we know of one member
+    LinkSlot slot
+    bint is_linked              # there is or was a link
+    bint has_left
+    uint64_t out                # bytes sent unasked and not yet taken
+    uint64_t owed               # taken and not yet said
+    int32_t landing             # what the frame under way is: Landing; its link's thread
+    Leg* leg
+    Entry* early
+    char* loan
+    int32_t result              # of the fold that used it at once
+
+cdef struct State:
+    pthread_mutex_t lock        # guards all but atomics; never held over a copy or a link's call
+    Entry* buckets[BUCKETS]
+    Task* tasks                 # in flight
+    Peer* peers
+    uint32_t n_members
+    uint32_t me
+    int32_t status              # OK, or why no operation can succeed any more
+    int32_t culprit             # member whose link ended first, or -1
+    bint is_leaving
+    char* discard               # one chunk, for what nobody wants
+    Plan* plan
+    void* pool                  # a BufferPool
+    uint64_t messages           # statistics
+    uint64_t bytes_sent
+
+cdef struct SourceSpec:         # of a fold or copy
+    int32_t place               # where ours lies; -1: a message brings it
+    uint64_t offset
+
+cdef struct LegSpec:
+    int32_t kind                # LegKind
+    uint32_t peer
+    uint32_t label
+    int32_t place
+    uint64_t offset
+    uint32_t nbytes
+    uint32_t n_waits
+    uint32_t first_edge
+    uint32_t n_edges
+    uint32_t fold               # FOLD, SOURCE: which; of its sources:
+    uint32_t source             # SOURCE: which; COPY: its only one, among all
+    bint is_offered
+    bint is_final               # FOLD: it makes a whole sum, which an average divides
+
+cdef struct FoldSpec:
+    uint32_t leg
+    uint32_t n_sources
+    uint32_t n_remote
+    uint32_t first_source       # among all
+
+cdef class Program:
+    cdef readonly tuple peers   # members that it exchanges messages with
+    cdef readonly uint64_t scratch_bytes
+    cdef uint64_t needed[N_PLACES]      # bytes of each array that it touches
+    cdef uint32_t n_legs
+    cdef uint32_t n_folds
+    cdef LegSpec* legs
+    cdef uint32_t* edges
+    cdef FoldSpec* folds
+    cdef SourceSpec* sources
+    cdef public bint is_linked
+    cdef int store(self, legs, after, sources, folds) except -1
+    cdef void need(self, int place, uint64_t nbytes) noexcept
+
+cdef class Operation:
+    cdef readonly str name
+    cdef Task task
+    cdef Exchange exchange
+    cdef Program program
+    cdef Py_buffer views[N_PLACES]
+    cdef char* places[N_PLACES]
+    cdef int n_views
+    cdef bint is_over           # somebody saw the end
+    cdef int lend(self, int place, array, bint is_written) except -1
+    cdef int fill(self, Program program) except -1
+    cdef void fill_leg(self, uint32_t index) noexcept
+    cdef int fill_fold(self, uint32_t index) except -1
+    cdef void free_views(self) noexcept
+    cdef void release(self) noexcept
+    cdef int work_until(self, int64_t deadline, int64_t spin_us) except? 1
+
+cdef class Exchange(LinkOwner):
+    cdef State* state
+    cdef BufferPool pool
+    cdef WorkerEngine engine    # keeps the plan
+    cdef dict in_flight         # keeps operations until somebody saw their end
+    cdef public object pin      # holder(array) pins large arrays, as RDMA needs; or None
+    cdef int begin(self, Operation operation) except -1
+    cdef int check(self, str name) except -1

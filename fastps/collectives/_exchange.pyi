@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Callable, Sequence
+from typing import Any, Self, final
+
+from fastps.collectives.schedule import Step
+from fastps.transport._link import LinkOwner
+from fastps.worker._engine import WorkerEngine
+
+@final
+class Program:
+    peers: tuple[int, ...]
+    scratch_bytes: int
+    is_linked: bool
+    def __init__(
+        self, steps: Sequence[Step], scratch_bytes: int, ranks: Sequence[int]
+    ) -> None: ...
+    def offer(self) -> Self: ...
+
+@final
+class Operation:
+    name: str
+    @property
+    def is_done(self) -> bool: ...
+    @property
+    def culprit(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def met(self) -> int: ...
+    def wait(self, *, timeout_s: float, spin_us: int = 50) -> int | None: ...
+
+@final
+class Exchange(LinkOwner):
+    pin: Callable[[Any], object] | None
+    def __new__(cls, *, me: int, n_members: int, engine: WorkerEngine) -> Self: ...
+    def is_linked(self, peer: int) -> bool: ...
+    def start(
+        self,
+        program: Program,
+        channel: int,
+        *,
+        name: str,
+        input: Any = None,
+        output: Any = None,
+        itemsize: int = 1,
+        rule: int = 0,
+        divisor: int = 1,
+        dtype: int = 0,
+        code: int = 0,
+        priority: int = 0,
+        is_numbered: bool = False,
+    ) -> Operation: ...
+    @property
+    def failure(self) -> tuple[int, int] | None: ...
+    def fail(self, status: int) -> None: ...
+    def leave(self) -> None: ...
+    def statistics(self) -> dict[str, int]: ...

@@ -1,0 +1,553 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between workers, and operations that consist of them, run without the GIL.
+
+Theory of operation. An operation is a program: legs, each a message sent or received, n sources
+folded into one place, or a copy, and which of them come before which (schedule.py makes it). A
+message has a name: channel, number of the operation on it, label, and the two members. A small
+one is sent at once; who does not want it yet keeps it. For a larger one the receiver says READY
+when it knows where the bytes go, and the sender sends when it has heard that, so bytes land in
+their place and nobody is flooded. What is sent unasked is bounded for each pair; beyond that, and
+where the receiver cannot know who sends, the sender OFFERs first.
+
+Links are whatever reaches a member: pipes in shared memory, sockets, RDMA. A pipe shows us the
+bytes where they lie, and a fold uses them there.
+
+A mistake (another size, type or operation at the other end) fails the operation on all its
+members by REFUSE. A lost member fails all operations.
+
+Threads. start() runs on user threads, the rest on those of links or whoever waits. One lock guards
+the table, legs and counts; it is never held over a copy of more than EAGER_BYTES, a fold, or a
+call of a link. What news lead to is gathered in a Work and done when the lock is free. An
+operation is done when no link has its memory any more, so whoever sees that may free it.
+"""
+
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+)
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memmove, memset
+
+from fastps._atomic cimport fps_add32, fps_add64, fps_load32
+from fastps._core cimport (
+    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, BufferPool,
+    completion_is_done, completion_part_done, completion_reset, completion_wait_signals,
+    deadline_of, now_ns,
+)
+from fastps._posix cimport (
+    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
+)
+from fastps.transport._link cimport (
+    KICK_FULL, Link, LinkOwner, LinkSlot, SendItem, slot_acquire, slot_release, slot_retire,
+    slot_set,
+)
+from fastps.worker._engine cimport WorkerEngine
+from fastps.worker._stage cimport Plan
+from fastps.wire cimport (
+    KIND_CREDIT, KIND_MESSAGE, KIND_OFFER, KIND_READY, KIND_REFUSE, Header,
+)
+
+from fastps.errors import error_of
+
+cdef extern from "Python.h":
+    int PyErr_CheckSignals() except -1
+
+cdef enum:
+    CHUNK_BYTES = 128 << 10     # of a frame, and of a fold's step; the same on all members
+    EAGER_BYTES = 32 << 10      # a message up to this size is sent unasked
+    UNASKED_BYTES = 1 << 20     # of one sender that a receiver keeps, at most
+    FLAG_EAGER = 0x80           # of a MESSAGE: it was not asked for; the other bits: the operation
+    CONTROL_PRIORITY = 0x7fffffff
+    ANYONE = 0xffffffff         # in the place of a peer
+    SMALL_BYTES = 4000          # so little is copied by every transport, and never pinned
+    MANY_OPERATIONS = 256       # in flight, before we look for those that nobody waits for
+    NS_PER_US = 1000
+    SIGNAL_SLICE_NS = 100000000     # how often a thread that works looks for Ctrl-C
+
+cdef enum Landing:              # what the frame under way on a link is
+    NOWHERE = 0
+    IN_LEG = 1
+    IN_LOAN = 2                 # a source of a fold
+    IN_FOLD = 3                 # one that was used where it lay
+    IN_EARLY = 4
+    IN_DISCARD = 5
+
+include "_messages.pxi"
+include "_folds.pxi"
+include "_legs.pxi"
+include "_frames.pxi"
+
+
+# ---------------------------------------------------------------- programs
+
+@cython.final
+cdef class Program:
+    """A schedule, made ready to be run many times; see schedule.py.
+
+    steps: as there; a peer of -1 is anybody. ranks: number in the job of each of the group.
+    """
+
+    def __init__(self, steps, uint64_t scratch_bytes, ranks):
+        legs, sources, folds, peers, after = [], [], [], set(), []
+        for step in steps:                      # the legs that bring sources come behind
+            peer = <uint32_t>ANYONE if step.peer < 0 else ranks[step.peer]
+            legs.append([int(step.kind), peer, step.label, int(step.place), step.offset,
+                         step.nbytes, len(folds), len(sources), step.is_final])
+            after.append(step.after)
+            if step.kind in (LEG_SEND, LEG_RECEIVE) and step.peer >= 0:
+                peers.add(peer)
+            if step.kind == LEG_FOLD:
+                folds.append((len(legs) - 1, len(step.sources), len(sources), step))
+            for source in step.sources:
+                is_own = source.peer == step.peer
+                sources.append((int(source.place) if is_own else -1, source.offset))
+        n_remote = []
+        for number, (leg, _, _, step) in enumerate(folds):
+            others = [(i, source) for i, source in enumerate(step.sources)
+                      if source.peer != step.peer]
+            n_remote.append(len(others))
+            for i, source in others:
+                legs.append([LEG_SOURCE, ranks[source.peer], source.label, int(step.place),
+                             step.offset, step.nbytes, number, i, False])
+                after.append(step.after)
+                peers.add(ranks[source.peer])
+        self.peers = tuple(sorted(peers))
+        self.scratch_bytes = scratch_bytes
+        self.store(legs, after, sources, [
+            (leg, count, remote, first)
+            for (leg, count, first, _), remote in zip(folds, n_remote)])
+
+    cdef int store(self, legs, after, sources, folds) except -1:
+        """Keep all that as C reads it."""
+        cdef LegSpec* spec
+        cdef uint32_t i, n_edges = 0
+        waiting = [[i for i, before in enumerate(after) if leg in before]
+                   for leg in range(len(legs))] if any(after) else [[]] * len(legs)
+        self.n_legs = len(legs)
+        self.n_folds = len(folds)
+        self.legs = <LegSpec*>calloc(self.n_legs + 1, sizeof(LegSpec))
+        self.edges = <uint32_t*>calloc(sum(map(len, waiting)) + 1, sizeof(uint32_t))
+        self.folds = <FoldSpec*>calloc(self.n_folds + 1, sizeof(FoldSpec))
+        self.sources = <SourceSpec*>calloc(len(sources) + 1, sizeof(SourceSpec))
+        if not (self.legs and self.edges and self.folds and self.sources):
+            raise MemoryError("no memory for a program")
+        for i in range(self.n_legs):
+            spec = &self.legs[i]
+            (spec.kind, spec.peer, spec.label, spec.place, spec.offset, spec.nbytes, spec.fold,
+             spec.source, spec.is_final) = legs[i]
+            spec.n_waits = len(after[i])
+            spec.first_edge = n_edges
+            spec.n_edges = len(waiting[i])
+            for other in waiting[i]:
+                self.edges[n_edges] = other
+                n_edges += 1
+            if spec.kind != LEG_SOURCE:
+                self.need(spec.place, spec.offset + spec.nbytes)
+        for i in range(self.n_folds):
+            (self.folds[i].leg, self.folds[i].n_sources, self.folds[i].n_remote,
+             self.folds[i].first_source) = folds[i]
+            if self.folds[i].n_sources > MAX_SOURCES:
+                raise ValueError(f"a fold of more than {MAX_SOURCES} sources")
+        for i, (place, offset) in enumerate(sources):
+            self.sources[i].place = place
+            self.sources[i].offset = offset
+        return 0
+
+    cdef void need(self, int place, uint64_t nbytes) noexcept:
+        if self.needed[place] < nbytes:
+            self.needed[place] = nbytes
+
+    def offer(self):
+        """Have every receiver told that there is something to receive: it may not know."""
+        cdef uint32_t i
+        for i in range(self.n_legs):
+            self.legs[i].is_offered = True
+        return self
+
+    def __dealloc__(self):
+        free(self.legs)
+        free(self.edges)
+        free(self.folds)
+        free(self.sources)
+
+
+# ---------------------------------------------------------------- operations
+
+@cython.no_gc_clear             # links use the memory until the operation is done
+@cython.final
+cdef class Operation:
+    """One operation in flight; made by Exchange.start(), for a Handle."""
+
+    cdef int lend(self, int place, array, bint is_written) except -1:
+        """Export an array until the operation is done."""
+        cdef Py_buffer* view = &self.views[self.n_views]
+        if array is not None:
+            PyObject_GetBuffer(array, view, PyBUF_SIMPLE | (PyBUF_WRITABLE if is_written else 0))
+            self.n_views += 1
+            self.places[place] = <char*>view.buf
+        if self.program.needed[place] > (0 if array is None else <uint64_t>view.len):
+            raise ValueError(
+                f"operation {self.name!r}: an array of {0 if array is None else view.len} bytes, "
+                f"and {self.program.needed[place]} are needed")
+        return 0
+
+    cdef int fill(self, Program program) except -1:
+        """Make the legs."""
+        cdef Task* task = &self.task
+        cdef uint32_t i
+        task.n_legs = program.n_legs
+        task.n_left = program.n_legs + 1
+        task.edges = program.edges
+        task.legs = <Leg*>calloc(program.n_legs + 1, sizeof(Leg))
+        task.folds = <Fold*>calloc(program.n_folds + 1, sizeof(Fold))
+        if task.legs == NULL or task.folds == NULL:
+            raise MemoryError("no memory for an operation")
+        for i in range(program.n_legs):
+            self.fill_leg(i)
+        task.n_folds = program.n_folds
+        for i in range(program.n_folds):
+            self.fill_fold(i)
+        return 0
+
+    cdef void fill_leg(self, uint32_t index) noexcept:
+        cdef LegSpec* spec = &self.program.legs[index]
+        cdef SourceSpec* source
+        cdef Leg* leg = &self.task.legs[index]
+        leg.task = &self.task
+        leg.kind = spec.kind
+        leg.state = BLOCKED if spec.n_waits else STARTING
+        leg.n_waits = spec.n_waits
+        leg.first_edge = spec.first_edge
+        leg.n_edges = spec.n_edges
+        leg.nbytes = spec.nbytes
+        leg.is_offered = spec.is_offered
+        leg.address = self.places[spec.place] + spec.offset
+        leg.source = spec.source
+        leg.entry.channel = leg.item.header.key = self.task.channel
+        leg.entry.peer = spec.peer
+        leg.entry.label = leg.item.header.subject = spec.label
+        leg.entry.nbytes = spec.nbytes
+        leg.entry.dtype = leg.item.header.dtype = self.task.dtype
+        leg.entry.code = self.task.code
+        leg.entry.leg = leg
+        leg.item.header.kind = KIND_MESSAGE
+        leg.item.header.status = <int32_t>spec.nbytes
+        leg.item.header.sender = self.task.state.me
+        leg.item.sent = leg_sent
+        leg.item.context = leg
+        if spec.kind == LEG_COPY:
+            source = &self.program.sources[spec.source]
+            leg.item.payload = self.places[source.place] + source.offset
+        elif spec.kind in (LEG_FOLD, LEG_SOURCE):
+            leg.fold = &self.task.folds[spec.fold]
+
+    cdef int fill_fold(self, uint32_t index) except -1:
+        cdef FoldSpec* spec = &self.program.folds[index]
+        cdef SourceSpec* source
+        cdef Fold* fold = &self.task.folds[index]
+        cdef uint32_t i
+        fold.leg = &self.task.legs[spec.leg]
+        fold.divisor = self.task.divisor if self.program.legs[spec.leg].is_final else 1
+        fold.n_sources = spec.n_sources
+        fold.n_remote = spec.n_remote
+        fold.chunks_left = n_chunks(fold.leg.nbytes)
+        fold.counts = <int32_t*>calloc(fold.chunks_left + 1, sizeof(int32_t))
+        fold.own = <char**>calloc(spec.n_sources + 1, sizeof(char*))
+        fold.came = <char**>calloc(
+            <uint64_t>fold.chunks_left * spec.n_sources + 1, sizeof(char*))
+        if fold.counts == NULL or fold.own == NULL or fold.came == NULL:
+            raise MemoryError("no memory for an operation")
+        for i in range(spec.n_sources):
+            source = &self.program.sources[spec.first_source + i]
+            if source.place >= 0:
+                fold.own[i] = self.places[source.place] + source.offset
+        return 0
+
+    cdef void free_views(self) noexcept:
+        cdef int i
+        for i in range(self.n_views):
+            PyBuffer_Release(&self.views[i])
+        self.n_views = 0
+
+    cdef void release(self) noexcept:
+        """Give the arrays back: no thread of ours touches them any more."""
+        self.free_views()
+        if not self.is_over:
+            self.is_over = True
+            self.exchange.in_flight.pop(id(self), None)
+
+    @property
+    def is_done(self):
+        """Tell whether it is over; may do a little of the work, never waits."""
+        cdef Plan* plan = self.task.state.plan
+        if not self.is_over and plan.step != NULL and not completion_is_done(&self.task.done):
+            with nogil:
+                plan.step(plan.worker)
+        return self.is_over or completion_is_done(&self.task.done)
+
+    @property
+    def culprit(self):
+        """Member that made it fail; meaningful after a PeerLost or Mismatch."""
+        return self.task.culprit
+
+    @property
+    def version(self):
+        """Number of the operation on its channel."""
+        return self.task.number
+
+    @property
+    def met(self):
+        """Member whose message a receive got; when it is done."""
+        return self.task.legs.entry.peer
+
+    def wait(self, *, double timeout_s, int64_t spin_us=50):
+        """Wait without the GIL until it is done; give its status, or None in time.
+
+        Returns 0 when all is well, a negative status of _core otherwise, None after timeout_s
+        seconds. Ctrl-C raises KeyboardInterrupt; the operation goes on.
+        """
+        cdef int64_t deadline = deadline_of(timeout_s)
+        cdef int status
+        if self.is_over:
+            return self.task.status
+        if self.task.state.plan.work == NULL or completion_is_done(&self.task.done):
+            status = completion_wait_signals(&self.task.done, deadline, spin_us)
+        else:
+            status = self.work_until(deadline, spin_us)
+        if status != OK:
+            return None
+        self.release()
+        return self.task.status
+
+    cdef int work_until(self, int64_t deadline, int64_t spin_us) except? 1:
+        """Do our share of the work until it is done; OK, or E_TIMEOUT."""
+        cdef Plan* plan = self.task.state.plan
+        cdef int64_t until
+        cdef int status
+        while True:
+            until = min(deadline, now_ns() + SIGNAL_SLICE_NS)
+            with nogil:
+                status = plan.work(plan.worker, &self.task.done, until, spin_us * NS_PER_US)
+            PyErr_CheckSignals()
+            if status == OK or now_ns() >= deadline:
+                return status
+
+    def __dealloc__(self):
+        cdef uint32_t i
+        for i in range(self.task.n_folds):
+            free_fold(self.task.state, &self.task.folds[i])
+        self.free_views()
+        free(self.task.legs)
+        free(self.task.folds)
+
+
+# ---------------------------------------------------------------- the engine
+
+cdef void begin_task(State* state, Task* task, Work* work) noexcept nogil:
+    """Number an operation, list it, and gather the legs that may start. The lock is held."""
+    cdef Entry refusal
+    cdef Entry* refused
+    cdef Leg* leg
+    cdef uint32_t i
+    cdef int32_t way = COUNT_OUT if task.legs.kind == LEG_SEND else COUNT_IN
+    if not task.is_numbered:
+        task.number = count_of(state, task.channel, ANYONE, COUNT_OUT, 1)
+    elif task.legs.entry.peer != ANYONE:
+        task.number = count_of(state, task.channel, task.legs.entry.peer, way, 1)
+    task.next = state.tasks
+    state.tasks = task
+    state.messages += task.n_legs
+    for i in range(task.n_legs):
+        leg = &task.legs[i]
+        leg.entry.number = leg.item.header.key_version = task.number
+        if leg.state == STARTING:
+            add_leg(work, leg)
+    refusal.channel = task.channel
+    refusal.number = task.number
+    refusal.label = 0
+    refusal.peer = ANYONE
+    refused = take(state, &refusal, REFUSED)
+    if refused != NULL:
+        fail_task(state, task, refused.status, state.me, work)
+        free(refused)
+
+
+cdef void start_task(State* state, Task* task) noexcept nogil:
+    cdef Work work
+    memset(&work, 0, sizeof(work))
+    pthread_mutex_lock(&state.lock)
+    begin_task(state, task, &work)
+    pthread_mutex_unlock(&state.lock)
+    flush(state, &work)
+    pthread_mutex_lock(&state.lock)
+    count_down(state, task, &work)      # what start itself counted for
+    pthread_mutex_unlock(&state.lock)
+    flush(state, &work)
+
+
+cdef void fail_all(State* state, int status, int32_t culprit) noexcept nogil:
+    cdef Work work
+    cdef Link* link
+    cdef uint32_t i
+    memset(&work, 0, sizeof(work))
+    pthread_mutex_lock(&state.lock)
+    if state.status == OK:
+        state.status = status
+        state.culprit = culprit
+    fail_tasks(state, status, state.culprit if state.culprit >= 0 else <int32_t>state.me, -1,
+               &work)
+    pthread_mutex_unlock(&state.lock)
+    flush(state, &work)
+    for i in range(state.n_members):
+        link = slot_acquire(&state.peers[i].slot)
+        if link != NULL:
+            link.close(link, status)
+            slot_release(&state.peers[i].slot)
+
+
+@cython.no_gc_clear             # links use the state until they have ended
+@cython.final
+cdef class Exchange(LinkOwner):
+    """Run operations among workers, over whatever links it is given.
+
+    me: number of this member of n_members. engine: whose memory and threads do some of the work.
+    """
+
+    def __cinit__(self, *, uint32_t me, uint32_t n_members, WorkerEngine engine not None):
+        self.engine = engine
+        self.in_flight = {}
+        self.pool = BufferPool()
+        self.state = <State*>calloc(1, sizeof(State))
+        if self.state == NULL:
+            raise MemoryError("no memory for the exchange")
+        self.state.peers = <Peer*>calloc(n_members + 1, sizeof(Peer))
+        self.state.discard = <char*>malloc(CHUNK_BYTES)
+        if self.state.peers == NULL or self.state.discard == NULL:
+            raise MemoryError("no memory for the exchange")
+        pthread_mutex_init(&self.state.lock, NULL)
+        self.state.me = me
+        self.state.n_members = n_members
+        self.state.culprit = -1
+        self.state.plan = engine.plan
+        self.state.pool = <void*>self.pool
+        self.c_owner.context = self.state
+        self.c_owner.landing = exchange_landing
+        self.c_owner.adopt = exchange_adopt
+        self.c_owner.deliver = exchange_deliver
+        self.c_owner.closed = exchange_closed
+
+    cdef int c_attach(self, Link* link) except -1:
+        if link.peer >= self.state.n_members or link.peer == self.state.me:
+            raise ValueError(f"member {link.peer} is not one to exchange with")
+        self.state.peers[link.peer].is_linked = True
+        slot_set(&self.state.peers[link.peer].slot, link)
+        return 0
+
+    def is_linked(self, uint32_t peer):
+        """Tell whether there is, or was, a link to a member."""
+        return self.state.peers[peer].is_linked
+
+    cdef int check(self, str name) except -1:
+        if self.state.status != OK:
+            cause = ("the job has ended" if self.state.culprit < 0 else
+                     f"the link to member {self.state.culprit} has ended")
+            raise error_of(self.state.status, f"operation {name!r}: {cause}")
+        if len(self.in_flight) > MANY_OPERATIONS:
+            for operation in list(self.in_flight.values()):
+                if completion_is_done(&(<Operation>operation).task.done):
+                    (<Operation>operation).release()
+        return 0
+
+    def start(self, Program program not None, uint64_t channel, *, str name, input=None,
+              output=None, uint32_t itemsize=1, uintptr_t rule=0, int64_t divisor=1,
+              uint8_t dtype=0, uint8_t code=0, int32_t priority=0, bint is_numbered=False):
+        """Begin an operation and give it; does not wait.
+
+        channel: names the order of operations that this one is in. input, output: C-contiguous
+        buffers. rule: address of what a fold does, on elements of itemsize. code: below 128, what
+        other members have to mean too. is_numbered: a program of one leg that counts among the
+        messages of its pair. Raises ValueError, PeerLostError, ShutdownError.
+        """
+        cdef Operation operation = Operation.__new__(Operation)
+        cdef Task* task = &operation.task
+        self.check(name)
+        operation.name = name
+        operation.exchange = self
+        operation.program = program
+        task.state = self.state
+        task.channel = channel
+        task.itemsize = itemsize
+        task.rule = <rule_fn>rule
+        task.divisor = divisor
+        task.dtype = dtype
+        task.code = code
+        task.priority = priority
+        task.is_numbered = is_numbered
+        operation.lend(0, input, False)
+        operation.lend(1, output, True)
+        if program.scratch_bytes:
+            operation.lend(2, bytearray(program.scratch_bytes), True)
+        operation.fill(program)
+        self.begin(operation)
+        return operation
+
+    cdef int begin(self, Operation operation) except -1:
+        cdef int i
+        if self.pin is not None:
+            for i in range(operation.n_views):
+                if operation.views[i].len > SMALL_BYTES:
+                    self.pin(<object>operation.views[i].obj)
+        completion_reset(&operation.task.done, 1)
+        self.in_flight[id(operation)] = operation
+        with nogil:
+            start_task(self.state, &operation.task)
+        return 0
+
+    # ---- failing ----
+
+    @property
+    def failure(self):
+        """Why everything fails, or None: status, and the member whose link ended first or -1."""
+        if self.state.status == OK:
+            return None
+        return self.state.status, self.state.culprit
+
+    def fail(self, int status):
+        """End all links at once: every operation in flight fails with status. Does not wait."""
+        with nogil:
+            fail_all(self.state, status, -1)
+
+    def leave(self):
+        """Let links that end be no failure; what is in flight fails with ShutdownError."""
+        cdef Work work
+        memset(&work, 0, sizeof(work))
+        with nogil:
+            pthread_mutex_lock(&self.state.lock)
+            self.state.is_leaving = True
+            if self.state.status == OK:
+                self.state.status = E_SHUTDOWN
+            fail_tasks(self.state, E_SHUTDOWN, self.state.me, -1, &work)
+            pthread_mutex_unlock(&self.state.lock)
+            flush(self.state, &work)
+
+    def statistics(self):
+        """Count messages and their bytes, as a dict."""
+        return {"messages": self.state.messages, "message_bytes": self.state.bytes_sent}
+
+    def __dealloc__(self):
+        cdef Entry* entry
+        cdef int i
+        if self.state == NULL:
+            return
+        for i in range(BUCKETS):
+            while self.state.buckets[i] != NULL:
+                entry = self.state.buckets[i]
+                self.state.buckets[i] = entry.next
+                if entry.leg == NULL:
+                    free(entry.payload)
+                    free(entry)
+        pthread_mutex_destroy(&self.state.lock)
+        free(self.state.peers)
+        free(self.state.discard)
+        free(self.state)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _exchange.pyx: n sources into one place, in the members' order, chunk by chunk.
+#
+# Whoever brings the last source of a chunk does it, from wherever that lies: a link's buffer, or
+# memory that both ends share. What comes before is copied to a buffer of its own.
+
+cdef inline uint32_t chunk_length(const Fold* fold, uint64_t chunk) noexcept nogil:
+    cdef uint64_t left = fold.leg.nbytes - chunk * CHUNK_BYTES
+    return <uint32_t>left if left < CHUNK_BYTES else CHUNK_BYTES
+
+
+cdef inline uint32_t n_chunks(uint64_t nbytes) noexcept nogil:
+    return <uint32_t>((nbytes + CHUNK_BYTES - 1) / CHUNK_BYTES)
+
+
+cdef int make_chunk(State* state, Fold* fold, uint64_t chunk, uint32_t source,
+                    const char* payload) noexcept nogil:
+    """Do one chunk; all its sources are there, that of `source` at payload if it is not NULL."""
+    cdef const void* sources[MAX_SOURCES]
+    cdef Task* task = fold.leg.task
+    cdef char** came = fold.came + chunk * fold.n_sources
+    cdef uint32_t i
+    cdef int64_t done
+    for i in range(fold.n_sources):
+        sources[i] = (fold.own[i] + chunk * CHUNK_BYTES if fold.own[i] != NULL
+                      else <void*>came[i])
+        if payload != NULL and i == source:
+            sources[i] = payload
+    done = task.rule(sources, fold.n_sources, fold.leg.address + chunk * CHUNK_BYTES,
+                     chunk_length(fold, chunk) / task.itemsize, &fold.divisor)
+    for i in range(fold.n_sources):
+        if came[i] != NULL:
+            (<BufferPool>state.pool).c_give_back(came[i])
+            came[i] = NULL
+    return OK if done == 1 else E_PROTOCOL
+
+
+cdef int made(State* state, Fold* fold, uint64_t chunk, uint32_t source,
+              const char* payload) noexcept nogil:
+    """Do a chunk that is complete; OK: the fold is done, E_TIMEOUT: there is more to come."""
+    cdef int status = make_chunk(state, fold, chunk, source, payload)
+    if status != OK:
+        return status
+    return OK if fps_add32(&fold.chunks_left, -1) == 0 else E_TIMEOUT
+
+
+cdef int fold_came(State* state, Fold* fold, uint64_t chunk, uint32_t source,
+                   char* loan) noexcept nogil:
+    """A source of a chunk came into a buffer of the pool, which is now the fold's."""
+    fold.came[chunk * fold.n_sources + source] = loan
+    if fps_add32(&fold.counts[chunk], 1) < <int32_t>fold.n_remote:
+        return E_TIMEOUT
+    return made(state, fold, chunk, source, NULL)
+
+
+cdef int fold_lies(State* state, Fold* fold, uint64_t chunk, uint32_t source,
+                   const char* payload) noexcept nogil:
+    """A source of a chunk lies at payload for now: use it there, or keep a copy."""
+    cdef char* loan
+    if fps_load32(&fold.counts[chunk]) == <int32_t>fold.n_remote - 1:
+        return made(state, fold, chunk, source, payload)
+    loan = <char*>(<BufferPool>state.pool).c_loan(CHUNK_BYTES)
+    if loan == NULL:
+        return E_NOMEM
+    memcpy(loan, payload, chunk_length(fold, chunk))
+    return fold_came(state, fold, chunk, source, loan)
+
+
+cdef int fold_alone(State* state, Fold* fold) noexcept nogil:
+    """Do all chunks of a fold whose sources are all our own."""
+    cdef uint64_t chunk
+    cdef int status = OK
+    for chunk in range(n_chunks(fold.leg.nbytes)):
+        status = made(state, fold, chunk, 0, NULL)
+        if status != OK and status != E_TIMEOUT:
+            return status
+    return OK
+
+
+cdef void free_fold(State* state, Fold* fold) noexcept nogil:
+    """Free what a fold has, also buffers of one that failed."""
+    cdef uint64_t i
+    if fold.came != NULL:
+        for i in range(<uint64_t>n_chunks(fold.leg.nbytes) * fold.n_sources):
+            if fold.came[i] != NULL:
+                (<BufferPool>state.pool).c_give_back(fold.came[i])
+    free(fold.counts)
+    free(fold.own)
+    free(fold.came)

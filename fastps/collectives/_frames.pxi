@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _exchange.pyx: what links call, when frames come and when they end.
+
+# ---------------------------------------------------------------- frames that come
+
+cdef int check_frame(Leg* leg, const Header* header) noexcept nogil:
+    """Whether a frame is the next of the message that a leg waits for."""
+    if header.offset != leg.received or header.length > leg.nbytes - leg.received:
+        return E_PROTOCOL
+    if leg.kind == LEG_SOURCE and (header.offset % CHUNK_BYTES or header.length
+                                   != chunk_length(leg.fold, header.offset / CHUNK_BYTES)):
+        return E_PROTOCOL
+    return OK
+
+
+cdef Entry* make_early(const Entry* name) noexcept nogil:
+    """Memory for bytes that nobody wants yet; NULL: there is none."""
+    cdef Entry* early = <Entry*>malloc(sizeof(Entry))
+    if early == NULL:
+        return NULL
+    early[0] = name[0]
+    early.payload = <char*>malloc(name.nbytes + 1)
+    if early.payload == NULL:
+        free(early)
+        return NULL
+    return early
+
+
+cdef int choose(State* state, Peer* peer, const Header* header, Entry* name,
+                Work* work) noexcept nogil:
+    """Decide where the bytes of a message's frame go. The lock is held."""
+    cdef Entry* wanted = find(state, name, WANTED)[0]
+    peer.landing = IN_DISCARD
+    if wanted != NULL and not agrees(wanted, name):
+        refuse(state, wanted.leg.task, work)
+        return OK
+    if wanted != NULL:
+        peer.leg = wanted.leg
+        peer.leg.is_landing = True
+        peer.landing = IN_LEG if peer.leg.kind == LEG_RECEIVE else IN_LOAN
+        return check_frame(peer.leg, header)
+    if not header.flags & FLAG_EAGER:
+        return OK                       # of an operation that has failed here
+    if header.length != name.nbytes or header.length > EAGER_BYTES:
+        return E_PROTOCOL
+    peer.early = make_early(name)
+    peer.landing = IN_EARLY
+    return OK if peer.early != NULL else E_NOMEM
+
+
+cdef int announce(State* state, Link* link, const Header* header) noexcept nogil:
+    """A frame is there or about to come: find its place."""
+    cdef Peer* peer = &state.peers[link.peer]
+    cdef Entry name
+    cdef Work work
+    cdef int status
+    peer.landing = NOWHERE
+    if header.kind < KIND_MESSAGE or header.length > CHUNK_BYTES:
+        return E_PROTOCOL
+    if header.kind != KIND_MESSAGE:
+        return OK if header.length == 0 else E_PROTOCOL
+    name_of(&name, header, link.peer)
+    memset(&work, 0, sizeof(work))
+    pthread_mutex_lock(&state.lock)
+    status = choose(state, peer, header, &name, &work)
+    pthread_mutex_unlock(&state.lock)
+    flush(state, &work)
+    return status
+
+
+cdef void* exchange_landing(void* context, Link* link, const Header* header,
+                            int* status) noexcept nogil:
+    cdef State* state = <State*>context
+    cdef Peer* peer = &state.peers[link.peer]
+    status[0] = announce(state, link, header)
+    if status[0] != OK:
+        return NULL
+    if peer.landing == IN_LEG:
+        return peer.leg.address + header.offset
+    if peer.landing == IN_EARLY:
+        return peer.early.payload
+    if peer.landing == IN_LOAN:
+        peer.loan = <char*>(<BufferPool>state.pool).c_loan(CHUNK_BYTES)
+        if peer.loan == NULL:
+            status[0] = E_NOMEM
+        return peer.loan
+    return state.discard
+
+
+cdef int exchange_adopt(void* context, Link* link, const Header* header,
+                        const char* payload) noexcept nogil:
+    """Take the bytes of a frame from where they lie for now."""
+    cdef State* state = <State*>context
+    cdef Peer* peer = &state.peers[link.peer]
+    cdef int status = announce(state, link, header)
+    if status != OK:
+        return status
+    if peer.landing == IN_LEG:
+        memcpy(peer.leg.address + header.offset, payload, header.length)
+    elif peer.landing == IN_EARLY:
+        memcpy(peer.early.payload, payload, header.length)
+    elif peer.landing == IN_LOAN:
+        peer.landing = IN_FOLD
+        peer.result = fold_lies(state, peer.leg.fold, header.offset / CHUNK_BYTES,
+                                peer.leg.source, payload)
+    return OK
+
+
+cdef void landed(State* state, Leg* leg, uint32_t nbytes, Work* work) noexcept nogil:
+    """Bytes of a message are in their place. The lock is held."""
+    leg.received += nbytes
+    leg.is_landing = False
+    if leg.received == leg.nbytes or leg.task.status != OK:
+        drop(state, &leg.entry)
+        end_leg(state, leg, work)
+
+
+cdef Leg* who_wants(State* state, Entry* name) noexcept nogil:
+    """The leg that waits for a message, now out of the table; NULL: nobody. The lock is held."""
+    cdef Entry* wanted = take(state, name, WANTED)
+    cdef Entry anybody = name[0]
+    if wanted == NULL and name.label == 0:
+        anybody.number = 0
+        anybody.peer = ANYONE
+        if (find(state, &anybody, ANYBODY)[0] != NULL
+                and count_of(state, name.channel, name.peer, COUNT_IN, 0) + 1 == name.number):
+            wanted = take(state, &anybody, ANYBODY)
+            name_met(state, wanted.leg, name)
+    return NULL if wanted == NULL else wanted.leg
+
+
+cdef void keep_early(State* state, Entry* early, Work* work) noexcept nogil:
+    """Bytes are there that nobody wanted when they began to come. The lock is held."""
+    cdef Leg* leg = who_wants(state, early)
+    if leg != NULL:
+        give_early(state, leg, early, work)
+    else:
+        put(state, early, EARLY)
+
+
+cdef void take_message(State* state, Peer* peer, const Header* header,
+                       Work* work) noexcept nogil:
+    """The bytes that were announced are where they belong. The lock is free."""
+    cdef int status
+    if peer.landing == IN_LOAN:
+        status = fold_came(state, peer.leg.fold, header.offset / CHUNK_BYTES, peer.leg.source,
+                           peer.loan)
+    else:
+        status = peer.result
+    pthread_mutex_lock(&state.lock)
+    if peer.landing == IN_LEG:
+        landed(state, peer.leg, header.length, work)
+    elif peer.landing in (IN_LOAN, IN_FOLD):
+        after_fold(state, peer.leg, header.length, status, work)
+    elif peer.landing == IN_EARLY:
+        keep_early(state, peer.early, work)
+    peer.landing = NOWHERE
+    pthread_mutex_unlock(&state.lock)
+
+
+# ---------------------------------------------------------------- frames without bytes
+
+cdef void take_ready(State* state, Entry* name, Work* work) noexcept nogil:
+    """The other side waits for a message: send it, or remember that."""
+    cdef Entry* held = take(state, name, HELD)
+    if held == NULL:
+        name.what = READY
+        note(state, name)
+    elif agrees(held, name):
+        held.leg.state = GOING
+        add_leg(work, held.leg)
+    else:
+        held.leg.state = BLOCKED
+        refuse(state, held.leg.task, work)
+
+
+cdef void take_offer(State* state, Entry* name, Work* work) noexcept nogil:
+    cdef Leg* leg = who_wants(state, name)
+    if leg == NULL:
+        name.what = OFFERED
+        note(state, name)
+        return
+    put(state, &leg.entry, WANTED)
+    add_ready(state, work, leg)
+
+
+cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
+    """An operation fails at another member, so it fails here, or will."""
+    cdef Task* task = state.tasks
+    while task != NULL and (task.channel != name.channel or task.number != name.number):
+        task = task.next
+    if task != NULL:
+        fail_task(state, task, name.status, name.peer, work)
+        return
+    name.label = 0
+    name.peer = ANYONE
+    if find(state, name, REFUSED)[0] == NULL:
+        name.what = REFUSED
+        note(state, name)
+
+
+cdef int take_control(State* state, Peer* peer, const Header* header, Entry* name,
+                      Work* work) noexcept nogil:
+    """Take a frame that is about messages. The lock is held."""
+    if header.kind == KIND_READY:
+        take_ready(state, name, work)
+    elif header.kind == KIND_OFFER:
+        take_offer(state, name, work)
+    elif header.kind == KIND_CREDIT:
+        if name.nbytes > peer.out:
+            return E_PROTOCOL
+        peer.out -= name.nbytes
+    elif header.kind == KIND_REFUSE:
+        if header.status >= 0:
+            return E_PROTOCOL
+        take_refusal(state, name, work)
+    return OK
+
+
+cdef int exchange_deliver(void* context, Link* link, const Header* header) noexcept nogil:
+    cdef State* state = <State*>context
+    cdef Peer* peer = &state.peers[link.peer]
+    cdef Entry name
+    cdef Work work
+    cdef int status = OK
+    memset(&work, 0, sizeof(work))
+    if header.kind == KIND_MESSAGE:
+        take_message(state, peer, header, &work)
+    else:
+        name_of(&name, header, link.peer)
+        pthread_mutex_lock(&state.lock)
+        status = take_control(state, peer, header, &name, &work)
+        pthread_mutex_unlock(&state.lock)
+    flush(state, &work)
+    return status
+
+
+# ---------------------------------------------------------------- links that end
+
+cdef void drop_landing(State* state, Peer* peer, Work* work) noexcept nogil:
+    """What was coming over a link that ended does not come any more."""
+    if peer.landing in (IN_LEG, IN_LOAN, IN_FOLD):
+        peer.leg.is_landing = False
+        give_up(state, peer.leg, work)
+    if peer.landing == IN_LOAN and peer.loan != NULL:
+        (<BufferPool>state.pool).c_give_back(peer.loan)
+    if peer.landing == IN_EARLY and peer.early != NULL:
+        free(peer.early.payload)
+        free(peer.early)
+    peer.landing = NOWHERE
+
+
+cdef bint waits_for(Task* task, uint32_t member) noexcept nogil:
+    """Whether something of an operation is still to come from a member, or to go there."""
+    cdef uint32_t i
+    for i in range(task.n_legs):
+        if (task.legs[i].state != OVER and task.legs[i].kind not in (LEG_FOLD, LEG_COPY)
+                and task.legs[i].entry.peer == member):
+            return True
+    return False
+
+
+cdef void fail_tasks(State* state, int status, int32_t culprit, int32_t only,
+                     Work* work) noexcept nogil:
+    """Fail what is in flight; only: what waits for this member, -1: all. The lock is held."""
+    cdef Task* task = state.tasks
+    cdef Task* next
+    while task != NULL:
+        next = task.next
+        if only < 0 or waits_for(task, only):
+            fail_task(state, task, status, <uint32_t>culprit, work)
+        task = next
+
+
+cdef void exchange_closed(void* context, Link* link, int status) noexcept nogil:
+    cdef State* state = <State*>context
+    cdef Peer* peer = &state.peers[link.peer]
+    cdef uint32_t member = link.peer
+    cdef Work work
+    memset(&work, 0, sizeof(work))
+    slot_retire(&peer.slot)
+    pthread_mutex_lock(&state.lock)
+    peer.has_left = True
+    if status == E_SHUTDOWN and state.is_leaving:
+        fail_tasks(state, E_SHUTDOWN, member, member, &work)
+    elif status == E_SHUTDOWN:          # who leaves in order fails what still needs it
+        fail_tasks(state, E_PEER_LOST, member, member, &work)
+    else:
+        if state.status == OK:
+            state.status = status
+            state.culprit = <int32_t>member
+        fail_tasks(state, state.status, state.culprit, -1, &work)
+    drop_landing(state, peer, &work)
+    pthread_mutex_unlock(&state.lock)
+    flush(state, &work)

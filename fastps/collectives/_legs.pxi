@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _exchange.pyx: the legs of an operation, from their start to their end.
+
+# ---------------------------------------------------------------- ends; the lock is held
+
+cdef void end_task(State* state, Task* task, Work* work) noexcept nogil:
+    """Everything of an operation is over: nobody has its memory any more."""
+    cdef Task** place = &state.tasks
+    while place[0] != NULL and place[0] != task:
+        place = &place[0].next
+    if place[0] == task:
+        place[0] = task.next
+    task.next_over = work.over
+    work.over = task
+
+
+cdef void count_down(State* state, Task* task, Work* work) noexcept nogil:
+    task.n_left -= 1
+    if task.n_left == 0:
+        end_task(state, task, work)
+
+
+cdef void end_leg(State* state, Leg* leg, Work* work) noexcept nogil:
+    """A leg is over; those that waited for it start."""
+    cdef Task* task = leg.task
+    cdef Leg* other
+    cdef uint32_t i
+    if leg.state == OVER:
+        return
+    leg.state = OVER
+    for i in range(leg.n_edges):
+        other = &task.legs[task.edges[leg.first_edge + i]]
+        other.n_waits -= 1
+        if other.n_waits == 0 and other.state == BLOCKED and task.status == OK:
+            other.state = STARTING
+            add_leg(work, other)
+    count_down(state, task, work)
+
+
+cdef void give_up(State* state, Leg* leg, Work* work) noexcept nogil:
+    """End a leg of an operation that failed, unless a link has its memory just now."""
+    if leg.state == POSTED and not leg.is_landing:
+        drop(state, &leg.entry)
+        end_leg(state, leg, work)
+    elif leg.state == BLOCKED:
+        end_leg(state, leg, work)
+
+
+cdef void fail_task(State* state, Task* task, int status, uint32_t culprit,
+                    Work* work) noexcept nogil:
+    """Have an operation fail; it ends when no link has its memory any more."""
+    cdef uint32_t i
+    if task.status != OK:
+        return
+    task.status = status
+    task.culprit = culprit
+    task.n_left += 1                    # it is not to end under our hands
+    for i in range(task.n_legs):
+        give_up(state, &task.legs[i], work)
+    count_down(state, task, work)
+
+
+cdef void refuse(State* state, Task* task, Work* work) noexcept nogil:
+    """Fail an operation whose members mean different things, on all of them."""
+    cdef uint32_t i, peer
+    cdef Entry* name
+    if task.status != OK:
+        return
+    fail_task(state, task, E_MISMATCH, state.me, work)
+    for peer in range(state.n_members):
+        for i in range(task.n_legs):
+            name = &task.legs[i].entry
+            if task.legs[i].kind in (LEG_SEND, LEG_RECEIVE, LEG_SOURCE) and name.peer == peer:
+                add_control(state, work, KIND_REFUSE, name, E_MISMATCH)
+                break
+
+
+# ---------------------------------------------------------------- beginnings; the lock is held
+
+cdef void begin_send(State* state, Leg* leg, Work* work) noexcept nogil:
+    """Send a message now if it is small or the other side is ready, else when that is so."""
+    cdef Peer* peer = &state.peers[leg.entry.peer]
+    cdef Entry* ready = take(state, &leg.entry, READY)
+    cdef bint is_small = leg.nbytes <= EAGER_BYTES
+    leg.item.header.flags = leg.task.code
+    if ready == NULL and is_small and peer.out + leg.nbytes <= UNASKED_BYTES:
+        peer.out += leg.nbytes
+        leg.item.header.flags |= FLAG_EAGER
+    elif ready == NULL:
+        leg.state = POSTED
+        put(state, &leg.entry, HELD)
+        if is_small or leg.is_offered:
+            add_control(state, work, KIND_OFFER, &leg.entry, <int32_t>leg.nbytes)
+        return
+    elif not agrees(ready, &leg.entry):
+        free(ready)
+        leg.state = BLOCKED
+        refuse(state, leg.task, work)
+        return
+    free(ready)
+    leg.state = GOING
+    add_leg(work, leg)
+
+
+cdef void give_early(State* state, Leg* leg, Entry* early, Work* work) noexcept nogil:
+    """Let a leg that is in no table have bytes that came before it; a fold takes them later."""
+    if not agrees(early, &leg.entry):
+        leg.state = BLOCKED
+        refuse(state, leg.task, work)
+    elif leg.kind == LEG_SOURCE:
+        leg.entry.payload = early.payload
+        early.payload = NULL
+        taken_unasked(state, work, early)
+        leg.state = GOING
+        add_leg(work, leg)
+    else:
+        memcpy(leg.address, early.payload, early.nbytes)
+        taken_unasked(state, work, early)
+        end_leg(state, leg, work)
+    free(early.payload)
+    free(early)
+
+
+cdef void begin_receive(State* state, Leg* leg, Work* work) noexcept nogil:
+    """Take what came already, or wait for it."""
+    cdef Entry* early = take(state, &leg.entry, EARLY)
+    cdef Entry* offer
+    if early != NULL:
+        give_early(state, leg, early, work)
+        return
+    if state.peers[leg.entry.peer].has_left:
+        leg.state = BLOCKED
+        fail_task(state, leg.task, E_PEER_LOST, leg.entry.peer, work)
+        return
+    leg.state = POSTED
+    offer = take(state, &leg.entry, OFFERED)
+    put(state, &leg.entry, WANTED)
+    if offer != NULL or leg.nbytes > EAGER_BYTES:
+        add_ready(state, work, leg)
+    free(offer)
+
+
+cdef bint is_next(State* state, uint64_t channel, uint32_t peer, Entry* name) noexcept nogil:
+    """Whether a peer's next message on a channel is there or was offered; name it."""
+    name.channel = channel
+    name.number = count_of(state, channel, peer, COUNT_IN, 0) + 1
+    name.label = 0
+    name.peer = peer
+    return find(state, name, EARLY)[0] != NULL or find(state, name, OFFERED)[0] != NULL
+
+
+cdef void name_met(State* state, Leg* leg, const Entry* name) noexcept nogil:
+    """A receive from anybody has found whom it receives from."""
+    leg.entry.number = name.number
+    leg.entry.peer = name.peer
+    count_of(state, name.channel, name.peer, COUNT_IN, 1)
+
+
+cdef void begin_anybody(State* state, Leg* leg, Work* work) noexcept nogil:
+    """Receive from whoever has sent, or wait for the first to do so."""
+    cdef Entry name
+    cdef uint32_t peer
+    for peer in range(state.n_members):
+        if is_next(state, leg.entry.channel, peer, &name):
+            name_met(state, leg, &name)
+            begin_receive(state, leg, work)
+            return
+    leg.state = POSTED
+    put(state, &leg.entry, ANYBODY)
+
+
+# ---------------------------------------------------------------- folds; the lock is held
+
+cdef void after_fold(State* state, Leg* leg, uint32_t nbytes, int status,
+                     Work* work) noexcept nogil:
+    """A fold has seen bytes of a source; status as of fold_came()."""
+    leg.received += nbytes
+    leg.is_landing = False
+    if status == OK:
+        end_leg(state, leg.fold.leg, work)
+    elif status != E_TIMEOUT:
+        fail_task(state, leg.task, status, state.me, work)
+    if leg.received == leg.nbytes or leg.task.status != OK:
+        drop(state, &leg.entry)
+        end_leg(state, leg, work)
+
+
+# ---------------------------------------------------------------- starting; the lock is free
+
+cdef void fold_early(State* state, Leg* leg, Work* work) noexcept nogil:
+    """Give a fold a source that came before the fold began."""
+    cdef int status = fold_lies(state, leg.fold, 0, leg.source, leg.entry.payload)
+    free(leg.entry.payload)
+    leg.entry.payload = NULL
+    pthread_mutex_lock(&state.lock)
+    after_fold(state, leg, leg.nbytes, status, work)
+    pthread_mutex_unlock(&state.lock)
+
+
+cdef int do_own(State* state, Leg* leg) noexcept nogil:
+    """Do what needs nobody else."""
+    if leg.kind == LEG_FOLD:
+        return fold_alone(state, leg.fold)
+    if leg.address != leg.item.payload:
+        memmove(leg.address, leg.item.payload, leg.nbytes)
+    return OK
+
+
+cdef void finish_own(State* state, Leg* leg, int status, Work* work) noexcept nogil:
+    """A leg that needed nobody else is done."""
+    pthread_mutex_lock(&state.lock)
+    if status != OK:
+        fail_task(state, leg.task, status, state.me, work)
+    end_leg(state, leg, work)
+    pthread_mutex_unlock(&state.lock)
+
+
+cdef void transmit(State* state, Leg* leg, Work* work) noexcept nogil:
+    """Give a message to its link."""
+    cdef int status
+    leg.item.header.priority = leg.task.priority
+    leg.item.payload = leg.address
+    leg.item.nbytes = leg.nbytes
+    leg.item.chunk_bytes = CHUNK_BYTES
+    fps_add64(<int64_t*>&state.bytes_sent, leg.nbytes)
+    status = send_to(state, leg.entry.peer, &leg.item)
+    if status != OK:
+        pthread_mutex_lock(&state.lock)
+        fail_task(state, leg.task, E_PEER_LOST, leg.entry.peer, work)
+        end_leg(state, leg, work)
+        pthread_mutex_unlock(&state.lock)
+
+
+cdef void go(State* state, Leg* leg, Work* work) noexcept nogil:
+    """Do what a leg does without waiting for anybody."""
+    if leg.kind == LEG_SEND:
+        transmit(state, leg, work)
+    elif leg.kind == LEG_SOURCE:
+        fold_early(state, leg, work)
+    else:
+        finish_own(state, leg, do_own(state, leg), work)
+
+
+cdef void begin(State* state, Leg* leg, Work* work) noexcept nogil:
+    """Start a leg; what is left to do without the lock comes again. The lock is held."""
+    if leg.task.status != OK:
+        leg.state = BLOCKED
+        give_up(state, leg, work)
+    elif leg.kind == LEG_SEND:
+        begin_send(state, leg, work)
+    elif leg.kind == LEG_FOLD and leg.fold.n_remote:
+        leg.state = POSTED              # its sources start with it
+    elif leg.kind in (LEG_FOLD, LEG_COPY):
+        leg.state = GOING
+        add_leg(work, leg)
+    elif leg.entry.peer == ANYONE:
+        begin_anybody(state, leg, work)
+    else:
+        begin_receive(state, leg, work)
+
+
+cdef void start_leg(State* state, Leg* leg, Work* work) noexcept nogil:
+    if leg.state == GOING:
+        go(state, leg, work)
+        return
+    pthread_mutex_lock(&state.lock)
+    if leg.state == STARTING:
+        begin(state, leg, work)
+    pthread_mutex_unlock(&state.lock)
+
+
+cdef void finish_task(State* state, Task* task) noexcept nogil:
+    """The last touch: whoever waits may free the operation."""
+    cdef Plan* plan = state.plan
+    completion_part_done(&task.done, task.status)
+    if plan.rouse != NULL:
+        plan.rouse(plan.worker)
+
+
+cdef void flush(State* state, Work* work) noexcept nogil:
+    """Do what news led to, and what follows from that."""
+    cdef Leg* leg
+    cdef Task* task
+    while work.first != NULL or work.controls != NULL or work.over != NULL:
+        send_controls(state, work)
+        if work.first != NULL:
+            leg = work.first
+            work.first = leg.next
+            start_leg(state, leg, work)
+        elif work.over != NULL:
+            task = work.over
+            work.over = task.next_over
+            finish_task(state, task)
+
+
+cdef void leg_sent(SendItem* item, int status) noexcept nogil:
+    """A message has left our memory, or its link ended."""
+    cdef Leg* leg = <Leg*>item.context
+    cdef State* state = leg.task.state
+    cdef Work work
+    memset(&work, 0, sizeof(work))
+    pthread_mutex_lock(&state.lock)
+    if status != OK:
+        fail_task(state, leg.task, E_PEER_LOST if status == E_SHUTDOWN else status,
+                  leg.entry.peer, &work)
+    end_leg(state, leg, &work)
+    pthread_mutex_unlock(&state.lock)
+    flush(state, &work)

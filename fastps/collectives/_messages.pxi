@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _exchange.pyx: the table of messages, and the frames that are about them.
+
+# ---------------------------------------------------------------- the table; the lock is held
+
+cdef inline uint32_t bucket_of(const Entry* name) noexcept nogil:
+    cdef uint64_t mixed = name.channel ^ <uint64_t>name.number * 0x9e3779b97f4a7c15ULL
+    mixed ^= (<uint64_t>name.label << 32 | name.peer) * 0xc2b2ae3d27d4eb4fULL
+    return <uint32_t>(mixed >> 40) & (BUCKETS - 1)
+
+
+cdef inline bint is_same(const Entry* one, const Entry* other) noexcept nogil:
+    return (one.channel == other.channel and one.number == other.number
+            and one.label == other.label and one.peer == other.peer and one.what == other.what)
+
+
+cdef Entry** find(State* state, Entry* name, int32_t what) noexcept nogil:
+    """Where the table has an entry of this name, the first that was put; or its end."""
+    cdef Entry** place = &state.buckets[bucket_of(name)]
+    name.what = what
+    while place[0] != NULL and not is_same(place[0], name):
+        place = &place[0].next
+    return place
+
+
+cdef Entry* take(State* state, Entry* name, int32_t what) noexcept nogil:
+    """Take an entry out of the table; NULL: there is none."""
+    cdef Entry** place = find(state, name, what)
+    cdef Entry* entry = place[0]
+    if entry != NULL:
+        place[0] = entry.next
+    return entry
+
+
+cdef void put(State* state, Entry* entry, int32_t what) noexcept nogil:
+    """Put an entry behind those of its name."""
+    cdef Entry** place = &state.buckets[bucket_of(entry)]
+    entry.what = what
+    while place[0] != NULL:
+        place = &place[0].next
+    entry.next = NULL
+    place[0] = entry
+
+
+cdef void drop(State* state, Entry* entry) noexcept nogil:
+    """Take just this entry out of the table, if it is there."""
+    cdef Entry** place = &state.buckets[bucket_of(entry)]
+    while place[0] != NULL and place[0] != entry:
+        place = &place[0].next
+    if place[0] == entry:
+        place[0] = entry.next
+
+
+cdef bint note(State* state, const Entry* what) noexcept nogil:
+    """Put a copy of what came before we want it; False: no memory."""
+    cdef Entry* entry = <Entry*>malloc(sizeof(Entry))
+    if entry == NULL:
+        return False
+    entry[0] = what[0]
+    put(state, entry, what.what)
+    return True
+
+
+cdef void name_of(Entry* name, const Header* header, uint32_t peer) noexcept nogil:
+    """Read what a frame says of its message."""
+    name.channel = header.key
+    name.number = header.key_version
+    name.label = header.subject
+    name.peer = peer
+    name.nbytes = <uint32_t>header.status
+    name.dtype = header.dtype
+    name.code = header.flags & ~FLAG_EAGER
+    name.payload = NULL
+    name.leg = NULL
+    name.status = header.status
+
+
+cdef inline bint agrees(const Entry* one, const Entry* other) noexcept nogil:
+    """Whether both ends mean the same message."""
+    return one.nbytes == other.nbytes and one.dtype == other.dtype and one.code == other.code
+
+
+cdef uint32_t count_of(State* state, uint64_t channel, uint32_t peer, int32_t what,
+                       uint32_t more) noexcept nogil:
+    """Count the messages of a pair on a channel, and add `more`; 0: no memory."""
+    cdef Entry name
+    cdef Entry* entry
+    name.channel = channel
+    name.number = name.label = 0
+    name.peer = peer
+    entry = find(state, &name, what)[0]
+    if entry == NULL:
+        name.nbytes = 0
+        if not note(state, &name):
+            return 0
+        entry = find(state, &name, what)[0]
+    entry.nbytes += more
+    return entry.nbytes
+
+
+# ---------------------------------------------------------------- what is to be done without it
+
+cdef struct Control:            # a frame without payload, freed when it has left
+    SendItem item
+    Control* next
+    uint32_t peer
+
+cdef struct Work:               # what follows from news, once the lock is free
+    Leg* first                  # to be started, or sent
+    Leg* last
+    Control* controls
+    Task* over
+
+
+cdef void add_leg(Work* work, Leg* leg) noexcept nogil:
+    leg.next = NULL
+    if work.first == NULL:
+        work.first = leg
+    else:
+        work.last.next = leg
+    work.last = leg
+
+
+cdef void control_sent(SendItem* item, int status) noexcept nogil:
+    free(item.context)
+
+
+cdef void add_control(State* state, Work* work, int kind, const Entry* name,
+                      int32_t number) noexcept nogil:
+    """Have a frame sent to name.peer; number: what the kind says in `status`."""
+    cdef Control* control = <Control*>calloc(1, sizeof(Control))
+    if control == NULL:
+        return                          # the operation will be late, and then it stalls
+    control.peer = name.peer
+    control.item.header.kind = kind
+    control.item.header.key = name.channel
+    control.item.header.key_version = name.number
+    control.item.header.subject = name.label
+    control.item.header.sender = state.me
+    control.item.header.dtype = name.dtype
+    control.item.header.flags = name.code
+    control.item.header.status = number
+    control.item.header.priority = CONTROL_PRIORITY
+    control.item.sent = control_sent
+    control.item.context = control
+    control.next = work.controls
+    work.controls = control
+
+
+cdef void add_ready(State* state, Work* work, Leg* leg) noexcept nogil:
+    """Tell the sender of a posted leg, once, that it may send."""
+    if not leg.is_asked:
+        leg.is_asked = True
+        add_control(state, work, KIND_READY, &leg.entry, <int32_t>leg.nbytes)
+
+
+cdef void taken_unasked(State* state, Work* work, const Entry* early) noexcept nogil:
+    """Count bytes that came unasked and are in their place; tell the sender now and then."""
+    cdef Peer* peer = &state.peers[early.peer]
+    cdef Entry name
+    peer.owed += early.nbytes
+    if peer.owed >= UNASKED_BYTES / 2:
+        name = early[0]
+        name.channel = name.number = name.label = 0
+        add_control(state, work, KIND_CREDIT, &name, <int32_t>peer.owed)
+        peer.owed = 0
+
+
+cdef int send_to(State* state, uint32_t number, SendItem* item) noexcept nogil:
+    """Queue an item on the link to a member. The lock is not held."""
+    cdef LinkSlot* slot = &state.peers[number].slot
+    cdef Link* link = slot_acquire(slot)
+    cdef int status
+    if link == NULL:
+        return E_PEER_LOST
+    status = link.send(link, item, KICK_FULL)
+    slot_release(slot)
+    return status
+
+
+cdef void send_controls(State* state, Work* work) noexcept nogil:
+    cdef Control* control = work.controls
+    cdef Control* next
+    work.controls = NULL
+    while control != NULL:
+        next = control.next
+        if send_to(state, control.peer, &control.item) != OK:
+            free(control)               # who waits for it hears of the link's end
+        control = next

@@ -1,0 +1,531 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups: the operations among the members of one process set, on NumPy arrays.
+
+Checks arrays, chooses the schedule (schedule.py) and starts it on the engine (_exchange.pyx); the
+same schedule is used again for the same sizes. Members are numbered within the group. Threads:
+any; operations without a name have to be started in one order, the same on all members.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from fastps.collectives import schedule as plans
+from fastps.collectives.schedule import Kind, Place, Schedule, Step
+from fastps.errors import FastPSError, MismatchError, Status
+from fastps.types import DType, Op, ReduceOp, dtype_of
+from fastps.worker.handle import Array, Handle
+
+if TYPE_CHECKING:
+    from fastps.collectives._exchange import Exchange, Operation, Program
+
+MANY_PROGRAMS = 512  # schedules that a group keeps
+ANYBODY = -1
+
+
+class Promise(Handle):
+    """The promise of an operation of a group."""
+
+    __slots__ = ("_members", "_operations")
+
+    def __init__(
+        self, operations: Sequence[Operation], *args: Any, members: Sequence[int], **options: Any
+    ) -> None:
+        super().__init__(operations, *args, **options)
+        self._operations = operations
+        self._members = members
+
+    @property
+    def source(self) -> int:
+        """Member that a receive from anybody received from; only when it is done."""
+        return self._members.index(self._operations[0].met)
+
+
+def _copy_alone(steps: Schedule, array: Array | None, out: Array | None) -> None:
+    """Do the operation of a group of one."""
+    flat = [None if one is None else one.reshape(-1).view(np.uint8) for one in (array, out)]
+    for step in steps.steps:
+        if step.sources and flat[1] is not None and flat[0] is not None:
+            source = step.sources[0]
+            end = step.offset + step.nbytes
+            flat[1][step.offset : end] = flat[0][source.offset : source.offset + step.nbytes]
+
+
+# What an operation is, for other members too: a kind, times 8, and the rule of a sum
+KINDS = (
+    "allreduce", "allgather", "reduce", "reducescatter", "gather", "scatter", "alltoall",
+    "broadcast", "barrier", "send",
+)  # fmt: skip
+
+
+class _Host(Protocol):
+    """What a group needs of its session."""
+
+    @property
+    def me(self) -> int: ...
+    @property
+    def exchange(self) -> Exchange: ...
+    def reach(self, members: Sequence[int]) -> None: ...
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array: ...
+    def check_usable(self) -> None: ...
+    def promise(
+        self,
+        operations: Sequence[Operation],
+        output: Array,
+        explain: Callable[[Operation, int, int | None, float], FastPSError],
+        members: Sequence[int],
+    ) -> Promise: ...
+    def explain(
+        self, operation: Operation, status: int | None, timeout_s: float
+    ) -> FastPSError: ...
+    def machine_of(self, rank: int) -> int: ...
+
+
+class Group:
+    """The members of a process set; made by Session.group() or add_process_set().
+
+    ranks: their numbers in the job, ascending or not; their order is that of sums and blocks.
+    key: tells apart groups of the same ranks. Every operation begins at once and gives a Handle.
+    """
+
+    def __init__(self, host: _Host, ranks: Sequence[int], key: str = "") -> None:
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(host.me)
+        self._host = host
+        self._key = f"{key}/{self.ranks}"
+        self._machines = tuple(host.machine_of(rank) for rank in self.ranks)
+        self._programs: dict[tuple[object, ...], Program] = {}
+        self._channels: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    # ---- operations of all members ----
+
+    def allreduce(
+        self,
+        array: Array,
+        out: Array | None = None,
+        *,
+        op: Op = Op.AVERAGE,
+        name: str | None = None,
+        dtype: DType | None = None,
+        divisor: int | None = None,
+        priority: int = 0,
+    ) -> Promise:
+        """Begin to give everybody the sum, or another op, of everybody's array.
+
+        out: None for a new array, array itself for in place. divisor: what a sum is divided by,
+        for an average the size. Rank order: the same bits on all members and in every run.
+        """
+        out = self._like(array) if out is None else out
+        key = ("allreduce", array.nbytes, array.itemsize)
+        return self._fold(
+            key, array, out, out,
+            lambda: plans.allreduce(
+                self.rank, self.size, array.nbytes, array.itemsize, self._machines
+            ),
+            op=op, name=name, dtype=dtype, divisor=divisor, priority=priority,
+        )  # fmt: skip
+
+    def reduce(
+        self,
+        array: Array,
+        out: Array | None = None,
+        *,
+        root: int,
+        op: Op = Op.AVERAGE,
+        name: str | None = None,
+        dtype: DType | None = None,
+    ) -> Promise:
+        """Begin to give the root the sum of everybody's array; others' out is not written."""
+        root = self._member(root, "root")
+        if self.rank != root:
+            out = None
+        elif out is None:
+            out = self._like(array)
+        key = ("reduce", array.nbytes, array.itemsize, root)
+        return self._fold(
+            key, array, out, array if out is None else out,
+            lambda: plans.reduce(
+                self.rank, self.size, array.nbytes, array.itemsize, root, self._machines
+            ),
+            op=op, name=name, dtype=dtype,
+        )  # fmt: skip
+
+    def reducescatter(
+        self,
+        array: Array,
+        out: Array | None = None,
+        *,
+        counts: Sequence[int] | None = None,
+        op: Op = Op.AVERAGE,
+        name: str | None = None,
+        dtype: DType | None = None,
+    ) -> Promise:
+        """Begin to give each member the sum of its block of everybody's array.
+
+        counts: elements of each member's block; None: even, and the array's size is divisible.
+        """
+        sizes = self._counts(counts, array.size)
+        if out is None:
+            out = self._host.empty((sizes[self.rank],), array.dtype)
+        self._check_size("out", out, sizes[self.rank])
+        blocks = self._bytes(sizes, array)
+        return self._fold(
+            ("reducescatter", *blocks, array.itemsize), array, out, out,
+            lambda: plans.reducescatter(self.rank, blocks, array.itemsize, self._machines),
+            op=op, name=name, dtype=dtype,
+        )  # fmt: skip
+
+    def allgather(
+        self,
+        array: Array,
+        out: Array | None = None,
+        *,
+        counts: Sequence[int] | None = None,
+        name: str | None = None,
+        dtype: DType | None = None,
+    ) -> Promise:
+        """Begin to give everybody everybody's array, one after the other.
+
+        counts: elements of each member's array; None: all as many as ours.
+        """
+        sizes = [array.size] * self.size if counts is None else list(counts)
+        self._check_size("array", array, self._counts(sizes, sum(sizes))[self.rank])
+        if out is None:
+            out = self._host.empty((sum(sizes),), array.dtype)
+        self._check_size("out", out, sum(sizes))
+        blocks = self._bytes(sizes, array)
+        return self._move(
+            ("allgather", *blocks), array, out,
+            lambda: plans.allgather(self.rank, blocks, self._machines),
+            name=name, dtype=dtype,
+        )  # fmt: skip
+
+    def gather(
+        self,
+        array: Array,
+        out: Array | None = None,
+        *,
+        root: int,
+        counts: Sequence[int] | None = None,
+        name: str | None = None,
+        dtype: DType | None = None,
+    ) -> Promise:
+        """Begin to give the root everybody's array, one after the other; counts as allgather()."""
+        root = self._member(root, "root")
+        sizes = [array.size] * self.size if counts is None else list(counts)
+        self._check_size("array", array, self._counts(sizes, sum(sizes))[self.rank])
+        if self.rank != root:
+            out = None
+        elif out is None:
+            out = self._host.empty((sum(sizes),), array.dtype)
+        if out is not None:
+            self._check_size("out", out, sum(sizes))
+        blocks = self._bytes(sizes, array)
+        return self._move(
+            ("gather", *blocks, root), array, out,
+            lambda: plans.gather(self.rank, blocks, root),
+            name=name, dtype=dtype,
+        )  # fmt: skip
+
+    def scatter(
+        self,
+        array: Array | None,
+        out: Array,
+        *,
+        root: int,
+        counts: Sequence[int] | None = None,
+        name: str | None = None,
+        dtype: DType | None = None,
+    ) -> Promise:
+        """Begin to give each member its block of the root's array; counts: elements of each."""
+        root = self._member(root, "root")
+        sizes = [out.size] * self.size if counts is None else list(counts)
+        self._check_size("out", out, self._counts(sizes, sum(sizes))[self.rank])
+        if self.rank != root:
+            array = None
+        elif array is None:
+            raise ValueError("the root scatters no array")
+        else:
+            self._check_size("array", array, sum(sizes))
+        blocks = self._bytes(sizes, out)
+        return self._move(
+            ("scatter", *blocks, root), array, out,
+            lambda: plans.scatter(self.rank, blocks, root),
+            name=name, dtype=dtype,
+        )  # fmt: skip
+
+    def alltoall(
+        self,
+        array: Array,
+        out: Array | None = None,
+        *,
+        send_counts: Sequence[int] | None = None,
+        receive_counts: Sequence[int] | None = None,
+        name: str | None = None,
+        dtype: DType | None = None,
+    ) -> Promise:
+        """Begin to give each member its block of everybody's array, in the order of senders.
+
+        send_counts: elements of our array for each member; receive_counts: those that each has
+        for us; None: even, and the array's size is divisible.
+        """
+        sends = self._counts(send_counts, array.size)
+        receives = self._counts(receive_counts, array.size if out is None else out.size)
+        if out is None:
+            out = self._host.empty((sum(receives),), array.dtype)
+        self._check_size("out", out, sum(receives))
+        here, there = self._bytes(sends, array), self._bytes(receives, array)
+        return self._move(
+            ("alltoall", *here, *there), array, out,
+            lambda: plans.alltoall(self.rank, here, there),
+            name=name, dtype=dtype,
+        )  # fmt: skip
+
+    def broadcast(
+        self, array: Array, *, root: int, name: str | None = None, dtype: DType | None = None
+    ) -> Promise:
+        """Begin to copy the root's array into everybody's, in place."""
+        root = self._member(root, "root")
+        is_root = self.rank == root
+        return self._move(
+            ("broadcast", array.nbytes, root),
+            array if is_root else None,
+            None if is_root else array,
+            lambda: plans.broadcast(self.rank, self.size, array.nbytes, root, self._machines),
+            name=name, dtype=dtype, result=array,
+        )  # fmt: skip
+
+    def barrier(self, *, name: str | None = None) -> Promise:
+        """Begin to wait until every member has begun."""
+        return self._move(
+            ("barrier",), None, None, lambda: plans.barrier(self.rank, self.size),
+            name=name, dtype=None, result=np.empty(0, np.uint8),
+        )  # fmt: skip
+
+    # ---- operations of two ----
+
+    def send(
+        self, array: Array, target: int, *, tag: int = 0, dtype: DType | None = None
+    ) -> Promise:
+        """Begin to send an array to a member; done when it may be changed again.
+
+        Messages of two members with one tag arrive in the order in which they were sent.
+        """
+        return self._message(Kind.SEND, array, self._member(target, "target"), tag, dtype)
+
+    def receive(
+        self, out: Array, source: int | None = None, *, tag: int = 0, dtype: DType | None = None
+    ) -> Promise:
+        """Begin to receive an array of just this size; None: from whoever sends first.
+
+        The handle's `source` tells who that was, when it is done.
+        """
+        peer = ANYBODY if source is None else self._member(source, "source")
+        return self._message(Kind.RECEIVE, out, peer, tag, dtype)
+
+    def _message(
+        self, kind: Kind, array: Array, peer: int, tag: int, dtype: DType | None
+    ) -> Promise:
+        if peer == self.rank:
+            raise ValueError("a member sends nothing to itself")
+        is_send = kind is Kind.SEND
+        place = Place.INPUT if is_send else Place.OUTPUT
+
+        def make() -> Schedule:
+            return Schedule((Step(kind, peer, 0, place, 0, array.nbytes),), 0)
+
+        return self._start(
+            ("send", int(kind), array.nbytes, peer),
+            make,
+            array if is_send else None,
+            None if is_send else array,
+            array,
+            channel=self._channel(f"messages {operator.index(tag)}"),
+            label=f"{'send' if is_send else 'receive'} with tag {tag}",
+            dtype=self._dtype(array, dtype),
+            is_numbered=True,
+        )
+
+    # ---- starting ----
+
+    def _fold(
+        self,
+        key: tuple[object, ...],
+        array: Array,
+        out: Array | None,
+        result: Array,
+        make: Callable[[], Schedule],
+        *,
+        op: Op,
+        name: str | None,
+        dtype: DType | None,
+        divisor: int | None = None,
+        priority: int = 0,
+    ) -> Promise:
+        """Begin an operation that sums."""
+        code = self._dtype(array, dtype)
+        rule = op.reduction
+        rule.check(code)
+        if divisor is None:
+            divisor = self.size if op is Op.AVERAGE else 1
+        if op is Op.AVERAGE and code is DType.BOOL:
+            raise TypeError("booleans have no average")
+        if out is not None and out is not array and np.may_share_memory(array, out):
+            raise ValueError("array and out overlap; use the same array or two")
+        return self._start(
+            key, make, array, out, result,
+            channel=self._channel(name), label=self._label(key, name),
+            dtype=code, rule=rule, divisor=divisor, priority=priority,
+        )  # fmt: skip
+
+    def _move(
+        self,
+        key: tuple[object, ...],
+        array: Array | None,
+        out: Array | None,
+        make: Callable[[], Schedule],
+        *,
+        name: str | None,
+        dtype: DType | None,
+        result: Array | None = None,
+    ) -> Promise:
+        """Begin an operation that moves bytes."""
+        if array is not None and out is not None and np.may_share_memory(array, out):
+            raise ValueError("array and out overlap; use two")
+        some = array if array is not None else out
+        if result is None:
+            result = out if out is not None else array
+        assert result is not None
+        return self._start(
+            key, make, array, out, result,
+            channel=self._channel(name), label=self._label(key, name),
+            dtype=None if some is None else self._dtype(some, dtype),
+        )  # fmt: skip
+
+    def _start(
+        self,
+        key: tuple[object, ...],
+        make: Callable[[], Schedule],
+        array: Array | None,
+        out: Array | None,
+        result: Array,
+        *,
+        channel: int,
+        label: str,
+        dtype: DType | None,
+        rule: ReduceOp | None = None,
+        divisor: int = 1,
+        priority: int = 0,
+        is_numbered: bool = False,
+    ) -> Promise:
+        for one in (array, out):
+            if one is not None and not one.flags.c_contiguous:
+                raise ValueError(f"{label}: an array is not C-contiguous")
+        self._host.check_usable()
+        if self.size == 1:
+            _copy_alone(make(), array, out)
+            return self._host.promise((), result, self._explain, self.ranks)
+        program = self._program(key, make)
+        if not program.is_linked:
+            self._host.reach(program.peers)
+            program.is_linked = True
+        address = 0
+        if rule is not None:
+            from fastps.reduce import reduce_kernel  # noqa: PLC0415  (imports Numba)
+
+            address = reduce_kernel(rule, DType(dtype or 0))
+        operation = self._host.exchange.start(
+            program,
+            channel,
+            name=label,
+            input=array,
+            output=out,
+            itemsize=1 if dtype is None else dtype.itemsize,
+            rule=address,
+            divisor=divisor,
+            dtype=int(dtype or 0),
+            code=KINDS.index(str(key[0])) * 8 + int(rule or 0),
+            priority=priority,
+            is_numbered=is_numbered,
+        )
+        return self._host.promise([operation], result, self._explain, self.ranks)
+
+    def _program(self, key: tuple[object, ...], make: Callable[[], Schedule]) -> Program:
+        """Give the program of an operation, made once for each kind and size."""
+        program = self._programs.get(key)
+        if program is None:
+            from fastps.collectives._exchange import Program  # noqa: PLC0415
+
+            steps = make()
+            program = Program(steps.steps, steps.scratch_bytes, self.ranks)
+            if key[0] == "send":
+                program.offer()
+            if len(self._programs) >= MANY_PROGRAMS:
+                self._programs.clear()
+            self._programs[key] = program
+        return program
+
+    def _channel(self, name: str | None) -> int:
+        """Give the number by which members know the operations of one name, or those without."""
+        words = name or ""
+        channel = self._channels.get(words)
+        if channel is None:
+            data = f"{self._key}/{words}".encode()
+            channel = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+            self._channels[words] = channel
+        return channel
+
+    # ---- checks ----
+
+    def _label(self, key: tuple[object, ...], name: str | None) -> str:
+        return str(key[0]) if name is None else f"{key[0]} {name}"
+
+    def _like(self, array: Array) -> Array:
+        return self._host.empty(array.shape, array.dtype)
+
+    def _dtype(self, array: Array, dtype: DType | None) -> DType:
+        code = dtype_of(array.dtype) if dtype is None else dtype
+        if code.itemsize != array.itemsize:
+            raise TypeError(f"{array.dtype} elements do not hold {code.name}")
+        return code
+
+    def _member(self, index: int, what: str) -> int:
+        if not 0 <= operator.index(index) < self.size:
+            raise ValueError(f"{what} {index} is not a member: the group has {self.size}")
+        return operator.index(index)
+
+    def _counts(self, counts: Sequence[int] | None, total: int) -> list[int]:
+        if counts is None:
+            if total % self.size:
+                raise ValueError(f"{total} elements do not divide among {self.size}; give counts")
+            return [total // self.size] * self.size
+        found = [operator.index(count) for count in counts]
+        if len(found) != self.size or min(found) < 0 or sum(found) != total:
+            raise ValueError(f"counts {found} are not {total} elements of {self.size} members")
+        return found
+
+    def _check_size(self, what: str, array: Array, size: int) -> None:
+        if array.size != size:
+            raise ValueError(f"{what} has {array.size} elements, and {size} are needed")
+
+    def _bytes(self, counts: Sequence[int], array: Array) -> list[int]:
+        return [count * array.itemsize for count in counts]
+
+    def _explain(
+        self, operation: Operation, kind: int, status: int | None, timeout_s: float
+    ) -> FastPSError:
+        if status == Status.MISMATCH:
+            return MismatchError(
+                f"{operation.name}: member {operation.culprit} of workers {list(self.ranks)} "
+                "started another operation, or one of another size or type, where this one did "
+                f"{operation.name}; make all of them call the same in the same order"
+            )
+        return self._host.explain(operation, status, timeout_s)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The groups of one session: all workers, and process sets among them.
+
+Gives collectives/group.py what it needs of a session: the engine, links to members made at their
+first use, arrays, and the words of a failure. Threads: any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastps.collectives.group import Group, Promise
+from fastps.control.blame import stall_text
+from fastps.errors import FastPSError, StallError
+from fastps.worker.handle import Array
+
+if TYPE_CHECKING:
+    from fastps.collectives._exchange import Exchange, Operation
+    from fastps.session import Session
+
+
+class Groups:
+    """What groups need of a session; makes them."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.world = Group(self, range(session.size))
+
+    def group(self, ranks: Sequence[int], key: str = "") -> Group:
+        """Make the group of some workers, this one among them; the same on all of them.
+
+        key: tells apart groups of the same ranks. Does not communicate. Raises ValueError.
+        """
+        if len(set(ranks)) != len(ranks) or not all(0 <= r < self._session.size for r in ranks):
+            raise ValueError(f"{list(ranks)} are not some of {self._session.size} workers")
+        if self.me not in ranks:
+            raise ValueError(f"worker {self.me} is not one of {list(ranks)}")
+        return Group(self, ranks, key or "group")
+
+    # ---- what a group asks for ----
+
+    @property
+    def me(self) -> int:
+        """Rank of this worker."""
+        return self._session.rank
+
+    @property
+    def exchange(self) -> Exchange:
+        """The engine."""
+        return self._session.connections.exchange
+
+    def reach(self, members: Sequence[int]) -> None:
+        """Make the links to members that there are not yet; blocks."""
+        self._session.connections.reach(members)
+
+    def machine_of(self, rank: int) -> int:
+        """Give the number of the machine that a worker is on."""
+        return self._session.connections.machine_of(rank) if self._session.size > 1 else 0
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+        """Make an array for a result, in memory that others reach if there is some left."""
+        try:
+            return self._session.empty(shape, dtype)
+        except MemoryError:
+            return np.empty(shape, dtype)
+
+    def check_usable(self) -> None:
+        """Raise NotInitializedError in a forked child."""
+        self._session.check_usable()
+
+    def promise(
+        self,
+        operations: Sequence[Operation],
+        output: Array,
+        explain: Callable[[Operation, int, int | None, float], FastPSError],
+        members: Sequence[int],
+    ) -> Promise:
+        """Make the handle of an operation."""
+        config = self._session.config
+        return Promise(
+            operations, [output], is_single=True, operation=0, explain=explain,
+            timeout_s=config.op_timeout_s, seconds=self._session.wait_seconds,
+            spin_us=config.spin_us, members=members,
+        )  # fmt: skip
+
+    def explain(self, operation: Operation, status: int | None, timeout_s: float) -> FastPSError:
+        """Word the error of an operation that failed, or, if status is None, did not end."""
+        if status is None:
+            return StallError(stall_text(operation.name, timeout_s))
+        return self._session.blame(operation.name, status, culprit=operation.culprit)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers of test_collectives.py do."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from functools import reduce
+
+import numpy as np
+
+import fastps
+from fastps import current
+from fastps.collectives.group import Group
+from fastps.errors import MismatchError
+from fastps.types import DType, Op
+
+WAIT_S = 60.0
+COUNTS = (0, 1, 3, 1000, 33_000, 400_007)  # small, unasked, asked for, in several chunks
+OPS = {
+    Op.SUM: np.add,
+    Op.MIN: np.minimum,
+    Op.MAX: np.maximum,
+    Op.PRODUCT: np.multiply,
+    Op.BAND: np.bitwise_and,
+    Op.BOR: np.bitwise_or,
+    Op.BXOR: np.bitwise_xor,
+}
+FLOATS = (Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT)
+CASES = [
+    *itertools.product(("float32", "float64"), FLOATS),
+    *itertools.product(("int32", "uint8"), OPS),
+    ("int64", Op.MAX), ("int16", Op.SUM), ("int8", Op.BXOR), ("bool", Op.BOR),
+]  # fmt: skip
+
+
+def array_of(rank: int, count: int, dtype: str = "float32", salt: int = 0) -> np.ndarray:
+    """Make what a worker brings."""
+    numbers = np.random.default_rng([rank, count, salt]).integers(-9, 9, count)
+    return (numbers * 1.25 if dtype.startswith("float") else numbers).astype(dtype)
+
+
+def shared(array: np.ndarray) -> np.ndarray:
+    """Give an array in memory that other ranks reach."""
+    copy = fastps.empty(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+def cuts(count: int, size: int) -> list[int]:
+    """Cut unevenly, so that some have nothing."""
+    counts = [count // size * (member % 3) // 2 for member in range(size)]
+    counts[-1] += count - sum(counts)
+    return counts
+
+
+def reductions(group: Group, where, count: int, dtype: str, op: Op) -> None:
+    """Compare what sums with NumPy, also in place."""
+    arrays = [array_of(rank, count, dtype) for rank in range(group.size)]
+    total = reduce(OPS[op], arrays).astype(dtype)
+    own = where(arrays[group.rank])
+    assert np.array_equal(group.allreduce(own, op=op).wait(WAIT_S), total)
+    blocks = cuts(count, group.size)
+    start = sum(blocks[: group.rank])
+    part = group.reducescatter(own, counts=blocks, op=op).wait(WAIT_S)
+    assert np.array_equal(part, total[start : start + blocks[group.rank]])
+    root = group.size - 1
+    found = group.reduce(own, root=root, op=op).wait(WAIT_S)
+    assert np.array_equal(found, total if group.rank == root else arrays[group.rank])
+    group.allreduce(own, own, op=op).wait(WAIT_S)
+    assert np.array_equal(own, total)
+
+
+def averages(group: Group, where) -> None:
+    """Divide as a sum does: floats by multiplication, integers rounded down; half types too."""
+    size = group.size
+    own = where(np.full(5, 3 * group.rank + 1, np.int64))
+    total = sum(3 * rank + 1 for rank in range(size))
+    assert (group.allreduce(own).wait(WAIT_S) == total // size).all()
+    half = where(np.full(70_000, 0x3F80, np.uint16))  # 1.0
+    out = group.allreduce(half, op=Op.SUM, dtype=DType.BFLOAT16).wait(WAIT_S)
+    assert ((out.astype(np.uint32) << 16).view(np.float32) == size).all()
+
+
+def moves(group: Group, where, count: int) -> None:
+    """Compare what moves bytes with NumPy."""
+    size, me = group.size, group.rank
+    arrays = [array_of(rank, count, "int32") for rank in range(size)]
+    own, everything = where(arrays[me]), np.concatenate(arrays)
+    assert np.array_equal(group.allgather(own).wait(WAIT_S), everything)
+    found = group.gather(own, root=size - 1).wait(WAIT_S)
+    assert me != size - 1 or np.array_equal(found, everything)
+    out = where(np.zeros(count, np.int32))
+    group.scatter(where(everything) if me == 1 % size else None, out, root=1 % size).wait(WAIT_S)
+    assert np.array_equal(out, arrays[me])
+    lent = where(arrays[me])
+    group.broadcast(lent, root=size // 2).wait(WAIT_S)
+    assert np.array_equal(lent, arrays[size // 2])
+    blocks = [where(array_of(me, count, "int32", salt=other)) for other in range(size)]
+    found = group.alltoall(where(np.concatenate(blocks))).wait(WAIT_S)
+    mine = [array_of(other, count, "int32", salt=me) for other in range(size)]
+    assert np.array_equal(found, np.concatenate(mine))
+
+
+def uneven(group: Group, where, count: int) -> None:
+    """Let members have blocks of different sizes."""
+    size, me = group.size, group.rank
+    counts = cuts(count, size)
+    arrays = [array_of(rank, counts[rank]) for rank in range(size)]
+    own = where(arrays[me])
+    found = group.allgather(own, counts=counts).wait(WAIT_S)
+    assert np.array_equal(found, np.concatenate(arrays))
+    sends = [[(i + 2 * j) % 3 * (count // 7) for j in range(size)] for i in range(size)]
+    receives = [sends[other][me] for other in range(size)]
+    brought = [array_of(i, sum(sends[i]), "int64") for i in range(size)]
+    out = where(np.empty(sum(receives), np.int64))
+    handle = group.alltoall(
+        where(brought[me]), out, send_counts=sends[me], receive_counts=receives
+    )
+    starts = [sum(sends[i][:me]) for i in range(size)]
+    wanted = [brought[i][starts[i] : starts[i] + sends[i][me]] for i in range(size)]
+    assert np.array_equal(handle.wait(WAIT_S), np.concatenate(wanted))
+
+
+def letters(group: Group, where, count: int) -> None:
+    """Send to both neighbours, under several tags, in another order than received."""
+    size, me = group.size, group.rank
+    after, before = (me + 1) % size, (me - 1) % size
+    sent = [group.send(where(array_of(me, count, salt=tag)), after, tag=tag) for tag in range(3)]
+    for tag in (2, 0, 1):
+        out = where(np.empty(count, np.float32))
+        handle = group.receive(out, None if tag == 1 else before, tag=tag)
+        assert np.array_equal(handle.wait(WAIT_S), array_of(before, count, salt=tag))
+        assert handle.source == before
+    for handle in sent:
+        handle.wait(WAIT_S)
+
+
+def everything() -> list[int]:
+    """Run every operation, with private and shared arrays, on all workers and on some."""
+    fastps.init()
+    world = current.current().groups.world
+    for where in (np.copy, shared):
+        for count in COUNTS:
+            for dtype, op in CASES if count == 1000 else CASES[:1]:
+                reductions(world, where, count, dtype, op)
+            moves(world, where, count)
+            uneven(world, where, count)
+            letters(world, where, count) if world.size > 1 else None
+        averages(world, where)
+    world.barrier().wait(WAIT_S)
+    statistics = fastps.statistics()
+    fastps.shutdown()
+    return [int(statistics.get("messages", 0)), int(statistics.get("message_bytes", 0))]
+
+
+def _sequence(group: Group, seed: int, steps: int, delays: threading.Event) -> None:
+    """Start operations of random kinds and sizes, several in flight; the same on all members."""
+    order = np.random.default_rng(seed)
+    own = np.random.default_rng([seed, group.rank])
+    in_flight = []
+    for step in range(steps):
+        kind, count = order.integers(0, 4), int(order.choice(COUNTS))
+        arrays = [array_of(rank, count, salt=step) for rank in group.ranks]
+        mine = arrays[group.rank]
+        name = f"{seed} {step}" if order.integers(0, 2) else None
+        if kind == 0:
+            in_flight.append((group.allreduce(mine, op=Op.SUM, name=name), sum(arrays)))
+        elif kind == 1:
+            in_flight.append((group.allgather(mine, name=name), np.concatenate(arrays)))
+        elif kind == 2:
+            root = int(order.integers(0, group.size))
+            in_flight.append((group.broadcast(mine, root=root, name=name), arrays[root]))
+        else:
+            in_flight.append((group.barrier(name=name), np.empty(0)))
+        while in_flight and own.integers(0, 3) == 0:
+            handle, wanted = in_flight.pop(0)
+            assert np.array_equal(handle.wait(WAIT_S), wanted)
+        if own.integers(0, 10) == 0:
+            delays.wait(0.01)  # never set: ranks of different speeds
+    for handle, wanted in in_flight:
+        assert np.array_equal(handle.wait(WAIT_S), wanted)
+
+
+def sets_at_once(steps: int = 60) -> str:
+    """Use several process sets at once, each from a thread of its own."""
+    fastps.init()
+    groups, rank, size = current.current().groups, fastps.rank(), fastps.size()
+    sets = [range(size), range(size - 1, -1, -1), [0, size - 1], range(1, size)]
+    failures: list[BaseException] = []
+    delays = threading.Event()
+
+    def run(number: int, group: Group) -> None:
+        try:
+            _sequence(group, number, steps, delays)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=(number, groups.group(list(ranks), f"set {number}")))
+        for number, ranks in enumerate(sets)
+        if rank in ranks
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    groups.world.barrier().wait(WAIT_S)
+    fastps.shutdown()
+    return "done"
+
+
+def mistakes() -> list[str]:
+    """Call different things on different workers; all are told, and the job goes on."""
+    fastps.init()
+    world, rank = current.current().groups.world, fastps.rank()
+    texts = []
+    for count in (10, 100_000):
+        array = np.ones(count + (rank == 1), np.float32)
+        texts.append(_text_of(lambda array=array: world.allreduce(array, op=Op.SUM)))
+        same = np.ones(count, np.float32)
+        start = world.allreduce if rank else world.allgather
+        texts.append(_text_of(lambda start=start, same=same: start(same)))
+        kind = np.float32 if rank else np.int32
+        texts.append(_text_of(lambda kind=kind, n=count: world.allgather(np.ones(n, kind))))
+        op = Op.MAX if rank == fastps.size() - 1 else Op.SUM
+        texts.append(_text_of(lambda op=op, same=same: world.allreduce(same, op=op)))
+        assert world.allreduce(same, op=Op.SUM).wait(WAIT_S)[0] == fastps.size()
+    fastps.shutdown()
+    return texts
+
+
+def _text_of(start) -> str:
+    try:
+        start().wait(WAIT_S)
+    except MismatchError as error:
+        return str(error)
+    return "no error"

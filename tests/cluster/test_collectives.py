@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations among workers over whole jobs, by every way that there is on one machine."""
+
+from __future__ import annotations
+
+import programs_collectives
+import pytest
+from job import run_job
+
+WAYS = {
+    "memory": {"FASTPS_SHARED_MEMORY": "1"},
+    "unix": {"FASTPS_SHARED_MEMORY": "0"},
+    "tcp": {"FASTPS_SHARED_MEMORY": "0", "FASTPS_UNIX_SOCKETS": "0"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_operations_equal_numpy(workers, way):
+    found = run_job(
+        programs_collectives.everything, workers=workers, servers=0, environment=WAYS[way]
+    )
+    assert all(messages > 0 and nbytes > 0 for messages, nbytes in found)
+
+
+def test_nine_workers_go_in_few_rounds():
+    run_job(programs_collectives.everything, workers=9, servers=0, environment=WAYS["memory"])
+
+
+def test_one_worker_is_all():
+    run_job(programs_collectives.everything, workers=1, servers=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sets_work_at_once(way):
+    run_job(programs_collectives.sets_at_once, workers=4, servers=0, environment=WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_mistakes_are_everybodys_to_know(way):
+    for texts in run_job(
+        programs_collectives.mistakes, workers=3, servers=0, environment=WAYS[way]
+    ):
+        assert all("started another operation" in text for text in texts), texts
