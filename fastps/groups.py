@@ -14,7 +14,7 @@ import numpy as np
 
 from fastps.collectives.group import Group, Promise
 from fastps.control.blame import stall_text
-from fastps.errors import FastPSError, StallError
+from fastps.errors import FastPSError, StallError, Status, TransportError
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
@@ -86,8 +86,13 @@ class Groups:
             spin_us=config.spin_us, members=members,
         )  # fmt: skip
 
+    def ended(self, name: str, error: FastPSError) -> FastPSError:
+        """Word the error of an operation that could not begin, since the job has ended."""
+        status = Status.PEER_LOST if isinstance(error, TransportError) else Status.SHUTDOWN
+        return self._session.blame(name, status, said=str(error))
+
     def explain(self, operation: Operation, status: int | None, timeout_s: float) -> FastPSError:
         """Word the error of an operation that failed, or, if status is None, did not end."""
         if status is None:
-            return StallError(stall_text(operation.name, timeout_s))
+            return StallError(stall_text(f"{operation.name} was not complete", timeout_s))
         return self._session.blame(operation.name, status, culprit=operation.culprit)

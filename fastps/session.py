@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -532,15 +533,17 @@ class Session:
     ) -> FastPSError:
         """Word the error of an operation that failed, or, if status is None, did not end."""
         if status is None:
-            return StallError(stall_text(tensor.name, timeout_s))
+            return StallError(stall_text(f"tensor {tensor.name!r} was not reduced", timeout_s))
         if status == Status.MISMATCH and tensor.name not in self._poisoned:
             of_root = f"a broadcast from worker {operation}"
             return self._dispute(tensor, _OPERATIONS.get(operation, of_root))
-        return self.blame(tensor.name, status, culprit=tensor.culprit)
+        culprit = tensor.culprit
+        return self._blame(self.connections.failure(tensor.name, status, culprit=culprit))
 
-    def blame(self, name: str, status: int, *, culprit: int = -1) -> FastPSError:
-        """Word the error of what failed because somebody was lost, or we left."""
-        return self._blame(self.connections.failure(name, status, culprit=culprit))
+    def blame(self, name: str, status: int, *, said: str = "", culprit: int = -1) -> FastPSError:
+        """Word the error of a group's operation that failed; see Connections.failure()."""
+        failure = self.connections.failure(name, status, said=said, culprit=culprit)
+        return self._blame(replace(failure, is_operation=True))
 
     def _dispute(self, tensor: PlannedTensor, started: str) -> FastPSError:
         """Have the scheduler ask all workers what they started: no server knows who is right."""

@@ -18,7 +18,13 @@ import numpy as np
 
 from fastps.collectives import schedule as plans
 from fastps.collectives.schedule import Kind, Place, Schedule, Step
-from fastps.errors import FastPSError, MismatchError, Status
+from fastps.errors import (
+    FastPSError,
+    MismatchError,
+    ShutdownError,
+    Status,
+    TransportError,
+)
 from fastps.types import DType, Op, ReduceOp, dtype_of
 from fastps.worker.handle import Array, Handle
 
@@ -74,6 +80,7 @@ class _Host(Protocol):
     def reach(self, members: Sequence[int]) -> None: ...
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array: ...
     def check_usable(self) -> None: ...
+    def ended(self, name: str, error: FastPSError) -> FastPSError: ...
     def promise(
         self,
         operations: Sequence[Operation],
@@ -434,28 +441,31 @@ class Group:
             _copy_alone(make(), array, out)
             return self._host.promise((), result, self._explain, self.ranks)
         program = self._program(key, make)
-        if not program.is_linked:
-            self._host.reach(program.peers)
-            program.is_linked = True
         address = 0
         if rule is not None:
             from fastps.reduce import reduce_kernel  # noqa: PLC0415  (imports Numba)
 
             address = reduce_kernel(rule, DType(dtype or 0))
-        operation = self._host.exchange.start(
-            program,
-            channel,
-            name=label,
-            input=array,
-            output=out,
-            itemsize=1 if dtype is None else dtype.itemsize,
-            rule=address,
-            divisor=divisor,
-            dtype=int(dtype or 0),
-            code=KINDS.index(str(key[0])) * 8 + int(rule or 0),
-            priority=priority,
-            is_numbered=is_numbered,
-        )
+        try:
+            if not program.is_linked:
+                self._host.reach(program.peers)
+                program.is_linked = True
+            operation = self._host.exchange.start(
+                program,
+                channel,
+                name=label,
+                input=array,
+                output=out,
+                itemsize=1 if dtype is None else dtype.itemsize,
+                rule=address,
+                divisor=divisor,
+                dtype=int(dtype or 0),
+                code=KINDS.index(str(key[0])) * 8 + int(rule or 0),
+                priority=priority,
+                is_numbered=is_numbered,
+            )
+        except (TransportError, ShutdownError) as error:
+            raise self._host.ended(label, error) from None
         return self._host.promise([operation], result, self._explain, self.ranks)
 
     def _program(self, key: tuple[object, ...], make: Callable[[], Schedule]) -> Program:

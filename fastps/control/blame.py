@@ -115,6 +115,7 @@ class Failure:
     owner_name: str = ""
     why: str = ""
     is_ours: bool = False
+    is_operation: bool = False  # of a group, not on a declared tensor
 
     @property
     def is_loss(self) -> bool:
@@ -178,7 +179,10 @@ class Witness:
         )
         is_ours = seen == ENDINGS[Status.SHUTDOWN]
         cure = ". Restart the job" if failure.is_loss and not is_ours else ""
-        return error_of(status, f"tensor {failure.tensor!r} cannot be reduced: {seen}{cure}")
+        what = f"tensor {failure.tensor!r} cannot be reduced"
+        if failure.is_operation:
+            what = f"{failure.tensor} cannot be completed"
+        return error_of(status, f"{what}: {seen}{cure}")
 
 
 def _seen_here(failure: Failure) -> str:
@@ -200,10 +204,10 @@ def left_text(rank: int | None) -> str:
     return f"worker {rank} left the job while others still had work"
 
 
-def stall_text(tensor: str, timeout_s: float) -> str:
+def stall_text(what: str, timeout_s: float) -> str:
     """Say that an operation is not complete and nobody is lost."""
     return (
-        f"tensor {tensor!r} was not reduced within {timeout_s:g} s although no process was "
-        "reported lost: at least one worker has not started this operation. Compare the names "
-        "and the number of steps of all workers, or raise FASTPS_OP_TIMEOUT_S"
+        f"{what} within {timeout_s:g} s although no process was reported lost: at least one "
+        "worker has not started this operation. Compare the names and the number of steps of all "
+        "workers, or raise FASTPS_OP_TIMEOUT_S"
     )

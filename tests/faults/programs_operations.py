@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers of test_operations.py do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from run_program import mark, now
+
+import fastps
+from fastps import current
+from fastps.collectives.group import Group
+
+COUNT = 300_000  # elements: messages of several chunks
+
+
+def _letters(group: Group, array: np.ndarray, out: np.ndarray) -> None:
+    sent = group.send(array, (group.rank + 1) % group.size)
+    group.receive(out[:COUNT], None).wait()
+    sent.wait()
+
+
+KINDS: dict[str, Callable[[Group, np.ndarray, np.ndarray], Any]] = {
+    "allreduce": lambda g, array, out: g.allreduce(array).wait(),
+    "allgather": lambda g, array, out: g.allgather(array, out).wait(),
+    "reduce": lambda g, array, out: g.reduce(array, root=0).wait(),
+    "reducescatter": lambda g, array, out: g.reducescatter(out).wait(),
+    "gather": lambda g, array, out: g.gather(array, root=g.size - 1).wait(),
+    "scatter": lambda g, array, out: g.scatter(out, array, root=1).wait(),
+    "alltoall": lambda g, array, out: g.alltoall(array).wait(),
+    "broadcast": lambda g, array, out: g.broadcast(array, root=0).wait(),
+    "letters": _letters,
+    "barrier": lambda g, array, out: g.barrier().wait(),
+}
+
+
+def repeat(*, kind: str) -> dict[str, Any]:
+    """Do one operation again and again, until an error; then another says the same."""
+    fastps.init()
+    world = current.current().groups.world
+    array, out = np.ones(COUNT, np.float32), np.ones(COUNT * world.size, np.float32)
+    mark("READY")
+    texts = []
+    for attempt in range(1_000_000):
+        try:
+            KINDS[kind](world, array, out)
+            if kind in ("gather", "reduce", "scatter", "broadcast"):
+                world.barrier().wait()
+        except fastps.FastPSError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+            at = now() if len(texts) == 1 else at
+            if len(texts) == 2:
+                return {"texts": texts, "at": at, "attempt": attempt}
+    return {}
+
+
+def leave_early() -> str:
+    """Leave while others still want something; they hear of it."""
+    fastps.init()
+    world = current.current().groups.world
+    world.barrier().wait()
+    if world.rank == 0:
+        fastps.shutdown()
+        return "left"
+    try:
+        world.allgather(np.ones(COUNT, np.float32)).wait()
+    except fastps.PeerLostError as error:
+        return str(error)
+    return "no error"
+
+
+def stall() -> str:
+    """Wait for an operation that another worker never begins."""
+    fastps.init()
+    world = current.current().groups.world
+    if world.rank == 1:
+        fastps.barrier()
+        return "waited"
+    try:
+        world.allreduce(np.ones(COUNT, np.float32), name="lonely").wait(0.5)
+    except fastps.StallError as error:
+        fastps.barrier()
+        return str(error)
+    return "no error"

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations among workers when one of these is killed, leaves, or does not come."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import programs_operations
+import pytest
+from job import Job, run_job
+
+LIMIT_S = 5.0  # between a death and the last error
+WAYS = {
+    "memory": {"FASTPS_SHARED_MEMORY": "1"},
+    "sockets": {"FASTPS_SHARED_MEMORY": "0"},
+}
+POINTS = ("link_send@60", "link_recv@45")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", programs_operations.KINDS)
+def test_killed_in_the_middle_of_an_operation(kind, way):
+    point = POINTS[len(kind) % 2]
+    each = {("worker", 1): {"FASTPS_FAULT": f"{point}:kill"}}
+    with Job(
+        programs_operations.repeat, workers=3, servers=0, arguments={"kind": kind},
+        environment=WAYS[way], each=each,
+    ) as job:  # fmt: skip
+        victim = job.workers[1]
+        assert victim.wait() == -signal.SIGKILL, victim.report()
+        killed_at = time.monotonic()
+        for rank in (0, 2):
+            result = job.workers[rank].result()
+            for text in result["texts"]:
+                assert text.startswith("PeerLostError"), result
+                assert "worker 1" in text, result
+            assert result["at"] - killed_at < LIMIT_S
+        for process in job.others(victim):
+            process.wait(LIMIT_S + 15)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_leaves_is_named(way):
+    found = run_job(programs_operations.leave_early, workers=3, servers=0, environment=WAYS[way])
+    assert found[0] == "left"
+    assert all("worker 0" in text for text in found[1:]), found
+
+
+def test_who_never_begins_makes_it_stall():
+    found = run_job(programs_operations.stall, workers=2, servers=0)
+    assert "lonely" in found[0], found
