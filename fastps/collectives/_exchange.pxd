@@ -109,6 +109,8 @@ cdef struct Task:               # one operation in flight
     uint32_t culprit            # member that made it fail
     Leg* legs
     uint32_t* edges             # the program's
+    uint32_t* members           # of the group; the program's
+    uint32_t n_members
     Fold* folds
     uint32_t n_folds
     Completion done
@@ -172,6 +174,8 @@ cdef class Program:
     cdef uint64_t needed[N_PLACES]      # bytes of each array that it touches
     cdef uint32_t n_legs
     cdef uint32_t n_folds
+    cdef uint32_t n_members
+    cdef uint32_t* members
     cdef LegSpec* legs
     cdef uint32_t* edges
     cdef FoldSpec* folds

@@ -113,6 +113,12 @@ cdef class Program:
                 after.append(step.after)
                 peers.add(ranks[source.peer])
         self.peers = tuple(sorted(peers))
+        self.n_members = len(ranks)
+        self.members = <uint32_t*>calloc(len(ranks) + 1, sizeof(uint32_t))
+        if self.members == NULL:
+            raise MemoryError("no memory for a program")
+        for i, rank in enumerate(ranks):
+            self.members[<uint32_t>i] = rank
         self.scratch_bytes = scratch_bytes
         self.store(legs, after, sources, [
             (leg, count, remote, first)
@@ -166,6 +172,7 @@ cdef class Program:
         return self
 
     def __dealloc__(self):
+        free(self.members)
         free(self.legs)
         free(self.edges)
         free(self.folds)
@@ -199,6 +206,8 @@ cdef class Operation:
         task.n_legs = program.n_legs
         task.n_left = program.n_legs + 1
         task.edges = program.edges
+        task.members = program.members
+        task.n_members = program.n_members
         task.legs = <Leg*>calloc(program.n_legs + 1, sizeof(Leg))
         task.folds = <Fold*>calloc(program.n_folds + 1, sizeof(Fold))
         if task.legs == NULL or task.folds == NULL:
@@ -532,8 +541,18 @@ cdef class Exchange(LinkOwner):
             flush(self.state, &work)
 
     def statistics(self):
-        """Count messages and their bytes, as a dict."""
-        return {"messages": self.state.messages, "message_bytes": self.state.bytes_sent}
+        """Count messages and their bytes, and what is kept of them just now, as a dict."""
+        cdef Entry* entry
+        cdef int i, kept = 0
+        pthread_mutex_lock(&self.state.lock)
+        for i in range(BUCKETS):
+            entry = self.state.buckets[i]
+            while entry != NULL:
+                kept += 1
+                entry = entry.next
+        pthread_mutex_unlock(&self.state.lock)
+        return {"messages": self.state.messages, "message_bytes": self.state.bytes_sent,
+                "messages_kept": kept}
 
     def __dealloc__(self):
         cdef Entry* entry

@@ -132,10 +132,13 @@ cdef Leg* who_wants(State* state, Entry* name) noexcept nogil:
 cdef void keep_early(State* state, Entry* early, Work* work) noexcept nogil:
     """Bytes are there that nobody wanted when they began to come. The lock is held."""
     cdef Leg* leg = who_wants(state, early)
+    cdef Task* task = task_of(state, early)
     if leg != NULL:
         give_early(state, leg, early, work)
-    else:
-        put(state, early, EARLY)
+        return
+    put(state, early, EARLY)
+    if is_foreign(task, early, False):
+        refuse(state, task, work)
 
 
 cdef void take_message(State* state, Peer* peer, const Header* header,
@@ -163,7 +166,10 @@ cdef void take_message(State* state, Peer* peer, const Header* header,
 cdef void take_ready(State* state, Entry* name, Work* work) noexcept nogil:
     """The other side waits for a message: send it, or remember that."""
     cdef Entry* held = take(state, name, HELD)
-    if held == NULL:
+    cdef Task* task = task_of(state, name) if held == NULL else NULL
+    if held == NULL and is_foreign(task, name, True):
+        refuse(state, task, work)
+    elif held == NULL:
         name.what = READY
         note(state, name)
     elif agrees(held, name):
@@ -186,9 +192,7 @@ cdef void take_offer(State* state, Entry* name, Work* work) noexcept nogil:
 
 cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
     """An operation fails at another member, so it fails here, or will."""
-    cdef Task* task = state.tasks
-    while task != NULL and (task.channel != name.channel or task.number != name.number):
-        task = task.next
+    cdef Task* task = task_of(state, name)
     if task != NULL:
         fail_task(state, task, name.status, name.peer, work)
         return

@@ -62,17 +62,41 @@ cdef void fail_task(State* state, Task* task, int status, uint32_t culprit,
 
 cdef void refuse(State* state, Task* task, Work* work) noexcept nogil:
     """Fail an operation whose members mean different things, on all of them."""
-    cdef uint32_t i, peer
-    cdef Entry* name
+    cdef uint32_t i
+    cdef Entry name
     if task.status != OK:
         return
     fail_task(state, task, E_MISMATCH, state.me, work)
-    for peer in range(state.n_members):
-        for i in range(task.n_legs):
-            name = &task.legs[i].entry
-            if task.legs[i].kind in (LEG_SEND, LEG_RECEIVE, LEG_SOURCE) and name.peer == peer:
-                add_control(state, work, KIND_REFUSE, name, E_MISMATCH)
-                break
+    memset(&name, 0, sizeof(name))
+    name.channel = task.channel
+    name.number = task.number
+    for i in range(task.n_members):
+        name.peer = task.members[i]
+        if name.peer != state.me:
+            add_control(state, work, KIND_REFUSE, &name, E_MISMATCH)
+
+
+cdef Task* task_of(State* state, const Entry* name) noexcept nogil:
+    """The operation in flight that a message belongs to, or NULL."""
+    cdef Task* task = state.tasks
+    while task != NULL and (task.channel != name.channel or task.number != name.number):
+        task = task.next
+    return task
+
+
+cdef bint is_foreign(Task* task, const Entry* name, bint is_to_send) noexcept nogil:
+    """Whether an operation in flight has no such message: the other side does another one."""
+    cdef uint32_t i
+    cdef Leg* leg
+    if task == NULL or task.is_numbered:
+        return False
+    for i in range(task.n_legs):
+        leg = &task.legs[i]
+        if (leg.entry.peer == name.peer and leg.entry.label == name.label
+                and (leg.kind == LEG_SEND) == is_to_send
+                and leg.kind in (LEG_SEND, LEG_RECEIVE, LEG_SOURCE)):
+            return False
+    return True
 
 
 # ---------------------------------------------------------------- beginnings; the lock is held

@@ -225,6 +225,9 @@ def mistakes() -> list[str]:
         texts.append(_text_of(lambda start=start, same=same: start(same)))
         kind = np.float32 if rank else np.int32
         texts.append(_text_of(lambda kind=kind, n=count: world.allgather(np.ones(n, kind))))
+        root = 0 if rank else 1
+        if count > 10:  # of small ones all would wait, and nobody say a word
+            texts.append(_text_of(lambda root=root, same=same: world.broadcast(same, root=root)))
         op = Op.MAX if rank == fastps.size() - 1 else Op.SUM
         texts.append(_text_of(lambda op=op, same=same: world.allreduce(same, op=op)))
         assert world.allreduce(same, op=Op.SUM).wait(WAIT_S)[0] == fastps.size()
@@ -238,3 +241,22 @@ def _text_of(start) -> str:
     except MismatchError as error:
         return str(error)
     return "no error"
+
+
+def nothing_kept(steps: int = 3000) -> list[int]:
+    """Begin many operations without names, with changing shapes; count what is kept."""
+    fastps.init()
+    world = current.current().groups.world
+    kept = []
+    for step in range(2 * steps):
+        count = 1 + step * 7919 % 20_000
+        world.allgather(np.ones(count, np.uint8)).wait(WAIT_S)
+        if world.rank == 0:
+            world.send(np.ones(count, np.uint8), 1, tag=step % 3).wait(WAIT_S)
+        elif world.rank == 1:
+            world.receive(np.ones(count, np.uint8), tag=step % 3).wait(WAIT_S)
+        if step % steps == steps - 1:
+            world.barrier().wait(WAIT_S)
+            kept.append(int(fastps.statistics()["messages_kept"]))
+    fastps.shutdown()
+    return kept

@@ -36,6 +36,11 @@ def test_sets_work_at_once(way):
     run_job(programs_collectives.sets_at_once, workers=4, servers=0, environment=WAYS[way])
 
 
+def test_operations_without_a_name_leave_nothing_behind():
+    for kept in run_job(programs_collectives.nothing_kept, workers=2, servers=0):
+        assert max(kept) < 20, kept  # counts, and what others sent meanwhile
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_mistakes_are_everybodys_to_know(way):
     for texts in run_job(

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aids.mailbox import Mailbox
 from hypothesis import given
 from hypothesis import strategies as st
 from transport_nets import IN_ORDER, OPEN, PEER_LOST, collect, outcome, payload_of
 
+from aids.mailbox import Mailbox
 from fastps.errors import FastPSError, PeerLostError, StallError
 from fastps.transport import shm
 from fastps.transport._shm import Mapping
@@ -49,7 +49,7 @@ class Pipes:
 
     def settle(self) -> None:
         """Step until nobody has anything to do."""
-        while any([end.step() for end in self.ends]):
+        while any(end.step() for end in self.ends):
             pass
 
     def close(self) -> None:

@@ -42,7 +42,8 @@ def repeat(*, kind: str) -> dict[str, Any]:
     world = current.current().groups.world
     array, out = np.ones(COUNT, np.float32), np.ones(COUNT * world.size, np.float32)
     mark("READY")
-    texts = []
+    texts: list[str] = []
+    at = 0.0
     for attempt in range(1_000_000):
         try:
             KINDS[kind](world, array, out)
