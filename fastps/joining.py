@@ -133,6 +133,7 @@ class Connections:
         if self.job.me in self.job.owners:
             self._server = self._make_server(self.node)
         self.node.link_peers(self.exchange)
+        self.exchange.pin = self.node.hold
         self.node.start()
         self._links = Links(
             self._config, self.job, self.engine, key=self.client.data_key, device=self._device
@@ -263,8 +264,9 @@ class Connections:
         counts: Counter[str] = Counter({"bytes_registered": 0, "bytes_staged": 0})
         counts.update(self.engine.statistics())
         counts.update(self.exchange.statistics())
-        if self._links is not None:
-            counts.update(self._links.statistics())
+        for links in (self._links, self.node):
+            if links is not None:
+                counts.update(links.statistics())
         counts["bytes_over_links"] = counts["bytes_sent"]
         if self._group is not None:
             counts["shared_memory_bytes"] = self._group.arena.used_bytes

@@ -380,6 +380,11 @@ class Node:
                     self._device = dataclasses.replace(self._device, reason="it does not open")
             return self._rdma
 
+    def hold(self, array: object) -> None:
+        """Pin a large array before its operation begins, where links go by RDMA."""
+        if self._rdma is not None:
+            self._rdma.hold(array)
+
     def statistics(self) -> dict[str, int]:
         """Add up the counters of all peer links."""
         counts: Counter[str] = Counter()

@@ -86,3 +86,34 @@ def test_the_doctor_finds_the_device():
     )
     assert "RDMA over rxe0 port 1" in done.stdout
     assert "; it reaches itself" in done.stdout
+
+
+OPERATIONS = """
+import sys
+sys.path.insert(0, {folder!r})
+import fastps, numpy as np
+import programs_collectives as programs
+from fastps import current
+fastps.init()
+world = current.current().groups.world
+for count in (3, 40_000):
+    programs.reductions(world, np.copy, count, "float32", programs.Op.SUM)
+    programs.moves(world, np.copy, count)
+    programs.letters(world, np.copy, count)
+report([fastps.statistics()["work_requests"], fastps.statistics()["bytes_over_links"]])
+"""
+
+
+@pytest.mark.timeout(200)
+def test_operations_among_workers(tmp_path):
+    """Messages between workers go by RDMA where it is there."""
+    result = run_workers(
+        OPERATIONS.format(folder=str(ROOT / "tests" / "cluster")),
+        tmp_path,
+        servers=0,
+        timeout_s=JOB_TIMEOUT_S,
+        environ=RDMA | {"FASTPS_SHARED_MEMORY": "0"},
+    )
+    for ((requests, nbytes),) in result.check().reports:
+        assert requests > 0
+        assert nbytes > 10 * 40_000 * 4
