@@ -101,6 +101,20 @@ class Process:
         assert len(lines) >= times, f"{self.spec.name} did not say {text!r}\n{self.report()}"
         return lines[times - 1]
 
+    def end(self) -> None:
+        """Send SIGTERM, once it would end the process in order: one that was just started dies."""
+        deadline = time.monotonic() + WAIT_S
+        while not self._heeds(signal.SIGTERM) and time.monotonic() < deadline:
+            time.sleep(0.01)  # nobody tells that a handler was installed
+        self.popen.send_signal(signal.SIGTERM)  # none if it has ended
+
+    def _heeds(self, number: int) -> bool:
+        """Tell whether it has a handler for a signal, or has ended."""
+        if self.popen.poll() is not None:
+            return True
+        status = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii")
+        return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
+
     def wait(self, timeout_s: float = WAIT_S) -> int:
         """Wait for the end and give the exit code, negative for a signal."""
         try:
@@ -254,7 +268,7 @@ class Job:
         """End servers and scheduler as the launcher does; they must end well."""
         for group in (self.servers, [self.scheduler]):
             for process in group:
-                process.send(signal.SIGTERM)
+                process.end()
             for process in group:
                 code = process.wait()
                 assert code == 0, f"{process.spec.name} ended with {code}\n{process.report()}"
