@@ -57,7 +57,12 @@ class Cause:
 
 
 class SignalInbox:
-    """Turn signals into bytes that `select` sees, while the context lasts."""
+    """Turn signals into bytes that `select` sees, while the context lasts.
+
+    late: those that nobody had taken by its end.
+    """
+
+    late: Sequence[int] = ()
 
     def __enter__(self) -> SignalInbox:
         """Install the handlers; only the main thread of a process may."""
@@ -79,6 +84,7 @@ class SignalInbox:
         for number, handler in self._old.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)
+        self.late = self.take()
         self._reader.close()
         self._writer.close()
 
@@ -282,14 +288,13 @@ class Job:
     # ---- stopping ----
 
     def _interrupt(self, number: int) -> None:
-        name = signal.Signals(number).name
         is_first = self.cause is None and not self._is_stopping
-        cause = self.cause or Cause(f"interrupted by {name}", 128 + number)
-        self.cause = dataclasses.replace(cause, has_time=False)
+        self.cause = interrupted(self.cause, number)
         if not is_first:
             self._kill_all()
             return
         self._is_interrupted = True
+        name = signal.Signals(number).name
         self._screen.say(f"{name}: ending the workers; once more ends everything at once")
         self._signal(self._alive("worker"), number)
 
@@ -356,6 +361,12 @@ class Job:
         for part in self.parts:
             if part.exit_code not in (0, -signal.SIGTERM):
                 self._screen.say(f"{part.name} {part.describe_end()} while stopping")
+
+
+def interrupted(cause: Cause | None, number: int) -> Cause:
+    """Give the first cause after a signal, which nobody's reading may put off."""
+    cause = cause or Cause(f"interrupted by {signal.Signals(number).name}", 128 + number)
+    return dataclasses.replace(cause, has_time=False)
 
 
 def first_of(failed: Sequence[Part]) -> Part:

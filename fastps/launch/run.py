@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fastps.config import Config, load, process_environment
 from fastps.config.token import hold_token
 from fastps.errors import ConfigError, FastPSError
-from fastps.launch.job import Cause, Job, SignalInbox, report
+from fastps.launch.job import Cause, Job, SignalInbox, interrupted, report
 from fastps.launch.options import TOKEN_RECIPE, Options, parse
 from fastps.launch.output import Screen, Stream, outlets
 from fastps.launch.plan import (
@@ -128,7 +128,10 @@ def _run(
             job.abandon(Cause(str(error), error.exit_code))
         except OSError as error:  # of the output files
             job.abandon(Cause(str(error), 1))
-        return job.run()
+        cause = job.run()
+    for number in inbox.late:  # while everything was being cleared away
+        cause = interrupted(cause, number)
+    return cause
 
 
 def _start_scheduler(options: Options, meeting: Meeting, stderr: Stream) -> SchedulerThread:

@@ -491,6 +491,21 @@ def test_signals_and_time_limit_count_while_nobody_reads(job, options, number, c
         job.wait_gone()
 
 
+def test_a_signal_counts_while_the_last_is_cleared_away(job):
+    """Though nobody serves signals any more: who reads must not be waited for."""
+    job.prelude = """
+        import signal
+        from fastps.launch import job
+        def sweep():
+            signal.raise_signal(signal.SIGINT)
+            return []
+        job.sweep = sweep
+    """
+    with job.started(job.python("-np", "1", code=FILL + "fill()")) as process:
+        process.wait(LIMIT_S)
+    assert process.returncode == 130
+
+
 def test_who_reads_late_gets_everything(job):
     text = FILL + "count = fill()\nprint('end', count, flush=True)"
     with job.started(job.python("-np", "1", code=text)) as process:
