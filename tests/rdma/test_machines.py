@@ -38,3 +38,16 @@ def test_machines_end_with_the_first_status_that_is_not_zero(python_path):
         run_in_guest(python_path, "", "bash", "-c", script, options=options)
     lines = str(raised.value).splitlines()
     assert {"0: this is machine-0 of two", "1: this is machine-1 of two"} <= set(lines)
+
+
+@pytest.mark.timeout(GUEST_TIMEOUT_S + 60)
+def test_a_machine_that_ends_without_a_word_is_named(python_path):
+    script = (
+        "echo why >/dev/ttyS0; [ $RDMA_VM_MACHINE = 0 ] && sleep 999; echo b >/proc/sysrq-trigger"
+    )
+    options = ("--machines", "2", "--without-rdma", "0", "--without-rdma", "1")
+    with pytest.raises(AssertionError) as raised:
+        run_in_guest(python_path, "", "bash", "-c", script, options=options)
+    *console, last = str(raised.value).splitlines()
+    assert last == "run.py: guest 1 ended without a status, its emulator with 0"
+    assert "why" in console

@@ -47,7 +47,10 @@ OUT_OF_TIME, GUEST_FAILED = 124, 125
 PR_SET_PDEATHSIG = 1
 # Without the flags memcpy would use `rep movsb`, which the emulator does byte by byte.
 CPU = "max,la57=off,erms=off,fsrm=off"
-LAST_LINES = 20
+LAST_LINES = 60  # a panic's own and its trace
+# While the kernel starts it counts ticks for 60 ms and panics if there are too few, as there are
+# where the emulator has to wait for a processor: it is told not to look.
+KERNEL_WORDS = "console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on no_timer_check"
 READ_BYTES = 1 << 16
 MAX_MACHINES = 4
 FRAMES_AT_ONCE = 16  # that the switch takes from one cable before it looks at the others
@@ -77,6 +80,10 @@ class Guest:
         path = self.folder / "console"
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         return "\n".join(text.splitlines()[-LAST_LINES:])
+
+    def was_killed(self) -> bool:
+        """Tell whether it ended by force, once it has ended."""
+        return self.process.returncode == -signal.SIGKILL
 
     def close(self) -> None:
         """End it, if it runs."""
@@ -152,7 +159,7 @@ def card(rank: int, cable: int) -> list[str]:
 def emulator(options: argparse.Namespace, rank: int, job: str, output: int) -> list[str]:
     """Give the emulator's command line; the guest's output goes to a descriptor."""
     is_single = options.machines == 1
-    words = ["console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on"]
+    words = [KERNEL_WORDS]
     if not is_single:  # the kernel hands what it does not know to the guest's init
         words += [f"machine={rank}", f"device={'none' if rank in options.without_rdma else 'rxe'}"]
     return [
@@ -296,9 +303,12 @@ def judge(guests: list[Guest], timeout_s: float | None) -> int:
     if timeout_s is not None:
         print(f"run.py: ended after {timeout_s:g} s", file=sys.stderr)
         return OUT_OF_TIME
-    guest = guests[statuses.index(None)]
+    silent = [guest for guest in guests if guest.status() is None]
+    guest = min(silent, key=Guest.was_killed)  # the others were, by close()
+    code = guest.process.returncode
     print(guest.console(), file=sys.stderr)
-    print(f"run.py: guest {guest.rank} ended without a status", file=sys.stderr)
+    print(f"run.py: guest {guest.rank} ended without a status, its emulator with {code}",
+          file=sys.stderr)  # fmt: skip
     return GUEST_FAILED
 
 
