@@ -7,15 +7,17 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from harness import ROOT, clean_environ
 
 LIMIT_S = 240
+ATTEMPTS = 3  # what else the machine does makes a figure larger, never smaller
+FIGURES = ("cpu_s_GB", "cpu_us_message")
 
 
-@pytest.mark.timeout(LIMIT_S + 20)
-def test_32_workers_and_8_servers(tmp_path):
-    path = tmp_path / "scale.jsonl"
+def measure(path):
+    """Give the figures of 4 workers and of 32."""
     command = [
         sys.executable, str(ROOT / "tools/bench/scale.py"), "--workers", "4,32", "--servers", "8",
         "--runs", "2", "--json", str(path),
@@ -30,7 +32,16 @@ def test_32_workers_and_8_servers(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr  # it checks sums and memory
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    few, many = rows
-    assert (few["name"], many["name"]) == ("4 workers", "32 workers")
-    assert many["cpu_s_GB"] < 2.5 * few["cpu_s_GB"], (few, many)
-    assert many["cpu_us_message"] < 2.5 * few["cpu_us_message"], (few, many)
+    assert [row["name"] for row in rows] == ["4 workers", "32 workers"]
+    return [[row[figure] for figure in FIGURES] for row in rows]
+
+
+@pytest.mark.timeout(ATTEMPTS * LIMIT_S)
+def test_32_workers_and_8_servers(tmp_path):
+    seen = []
+    for attempt in range(ATTEMPTS):
+        seen.append(measure(tmp_path / f"{attempt}.jsonl"))
+        few, many = np.min(seen, axis=0)
+        if (many < 2.5 * few).all():
+            return
+    pytest.fail(f"{FIGURES} of 4 and of 32 workers: {seen}")
