@@ -15,8 +15,8 @@ cdef packed struct Header:
     int32_t priority        # larger is more urgent; RESULT frames carry the push's priority back
     uint32_t offset         # of the payload within the partition, bytes
     uint32_t length         # payload bytes that follow
-    int32_t status          # ERROR: why the round failed, a negative status; else 0
-    uint32_t subject        # ERROR: who is to blame; PUSH and PULL of a broadcast: its root
+    int32_t status          # ERROR: why the round failed, negative; of a broadcast: root's rank
+    uint32_t subject        # ERROR: who is to blame; of a broadcast: number of root's machine
     uint32_t checksum       # crc32c of the 44 bytes before
 
 cdef enum:

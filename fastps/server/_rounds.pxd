@@ -66,6 +66,7 @@ cdef struct Round:              # one version of a key; entry.lock unless said o
     uint32_t version
     uint8_t flags               # of the first arrival; all must agree
     uint32_t root               # contributor that the first arrival named; all must agree
+    int32_t root_rank           # whose data it is to send; so must they here
     int32_t priority            # of the first arrival; results carry it
     Verdict verdict
     Verdict late                # of the round that was in this slot before: what laggards get

@@ -367,6 +367,7 @@ cdef int turn_over(Round* round, const Header* header) noexcept nogil:
     round.version = header.key_version
     round.flags = header.flags & ROUND_FLAGS
     round.root = header.subject
+    round.root_rank = header.status
     round.priority = header.priority
     round.abstained = round.units_done = round.units_ready = round.units_begun = 0
     memset(round.arrived, 0, entry.n_units * sizeof(uint16_t))
@@ -391,7 +392,8 @@ cdef void join_round(Round* round, uint32_t index, const Header* header) noexcep
                          and round.sum.entry.cast.reads[index])
     if round.state == FAILED:
         owe_error(round, index, round.version, &round.verdict)
-    elif round.flags != header.flags & ROUND_FLAGS or round.root != header.subject:
+    elif (round.flags != header.flags & ROUND_FLAGS or round.root != header.subject
+            or round.root_rank != header.status):
         fail_round(round, E_MISMATCH, header.sender)
     elif lacks_quorum(round, index, header):
         fail_round(round, E_MISMATCH, header.sender)

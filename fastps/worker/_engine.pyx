@@ -26,7 +26,7 @@ from fastps._atomic cimport (
     fps_add32, fps_cas32, fps_fence, fps_load32, fps_store32, fps_swap32,
 )
 from fastps._core cimport (
-    E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, PROBE_WORKER_RESULT, PROBE_WORKER_START, OK,
+    E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, PROBE_WORKER_RESULT, PROBE_WORKER_START, OK,
     completion_is_done, completion_part_done, completion_reset, completion_wait, deadline_of,
     probe_hit,
 )
@@ -97,6 +97,7 @@ cdef class WorkerEngine(LinkOwner):
         self.remote.stage.cancel = remote_cancel
         self.remote.stage.context = self.remote
         self.remote.stage.wants = SPEAKS
+        self.remote.stage.tells = True
         if self.remote.n_links:
             self.holder.insert(0, &self.remote.stage, None)
         self.c_owner.context = self.remote
@@ -274,6 +275,7 @@ cdef class WorkerEngine(LinkOwner):
         for tensor in tensors:
             tensor.record.root = root if machine is None else machine
             tensor.record.place = place
+            tensor.record.root_rank = <int32_t>root
             self.begin(tensor, KIND_PUSH if is_here else KIND_PULL, flags, priority, KICK_NONE)
         kick_links(self.remote, KICK_WAKE)
 

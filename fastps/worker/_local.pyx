@@ -362,12 +362,12 @@ cdef class LocalStages:
         return base
 
     cdef uint32_t place_of(self, uint32_t rank):
-        """Give a rank's place on this machine, or MAX_LOCAL."""
+        """Give a rank's place on this machine; of one elsewhere MAX_LOCAL and its number."""
         cdef uint32_t i
         for i in range(self.local.n):
             if self.local.ranks[i] == rank:
                 return i
-        return MAX_LOCAL
+        return MAX_LOCAL + rank
 
     cdef int check(self) except -1:
         if self.local.has_leaver:
@@ -383,7 +383,7 @@ cdef class LocalStages:
         """Call off what a rank has not started; tell whether it left with work begun."""
         cdef Local* local = self.local
         cdef uint32_t place = self.place_of(rank)
-        if place == MAX_LOCAL or place == local.me:
+        if place >= MAX_LOCAL or place == local.me:
             return False
         with nogil:
             pthread_mutex_lock(&local.arriving)

@@ -241,13 +241,14 @@ cdef void engine_closed(void* context, Link* link, int status) noexcept nogil:
 cdef void fill_part(Part* part, Remote* remote) noexcept nogil:
     cdef Record* record = part.record
     cdef Header* header = &part.item.header
-    cdef bint is_push = record.kind == KIND_PUSH
-    header.kind = record.kind
-    header.flags = record.flags
+    cdef bint is_push = record.kind == KIND_PUSH and part.status == OK
+    header.kind = KIND_PUSH if is_push else KIND_PULL
+    header.flags = record.flags if part.status == OK else FLAG_NO_RESULT
     header.priority = record.priority
     header.key_version = record.version
     header.sender = remote.me
-    header.subject = record.root if record.flags & FLAG_BROADCAST else 0
+    header.subject = record.root if header.flags & FLAG_BROADCAST else 0
+    header.status = record.root_rank if header.flags & FLAG_BROADCAST else 0
     part.item.payload = record.source + part.offset if is_push else NULL
     part.item.nbytes = <uint32_t>part.nbytes if is_push else 0
     part.item.is_credited = is_push and not record.flags & FLAG_BROADCAST
@@ -274,8 +275,17 @@ cdef int send_part(Part* part, LinkSlot* slot) noexcept nogil:
 
 
 cdef void remote_run(Stage* stage, Part* part) noexcept nogil:
+    """Send a part, or news of it: where our machine disagrees we give nothing to the round.
+
+    It fails then for all others, as it has for us. Of other failures they hear otherwise.
+    """
     cdef int status
+    if part.status != OK and part.status != E_MISMATCH:
+        stage_done(part, part.status)
+        return
     fill_part(part, <Remote*>stage.context)
+    if part.status != OK:       # no answer is awaited
+        finish_part(part, NULL, part.status)
     status = fps_load32(&part.failing)
     if status == OK and send_part(part, part.slot) != OK:
         status = E_PEER_LOST

@@ -53,7 +53,8 @@ cdef struct Record:             # one declared tensor and its operation in fligh
     int32_t priority
     int kick
     uint32_t root               # of a broadcast: number of the root's machine,
-    uint32_t place              # and the root's place in ours
+    int32_t root_rank           # the root's own,
+    uint32_t place              # and its place in our machine
     uint32_t culprit            # rank that made the operation fail
     void* local                 # LocalRecord, NULL on a machine of our own
 

@@ -151,6 +151,12 @@ def change_of_mind(rank: int, *, odd: bool) -> None:
     total(np.zeros(7 if odd else 6), "changed")
 
 
+def disagree_about_root(roots: list[int], count: int) -> list[str]:
+    """Broadcast, each from the worker it thinks it should be."""
+    rank, _ = join()
+    return outcome(lambda: fastps.broadcast(np.zeros(count), roots[rank], name="r"))
+
+
 def declare_partitions() -> list[str]:
     """Use one tensor, with the partition size that this process was given."""
     join()

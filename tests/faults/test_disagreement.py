@@ -8,11 +8,27 @@ import pytest
 from job import run_job
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(2, 2), (3, 1)])
-def test_mismatch_reaches_everybody_and_names_both_sides(workers, servers):
+def on_machines(workers, apart):
+    """Give some workers machines of their own; the others share one."""
+    return {
+        ("worker", rank): {"FASTPS_SHARED_MEMORY": str(int(rank not in apart))}
+        for rank in range(workers)
+    }
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "apart"),
+    [(2, 2, (0, 1)), (3, 1, (0, 1, 2)), (3, 1, (0,)), (3, 0, (0,))],
+)
+def test_mismatch_reaches_everybody_and_names_both_sides(workers, servers, apart):
+    """apart: workers on machines of their own, the others share one; the last is at odds."""
     environment = {"FASTPS_PARTITION_BYTES": "65536", "FASTPS_CHUNK_BYTES": "16384"}
     found = run_job(
-        programs_faults.disagree, workers=workers, servers=servers, environment=environment
+        programs_faults.disagree,
+        workers=workers,
+        servers=servers,
+        environment=environment,
+        each=on_machines(workers, apart),
     )
     labels = ("shape", "layout", "dtype", "operation", "root", "small root", "kind",
               "kind of the root", "changed")  # fmt: skip
@@ -43,6 +59,27 @@ def test_mismatch_reaches_everybody_and_names_both_sides(workers, servers):
         texts = {errors[labels.index(label)][1] for errors in found}
         assert len(texts) == 1, f"all hear the same about {label}: {texts}"
         assert f"worker {workers - 1}" in texts.pop()
+
+
+@pytest.mark.parametrize(
+    ("roots", "count"), [([0, 3, 0, 0], 5), ([0, 0, 3, 0], 5), ([1, 1, 1, 2], 600_000)]
+)
+def test_who_names_another_root_on_another_machine_is_noticed(roots, count):
+    """Where another rank speaks for both, and where both roots are on one machine."""
+    found = run_job(
+        programs_faults.disagree_about_root,
+        workers=4,
+        servers=1,
+        each=on_machines(4, (0, 3)),
+        arguments={"roots": roots, "count": count},
+    )
+    assert [error[0] for error in found] == ["MismatchError"] * 4
+    texts = {error[1] for error in found}
+    assert len(texts) == 1
+    text = texts.pop()
+    for root in set(roots):
+        assert f"worker {roots.index(root)}" in text
+        assert f"started a broadcast from worker {root}" in text
 
 
 @pytest.mark.parametrize(
@@ -88,9 +125,16 @@ def test_misuse_of_arrays_and_names():
         assert repr(name) in found[label][1]
 
 
-def test_repeated_mismatch_with_stragglers():
+@pytest.mark.parametrize("apart", [(0, 1, 2, 3), (3,), (0,), (1,)])
+def test_repeated_mismatch_with_stragglers(apart):
     """A round that failed must not be taken over before everybody has come to it."""
-    assert run_job(programs_faults.disagree_often, workers=4, arguments={"times": 30}) == [30] * 4
+    found = run_job(
+        programs_faults.disagree_often,
+        workers=4,
+        each=on_machines(4, apart),
+        arguments={"times": 30},
+    )
+    assert found == [30] * 4
 
 
 def test_shutdown_ends_waits():

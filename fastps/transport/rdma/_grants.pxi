@@ -13,7 +13,7 @@ cdef inline bint is_alike(const Header* one, const Header* other) noexcept nogil
     return (one.key == other.key and one.offset == other.offset and one.length == other.length
             and one.kind == other.kind and one.dtype == other.dtype
             and one.sender == other.sender and one.priority == other.priority
-            and one.subject == other.subject)
+            and one.subject == other.subject and one.status == other.status)
 
 
 cdef inline bint is_of_frame(const Header* one, const Header* header) noexcept nogil:
