@@ -12,7 +12,7 @@ import hashlib
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,8 +31,18 @@ from fastps.worker.handle import Array, Handle
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation, Program
 
-MANY_PROGRAMS = 512  # schedules that a group keeps
+MANY_KINDS = 512  # of operations that a group keeps ready
 ANYBODY = -1
+
+
+class _Kind(NamedTuple):
+    """What operations of one kind and size have in common."""
+
+    program: Program
+    address: int  # of the rule of a sum
+    itemsize: int
+    dtype: int
+    code: int
 
 
 class Promise(Handle):
@@ -108,7 +118,7 @@ class Group:
         self._host = host
         self._key = f"{key}/{self.ranks}"
         self._machines = tuple(host.machine_of(rank) for rank in self.ranks)
-        self._programs: dict[tuple[object, ...], Program] = {}
+        self._kinds: dict[tuple[object, ...], _Kind] = {}
         self._channels: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -440,27 +450,23 @@ class Group:
         if self.size == 1:
             _copy_alone(make(), array, out)
             return self._host.promise((), result, self._explain, self.ranks)
-        program = self._program(key, make)
-        address = 0
-        if rule is not None:
-            from fastps.reduce import reduce_kernel  # noqa: PLC0415  (imports Numba)
-
-            address = reduce_kernel(rule, DType(dtype or 0))
+        key = (*key, rule, dtype)
+        kind = self._kinds.get(key) or self._prepare(key, make, rule, dtype)
         try:
-            if not program.is_linked:
-                self._host.reach(program.peers)
-                program.is_linked = True
+            if not kind.program.is_linked:
+                self._host.reach(kind.program.peers)
+                kind.program.is_linked = True
             operation = self._host.exchange.start(
-                program,
+                kind.program,
                 channel,
                 name=label,
                 input=array,
                 output=out,
-                itemsize=1 if dtype is None else dtype.itemsize,
-                rule=address,
+                itemsize=kind.itemsize,
+                rule=kind.address,
                 divisor=divisor,
-                dtype=int(dtype or 0),
-                code=KINDS.index(str(key[0])) * 8 + int(rule or 0),
+                dtype=kind.dtype,
+                code=kind.code,
                 priority=priority,
                 is_numbered=is_numbered,
             )
@@ -468,20 +474,31 @@ class Group:
             raise self._host.ended(label, error) from None
         return self._host.promise([operation], result, self._explain, self.ranks)
 
-    def _program(self, key: tuple[object, ...], make: Callable[[], Schedule]) -> Program:
-        """Give the program of an operation, made once for each kind and size."""
-        program = self._programs.get(key)
-        if program is None:
-            from fastps.collectives._exchange import Program  # noqa: PLC0415
+    def _prepare(
+        self,
+        key: tuple[object, ...],
+        make: Callable[[], Schedule],
+        rule: ReduceOp | None,
+        dtype: DType | None,
+    ) -> _Kind:
+        """Make what all operations of one kind and size need, once."""
+        from fastps.collectives._exchange import Program  # noqa: PLC0415
 
-            steps = make()
-            program = Program(steps.steps, steps.scratch_bytes, self.ranks)
-            if key[0] == "send":
-                program.offer()
-            if len(self._programs) >= MANY_PROGRAMS:
-                self._programs.clear()
-            self._programs[key] = program
-        return program
+        steps = make()
+        program = Program(steps.steps, steps.scratch_bytes, self.ranks)
+        if key[0] == "send":
+            program.offer()
+        address, itemsize = 0, 1 if dtype is None else dtype.itemsize
+        if rule is not None:
+            from fastps.reduce import reduce_kernel  # noqa: PLC0415  (imports Numba)
+
+            address = reduce_kernel(rule, DType(dtype or 0))
+        code = KINDS.index(str(key[0])) * 8 + int(rule or 0)
+        kind = _Kind(program, address, itemsize, int(dtype or 0), code)
+        if len(self._kinds) >= MANY_KINDS:
+            self._kinds.clear()
+        self._kinds[key] = kind
+        return kind
 
     def _channel(self, name: str | None) -> int:
         """Give the number by which members know the operations of one name, or those without."""

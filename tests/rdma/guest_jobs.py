@@ -116,4 +116,4 @@ def test_operations_among_workers(tmp_path):
     )
     for ((requests, nbytes),) in result.check().reports:
         assert requests > 0
-        assert nbytes > 10 * 40_000 * 4
+        assert nbytes > 5 * 40_000 * 4
