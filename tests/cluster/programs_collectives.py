@@ -136,12 +136,12 @@ def letters(group: Group, where, count: int) -> None:
         handle.wait(WAIT_S)
 
 
-def everything() -> list[int]:
+def everything(counts: tuple[int, ...] = COUNTS) -> list[int]:
     """Run every operation, with private and shared arrays, on all workers and on some."""
     fastps.init()
     world = current.current().groups.world
     for where in (np.copy, shared):
-        for count in COUNTS:
+        for count in counts:
             for dtype, op in CASES if count == 1000 else CASES[:1]:
                 reductions(world, where, count, dtype, op)
             moves(world, where, count)
