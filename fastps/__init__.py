@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fastps import current as _current
+from fastps import operations as _operations
 from fastps.errors import (
     AuthError,
     ConfigError,
@@ -25,26 +26,92 @@ from fastps.errors import (
     StallError,
     TransportError,
 )
+from fastps.operations import (
+    BAND,
+    BOR,
+    BXOR,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather,
+    allgather_async,
+    allgather_object,
+    allreduce,
+    allreduce_async,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_async,
+    gather,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    receive,
+    receive_async,
+    reduce_to,
+    reducescatter,
+    reducescatter_async,
+    scatter,
+    send,
+    send_async,
+)
+from fastps.sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from fastps.types import dtype_of
 from fastps.worker.handle import Array, Handle
 
 __all__ = [
+    "BAND",
+    "BOR",
+    "BXOR",
     "AuthError",
+    "Average",
     "ConfigError",
     "FastPSError",
     "Handle",
+    "Max",
+    "Min",
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "ProcessSet",
+    "Product",
     "ShutdownError",
     "StallError",
+    "Sum",
     "TransportError",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_async",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
+    "broadcast_async",
     "broadcast_object",
     "declare",
     "empty",
     "forget",
+    "gather",
+    "global_process_set",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_async",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_initialized",
     "local_rank",
@@ -53,7 +120,16 @@ __all__ = [
     "push_pull",
     "push_pull_async",
     "rank",
+    "receive",
+    "receive_async",
+    "reduce_to",
+    "reducescatter",
+    "reducescatter_async",
     "register",
+    "remove_process_set",
+    "scatter",
+    "send",
+    "send_async",
     "shutdown",
     "size",
     "statistics",
@@ -190,33 +266,41 @@ def push_pull_async(
     )
 
 
-def poll(handle: Handle) -> bool:
+def poll(handle: _operations.Flight) -> bool:
     """Tell whether synchronize() would return at once."""
     return handle.poll()
 
 
-def synchronize(handle: Handle, timeout_s: float | None = None) -> Array | list[Array]:
+def synchronize(handle: _operations.Flight, timeout_s: float | None = None) -> Any:
     """Wait for an operation and give its result; see Handle.wait()."""
     return handle.wait(timeout_s)
 
 
-def broadcast(
-    tensor: Array | Sequence[Array], root_rank: int = 0, *, name: str | Sequence[str]
-) -> Array | list[Array]:
-    """Copy the root's tensor into everybody's, in place, bit by bit; blocks."""
-    return _current.current().broadcast_async(tensor, root_rank, name).wait()
-
-
-def broadcast_object(obj: Any, root_rank: int = 0, *, name: str = "object") -> Any:
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    *,
+    name: str = "object",
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """Give everybody the root's object, made of plain Python values and arrays; blocks.
 
     Nothing is pickled: TypeError names a type that cannot travel.
     """
+    if process_set is not global_process_set:
+        is_root = rank() == root_rank
+        member = process_set.member(root_rank, "root_rank")
+        return allgather_object(obj if is_root else None, name, process_set=process_set)[member]
     return _current.current().broadcast_object(obj, root_rank, name)
 
 
-def barrier(*, timeout_s: float | None = None) -> None:
-    """Wait until every worker has come here; StallError names who is missing."""
+def barrier(
+    *, timeout_s: float | None = None, process_set: ProcessSet = global_process_set
+) -> None:
+    """Wait until every member has come here; StallError names which worker is missing."""
+    if process_set is not global_process_set:
+        process_set.group().barrier().wait(timeout_s)
+        return
     _current.current().barrier(timeout_s=timeout_s)
 
 

@@ -7,6 +7,7 @@ first use, arrays, and the words of a failure. Threads: any.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ class Groups:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.world = Group(self, range(session.size))
+        self._keys = itertools.count()
 
     def group(self, ranks: Sequence[int], key: str = "") -> Group:
         """Make the group of some workers, this one among them; the same on all of them.
@@ -39,6 +41,10 @@ class Groups:
         if self.me not in ranks:
             raise ValueError(f"worker {self.me} is not one of {list(ranks)}")
         return Group(self, ranks, key or "group")
+
+    def next_key(self) -> str:
+        """Give a key for the next process set: the same on all workers, which add them alike."""
+        return f"set {next(self._keys)}"
 
     # ---- what a group asks for ----
 

@@ -189,6 +189,11 @@ class Session:
                 self._tensors[spec.name] = tensor
                 self._specs[spec.name] = spec
 
+    def is_free_for(self, name: str, shape: tuple[int, ...], dtype: DType) -> bool:
+        """Tell whether a name is not declared for another shape or dtype."""
+        known = self._specs.get(name)
+        return known is None or (known.shape == shape and known.dtype == dtype)
+
     def forget(self, names: Names) -> None:
         """Forget declared tensors on all workers and servers; see fastps.forget(). Blocks."""
         self.check_usable()

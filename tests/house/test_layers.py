@@ -63,6 +63,8 @@ PART_OF = {
     "fastps.groups": "fastps.session",
     "fastps.joining": "fastps.session",
     "fastps.links": "fastps.session",
+    "fastps.operations": "fastps.session",
+    "fastps.sets": "fastps.session",
 }
 CORE_PART = re.compile(r"fastps\._core(_\w+)?$")
 

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process sets: which workers take part in an operation.
+
+A set belongs to the session in which it was added. All workers add and remove sets alike, and say
+so to each other; what a set communicates then concerns its members alone. Ranks are those of the
+job everywhere, except for ProcessSet.rank(). Threads: any; add and remove in one order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastps.current import current
+from fastps.errors import MismatchError
+
+if TYPE_CHECKING:  # importing fastps brings as little as it can
+    from fastps.collectives.group import Group
+    from fastps.groups import Groups
+
+_CHANNEL = "process sets"  # of all workers, for what they tell each other of sets
+
+
+class ProcessSet:
+    """Some of the workers; give it to add_process_set() on all workers before its first use."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        """Note the ranks of the members, in any order; does not communicate."""
+        self._ranks = sorted(operator.index(rank) for rank in ranks)
+        self._home: Groups | None = None  # where it was added
+        self._group: Group | None = None  # None where this worker is no member
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks of the members in the job, ascending."""
+        return list(self._ranks)
+
+    def size(self) -> int:
+        """Give the number of members."""
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        """Give the place of this worker among the members; ValueError if it is none."""
+        return self.group().rank
+
+    def included(self) -> bool:
+        """Tell whether this worker is a member."""
+        return current().rank in self.ranks
+
+    def group(self) -> Group:
+        """Give what does the work; ValueError says why this worker cannot use the set."""
+        if self._home is None or self._home is not current().groups:
+            raise ValueError(
+                f"process set {self.ranks} is not in use: call add_process_set() on all workers "
+                "after init(), and after remove_process_set()"
+            )
+        if self._group is None:
+            raise ValueError(
+                f"worker {current().rank} is not in process set {self.ranks}, so it cannot take "
+                "part: ask included() first"
+            )
+        return self._group
+
+    def member(self, rank: int, what: str) -> int:
+        """Give the place of a worker among the members; ValueError if it is none."""
+        group = self.group()
+        if operator.index(rank) not in group.ranks:
+            raise ValueError(f"{what} {rank} is not in process set {self.ranks}")
+        return group.ranks.index(rank)
+
+    def __repr__(self) -> str:
+        return f"ProcessSet({self._ranks})"
+
+
+class _Everybody(ProcessSet):
+    """All workers of whatever job this process is in."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(range(current().size))
+
+    def group(self) -> Group:
+        return current().groups.world
+
+    def __repr__(self) -> str:
+        return "global_process_set"
+
+
+global_process_set: ProcessSet = _Everybody()
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Bring a set of workers into use and give it.
+
+    All workers call it, members or not, with the same ranks, and in the same order if there are
+    several; blocks until they have. Raises MismatchError that says who gave which ranks,
+    ValueError for ranks that are not some of the workers.
+    """
+    found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    _agree("add_process_set", found)
+    if not found.ranks:
+        raise ValueError("a process set needs a member")
+    groups, ranks = current().groups, found.ranks
+    if found is global_process_set or found._home is groups:
+        raise ValueError(f"process set {ranks} is in use already")
+    if len(set(ranks)) != len(ranks) or not 0 <= ranks[0] <= ranks[-1] < current().size:
+        raise ValueError(f"{ranks} are not some of {current().size} workers")
+    key = groups.next_key()
+    found._group = groups.group(ranks, key) if current().rank in ranks else None
+    found._home = groups
+    return found
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Take a set out of use; False where it is not in use, or is that of all workers.
+
+    All workers call it alike, when nothing of the set is in flight; blocks until they have.
+    """
+    _agree("remove_process_set", process_set)
+    if process_set is global_process_set or process_set._home is not current().groups:
+        return False
+    process_set._home = process_set._group = None
+    return True
+
+
+def row_counts(group: Group, count: int, name: str | None) -> list[int]:
+    """Tell everybody a number and give everybody's, in the order of members; blocks."""
+    label = None if name is None else f"{name} sizes"
+    found = group.allgather(np.array([count], np.int64), name=label).wait()
+    return [int(number) for number in np.asarray(found)]
+
+
+def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
+    """Give everybody's object; TypeError on all members if one cannot travel. Blocks."""
+    from fastps.objects import decode_object, encode_object  # noqa: PLC0415
+
+    try:
+        data = encode_object((True, obj))
+    except (TypeError, RecursionError) as error:
+        data = encode_object((False, str(error)))
+    counts = row_counts(group, len(data), name)
+    own = np.frombuffer(data, np.uint8)
+    everything = np.asarray(group.allgather(own, counts=counts, name=name).wait()).tobytes()
+    found, start = [], 0
+    for rank, count in zip(group.ranks, counts, strict=True):
+        is_whole, value = decode_object(everything[start : start + count])
+        if not is_whole:
+            raise TypeError(f"worker {rank} could not send its object: {value}")
+        found.append(value)
+        start += count
+    return found
+
+
+def _agree(call: str, process_set: ProcessSet) -> None:
+    """Raise MismatchError where workers do not call the same with the same set."""
+    group = current().groups.world
+    told = gather_objects(group, f"{call}({process_set!r})", _CHANNEL)
+    if any(words != told[0] for words in told):
+        listed = ", ".join(f"worker {rank} {words}" for rank, words in enumerate(told))
+        raise MismatchError(
+            f"all workers must add and remove process sets alike, but called: {listed}"
+        )
