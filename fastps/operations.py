@@ -97,16 +97,18 @@ def start_allreduce(
 
 def start_allgather(
     array: Array, name: str | None, process_set: ProcessSet, *, dtype: DType | None = None
-) -> Flight:
-    """Begin to gather arrays of any first dimension; blocks until all members have told theirs."""
+) -> tuple[Flight, list[int]]:
+    """Begin to gather arrays of any first dimension, and give the rows of each member.
+
+    Blocks until all members have told how many rows they have.
+    """
     group = process_set.group()
     rows = np.atleast_1d(array)
     counts = row_counts(group, len(rows), name)
     out = current().groups.empty((sum(counts), *rows.shape[1:]), rows.dtype)
     width = _width(rows)
-    return group.allgather(
-        rows, out, counts=[count * width for count in counts], name=name, dtype=dtype
-    )
+    sizes = [count * width for count in counts]
+    return group.allgather(rows, out, counts=sizes, name=name, dtype=dtype), counts
 
 
 def start_alltoall(
@@ -293,7 +295,8 @@ def allgather_async(
 ) -> Later[Array]:
     """Begin allgather(); blocks until all members have told their first dimensions."""
     source = _array(tensor)
-    return _result(start_allgather(_rows_wire(source), name, process_set), source)
+    flight, _ = start_allgather(_rows_wire(source), name, process_set)
+    return _result(flight, source)
 
 
 def allgather(

@@ -24,6 +24,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from fastps.errors import FastPSError, PeerLostError, ShutdownError, StallError
+from fastps.types import Op
 
 # Errors that another worker's own error may have led to.
 _CONSEQUENCES = (PeerLostError, StallError, ShutdownError)
@@ -46,13 +47,6 @@ P = TypeVar("P", bound=Hashable)
 F = TypeVar("F")
 
 
-class Op(enum.Enum):
-    """How the contributions of the workers become one value."""
-
-    AVERAGE = "average"
-    SUM = "sum"
-
-
 Average = Op.AVERAGE
 Sum = Op.SUM
 
@@ -65,10 +59,10 @@ class Waitable(Protocol):
 
 
 def check_op(op: object) -> Op:
-    """Give the operation back, or raise ValueError that names the two there are."""
-    if not isinstance(op, Op):
+    """Give the operation back, or raise ValueError that names the two there are for gradients."""
+    if op not in (Average, Sum):
         raise ValueError(f"op must be Average or Sum, not {op!r}")
-    return op
+    return Op(op)
 
 
 def check_name(name: str | None, call: str) -> str:

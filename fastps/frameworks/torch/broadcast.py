@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import fastps
 from fastps import session
 from fastps.frameworks._adapter import check_name, wait_all
 from fastps.frameworks.torch.tensors import (
@@ -24,6 +25,7 @@ from fastps.frameworks.torch.tensors import (
     submit_broadcast,
     wire_dtype,
 )
+from fastps.sets import ProcessSet, global_process_set
 
 
 def broadcast_parameters(
@@ -43,13 +45,23 @@ def broadcast_parameters(
     _broadcast(tensors, names, root_rank)
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """Give every rank the root rank's value; what the others pass is ignored.
 
     The value is made of None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays
     and CPU tensors, else TypeError on all ranks. Types are kept; subclasses of dict and tuple
-    arrive as dict and tuple. The root gets its own object back.
+    arrive as dict and tuple. The root gets its own object back. In a process set that is not of
+    all workers no tensors travel.
     """
+    if process_set is not global_process_set:
+        return fastps.broadcast_object(
+            obj, root_rank, name=name or "object", process_set=process_set
+        )
     label = "broadcast_object" if name is None else check_name(name, "broadcast_object")
     return _broadcast_tree(obj, root_rank, label)
 

@@ -23,7 +23,6 @@ from fastps.errors import FastPSError, MismatchError
 from fastps.frameworks._adapter import (
     ACCUMULATE,
     Average,
-    Op,
     Round,
     check_op,
     plan_buckets,
@@ -41,6 +40,7 @@ from fastps.frameworks.torch.buckets import (
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.sums import EarlierSums
 from fastps.frameworks.torch.tensors import check_tensor, submit_push_pull
+from fastps.types import Op
 
 Views: TypeAlias = bool | Literal["auto"]
 

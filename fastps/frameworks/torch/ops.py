@@ -25,6 +25,7 @@ from fastps.frameworks.torch.tensors import (
     view_of,
     wire_dtype,
 )
+from fastps.operations import Later
 from fastps.worker.handle import Handle
 
 
@@ -116,19 +117,23 @@ def push_pull_inplace(
 ) -> torch.Tensor:
     """Add a tensor over all workers in place; blocks and gives the tensor back."""
     check_name(name, "push_pull_inplace")
-    return synchronize(push_pull_async_inplace(tensor, average, name, version, priority))
+    pending = push_pull_async_inplace(tensor, average, name, version, priority)
+    pending.handle.wait()
+    return tensor
 
 
-def poll(handle: Pending) -> bool:
+def poll(handle: Pending | Later[Any]) -> bool:
     """Tell whether an operation has ended, well or not; never blocks."""
-    return _pending(handle).handle.poll()
+    return handle.poll() if isinstance(handle, Later) else _pending(handle).handle.poll()
 
 
-def synchronize(handle: Pending, *, timeout_s: float | None = None) -> torch.Tensor:
+def synchronize(handle: Pending | Later[Any], *, timeout_s: float | None = None) -> Any:
     """Wait for an operation and give its result; raise its error.
 
     Waits without the GIL, at most timeout_s (the session's op_timeout_s when None).
     """
+    if isinstance(handle, Later):
+        return handle.wait(timeout_s)
     _pending(handle).handle.wait(timeout_s)
     return handle.output
 
@@ -148,7 +153,7 @@ class _PushPull(torch.autograd.Function):
         """Compress, add, decompress."""
         ctx.how = (average, f"{name}.gradient", priority, compression)
         wire, context = compression.compress(tensor)
-        output = synchronize(push_pull_async(wire, average, name, priority=priority))
+        output: torch.Tensor = synchronize(push_pull_async(wire, average, name, priority=priority))
         return compression.decompress(output, context)
 
     @staticmethod

@@ -17,12 +17,12 @@ from fastps.errors import FastPSError
 from fastps.frameworks._adapter import (
     BUCKET_BYTES,
     Average,
-    Op,
     derived_names,
     given_names,
 )
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.exchange import GradientExchange, Views
+from fastps.types import Op
 
 
 class SynchronizedOptimizer(torch.optim.Optimizer):

@@ -26,12 +26,13 @@ from torch.utils._pytree import tree_leaves
 
 from fastps import session
 from fastps.errors import FastPSError
-from fastps.frameworks._adapter import BUCKET_BYTES, Average, Op, shortened
+from fastps.frameworks._adapter import BUCKET_BYTES, Average, shortened
 from fastps.frameworks.torch.agreement import check_alike
 from fastps.frameworks.torch.broadcast import broadcast_parameters
 from fastps.frameworks.torch.buffers import BufferSync
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.exchange import GradientExchange, Views
+from fastps.types import Op
 
 _TWICE = (
     "one backward pass reaches the parameter several times, as it does through a checkpoint that "

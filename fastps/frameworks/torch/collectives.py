@@ -1,0 +1,616 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations of fastps/operations.py on torch tensors, with Horovod's order and gradients.
+
+Positional order is Horovod's. Any CPU tensor will do, also complex ones and such that are not
+contiguous; results of the in-place forms (a trailing underscore) land where the tensor is. Forms
+without _async or underscore take part in autograd, with the gradients that Horovod defines: those
+of allgather and broadcast are averages. Handles go to poll() and synchronize(). Threads: as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from fastps import operations as ops
+from fastps.frameworks.torch.compression import Compression, Compressor
+from fastps.frameworks.torch.tensors import (
+    Array,
+    check_tensor,
+    mark_written,
+    sendable,
+    tensor_over,
+    view_of,
+    wire_dtype,
+)
+from fastps.operations import Average, Later, Sum
+from fastps.sets import ProcessSet, global_process_set
+from fastps.types import Op
+
+Tensors: TypeAlias = Sequence[torch.Tensor]
+Promise: TypeAlias = Later[torch.Tensor]
+
+
+# ---- all-reduce ----
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Promise:
+    """Begin allreduce() into a new tensor; the tensor must not be changed meanwhile."""
+    op = _op(op, average)
+    source = _wire(_scaled(tensor.detach(), prescale_factor), name, op)
+    flight = _sum(source, None, op, name, process_set)
+    return Later(
+        [flight], lambda found: _scaled(_result(found[0], source, tensor), postscale_factor)
+    )
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Promise:
+    """Begin allreduce() in place."""
+    op = _op(op, average)
+    target = _target(tensor)
+    source = _wire(_scaled(target, prescale_factor), name, op)
+    in_place = _wire(target, name, op)
+    same = in_place.data_ptr() == target.data_ptr()
+    flight = _sum(source, in_place if same else source, op, name, process_set)
+
+    def finish(found: list[Any]) -> torch.Tensor:
+        if not same or postscale_factor != 1.0:
+            result = target if same else _result(found[0], source, tensor)
+            target.copy_(_scaled(result, postscale_factor))
+        return tensor
+
+    return Later([flight], finish)
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Give the average, or another op, of everybody's tensor to everybody; blocks.
+
+    op: Average (None), Sum, Min, Max, Product, BAND, BOR, BXOR; average is Horovod's older word
+    for it. Sparse tensors are gathered, as sparse_allreduce_async() says. Otherwise as
+    fastps.allreduce(). Its gradient is the allreduce of gradients in the same way.
+    """
+    how: dict[str, Any] = {"op": _op(op, average), "process_set": process_set}
+    if tensor.is_sparse:
+        return sparse_allreduce_async(tensor, name, **how).wait()
+    how |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+
+    def run(one: torch.Tensor) -> torch.Tensor:
+        wire, context = compression.compress(one)
+        return compression.decompress(allreduce_async(wire, None, name, **how).wait(), context)
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        return allreduce(gradient, None, _of_gradient(name), compression, **how)
+
+    return _differentiable(run, back, tensor)
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Do allreduce() in place and give the tensor; blocks."""
+    return allreduce_async_(
+        tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    ).wait()
+
+
+def grouped_allreduce_async(
+    tensors: Tensors, average: bool | None = None, name: str | None = None, *args: Any, **how: Any
+) -> Later[list[torch.Tensor]]:
+    """Begin allreduce_async() of several tensors, with its arguments."""
+    return _grouped(lambda one, label: allreduce_async(one, average, label, *args, **how),
+                    tensors, name)  # fmt: skip
+
+
+def grouped_allreduce_async_(
+    tensors: Tensors, average: bool | None = None, name: str | None = None, *args: Any, **how: Any
+) -> Later[list[torch.Tensor]]:
+    """Begin allreduce_async_() of several tensors, with its arguments."""
+    return _grouped(lambda one, label: allreduce_async_(one, average, label, *args, **how),
+                    tensors, name)  # fmt: skip
+
+
+def grouped_allreduce_(
+    tensors: Tensors, average: bool | None = None, name: str | None = None, *args: Any, **how: Any
+) -> list[torch.Tensor]:
+    """Do allreduce_() of several tensors; blocks."""
+    return grouped_allreduce_async_(tensors, average, name, *args, **how).wait()
+
+
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Give the allreduce() of each of several tensors, all under way at once; blocks."""
+    how = (_op(op, average), prescale_factor, postscale_factor, process_set)
+
+    def run(*some: torch.Tensor) -> list[torch.Tensor]:
+        packed = [compression.compress(one) for one in some]
+        found = grouped_allreduce_async([wire for wire, _ in packed], None, name, *how).wait()
+        return [
+            compression.decompress(one, context)
+            for one, (_, context) in zip(found, packed, strict=True)
+        ]
+
+    def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
+        return grouped_allreduce(gradients, None, _of_gradient(name), compression, *how)
+
+    return _differentiable_list(run, back, tensors)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+) -> Promise:
+    """Begin to add a sparse tensor over all members: its indices and values are gathered.
+
+    The result is sparse and coalesced; what several members have at one index is added in the
+    order of members. Blocks until all members have told how many values they have.
+    """
+    if op not in (Average, Sum):
+        raise ValueError(f"sparse tensors have an average and a sum, not {op.value}")
+    own = tensor.detach().coalesce()
+    places, values = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
+    flights = [
+        allgather_async(own.indices().t().contiguous(), places, process_set),
+        allgather_async(own.values(), values, process_set),
+    ]
+
+    def finish(found: list[Any]) -> torch.Tensor:
+        divisor = process_set.size() if op is Average else 1
+        return _coalesced(found[0].t(), found[1], tensor.shape, divisor)
+
+    return Later(flights, finish)
+
+
+def _coalesced(
+    places: torch.Tensor, values: torch.Tensor, shape: torch.Size, divisor: int
+) -> torch.Tensor:
+    """Add what is at one place, one after the other: coalesce() of torch promises no order."""
+    unique, where = torch.unique(places, dim=1, return_inverse=True)
+    total = values.new_zeros((unique.shape[1], *values.shape[1:])).index_add_(0, where, values)
+    if divisor != 1:
+        total = (total / divisor).to(values.dtype)
+    return torch.sparse_coo_tensor(unique, total, shape, is_coalesced=True)
+
+
+# ---- what gathers and divides rows ----
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Promise:
+    """Begin allgather(); blocks until all members have told their first dimensions."""
+    return _gathering(tensor, name, process_set)[0]
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Give everybody's tensor, one after the other along the first dimension; blocks.
+
+    First dimensions may differ. Its gradient is this member's part of the averaged gradients.
+    """
+    first = 0
+
+    def run(one: torch.Tensor) -> torch.Tensor:
+        nonlocal first
+        flight, counts = _gathering(one, name, process_set)
+        first = sum(counts[: process_set.rank()])
+        return flight.wait()
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        whole = allreduce(gradient, None, _of_gradient(name), process_set=process_set)
+        rows = tensor.shape[0] if tensor.dim() else 1
+        return whole.narrow(0, first, rows).reshape(tensor.shape)
+
+    return _differentiable(run, back, tensor)
+
+
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Later[list[torch.Tensor]]:
+    """Begin allgather_async() of several tensors."""
+    return _grouped(lambda one, label: allgather_async(one, label, process_set), tensors, name)
+
+
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """Give the allgather() of each of several tensors; blocks."""
+    labels = ops.labels_of(name, len(tensors))
+    pairs = zip(tensors, labels, strict=True)
+    return [allgather(tensor, label, process_set) for tensor, label in pairs]
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Promise:
+    """Begin reducescatter() and give a handle."""
+    source = _wire(_scaled(tensor.detach(), prescale_factor), name, op)
+    flight = ops.start_reducescatter(
+        view_of(source), op, name, process_set, dtype=wire_dtype(source.dtype, name or "tensor")
+    )
+    return Later(
+        [flight], lambda found: _scaled(_result(found[0], source, tensor), postscale_factor)
+    )
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Give each member its rows of the allreduce(), as fastps.reducescatter(); blocks.
+
+    Its gradient is the allgather of gradients, for Sum times the number of members.
+    """
+    how = (op, process_set, prescale_factor, postscale_factor)
+
+    def run(one: torch.Tensor) -> torch.Tensor:
+        wire, context = compression.compress(one)
+        return compression.decompress(reducescatter_async(wire, name, *how).wait(), context)
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        times = prescale_factor * postscale_factor * (process_set.size() if op is Sum else 1)
+        return allgather(_scaled(gradient, times), _of_gradient(name), process_set)
+
+    return _differentiable(run, back, tensor)
+
+
+def grouped_reducescatter_async(
+    tensors: Tensors, name: str | None = None, *args: Any, **how: Any
+) -> Later[list[torch.Tensor]]:
+    """Begin reducescatter_async() of several tensors, with its arguments."""
+    return _grouped(lambda one, label: reducescatter_async(one, label, *args, **how),
+                    tensors, name)  # fmt: skip
+
+
+def grouped_reducescatter(
+    tensors: Tensors, name: str | None = None, *args: Any, **how: Any
+) -> list[torch.Tensor]:
+    """Give the reducescatter() of each of several tensors, with its arguments; blocks."""
+    labels = ops.labels_of(name, len(tensors))
+    pairs = zip(tensors, labels, strict=True)
+    return [reducescatter(tensor, label, *args, **how) for tensor, label in pairs]
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Later[Any]:
+    """Begin alltoall(); blocks until all members have told how many rows they send."""
+    flight, received = _alltoall(tensor, splits, name, process_set)
+    if splits is None:
+        return flight
+    return Later([flight], lambda found: (found[0], torch.tensor(received, dtype=torch.int32)))
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send rows to each member, and give those from each, as fastps.alltoall(); blocks.
+
+    Its gradient sends the gradients of rows back to where the rows came from.
+    """
+    received: list[int] = []
+
+    def run(one: torch.Tensor) -> torch.Tensor:
+        flight, received[:] = _alltoall(one, splits, name, process_set)
+        return flight.wait()
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = alltoall(gradient, received, _of_gradient(name), process_set)[0]
+        return found
+
+    output = _differentiable(run, back, tensor)
+    return output if splits is None else (output, torch.tensor(received, dtype=torch.int32))
+
+
+# ---- broadcast ----
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Promise:
+    """Begin to copy the root's tensor into everybody's."""
+    target = _target(tensor)
+    wire = _wire(target, name)
+    code = wire_dtype(wire.dtype, name or "tensor")
+    flight = ops.start_broadcast(view_of(wire), root_rank, name, process_set, dtype=code)
+
+    return Later([flight], lambda found: _stored(found[0], wire, target, tensor))
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Promise:
+    """Begin to give everybody the root's tensor as a new one."""
+    return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Copy the root's tensor into everybody's, and give it; blocks."""
+    return broadcast_async_(tensor, root_rank, name, process_set).wait()
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Give everybody the root's tensor as a new one; blocks.
+
+    Its gradient is the average of gradients at the root, and zero elsewhere.
+    """
+
+    def run(one: torch.Tensor) -> torch.Tensor:
+        return broadcast_async(one, root_rank, name, process_set).wait()
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        whole = allreduce(gradient, None, _of_gradient(name), process_set=process_set)
+        is_root = process_set.rank() == process_set.member(root_rank, "root_rank")
+        return whole if is_root else torch.zeros_like(whole)
+
+    return _differentiable(run, back, tensor)
+
+
+# ---- messages ----
+
+
+def send_async(
+    tensor: torch.Tensor, target: int, tag: int = 0, process_set: ProcessSet = global_process_set
+) -> Later[None]:
+    """Begin send(); the tensor must not be changed meanwhile."""
+    wire = _wire(tensor, "tensor")
+    member, code = process_set.member(target, "target"), wire_dtype(wire.dtype, "tensor")
+    flight = process_set.group().send(view_of(wire), member, tag=tag, dtype=code)
+    return Later([flight], lambda _: None)
+
+
+def send(
+    tensor: torch.Tensor, target: int, tag: int = 0, process_set: ProcessSet = global_process_set
+) -> None:
+    """Send a tensor to a worker that calls receive(); blocks until it has been read."""
+    send_async(tensor, target, tag, process_set).wait()
+
+
+def receive_async(
+    tensor: torch.Tensor,
+    source: int | None = None,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> Promise:
+    """Begin receive()."""
+    target = _target(tensor)
+    wire = _wire(target, "tensor")
+    member = None if source is None else process_set.member(source, "source")
+    code = wire_dtype(wire.dtype, "tensor")
+    flight = process_set.group().receive(view_of(wire), member, tag=tag, dtype=code)
+    return Later([flight], lambda found: _stored(found[0], wire, target, tensor))
+
+
+def receive(
+    tensor: torch.Tensor,
+    source: int | None = None,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Receive what a worker, or whoever sends first, sends; into the tensor, and give it."""
+    return receive_async(tensor, source, tag, process_set).wait()
+
+
+# ---- autograd ----
+
+
+class _Differentiable(torch.autograd.Function):
+    """An operation, and the one on its results' gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor
+    ) -> Any:
+        """Do the operation."""
+        ctx.back = back
+        return tuple(run(*tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Do the other."""
+        return (None, None, *ctx.back(*gradients))
+
+
+def _differentiable_list(
+    run: Callable[..., Any], back: Callable[..., Any], tensors: Tensors
+) -> list[torch.Tensor]:
+    """Do an operation on several tensors so that autograd can go back through it."""
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return list(run(*tensors))
+    return list(_Differentiable.apply(run, back, *tensors))  # type: ignore[no-untyped-call]
+
+
+def _differentiable(
+    run: Callable[[torch.Tensor], torch.Tensor],
+    back: Callable[[torch.Tensor], torch.Tensor],
+    tensor: torch.Tensor,
+) -> torch.Tensor:
+    """Do an operation on one tensor so that autograd can go back through it."""
+    return _differentiable_list(lambda one: [run(one)], lambda one: [back(one)], [tensor])[0]
+
+
+def _of_gradient(name: str | None) -> str | None:
+    return None if name is None else f"{name}.gradient"
+
+
+# ---- tensors and arrays ----
+
+
+def _op(op: Op | None, average: bool | None) -> Op:
+    """Give what is asked for by Horovod's two words."""
+    if op is not None and average is not None:
+        raise ValueError("give op or average, not both: average is the older word")
+    if op is None:
+        return Sum if average is False else Average
+    if not isinstance(op, Op):
+        raise ValueError(f"op must be one of {', '.join(Op.__members__)}, not {op!r}")
+    return op
+
+
+def _wire(tensor: torch.Tensor, name: str | None, op: Op = Sum) -> torch.Tensor:
+    """Give the tensor as it travels: contiguous, complex numbers as pairs of floats."""
+    label, plain = name or "tensor", tensor.detach()
+    if plain.is_complex():
+        if op not in (Sum, Average):
+            raise TypeError(f"{label!r} is complex, and complex numbers have no {op.value}")
+        plain = torch.view_as_real(plain.resolve_conj())
+    return sendable(check_tensor(plain, label))
+
+
+def _target(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a tensor to write to, or raise ValueError where autograd would not see it."""
+    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+        raise ValueError(
+            "the tensor is a result that autograd follows, which would not see an in-place "
+            "change: use the form without underscore, or tensor.detach()"
+        )
+    mark_written(tensor)
+    return tensor.detach()
+
+
+def _result(array: Array, wire: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Give an operation's array as a tensor like the one that was given."""
+    found = tensor_over(array, wire.dtype)
+    return torch.view_as_complex(found) if tensor.is_complex() else found
+
+
+def _stored(
+    array: Array, wire: torch.Tensor, target: torch.Tensor, tensor: torch.Tensor
+) -> torch.Tensor:
+    """Give the tensor, once an array that came for it is there."""
+    if wire.data_ptr() != target.data_ptr():
+        target.copy_(_result(array, wire, tensor))
+    return tensor
+
+
+def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply; integers by way of float64, and cut to integers."""
+    if factor == 1.0:
+        return tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor * factor
+    return (tensor.double() * factor).to(tensor.dtype)
+
+
+def _sum(
+    source: torch.Tensor,
+    target: torch.Tensor | None,
+    op: Op,
+    name: str | None,
+    process_set: ProcessSet,
+) -> ops.Flight:
+    array = view_of(source)
+    is_same = target is not None and target.data_ptr() == source.data_ptr()
+    out = array if is_same else None if target is None else view_of(target)
+    code = wire_dtype(source.dtype, name or "tensor")
+    return ops.start_allreduce(array, out, op, name, process_set, dtype=code)
+
+
+def _rows(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+    return _wire(tensor if tensor.dim() else tensor.reshape(1), name)
+
+
+def _gathering(
+    tensor: torch.Tensor, name: str | None, process_set: ProcessSet
+) -> tuple[Promise, list[int]]:
+    wire = _rows(tensor, name)
+    code = wire_dtype(wire.dtype, name or "tensor")
+    flight, counts = ops.start_allgather(view_of(wire), name, process_set, dtype=code)
+    return Later([flight], lambda found: _result(found[0], wire, tensor)), counts
+
+
+def _alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None,
+    name: str | None,
+    process_set: ProcessSet,
+) -> tuple[Promise, list[int]]:
+    wire = _rows(tensor, name)
+    code = wire_dtype(wire.dtype, name or "tensor")
+    counts = splits.tolist() if isinstance(splits, torch.Tensor) else splits
+    flight, received = ops.start_alltoall(view_of(wire), counts, name, process_set, dtype=code)
+    return Later([flight], lambda found: _result(found[0], wire, tensor)), received
+
+
+def _grouped(
+    start: Callable[[torch.Tensor, str | None], Promise], tensors: Tensors, name: str | None
+) -> Later[list[torch.Tensor]]:
+    """Begin one operation for each tensor."""
+    labels = ops.labels_of(name, len(tensors))
+    flights = [start(tensor, label) for tensor, label in zip(tensors, labels, strict=True)]
+    return Later(flights, lambda found: found)
