@@ -367,10 +367,10 @@ cdef void begin_task(State* state, Task* task, Work* work) noexcept nogil:
     task.next = state.tasks
     state.tasks = task
     state.messages += task.n_legs
-    for i in range(task.n_legs):
-        leg = &task.legs[i]
+    for i in range(2 * task.n_legs):    # copies last: others wait for what we send
+        leg = &task.legs[i % task.n_legs]
         leg.entry.number = leg.item.header.key_version = task.number
-        if leg.state == STARTING:
+        if leg.state == STARTING and (leg.kind == LEG_COPY) == (i >= task.n_legs):
             add_leg(work, leg)
     refusal.channel = task.channel
     refusal.number = task.number
