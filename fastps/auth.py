@@ -49,6 +49,10 @@ ACCEPT_BYTES = _ACCEPT.size
 _TOKEN_ADVICE = "set the same FASTPS_TOKEN or FASTPS_TOKEN_FILE and FASTPS_JOB_ID everywhere"
 
 
+class NoPlaceError(TransportError):
+    """Who was called knows that we may call, and wants no such connection: by no other way."""
+
+
 class Purpose(enum.IntEnum):
     """What a connection is for; part of what both sides prove."""
 
@@ -237,7 +241,7 @@ def _check_status(status: int) -> None:
     if status == Status.WRONG_TOKEN:
         raise AuthError(f"refused: wrong job token; {_TOKEN_ADVICE}")
     if status == Status.NO_PLACE:
-        raise TransportError("the peer has no place for this connection; its log says why")
+        raise NoPlaceError("the peer has no place for this connection; its log says why")
     raise _refused(status)
 
 

@@ -269,7 +269,7 @@ class Connections:
                 counts.update(links.statistics())
         counts["bytes_over_links"] = counts["bytes_sent"]
         if self._group is not None:
-            counts["shared_memory_bytes"] = self._group.arena.used_bytes
+            counts.update(self._group.statistics())
         if self._server is not None:
             served = self._server.statistics()
             counts.update({f"server_{name}": count for name, count in served.items()})

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeAlias
 
-from fastps.auth import Purpose, ServerHandshake, Steps
+from fastps.auth import NoPlaceError, Purpose, ServerHandshake, Steps
 from fastps.errors import AuthError, FastPSError, ProtocolError
 from fastps.transport import sockets
 from fastps.transport.half_open import HalfOpen
@@ -29,9 +29,11 @@ FULL_PAUSE_S = 0.1  # pause when no descriptor is left
 # Gets the connection, who it is and the handshake's last message, and sends that. What it keeps
 # of the connection is a duplicate. If it raises, the other side is told handshake.refusal.
 Welcome: TypeAlias = Callable[[socket.socket, ServerHandshake, bytes], Awaitable[None]]
+NO_PLACE = "no place"
 _KINDS = (
     (TimeoutError, "too slow"),
     (AuthError, "wrong token"),
+    (NoPlaceError, NO_PLACE),
     (ProtocolError, "not our protocol"),
     ((FastPSError, ValueError), "not admitted"),
     (OSError, "closed early"),
@@ -86,7 +88,9 @@ class Gate:
     def refuse(self, kind: str, peer: object, detail: object) -> None:
         """Count a stranger; log the 1st, 10th, 100th of its kind."""
         self.refused[kind] += 1
-        if str(count := self.refused[kind]).strip("0") == "1":
+        if kind == NO_PLACE:  # as two members dial each other at once
+            log.debug("%s: %s", peer, detail)
+        elif str(count := self.refused[kind]).strip("0") == "1":
             what = "refused a connection (%s, %d so far) from %s: %s"
             log.warning(what, kind, count, peer, detail)
 

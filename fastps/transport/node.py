@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from fastps.auth import Purpose
+from fastps.auth import NoPlaceError, Purpose
 from fastps.config import Config
 from fastps.errors import FastPSError, ProtocolError, TransportError, TransportTimeout
 from fastps.transport import rdma
@@ -91,11 +91,11 @@ class PeerTable:
         return True
 
     def admit(self, peer: int) -> None:
-        """Take the peer's connection as the link; ProtocolError: it is to be closed instead."""
+        """Take the peer's connection as the link; NoPlaceError: it is to be closed instead."""
         state = self.state(peer)
         wins = state is PeerState.DIALLING and peer < self._me
         if peer == self._me or not (state is PeerState.NONE or wins):
-            raise ProtocolError(f"member {peer} dialled while the link to it is {state.value}")
+            raise NoPlaceError(f"member {peer} dialled while the link to it is {state.value}")
         self._states[peer] = PeerState.CHOSEN
 
     def dialled(self, peer: int) -> bool:
@@ -306,7 +306,7 @@ class Node:
                 raise ProtocolError(f"there is no member {sender}")
             with self._changed:
                 self._table.admit(sender)
-        except ProtocolError:
+        except FastPSError:
             os.close(descriptor)
             raise
 

@@ -72,7 +72,17 @@ class LocalGroup:
         for place, peer in enumerate(ranks):
             if peer != rank:
                 stages.pipes.adopt(place, exchange, peer)
+        self._pipes = stages.pipes
         engine.share(stages)
+
+    def statistics(self) -> dict[str, int]:
+        """Count the bytes of shared memory in use, and what went by pipes to how many ranks."""
+        piped = self._pipes.statistics()
+        return {
+            "shared_memory_bytes": self.arena.used_bytes,
+            "pipes": piped["links"],
+            "pipe_bytes": piped["bytes_sent"],
+        }
 
     def close(self, *, timeout_s: float) -> None:
         """End the group's thread; arrays in its memory live on. Blocks to timeout_s.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 from functools import reduce
+from pathlib import Path
 
 import numpy as np
 
@@ -260,3 +261,29 @@ def nothing_kept(steps: int = 3000) -> list[int]:
             kept.append(int(fastps.statistics()["messages_kept"]))
     fastps.shutdown()
     return kept
+
+
+def ring(rounds: int = 20) -> list[int]:
+    """Exchange 64 KiB with both neighbours; give threads, private bytes and links."""
+    fastps.init()
+    world = current.current().groups.world
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    array = np.full(16384, world.rank, np.float32)
+    left, right = np.empty_like(array), np.empty_like(array)
+    for _ in range(rounds):
+        handles = [
+            world.receive(left, before, tag=1),
+            world.receive(right, after, tag=2),
+            world.send(array, after, tag=1),
+            world.send(array, before, tag=2),
+        ]
+        for handle in handles:
+            handle.wait(WAIT_S)
+        assert (left[0], right[-1]) == (before, after)
+    lines = Path("/proc/self/status").read_text("ascii").splitlines()
+    found = dict(line.split(":", 1) for line in lines)
+    linked = current.current().connections.node.statistics().get("links", 0)
+    links = int(linked + fastps.statistics().get("pipes", 0))
+    fastps.barrier()
+    fastps.shutdown()
+    return [int(found["Threads"]), int(found["RssAnon"].split()[0]) << 10, links]

@@ -50,3 +50,19 @@ def test_mistakes_are_everybodys_to_know(way):
         programs_collectives.mistakes, workers=3, servers=0, environment=WAYS[way]
     ):
         assert all("started another operation" in text for text in texts), texts
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("way", ["memory", "unix"])
+def test_a_worker_among_many_costs_what_it_costs_among_few(way):
+    """Links, threads and memory follow from whom a worker talks to, not from the job's size."""
+    settings = WAYS[way] | {"FASTPS_START_TIMEOUT_S": "180"}
+    many = 64 if way == "memory" else 16
+    few = run_job(programs_collectives.ring, workers=4, servers=0, environment=settings)
+    found = run_job(
+        programs_collectives.ring, workers=many, servers=0, environment=settings, timeout_s=200.0
+    )
+    for threads, private_bytes, links in found:
+        assert threads == few[0][0]
+        assert private_bytes < few[0][1] + (3 << 20)
+        assert links == few[0][2] == 2

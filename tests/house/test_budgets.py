@@ -32,7 +32,7 @@ ROOMS = {
     "_core": 1840,
     "reduce/": 760,
     "config/": 840,
-    "transport/": 8800,
+    "transport/": 8860,
     "control/": 3530,
     "server/": 3120,
     "worker/": 2800,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.errors import ProtocolError
+from fastps.auth import NoPlaceError
 from fastps.transport.node import PeerState, PeerTable
 
 
@@ -32,7 +32,7 @@ class Pair:
         if what == "dial":
             try:
                 self.tables[other].admit(dialler)
-            except ProtocolError:
+            except NoPlaceError:
                 self.moves.append(("no", dialler))
             else:
                 self.tables[other].opened(dialler)
@@ -68,10 +68,10 @@ def test_both_sides_have_one_and_the_same_link(steps):
 def test_a_second_connection_is_refused():
     table = PeerTable(1)
     table.admit(3)
-    with pytest.raises(ProtocolError, match="member 3 dialled while the link to it is chosen"):
+    with pytest.raises(NoPlaceError, match="member 3 dialled while the link to it is chosen"):
         table.admit(3)
     table.opened(3)
-    with pytest.raises(ProtocolError, match="member 3 dialled while the link to it is open"):
+    with pytest.raises(NoPlaceError, match="member 3 dialled while the link to it is open"):
         table.admit(3)
     assert not table.begin(3)
 
@@ -103,5 +103,5 @@ def test_nobody_dials_itself():
     table = PeerTable(1)
     with pytest.raises(ValueError, match="itself"):
         table.begin(1)
-    with pytest.raises(ProtocolError):
+    with pytest.raises(NoPlaceError):
         table.admit(1)

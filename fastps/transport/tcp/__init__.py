@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from fastps.auth import ClientHandshake, Purpose
+from fastps.auth import ClientHandshake, NoPlaceError, Purpose
 from fastps.config import Config
 from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError, TransportTimeout
 from fastps.transport import sockets
@@ -94,7 +94,7 @@ def dial(
         try:
             sock = sockets.connect_unix(unix, deadline=time.monotonic() + config.connect_timeout_s)
             return _introduce(sock, config, shake(), f"{what} at the Unix socket {unix}")
-        except (TransportTimeout, AuthError, ProtocolError):
+        except (TransportTimeout, AuthError, ProtocolError, NoPlaceError):
             raise
         except (TransportError, OSError) as error:
             log.warning("%s: no Unix socket (%s); TCP takes its place", where, error)
