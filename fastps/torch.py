@@ -43,6 +43,7 @@ from fastps.frameworks._adapter import (
     Average,
     Sum,
 )
+from fastps.frameworks.torch.backend import register as _register
 from fastps.frameworks.torch.broadcast import (
     broadcast_object,
     broadcast_optimizer_state,
@@ -77,6 +78,7 @@ from fastps.frameworks.torch.collectives import (
     send_async,
     sparse_allreduce_async,
 )
+from fastps.frameworks.torch.comm_hook import comm_hook
 from fastps.frameworks.torch.compression import Compression
 from fastps.frameworks.torch.ops import (
     declare,
@@ -121,6 +123,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "comm_hook",
     "declare",
     "forget",
     "global_process_set",
@@ -154,3 +157,5 @@ __all__ = [
     "sparse_allreduce_async",
     "synchronize",
 ]
+
+_register()  # init_process_group("fastps")

@@ -12,4 +12,10 @@ optimizer.py     DistributedOptimizer
 sums.py          with op=Sum: what was added up in earlier rounds
 buffers.py       buffers of a module on all ranks as on one
 parallel.py      DistributedDataParallel
+comm_hook.py     gradients of torch's own DistributedDataParallel
+backend.py       torch.distributed's backend "fastps"
+meeting.py       how its default group joins a job
+process_group.py its operations, and the two classes that torch can use
+memory.py        their tensors as flat arrays
+work.py          what torch gets for an operation: Work and Future
 """

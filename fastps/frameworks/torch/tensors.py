@@ -18,7 +18,7 @@ from fastps.session import Session
 from fastps.types import DType, numpy_dtype
 from fastps.worker.handle import Handle
 
-_WIRE_DTYPES = {getattr(torch, code.name.lower()): code for code in DType}
+WIRE_DTYPES = {getattr(torch, code.name.lower()): code for code in DType}
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -27,9 +27,9 @@ Array = NDArray[np.generic]
 
 def wire_dtype(dtype: torch.dtype, name: str) -> DType:
     """Give the wire code of a torch dtype; TypeError lists what is supported."""
-    code = _WIRE_DTYPES.get(dtype)
+    code = WIRE_DTYPES.get(dtype)
     if code is None:
-        supported = ", ".join(str(known).removeprefix("torch.") for known in _WIRE_DTYPES)
+        supported = ", ".join(str(known).removeprefix("torch.") for known in WIRE_DTYPES)
         raise TypeError(f"tensor {name!r} has dtype {dtype}; supported are {supported}")
     return code
 

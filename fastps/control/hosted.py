@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job's scheduler inside one of its workers, for jobs that no launcher started.
+
+Knows nothing of how the others learn its address. Its thread runs an event loop of its own and
+never waits for the worker; the worker waits for it with deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+
+from fastps.config import Config
+from fastps.control.scheduler import Scheduler
+from fastps.transport import sockets
+
+_LOOK_S = 0.02  # how often the state of the job is looked at while others are leaving
+_END_S = 10.0  # for the thread to end
+
+
+class HostedScheduler:
+    """Serve the control connections of a job from a thread, from start() until close()."""
+
+    def __init__(self, config: Config) -> None:
+        """Listen where config says; ConfigError when that cannot be."""
+        host = config.host or config.scheduler_host
+        listeners = sockets.listen(
+            host, config.scheduler_port, port_setting="FASTPS_SCHEDULER_PORT"
+        )
+        self.address: tuple[str, int] = listeners[0].getsockname()[:2]
+        self._is_up = threading.Event()
+        self._scheduler = Scheduler(
+            config, listeners=listeners, on_ready=lambda host, port: self._is_up.set()
+        )
+        self._thread = threading.Thread(target=self._work, name="fastps:scheduler", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread and wait until it serves."""
+        self._thread.start()
+        self._is_up.wait(_END_S)
+
+    def close(self, timeout_s: float) -> None:
+        """Wait up to timeout_s seconds until all members have left, then end the thread."""
+        with contextlib.suppress(RuntimeError):  # the job is over, and the loop with it
+            self._loop.call_soon_threadsafe(self._end, timeout_s)
+        self._thread.join(timeout_s + _END_S)
+
+    def _work(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._scheduler.run()
+
+    def _end(self, timeout_s: float) -> None:
+        """Stop when nobody is left, or in time; look again until then."""
+        if timeout_s > 0 and self._scheduler.statistics().members:
+            self._loop.call_later(_LOOK_S, self._end, timeout_s - _LOOK_S)
+        else:
+            self._scheduler.stop("the worker that hosted it has left")

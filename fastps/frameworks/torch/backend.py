@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend "fastps" of torch.distributed: how it gets known.
+
+`register` costs next to nothing and runs whenever torch is imported where fastps is installed
+(entry point torch.backends), so the rest is imported at the first init_process_group(). How the
+default group joins a job stands in meeting.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed as dist
+
+NAME = "fastps"
+
+
+def register() -> None:
+    """Make init_process_group("fastps") known; a second call does nothing."""
+    if dist.is_available() and NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+        _meet_by_job()
+
+
+def _meet_by_job() -> None:
+    """Let torch find the job of fastps-run where the environment tells of nothing else."""
+    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    theirs = handlers["env"]
+
+    def env(url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any) -> Any:
+        from fastps.frameworks.torch.meeting import has_job, meet  # noqa: PLC0415
+
+        return meet(timeout) if has_job() else theirs(url, timeout=timeout, **options)
+
+    handlers["env"] = env
+
+
+def create(options: Any, _: Any = None) -> Any:
+    """Make a process group for torch; options: what register_backend() promises to give.
+
+    The default group joins the job and blocks until all workers are there. Groups of some of its
+    ranks need no communication. Raises what fastps.init() does.
+    """
+    from fastps import current  # noqa: PLC0415
+    from fastps.frameworks.torch.meeting import join  # noqa: PLC0415
+    from fastps.frameworks.torch.process_group import make_shell  # noqa: PLC0415
+
+    ranks, leave = options.global_ranks_in_group, _nothing
+    if not ranks:
+        ranks = range(options.group_size)
+        leave = join(options.store, options.group_rank, options.group_size)
+        _warm_up()
+    return make_shell(
+        current.current().groups.group(tuple(ranks), key=options.group_id),
+        name=options.group_id,
+        timeout_s=options.timeout.total_seconds(),
+        on_shutdown=leave,
+    )
+
+
+def _warm_up() -> None:
+    """Import now what torch's functional collectives else import in the first step.
+
+    Takes a second or more; only for programs that imported what uses them, as FSDP2 and DTensor.
+    """
+    if "torch.distributed._functional_collectives" in sys.modules:
+        importlib.import_module("torch._dynamo")
+
+
+def _nothing() -> None:
+    """End a group that did not join the job: its operations end by themselves."""

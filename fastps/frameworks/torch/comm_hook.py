@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A communication hook for torch's own DistributedDataParallel.
+
+Its buckets then travel as any fastps tensor does, through servers or shared memory, whatever the
+backend of its process group is. Called by the thread that runs backward().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from fastps import session
+from fastps.config import load
+from fastps.frameworks.torch.compression import Compression, Compressor
+from fastps.frameworks.torch.tensors import check_tensor, submit_push_pull, view_of, wire_dtype
+from fastps.frameworks.torch.work import Completer, Operation
+
+Hook: TypeAlias = Callable[[object, Any], "torch.futures.Future[torch.Tensor]"]
+
+
+def comm_hook(name: str = "ddp", *, compression: Compressor = Compression.none) -> Hook:
+    """Give what DistributedDataParallel.register_comm_hook(None, hook) takes.
+
+    Gradients are averaged over all workers of the job. name: one for each model. compression: as
+    for push_pull(). Buckets of earlier layers have the higher priority. A gradient that is sparse
+    raises TypeError from backward().
+    """
+    completer, timeout_s = Completer(), load({}).op_timeout_s
+
+    def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        gradients, index = bucket.buffer(), bucket.index()
+        # torch lays buckets out anew after the first step
+        label = f"{name}.{index}.{gradients.numel()}"
+        check_tensor(gradients, label)
+        sent, context = compression.compress(gradients)
+        operation = _start(sent, label, priority=index)
+        return completer.future(
+            operation, timeout_s, lambda: compression.decompress(sent, context)
+        )
+
+    hook.__annotations__.clear()  # torch compares them with its own, and these are text
+    return hook
+
+
+def _start(tensor: torch.Tensor, label: str, *, priority: int) -> Operation:
+    code = wire_dtype(tensor.dtype, label)
+    started = submit_push_pull(
+        session.current(), [view_of(tensor)], [code], [label], average=True, priorities=[priority]
+    )
+    return Operation([handle for handle, _ in started], None)

@@ -1,0 +1,682 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases for torch.distributed's backend "fastps"; every rank of a job runs all of them, in order.
+
+    torchrun --standalone --nproc-per-node 2 programs_torch_backend.py FOLDER
+
+Each rank writes FOLDER/RANK.json: what became of each case, "" for well. After a failure the ranks
+may be out of step, so the rest is not run.
+"""
+# ruff: noqa: PLC0415  (each case imports what it alone needs)
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import fastps.torch as fps
+
+CASES = []
+Op = dist.ReduceOp
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+MOVED = (
+    torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16, torch.bool,
+    *FLOATS, *INTEGERS,
+)  # fmt: skip
+# From 2.14 on torch keeps our Work inside one of its own, with wait() and get_future() alone.
+IS_GROUP = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
+SHAPES = ((0,), (1,), (), (3, 5), (1000,), (0, 3))
+FOLD = {
+    Op.SUM: np.add, Op.AVG: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum,
+    Op.PRODUCT: np.multiply, Op.BAND: np.bitwise_and, Op.BOR: np.bitwise_or,
+    Op.BXOR: np.bitwise_xor,
+}  # fmt: skip
+
+
+def case(function):
+    """Add a case to the list."""
+    CASES.append(function)
+    return function
+
+
+def values(rank: int, shape, dtype) -> torch.Tensor:
+    """Make small numbers that differ by rank and place; sums of them are exact in every dtype."""
+    count = int(np.prod(shape))
+    numbers = (torch.arange(count) * 3 + rank * 2 + 1) % 4
+    return numbers.reshape(shape).to(dtype)
+
+
+def reduced(op, shape, dtype, size) -> torch.Tensor:
+    """Compute what all ranks should have, with NumPy."""
+    wide = np.float64 if dtype in FLOATS else np.int64
+    each = [values(r, shape, dtype).double().numpy().astype(wide) for r in range(size)]
+    total = each[0]
+    for other in each[1:]:
+        total = FOLD[op](total, other)
+    if op == Op.AVG:
+        wide = np.float64 if dtype == torch.float64 else np.float32
+        total = wide(1 / size) * total.astype(wide) if dtype in FLOATS else total // size
+    return torch.as_tensor(total).to(dtype)
+
+
+def check(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Compare two tensors bit by bit, with what says why they differ."""
+    assert (got.dtype, got.shape) == (want.dtype, want.shape), (got.dtype, got.shape)
+    if got.dtype in (torch.float8_e4m3fn, torch.uint16):
+        got, want = (t.reshape(-1).view(torch.int8) for t in (got, want))
+    assert torch.equal(got, want), (got, want)
+
+
+def tables(floats_only=False):
+    """Give each operator with each dtype that it has a meaning for."""
+    for dtype in FLOATS + INTEGERS:
+        for op in FOLD:
+            if op in (Op.BAND, Op.BOR, Op.BXOR) and dtype in FLOATS:
+                continue
+            yield op, dtype
+
+
+# ---- operations
+
+
+@case
+def all_reduce(rank, size):
+    for op, dtype in tables():
+        tensor = values(rank, (3, 5), dtype)
+        dist.all_reduce(tensor, op)
+        check(tensor, reduced(op, (3, 5), dtype, size))
+    for shape in SHAPES:
+        tensor = values(rank, shape, torch.float32)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work.wait()
+        if IS_GROUP:
+            assert work.is_completed()
+            assert work.is_success()
+        check(tensor, reduced(Op.SUM, shape, torch.float32, size))
+
+
+@case
+def all_reduce_of_what_is_not_contiguous(rank, size):
+    whole = values(rank, (4, 6), torch.float32)
+    part = whole.t()[::2]
+    dist.all_reduce(part)
+    want = values(rank, (4, 6), torch.float32)
+    want.t()[::2] = reduced(Op.SUM, (4, 6), torch.float32, size).t()[::2]
+    check(whole, want)
+    last = values(rank, (2, 3, 4, 4), torch.float32).to(memory_format=torch.channels_last)
+    dist.all_reduce(last)
+    check(last, reduced(Op.SUM, (2, 3, 4, 4), torch.float32, size))
+
+
+@case
+def all_reduce_of_parameters_and_complex_numbers(rank, size):
+    parameter = nn.Parameter(values(rank, (3,), torch.float32))
+    dist.all_reduce(parameter)
+    check(parameter.detach(), reduced(Op.SUM, (3,), torch.float32, size))
+    tensor = torch.complex(values(rank, (3,), torch.float32), values(rank, (3,), torch.float32))
+    dist.all_reduce(tensor)
+    check(tensor.imag.contiguous(), reduced(Op.SUM, (3,), torch.float32, size))
+
+
+@case
+def all_reduce_multiplied_before(rank, size):
+    tensor = values(rank, (5,), torch.float32)
+    dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
+    check(tensor, 0.5 * reduced(Op.SUM, (5,), torch.float32, size))
+    out = torch.empty(2)
+    each = values(rank, (2 * size,), torch.float32)
+    dist.reduce_scatter_tensor(out, each, dist._make_nccl_premul_sum(0.5))
+    check(each, values(rank, (2 * size,), torch.float32))
+    check(out, 0.5 * reduced(Op.SUM, (2 * size,), torch.float32, size)[2 * rank :][:2])
+
+
+@case
+def coalesced(rank, size):
+    shapes = ((3,), (2, 2), (0,))
+    tensors = [values(rank, shape, torch.float32) for shape in shapes]
+    dist.all_reduce_coalesced(tensors)
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        check(tensor, reduced(Op.SUM, shape, torch.float32, size))
+    for device in (None, torch.device("cpu")):
+        tensors = [values(rank, shape, torch.float32) for shape in shapes]
+        with dist._coalescing_manager(device=device, async_ops=True) as works:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        works.wait()
+        for tensor, shape in zip(tensors, shapes, strict=True):
+            check(tensor, reduced(Op.SUM, shape, torch.float32, size))
+    outs = [torch.empty(2 * size), torch.empty(3 * size)]
+    with dist._coalescing_manager():
+        for out in outs:
+            dist.all_gather_into_tensor(out, values(rank, (len(out) // size,), torch.float32))
+    for out in outs:
+        count = len(out) // size
+        check(out, torch.cat([values(r, (count,), torch.float32) for r in range(size)]))
+
+
+@case
+def reduce(rank, size):
+    for root in range(size):
+        for op, dtype in tables():
+            tensor = values(rank, (3, 5), dtype)
+            dist.reduce(tensor, root, op)
+            if rank == root:
+                check(tensor, reduced(op, (3, 5), dtype, size))
+
+
+@case
+def broadcast(rank, size):
+    for root in range(size):
+        for dtype in MOVED:
+            tensor = values(rank, (3, 5), dtype)
+            dist.broadcast(tensor, root)
+            check(tensor, values(root, (3, 5), dtype))
+        for shape in SHAPES:
+            tensor = values(rank, shape, torch.float32)
+            dist.broadcast(tensor, root)
+            check(tensor, values(root, shape, torch.float32))
+
+
+@case
+def all_gather(rank, size):
+    for dtype in MOVED:
+        for shape in ((3, 5), (0,), ()):
+            outs = [torch.empty(shape, dtype=dtype) for _ in range(size)]
+            dist.all_gather(outs, values(rank, shape, dtype))
+            for other in range(size):
+                check(outs[other], values(other, shape, dtype))
+    together = torch.zeros(size, 4)
+    dist.all_gather(list(together), values(rank, (4,), torch.float32))
+    check(together, torch.stack([values(r, (4,), torch.float32) for r in range(size)]))
+    uneven = [torch.empty(other + 1) for other in range(size)]
+    dist.all_gather(uneven, values(rank, (rank + 1,), torch.float32))
+    for other in range(size):
+        check(uneven[other], values(other, (other + 1,), torch.float32))
+
+
+@case
+def all_gather_into_one(rank, size):
+    for dtype in MOVED:
+        out = torch.empty(size * 3, 2, dtype=dtype)
+        dist.all_gather_into_tensor(out, values(rank, (3, 2), dtype))
+        check(out, torch.cat([values(r, (3, 2), dtype) for r in range(size)]))
+    whole = torch.zeros(size, 4)
+    whole[rank] = values(rank, (4,), torch.float32)
+    dist.all_gather_into_tensor(whole.view(-1), whole[rank])  # in place
+    check(whole, torch.stack([values(r, (4,), torch.float32) for r in range(size)]))
+    whole = torch.zeros(size * 3, 2).t()
+    dist.all_gather_into_tensor(whole, values(rank, (6,), torch.float32))
+    want = torch.cat([values(r, (6,), torch.float32) for r in range(size)]).view(2, size * 3)
+    check(whole, want)
+
+
+@case
+def reduce_scatter(rank, size):
+    for op, dtype in tables():
+        out = torch.empty(4, dtype=dtype)
+        each = [values(rank + 7 * to, (4,), dtype) for to in range(size)]
+        dist.reduce_scatter(out, each, op)
+        whole = torch.empty(4, dtype=dtype)
+        dist.reduce_scatter_tensor(whole, torch.cat(each), op)
+        check(out, whole)
+    out = torch.empty(rank + 1)
+    dist.reduce_scatter(out, [values(rank, (to + 1,), torch.float32) for to in range(size)])
+    check(out, reduced(Op.SUM, (rank + 1,), torch.float32, size))
+    out = torch.empty(3, 2)
+    dist.reduce_scatter_tensor(out, values(rank, (3 * size, 2), torch.float32))
+    check(out, reduced(Op.SUM, (3 * size, 2), torch.float32, size)[3 * rank :][:3])
+
+
+@case
+def gather_and_scatter(rank, size):
+    for root in range(size):
+        for dtype in MOVED:
+            outs = [torch.empty(3, dtype=dtype) for _ in range(size)] if rank == root else None
+            dist.gather(values(rank, (3,), dtype), outs, dst=root)
+            for other in range(size if rank == root else 0):
+                check(outs[other], values(other, (3,), dtype))
+            out = torch.empty(3, dtype=dtype)
+            each = [values(to, (3,), dtype) for to in range(size)] if rank == root else None
+            dist.scatter(out, each, src=root)
+            check(out, values(rank, (3,), dtype))
+
+
+@case
+def all_to_all(rank, size):
+    for dtype in MOVED:
+        outs = [torch.empty(3, dtype=dtype) for _ in range(size)]
+        dist.all_to_all(outs, [values(rank + 7 * to, (3,), dtype) for to in range(size)])
+        for other in range(size):
+            check(outs[other], values(other + 7 * rank, (3,), dtype))
+    out = torch.empty(2 * size, 3)
+    each = torch.cat([values(rank + 7 * to, (2, 3), torch.float32) for to in range(size)])
+    dist.all_to_all_single(out, each)
+    want = torch.cat([values(r + 7 * rank, (2, 3), torch.float32) for r in range(size)])
+    check(out, want)
+    # rank r sends r + to rows to `to`
+    sent = [rank + to for to in range(size)]
+    got = [other + rank for other in range(size)]
+    for dtype in (torch.float32, torch.complex64, torch.float8_e4m3fn):
+        out = torch.empty(sum(got), 3, dtype=dtype)
+        each = torch.cat([values(rank + 7 * to, (rank + to, 3), dtype) for to in range(size)])
+        dist.all_to_all_single(out, each, got, sent)
+        want = [values(r + 7 * rank, (r + rank, 3), dtype) for r in range(size)]
+        check(out, torch.cat(want))
+
+
+@case
+def point_to_point(rank, size):
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for dtype in MOVED:
+        first, second = (torch.empty(4, dtype=dtype) for _ in range(2))
+        works = [
+            dist.isend(values(rank, (4,), dtype), after, tag=1),
+            dist.isend(values(rank + 5, (4,), dtype), after, tag=2),
+            dist.irecv(second, before, tag=2),  # not in the order of sending
+            dist.irecv(first, before, tag=1),
+        ]
+        for work in works:
+            work.wait()
+        check(first, values(before, (4,), dtype))
+        check(second, values(before + 5, (4,), dtype))
+    if rank == 0 and IS_GROUP:
+        seen = set()
+        for _ in range(size - 1):
+            tensor = torch.empty(3)
+            seen.add(dist.recv(tensor))
+            check(tensor, values(max(seen - {-1}), (3,), torch.float32) if size == 2 else tensor)
+        assert seen == set(range(1, size)), seen
+    elif IS_GROUP:
+        dist.send(values(rank, (3,), torch.float32), 0)
+    out = torch.empty(3)
+    works = dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, values(rank, (3,), torch.float32), after),
+        dist.P2POp(dist.irecv, out, before),
+    ])  # fmt: skip
+    for work in works:
+        work.wait()
+    check(out, values(before, (3,), torch.float32))
+    dist.barrier()
+
+
+@case
+def objects(rank, size):
+    got = [None] * size
+    dist.all_gather_object(got, {"rank": rank, "more": [1, "x"] * rank})
+    assert got == [{"rank": r, "more": [1, "x"] * r} for r in range(size)], got
+    some = [rank, "root"] if rank == 1 else [None, None]
+    dist.broadcast_object_list(some, src=1)
+    assert some == [1, "root"]
+    one = [None]
+    dist.scatter_object_list(one, [f"for {r}" for r in range(size)] if rank == 0 else None, src=0)
+    assert one == [f"for {rank}"]
+    got = [None] * size if rank == 0 else None
+    dist.gather_object(rank * 10, got, dst=0)
+    assert rank or got == [r * 10 for r in range(size)]
+    if rank == 0:
+        dist.send_object_list([1, "a"], dst=1)
+    elif rank == 1:
+        got = [None, None]
+        dist.recv_object_list(got, src=0)
+        assert got == [1, "a"]
+
+
+# ---- works and futures
+
+
+@case
+def futures(rank, size):
+    tensor = values(rank, (3,), torch.float32)
+    want = reduced(Op.SUM, (3,), torch.float32, size)
+    work = dist.all_reduce(tensor, async_op=True)
+    future = work.get_future()
+    check(future.wait()[0], want)
+    if IS_GROUP:
+        assert work.result()[0] is tensor
+        assert work.exception() is None
+
+    def again(done):
+        """Wait, in a callback, for another operation, its future too."""
+        other = done.value()[0].clone()
+        return dist.all_reduce(other, async_op=True).get_future().wait()[0]
+
+    work = dist.all_reduce(values(rank, (3,), torch.float32), async_op=True)
+    check(work.get_future().then(again).wait(), size * want)
+    outs = [torch.empty(2) for _ in range(size)]  # nobody waits for it or keeps it
+    dist.all_gather(outs, values(rank, (2,), torch.float32), async_op=True)
+    dist.barrier()
+    late = dist.all_gather([torch.empty(2)] * size, torch.ones(2), async_op=True)
+    late.wait(timedelta(seconds=20))
+
+
+def refused(call, *arguments) -> str:
+    """Give the text of the error that a call raises."""
+    try:
+        call(*arguments)
+    except (TypeError, RuntimeError) as error:
+        return str(error).lower()
+    raise AssertionError("not refused")
+
+
+@case
+def refusals(rank, size):
+    wrong = {"sparse": torch.eye(3).to_sparse()}
+    if IS_GROUP:  # else torch takes it for an operation without values
+        wrong["meta"] = torch.empty(3, device="meta")
+    for text, tensor in wrong.items():
+        for call in (dist.all_reduce, lambda t: dist.broadcast(t, 0)):
+            assert text in refused(call, tensor)
+    assert "float8" in refused(dist.all_reduce, torch.zeros(3, dtype=torch.float8_e4m3fn))
+    model = DistributedDataParallel(nn.Embedding(10, 3, sparse=True))
+    assert "sparse=false" in refused(lambda: model(torch.tensor([1, 2])).sum().backward())
+    dist.barrier()
+
+
+# ---- groups
+
+
+@case
+def groups(rank, size):
+    pairs = [dist.new_group([r, (r + 1) % size]) for r in range(size)]
+    for first, group in enumerate(pairs):
+        members = sorted({first, (first + 1) % size})
+        if rank in members:
+            tensor = values(rank, (3,), torch.float32)
+            dist.all_reduce(tensor, group=group)
+            check(tensor, sum(values(r, (3,), torch.float32) for r in members))
+            assert dist.get_rank(group) == members.index(rank)
+    same = [dist.new_group() for _ in range(2)]
+    works = []
+    for turn in (0, 1) if rank else (1, 0):  # two groups of the same ranks keep apart
+        tensor = torch.full((2,), float(turn + 1))
+        works.append((turn, tensor, dist.all_reduce(tensor, group=same[turn], async_op=True)))
+    for turn, tensor, work in works:
+        work.wait()
+        check(tensor, torch.full((2,), float(size * (turn + 1))))
+    for group in pairs:
+        if (
+            rank in dist.get_process_group_ranks(group)
+            if group != dist.GroupMember.NON_GROUP_MEMBER
+            else False
+        ):
+            dist.destroy_process_group(group)
+    gloo = dist.new_group(backend="gloo")
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=gloo)
+    assert tensor.item() == size
+    dist.barrier()
+
+
+@case
+def mesh(rank, size):
+    flat = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=flat.get_group("tp"))
+    check(tensor, torch.full((3,), float(size)))
+    dist.all_reduce(tensor, group=flat.get_group("dp"))
+    check(tensor, torch.full((3,), float(size)))
+
+
+@case
+def functional(rank, size):
+    world = dist.group.WORLD
+    tensor = values(rank, (4, 3), torch.float32)
+    want = reduced(Op.SUM, (4, 3), torch.float32, size)
+    check(funcol.wait_tensor(funcol.all_reduce(tensor, "sum", world)), want)
+    check(tensor, values(rank, (4, 3), torch.float32))
+    everything = torch.cat([values(r, (4, 3), torch.float32) for r in range(size)])
+    check(funcol.wait_tensor(funcol.all_gather_tensor(tensor, 0, world)), everything)
+    mine = funcol.reduce_scatter_tensor(everything, "avg", 0, world)
+    check(funcol.wait_tensor(mine), tensor)
+    check(funcol.wait_tensor(funcol.broadcast(tensor, 1, world)), values(1, (4, 3), torch.float32))
+    both = funcol.all_reduce_coalesced([tensor, tensor + 1], "sum", world)
+    check(funcol.wait_tensor(both[1]), want + size)
+    moved = funcol.all_to_all_single(everything, None, None, world)
+    check(funcol.wait_tensor(moved), torch.cat([tensor] * size))
+
+
+@case
+def compiled(rank, size):
+    def program(x):
+        y = funcol.all_reduce(x * 2, "sum", dist.group.WORLD)
+        return funcol.all_gather_tensor(y + 1, 0, dist.group.WORLD)
+
+    tensor = values(rank, (4,), torch.float32)
+    got = torch.compile(program, fullgraph=True, backend="aot_eager")(tensor)
+    want = 2 * reduced(Op.SUM, (4,), torch.float32, size) + 1
+    check(got, torch.cat([want] * size))
+
+
+# ---- training
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)
+    )
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(24, 6, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def plain_net() -> nn.Module:
+    """Make a model without batch normalisation: one process over the whole batch is equal."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Linear(32, 4))
+
+
+def train(model, optimizer, rank, size, steps=3):
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, batch(step).chunk(size)[rank]).backward()
+        optimizer.step()
+
+
+def trained_alone(steps=3, make=torch.optim.SGD, **options) -> list[torch.Tensor]:
+    model = plain_net()
+    options = options or {"lr": 0.1}
+    train(model, make(model.parameters(), **options), 0, 1, steps)
+    return [p.detach() for p in model.parameters()]
+
+
+def close(got, want, tolerance=1e-6):
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.detach(), other, rtol=tolerance * 10, atol=tolerance)
+
+
+@case
+def ddp(rank, size):
+    want = trained_alone()
+    ways = (
+        {}, {"static_graph": True}, {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.002},
+    )  # fmt: skip
+    for options in ways:
+        model = DistributedDataParallel(plain_net(), **options)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, size)
+        close(model.parameters(), want)
+    model = DistributedDataParallel(net())
+    train(model, torch.optim.Adam(model.parameters()), rank, size)
+    got = [None] * size
+    dist.all_gather_object(got, [p.detach().numpy().tobytes() for p in model.parameters()])
+    assert all(each == got[0] for each in got)
+
+
+@case
+def ddp_no_sync_and_join(rank, size):
+    model = DistributedDataParallel(plain_net(), bucket_cap_mb=0.002)
+    with model.no_sync():
+        loss_of(model, batch(0).chunk(size)[rank]).backward()
+    loss_of(model, batch(1).chunk(size)[rank]).backward()
+    alone = plain_net()
+    (loss_of(alone, batch(0)) + loss_of(alone, batch(1))).backward()
+    close([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+    model = DistributedDataParallel(plain_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        train(model, optimizer, rank, size, steps=2 + rank)
+    dist.barrier()
+
+
+@case
+def ddp_hooks(rank, size):
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    want = trained_alone()
+    hooks = (
+        (None, default_hooks.allreduce_hook, 1e-6),
+        (None, default_hooks.fp16_compress_hook, 1e-3),
+        (None, fps.comm_hook(), 1e-6),
+        (None, fps.comm_hook("half", compression=fps.Compression.fp16), 1e-3),
+        (powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, matrix_approximation_rank=4),
+         powerSGD_hook.powerSGD_hook, 1.0),
+    )  # fmt: skip
+    for state, hook, tolerance in hooks:
+        cap = {"bucket_cap_mb": 0.002} if tolerance < 1 else {}
+        model = DistributedDataParallel(plain_net(), **cap)
+        model.register_comm_hook(state, hook)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, size, 3)
+        close(model.parameters(), want, tolerance)
+
+
+@case
+def zero(rank, size):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(plain_net())
+    train(
+        model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01), rank, size
+    )
+    close(model.parameters(), trained_alone(make=torch.optim.Adam, lr=0.01), 1e-4)
+
+
+@case
+def fsdp1(rank, size):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(plain_net(), device_id=torch.device("cpu"))
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, size)
+    with FullyShardedDataParallel.summon_full_params(model):
+        close(model.parameters(), trained_alone())
+
+
+@case
+def fsdp2(rank, size):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (size,))
+    model = plain_net()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, size)
+    close([p.full_tensor() for p in model.parameters()], trained_alone())
+    model = plain_net()
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, size)
+    close([p.full_tensor() for p in model.parameters()], trained_alone(), 0.02)
+
+
+@case
+def tensor_parallel(rank, size):
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (size,))
+    whole = torch.arange(12.0 * size).reshape(4 * size, 3)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    check(sharded.full_tensor(), whole)
+    check(sharded.redistribute(mesh, [Shard(1)]).full_tensor(), whole)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4))
+    alone = copy.deepcopy(model)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = batch(0)
+    torch.testing.assert_close(model(x), alone(x))
+    model(x).sum().backward()
+    alone(x).sum().backward()
+    got = model[0].weight.grad.full_tensor()
+    torch.testing.assert_close(got, alone[0].weight.grad)
+
+
+@case
+def checkpoints(rank, size):
+    from torch.distributed import checkpoint
+    from torch.distributed.fsdp import fully_shard
+
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder, src=0)
+    mesh = init_device_mesh("cpu", (size,))
+    model = plain_net()
+    fully_shard(model, mesh=mesh)
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=f"{folder[0]}/a")
+    checkpoint.async_save({"model": model.state_dict()}, checkpoint_id=f"{folder[0]}/b").result()
+    for name in "ab":
+        other = plain_net()
+        fully_shard(other, mesh=mesh)
+        state = {"model": other.state_dict()}
+        for tensor in state["model"].values():
+            tensor.zero_()
+        checkpoint.load(state, checkpoint_id=f"{folder[0]}/{name}")
+        close([t.full_tensor() for t in state["model"].values()],
+              [p.detach() for p in plain_net().parameters()])  # fmt: skip
+    dist.barrier()
+
+
+@case
+def begun_again(rank, size):
+    dist.destroy_process_group()
+    dist.init_process_group("fastps", timeout=timedelta(seconds=60))
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    check(tensor, torch.full((2,), float(size)))
+
+
+def main(folder: Path, wanted: set[str]) -> int:
+    torch.set_num_threads(1)
+    dist.init_process_group("fastps", timeout=timedelta(seconds=60))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    results = {}
+    for function in CASES:
+        if wanted and function.__name__ not in wanted:
+            continue
+        try:
+            function(rank, size)
+            results[function.__name__] = ""
+        except Exception:
+            results[function.__name__] = traceback.format_exc()
+            break
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    if any(results.values()):
+        print(*results.values(), flush=True)
+        os._exit(1)
+    dist.destroy_process_group()
+    assert not fps.is_initialized()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), set(sys.argv[2:])))

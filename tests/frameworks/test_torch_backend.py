@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.distributed's backend "fastps" in real jobs, and how it gets known and joins one.
+
+One job of torchrun for each number of ranks runs all cases of programs_torch_backend.py.
+"""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE.parent / "cluster"))
+
+from harness import clean_environ, run_workers  # noqa: E402
+
+PROGRAM = HERE / "programs_torch_backend.py"
+CASES = re.findall(r"^@case\ndef (\w+)", PROGRAM.read_text(encoding="utf-8"), re.MULTILINE)
+JOB_S = 400.0
+
+
+def environ(**more: str) -> dict[str, str]:
+    """Give the environment of a job on one machine that may share memory."""
+    kept = clean_environ() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
+    kept.pop("FASTPS_SHARED_MEMORY", None)
+    return kept
+
+
+def free_port() -> int:
+    """Find a port for torch's store."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def torchrun(size: int, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a program as `size` ranks of torchrun."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", str(size), *words,
+    ]  # fmt: skip
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=JOB_S, check=False, env=environ(**more)
+    )
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """Give what became of each case, by rank, and the job's output."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    job = torchrun(request.param, str(PROGRAM), str(folder))
+    found = [folder / f"{rank}.json" for rank in range(request.param)]
+    return [json.loads(path.read_text()) if path.exists() else {} for path in found], job
+
+
+@pytest.mark.timeout(JOB_S + 60)
+@pytest.mark.parametrize("name", CASES)
+def test_case(results, name):
+    by_rank, job = results
+    for rank, outcomes in enumerate(by_rank):
+        outcome = outcomes.get(name, f"did not run\n{job.stdout[-3000:]}\n{job.stderr[-3000:]}")
+        assert not outcome, f"rank {rank}: {outcome}"
+
+
+@pytest.mark.timeout(JOB_S + 60)
+def test_job_ends_well(results):
+    _, job = results
+    assert job.returncode == 0, job.stdout + job.stderr
+
+
+def test_job_of_the_launcher(tmp_path):
+    """Neither addresses nor ranks are given to torch: it finds the job of fastps-run."""
+    script = """
+    import torch
+    import torch.distributed as dist
+    import fastps.torch as fps
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("fastps")
+    tensor = torch.full((3,), float(dist.get_rank()))
+    dist.all_reduce(tensor)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    model.register_comm_hook(None, fps.comm_hook())
+    for step in range(3):  # torch lays out its buckets anew after the first
+        model.zero_grad()
+        model(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
+    report([fps.rank(), tensor.tolist(), model.module.weight.grad.tolist()])
+    dist.destroy_process_group()
+    """
+    result = run_workers(script, tmp_path).check()
+    for rank in range(2):
+        assert result.reports[rank] == ([rank, [1.0] * 3, [[0.5] * 3]],)
+
+
+def test_who_cannot_host_the_scheduler_tells_the_others(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch.distributed as dist, fastps.torch\n"
+        "try: dist.init_process_group('fastps')\n"
+        "except Exception as error: print('REFUSED', type(error).__name__, error)\n"
+    )
+    job = torchrun(2, str(program), FASTPS_HOST="203.0.113.7")
+    refused = [line for line in job.stdout.splitlines() if "REFUSED ConfigError" in line]
+    assert len(refused) == 2, job.stdout + job.stderr
+    assert all("203.0.113.7" in line for line in refused)
+
+
+def test_another_rank_than_that_of_the_job_is_refused(tmp_path):
+    script = """
+    import torch.distributed as dist
+    import fastps.torch as fps
+
+    fps.init()
+    store = dist.FileStore(__file__ + ".store", 2)
+    try:
+        dist.init_process_group("fastps", store=store, rank=1 - fps.rank(), world_size=2)
+    except ValueError as error:
+        report(str(error))
+    fps.shutdown()
+    """
+    result = run_workers(script, tmp_path).check()
+    assert all("leave RANK and WORLD_SIZE" in reports[0] for reports in result.reports)
+
+
+LOSER = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import torch.distributed._functional_collectives as funcol
+import fastps.torch
+
+dist.init_process_group("fastps")
+model = DistributedDataParallel(torch.nn.Linear(1000, 100), bucket_cap_mb=0.1)
+if dist.get_rank():
+    model(torch.ones(1, 1000)).sum().backward()
+    os._exit(3)
+model(torch.ones(1, 1000)).sum().backward()
+began = time.monotonic()
+for call in (
+    lambda: model(torch.ones(1, 1000)).sum().backward(),
+    lambda: dist.all_reduce(torch.ones(3)),
+    lambda: dist.all_reduce(torch.ones(3), async_op=True).get_future().wait(),
+    lambda: funcol.wait_tensor(funcol.all_reduce(torch.ones(3), "sum", dist.group.WORLD)),
+    lambda: dist.recv(torch.ones(3), 1),
+):
+    try:
+        call()
+        print("NO ERROR")
+    except Exception as error:
+        print("LOST", "worker 1" in str(error), time.monotonic() - began < 10, flush=True)
+        if "worker 1" not in str(error):
+            print(type(error), error)
+"""
+
+
+def test_a_lost_rank_is_named_wherever_the_others_wait(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(LOSER)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, env=environ(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)),
+        )
+        for port in [free_port()] for rank in range(2)
+    ]  # fmt: skip
+    try:
+        out = ranks[0].communicate(timeout=90)[0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            rank.stdout.close()
+    assert out.count("LOST True True") == 5, out
+
+
+PROBE = """
+import sys, torch
+import torch.distributed as dist
+print(dist.is_backend_available("fastps"), "fastps.session" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_importing_torch_makes_the_backend_known(tmp_path, is_on):
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    entry = metadata["options.entry_points"]["torch.backends"].strip()
+    installed = tmp_path / "fastps-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: fastps\nVersion: 0\n")
+    (installed / "entry_points.txt").write_text(f"[torch.backends]\n{entry}\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    words = {} if is_on else {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    probe = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True,
+        check=True, env=environ(PYTHONPATH=path, **words),
+    )  # fmt: skip
+    assert probe.stdout.split() == [str(is_on), "False"]
