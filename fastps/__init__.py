@@ -159,23 +159,23 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Give the number of this worker, 0 to size() - 1."""
-    return _current.current().rank
+    """Give the number of this worker, 0 to size() - 1; also in processes forked from it."""
+    return _current.known().rank
 
 
 def size() -> int:
     """Give the number of workers."""
-    return _current.current().size
+    return _current.known().size
 
 
 def local_rank() -> int:
     """Give the number of this worker among those on its machine."""
-    return _current.current().local_rank
+    return _current.known().local_rank
 
 
 def local_size() -> int:
     """Give the number of workers on this machine."""
-    return _current.current().local_size
+    return _current.known().local_size
 
 
 def declare(name: str, tensor: Array | tuple[tuple[int, ...], Any]) -> None:

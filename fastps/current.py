@@ -50,7 +50,13 @@ def is_initialized() -> bool:
 
 def current() -> Session:
     """Give the process's session; NotInitializedError when init() was not called."""
+    session = known()
+    session.check_usable()
+    return session
+
+
+def known() -> Session:
+    """Give the process's session, or the one it was forked from, for what never changes."""
     if _current is None:
         raise NotInitializedError("call fastps.init() first")
-    _current.check_usable()
     return _current

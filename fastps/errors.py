@@ -19,8 +19,12 @@ from __future__ import annotations
 import enum
 
 
-class FastPSError(Exception):
-    """Base of all errors of this library."""
+class FastPSError(RuntimeError):
+    """Base of all errors of this library.
+
+    A RuntimeError, as Horovod's and torch.distributed's are: code written for them that catches
+    those goes on working.
+    """
 
 
 class ConfigError(FastPSError, ValueError):

@@ -1,21 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small Python objects as bytes, without pickle: what broadcast_object can carry.
 
-MessagePack with three extensions, so that tuples, sets and arrays come back as what they were.
-Decoding makes plain values only; no code of a peer's choice ever runs. Pure.
+MessagePack with extensions, so that tuples, sets, arrays and the like come back as what they
+were. Members of an Enum and named tuples come back as such where their class is in a module that
+the receiver has imported. Decoding makes plain values, and looks classes up; no code of a peer's
+choice ever runs, and nothing is imported for it. Pure.
 """
 
 from __future__ import annotations
 
+import enum
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
 import numpy as np
 
-TUPLE, SET, ARRAY, INTEGER, PAIRS = 1, 2, 3, 4, 5  # MessagePack extension codes
+# MessagePack extension codes
+TUPLE, SET, ARRAY, INTEGER, PAIRS, ORDERED, NAMESPACE, PATH, DTYPE, ENUM, NAMED = range(1, 12)
 _PLAIN = (type(None), bool, float, str, bytes)
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
-_SUPPORTED = "None, bool, int, float, str, bytes, list, tuple, dict, set and NumPy arrays"
+_SUPPORTED = (
+    "None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays and dtypes, Path, "
+    "argparse.Namespace, Enum and named tuples"
+)
 
 
 def encode_object(obj: Any) -> bytes:
@@ -37,15 +48,50 @@ def _to_plain(obj: Any) -> Any:
     if type(obj) is list:
         return [_to_plain(item) for item in obj]
     if isinstance(obj, tuple):
-        return _extension(TUPLE, [_to_plain(item) for item in obj])
+        items = [_to_plain(item) for item in obj]
+        return (
+            _extension(NAMED, [*_name_of(obj), items])
+            if _is_named(type(obj))
+            else (_extension(TUPLE, items))
+        )
     if type(obj) is set:
         return _extension(SET, [_to_plain(item) for item in obj])
     if isinstance(obj, dict):
-        return _extension(PAIRS, [[_to_plain(key), _to_plain(obj[key])] for key in obj])
+        return _extension(ORDERED if isinstance(obj, OrderedDict) else PAIRS, _pairs(obj))
     if isinstance(obj, np.ndarray | np.generic) and obj.dtype.kind in "biufc":
         shape = list(obj.shape) if isinstance(obj, np.ndarray) else None  # None: a scalar
         return _extension(ARRAY, [obj.dtype.str, shape, obj.tobytes()])
+    if isinstance(obj, enum.Enum):
+        return _extension(ENUM, [*_name_of(obj), obj.name])
+    if isinstance(obj, PurePath):
+        return _extension(PATH, [str(obj)])
+    if isinstance(obj, np.dtype) and obj.fields is None:
+        return _extension(DTYPE, [obj.str])
+    if type(obj).__name__ == "Namespace" and type(obj).__module__ == "argparse":
+        return _extension(NAMESPACE, _pairs(vars(obj)))
     raise TypeError(f"{type(obj).__name__} cannot be broadcast; use {_SUPPORTED}")
+
+
+def _pairs(mapping: Mapping[Any, Any]) -> list[Any]:
+    return [[_to_plain(key), _to_plain(mapping[key])] for key in mapping]
+
+
+def _is_named(kind: type) -> bool:
+    return issubclass(kind, tuple) and isinstance(vars(kind).get("_fields"), tuple)
+
+
+def _name_of(obj: Any) -> tuple[str, str]:
+    return type(obj).__module__, type(obj).__qualname__
+
+
+def _class_of(module: str, name: str) -> Any:
+    """Look a class up where it is defined; ValueError if this process does not have it."""
+    found: Any = sys.modules.get(module)
+    for part in str(name).split("."):
+        found = None if found is None else vars(found).get(part)
+    if not isinstance(found, type):
+        raise ValueError(f"the class {module}.{name} of a broadcast object is not imported here")
+    return found
 
 
 def _extension(code: int, value: list[Any]) -> msgspec.msgpack.Ext:
@@ -66,8 +112,44 @@ def _from_plain(value: Any) -> Any:
         return {_from_plain(item) for item in items}
     if value.code == PAIRS:
         return {_from_plain(key): _from_plain(item) for key, item in items}
+    if value.code in _MAKERS:
+        return _MAKERS[value.code](items)
     if value.code == ARRAY:
         dtype, shape, data = items
         array = np.frombuffer(data, dtype=np.dtype(dtype))
         return array[0] if shape is None else array.reshape(shape).copy()
     raise ValueError(f"unknown extension {value.code} in a broadcast object")
+
+
+def _named(items: list[Any]) -> Any:
+    """Make a named tuple, without calling anything of its class."""
+    kind, values = _class_of(*items[:2]), [_from_plain(item) for item in items[2]]
+    if not _is_named(kind) or len(values) != len(kind._fields):
+        raise ValueError(f"{items[1]} is no named tuple of {len(values)} here")
+    return tuple.__new__(kind, values)
+
+
+def _member(items: list[Any]) -> Any:
+    """Give the member of an Enum."""
+    kind, name = _class_of(*items[:2]), items[2]
+    if not issubclass(kind, enum.Enum) or name not in kind._member_map_:
+        raise ValueError(f"{items[1]}.{name} is no member of an Enum here")
+    return kind._member_map_[name]
+
+
+def _namespace(items: list[Any]) -> Any:
+    from argparse import Namespace  # noqa: PLC0415  (few objects have one)
+
+    found = Namespace()
+    vars(found).update({key: _from_plain(item) for key, item in items})
+    return found
+
+
+_MAKERS = {
+    ORDERED: lambda items: OrderedDict((_from_plain(key), _from_plain(one)) for key, one in items),
+    NAMESPACE: _namespace,
+    PATH: lambda items: Path(*items),
+    DTYPE: lambda items: np.dtype(*items),
+    ENUM: _member,
+    NAMED: _named,
+}

@@ -16,9 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 from harness import run_workers  # noqa: E402
 
 CHECKS = """
+import argparse
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+
 import torch
 import fastps.torch as hvd
 
+namedtuple_of = namedtuple("namedtuple_of", "x y")
 torch.set_num_threads(1)
 
 def raises(kind, words, call):
@@ -104,6 +109,14 @@ def moves(members, **how):
         hvd.synchronize(handle)
     assert hvd.allgather_object({"rank": me}, **how) == [{"rank": rank} for rank in members]
     assert hvd.broadcast_object([me], root, **how) == [root]
+    if not how:
+        value = OrderedDict(shape=torch.Size([me, 2]), kind=torch.float16, where=Path(f"/{me}"),
+                            both=namedtuple_of(torch.full((2,), me), argparse.Namespace(lr=me)))
+        got = hvd.broadcast_object(value, root)
+        assert type(got) is OrderedDict and type(got["both"]) is namedtuple_of
+        assert type(got["shape"]) is torch.Size and got["shape"] == (root, 2)
+        assert (got["kind"], got["where"]) == (torch.float16, Path(f"/{root}"))
+        assert got["both"].x.tolist() == [root] * 2 and got["both"].y.lr == root
     hvd.barrier(**how)
 
 def gradients(members, **how):
@@ -164,6 +177,7 @@ if some.included():
 else:
     raises(ValueError, "worker 1 is not in process set [0, 2]",
            lambda: hvd.allreduce(torch.ones(1), process_set=some))
+raises(RuntimeError, "not declared", lambda: hvd.forget("nothing"))
 raises(ValueError, "not both", lambda: hvd.allreduce(torch.ones(1), True, op=hvd.Sum))
 raises(ValueError, "op must be one of", lambda: hvd.allreduce(torch.ones(1), op="sum"))
 raises(TypeError, "complex", lambda: hvd.allreduce(torch.ones(1) * 1j, op=hvd.Max))

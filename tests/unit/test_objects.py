@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import enum
+import pathlib
+from collections import OrderedDict, namedtuple
 
 import msgspec
 import numpy as np
@@ -63,6 +67,46 @@ def test_numpy_scalars_keep_their_type():
     back = decode_object(encode_object(np.float32(1.5)))
     assert type(back) is np.float32
     assert back == 1.5
+
+
+class Colour(enum.Enum):
+    """Something that settings hold."""
+
+    RED = 1
+
+
+class Level(enum.IntEnum):
+    """A number with a name."""
+
+    HIGH = 3
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Colour.RED, Level.HIGH, Point(1, [2]), pathlib.Path("/some/where"), np.dtype("int16"),
+        OrderedDict(b=1, a=(Colour.RED,)), argparse.Namespace(lr=0.1, kind=Level.HIGH),
+    ],
+)  # fmt: skip
+def test_what_settings_hold_comes_back_as_what_it_is(value):
+    back = decode_object(encode_object([value]))[0]
+    assert type(back) is type(value)
+    assert back == value
+    assert list(back) == list(value) if isinstance(value, OrderedDict | tuple) else True
+
+
+@pytest.mark.parametrize("module", ["os", __name__, "no_such"])
+def test_a_class_is_only_looked_up(module):
+    for code in (10, 11):
+        data = msgspec.msgpack.encode([module, "system", ["touch", "x"]])
+        with pytest.raises(ValueError, match="not imported here"):
+            decode_object(msgspec.msgpack.encode(msgspec.msgpack.Ext(code, data)))
+    data = msgspec.msgpack.encode([__name__, "Point", [1]])
+    with pytest.raises(ValueError, match="no named tuple of 1"):
+        decode_object(msgspec.msgpack.encode(msgspec.msgpack.Ext(11, data)))
 
 
 @pytest.mark.parametrize("value", [object(), print, {1: object()}, [int], 1j, range(3)])

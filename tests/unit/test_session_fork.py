@@ -7,6 +7,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import fastps
 from fastps.config import load
 from fastps.errors import NotInitializedError
 from fastps.session import Session
@@ -41,6 +42,15 @@ def test_a_forked_child_cannot_use_it():
     assert in_child(look) == 1
     session.check_usable()
     assert session.is_ours
+
+
+def test_a_forked_child_knows_its_number():
+    fastps.init(size=1, num_servers=0)
+    try:
+        assert in_child(lambda: 10 * fastps.rank() + fastps.size() + fastps.local_size()) == 2
+        assert in_child(lambda: fastps.is_initialized()) == 0
+    finally:
+        fastps.shutdown()
 
 
 def test_links_end_in_a_child_that_is_forked_while_close_ends_them():

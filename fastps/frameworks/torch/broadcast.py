@@ -9,6 +9,7 @@ is refused on all ranks. Blocks; called by all ranks in the same order.
 from __future__ import annotations
 
 import uuid
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -54,9 +55,10 @@ def broadcast_object(
     """Give every rank the root rank's value; what the others pass is ignored.
 
     The value is made of None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays
-    and CPU tensors, else TypeError on all ranks. Types are kept; subclasses of dict and tuple
-    arrive as dict and tuple. The root gets its own object back. In a process set that is not of
-    all workers no tensors travel.
+    and CPU tensors, of dtypes, Path, argparse.Namespace, Enum and named tuples, else TypeError on
+    all ranks. Types are kept; other subclasses of dict and tuple than OrderedDict, torch.Size and
+    named tuples arrive as dict and tuple. The root gets its own object back. In a process set
+    that is not of all workers no tensors travel.
     """
     if process_set is not global_process_set:
         return fastps.broadcast_object(
@@ -148,24 +150,43 @@ def _take_out(value: Any, mark: str, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return mark, len(tensors) - 1
+    if isinstance(value, torch.Size):
+        return mark, "Size", tuple(value)
+    if isinstance(value, torch.dtype):
+        return mark, "dtype", str(value).removeprefix("torch.")
     if isinstance(value, dict):
-        return {key: _take_out(item, mark, tensors) for key, item in value.items()}
+        return _like(value, ((key, _take_out(item, mark, tensors)) for key, item in value.items()))
     if isinstance(value, list | tuple):
-        items = [_take_out(item, mark, tensors) for item in value]
-        return items if isinstance(value, list) else tuple(items)
+        return _like(value, (_take_out(item, mark, tensors) for item in value))
     return value
+
+
+def _like(value: Any, items: Iterable[Any]) -> Any:
+    """Make a container of the items: of the kind that the value is, where that can travel."""
+    if isinstance(value, dict):
+        return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
+    if isinstance(value, list):
+        return list(items)
+    make = getattr(type(value), "_make", tuple)  # a named tuple's
+    return make(items)
 
 
 def _put_back(value: Any, mark: str, tensors: list[torch.Tensor]) -> Any:
     """Replace each tuple of the mark and a place by the tensor."""
     if isinstance(value, dict):
-        return {key: _put_back(item, mark, tensors) for key, item in value.items()}
-    if isinstance(value, tuple) and len(value) == 2 and value[0] == mark:
-        return tensors[value[1]]
+        return _like(value, ((key, _put_back(item, mark, tensors)) for key, item in value.items()))
+    if isinstance(value, tuple) and len(value) and value[0] == mark:
+        return _taken_out(value, tensors)
     if isinstance(value, list | tuple):
-        items = [_put_back(item, mark, tensors) for item in value]
-        return items if isinstance(value, list) else tuple(items)
+        return _like(value, (_put_back(item, mark, tensors) for item in value))
     return value
+
+
+def _taken_out(value: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
+    """Give what a tuple with the mark stands for."""
+    if len(value) == 2:
+        return tensors[value[1]]
+    return torch.Size(value[2]) if value[1] == "Size" else getattr(torch, value[2])
 
 
 def _labels(name: str, tensors: list[torch.Tensor]) -> list[str]:
