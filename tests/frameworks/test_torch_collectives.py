@@ -165,9 +165,34 @@ def sparse(members, **how):
     empty = torch.sparse_coo_tensor(torch.empty((1, 0), dtype=torch.long), torch.empty(0), (4,))
     assert hvd.allreduce(empty, **how)._nnz() == 0
 
+def model_of(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 200), torch.nn.Tanh())
+
+def training(members, **how):
+    me, size = hvd.rank(), len(members)
+    for op in (hvd.Average, hvd.Sum):
+        model, alone = model_of(me), model_of(members[0])
+        hvd.broadcast_parameters(model.state_dict(), members[0], prefix=f"{op} {how}", **how)
+        one = torch.optim.SGD(alone.parameters(), lr=0.1)
+        all_of_us = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=op,
+            prefix=f"{op} {members}.", **how)
+        for step in range(3):
+            one.zero_grad()
+            for rank in members:
+                (alone(of(rank + step, 5, 4)).square().mean()
+                 / (size if op is hvd.Average else 1)).backward()
+            one.step()
+            all_of_us.zero_grad()
+            model(of(me + step, 5, 4)).square().mean().backward()
+            all_of_us.step()
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
 hvd.init()
 size = hvd.size()
-checks = (sums, rows, moves, gradients, sparse)
+checks = (sums, rows, moves, gradients, sparse, training)
 for check in checks:
     check(list(range(size)))
 some = hvd.add_process_set([0, size - 1])
@@ -177,6 +202,9 @@ if some.included():
 else:
     raises(ValueError, "worker 1 is not in process set [0, 2]",
            lambda: hvd.allreduce(torch.ones(1), process_set=some))
+    raises(ValueError, "worker 1 is not in process set [0, 2]",
+           lambda: hvd.DistributedOptimizer(torch.optim.SGD(model_of(0).parameters(), lr=1),
+                                            process_set=some))
 raises(RuntimeError, "not declared", lambda: hvd.forget("nothing"))
 raises(ValueError, "not both", lambda: hvd.allreduce(torch.ones(1), True, op=hvd.Sum))
 raises(ValueError, "op must be one of", lambda: hvd.allreduce(torch.ones(1), op="sum"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -555,14 +556,39 @@ def test_it_is_a_module(alone: FakeCluster) -> None:
     model.load_state_dict({f"module.{k}": v for k, v in make_model(1).state_dict().items()})
     assert torch.equal(module[0].weight, make_model(1)[0].weight)
     assert not model.eval().module.training
-    with pytest.raises(TypeError, match=r"\.module"):
-        copy.deepcopy(model)
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(model)
     alive = weakref.ref(model)
     del model
     gc.collect()
     assert alive() is None
     loss_of(module, batch(0)).backward()
     assert not sent(alone)
+
+
+def test_a_copy_is_for_evaluation(alone: FakeCluster) -> None:
+    model = parallel(make_model())
+    average = torch.optim.swa_utils.AveragedModel(model)
+    loss_of(model, batch(0)).backward()
+    average.update_parameters(model)
+    count = len(sent(alone))
+    twin = copy.deepcopy(model)
+    assert type(twin) is type(model)
+    assert twin.module[0].weight is not model.module[0].weight
+    with torch.no_grad():
+        assert torch.equal(average(batch(0)[0]), model.module(batch(0)[0]))
+    with pytest.raises(FastPSError, match="copy of a Distributed"):
+        twin(batch(0)[0])
+    loss_of(twin.eval(), batch(0)).backward()
+    assert len(sent(alone)) == count
+
+
+def test_words_of_torch_are_known(alone: FakeCluster) -> None:
+    model = parallel(
+        make_model(), bucket_cap_mb=0.5, gradient_as_bucket_view=True, static_graph=True
+    )
+    assert model._exchange._bucket_bytes == 1 << 19
+    assert model._exchange._views is True
 
 
 def test_arguments_are_checked(alone: FakeCluster) -> None:

@@ -15,15 +15,21 @@ import numpy as np
 
 from fastps import session
 from fastps.errors import MismatchError
+from fastps.sets import ProcessSet, gather_objects, global_process_set
 
 Entry: TypeAlias = tuple[str, tuple[int, ...], str]  # name, shape, dtype and what else counts
 
 
-def check_alike(mine: Sequence[Entry], label: str) -> None:
-    """Raise MismatchError on all workers when one has other entries than worker 0.
+def check_alike(
+    mine: Sequence[Entry], label: str, process_set: ProcessSet = global_process_set
+) -> None:
+    """Raise MismatchError on all members when one has other entries than the first, worker 0.
 
     label: names the comparison; one at a time.
     """
+    if process_set is not global_process_set:
+        _check_within(mine, label, process_set)
+        return
     current = session.current()
     if current.size == 1:
         return
@@ -37,15 +43,24 @@ def check_alike(mine: Sequence[Entry], label: str) -> None:
         raise MismatchError(current.broadcast_object(found, culprit, f"{label}.alike.why"))
 
 
-def _difference(mine: Sequence[Any], theirs: Sequence[Any], rank: int) -> str:
+def _check_within(mine: Sequence[Entry], label: str, process_set: ProcessSet) -> None:
+    """Let all members see what all have."""
+    told = gather_objects(process_set.group(), list(mine), f"{label}.alike")
+    for rank, theirs in zip(process_set.ranks, told, strict=True):
+        found = _difference(theirs, told[0], rank, process_set.ranks[0])
+        if found:
+            raise MismatchError(found)
+
+
+def _difference(mine: Sequence[Any], theirs: Sequence[Any], rank: int, first: int = 0) -> str:
     """Describe the first difference; empty if there is none."""
     for place in range(max(len(mine), len(theirs))):
         ours = mine[place] if place < len(mine) else None
         root = theirs[place] if place < len(theirs) else None
         if ours != root:
             return (
-                f"number {place} is {_say(ours)} on worker {rank} and {_say(root)} on worker 0: "
-                "build model and optimizer alike, in the same order, on all workers"
+                f"number {place} is {_say(ours)} on worker {rank} and {_say(root)} on worker "
+                f"{first}: build model and optimizer alike, in the same order, on all workers"
             )
     return ""
 

@@ -18,6 +18,7 @@ import torch
 import fastps
 from fastps import session
 from fastps.frameworks._adapter import check_name, wait_all
+from fastps.frameworks.torch.collectives import broadcast_async_
 from fastps.frameworks.torch.tensors import (
     check_tensor,
     is_sendable,
@@ -33,6 +34,7 @@ def broadcast_parameters(
     params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
     root_rank: int = 0,
     prefix: str = "Parameter.",
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Overwrite tensors on all ranks with those of the root rank, in place.
 
@@ -41,6 +43,10 @@ def broadcast_parameters(
     whose names are the same. One submit for all tensors.
     """
     pairs = _pairs_of(params)
+    if process_set is not global_process_set:
+        for handle in [broadcast_async_(one, root_rank, None, process_set) for _, one in pairs]:
+            handle.wait()
+        return
     names = [prefix + check_name(name, "broadcast_parameters") for name, _ in pairs]
     tensors = [check_tensor(tensor, name) for name, (_, tensor) in zip(names, pairs, strict=True)]
     _broadcast(tensors, names, root_rank)

@@ -24,6 +24,7 @@ from fastps.frameworks._adapter import (
     ACCUMULATE,
     Average,
     Round,
+    Sum,
     check_op,
     plan_buckets,
     wait_all,
@@ -40,6 +41,7 @@ from fastps.frameworks.torch.buckets import (
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.sums import EarlierSums
 from fastps.frameworks.torch.tensors import check_tensor, submit_push_pull
+from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
 
 Views: TypeAlias = bool | Literal["auto"]
@@ -71,6 +73,7 @@ class GradientExchange:
         bucket_bytes: int,
         passes: int = 1,
         cure: str = ACCUMULATE,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
         if gradient_views not in (True, False, "auto"):
             raise ValueError(
@@ -80,6 +83,9 @@ class GradientExchange:
             raise ValueError(f"bucket_bytes must be an integer from 0, not {bucket_bytes!r}")
         self._compression = compression
         self._average = check_op(op) is Average
+        self._process_set = process_set
+        if process_set is not global_process_set:
+            process_set.group()  # ValueError for a worker that is not in it
         self._prefix = prefix
         self._views = gradient_views
         self._bucket_bytes = bucket_bytes
@@ -102,7 +108,9 @@ class GradientExchange:
         for parameter, name in zip(parameters, names, strict=True):
             check_tensor(parameter, name)
         full = [self._prefix + name for name in names]
-        check_alike(self._describe(parameters, full), f"{self._prefix}parameters")
+        check_alike(
+            self._describe(parameters, full), f"{self._prefix}parameters", self._process_set
+        )
         plan = self._plan(parameters)
         buckets = [
             self._make_bucket([parameters[i] for i in places], [full[i] for i in places])
@@ -232,6 +240,8 @@ class GradientExchange:
         """Declare all buckets at once, so that no hook has to wait for it in backward."""
         if self._compression not in _BUILT_IN or not buckets:
             return
+        if self._process_set is not global_process_set:
+            return
         try:
             session.current().declare([bucket.spec() for bucket in buckets])
         except MismatchError as error:
@@ -278,6 +288,9 @@ class GradientExchange:
 
     def _start_one(self, index: int) -> None:
         """Send a bucket, in the session's quickest form: this happens within backward()."""
+        if self._process_set is not global_process_set:
+            self._start_within([index])
+            return
         current, bucket = session.current(), self._buckets[index]
         self._load(index)
         try:
@@ -293,9 +306,24 @@ class GradientExchange:
             raise _advised(error) from error.__cause__
         self.round.started(handle, (index,), (bucket,))
 
+    def _start_within(self, indices: Sequence[int]) -> None:
+        """Send buckets to the members of the process set alone."""
+        group, op = self._process_set.group(), Average if self._average else Sum
+        for index in indices:
+            bucket = self._buckets[index]
+            self._load(index)
+            handle = group.allreduce(
+                bucket.array, bucket.array, op=op, name=bucket.name, dtype=bucket.code,
+                priority=-self._members[index][0],
+            )  # fmt: skip
+            self.round.started(handle, (index,), (bucket,))
+
     def _start(self, indices: Sequence[int]) -> None:
         """Send buckets, all that have one dtype in one submit."""
         if not indices:
+            return
+        if self._process_set is not global_process_set:
+            self._start_within(indices)
             return
         current = session.current()
         buckets = [self._buckets[index] for index in indices]

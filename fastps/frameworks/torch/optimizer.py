@@ -22,6 +22,7 @@ from fastps.frameworks._adapter import (
 )
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.exchange import GradientExchange, Views
+from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
 
 
@@ -107,6 +108,7 @@ def DistributedOptimizer(
     prefix: str = "Gradient.",
     gradient_views: Views = "auto",
     bucket_bytes: int = BUCKET_BYTES,
+    process_set: ProcessSet = global_process_set,
 ) -> SynchronizedOptimizer:
     """Make an optimizer step with gradients that are averaged (or summed) over all workers.
 
@@ -126,6 +128,8 @@ def DistributedOptimizer(
     workers share memory, and of those in buckets. A view is written anew by the next backward
     pass, so clone a gradient that you want to keep. The values are the same in all cases.
 
+    process_set: who exchanges gradients; workers outside use the optimizer as it is.
+
     All ranks must call it alike; MismatchError, here or at the first step, if they do not.
     Blocks until the servers are ready for all gradients.
     """
@@ -142,6 +146,7 @@ def DistributedOptimizer(
         prefix=prefix,
         gradient_views=gradient_views,
         bucket_bytes=bucket_bytes,
+        process_set=process_set,
     )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     exchange.watch(*_in_model_order(parameters, names, given))

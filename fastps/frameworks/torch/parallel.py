@@ -12,6 +12,7 @@ All of one instance runs in one thread at a time, the one that runs forward and 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import weakref
@@ -160,7 +161,9 @@ class DistributedDataParallel(torch.nn.Module):
     zero, always (find_unused_parameters is accepted and not needed), and p.grad is zero rather
     than None then. broadcast_buffers: before each forward pass in training mode all ranks take
     over rank 0's buffers. compression, op, gradient_views and bucket_bytes are those of
-    DistributedOptimizer. Gradients accumulate over several backward passes as without this
+    DistributedOptimizer; torch's words bucket_cap_mb (bucket_bytes in MiB) and
+    gradient_as_bucket_view (gradient_views=True) mean the same, and static_graph is accepted and
+    not needed. Gradients accumulate over several backward passes as without this
     class, with no_sync() at the cost of one exchange.
 
     The next forward pass raises FastPSError when the module has got new parameters (a layer was
@@ -168,8 +171,11 @@ class DistributedDataParallel(torch.nn.Module):
 
     All ranks build their instances in the same order, or give each a `prefix`, and run the same
     number of backward passes; each must reach at least one parameter. An error that is raised
-    within backward(), such as PeerLostError, comes out of it. Wrap anew after shutdown().
+    within backward(), such as PeerLostError, comes out of it. Wrap anew after shutdown(). A deep
+    copy, as AveragedModel makes one, exchanges nothing: it is for evaluation.
     """
+
+    _is_copy = False
 
     def __init__(
         self,
@@ -184,6 +190,9 @@ class DistributedDataParallel(torch.nn.Module):
         prefix: str | None = None,
         gradient_views: Views = "auto",
         bucket_bytes: int = BUCKET_BYTES,
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(module, torch.nn.Module):
@@ -202,8 +211,8 @@ class DistributedDataParallel(torch.nn.Module):
             compression=compression,
             op=op,
             prefix=f"{prefix}Gradient.",
-            gradient_views=gradient_views,
-            bucket_bytes=bucket_bytes,
+            gradient_views=gradient_as_bucket_view or gradient_views,
+            bucket_bytes=bucket_bytes if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20)),
         )
         self._buffers_name = f"{prefix}Buffers"
         self._buffer_sync = BufferSync(module, self._buffers_name)
@@ -216,6 +225,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Run the module; the backward pass through what it returns averages the gradients."""
+        if self._is_copy:
+            return self._evaluate(*inputs, **options)
         is_round = torch.is_grad_enabled() and self._is_syncing
         if is_round and not _is_in_backward():
             self._exchange.check_ended()
@@ -251,12 +262,30 @@ class DistributedDataParallel(torch.nn.Module):
         """
         self._exchange.complete()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """Give a wrapper of a copied module, which exchanges nothing.
+
+        Nobody knows whether all workers make the copy, and whether it is to be trained.
+        """
+        copied = type(self).__new__(type(self))
+        torch.nn.Module.__init__(copied)
+        memo[id(self)] = copied
+        copied.module = copy.deepcopy(self.module, memo)
+        copied._is_copy = True
+        return copied.train(self.training)
+
+    def _evaluate(self, *inputs: Any, **options: Any) -> Any:
+        """Run the module of a copy."""
+        if torch.is_grad_enabled() and self.training:
+            raise FastPSError(
+                "this is a copy of a DistributedDataParallel, which averages no gradients: wrap "
+                "its .module to train it, or call eval() or use torch.no_grad()"
+            )
+        return self.module(*inputs, **options)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copies: two instances cannot exchange the same gradients."""
-        raise TypeError(
-            "a DistributedDataParallel cannot be copied or pickled; copy its .module, or save "
-            "its state_dict()"
-        )
+        """Refuse to be pickled."""
+        raise TypeError("a DistributedDataParallel cannot be pickled; save its state_dict()")
 
 
 _instances: weakref.WeakKeyDictionary[session.Session, itertools.count[int]] = (
