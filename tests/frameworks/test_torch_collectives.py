@@ -190,9 +190,28 @@ def training(members, **how):
         for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs)
 
+def tables(members, **how):
+    me, size = hvd.rank(), len(members)
+    for rows in (10, 40_000):  # in a bucket, and by itself
+        table, alone = (torch.nn.Embedding(rows, 2, sparse=kind) for kind in (True, False))
+        for one in (table, alone):
+            torch.nn.init.ones_(one.weight)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1), prefix=f"{rows} {members}.",
+            sparse_as_dense=True, gradient_predivide_factor=2.0, num_groups=1, **how)
+        for step in range(2):
+            for rank in members:
+                (alone(torch.tensor([rank + step, 5, 5])).square().sum() / size).backward()
+            torch.optim.SGD(alone.parameters(), lr=1).step()
+            alone.zero_grad()
+            table(torch.tensor([me + step, 5, 5])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(table.weight, alone.weight)
+
 hvd.init()
 size = hvd.size()
-checks = (sums, rows, moves, gradients, sparse, training)
+checks = (sums, rows, moves, gradients, sparse, training, tables)
 for check in checks:
     check(list(range(size)))
 some = hvd.add_process_set([0, size - 1])
@@ -206,6 +225,8 @@ else:
            lambda: hvd.DistributedOptimizer(torch.optim.SGD(model_of(0).parameters(), lr=1),
                                             process_set=some))
 raises(RuntimeError, "not declared", lambda: hvd.forget("nothing"))
+raises(ValueError, "op=Average", lambda: hvd.DistributedOptimizer(
+    torch.optim.SGD(model_of(0).parameters(), lr=1), op=hvd.Sum, gradient_predivide_factor=2.0))
 raises(ValueError, "not both", lambda: hvd.allreduce(torch.ones(1), True, op=hvd.Sum))
 raises(ValueError, "op must be one of", lambda: hvd.allreduce(torch.ones(1), op="sum"))
 raises(TypeError, "complex", lambda: hvd.allreduce(torch.ones(1) * 1j, op=hvd.Max))

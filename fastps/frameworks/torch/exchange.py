@@ -74,6 +74,7 @@ class GradientExchange:
         passes: int = 1,
         cure: str = ACCUMULATE,
         process_set: ProcessSet = global_process_set,
+        sparse_as_dense: bool = False,
     ) -> None:
         if gradient_views not in (True, False, "auto"):
             raise ValueError(
@@ -84,6 +85,7 @@ class GradientExchange:
         self._compression = compression
         self._average = check_op(op) is Average
         self._process_set = process_set
+        self._sparse_as_dense = sparse_as_dense
         if process_set is not global_process_set:
             process_set.group()  # ValueError for a worker that is not in it
         self._prefix = prefix
@@ -284,6 +286,10 @@ class GradientExchange:
         if self._sums is not None:
             for member in self._members[index]:
                 self._sums.set_apart(member)
+        if self._sparse_as_dense:
+            for parameter in (self._parameters[member] for member in self._members[index]):
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
         self._buckets[index].load(session.current(), self._memory)
 
     def _start_one(self, index: int) -> None:

@@ -109,6 +109,10 @@ def DistributedOptimizer(
     gradient_views: Views = "auto",
     bucket_bytes: int = BUCKET_BYTES,
     process_set: ProcessSet = global_process_set,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
 ) -> SynchronizedOptimizer:
     """Make an optimizer step with gradients that are averaged (or summed) over all workers.
 
@@ -129,14 +133,15 @@ def DistributedOptimizer(
     pass, so clone a gradient that you want to keep. The values are the same in all cases.
 
     process_set: who exchanges gradients; workers outside use the optimizer as it is.
+    sparse_as_dense: let sparse gradients travel with all their zeros; they are refused otherwise.
+    Horovod's gradient_predivide_factor (only with Average, else ValueError), num_groups and
+    groups are accepted and not needed: sums of half types are made in float32 and rounded once,
+    and bucket_bytes says what travels together.
 
     All ranks must call it alike; MismatchError, here or at the first step, if they do not.
     Blocks until the servers are ready for all gradients.
     """
-    if isinstance(optimizer, SynchronizedOptimizer):
-        raise ValueError("the optimizer is a DistributedOptimizer already")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch optimizer, not {type(optimizer).__name__}")
+    _check(optimizer, op, gradient_predivide_factor)
     given = None if named_parameters is None else given_names(named_parameters, torch.Tensor)
     names = _names_of(optimizer.param_groups, given)
     exchange = GradientExchange(
@@ -147,10 +152,21 @@ def DistributedOptimizer(
         gradient_views=gradient_views,
         bucket_bytes=bucket_bytes,
         process_set=process_set,
+        sparse_as_dense=sparse_as_dense,
     )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     exchange.watch(*_in_model_order(parameters, names, given))
     return _adopt(optimizer, exchange, given)
+
+
+def _check(optimizer: object, op: Op, predivide_factor: float) -> None:
+    """Refuse what DistributedOptimizer() cannot be given."""
+    if isinstance(optimizer, SynchronizedOptimizer):
+        raise ValueError("the optimizer is a DistributedOptimizer already")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch optimizer, not {type(optimizer).__name__}")
+    if predivide_factor != 1.0 and op is not Average:
+        raise ValueError("gradient_predivide_factor divides an average: give op=Average")
 
 
 def _adopt(
