@@ -255,10 +255,13 @@ cdef void drop_landing(State* state, Peer* peer, Work* work) noexcept nogil:
 
 
 cdef bint waits_for(Task* task, uint32_t member) noexcept nogil:
-    """Whether something of an operation is still to come from a member, or to go there."""
+    """Whether an operation waits for a member.
+
+    What is under way ends by itself, and what has not begun may have its bytes already.
+    """
     cdef uint32_t i
     for i in range(task.n_legs):
-        if (task.legs[i].state != OVER and task.legs[i].kind not in (LEG_FOLD, LEG_COPY)
+        if (task.legs[i].state == POSTED and task.legs[i].kind not in (LEG_FOLD, LEG_COPY)
                 and task.legs[i].entry.peer == member):
             return True
     return False

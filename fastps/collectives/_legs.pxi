@@ -110,6 +110,10 @@ cdef void begin_send(State* state, Leg* leg, Work* work) noexcept nogil:
     if ready == NULL and is_small and peer.out + leg.nbytes <= UNASKED_BYTES:
         peer.out += leg.nbytes
         leg.item.header.flags |= FLAG_EAGER
+    elif ready == NULL and peer.has_left:
+        leg.state = BLOCKED
+        fail_task(state, leg.task, E_PEER_LOST, leg.entry.peer, work)
+        return
     elif ready == NULL:
         leg.state = POSTED
         put(state, &leg.entry, HELD)

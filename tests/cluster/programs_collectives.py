@@ -287,3 +287,14 @@ def ring(rounds: int = 20) -> list[int]:
     fastps.barrier()
     fastps.shutdown()
     return [int(found["Threads"]), int(found["RssAnon"].split()[0]) << 10, links]
+
+
+def leave_at_once(rounds: int = 25) -> str:
+    """Leave right after an operation, while others may still be in it; join again."""
+    for _ in range(rounds):
+        fastps.init()
+        world = current.current().groups.world
+        array = np.ones(2, np.float32)
+        assert world.allreduce(array, op=Op.SUM).wait(WAIT_S)[0] == world.size
+        fastps.shutdown()
+    return "done"

@@ -66,3 +66,8 @@ def test_a_worker_among_many_costs_what_it_costs_among_few(way):
         assert threads == few[0][0]
         assert private_bytes < few[0][1] + (3 << 20)
         assert links == few[0][2] == 2
+
+
+@pytest.mark.parametrize("way", ["memory", "unix"])
+def test_who_is_done_leaves_and_harms_nobody(way):
+    run_job(programs_collectives.leave_at_once, workers=3, servers=0, environment=WAYS[way])

@@ -37,7 +37,7 @@ ROOMS = {
     "server/": 3120,
     "worker/": 2800,
     "collectives/": 2880,
-    "frameworks/": 4050,
+    "frameworks/": 4480,
     "launch/": 1960,
     "bench/": 1600,
     "": 3970,  # the session, what it is made of, faces, and the pure rooms of one file each
