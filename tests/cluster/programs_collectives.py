@@ -289,7 +289,7 @@ def ring(rounds: int = 20) -> list[int]:
     return [int(found["Threads"]), int(found["RssAnon"].split()[0]) << 10, links]
 
 
-def leave_at_once(rounds: int = 25) -> str:
+def leave_at_once(rounds: int = 10) -> str:
     """Leave right after an operation, while others may still be in it; join again."""
     for _ in range(rounds):
         fastps.init()
