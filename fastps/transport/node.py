@@ -414,6 +414,7 @@ class Node:
             if transport is not None:
                 transport.close(timeout_s=self._config.shutdown_timeout_s)
         self._tcp = self._rdma = None
+        self._owner = None  # which knows us: its memory is not to wait for the collector
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child."""
