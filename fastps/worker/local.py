@@ -91,6 +91,8 @@ class LocalGroup:
         """
         if not self._engine.close_memory(timeout_s=timeout_s):
             log.warning("the thread of shared memory did not end within %g s", timeout_s)
+        else:
+            self._pipes.release()  # memory is not to wait for the collector
         self._stage = None
         self.arena.close()
 

@@ -536,6 +536,10 @@ cdef class PipeTransport:
         """Have every link end at once."""
         self.close(E_PEER_LOST)
 
+    def release(self):
+        """Let go of the owners of links, which keep this; nobody steps any more."""
+        del self.kept[1 + self.pipes.n:]
+
     def close(self, int status):
         """Close every link: -2 in order, another status at once."""
         cdef uint32_t i
