@@ -206,6 +206,7 @@ cdef class Exchange(LinkOwner):
     cdef BufferPool pool
     cdef WorkerEngine engine    # keeps the plan
     cdef dict in_flight         # keeps operations until somebody saw their end
+    cdef Py_ssize_t many        # as many in flight are looked through for such as nobody waits for
     cdef public object pin      # holder(array) pins large arrays, as RDMA needs; or None
     cdef int begin(self, Operation operation) except -1
     cdef int check(self, str name) except -1

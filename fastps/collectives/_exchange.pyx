@@ -426,6 +426,7 @@ cdef class Exchange(LinkOwner):
     def __cinit__(self, *, uint32_t me, uint32_t n_members, WorkerEngine engine not None):
         self.engine = engine
         self.in_flight = {}
+        self.many = MANY_OPERATIONS
         self.pool = BufferPool()
         self.state = <State*>calloc(1, sizeof(State))
         if self.state == NULL:
@@ -462,10 +463,11 @@ cdef class Exchange(LinkOwner):
             cause = ("the job has ended" if self.state.culprit < 0 else
                      f"the link to member {self.state.culprit} has ended")
             raise error_of(self.state.status, f"operation {name!r}: {cause}")
-        if len(self.in_flight) > MANY_OPERATIONS:
+        if len(self.in_flight) > self.many:
             for operation in list(self.in_flight.values()):
                 if completion_is_done(&(<Operation>operation).task.done):
                     (<Operation>operation).release()
+            self.many = MANY_OPERATIONS + 2 * len(self.in_flight)
         return 0
 
     def start(self, Program program not None, uint64_t channel, *, str name, input=None,

@@ -141,9 +141,10 @@ cdef void keep_early(State* state, Entry* early, Work* work) noexcept nogil:
         refuse(state, task, work)
 
 
-cdef void take_message(State* state, Peer* peer, const Header* header,
+cdef void take_message(State* state, Peer* peer, uint32_t number, const Header* header,
                        Work* work) noexcept nogil:
     """The bytes that were announced are where they belong. The lock is free."""
+    cdef Entry name
     cdef int status
     if peer.landing == IN_LOAN:
         status = fold_came(state, peer.leg.fold, header.offset / CHUNK_BYTES, peer.leg.source,
@@ -151,6 +152,9 @@ cdef void take_message(State* state, Peer* peer, const Header* header,
     else:
         status = peer.result
     pthread_mutex_lock(&state.lock)
+    if header.flags & FLAG_EAGER and peer.landing != IN_EARLY:
+        name_of(&name, header, number)
+        taken_unasked(state, &name, work)
     if peer.landing == IN_LEG:
         landed(state, peer.leg, header.length, work)
     elif peer.landing in (IN_LOAN, IN_FOLD):
@@ -229,7 +233,7 @@ cdef int exchange_deliver(void* context, Link* link, const Header* header) noexc
     cdef int status = OK
     memset(&work, 0, sizeof(work))
     if header.kind == KIND_MESSAGE:
-        take_message(state, peer, header, &work)
+        take_message(state, peer, link.peer, header, &work)
     else:
         name_of(&name, header, link.peer)
         pthread_mutex_lock(&state.lock)

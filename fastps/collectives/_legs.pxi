@@ -138,12 +138,12 @@ cdef void give_early(State* state, Leg* leg, Entry* early, Work* work) noexcept 
     elif leg.kind == LEG_SOURCE:
         leg.entry.payload = early.payload
         early.payload = NULL
-        taken_unasked(state, work, early)
+        taken_unasked(state, early, work)
         leg.state = GOING
         add_leg(work, leg)
     else:
         memcpy(leg.address, early.payload, early.nbytes)
-        taken_unasked(state, work, early)
+        taken_unasked(state, early, work)
         end_leg(state, leg, work)
     free(early.payload)
     free(early)

@@ -154,7 +154,7 @@ cdef void add_ready(State* state, Work* work, Leg* leg) noexcept nogil:
         add_control(state, work, KIND_READY, &leg.entry, <int32_t>leg.nbytes)
 
 
-cdef void taken_unasked(State* state, Work* work, const Entry* early) noexcept nogil:
+cdef void taken_unasked(State* state, const Entry* early, Work* work) noexcept nogil:
     """Count bytes that came unasked and are in their place; tell the sender now and then."""
     cdef Peer* peer = &state.peers[early.peer]
     cdef Entry name
