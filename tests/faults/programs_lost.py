@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers of test_operations.py do."""
+"""What the workers of test_lost_operations.py do."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import itertools
 import signal
 import time
 
-import programs_operations
+import programs_lost
 import pytest
 from job import Job, run_job
 
@@ -21,13 +21,13 @@ POINTS = ("link_send@60", "link_recv@45")
 
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [("allreduce", "memory"), *zip(programs_operations.KINDS, itertools.cycle(WAYS))],
+    [("allreduce", "memory"), *zip(programs_lost.KINDS, itertools.cycle(WAYS))],
 )
 def test_killed_in_the_middle_of_an_operation(kind, way):
     point = POINTS[len(kind) % 2]
     each = {("worker", 1): {"FASTPS_FAULT": f"{point}:kill"}}
     with Job(
-        programs_operations.repeat, workers=3, servers=0, arguments={"kind": kind},
+        programs_lost.repeat, workers=3, servers=0, arguments={"kind": kind},
         environment=WAYS[way], each=each,
     ) as job:  # fmt: skip
         victim = job.workers[1]
@@ -45,11 +45,11 @@ def test_killed_in_the_middle_of_an_operation(kind, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_who_leaves_is_named(way):
-    found = run_job(programs_operations.leave_early, workers=3, servers=0, environment=WAYS[way])
+    found = run_job(programs_lost.leave_early, workers=3, servers=0, environment=WAYS[way])
     assert found[0] == "left"
     assert all("worker 0" in text for text in found[1:]), found
 
 
 def test_who_never_begins_makes_it_stall():
-    found = run_job(programs_operations.stall, workers=2, servers=0)
+    found = run_job(programs_lost.stall, workers=2, servers=0)
     assert "lonely" in found[0], found
