@@ -63,6 +63,11 @@ class FrameKind(enum.IntEnum):
     PULL = 3
     ERROR = 4
     BYE = 5
+    MESSAGE = 6
+    READY = 7
+    OFFER = 8
+    CREDIT = 9
+    REFUSE = 10
 
 
 class FrameFlag(enum.IntFlag):

@@ -193,16 +193,31 @@ print(dist.is_backend_available("fastps"), "fastps.session" in sys.modules)
 """
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_importing_torch_makes_the_backend_known(tmp_path, is_on):
+def install(folder):
+    """Make Python believe that fastps is installed there, entry points and all; give the path."""
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / "setup.cfg")
     entry = metadata["options.entry_points"]["torch.backends"].strip()
-    installed = tmp_path / "fastps-0.dist-info"
+    installed = folder / "fastps-0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: fastps\nVersion: 0\n")
     (installed / "entry_points.txt").write_text(f"[torch.backends]\n{entry}\n")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    return os.pathsep.join([str(folder), str(ROOT)])
+
+
+@pytest.mark.parametrize("face", ["fastps.torch", "fastps.frameworks.torch.process_group"])
+def test_torch_may_be_imported_by_us(tmp_path, face):
+    """Who imports fastps.torch and no torch before has torch load our backend meanwhile."""
+    probe = subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"import {face}\n{PROBE}"], capture_output=True,
+        text=True, check=False, env=environ(PYTHONPATH=install(tmp_path)),
+    )  # fmt: skip
+    assert probe.stdout.split()[:1] == ["True"], probe.stderr
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_importing_torch_makes_the_backend_known(tmp_path, is_on):
+    path = install(tmp_path)
     words = {} if is_on else {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     probe = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True,

@@ -13,24 +13,24 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from torch import distributed as dist
-
-NAME = "fastps"
+NAME = "fastps"  # torch is imported below: it loads this file at the end of its own import
 
 
 def register() -> None:
     """Make init_process_group("fastps") known; a second call does nothing."""
+    from torch import distributed as dist  # noqa: PLC0415
+
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-        _meet_by_job()
+        _meet_by_job(dist.default_pg_timeout)
 
 
-def _meet_by_job() -> None:
+def _meet_by_job(patience: timedelta) -> None:
     """Let torch find the job of fastps-run where the environment tells of nothing else."""
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     theirs = handlers["env"]
 
-    def env(url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any) -> Any:
+    def env(url: str, timeout: timedelta = patience, **options: Any) -> Any:
         from fastps.frameworks.torch.meeting import has_job, meet  # noqa: PLC0415
 
         return meet(timeout) if has_job() else theirs(url, timeout=timeout, **options)
