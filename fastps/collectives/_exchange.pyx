@@ -60,6 +60,8 @@ cdef enum:
     FLAG_EAGER = 0x80           # of a MESSAGE: it was not asked for; the other bits: the operation
     CONTROL_PRIORITY = 0x7fffffff
     ANYONE = 0xffffffff         # in the place of a peer
+    OF_SENDER = 1               # label of a refusal: of one message, for the end that sends it
+    OF_RECEIVER = 2             # or receives it; 0: of an operation of all members
     SMALL_BYTES = 4000          # so little is copied by every transport, and never pinned
     MANY_OPERATIONS = 256       # in flight, before we look for those that nobody waits for
     NS_PER_US = 1000
@@ -299,11 +301,6 @@ cdef class Operation:
     def culprit(self):
         """Member that made it fail; meaningful after a PeerLost or Mismatch."""
         return self.task.culprit
-
-    @property
-    def version(self):
-        """Number of the operation on its channel."""
-        return self.task.number
 
     @property
     def met(self):

@@ -194,9 +194,24 @@ cdef void take_offer(State* state, Entry* name, Work* work) noexcept nogil:
     add_ready(state, work, leg)
 
 
+cdef bint is_end_of(Task* task, const Entry* name) noexcept nogil:
+    """Whether an operation is our end of the message that a refusal is about."""
+    cdef Leg* leg = &task.legs[0]
+    return (task.is_numbered and task.channel == name.channel and leg.entry.peer == name.peer
+            and leg.entry.number == name.number
+            and (leg.kind == LEG_SEND) == (name.label == OF_SENDER))
+
+
 cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
     """An operation fails at another member, so it fails here, or will."""
-    cdef Task* task = task_of(state, name)
+    cdef Task* task = state.tasks
+    if name.label in (OF_SENDER, OF_RECEIVER):
+        while task != NULL and not is_end_of(task, name):
+            task = task.next
+        if task != NULL:
+            fail_task(state, task, name.status, name.peer, work)
+        return
+    task = task_of(state, name)
     if task != NULL:
         fail_task(state, task, name.status, name.peer, work)
         return

@@ -61,15 +61,25 @@ cdef void fail_task(State* state, Task* task, int status, uint32_t culprit,
 
 
 cdef void refuse(State* state, Task* task, Work* work) noexcept nogil:
-    """Fail an operation whose members mean different things, on all of them."""
+    """Fail an operation whose members mean different things, on all of them.
+
+    A message of two is theirs alone: others have messages of the same number.
+    """
     cdef uint32_t i
     cdef Entry name
+    cdef Leg* leg = &task.legs[0]
     if task.status != OK:
         return
     fail_task(state, task, E_MISMATCH, state.me, work)
     memset(&name, 0, sizeof(name))
     name.channel = task.channel
     name.number = task.number
+    if task.is_numbered:
+        name.number = leg.entry.number
+        name.peer = leg.entry.peer
+        name.label = OF_RECEIVER if leg.kind == LEG_SEND else OF_SENDER
+        add_control(state, work, KIND_REFUSE, &name, E_MISMATCH)
+        return
     for i in range(task.n_members):
         name.peer = task.members[i]
         if name.peer != state.me:

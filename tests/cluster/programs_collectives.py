@@ -236,6 +236,27 @@ def mistakes() -> list[str]:
     return texts
 
 
+def letters_of_wrong_size() -> str:
+    """Receive what is longer than thought; messages of others with the same number are well."""
+    fastps.init()
+    world, rank = current.current().groups.world, fastps.rank()
+    for count in (10, 100_000):
+        if rank == 1:
+            sent = world.send(np.ones(count, np.float32), 0)
+            assert count == 10 or "started another" in _text_of(lambda sent=sent: sent)
+        elif rank == 0:
+            short = np.empty(count - 1, np.float32)
+            assert "started another" in _text_of(lambda short=short: world.receive(short))
+        world.barrier().wait(WAIT_S)
+        if rank == 0:
+            world.send(np.full(count, 7, np.float32), 2).wait(WAIT_S)
+        elif rank == 2:
+            assert world.receive(np.empty(count, np.float32)).wait(WAIT_S)[0] == 7
+        world.barrier().wait(WAIT_S)
+    fastps.shutdown()
+    return "done"
+
+
 def _text_of(start) -> str:
     try:
         start().wait(WAIT_S)

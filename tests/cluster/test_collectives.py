@@ -40,6 +40,10 @@ def test_sets_work_at_once(way):
     run_job(programs_collectives.sets_at_once, workers=4, servers=0, environment=WAYS[way])
 
 
+def test_a_letter_of_wrong_size_is_of_two_workers_alone():
+    run_job(programs_collectives.letters_of_wrong_size, workers=3, servers=0)
+
+
 def test_operations_without_a_name_leave_nothing_behind():
     for kept in run_job(programs_collectives.nothing_kept, workers=2, servers=0):
         assert max(kept) < 20, kept  # counts, and what others sent meanwhile
