@@ -100,5 +100,9 @@ class Groups:
     def explain(self, operation: Operation, status: int | None, timeout_s: float) -> FastPSError:
         """Word the error of an operation that failed, or, if status is None, did not end."""
         if status is None:
-            return StallError(stall_text(f"{operation.name} was not complete", timeout_s))
+            missing = (
+                ", ".join(f"worker {rank}" for rank in operation.awaited) or "nobody we know of"
+            )
+            what = f"{operation.name} was not complete, and waits for {missing},"
+            return StallError(stall_text(what, timeout_s))
         return self._session.blame(operation.name, status, culprit=operation.culprit)

@@ -28,6 +28,7 @@ cdef enum EntryKind:
     ANYBODY = 7                 # a receive waits for whoever sends first
     COUNT_OUT = 8               # messages sent to a peer on a channel so far; nbytes counts
     COUNT_IN = 9                # and received
+    FAILED = 10                 # an operation failed here: what still comes of it is not foreign
 
 cdef struct Leg
 cdef struct State
@@ -45,6 +46,8 @@ cdef struct Entry:              # of the table
     uint8_t code                # of the operation
     int32_t status              # REFUSED: why
     char* payload               # EARLY
+    Entry* newer                # EARLY: the next in the list of all of them
+    Entry* older
     Leg* leg                    # WANTED, HELD, ANYBODY
 
 cdef enum LegKind:              # fastps.collectives.schedule.Kind, and
@@ -131,6 +134,7 @@ cdef struct State:
     pthread_mutex_t lock        # guards all but atomics; never held over a copy or a link's call
     Entry* buckets[BUCKETS]
     Task* tasks                 # in flight
+    Entry* early                # what came before it was wanted, the newest first
     Peer* peers
     uint32_t n_members
     uint32_t me
@@ -199,6 +203,7 @@ cdef class Operation:
     cdef int fill_fold(self, uint32_t index) except -1
     cdef void free_views(self) noexcept
     cdef void release(self) noexcept
+    cdef int wait_until(self, int64_t deadline, int64_t spin_us) except? 1
     cdef int work_until(self, int64_t deadline, int64_t spin_us) except? 1
 
 cdef class Exchange(LinkOwner):

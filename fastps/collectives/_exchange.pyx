@@ -60,11 +60,14 @@ cdef enum:
     FLAG_EAGER = 0x80           # of a MESSAGE: it was not asked for; the other bits: the operation
     CONTROL_PRIORITY = 0x7fffffff
     ANYONE = 0xffffffff         # in the place of a peer
+    OWN = 1                     # code of a refusal that is ours: others have not heard of it
     OF_SENDER = 1               # label of a refusal: of one message, for the end that sends it
     OF_RECEIVER = 2             # or receives it; 0: of an operation of all members
     SMALL_BYTES = 4000          # so little is copied by every transport, and never pinned
+    MANY_EARLY = 64             # messages that came early are looked at, when an operation ends
     MANY_OPERATIONS = 256       # in flight, before we look for those that nobody waits for
     NS_PER_US = 1000
+    REMIND_NS = 1000000000      # who has waited so long says what for
     SIGNAL_SLICE_NS = 100000000     # how often a thread that works looks for Ctrl-C
 
 cdef enum Landing:              # what the frame under way on a link is
@@ -314,17 +317,37 @@ cdef class Operation:
         seconds. Ctrl-C raises KeyboardInterrupt; the operation goes on.
         """
         cdef int64_t deadline = deadline_of(timeout_s)
+        cdef int64_t soon = now_ns() + REMIND_NS
         cdef int status
         if self.is_over:
             return self.task.status
-        if self.task.state.plan.work == NULL or completion_is_done(&self.task.done):
-            status = completion_wait_signals(&self.task.done, deadline, spin_us)
-        else:
-            status = self.work_until(deadline, spin_us)
+        status = self.wait_until(min(deadline, soon), spin_us)
+        if status != OK and soon < deadline:
+            with nogil:
+                remind(self.task.state, &self.task)
+            status = self.wait_until(deadline, spin_us)
         if status != OK:
             return None
         self.release()
         return self.task.status
+
+    @property
+    def awaited(self):
+        """Members that it waits for just now."""
+        cdef State* state = self.task.state
+        cdef uint32_t i
+        found = set()
+        pthread_mutex_lock(&state.lock)
+        for i in range(self.task.n_legs):
+            if is_missing(&self.task.legs[i]) and self.task.legs[i].entry.peer != ANYONE:
+                found.add(self.task.legs[i].entry.peer)
+        pthread_mutex_unlock(&state.lock)
+        return sorted(found)
+
+    cdef int wait_until(self, int64_t deadline, int64_t spin_us) except? 1:
+        if self.task.state.plan.work == NULL or completion_is_done(&self.task.done):
+            return completion_wait_signals(&self.task.done, deadline, spin_us)
+        return self.work_until(deadline, spin_us)
 
     cdef int work_until(self, int64_t deadline, int64_t spin_us) except? 1:
         """Do our share of the work until it is done; OK, or E_TIMEOUT."""
@@ -375,6 +398,8 @@ cdef void begin_task(State* state, Task* task, Work* work) noexcept nogil:
     refusal.peer = ANYONE
     refused = take(state, &refusal, REFUSED)
     if refused != NULL:
+        if refused.code == OWN:
+            refuse(state, task, work)
         fail_task(state, task, refused.status, state.me, work)
         free(refused)
 

@@ -135,10 +135,12 @@ cdef void keep_early(State* state, Entry* early, Work* work) noexcept nogil:
     cdef Task* task = task_of(state, early)
     if leg != NULL:
         give_early(state, leg, early, work)
-        return
-    put(state, early, EARLY)
-    if is_foreign(task, early, False):
-        refuse(state, task, work)
+    elif task == NULL and has_begun(state, early, ANYONE):
+        too_late(state, early, work)
+    else:
+        put_early(state, early)
+        if is_foreign(task, early, False):
+            refuse(state, task, work)
 
 
 cdef void take_message(State* state, Peer* peer, uint32_t number, const Header* header,
@@ -167,15 +169,28 @@ cdef void take_message(State* state, Peer* peer, uint32_t number, const Header* 
 
 # ---------------------------------------------------------------- frames without bytes
 
+cdef bint is_on_its_way(State* state, Task* task, const Entry* name) noexcept nogil:
+    """Whether a message has been sent that the other side reminds us of."""
+    cdef Leg* leg
+    if task == NULL:
+        return has_begun(state, name, ANYONE) or has_begun(state, name, name.peer)
+    leg = leg_of(task, name, True)
+    return leg != NULL and leg.state in (GOING, OVER)
+
+
 cdef void take_ready(State* state, Entry* name, Work* work) noexcept nogil:
     """The other side waits for a message: send it, or remember that."""
     cdef Entry* held = take(state, name, HELD)
     cdef Task* task = task_of(state, name) if held == NULL else NULL
     if held == NULL and is_foreign(task, name, True):
         refuse(state, task, work)
+    elif held == NULL and task == NULL and has_failed(state, name):
+        name.label = 0                  # it had no link yet when we told all members
+        add_control(state, work, KIND_REFUSE, name, E_MISMATCH)
     elif held == NULL:
-        name.what = READY
-        note(state, name)
+        if not is_on_its_way(state, task, name):
+            name.what = READY
+            note(state, name)
     elif agrees(held, name):
         held.leg.state = GOING
         add_leg(work, held.leg)
@@ -215,7 +230,10 @@ cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
     if task != NULL:
         fail_task(state, task, name.status, name.peer, work)
         return
-    name.label = 0
+    if has_begun(state, name, ANYONE):
+        fail_next(state, name, work)
+        return
+    name.label = name.code = 0
     name.peer = ANYONE
     if find(state, name, REFUSED)[0] == NULL:
         name.what = REFUSED
@@ -258,6 +276,32 @@ cdef int exchange_deliver(void* context, Link* link, const Header* header) noexc
     return status
 
 
+# ---------------------------------------------------------------- those who wait long
+
+cdef bint is_missing(const Leg* leg) noexcept nogil:
+    """Whether a leg waits for bytes of another member, or for its word that it is ready."""
+    return leg.state == POSTED and leg.kind in (LEG_SEND, LEG_RECEIVE, LEG_SOURCE)
+
+
+cdef void remind(State* state, Task* task) noexcept nogil:
+    """Tell others what an operation waits for, also where that is small and comes unasked.
+
+    Who does another operation refuses ours then; else two that expect each other's message, and
+    send none, would both wait until time is up.
+    """
+    cdef Work work
+    cdef Leg* leg
+    cdef uint32_t i
+    memset(&work, 0, sizeof(work))
+    pthread_mutex_lock(&state.lock)
+    for i in range(task.n_legs):
+        leg = &task.legs[i]
+        if is_missing(leg) and leg.kind != LEG_SEND and leg.entry.peer != ANYONE:
+            add_ready(state, &work, leg)
+    pthread_mutex_unlock(&state.lock)
+    flush(state, &work)
+
+
 # ---------------------------------------------------------------- links that end
 
 cdef void drop_landing(State* state, Peer* peer, Work* work) noexcept nogil:
@@ -273,7 +317,7 @@ cdef void drop_landing(State* state, Peer* peer, Work* work) noexcept nogil:
     peer.landing = NOWHERE
 
 
-cdef bint waits_for(Task* task, uint32_t member) noexcept nogil:
+cdef bint waits_for(State* state, Task* task, uint32_t member) noexcept nogil:
     """Whether an operation waits for a member.
 
     What is under way ends by itself, and what has not begun may have its bytes already.
@@ -281,7 +325,8 @@ cdef bint waits_for(Task* task, uint32_t member) noexcept nogil:
     cdef uint32_t i
     for i in range(task.n_legs):
         if (task.legs[i].state == POSTED and task.legs[i].kind not in (LEG_FOLD, LEG_COPY)
-                and task.legs[i].entry.peer == member):
+                and (task.legs[i].entry.peer == member
+                     or task.legs[i].entry.peer == ANYONE and is_alone(state, task))):
             return True
     return False
 
@@ -293,7 +338,7 @@ cdef void fail_tasks(State* state, int status, int32_t culprit, int32_t only,
     cdef Task* next
     while task != NULL:
         next = task.next
-        if only < 0 or waits_for(task, only):
+        if only < 0 or waits_for(state, task, only):
             fail_task(state, task, status, <uint32_t>culprit, work)
         task = next
 

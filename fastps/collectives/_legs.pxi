@@ -3,6 +3,62 @@
 
 # ---------------------------------------------------------------- ends; the lock is held
 
+cdef bint has_failed(State* state, const Entry* name) noexcept nogil:
+    """Whether the operation of a message failed here because members did different things."""
+    cdef Entry failed = name[0]
+    failed.label = 0
+    failed.peer = ANYONE
+    return find(state, &failed, FAILED)[0] != NULL
+
+
+cdef void fail_next(State* state, const Entry* name, Work* work) noexcept nogil:
+    """Another did something else where we are through: what is in flight on the channel fails.
+
+    If nothing is, the next operation. What one that failed still gets is nobody's mistake.
+    """
+    cdef Entry refusal
+    cdef Task* task = state.tasks
+    if has_failed(state, name):
+        return
+    while task != NULL and (task.channel != name.channel or task.status != OK):
+        task = task.next
+    if task != NULL:
+        refuse(state, task, work)
+        return
+    memset(&refusal, 0, sizeof(refusal))
+    refusal.channel = name.channel
+    refusal.number = count_of(state, name.channel, ANYONE, COUNT_OUT, 0) + 1
+    refusal.peer = ANYONE
+    refusal.status = E_MISMATCH
+    refusal.code = OWN
+    if find(state, &refusal, REFUSED)[0] == NULL:
+        note(state, &refusal)
+
+
+cdef void too_late(State* state, Entry* early, Work* work) noexcept nogil:
+    """Bytes came of an operation that is over and did not want them."""
+    taken_unasked(state, early, work)
+    fail_next(state, early, work)
+    free(early.payload)
+    free(early)
+
+
+cdef void drop_foreign(State* state, const Task* task, Work* work) noexcept nogil:
+    """Look, among the newest, for messages of an operation that is over and did not want them."""
+    cdef Entry* early = state.early
+    cdef Entry* older
+    cdef int i
+    for i in range(MANY_EARLY):
+        if early == NULL:
+            return
+        older = early.older
+        if early.channel == task.channel and early.number == task.number:
+            drop(state, early)
+            unlist_early(state, early)
+            too_late(state, early, work)
+        early = older
+
+
 cdef void end_task(State* state, Task* task, Work* work) noexcept nogil:
     """Everything of an operation is over: nobody has its memory any more."""
     cdef Task** place = &state.tasks
@@ -10,6 +66,8 @@ cdef void end_task(State* state, Task* task, Work* work) noexcept nogil:
         place = &place[0].next
     if place[0] == task:
         place[0] = task.next
+    if state.early != NULL and task.status == OK and not task.is_numbered:
+        drop_foreign(state, task, work)
     task.next_over = work.over
     work.over = task
 
@@ -46,14 +104,27 @@ cdef void give_up(State* state, Leg* leg, Work* work) noexcept nogil:
         end_leg(state, leg, work)
 
 
+cdef void name_task(Entry* name, const Task* task) noexcept nogil:
+    """Name an operation, not one of its messages."""
+    memset(name, 0, sizeof(name[0]))
+    name.channel = task.channel
+    name.number = task.number
+    name.peer = ANYONE
+
+
 cdef void fail_task(State* state, Task* task, int status, uint32_t culprit,
                     Work* work) noexcept nogil:
     """Have an operation fail; it ends when no link has its memory any more."""
     cdef uint32_t i
+    cdef Entry failed
     if task.status != OK:
         return
     task.status = status
     task.culprit = culprit
+    if status == E_MISMATCH and not task.is_numbered:
+        name_task(&failed, task)
+        failed.what = FAILED
+        note(state, &failed)
     task.n_left += 1                    # it is not to end under our hands
     for i in range(task.n_legs):
         give_up(state, &task.legs[i], work)
@@ -71,9 +142,7 @@ cdef void refuse(State* state, Task* task, Work* work) noexcept nogil:
     if task.status != OK:
         return
     fail_task(state, task, E_MISMATCH, state.me, work)
-    memset(&name, 0, sizeof(name))
-    name.channel = task.channel
-    name.number = task.number
+    name_task(&name, task)
     if task.is_numbered:
         name.number = leg.entry.number
         name.peer = leg.entry.peer
@@ -94,19 +163,28 @@ cdef Task* task_of(State* state, const Entry* name) noexcept nogil:
     return task
 
 
-cdef bint is_foreign(Task* task, const Entry* name, bint is_to_send) noexcept nogil:
-    """Whether an operation in flight has no such message: the other side does another one."""
+cdef Leg* leg_of(Task* task, const Entry* name, bint is_to_send) noexcept nogil:
+    """The leg of an operation in flight that a message belongs to, or NULL."""
     cdef uint32_t i
     cdef Leg* leg
-    if task == NULL or task.is_numbered:
-        return False
     for i in range(task.n_legs):
         leg = &task.legs[i]
         if (leg.entry.peer == name.peer and leg.entry.label == name.label
                 and (leg.kind == LEG_SEND) == is_to_send
                 and leg.kind in (LEG_SEND, LEG_RECEIVE, LEG_SOURCE)):
-            return False
-    return True
+            return leg
+    return NULL
+
+
+cdef bint is_foreign(Task* task, const Entry* name, bint is_to_send) noexcept nogil:
+    """Whether an operation in flight has no such message: the other side does another one."""
+    return task != NULL and not task.is_numbered and leg_of(task, name, is_to_send) == NULL
+
+
+cdef bint has_begun(State* state, const Entry* name, uint32_t peer) noexcept nogil:
+    """Whether an operation began here; peer: of a message of two, that we send; or ANYONE."""
+    cdef uint32_t ours = count_of(state, name.channel, peer, COUNT_OUT, 0)
+    return <int32_t>(ours - name.number) >= 0
 
 
 # ---------------------------------------------------------------- beginnings; the lock is held
@@ -161,7 +239,7 @@ cdef void give_early(State* state, Leg* leg, Entry* early, Work* work) noexcept 
 
 cdef void begin_receive(State* state, Leg* leg, Work* work) noexcept nogil:
     """Take what came already, or wait for it."""
-    cdef Entry* early = take(state, &leg.entry, EARLY)
+    cdef Entry* early = take_early(state, &leg.entry)
     cdef Entry* offer
     if early != NULL:
         give_early(state, leg, early, work)
@@ -194,6 +272,15 @@ cdef void name_met(State* state, Leg* leg, const Entry* name) noexcept nogil:
     count_of(state, name.channel, name.peer, COUNT_IN, 1)
 
 
+cdef bint is_alone(State* state, const Task* task) noexcept nogil:
+    """Whether all other members of an operation have left."""
+    cdef uint32_t i
+    for i in range(task.n_members):
+        if task.members[i] != state.me and not state.peers[task.members[i]].has_left:
+            return False
+    return True
+
+
 cdef void begin_anybody(State* state, Leg* leg, Work* work) noexcept nogil:
     """Receive from whoever has sent, or wait for the first to do so."""
     cdef Entry name
@@ -203,6 +290,10 @@ cdef void begin_anybody(State* state, Leg* leg, Work* work) noexcept nogil:
             name_met(state, leg, &name)
             begin_receive(state, leg, work)
             return
+    if is_alone(state, leg.task):
+        leg.state = BLOCKED
+        fail_task(state, leg.task, E_PEER_LOST, state.me, work)
+        return
     leg.state = POSTED
     put(state, &leg.entry, ANYBODY)
 

@@ -42,6 +42,32 @@ cdef void put(State* state, Entry* entry, int32_t what) noexcept nogil:
     place[0] = entry
 
 
+cdef void put_early(State* state, Entry* early) noexcept nogil:
+    put(state, early, EARLY)
+    early.newer = NULL
+    early.older = state.early
+    if early.older != NULL:
+        early.older.newer = early
+    state.early = early
+
+
+cdef void unlist_early(State* state, Entry* early) noexcept nogil:
+    if early.newer == NULL:
+        state.early = early.older
+    else:
+        early.newer.older = early.older
+    if early.older != NULL:
+        early.older.newer = early.newer
+
+
+cdef Entry* take_early(State* state, Entry* name) noexcept nogil:
+    """Take bytes that came before they were wanted; NULL: there are none."""
+    cdef Entry* early = take(state, name, EARLY)
+    if early != NULL:
+        unlist_early(state, early)
+    return early
+
+
 cdef void drop(State* state, Entry* entry) noexcept nogil:
     """Take just this entry out of the table, if it is there."""
     cdef Entry** place = &state.buckets[bucket_of(entry)]
@@ -89,6 +115,8 @@ cdef uint32_t count_of(State* state, uint64_t channel, uint32_t peer, int32_t wh
     name.number = name.label = 0
     name.peer = peer
     entry = find(state, &name, what)[0]
+    if entry == NULL and not more:
+        return 0
     if entry == NULL:
         name.nbytes = 0
         if not note(state, &name):

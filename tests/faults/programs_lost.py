@@ -72,6 +72,44 @@ def leave_early() -> str:
     return "no error"
 
 
+def roots() -> list[list[str]]:
+    """Broadcast from roots on which workers do not agree; each time an operation follows."""
+    fastps.init()
+    world = current.current().groups.world
+    found = []
+    for all_roots in ((1, 0, 0), (0, 1, 1), (0, 1, 2), (2, 0, 1)):
+        errors = [_mismatch(lambda: world.broadcast(np.ones(3), root=root).wait(20))
+                  for root in all_roots[world.rank : world.rank + 1]]  # fmt: skip
+        errors.append(_mismatch(lambda: world.allgather(np.ones(2)).wait(20)))
+        fastps.barrier()
+        found.append([error for error in errors if error])
+    assert np.all(world.allreduce(np.ones(4), op=fastps.Sum).wait(20) == world.size)
+    return found
+
+
+def _mismatch(operation: Callable[[], Any]) -> str:
+    try:
+        operation()
+    except fastps.MismatchError as error:
+        return str(error)
+    return ""
+
+
+def nobody_left() -> str:
+    """Wait for a message from anybody when all others have left."""
+    fastps.init()
+    world = current.current().groups.world
+    world.barrier().wait()
+    if world.rank != 0:
+        fastps.shutdown()
+        return "left"
+    try:
+        world.receive(np.ones(3), None).wait(20)
+    except fastps.PeerLostError as error:
+        return str(error)
+    return "no error"
+
+
 def stall() -> str:
     """Wait for an operation that another worker never begins."""
     fastps.init()

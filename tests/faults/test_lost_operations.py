@@ -53,3 +53,15 @@ def test_who_leaves_is_named(way):
 def test_who_never_begins_makes_it_stall():
     found = run_job(programs_lost.stall, workers=2, servers=0)
     assert "lonely" in found[0], found
+    assert "waits for worker 1" in found[0], found
+
+
+def test_roots_that_differ_are_an_error_for_everybody():
+    for errors in zip(*run_job(programs_lost.roots, workers=3, servers=0)):
+        assert all(errors), errors
+
+
+def test_who_waits_for_anybody_hears_that_all_have_left():
+    found = run_job(programs_lost.nobody_left, workers=3, servers=0)
+    assert found[1:] == ["left", "left"]
+    assert found[0] != "no error"

@@ -36,7 +36,7 @@ ROOMS = {
     "control/": 3530,
     "server/": 3120,
     "worker/": 2800,
-    "collectives/": 2880,
+    "collectives/": 3120,
     "frameworks/": 4480,
     "launch/": 1960,
     "bench/": 1600,
