@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -78,9 +79,9 @@ def roots() -> list[list[str]]:
     world = current.current().groups.world
     found = []
     for all_roots in ((1, 0, 0), (0, 1, 1), (0, 1, 2), (2, 0, 1)):
-        errors = [_mismatch(lambda: world.broadcast(np.ones(3), root=root).wait(20))
-                  for root in all_roots[world.rank : world.rank + 1]]  # fmt: skip
-        errors.append(_mismatch(lambda: world.allgather(np.ones(2)).wait(20)))
+        root = all_roots[world.rank]
+        errors = [_mismatch(functools.partial(world.broadcast, np.ones(3), root=root))]
+        errors.append(_mismatch(functools.partial(world.allgather, np.ones(2))))
         fastps.barrier()
         found.append([error for error in errors if error])
     assert np.all(world.allreduce(np.ones(4), op=fastps.Sum).wait(20) == world.size)
@@ -89,7 +90,7 @@ def roots() -> list[list[str]]:
 
 def _mismatch(operation: Callable[[], Any]) -> str:
     try:
-        operation()
+        operation().wait(20)
     except fastps.MismatchError as error:
         return str(error)
     return ""

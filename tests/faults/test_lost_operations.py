@@ -57,7 +57,7 @@ def test_who_never_begins_makes_it_stall():
 
 
 def test_roots_that_differ_are_an_error_for_everybody():
-    for errors in zip(*run_job(programs_lost.roots, workers=3, servers=0)):
+    for errors in zip(*run_job(programs_lost.roots, workers=3, servers=0), strict=True):
         assert all(errors), errors
 
 
