@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train small models with Lightning, Accelerate and the Trainer of transformers, and save them.
+
+    python programs_trainers.py FOLDER                  one process, whole batches
+    torchrun --nproc-per-node 2 programs_trainers.py FOLDER      backend "fastps", half of each
+
+Writes FOLDER/<trainer>.npz: the weights at the end, of rank 0, which are those of all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+import fastps.torch  # noqa: F401  (the backend; an installed fastps needs no import)
+
+SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+BATCH = 8  # of all ranks
+STEPS = 6
+WIDTH = 12
+
+
+def points() -> TensorDataset:
+    """Make data to learn from."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(BATCH * STEPS, WIDTH, generator=generator)
+    return TensorDataset(x, x.square().sum(1, keepdim=True))
+
+
+def net() -> nn.Module:
+    """Make the model, the same on all ranks."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def lightning(folder: Path) -> nn.Module:
+    """Let Lightning do all of it: the group of processes too."""
+    import lightning  # noqa: PLC0415
+    from lightning.pytorch.strategies import DDPStrategy  # noqa: PLC0415
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch, index):
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+    strategy = DDPStrategy(process_group_backend="fastps") if SIZE > 1 else "auto"
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=SIZE, strategy=strategy, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder, use_distributed_sampler=False,
+    )  # fmt: skip
+    module, data = Module(), points()
+    rank = int(os.environ.get("RANK", "0"))
+    sampler = DistributedSampler(data, SIZE, rank, shuffle=False)  # Lightning's own one shuffles
+    trainer.fit(module, DataLoader(data, batch_size=BATCH // SIZE, sampler=sampler))
+    assert trainer.global_step == STEPS
+    return module.net
+
+
+def accelerate(folder: Path) -> nn.Module:
+    """Let Accelerate prepare a loop of our own; it takes the group that is there."""
+    from accelerate import Accelerator, DataLoaderConfiguration  # noqa: PLC0415
+
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True)
+    )
+    assert accelerator.num_processes == SIZE
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(points(), batch_size=BATCH)
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    losses = accelerator.gather(torch.full((1,), float(accelerator.process_index)))
+    assert losses.tolist() == list(range(SIZE))
+    return accelerator.unwrap_model(model)
+
+
+class Sentences(Dataset):
+    """Sequences of small numbers to predict."""
+
+    def __len__(self) -> int:
+        return BATCH * STEPS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        words = (torch.arange(10) * (index % 5 + 1)) % 32
+        return {"input_ids": words, "labels": words}
+
+
+def transformers(folder: Path) -> nn.Module:
+    """Let the Trainer train a tiny model of random weights, with its clipping."""
+    from transformers import (  # noqa: PLC0415
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainingArguments,
+    )
+
+    torch.manual_seed(3)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2,
+                   resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )  # fmt: skip
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"), use_cpu=True, max_steps=STEPS, learning_rate=0.01,
+        per_device_train_batch_size=BATCH // SIZE, max_grad_norm=1.0, save_strategy="no",
+        report_to=[], disable_tqdm=True, seed=5, data_seed=5, logging_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=Sentences())
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+    return model
+
+
+PARTS: dict[str, Callable[[Path], nn.Module]] = {
+    "lightning": lightning, "accelerate": accelerate, "transformers": transformers,
+}  # fmt: skip
+
+
+def save(model: nn.Module, path: Path) -> None:
+    """Write the weights, which all ranks have to have alike."""
+    weights = {name: one.detach().numpy() for name, one in model.state_dict().items()}
+    if SIZE > 1:
+        assert dist.get_backend() == "fastps"
+        for name, one in weights.items():
+            others = [torch.empty(one.shape) for _ in range(SIZE)]
+            dist.all_gather(others, torch.from_numpy(np.ascontiguousarray(one)))
+            assert all(np.array_equal(one, other.numpy()) for other in others), name
+    if int(os.environ.get("RANK", "0")) == 0:
+        np.savez(path, **weights)
+
+
+def main() -> None:
+    """Train with all of them, one after the other."""
+    folder = Path(sys.argv[1])
+    torch.use_deterministic_algorithms(True)
+    for name, part in PARTS.items():
+        save(part(folder), folder / f"{name}.npz")
+        print(f"{name} done", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
