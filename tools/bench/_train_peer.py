@@ -87,11 +87,15 @@ class Local:
 class Gloo:
     """torch's DistributedDataParallel over gloo on the loopback."""
 
+    backend = "gloo"
+
     def __init__(self) -> None:
         import torch.distributed as dist  # noqa: PLC0415
 
+        import fastps.torch  # noqa: F401, PLC0415  (its backend)
+
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo")
+        dist.init_process_group(self.backend)
         self.rank = dist.get_rank()
 
     def wrap(
@@ -99,6 +103,35 @@ class Gloo:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Wrap the model; gradients are views of buckets, its quickest way."""
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer
+
+
+class Backend(Gloo):
+    """The same over torch's backend "fastps"."""
+
+    backend = "fastps"
+
+
+class Sharded(Gloo):
+    """torch's FSDP2 over gloo: every layer shards its parameters."""
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, name: str
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Shard the model; the optimizer is made anew for its shards."""
+        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        for layer in [each for each in model.modules() if isinstance(each, nn.Linear)]:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model, type(optimizer)(model.parameters(), **optimizer.defaults)
+
+
+class BackendSharded(Sharded):
+    """The same over torch's backend "fastps"."""
+
+    backend = "fastps"
 
 
 class Parallel:
@@ -133,6 +166,9 @@ class Optimizer(Parallel):
 SYSTEMS: dict[str, Callable[[], System]] = {
     "local": Local,
     "gloo": Gloo,
+    "backend": Backend,
+    "fsdp-gloo": Sharded,
+    "fsdp-backend": BackendSharded,
     "ddp": Parallel,
     "optimizer": Optimizer,
 }
@@ -169,9 +205,11 @@ class Training:
         """Give a digest of the weights, their length, and how many there are."""
         hashes, square, count = hashlib.sha256(), 0.0, 0
         for parameter in self.module.parameters():
-            hashes.update(parameter.detach().numpy().tobytes())
-            square += float(parameter.detach().double().square().sum())
-            count += parameter.numel()
+            shards = parameter.detach()
+            whole = shards.full_tensor() if hasattr(shards, "full_tensor") else shards
+            hashes.update(whole.numpy().tobytes())
+            square += float(whole.double().square().sum())
+            count += whole.numel()
         return {"digest": hashes.hexdigest(), "length": square**0.5, "parameters": count}
 
 

@@ -6,14 +6,17 @@
 Systems, each a team of processes on this machine, one thread per process:
   local      no exchange: the step itself
   gloo       torch.nn.parallel.DistributedDataParallel over gloo
+  backend    the same over torch's backend "fastps"
+  fsdp-gloo, fsdp-backend            torch's FSDP2 over the two
   ddp        fastps.torch.DistributedDataParallel
   optimizer  fastps.torch.DistributedOptimizer
 Models: mlp 0.27 M parameters, wide 25 M in few large tensors, many 200 layers of small tensors.
 
 The systems take turns in every round, because machines are noisy. A team's step is the mean over
 its processes of their median step. added = step - local step of the same round; ratio = added /
-gloo's added of the same round; columns give medians over rounds, in ms. Before and after, all
-processes of a team must hold bitwise equal weights, and all teams nearly the same.
+gloo's added of the same round, of FSDP2 over gloo for FSDP2; columns give medians over rounds, in
+ms. Before and after, all processes of a team must hold bitwise equal weights, and all teams nearly
+the same.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ MODELS = ("mlp", "wide", "many")
 STEPS = {"mlp": 100, "wide": 6, "many": 40}  # of one turn
 WARM_UP = {"mlp": 30, "wide": 3, "many": 10}
 FASTPS = ("ddp", "optimizer")
+OTHERS = ("local", "gloo", "backend", "fsdp-gloo", "fsdp-backend")
+AGAINST = {"fsdp-gloo": "fsdp-gloo", "fsdp-backend": "fsdp-gloo"}  # the others: gloo
 START_S, ANSWER_S = 120, 300
 NEARLY = 1e-5  # of the length of all weights
 
@@ -52,7 +57,7 @@ class Team:
     ) -> None:
         self.name = name
         self.system, _, own = name.partition(":")
-        if self.system not in (*FASTPS, "local", "gloo"):
+        if self.system not in (*FASTPS, *OTHERS):
             raise SystemExit(f"no system is called {self.system!r}")
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.listener.settimeout(START_S)
@@ -195,7 +200,9 @@ def add_rows(
     for name, times in found.items():
         ratios = [
             mine / theirs
-            for mine, theirs in zip(added.get(name, []), added.get("gloo", []), strict=False)
+            for mine, theirs in zip(
+                added.get(name, []), added.get(AGAINST.get(name, "gloo"), []), strict=False
+            )
             if theirs > 0
         ]
         report.add(
