@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `fastps`: `fastps doctor` tells what this machine offers to a job.
 
-Looks, and changes nothing, but for --link-pyverbs, which makes one symbolic link. Threads: none.
+Looks, and changes nothing, but for --link-pyverbs, which makes one symbolic link. `fastps graph`
+stands in graph.py. Threads: none.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from fastps import config
 from fastps.errors import FastPSError
+from fastps.launch import graph
 from fastps.transport import rdma, shm, sockets
 
 CPU_TABLE = Path("/proc/cpuinfo")
@@ -32,7 +34,19 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="let this Python import the distribution's pyverbs, by one symbolic link",
     )
+    doctor.set_defaults(run=examine)
+    shown = commands.add_parser("graph", help="tell and draw what a graph of workers is worth")
+    graph.add_options(shown)
+    shown.set_defaults(run=graph.run)
     return parser
+
+
+def examine(parsed: argparse.Namespace) -> None:
+    """Print what there is; raises FastPSError."""
+    if parsed.link_pyverbs:
+        sys.stdout.write(f"linked {rdma.link_pyverbs()}\n")
+    for what, how in findings(config.load()):
+        sys.stdout.write(f"{what + ':':17}{how}\n")
 
 
 def findings(settings: config.Config) -> Iterator[tuple[str, str]]:
@@ -87,13 +101,10 @@ def _memory_limit() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; give the exit status: 0, or 2 when something is set or linked wrongly."""
+    """Run the command; give the exit status: 0, or 2 when something is wrong."""
     parsed = make_parser().parse_args(arguments)
     try:
-        if parsed.link_pyverbs:
-            sys.stdout.write(f"linked {rdma.link_pyverbs()}\n")
-        for what, how in findings(config.load()):
-            sys.stdout.write(f"{what + ':':17}{how}\n")
+        parsed.run(parsed)
     except FastPSError as error:
         sys.stderr.write(f"fastps: {type(error).__name__}: {error}\n")
         return 2

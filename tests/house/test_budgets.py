@@ -38,7 +38,8 @@ ROOMS = {
     "worker/": 2800,
     "collectives/": 3120,
     "frameworks/": 4480,
-    "launch/": 1960,
+    "launch/": 2090,
+    "topology": 420,
     "bench/": 1600,
     "": 3970,  # the session, what it is made of, faces, and the pure rooms of one file each
 }

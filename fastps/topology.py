@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs of workers, and how each worker weighs what its neighbours send.
+
+Decides who hears whom and with which weight; never knows tensors, links or a session. Pure. A
+topology is a matrix A of which A[i, j] weighs, at worker j, what worker i sends; the diagonal is
+what a worker keeps of its own. All graphs made here are doubly stochastic, but for what
+with_sources() and with_destinations() are given: repeated mixing leads to the average.
+
+Graphs and weights: Ying et al., "BlueFog: make decentralized algorithms practical for optimization
+and deep learning", 2021; one-peer exponential: Ying et al., "Exponential graph is provably
+efficient for decentralized deep training", NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Matrix: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+Ranks: TypeAlias = list[int]
+Turn: TypeAlias = tuple[Ranks, Ranks]  # whom a worker sends to and receives from in one round
+
+MANY_ROUNDS = 10_000  # of mixing: whoever is not there by then does not get there
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """A weighted directed graph of workers 0 to size - 1, with their self loops.
+
+    weights: float64[size, size], read-only; an edge is there where its weight is not 0.
+    """
+
+    weights: Matrix
+
+    def __post_init__(self) -> None:
+        matrix = np.array(self.weights, np.float64)
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+            raise ValueError(f"weights of shape {matrix.shape} are not those of a graph")
+        matrix.flags.writeable = False
+        object.__setattr__(self, "weights", matrix)
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return len(self.weights)
+
+    def in_neighbors(self, rank: int) -> Ranks:
+        """List whom a worker receives from, ascending, without itself."""
+        return [int(one) for one in np.flatnonzero(self.weights[:, rank]) if one != rank]
+
+    def out_neighbors(self, rank: int) -> Ranks:
+        """List whom a worker sends to, ascending, without itself."""
+        return [int(one) for one in np.flatnonzero(self.weights[rank]) if one != rank]
+
+    def receive_weights(self, rank: int) -> tuple[float, dict[int, float]]:
+        """Give the weight of a worker's own value, and those of what it receives."""
+        column = self.weights[:, rank]
+        return float(column[rank]), {one: float(column[one]) for one in self.in_neighbors(rank)}
+
+    def send_weights(self, rank: int) -> tuple[float, dict[int, float]]:
+        """Give the weight of a worker's own value, and those that others give to what it sends."""
+        row = self.weights[rank]
+        return float(row[rank]), {one: float(row[one]) for one in self.out_neighbors(rank)}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Topology) and np.array_equal(self.weights, other.weights)
+
+    def __hash__(self) -> int:
+        return hash(self.weights.tobytes())
+
+
+# ---- static graphs ----
+
+
+def exponential_graph(n: int, base: int = 2) -> Topology:
+    """Connect each worker to those 1, base, base**2, ... places on; all weights equal."""
+    _check_size(n)
+    return _circulant(n, {0, *_powers(n, base)})
+
+
+def symmetric_exponential_graph(n: int, base: int = 4) -> Topology:
+    """Connect each worker to those a power of base away, the shorter way round; weights equal."""
+    _check_size(n)
+    near = {0, *_powers(n, base)}
+    return _circulant(n, {d for d in range(n) if min(d, n - d) in near})
+
+
+def ring_graph(n: int, connect_style: int = 0) -> Topology:
+    """Connect each worker to its neighbours on a ring; all weights equal.
+
+    connect_style: 0 sends both ways, 1 to the worker before, 2 to the one after.
+    """
+    _check_size(n)
+    if connect_style not in (0, 1, 2):
+        raise ValueError(f"connect_style {connect_style} is none of 0, 1 and 2")
+    steps = ((0, 1, -1), (0, -1), (0, 1))[connect_style]
+    return _circulant(n, {step % n for step in steps})
+
+
+def star_graph(n: int, center_rank: int = 0) -> Topology:
+    """Connect all workers to one, both ways, with weight 1 / n."""
+    _check_size(n)
+    if not 0 <= center_rank < n:
+        raise ValueError(f"center_rank {center_rank} is not one of {n} workers")
+    weights = np.diag(np.full(n, 1 - 1 / n))
+    weights[center_rank, :] += 1 / n
+    weights[:, center_rank] += 1 / n
+    weights[center_rank, center_rank] = 1 / n
+    for leaf in set(range(n)) - {center_rank}:
+        weights[leaf, leaf] = 1 - 1 / n
+    return Topology(weights)
+
+
+def mesh_grid_2d_graph(n: int, shape: tuple[int, int] | None = None) -> Topology:
+    """Connect each worker to those beside it on a grid, with Metropolis-Hastings weights.
+
+    shape: (rows, columns); None: as square as n allows. An edge weighs 1 / the larger number of
+    neighbours at its two ends, self counted; a worker keeps what is left.
+    """
+    _check_size(n)
+    rows = max(d for d in range(1, math.isqrt(n) + 1) if n % d == 0)
+    rows, columns = shape or (rows, n // rows)
+    if rows * columns != n:
+        raise ValueError(f"a grid of {rows} x {columns} does not have {n} workers")
+    places = [divmod(rank, columns) for rank in range(n)]
+    edges = np.array([[abs(a - c) + abs(b - d) == 1 for c, d in places] for a, b in places])
+    return _metropolis(edges)
+
+
+def fully_connected_graph(n: int) -> Topology:
+    """Connect everybody to everybody, with weight 1 / n: mixing is the average."""
+    _check_size(n)
+    return _circulant(n, set(range(n)))
+
+
+def hypercube_graph(n: int) -> Topology:
+    """Connect workers whose numbers differ in one bit; all weights equal, n a power of 2."""
+    _check_size(n)
+    if n & (n - 1):
+        raise ValueError(f"a hypercube has a power of 2 of corners, not {n}")
+    bits = [0, *(1 << k for k in range(n.bit_length() - 1))]
+    return _uniform([{rank ^ bit for bit in bits} for rank in range(n)])
+
+
+def inner_outer_ring_graph(size: int, local_size: int) -> Topology:
+    """Connect everybody inside a machine, and each worker to its like on the next machine."""
+    machines = _machines_of(size, local_size)
+    return _inner_outer(size, local_size, {1} if machines > 1 else set())
+
+
+def inner_outer_exp2_graph(size: int, local_size: int) -> Topology:
+    """Connect everybody inside a machine, and each worker to its like 1, 2, 4, ... machines on."""
+    return _inner_outer(size, local_size, _powers(_machines_of(size, local_size), 2))
+
+
+GRAPHS: dict[str, Callable[..., Topology]] = {
+    "exp2": exponential_graph,
+    "symmetric": symmetric_exponential_graph,
+    "ring": ring_graph,
+    "star": star_graph,
+    "mesh": mesh_grid_2d_graph,
+    "full": fully_connected_graph,
+    "hypercube": hypercube_graph,
+}  # by the names of the command line; those that need only a size
+
+
+# ---- one peer at a time: endless rounds, the same number of calls on all workers ----
+
+
+def one_peer(topology: Topology, rank: int) -> Iterator[Turn]:
+    """Yield, for one out-neighbour after another, whom to send to and whom to receive from.
+
+    Neighbours take turns clockwise from each worker on. On an exponential graph of a power of 2
+    of workers, log2 n rounds of equal weights make the exact average.
+    """
+    around = [_clockwise(topology, one) for one in range(topology.size)]
+    for turn in itertools.count():
+        targets = [one[turn % len(one)] if one else None for one in around]
+        target = targets[rank]
+        yield [] if target is None else [target], [q for q, to in enumerate(targets) if to == rank]
+
+
+def one_peer_machines(machines: int, machine: int) -> Iterator[Turn]:
+    """Yield which machine to send to and receive from: 1, 2, 4, ... machines away."""
+    distances = sorted(_powers(machines, 2))
+    for turn in itertools.count():
+        if not distances:
+            yield [], []
+            continue
+        step = distances[turn % len(distances)]
+        yield [(machine + step) % machines], [(machine - step) % machines]
+
+
+def inner_outer_ring_rounds(size: int, local_size: int, rank: int) -> Iterator[Turn]:
+    """Yield rounds in which one worker of each machine, in turn, speaks with the next machine.
+
+    The others form a ring inside their machine. local_size: 3 at least.
+    """
+    machines = _machines_of(size, local_size)
+    return _inner_outer_rounds(local_size, rank, [1], [1] if machines > 1 else [], machines)
+
+
+def inner_outer_exp2_rounds(size: int, local_size: int, rank: int) -> Iterator[Turn]:
+    """Yield rounds as inner_outer_ring_rounds(), at distances 1, 2, 4, ... inside and outside.
+
+    A worker takes the next outer distance each time it is its turn, so all are used by all.
+    """
+    machines = _machines_of(size, local_size)
+    inner = sorted(_powers(local_size - 1, 2))
+    return _inner_outer_rounds(local_size, rank, inner, sorted(_powers(machines, 2)), machines)
+
+
+def _inner_outer_rounds(
+    local_size: int, rank: int, inner: Sequence[int], outer: Sequence[int], machines: int
+) -> Iterator[Turn]:
+    if local_size < 3:
+        raise ValueError(f"machines of {local_size} workers have no ring beside the one outside")
+    machine, local = divmod(rank, local_size)
+    for turn in itertools.count():
+        outside = turn % local_size
+        if local == outside:
+            lap = turn // local_size
+            ways = [outer[lap % len(outer)]] if outer else []
+            yield (
+                [(machine + way) % machines * local_size + local for way in ways],
+                [(machine - way) % machines * local_size + local for way in ways],
+            )
+            continue
+        step = inner[turn % len(inner)]
+        onward = step + (step >= (outside - local) % local_size)  # past the one who is outside
+        backward = step + (step >= (local - outside) % local_size)
+        first = machine * local_size
+        yield (
+            [first + (local + onward) % local_size],
+            [first + (local - backward) % local_size],
+        )
+
+
+# ---- what follows from a graph ----
+
+
+def with_sources(sources: Sequence[Iterable[int]]) -> Topology:
+    """Make the graph in which worker j receives from sources[j]; it weighs all alike, and itself.
+
+    So the weights that a worker uses sum to 1, whatever others do.
+    """
+    return _uniform([{j, *_checked(some, j, len(sources))} for j, some in enumerate(sources)])
+
+
+def with_destinations(destinations: Sequence[Iterable[int]]) -> Topology:
+    """Make the graph in which worker i sends to destinations[i]; weights as with_sources()."""
+    n = len(destinations)
+    sent = [set(_checked(some, i, n)) for i, some in enumerate(destinations)]
+    return with_sources([[i for i in range(n) if j in sent[i]] for j in range(n)])
+
+
+def round_of(turns: Sequence[Turn]) -> Topology:
+    """Make the graph of one round of all workers, who weigh what they receive and their own alike.
+
+    Raises ValueError where somebody sends what nobody receives, or the other way round.
+    """
+    topology = with_sources([receives for _, receives in turns])
+    for rank, (sends, _) in enumerate(turns):
+        if sorted(sends) != topology.out_neighbors(rank):
+            raise ValueError(
+                f"worker {rank} sends to {sorted(sends)}, and {topology.out_neighbors(rank)} "
+                "receive from it"
+            )
+    return topology
+
+
+def is_regular(topology: Topology) -> bool:
+    """Tell whether all workers have the same number of edges, in and out together."""
+    edges = topology.weights != 0
+    return len(set(edges.sum(axis=0) + edges.sum(axis=1))) == 1
+
+
+def is_doubly_stochastic(topology: Topology) -> bool:
+    """Tell whether mixing keeps the sum of all values, and what all agree on."""
+    sums = (topology.weights.sum(axis=axis) for axis in (0, 1))
+    return all(np.allclose(one, 1.0, rtol=0, atol=1e-12) for one in sums)
+
+
+def spectral_gap(topology: Topology) -> float:
+    """Give 1 - the second largest size of an eigenvalue: how fast mixing converges, 0 to 1."""
+    sizes = np.sort(np.abs(np.linalg.eigvals(topology.weights)))
+    return float(1.0 - sizes[-2]) if len(sizes) > 1 else 1.0
+
+
+def rounds_to_consensus(rounds: Iterable[Topology], tolerance: float = 1e-6) -> int | None:
+    """Count rounds until everybody is within tolerance of the average of whatever values.
+
+    tolerance: relative to the largest size of a value. None: not in MANY_ROUNDS, or all agree on
+    something else.
+    """
+    product: Matrix | None = None
+    for count, one in enumerate(itertools.islice(rounds, MANY_ROUNDS)):
+        product = np.eye(one.size) if product is None else product
+        if np.abs(product - 1 / one.size).sum(axis=0).max() <= tolerance:
+            return count
+        if np.abs(product - product[:, :1]).sum(axis=0).max() <= tolerance / 10:
+            return None
+        product = product @ one.weights
+    return None
+
+
+# ---- graphs of networkx ----
+
+
+def from_networkx(graph: Any) -> Topology:
+    """Make the topology of a directed graph whose nodes are 0 to n - 1; no weight counts 1."""
+    if set(graph.nodes) != set(range(len(graph))):
+        raise ValueError(f"nodes {sorted(graph.nodes, key=str)} are not 0 to {len(graph) - 1}")
+    weights = np.zeros((len(graph), len(graph)))
+    for source, target, weight in graph.edges(data="weight", default=1.0):
+        weights[source, target] = weight
+    if not graph.is_directed():
+        weights = np.maximum(weights, weights.T)
+    return Topology(weights)
+
+
+def to_networkx(topology: Topology) -> Any:
+    """Make a networkx.DiGraph of a topology; needs the extra fastps[graph]."""
+    try:
+        networkx = importlib.import_module("networkx")
+    except ImportError as error:
+        raise ImportError("networkx is not installed: pip install 'fastps[graph]'") from error
+    return networkx.from_numpy_array(topology.weights, create_using=networkx.DiGraph)
+
+
+def as_topology(graph: Any) -> Topology:
+    """Take a topology, a matrix of weights, or a graph of networkx."""
+    if isinstance(graph, Topology):
+        return graph
+    if isinstance(graph, np.ndarray):
+        return Topology(graph)
+    if not hasattr(graph, "is_directed"):
+        raise TypeError(f"a graph is needed, not {type(graph).__name__}")
+    return from_networkx(graph)
+
+
+# ---- parts ----
+
+
+def _check_size(n: int) -> None:
+    if operator.index(n) < 1:
+        raise ValueError(f"a graph needs a worker, not {n}")
+
+
+def _machines_of(size: int, local_size: int) -> int:
+    _check_size(size)
+    if local_size < 1 or size % local_size:
+        raise ValueError(f"{size} workers do not divide into machines of {local_size}")
+    return size // local_size
+
+
+def _powers(n: int, base: int) -> set[int]:
+    """List the powers of base below n: by multiplying, since logarithms round."""
+    if base < 2:
+        raise ValueError(f"base {base} has no powers that grow")
+    found, power = set(), 1
+    while power < n:
+        found.add(power)
+        power *= base
+    return found
+
+
+def _uniform(sources: Sequence[set[int]]) -> Topology:
+    """Weigh all sources of a worker alike; sources[j] holds j."""
+    weights = np.zeros((len(sources), len(sources)))
+    for rank, some in enumerate(sources):
+        weights[sorted(some), rank] = 1 / len(some)
+    return Topology(weights)
+
+
+def _circulant(n: int, distances: set[int]) -> Topology:
+    return _uniform([{(rank - step) % n for step in distances} for rank in range(n)])
+
+
+def _metropolis(edges: np.ndarray[Any, np.dtype[np.bool_]]) -> Topology:
+    degrees = edges.sum(axis=0) + 1
+    weights = edges / np.maximum.outer(degrees, degrees)
+    np.fill_diagonal(weights, 1 - weights.sum(axis=0))
+    return Topology(weights)
+
+
+def _inner_outer(size: int, local_size: int, distances: set[int]) -> Topology:
+    inside = [range(rank - rank % local_size, rank - rank % local_size + local_size)
+              for rank in range(size)]  # fmt: skip
+    steps = [step * local_size for step in distances]
+    return _uniform(
+        [{*inside[rank], *((rank - step) % size for step in steps)} for rank in range(size)]
+    )
+
+
+def _clockwise(topology: Topology, rank: int) -> Ranks:
+    return sorted(topology.out_neighbors(rank), key=lambda one: (one - rank) % topology.size)
+
+
+def _checked(ranks: Iterable[int], own: int, n: int) -> Ranks:
+    found = [operator.index(rank) for rank in ranks]
+    if len(set(found)) != len(found) or own in found or not all(0 <= one < n for one in found):
+        raise ValueError(f"{found} are not different ones of {n} workers other than {own}")
+    return found
