@@ -65,16 +65,18 @@ class ReduceOp(enum.IntEnum):
     BAND = 5  # bitwise and, or, exclusive or: of integers and bool
     BOR = 6
     BXOR = 7
+    MIX = 8  # a sum in which each array has a weight: of floats
 
     def has_meaning(self, dtype: DType) -> bool:
-        """Tell whether an element type allows it: floats have no bits."""
-        return self < ReduceOp.BAND or dtype > DType.BFLOAT16
+        """Tell whether an element type allows it: floats have no bits, and only they weights."""
+        is_float = dtype <= DType.BFLOAT16
+        return self < ReduceOp.BAND or is_float == (self is ReduceOp.MIX)
 
     def check(self, dtype: DType) -> None:
         """Raise TypeError if an element type does not allow it."""
         if not self.has_meaning(dtype):
-            names = self.name.lower(), dtype.name.lower()
-            raise TypeError("op {} is for integers and bool, not {}".format(*names))
+            right = "floats" if self is ReduceOp.MIX else "integers and bool"
+            raise TypeError(f"op {self.name.lower()} is for {right}, not {dtype.name.lower()}")
 
 
 class Op(enum.Enum):

@@ -3,7 +3,8 @@
 
 Theory of operation. The kernel walks the output in rows of 256 bytes of accumulators. Per row it
 loads the first source, adds the other sources in rank order, divides, rounds once and stores.
-Where it says "add", another operation takes the minimum, the product and so on, and divides not.
+Where it says "add", another operation takes the minimum, the product and so on, and divides not;
+a mix multiplies each source by its weight first, and divides not either.
 A row is an LLVM vector, so each step is a handful of SIMD instructions by construction: nothing
 is left to the loop vectoriser, hence no run-time alias test that would send a sum in place to a
 scalar loop, no index wrap-around test, and no special case for any number of sources. The
@@ -300,6 +301,8 @@ def form_of(op: ReduceOp, code: DType) -> Form:
     form = FORMS[code]
     if op is ReduceOp.SUM:
         return form
+    if op is ReduceOp.MIX:
+        return form._replace(max_divisor=0)
     # Any byte but 0 is true: 1 and 2 have no bit in common.
     widen = _zero_or_one if code is DType.BOOL else form.widen
     is_exact = code is DType.BFLOAT16 and op in (ReduceOp.MIN, ReduceOp.MAX)
@@ -313,6 +316,7 @@ class Element(types.Type):
 
     def __init__(self, op: ReduceOp, code: DType) -> None:
         self.form = form_of(op, code)
+        self.is_weighted = op is ReduceOp.MIX
         self.width = ROW_BYTES // _BYTES[self.form.accumulator]
         super().__init__(name=f"fastps_{op.name}_{code.name}".lower())
 
@@ -350,25 +354,41 @@ def _load(b: Any, pointer: Any, index: Any, row: Row) -> Any:
     return form.widen(b, b.load(place, align=_BYTES[form.storage]))
 
 
+def _weighted(b: Any, x: Any, weights: Any, number: Any, row: Row) -> Any:
+    """Multiply the row of a source by its weight, a float64 rounded to the accumulator's type."""
+    if not row.element.is_weighted:
+        return x
+    weight = b.load(b.gep(b.bitcast(weights, _F64.as_pointer()), [number]))
+    if row.element.form.accumulator == _F32:
+        weight = b.fptrunc(weight, _F32)
+    return b.fmul(x, _splat(b, weight, row.width))
+
+
 @_word
-def _first(_context: Any, source: Any, index: Any, whole: Any) -> tuple[Any, _Emit]:
-    """Load a whole row (or one element) of a source, in the accumulator's type."""
+def _first(
+    _context: Any, source: Any, index: Any, weights: Any, whole: Any
+) -> tuple[Any, _Emit]:
+    """Load a whole row (or one element) of the first source, in the accumulator's type."""
     row = Row(source.dtype, source.dtype.width if whole.literal_value else 1)
 
     def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
-        return _load(b, args[0], args[1], row)
+        x = _load(b, args[0], args[1], row)
+        return _weighted(b, x, args[2], ir.Constant(_I64, 0), row)
 
-    return row(source, types.int64, whole), emit
+    return row(source, types.int64, weights, whole), emit
 
 
 @_word
-def _plus(_context: Any, row: Any, source: Any, index: Any) -> tuple[Any, _Emit]:
-    """Add the row of another source."""
+def _plus(
+    _context: Any, row: Any, source: Any, index: Any, weights: Any, number: Any
+) -> tuple[Any, _Emit]:
+    """Add the row of the source of a number."""
 
     def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
-        return row.element.form.plus(b, args[0], _load(b, args[1], args[2], row))
+        x = _load(b, args[1], args[2], row)
+        return row.element.form.plus(b, args[0], _weighted(b, x, args[3], args[4], row))
 
-    return row(row, source, types.int64), emit
+    return row(row, source, types.int64, weights, types.int64), emit
 
 
 @_word
@@ -422,6 +442,12 @@ def _itemsize(_context: Any, target: Any) -> tuple[Any, _Emit]:
 
 
 @_word
+def _is_weighted(_context: Any, target: Any) -> tuple[Any, _Emit]:
+    """Give 1 where each source has a weight, else 0."""
+    return _number_of(target, int(target.dtype.is_weighted))
+
+
+@_word
 def _max_divisor(_context: Any, target: Any) -> tuple[Any, _Emit]:
     """Give the largest divisor the element type allows."""
     return _number_of(target, target.dtype.form.max_divisor)
@@ -431,11 +457,12 @@ def _max_divisor(_context: Any, target: Any) -> tuple[Any, _Emit]:
 def _reduce(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
     """Sum n sources in rank order and divide: dst[i] = (srcs[0][i] + srcs[1][i] + ...) / divisor.
 
-    Another operation puts its own sign for the +, and neither divides nor looks at args.
+    Another operation puts its own sign for the +, and neither divides nor looks at args. A mix
+    is weights[0] * srcs[0][i] + weights[1] * srcs[1][i] + ..., each product and sum rounded.
 
     srcs: table of n_srcs addresses of element[count], contiguous, aligned to the element, IN.
     dst: element[count], OUT; each source is dst itself or disjoint from it. args: int64[1], IN,
-    the divisor, 1 to MAX_DIVISOR (bool: 1). Floats are multiplied by 1 / divisor in the
+    the divisor, 1 to MAX_DIVISOR (bool: 1); of a mix weights, float64[n_srcs]. Floats are multiplied by 1 / divisor in the
     accumulator's type; integers wrap, then divide towards minus infinity; bool is a logical or.
     Runs without the GIL; allocates nothing; (n_srcs + 1) * count elements of memory traffic.
     Returns OK, or BAD_ARGUMENT before anything was written.
@@ -447,7 +474,7 @@ def _reduce(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
         divisor = args[0]
         if divisor < 1 or divisor > _max_divisor(dst):
             return BAD_ARGUMENT
-    if n_srcs < 1 or count < 0:
+    if n_srcs < 1 or count < 0 or (_is_weighted(dst) != 0 and _address(args) == 0):
         return BAD_ARGUMENT
     if count == 0:
         return OK
@@ -462,21 +489,22 @@ def _reduce(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
             return BAD_ARGUMENT
         if -nbytes < gap and gap < nbytes and gap != 0:
             return BAD_ARGUMENT
-    if n_srcs == 1 and divisor == 1 and _address(srcs[0]) == _address(dst):
+    is_same = n_srcs == 1 and divisor == 1 and _address(srcs[0]) == _address(dst)
+    if is_same and _is_weighted(dst) == 0:
         return OK
     width = _width(dst)
     whole = count - (count & (width - 1))
     for i in range(0, whole, width):
-        row = _first(srcs[0], i, True)
+        row = _first(srcs[0], i, args, True)
         for j in range(1, n_srcs):
-            row = _plus(row, srcs[j], i)
+            row = _plus(row, srcs[j], i, args, j)
         if divisor != 1:
             row = _divided(row, divisor)
         _store(dst, i, row)
     for i in range(whole, count):
-        one = _first(srcs[0], i, False)
+        one = _first(srcs[0], i, args, False)
         for j in range(1, n_srcs):
-            one = _plus(one, srcs[j], i)
+            one = _plus(one, srcs[j], i, args, j)
         if divisor != 1:
             one = _divided(one, divisor)
         _store(dst, i, one)

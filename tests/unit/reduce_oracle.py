@@ -68,6 +68,27 @@ def expected(code: DType, sources: Sequence[np.ndarray], divisor: int = 1) -> np
         return np.floor_divide(total.astype(np.int64), divisor).astype(storage)
 
 
+def call_mix(
+    code: DType, weights: Sequence[float], sources: Sequence[np.ndarray], out: np.ndarray
+) -> int:
+    """Add sources by their weights."""
+    args = (ctypes.c_double * len(weights))(*weights)
+    function = SUM_TYPE(reduce_kernel(ReduceOp.MIX, code))
+    return function(table(sources), len(sources), out.ctypes.data, out.size, args)
+
+
+def expected_mix(
+    code: DType, weights: Sequence[float], sources: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Multiply, then add, one source after the other; round halves once at the end."""
+    wide = np.float32 if code in HALVES else STORAGE[code]
+    with np.errstate(all="ignore"):
+        total = wide(weights[0]) * sources[0].astype(wide)
+        for weight, source in zip(weights[1:], sources[1:], strict=True):
+            total = total + wide(weight) * source.astype(wide)
+        return total.astype(STORAGE[code])
+
+
 UFUNCS = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
