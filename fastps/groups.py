@@ -8,6 +8,7 @@ first use, arrays, and the words of a failure. Threads: any.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,8 @@ class Groups:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.world = Group(self, range(session.size))
+        self.known: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+        self.world = self._make(range(session.size))
         self._keys = itertools.count()
 
     def group(self, ranks: Sequence[int], key: str = "") -> Group:
@@ -40,7 +42,12 @@ class Groups:
             raise ValueError(f"{list(ranks)} are not some of {self._session.size} workers")
         if self.me not in ranks:
             raise ValueError(f"worker {self.me} is not one of {list(ranks)}")
-        return Group(self, ranks, key or "group")
+        return self._make(ranks, key or "group")
+
+    def _make(self, ranks: Sequence[int], key: str = "") -> Group:
+        group = Group(self, ranks, key)
+        self.known[group.key] = group
+        return group
 
     def next_key(self) -> str:
         """Give a key for the next process set: the same on all workers, which add them alike."""
@@ -91,6 +98,19 @@ class Groups:
             timeout_s=config.op_timeout_s, seconds=self._session.wait_seconds,
             spin_us=config.spin_us, members=members,
         )  # fmt: skip
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether somebody has run out of data."""
+        return self._session.uneven.is_on
+
+    def tell(self, operation: Operation) -> None:
+        """Let those take part who have run out of data."""
+        self._session.uneven.tell_group(operation)
+
+    def refusal(self, operation: Operation) -> str:
+        """Say who made an operation fail because they have run out of data; else empty."""
+        return self._session.uneven.refusal(operation)
 
     def ended(self, name: str, error: FastPSError) -> FastPSError:
         """Word the error of an operation that could not begin, since the job has ended."""

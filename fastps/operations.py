@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from fastps.current import current
+from fastps.errors import FastPSError
 from fastps.sets import ProcessSet, gather_objects, global_process_set, row_counts
 from fastps.types import DType, Op, dtype_of
 from fastps.worker.handle import Array, Handle
+
+if TYPE_CHECKING:
+    from fastps.collectives.group import Group, Promise
 
 Average = Op.AVERAGE
 Sum = Op.SUM
@@ -64,6 +68,31 @@ class Later(Generic[T]):
         return self._result[0]
 
 
+class Averaging:
+    """The promise of an average, and of what it lacks where members had run out of data."""
+
+    def __init__(
+        self, flight: Flight, place: str | int, number: int, ranks: Sequence[int]
+    ) -> None:
+        self._place = (place, number, ranks)
+        self.poll, self.wait = flight.poll, flight.wait
+
+    def correction(self, dtype: DType) -> float:
+        """Give what the average is to be multiplied by, once it is there; see join()."""
+        factor = current().uneven.correction(*self._place)
+        if factor != 1.0 and dtype > DType.BFLOAT16:
+            raise FastPSError(
+                f"{self._place[0]!r}: an average of integers was divided by all "
+                f"{len(self._place[2])} workers, and some have called join(): use op=Sum"
+            )
+        return factor
+
+
+def correction_of(flight: Flight, dtype: DType) -> float:
+    """Give what a result is to be multiplied by: 1, but for averages without some members."""
+    return flight.correction(dtype) if isinstance(flight, Averaging) else 1.0
+
+
 # ---- for all faces: array is C-contiguous, dtype as for push_pull_async() ----
 
 
@@ -87,12 +116,19 @@ def start_allreduce(
         session = current()
         code = dtype_of(array.dtype) if dtype is None else dtype
         if session.is_free_for(name, array.shape, code):
-            return session.push_pull_async(
+            handle = session.push_pull_async(
                 array, name, average=op is Average, priority=priority, out=out, dtype=dtype
             )
-    return process_set.group().allreduce(
-        array, out, op=op, name=name, dtype=dtype, priority=priority
-    )
+            ranks = range(session.size)
+            number = session.version_of(name)
+            return Averaging(handle, name, number, ranks) if op is Average else handle
+    group = process_set.group()
+    flight = group.allreduce(array, out, op=op, name=name, dtype=dtype, priority=priority)
+    return _averaging(flight, group, name) if op is Average else flight
+
+
+def _averaging(flight: Promise, group: Group, name: str | None) -> Averaging:
+    return Averaging(flight, group.channels.get(name or "", 0), flight.number, group.ranks)
 
 
 def start_allgather(
@@ -185,6 +221,23 @@ def allgather_object(
     Blocks. TypeError on all members where one holds what cannot travel.
     """
     return gather_objects(process_set.group(), obj, name)
+
+
+def join(device: int = -1, *, timeout_s: float | None = None) -> int:
+    """Take part in what the others do, without data, until all workers have called this; blocks.
+
+    For a worker that has run out of data: the others' allreduce, reduce and broadcasts, those of
+    optimizers and of process sets too, go on without it. An average is over those who take part
+    (n / k times the average over all: the last digit may differ from a sum that is divided). What
+    else they start raises MismatchError, as the average of integers raises FastPSError. Waits for
+    this worker's own operations first. Gives the rank of the last one to come. device: accepted
+    for Horovod's sake. timeout_s: from one operation of others to the next (default:
+    op_timeout_s); then StallError says who is at work, and join() may be called again.
+    """
+    session = current()
+    if session.size == 1:
+        return session.rank
+    return session.uneven.join(session.config.op_timeout_s if timeout_s is None else timeout_s)
 
 
 def labels_of(name: str | None, count: int) -> list[str | None]:
@@ -462,7 +515,9 @@ def reduce_to(
     """
     source = _array(tensor)
     root = process_set.member(root_rank, "root_rank")
-    flight = process_set.group().reduce(_sum_wire(source, op), root=root, op=op, name=name)
+    group = process_set.group()
+    promise = group.reduce(_sum_wire(source, op), root=root, op=op, name=name)
+    flight = _averaging(promise, group, name) if op is Average else promise
     result = _result(flight, source).wait()
     return result if current().rank == root_rank else None
 
@@ -591,8 +646,9 @@ def _result(flight: Flight, source: Array, factor: float = 1.0) -> Later[Array]:
 
     def finish(found: list[Any]) -> Array:
         array = _unwire(found[0], source.dtype)
-        if factor != 1.0:
-            array[...] = _scaled(array, factor)
+        whole = factor * correction_of(flight, dtype_of(found[0].dtype))
+        if whole != 1.0:
+            array[...] = _scaled(array, whole)
         return array
 
     return Later([flight], finish)

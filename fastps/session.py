@@ -19,10 +19,20 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastps.arrays import (
+    MAX_PRIORITY,
+    MIN_PRIORITY,
+    Arrays,
+    Names,
+    check_arrays,
+    checked_priorities,
+    outputs_of,
+    pair,
+)
 from fastps.config import Config
 from fastps.contract import Policy
 from fastps.control.blame import VERDICT_WAIT_S, Failure, Witness, stall_text
@@ -32,6 +42,7 @@ from fastps.control.protocol import (
     PeerLost,
     TensorPoisoned,
     TensorSpec,
+    Told,
 )
 from fastps.current import current
 from fastps.errors import (
@@ -47,6 +58,7 @@ from fastps.errors import (
 from fastps.objects import decode_object, encode_object
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
+from fastps.uneven import StartedTensor, Uneven
 from fastps.worker.handle import Array, Handle
 
 if TYPE_CHECKING:
@@ -58,15 +70,10 @@ __all__ = ["Session", "current"]
 
 log = logging.getLogger(__name__)
 
-MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1  # the field of the frame header
-
 # What a handle's operation was: the rank of a broadcast's root, or
 SUM, AVERAGE = -1, -2
 _OPERATIONS = {SUM: "a sum", AVERAGE: "an average"}
 _ENDINGS = (PeerLostError, ShutdownError)  # what an engine raises that has ended
-
-Names: TypeAlias = str | Sequence[str]
-Arrays: TypeAlias = Array | Sequence[Array]
 
 
 def _show_logs(level: str) -> None:
@@ -96,6 +103,7 @@ class Session:
         self.wait_seconds = [0.0]
         self._client: ControlClient | None = None
         self._groups: Groups | None = None
+        self.uneven = Uneven(self)
         self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         _sessions.add(self)
@@ -280,16 +288,21 @@ class Session:
             start(*args, **options)
         except _ENDINGS as error:
             raise self._ended(names[0] if names else "", error) from None
-        if self._poisoned:
-            self._fail_poisoned(names)
+        if self._poisoned or self.uneven.is_on:
+            self._note_started(names)
 
     def _ended(self, name: str, error: PeerLostError | ShutdownError) -> FastPSError:
         is_loss = isinstance(error, PeerLostError)
         status = Status.PEER_LOST if is_loss else Status.SHUTDOWN
         return self._blame(self.connections.failure(name, status, said=str(error)))
 
-    def _fail_poisoned(self, names: Sequence[str]) -> None:
-        """Fail what was started in the moment between the last check and the bad news."""
+    def _note_started(self, names: Sequence[str]) -> None:
+        """Fail what was started in the moment between the last check and the bad news.
+
+        And let those take part who have run out of data.
+        """
+        if self.uneven.is_on:
+            self.uneven.tell(self.started(names))
         for name in names:
             if name in self._poisoned:
                 self.connections.fail_tensor(self._poisoned[name].tensor_id, Status.MISMATCH)
@@ -343,8 +356,8 @@ class Session:
             self._engine.start(known, array, array, average=average, priority=priority)
         except _ENDINGS as error:
             raise self._ended(name, error) from None
-        if self._poisoned:
-            self._fail_poisoned((name,))
+        if self._poisoned or self.uneven.is_on:
+            self._note_started((name,))
         return known
 
     def push_pull_async(
@@ -371,13 +384,13 @@ class Session:
             return self._handle((known,), (tensor,), _reduction(average), is_single=True)
         self.check_usable()
         is_single = isinstance(name, str)
-        names, arrays = _pair(name, tensor)
-        outputs = arrays if out is tensor else _outputs(arrays, out, is_single=is_single)
+        names, arrays = pair(name, tensor)
+        outputs = arrays if out is tensor else outputs_of(arrays, out, is_single=is_single)
         tensors = self._fitting(names, arrays) if out is tensor and dtype is None else None
         if tensors is None:
             for label, array, output in zip(names, arrays, outputs, strict=True):
-                _check_arrays(label, array, output, dtype, average=average)
-        priorities = _priorities(priority, len(names))
+                check_arrays(label, array, output, dtype, average=average)
+        priorities = checked_priorities(priority, len(names))
         if self._client is None:
             return self._finish_locally(names, arrays, outputs, dtype, is_single=is_single)
         if tensors is None:
@@ -401,9 +414,9 @@ class Session:
         self.check_usable()
         root_rank = self._checked_root(root_rank)
         is_single = isinstance(name, str)
-        names, arrays = _pair(name, tensor)
+        names, arrays = pair(name, tensor)
         for label, array in zip(names, arrays, strict=True):
-            _check_arrays(label, array, array, dtype, average=False)
+            check_arrays(label, array, array, dtype, average=False)
         if self._client is None:
             return self._finish_locally(names, arrays, arrays, dtype, is_single=is_single)
         tensors = self._find(names, arrays, dtype)
@@ -462,6 +475,31 @@ class Session:
 
             self._groups = Groups(self)
         return self._groups
+
+    # ---- uneven inputs ----
+
+    def started(self, names: Sequence[str] | None = None) -> list[StartedTensor]:
+        """Say what was started last on tensors; None: of all, what is in flight."""
+        found = []
+        for name in list(self._tensors) if names is None else names:
+            tensor, spec = self._tensors.get(name), self._specs.get(name)
+            if tensor is not None and spec is not None and (names or not tensor.is_done):
+                found.append(StartedTensor(tensor, spec))
+        return found
+
+    def version_of(self, name: str) -> int:
+        """Count the operations started on a tensor."""
+        tensor = self._tensors.get(name)
+        return 0 if tensor is None else tensor.version
+
+    def versions(self) -> dict[str, int]:
+        """Count the operations started on each tensor."""
+        return {name: tensor.version for name, tensor in list(self._tensors.items())}
+
+    def tell(self, members: Sequence[int], data: bytes) -> None:
+        """Let workers hear data, all in one order."""
+        assert self._client is not None
+        self._client.tell(members, data)
 
     # ---- memory ----
 
@@ -583,10 +621,14 @@ class Session:
         self._witness.hear(event)
         if isinstance(event, TensorPoisoned):
             self.connections.fail_tensor(event.tensor_id, Status.MISMATCH)
+        elif isinstance(event, Told):
+            self.uneven.hear(event)
         elif isinstance(event, PeerLost):
             log.error("%s", event)
+            self.uneven.end(Status.PEER_LOST)
         elif isinstance(event, JobOver):
             log.warning("the job is over: %s", event.reason)
+            self.uneven.end(Status.SHUTDOWN)
 
     # ---- the end ----
 
@@ -623,66 +665,6 @@ def _checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 def _describe(spec: TensorSpec) -> str:
     return f"{DType(spec.dtype).name.lower()} of shape {spec.shape}"
-
-
-def _pair(name: Names, tensor: Arrays) -> tuple[Sequence[str], Sequence[Array]]:
-    """Make sequences of names and arrays; one name goes with one array."""
-    if isinstance(name, str):
-        if not isinstance(tensor, np.ndarray):
-            raise TypeError(f"tensor {name!r} is {type(tensor).__name__}, not a NumPy array")
-        return (name,), (tensor,)
-    if isinstance(tensor, np.ndarray) or len(name) != len(tensor):
-        raise ValueError("a sequence of names needs a sequence of as many arrays")
-    if len(set(name)) != len(name):
-        raise ValueError("a name appears twice in one call")
-    return name, tensor
-
-
-def _outputs(arrays: Sequence[Array], out: Arrays | None, *, is_single: bool) -> Sequence[Array]:
-    if out is None:
-        return [np.empty_like(array) for array in arrays]
-    if isinstance(out, np.ndarray):
-        if not is_single:
-            raise ValueError("a sequence of tensors needs a sequence of outputs")
-        return (out,)
-    if len(out) != len(arrays):
-        raise ValueError(f"{len(arrays)} tensors need as many outputs, not {len(out)}")
-    return out
-
-
-def _priorities(priority: int | Sequence[int], count: int) -> list[int]:
-    """Give one priority per tensor; they are 32-bit numbers."""
-    found = [priority] * count if isinstance(priority, int) else list(priority)
-    if len(found) != count:
-        raise ValueError(f"{count} tensors need as many priorities, not {len(found)}")
-    for number in found:
-        if not MIN_PRIORITY <= operator.index(number) <= MAX_PRIORITY:
-            raise ValueError(f"priority {number} does not fit 32 bits")
-    return found
-
-
-def _check_arrays(
-    name: str, array: Array, output: Array, dtype: DType | None, *, average: bool
-) -> None:
-    """Refuse what cannot be reduced; the message names the tensor."""
-    if not name:
-        raise ValueError("a tensor needs a name that is the same on all workers")
-    code = dtype_of(array.dtype) if dtype is None else dtype
-    if code.itemsize != array.dtype.itemsize:
-        raise TypeError(f"tensor {name!r}: {array.dtype} elements do not hold {code.name}")
-    if average and code is DType.BOOL:
-        raise TypeError(f"tensor {name!r}: booleans have no average; use average=False")
-    if not array.flags.c_contiguous or not output.flags.c_contiguous:
-        raise ValueError(f"tensor {name!r} is not C-contiguous; pass np.ascontiguousarray(...)")
-    if output is array:
-        return
-    if output.shape != array.shape or output.dtype != array.dtype:
-        raise ValueError(
-            f"tensor {name!r}: the output is {output.dtype} {output.shape}, the input "
-            f"{array.dtype} {array.shape}"
-        )
-    if np.may_share_memory(array, output) and array.ctypes.data != output.ctypes.data:
-        raise ValueError(f"tensor {name!r}: input and output overlap; use the same array or two")
 
 
 # ---- fork ----

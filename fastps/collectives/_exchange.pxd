@@ -197,6 +197,7 @@ cdef class Operation:
     cdef char* places[N_PLACES]
     cdef int n_views
     cdef bint is_over           # somebody saw the end
+    cdef public object about    # what its group needs to word it; None until start() returned
     cdef int lend(self, int place, array, bint is_written) except -1
     cdef int fill(self, Program program) except -1
     cdef void fill_leg(self, uint32_t index) noexcept

@@ -301,6 +301,11 @@ cdef class Operation:
         return self.is_over or completion_is_done(&self.task.done)
 
     @property
+    def number(self):
+        """Place among the operations of its channel, from 1."""
+        return self.task.number
+
+    @property
     def culprit(self):
         """Member that made it fail; meaningful after a PeerLost or Mismatch."""
         return self.task.culprit
@@ -536,6 +541,18 @@ cdef class Exchange(LinkOwner):
         with nogil:
             start_task(self.state, &operation.task)
         return 0
+
+    def count(self, uint64_t channel):
+        """Count the operations that were started on a channel."""
+        pthread_mutex_lock(&self.state.lock)
+        cdef uint32_t found = count_of(self.state, channel, ANYONE, COUNT_OUT, 0)
+        pthread_mutex_unlock(&self.state.lock)
+        return found
+
+    @property
+    def operations(self):
+        """List what is in flight, or was a moment ago."""
+        return list(self.in_flight.values())
 
     # ---- failing ----
 

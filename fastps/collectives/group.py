@@ -58,6 +58,11 @@ class Promise(Handle):
         self._members = members
 
     @property
+    def number(self) -> int:
+        """Place of the operation among those of its name; 0 in a group of one."""
+        return self._operations[0].number if self._operations else 0
+
+    @property
     def source(self) -> int:
         """Member that a receive from anybody received from; only when it is done."""
         return self._members.index(self._operations[0].met)
@@ -102,6 +107,10 @@ class _Host(Protocol):
         self, operation: Operation, status: int | None, timeout_s: float
     ) -> FastPSError: ...
     def machine_of(self, rank: int) -> int: ...
+    @property
+    def is_uneven(self) -> bool: ...
+    def tell(self, operation: Operation) -> None: ...
+    def refusal(self, operation: Operation) -> str: ...
 
 
 class Group:
@@ -116,10 +125,10 @@ class Group:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(host.me)
         self._host = host
-        self._key = f"{key}/{self.ranks}"
+        self.key = f"{key}/{self.ranks}"
         self._machines = tuple(host.machine_of(rank) for rank in self.ranks)
         self._kinds: dict[tuple[object, ...], _Kind] = {}
-        self._channels: dict[str, int] = {}
+        self.channels: dict[str, int] = {}
         self._lock = threading.Lock()
 
     # ---- operations of all members ----
@@ -400,7 +409,7 @@ class Group:
         return self._start(
             key, make, array, out, result,
             channel=self._channel(name), label=self._label(key, name),
-            dtype=code, rule=rule, divisor=divisor, priority=priority,
+            name=name, dtype=code, rule=rule, divisor=divisor, priority=priority,
         )  # fmt: skip
 
     def _move(
@@ -424,7 +433,7 @@ class Group:
         return self._start(
             key, make, array, out, result,
             channel=self._channel(name), label=self._label(key, name),
-            dtype=None if some is None else self._dtype(some, dtype),
+            name=name, dtype=None if some is None else self._dtype(some, dtype),
         )  # fmt: skip
 
     def _start(
@@ -438,6 +447,7 @@ class Group:
         channel: int,
         label: str,
         dtype: DType | None,
+        name: str | None = None,
         rule: ReduceOp | None = None,
         divisor: int = 1,
         priority: int = 0,
@@ -472,6 +482,10 @@ class Group:
             )
         except (TransportError, ShutdownError) as error:
             raise self._host.ended(label, error) from None
+        if not is_numbered:
+            operation.about = (self, name, key, divisor)
+            if self._host.is_uneven:
+                self._host.tell(operation)
         return self._host.promise([operation], result, self._explain, self.ranks)
 
     def _prepare(
@@ -503,11 +517,11 @@ class Group:
     def _channel(self, name: str | None) -> int:
         """Give the number by which members know the operations of one name, or those without."""
         words = name or ""
-        channel = self._channels.get(words)
+        channel = self.channels.get(words)
         if channel is None:
-            data = f"{self._key}/{words}".encode()
+            data = f"{self.key}/{words}".encode()
             channel = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-            self._channels[words] = channel
+            self.channels[words] = channel
         return channel
 
     # ---- checks ----
@@ -523,6 +537,10 @@ class Group:
         if code.itemsize != array.itemsize:
             raise TypeError(f"{array.dtype} elements do not hold {code.name}")
         return code
+
+    def count(self, name: str | None) -> int:
+        """Count the operations that were started under a name."""
+        return self._host.exchange.count(self._channel(name))
 
     def _member(self, index: int, what: str) -> int:
         if not 0 <= operator.index(index) < self.size:
@@ -549,6 +567,9 @@ class Group:
     def _explain(
         self, operation: Operation, kind: int, status: int | None, timeout_s: float
     ) -> FastPSError:
+        refusal = self._host.refusal(operation) if status == Status.MISMATCH else ""
+        if refusal:
+            return MismatchError(f"{operation.name}: {refusal}")
         if status == Status.MISMATCH:
             return MismatchError(
                 f"{operation.name}: member {operation.culprit} of workers {list(self.ranks)} "

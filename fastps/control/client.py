@@ -65,6 +65,7 @@ from fastps.control.protocol import (
     ReportLost,
     Request,
     Started,
+    Tell,
     TensorSpec,
     ToScheduler,
     body_nbytes,
@@ -272,6 +273,10 @@ class ControlClient:
         Naming ourselves says that the fault is here.
         """
         self._tell(ReportLost(member, text_of(cause), is_owner))
+
+    def tell(self, members: Sequence[int], data: bytes) -> None:
+        """Let workers know something, as the event Told."""
+        self._tell(Tell(tuple(members), data))
 
     def verdict(
         self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False

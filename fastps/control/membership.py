@@ -51,6 +51,8 @@ from fastps.control.protocol import (
     PeerLost,
     ReportLost,
     Started,
+    Tell,
+    Told,
     ToMember,
     ToScheduler,
 )
@@ -137,6 +139,8 @@ class Membership:
             self._report_lost(member, message, now)
         elif isinstance(message, KeysReady | KeysFailed):
             self._keys(member, message)
+        elif isinstance(message, Tell):
+            self._pass_on(member, message)
         elif isinstance(message, Dropped):
             self._declarations.dropped(peer, message.request)
         else:
@@ -527,6 +531,15 @@ class Membership:
                 self._suspicions.add(
                     (item.peer, item.name), (member.peer, member.name), report.cause, now
                 )
+
+    def _pass_on(self, member: Peer, message: Tell) -> None:
+        """Let workers know what another one tells them."""
+        if member.number is None or self.phase is not Phase.RUNNING:
+            return
+        told = Told(member.number, message.data)
+        for item in self._of_role("worker"):
+            if item.is_working and item.number in message.members:
+                self._send(item.peer, told)
 
     def _life_text(self, peer: int, now: float) -> str:
         """Say whether a suspect gives signs of life; its machine may be off."""

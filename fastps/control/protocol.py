@@ -318,6 +318,13 @@ class ReportLost(_Message, frozen=True):
     is_owner: bool = False
 
 
+class Tell(_Message, frozen=True):
+    """Let some workers know something: each gets a Told."""
+
+    members: Annotated[tuple[Rank, ...], Meta(max_length=MAX_MEMBERS)]
+    data: Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]
+
+
 class Leave(_Message, frozen=True):
     """Leave in order; answered by Done.
 
@@ -338,7 +345,7 @@ class Malformed(_Record, frozen=True):
 
 Meeting: TypeAlias = Barrier | Blob | Forget | Dispute  # all workers must come
 Request: TypeAlias = Join | AwaitStart | Declare | Meeting | Leave  # are answered
-ToScheduler: TypeAlias = Request | Dropped | KeysReady | KeysFailed | ReportLost
+ToScheduler: TypeAlias = Request | Dropped | KeysReady | KeysFailed | ReportLost | Tell
 
 # ---- scheduler to member: answers ----
 
@@ -425,6 +432,13 @@ class TensorPoisoned(_Message, frozen=True):
     message: str
 
 
+class Told(_Message, frozen=True):
+    """What a worker has told others; all of them hear all of it in one order."""
+
+    member: Rank
+    data: bytes
+
+
 class DeclareKeys(_Message, frozen=True):
     """Servers only: make ready for these keys, then say KeysReady or KeysFailed."""
 
@@ -462,6 +476,7 @@ Event: TypeAlias = (
     | PeerLeft
     | OwnerLeft
     | TensorPoisoned
+    | Told
     | DeclareKeys
     | ForgetKeys
     | NewGeneration

@@ -17,6 +17,7 @@ from fastps._core cimport (
     OK, completion_is_done, completion_wait_signals, deadline_of, now_ns,
 )
 from fastps._table cimport table_clear
+from fastps.wire cimport FLAG_AVERAGE, FLAG_BROADCAST
 from fastps.worker._stage cimport MAX_STAGES
 
 from numpy import ndarray
@@ -101,6 +102,13 @@ cdef class PlannedTensor:
     def version(self):
         """Count the operations started on this tensor."""
         return self.record.version
+
+    @property
+    def operation(self):
+        """What the last operation was: -1 a sum, -2 an average, else the rank of its root."""
+        if self.record.flags & FLAG_BROADCAST:
+            return self.record.root_rank
+        return -2 if self.record.flags & FLAG_AVERAGE else -1
 
     @property
     def culprit(self):

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -233,6 +234,8 @@ class FakeSession:
         self.size = cluster.size
         self.local_rank = rank
         self.local_size = cluster.size
+
+    uneven = SimpleNamespace(has_rounds=False)
 
     @property
     def can_share(self) -> bool:

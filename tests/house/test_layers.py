@@ -59,12 +59,14 @@ PART_OF = {
     "fastps.mxnet": "fastps.frameworks",
     "fastps._atomic": "fastps._core",
     "fastps._posix": "fastps._core",
+    "fastps.arrays": "fastps.session",
     "fastps.current": "fastps.session",
     "fastps.groups": "fastps.session",
     "fastps.joining": "fastps.session",
     "fastps.links": "fastps.session",
     "fastps.operations": "fastps.session",
     "fastps.sets": "fastps.session",
+    "fastps.uneven": "fastps.session",
 }
 CORE_PART = re.compile(r"fastps\._core(_\w+)?$")
 

@@ -20,6 +20,8 @@ from fastps.control.protocol import (
     PeerLost,
     ReportLost,
     Started,
+    Tell,
+    Told,
 )
 
 
@@ -198,6 +200,18 @@ class TestLosing:
         assert failure_of(driver, workers[0]).kind == "peer_lost"
         late = driver.join()
         assert failure_of(driver, late).kind == "peer_lost"
+
+    def test_what_a_worker_tells_goes_to_those_it_names(self) -> None:
+        driver = Driver(size=3)
+        workers, servers = driver.start()
+        before = {peer: len(driver.sent[peer]) for peer in workers + servers}
+        driver.say(workers[2], Tell((0, 2, 7), b"news"))
+        driver.say(workers[0], Tell((0, 2), b"more"))
+        heard = {peer: driver.sent[peer][count:] for peer, count in before.items()}
+        both = [Told(2, b"news"), Told(0, b"more")]
+        assert heard == {workers[0]: both, workers[1]: [], workers[2]: both} | {
+            peer: [] for peer in servers
+        }
 
     def test_silence_longer_than_the_lease(self) -> None:
         driver = Driver(lease_s=10)

@@ -49,9 +49,13 @@ def allreduce_async(
     op = _op(op, average)
     source = _wire(_scaled(tensor.detach(), prescale_factor), name, op)
     flight = _sum(source, None, op, name, process_set)
-    return Later(
-        [flight], lambda found: _scaled(_result(found[0], source, tensor), postscale_factor)
-    )
+
+    def finish(found: list[Any]) -> torch.Tensor:
+        return _scaled(
+            _result(found[0], source, tensor), postscale_factor * _correction(flight, source)
+        )
+
+    return Later([flight], finish)
 
 
 def allreduce_async_(
@@ -72,9 +76,10 @@ def allreduce_async_(
     flight = _sum(source, in_place if same else source, op, name, process_set)
 
     def finish(found: list[Any]) -> torch.Tensor:
-        if not same or postscale_factor != 1.0:
+        factor = postscale_factor * _correction(flight, source)
+        if not same or factor != 1.0:
             result = target if same else _result(found[0], source, tensor)
-            target.copy_(_scaled(result, postscale_factor))
+            target.copy_(_scaled(result, factor))
         return tensor
 
     return Later([flight], finish)
@@ -579,6 +584,10 @@ def _sum(
     out = array if is_same else None if target is None else view_of(target)
     code = wire_dtype(source.dtype, name or "tensor")
     return ops.start_allreduce(array, out, op, name, process_set, dtype=code)
+
+
+def _correction(flight: ops.Flight, wire: torch.Tensor) -> float:
+    return ops.correction_of(flight, wire_dtype(wire.dtype, "tensor"))
 
 
 def _rows(tensor: torch.Tensor, name: str | None) -> torch.Tensor:

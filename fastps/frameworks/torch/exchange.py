@@ -40,7 +40,7 @@ from fastps.frameworks.torch.buckets import (
 )
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.sums import EarlierSums
-from fastps.frameworks.torch.tensors import check_tensor, submit_push_pull
+from fastps.frameworks.torch.tensors import check_tensor, submit_push_pull, tensor_over
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
 
@@ -181,10 +181,32 @@ class GradientExchange:
         handles, buckets = self.round.take()
         self._memory.clear()
         wait_all(handles)
+        if self._average:
+            self._correct(buckets)
         for bucket in buckets:
             bucket.store()
         if self._sums is not None and buckets:
             self._sums.add_back()
+
+    def _correct(self, buckets: Sequence[Bucket]) -> None:
+        """Make averages those over the workers who took part; see join()."""
+        uneven = session.current().uneven
+        if not uneven.has_rounds:
+            return
+        for bucket in buckets:
+            factor = uneven.correction(*self._place_of(bucket.name))
+            if factor != 1.0:
+                dtype = getattr(torch, bucket.code.name.lower())
+                tensor_over(bucket.array, dtype).mul_(factor)
+
+    def _place_of(self, name: str) -> tuple[str | int, int, Sequence[int]]:
+        """Say where and how often a name was used, and by whom."""
+        current = session.current()
+        if self._process_set is global_process_set:
+            return name, current.version_of(name), range(current.size)
+        group = self._process_set.group()
+        channel = group.channels.get(name, 0)
+        return channel, group.count(name), group.ranks
 
     def on_gradient(self, index: int) -> None:
         """Count one backward pass; start the bucket after the last one of its last gradient."""

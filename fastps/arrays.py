@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users give with an operation on declared tensors: checked, and in the form of sequences.
+
+Pure. Errors name the tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from fastps.types import DType, dtype_of
+from fastps.worker.handle import Array
+
+MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1  # the field of the frame header
+
+Names: TypeAlias = str | Sequence[str]
+Arrays: TypeAlias = Array | Sequence[Array]
+
+
+def pair(name: Names, tensor: Arrays) -> tuple[Sequence[str], Sequence[Array]]:
+    """Make sequences of names and arrays; one name goes with one array."""
+    if isinstance(name, str):
+        if not isinstance(tensor, np.ndarray):
+            raise TypeError(f"tensor {name!r} is {type(tensor).__name__}, not a NumPy array")
+        return (name,), (tensor,)
+    if isinstance(tensor, np.ndarray) or len(name) != len(tensor):
+        raise ValueError("a sequence of names needs a sequence of as many arrays")
+    if len(set(name)) != len(name):
+        raise ValueError("a name appears twice in one call")
+    return name, tensor
+
+
+def outputs_of(arrays: Sequence[Array], out: Arrays | None, *, is_single: bool) -> Sequence[Array]:
+    """Give the arrays that results go to: new ones for None."""
+    if out is None:
+        return [np.empty_like(array) for array in arrays]
+    if isinstance(out, np.ndarray):
+        if not is_single:
+            raise ValueError("a sequence of tensors needs a sequence of outputs")
+        return (out,)
+    if len(out) != len(arrays):
+        raise ValueError(f"{len(arrays)} tensors need as many outputs, not {len(out)}")
+    return out
+
+
+def checked_priorities(priority: int | Sequence[int], count: int) -> list[int]:
+    """Give one priority per tensor; they are 32-bit numbers."""
+    found = [priority] * count if isinstance(priority, int) else list(priority)
+    if len(found) != count:
+        raise ValueError(f"{count} tensors need as many priorities, not {len(found)}")
+    for number in found:
+        if not MIN_PRIORITY <= operator.index(number) <= MAX_PRIORITY:
+            raise ValueError(f"priority {number} does not fit 32 bits")
+    return found
+
+
+def check_arrays(
+    name: str, array: Array, output: Array, dtype: DType | None, *, average: bool
+) -> None:
+    """Refuse what cannot be reduced; the message names the tensor."""
+    if not name:
+        raise ValueError("a tensor needs a name that is the same on all workers")
+    code = dtype_of(array.dtype) if dtype is None else dtype
+    if code.itemsize != array.dtype.itemsize:
+        raise TypeError(f"tensor {name!r}: {array.dtype} elements do not hold {code.name}")
+    if average and code is DType.BOOL:
+        raise TypeError(f"tensor {name!r}: booleans have no average; use average=False")
+    if not array.flags.c_contiguous or not output.flags.c_contiguous:
+        raise ValueError(f"tensor {name!r} is not C-contiguous; pass np.ascontiguousarray(...)")
+    if output is array:
+        return
+    if output.shape != array.shape or output.dtype != array.dtype:
+        raise ValueError(
+            f"tensor {name!r}: the output is {output.dtype} {output.shape}, the input "
+            f"{array.dtype} {array.shape}"
+        )
+    if np.may_share_memory(array, output) and array.ctypes.data != output.ctypes.data:
+        raise ValueError(f"tensor {name!r}: input and output overlap; use the same array or two")

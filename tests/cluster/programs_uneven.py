@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers of test_uneven.py do: they run out of data one after the other."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.errors import FastPSError, MismatchError, PeerLostError, StallError
+
+
+def takers(step: int, rounds: list[int]) -> list[int]:
+    """Give the ranks that still have data in a step."""
+    return [rank for rank, steps in enumerate(rounds) if step < steps]
+
+
+def one_round(steps: list[int], some: fastps.ProcessSet, *, width: int) -> None:
+    """Train as many steps as this worker has data for, then join."""
+    me = fastps.rank()
+    for step in range(steps[me]):
+        there = takers(step, steps)
+        own = np.full(width, me + 1.0, np.float32)
+        total = sum(rank + 1 for rank in there)
+        flights = [
+            fastps.allreduce_async(own, f"named {width}", priority=step),
+            fastps.allreduce_async(own, op=fastps.Sum),
+            fastps.allreduce_async(own.astype(np.float16)),
+            fastps.allreduce_async(own.astype(np.int32), op=fastps.Min),
+            fastps.allreduce_async(own.astype(np.float64), "max", op=fastps.Max),
+            fastps.allreduce_async(own, f"new {step} {width}", op=fastps.Sum),
+            fastps.allreduce_async(own.astype(np.uint8), op=fastps.BAND),
+        ]
+        found = [fastps.synchronize(flight) for flight in flights]
+        bits = np.bitwise_and.reduce([rank + 1 for rank in there])
+        average = total / len(there)
+        for array, want in zip(
+            found,
+            (average, total, average, min(there) + 1, max(there) + 1, total, bits),
+            strict=True,
+        ):
+            assert np.allclose(array, want, rtol=1e-3 if array.itemsize == 2 else 1e-6), (
+                array,
+                want,
+            )
+            assert (array == array[0]).all()
+        if some.included():
+            ours = [rank for rank in there if rank in some.ranks]
+            inside = fastps.allreduce(own, process_set=some)
+            assert np.allclose(inside, sum(rank + 1 for rank in ours) / len(ours))
+        last = max(there)
+        assert (fastps.broadcast(own.copy(), last) == last + 1).all()
+        assert (fastps.broadcast(own.copy(), last, name=f"root {width}") == last + 1).all()
+        found = fastps.reduce_to(own, last)
+        assert found is None if me != last else np.allclose(found, average)
+    longest = max(steps)
+    last = fastps.join()
+    assert steps[last] == longest, (last, steps)
+
+
+def everything() -> str:
+    """Have rounds in which other workers are last, with ordinary work between them."""
+    fastps.init()
+    size = fastps.size()
+    some = fastps.add_process_set([0, size - 1])
+    for width in (3, 70_000):
+        for steps in ([2, 4, 3], [0, 1, 5], [1, 1, 1], [3, 0, 0]):
+            one_round(steps[:size], some, width=width)
+            everyone = fastps.allreduce(np.full(2, fastps.rank(), np.float32), f"named {2}")
+            assert (everyone == (size - 1) / 2).all()
+            assert fastps.allgather(np.array([fastps.rank()])).tolist() == list(range(size))
+    refusals()
+    fastps.barrier()
+    fastps.shutdown()
+    return "done"
+
+
+def refusals() -> None:
+    """Get an error for what cannot go on without a worker, and go on."""
+    me, size = fastps.rank(), fastps.size()
+    if me == 0:
+        with pytest.raises(StallError, match=r"workers \[1, 2\] have neither"):
+            fastps.join(timeout_s=0.3)
+        for other in range(1, size):
+            fastps.send(np.ones(1), other)
+        assert fastps.join() >= 0
+        return
+    fastps.receive(np.empty(1), 0)
+    assert fastps.allreduce(np.ones(1), op=fastps.Sum)[0] == size - 1  # worker 0 has joined
+    for call in (
+        lambda: fastps.allgather(np.ones(2)),
+        lambda: fastps.broadcast(np.ones(2), 0),
+        lambda: fastps.reducescatter(np.ones(4), name="scattered"),
+    ):
+        with pytest.raises(MismatchError, match=r"worker 0 has run out of data"):
+            call()
+    with pytest.raises(MismatchError):
+        fastps.broadcast(np.ones(2), 0, name="from who has gone")
+    with pytest.raises(FastPSError, match="average of integers"):
+        fastps.allreduce(np.ones(2, np.int32))
+    fastps.join()
+
+
+def lost() -> str:
+    """Lose a worker while another one waits in join()."""
+    fastps.init()
+    if fastps.rank() == 1:
+        fastps.allreduce(np.ones(1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    fastps.allreduce(np.ones(1))
+    with pytest.raises(PeerLostError, match="worker 1"):
+        fastps.join()
+    return "told"

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""join() of workers that run out of data, over whole jobs."""
+
+from __future__ import annotations
+
+import programs_uneven
+import pytest
+from job import Job, run_job
+
+
+@pytest.mark.parametrize("environment", [{}, {"FASTPS_SHARED_MEMORY": "1"}], ids=["tcp", "memory"])
+def test_workers_run_out_one_after_the_other(environment):
+    found = run_job(programs_uneven.everything, workers=3, servers=1, environment=environment)
+    assert found == ["done"] * 3
+
+
+def test_a_worker_is_lost_while_another_waits_in_join():
+    with Job(programs_uneven.lost, workers=2, servers=1) as job:
+        assert job.workers[0].result() == "told"
