@@ -48,24 +48,24 @@ class _Kind(NamedTuple):
 class Promise(Handle):
     """The promise of an operation of a group."""
 
-    __slots__ = ("_members", "_operations")
+    __slots__ = ("_members", "operations")
 
     def __init__(
         self, operations: Sequence[Operation], *args: Any, members: Sequence[int], **options: Any
     ) -> None:
         super().__init__(operations, *args, **options)
-        self._operations = operations
+        self.operations = operations
         self._members = members
 
     @property
     def number(self) -> int:
         """Place of the operation among those of its name; 0 in a group of one."""
-        return self._operations[0].number if self._operations else 0
+        return self.operations[0].number if self.operations else 0
 
     @property
     def source(self) -> int:
         """Member that a receive from anybody received from; only when it is done."""
-        return self._members.index(self._operations[0].met)
+        return self._members.index(self.operations[0].met)
 
 
 def _copy_alone(steps: Schedule, array: Array | None, out: Array | None) -> None:
@@ -362,6 +362,8 @@ class Group:
     ) -> Promise:
         if peer == self.rank:
             raise ValueError("a member sends nothing to itself")
+        if array.nbytes > plans.MAX_MESSAGE_BYTES:
+            return self._messages(kind, array, peer, tag, dtype)
         is_send = kind is Kind.SEND
         place = Place.INPUT if is_send else Place.OUTPUT
 
@@ -379,6 +381,20 @@ class Group:
             dtype=self._dtype(array, dtype),
             is_numbered=True,
         )
+
+    def _messages(
+        self, kind: Kind, array: Array, peer: int, tag: int, dtype: DType | None
+    ) -> Promise:
+        """Send or receive what is too long for one message, in several."""
+        if peer == ANYBODY:
+            raise ValueError(f"name the source of {array.nbytes} bytes: they are several messages")
+        flat, step = array.reshape(-1), plans.MAX_MESSAGE_BYTES // array.itemsize
+        parts = [
+            self._message(kind, flat[start : start + step], peer, tag, dtype)
+            for start in range(0, flat.size, step)
+        ]
+        operations = [operation for part in parts for operation in part.operations]
+        return self._host.promise(operations, array, self._explain, self.ranks)
 
     # ---- starting ----
 

@@ -365,9 +365,7 @@ def _weighted(b: Any, x: Any, weights: Any, number: Any, row: Row) -> Any:
 
 
 @_word
-def _first(
-    _context: Any, source: Any, index: Any, weights: Any, whole: Any
-) -> tuple[Any, _Emit]:
+def _first(_context: Any, source: Any, index: Any, weights: Any, whole: Any) -> tuple[Any, _Emit]:
     """Load a whole row (or one element) of the first source, in the accumulator's type."""
     row = Row(source.dtype, source.dtype.width if whole.literal_value else 1)
 
@@ -462,8 +460,9 @@ def _reduce(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
 
     srcs: table of n_srcs addresses of element[count], contiguous, aligned to the element, IN.
     dst: element[count], OUT; each source is dst itself or disjoint from it. args: int64[1], IN,
-    the divisor, 1 to MAX_DIVISOR (bool: 1); of a mix weights, float64[n_srcs]. Floats are multiplied by 1 / divisor in the
-    accumulator's type; integers wrap, then divide towards minus infinity; bool is a logical or.
+    the divisor, 1 to MAX_DIVISOR (bool: 1); of a mix weights, float64[n_srcs]. Floats are
+    multiplied by 1 / divisor in the accumulator's type; integers wrap, then divide towards minus
+    infinity; bool is a logical or.
     Runs without the GIL; allocates nothing; (n_srcs + 1) * count elements of memory traffic.
     Returns OK, or BAD_ARGUMENT before anything was written.
     """

@@ -9,9 +9,11 @@ from functools import reduce
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import fastps
 from fastps import current
+from fastps.collectives import schedule
 from fastps.collectives.group import Group
 from fastps.errors import MismatchError
 from fastps.types import DType, Op
@@ -253,8 +255,24 @@ def letters_of_wrong_size() -> str:
         elif rank == 2:
             assert world.receive(np.empty(count, np.float32)).wait(WAIT_S)[0] == 7
         world.barrier().wait(WAIT_S)
+    _long_letters(world)
     fastps.shutdown()
     return "done"
+
+
+def _long_letters(world: Group) -> None:
+    """Send what is too long for one message; so that it need not have gigabytes, shorter ones."""
+    schedule.MAX_MESSAGE_BYTES = 100_000
+    want = np.arange(60_000, dtype=np.float32)
+    if world.rank == 0:
+        world.send(want, 2).wait(WAIT_S)
+        world.send(want[::-1].copy(), 2).wait(WAIT_S)
+    elif world.rank == 2:
+        got = np.empty((2, 30_000), np.float32)
+        assert np.array_equal(world.receive(got, 0).wait(WAIT_S), want.reshape(2, -1))
+        assert np.array_equal(world.receive(got, 0).wait(WAIT_S).reshape(-1), want[::-1])
+        with pytest.raises(ValueError, match="name the source"):
+            world.receive(got)
 
 
 def _text_of(start) -> str:

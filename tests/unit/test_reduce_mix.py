@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reduce_oracle import FLOATS, STORAGE, assert_same, call_mix, expected_mix, random_values, table
+from reduce_oracle import (
+    FLOATS,
+    STORAGE,
+    assert_same,
+    call_mix,
+    expected_mix,
+    random_values,
+    table,
+)
 
 from aids.kernels import SUM_TYPE
 from fastps.reduce import kernels, reduce_kernel

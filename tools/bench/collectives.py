@@ -3,17 +3,23 @@
 
     fastps-run -np 2 python tools/bench/collectives.py --sizes 4K,1M,64M
     FASTPS_SHARED_MEMORY=0 fastps-run -np 2 python tools/bench/collectives.py --kinds private
+    python tools/bench/collectives.py --hosts 4 --rate 200mbit --sizes 16M --kinds private
 
-Both systems run in the same processes and take turns in every round; torch has one thread. A size
-is that of what a worker brings, for a reduce-scatter what it gets. Arrays are private ones or of
+The last needs root: tools/netlab.py makes hosts with links of that rate, one worker on each. Both
+systems run in the same processes and take turns in every round; torch has one thread. A size is
+that of what a worker brings, for a reduce-scatter what it gets. Arrays are private ones or of
 fastps.empty(). Every operation of fastps is checked against gloo's result in every round. Columns:
-median time of fastps, of gloo, and the median of their ratios within a round.
+median time of fastps, of gloo, and the median of their ratios within a round; with --hosts then
+the time of fastps over the least that the links allow (docs/collectives.md, floor).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import secrets
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,9 +38,20 @@ import fastps
 from fastps import current
 from fastps.types import Op
 from tools.bench.push_pull import format_size, parse_size
+from tools.netlab import NetLab, ended_by_signals, missing
 
 ROUND_BYTES = 1e8  # of what is moved by one system in a round, at most 300 times
 PATIENCE = timedelta(minutes=5)
+SCHEDULER_PORT = 7600  # of a lab's host; its ports are all free
+# What the busiest link carries one way, in arrays of a worker (n: workers).
+LINK_ARRAYS: dict[str, Callable[[int], float]] = {
+    "allreduce": lambda n: 2 * (n - 1) / n,
+    "allgather": lambda n: n - 1,
+    "reducescatter": lambda n: n - 1,
+    "alltoall": lambda n: n - 1,
+    "broadcast": lambda n: 1,
+    "send, receive": lambda n: 1,
+}
 
 Run = Callable[[], Any]
 
@@ -125,7 +142,42 @@ def compare(nbytes: int, kind: str, rounds: int) -> None:
         ratio = statistics.median(a / b for a, b in seconds)
         if fastps.rank() == 0:
             line = f"{format_size(nbytes):>6} {kind:8} {name:14} {mine:10.1f} us {others:10.1f} us"
-            print(f"{line}  {ratio:.3f}", flush=True)
+            print(f"{line}  {ratio:.3f}{bound(name, nbytes, mine)}", flush=True)
+
+
+def bound(name: str, nbytes: int, microseconds: float) -> str:
+    """Word the time over what the links of a lab allow; nothing elsewhere."""
+    rate = float(os.environ.get("BENCH_BYTES_PER_S", "0"))
+    if not rate:
+        return ""
+    least = LINK_ARRAYS[name](fastps.size()) * nbytes / rate
+    return f"  {microseconds * 1e-6 / least:.3f}"
+
+
+def on_hosts(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run this program as a worker on each host of a lab; give the sum of their exit codes."""
+    if lack := missing():
+        raise SystemExit(f"collectives: {lack}")
+    with ended_by_signals(), NetLab(hosts=options.hosts, rate=options.rate, cc="cubic") as lab:
+        environment = os.environ | {
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "FASTPS_SIZE": str(options.hosts),
+            "FASTPS_NUM_SERVERS": "0",
+            "FASTPS_SCHEDULER_HOST": lab.address(0),
+            "FASTPS_SCHEDULER_PORT": str(SCHEDULER_PORT),
+            "FASTPS_TOKEN": secrets.token_hex(32),
+            "FASTPS_JOB_ID": "lab",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "BENCH_BYTES_PER_S": str(lab.bytes_per_s),
+        }
+        commands = [[sys.executable, "-m", "fastps.server.main", "--role", "scheduler"]]
+        commands += [[sys.executable, __file__, *arguments]] * options.hosts
+        started: list[subprocess.Popen[bytes]] = []
+        for number, command in enumerate(commands):
+            host = max(number - 1, 0)
+            own = environment | {"FASTPS_HOST": lab.address(host)}
+            started.append(lab.popen(host, command, env=own))
+        return sum(process.wait() for process in started[1:])
 
 
 def main() -> None:
@@ -136,7 +188,12 @@ def main() -> None:
     parser.add_argument("--sizes", default="4K,1M,16M", help="bytes, as in 4K,1M")
     parser.add_argument("--kinds", default="private,shared", help="of arrays (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (%(default)s)")
+    parser.add_argument("--hosts", type=int, help="workers on hosts of their own, with slow links")
+    parser.add_argument("--rate", default="200mbit", help="of these links (%(default)s)")
     options = parser.parse_args()
+    if options.hosts:
+        same = [f"--{name}={getattr(options, name)}" for name in ("sizes", "kinds", "rounds")]
+        raise SystemExit(on_hosts(options, same))
     torch.set_num_threads(1)
     fastps.init()
     folder = fastps.broadcast_object(tempfile.mkdtemp() if fastps.rank() == 0 else None)
