@@ -10,8 +10,8 @@ The address is that of a C function
     int64_t f(const void* const* srcs, int64_t n_srcs, void* dst, int64_t count, const void* args)
 
 a rule, which makes one of many (see kernels.py). args: what it wants besides: a sum the divisor
-as one int64_t, a mix a weight for each source as double, another operation nothing. It returns 1 on success, and
-a negative status of _core.pxd for bad arguments.
+as one int64_t, a mix a weight for each source as double, another operation nothing. It returns 1
+on success, and a negative status of _core.pxd for bad arguments.
 """
 
 from fastps.reduce.library import reduce_kernel, sum_kernel, warm
