@@ -249,6 +249,7 @@ cdef class Operation:
         leg.item.header.status = <int32_t>spec.nbytes
         leg.item.header.sender = self.task.state.me
         leg.item.sent = leg_sent
+        leg.item.turn = index + 1       # what is passed on leaves piece by piece, not all at once
         leg.item.context = leg
         if spec.kind == LEG_COPY:
             source = &self.program.sources[spec.source]

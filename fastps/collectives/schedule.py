@@ -140,13 +140,15 @@ def allreduce(
     its own n - 1 messages and one for each other, 2 M (n - 1) / n bytes. With machines: four
     rounds, 2 M (m - 1) / m bytes out of each machine. Up to SMALL_BYTES everybody sends INPUT to
     all and sums itself: one round of n - 1 messages, or, with more than DIRECT_MEMBERS, Bruck's
-    ceil(log2 n) of one; (n - 1) M bytes. Floor: 2 M (n - 1) / (n B).
+    ceil(log2 n) of one; (n - 1) M bytes. Floor: 2 M (n - 1) / (n B). Between machines shares are
+    of PIPELINE pieces or more: what is left of the last ones, when all sums are made, costs time.
     """
     steps, topology = _Steps(me, n), _topology(n, machines)
     if nbytes <= SMALL_BYTES:
         steps.sum_at_once(topology, _exchanged(steps, nbytes), nbytes)
         return steps.done()
-    for piece in _in_turn(topology.shares(nbytes, itemsize), steps):
+    laps = _laps(nbytes, topology.width) if len(set(machines)) > 1 else 1
+    for piece in _in_turn(topology.shares(nbytes, itemsize, laps), steps):
         role, to = topology.role(me, piece), _At(Place.OUTPUT, piece.offset)
         total = steps.collect(role, piece, to)
         steps.spread(role, piece, total if me == piece.owner else to)
@@ -189,6 +191,9 @@ def broadcast(me: int, n: int, nbytes: int, root: int, machines: Sequence[int] =
     The root sends every piece to one other, PIPELINE pieces or more to each, who passes it on to
     the rest: two rounds, no more than M bytes out of anybody. With machines: three rounds, M
     bytes into and no more out of each machine; the root's machine has them from the root.
+    Between machines, if PIPELINE pieces for each are no shorter than MIN_PIECE_BYTES, pieces go
+    from machine to machine in a chain: as many rounds as machines, but each link has one stream
+    to carry, and streams that compete for one waste a third of it (measured).
     Up to MIN_PIECE_BYTES: one round from the root, n - 1 messages, or, with more than
     DIRECT_MEMBERS, a binomial tree, ceil(log2 n) messages at most. Floor: M / B.
     """
@@ -197,12 +202,16 @@ def broadcast(me: int, n: int, nbytes: int, root: int, machines: Sequence[int] =
     near, far = topology.parted(root)
     is_small = nbytes <= MIN_PIECE_BYTES
     is_direct = is_small or far.width < 2 or len(set(machines)) == 1
-    laps = min(PIPELINE, nbytes // max(far.width * MIN_PIECE_BYTES, 1))
+    n_chain = PIPELINE * len(far.machines)
+    is_chain = len(far.machines) > 1 < len(set(machines)) and nbytes >= n_chain * MIN_PIECE_BYTES
+    laps = -(-n_chain // far.width) if is_chain else _laps(nbytes, far.width)
     for piece in _wholes(nbytes, root) if is_direct else far.shares(nbytes, laps=laps):
         if is_small and n > DIRECT_MEMBERS:
             role = _binomial(me, n, root)
         elif is_direct:
             role = topology.role(me, piece)
+        elif is_chain:
+            role = _chain(me, root, piece, near, far)
         else:
             role = _passing_on(me, root, piece, near, far)
         steps.spread(role, piece, _At(place, piece.offset))
@@ -347,6 +356,11 @@ def _topology(n: int, machines: Sequence[int]) -> _Topology:
     return _Topology(members.values())
 
 
+def _laps(nbytes: int, width: int) -> int:
+    """Choose how many pieces each of `width` members gets of what is passed on."""
+    return min(PIPELINE, nbytes // max(width * MIN_PIECE_BYTES, 1))
+
+
 def _cut(nbytes: int, parts: int, itemsize: int = 1) -> list[tuple[int, int]]:
     """Cut into at most `parts` even (offset, nbytes), between cache lines and elements."""
     grain = math.lcm(ALIGNMENT, itemsize)
@@ -396,6 +410,18 @@ def _passing_on(me: int, root: int, piece: _Piece, near: _Topology, far: _Topolo
         return _Role(root, (me,), (me,))
     role = far.role(me, piece)
     return role._replace(parent=root) if me == piece.owner else role
+
+
+def _chain(me: int, root: int, piece: _Piece, near: _Topology, far: _Topology) -> _Role:
+    """Place a member: the root gives to its machine and the next, whose agent to the one after."""
+    if me in near.home:
+        below = (far.agent(far.machines[0], piece),) if me == root else ()
+        return _Role(None if me == root else root, near.home[root] if below else (), below)
+    agents = [root, *(far.agent(there, piece) for there in far.machines)]
+    place = far.machines.index(far.home[me]) + 1
+    if me != agents[place]:
+        return _Role(agents[place], (), ())
+    return _Role(agents[place - 1], far.home[me], tuple(agents[place + 1 : place + 2]))
 
 
 # ---- the steps of one member ----

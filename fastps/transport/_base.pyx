@@ -43,7 +43,7 @@ from fastps._posix cimport (
     pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, sched_yield, write,
 )
 from fastps.transport._link cimport (
-    Link, LinkOwner, LinkStats, Owner, SendItem, header_seal,
+    Link, LinkOwner, LinkStats, Owner, SendItem, header_seal, turn_of,
 )
 from fastps.wire cimport KIND_BYE, Header
 
@@ -113,7 +113,7 @@ cdef BaseLink* pop_kicked(IoThread* io) noexcept nogil:
 
 cdef int enqueue(BaseLink* link, SendItem* item) noexcept nogil:
     cdef uint64_t charged = frame_bytes(item) if item.is_credited else 0
-    return queue_push(link.queue, item.header.priority, item.header.key, charged, item)
+    return queue_push(link.queue, item.header.priority, turn_of(item), charged, item)
 
 
 cdef void link_kick(Link* base, int kick) noexcept nogil:

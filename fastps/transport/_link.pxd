@@ -29,9 +29,14 @@ cdef struct SendItem:
     uint32_t chunk_bytes    # 0: one frame
     uint32_t base           # offset of payload within the partition: frames start there
     uint32_t cursor         # transport's: payload bytes already framed
+    uint32_t turn           # among items as urgent the lower goes first; 0: the lower key
     bint is_credited        # count nbytes against the link's credit until credit() returns them
     sent_fn sent            # all bytes have left our memory, or the link closed; may be NULL
     void* context           # owner's
+
+cdef inline uint64_t turn_of(const SendItem* item) noexcept nogil:
+    return item.turn if item.turn else item.header.key
+
 
 cdef struct Owner:
     void* context

@@ -186,7 +186,7 @@ cdef class Mailbox(LinkOwner):
     def post(self, uint32_t peer, payload, *, int kind=1, uint64_t key=0, int priority=0,
              uint32_t chunk_bytes=0, bint is_credited=False, int kick=KICK_WAKE, uint8_t dtype=0,
              uint8_t flags=0, uint32_t key_version=0, uint32_t sender=0, uint32_t offset=0,
-             int status=0, uint32_t subject=0):
+             int status=0, uint32_t subject=0, uint32_t turn=0):
         """Send bytes-like payload as frames of chunk_bytes; return a Parcel to wait for.
 
         offset: of the payload within its partition. The other fields travel in the header.
@@ -209,6 +209,7 @@ cdef class Mailbox(LinkOwner):
         parcel.item.payload = <const char*>&parcel.view[0] if parcel.view.shape[0] else NULL
         parcel.item.chunk_bytes = chunk_bytes
         parcel.item.is_credited = is_credited
+        parcel.item.turn = turn
         parcel.item.sent = parcel_sent
         parcel.item.context = &parcel.done
         completion_reset(&parcel.done, 1)

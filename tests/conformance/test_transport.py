@@ -183,6 +183,22 @@ def test_most_urgent_first_then_smallest_key_then_first_come(exact):
     assert {outcome(parcel) for parcel in [blocker, *parcels]} == {"OK"}
 
 
+def test_a_turn_goes_for_a_key(exact):
+    a, b = exact.pair(credit_bytes=1)
+    blocker = a.post(0, bytes([99]), priority=2**31 - 1, is_credited=True)
+    assert b.receive(timeout_s=TIMEOUT_S)[2] == bytes([99])
+    turns = [3, 1, 2, 1]
+    parcels = [
+        a.post(0, bytes([i]), key=7, turn=turn, is_credited=True) for i, turn in enumerate(turns)
+    ]
+    received = []
+    for _ in turns:
+        parcels.append(b.post(0, bytes(1)))
+        received.append(b.receive(timeout_s=TIMEOUT_S)[2][0])
+    assert received == [1, 3, 2, 0]
+    assert {outcome(parcel) for parcel in [blocker, *parcels]} == {"OK"}
+
+
 @pytest.mark.parametrize("kick", KICKS)
 def test_credit_bounds_what_is_in_flight(exact, kick):
     a, b = exact.pair(credit_bytes=1000)

@@ -144,6 +144,21 @@ def test_a_roots_bytes_cross_the_network_once_per_machine(machines, root):
     assert max(out.values()) == size
 
 
+@pytest.mark.parametrize("machines", [tuple(range(5)), (0, 0, 1, 1, 2, 2), (2, 0, 1, 0, 3, 0)])
+@pytest.mark.parametrize("root", [0, 3])
+def test_what_is_large_goes_from_machine_to_machine(machines, root):
+    """Every machine gets it once and, but for the last, gives it on once."""
+    n, m = len(machines), len(set(machines))
+    size = LIMITS["MIN_PIECE_BYTES"] * LIMITS["PIPELINE"] * (m - 1)
+    spread = ran(lambda me: schedule.broadcast(me, n, size, root, machines), n)
+    out, into = spread.crossing(machines)
+    assert into == dict.fromkeys(set(machines) - {machines[root]}, size)
+    assert sorted(out.values()) == [size] * (m - 1) or sorted(out.values())[0] == 0
+    assert sum(out.values()) == size * (m - 1)
+    assert max(out.values()) == size
+    assert m - 1 <= spread.rounds <= m
+
+
 @pytest.mark.parametrize("machines", [machines for machines in LAYOUTS if len(machines) == 6])
 def test_all_members_of_a_machine_work_alike(machines):
     n = len(machines)

@@ -31,6 +31,7 @@ from fastps._posix cimport (
 )
 from fastps.transport._link cimport (
     LINK_BY_REFERENCE, Link, LinkOwner, LinkStats, SendItem, header_check, header_seal,
+    turn_of,
 )
 from fastps.transport._shm cimport Mapping
 from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
@@ -163,7 +164,7 @@ cdef SendItem* put_next(PipeLink* link, bint* has_room) noexcept nogil:
         return NULL
     link.current = NULL
     if item.cursor < item.nbytes:       # what is as urgent has its turn
-        queue_push(link.queue, item.header.priority, item.header.key, 0, item)
+        queue_push(link.queue, item.header.priority, turn_of(item), 0, item)
         return NULL
     if item == &link.bye:
         link.has_left = True
@@ -240,7 +241,7 @@ cdef int pipe_send(Link* base, SendItem* item, int kick) noexcept nogil:
     if fps_load32(&link.is_leaving) or fps_load32(&link.close_status) != OK:
         return E_SHUTDOWN
     item.cursor = 0
-    status = queue_push(link.queue, item.header.priority, item.header.key, 0, item)
+    status = queue_push(link.queue, item.header.priority, turn_of(item), 0, item)
     if status == OK:
         pump(link)
     return status
