@@ -132,15 +132,20 @@ def _averaging(flight: Promise, group: Group, name: str | None) -> Averaging:
 
 
 def start_allgather(
-    array: Array, name: str | None, process_set: ProcessSet, *, dtype: DType | None = None
+    array: Array,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    dtype: DType | None = None,
+    counts: Sequence[int] | None = None,
 ) -> tuple[Flight, list[int]]:
     """Begin to gather arrays of any first dimension, and give the rows of each member.
 
-    Blocks until all members have told how many rows they have.
+    counts: these, where they are known; else blocks until all members have told them.
     """
     group = process_set.group()
     rows = np.atleast_1d(array)
-    counts = row_counts(group, len(rows), name)
+    counts = row_counts(group, len(rows), name) if counts is None else list(counts)
     out = current().groups.empty((sum(counts), *rows.shape[1:]), rows.dtype)
     width = _width(rows)
     sizes = [count * width for count in counts]

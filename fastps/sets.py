@@ -38,6 +38,11 @@ class ProcessSet:
         """Ranks of the members in the job, ascending."""
         return list(self._ranks)
 
+    @property
+    def first(self) -> int:
+        """Lowest rank of the members."""
+        return self._ranks[0]
+
     def size(self) -> int:
         """Give the number of members."""
         return len(self.ranks)
@@ -84,6 +89,10 @@ class _Everybody(ProcessSet):
     @property
     def ranks(self) -> list[int]:
         return list(range(current().size))
+
+    @property
+    def first(self) -> int:
+        return 0
 
     def group(self) -> Group:
         return current().groups.world

@@ -17,7 +17,7 @@ Used by one thread at a time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -31,6 +31,7 @@ from fastps.frameworks.torch.tensors import (
     is_sendable,
     make_room,
     mark_written,
+    real_of,
     sendable,
     tensor_over,
     version_of,
@@ -111,6 +112,7 @@ class FlatBucket:
         self._addresses: list[int] = []  # of the slots, while they lie over the array
         self._versions: list[int] = []
         self._skipped: set[int] = set()  # frozen ones: zeros are sent, nothing is written
+        self._apart: frozenset[int] = frozenset()  # sparse ones: not ours
         self._copied: dict[int, _Copied] = {}
         self._can_be_view = [
             is_view and parameter.dtype is dtype and is_sendable(parameter)
@@ -127,6 +129,10 @@ class FlatBucket:
     def spec(self) -> Spec:
         """Give name, shape and dtype of the array."""
         return self.name, self.shape, self.code
+
+    def leave_out(self, places: Iterable[int]) -> None:
+        """Send zeros for gradients that travel in another way from now on."""
+        self._apart = frozenset(places)
 
     def make_room(self, session: Session) -> None:
         """Make the array and its slots; load() does it if nobody has."""
@@ -151,6 +157,10 @@ class FlatBucket:
         for place, (parameter, slot) in enumerate(zip(self._parameters, self._slots, strict=True)):
             gradient = parameter.grad
             if gradient is slot:
+                continue
+            if place in self._apart:
+                slot.zero_()
+                self._skipped.add(place)
                 continue
             if gradient is not None and parameter.requires_grad:
                 if gradient.layout is not torch.strided or not gradient.is_cpu:  # the quick test
@@ -241,20 +251,23 @@ class LooseGradient:
         self._loaded: tuple[_Copied, torch.Tensor, Any, bool]
 
     def spec(self) -> Spec:
-        """Give name, shape and dtype of the gradient, which nothing compresses."""
-        parameter = self._parameter
-        return self.name, tuple(parameter.shape), wire_dtype(parameter.dtype, self.name)
+        """Give name, shape and dtype of what is sent of the gradient."""
+        real = real_of(self._parameter)
+        wire, _ = self._compression.compress(real.new_empty(0))
+        return self.name, tuple(real.shape), wire_dtype(wire.dtype, self.name)
 
     def load(self, session: Session, memory: Memory) -> None:
         """Make the tensor to send: the gradient itself where possible, zeros where is none."""
         parameter = self._parameter
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        if parameter.grad.is_conj():
+            parameter.grad = parameter.grad.resolve_conj()
         gradient = parameter.grad
-        check_tensor(gradient, self.name)
+        check_tensor(real_of(gradient), self.name)
         _check_kind(self.name, self._kind, parameter)
         noted = _note(gradient, self.name, memory)
-        plain = gradient.detach()
+        plain = real_of(gradient).detach()
         compressed, context = self._compression.compress(plain)
         wire = sendable(compressed)
         is_in_place = wire is plain
@@ -270,7 +283,7 @@ class LooseGradient:
             raise _changed(self.name)
         if not is_in_place:
             with torch.no_grad():
-                copied.gradient.copy_(self._compression.decompress(wire, context))
+                real_of(copied.gradient).copy_(self._compression.decompress(wire, context))
         del self._loaded, self.array  # what a compression made may go
 
 

@@ -18,6 +18,7 @@ from fastps import session
 from fastps.frameworks.torch.agreement import Entry
 from fastps.frameworks.torch.buckets import ALIGNMENT
 from fastps.frameworks.torch.tensors import Array, check_memory, make_room, tensor_over
+from fastps.sets import ProcessSet, global_process_set
 from fastps.types import DType
 
 
@@ -27,8 +28,14 @@ class BufferSync:
     The buffers are those the module has now; each may be replaced by another tensor later.
     """
 
-    def __init__(self, module: torch.nn.Module, name: str) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        name: str,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
         self._name = name
+        self._process_set = process_set
         self._owners: list[tuple[torch.nn.Module, str]] = []
         seen: set[torch.Tensor] = set()
         for path, owner in module.named_modules():
@@ -53,18 +60,21 @@ class BufferSync:
             for _, key, buffer in self._current_buffers()
         ]
 
-    def synchronize(self, root_rank: int = 0) -> None:
-        """Give every rank the root's buffers, in place."""
+    def synchronize(self) -> None:
+        """Give every rank the buffers of the first one, in place."""
         found = self._current_buffers()
         if not found:
             return
-        current = session.current()
+        current, root_rank = session.current(), self._process_set.first
         tensors = [buffer for _, _, buffer in found]
         self._make_slots(current, tensors)
         with torch.no_grad():
             if current.rank == root_rank:
                 torch._foreach_copy_(self._slots, tensors)
-            current.broadcast_async(self._array, root_rank, self._label).wait()
+            if self._process_set is global_process_set:
+                current.broadcast_async(self._array, root_rank, self._label).wait()
+            else:
+                self._process_set.group().broadcast(self._array, root=0, name=self._label).wait()
             if current.rank != root_rank:
                 self._take([owner for owner, _, _ in found], tensors)
 

@@ -16,6 +16,7 @@ import torch
 
 from fastps import operations as ops
 from fastps.frameworks.torch.compression import Compression, Compressor
+from fastps.frameworks.torch.sparse import start_rows
 from fastps.frameworks.torch.tensors import (
     Array,
     check_tensor,
@@ -194,29 +195,7 @@ def sparse_allreduce_async(
     """
     if op not in (Average, Sum):
         raise ValueError(f"sparse tensors have an average and a sum, not {op.value}")
-    own = tensor.detach().coalesce()
-    places, values = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
-    flights = [
-        allgather_async(own.indices().t().contiguous(), places, process_set),
-        allgather_async(own.values(), values, process_set),
-    ]
-
-    def finish(found: list[Any]) -> torch.Tensor:
-        divisor = process_set.size() if op is Average else 1
-        return _coalesced(found[0].t(), found[1], tensor.shape, divisor)
-
-    return Later(flights, finish)
-
-
-def _coalesced(
-    places: torch.Tensor, values: torch.Tensor, shape: torch.Size, divisor: int
-) -> torch.Tensor:
-    """Add what is at one place, one after the other: coalesce() of torch promises no order."""
-    unique, where = torch.unique(places, dim=1, return_inverse=True)
-    total = values.new_zeros((unique.shape[1], *values.shape[1:])).index_add_(0, where, values)
-    if divisor != 1:
-        total = (total / divisor).to(values.dtype)
-    return torch.sparse_coo_tensor(unique, total, shape, is_coalesced=True)
+    return start_rows(tensor, op, name, process_set)
 
 
 # ---- what gathers and divides rows ----

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -22,6 +23,7 @@ from fastps import session
 from fastps.errors import FastPSError, MismatchError
 from fastps.frameworks._adapter import (
     ACCUMULATE,
+    BUCKET_BYTES,
     Average,
     Round,
     Sum,
@@ -39,8 +41,15 @@ from fastps.frameworks.torch.buckets import (
     bucket_name,
 )
 from fastps.frameworks.torch.compression import Compression, Compressor
+from fastps.frameworks.torch.sparse import RowsInFlight
 from fastps.frameworks.torch.sums import EarlierSums
-from fastps.frameworks.torch.tensors import check_tensor, submit_push_pull, tensor_over
+from fastps.frameworks.torch.tensors import (
+    check_tensor,
+    real_of,
+    submit_push_pull,
+    tensor_over,
+)
+from fastps.operations import Later
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
 
@@ -85,7 +94,10 @@ class GradientExchange:
         self._compression = compression
         self._average = check_op(op) is Average
         self._process_set = process_set
-        self._sparse_as_dense = sparse_as_dense
+        self._sparse_as_dense = self._knows_sparse = sparse_as_dense
+        self._sparse: frozenset[int] = frozenset()  # parameters whose gradients travel as rows
+        self._owed: list[int] = []  # those of them that are still to be sent in this round
+        self._rows: list[RowsInFlight] = []
         if process_set is not global_process_set:
             process_set.group()  # ValueError for a worker that is not in it
         self._prefix = prefix
@@ -108,7 +120,7 @@ class GradientExchange:
     def watch(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """Take charge of more parameters; declares their gradients in one call."""
         for parameter, name in zip(parameters, names, strict=True):
-            check_tensor(parameter, name)
+            check_tensor(real_of(parameter), name)
         full = [self._prefix + name for name in names]
         check_alike(
             self._describe(parameters, full), f"{self._prefix}parameters", self._process_set
@@ -128,6 +140,7 @@ class GradientExchange:
         self._members.extend([first + place for place in places] for places in plan)
         self._hooked.extend([False] * len(full))
         self.round.extend(names, plan)
+        self._knows_sparse = self._sparse_as_dense
         self._hook_trainable()
 
     def has(self, parameters: Iterable[torch.Tensor]) -> bool:
@@ -174,18 +187,24 @@ class GradientExchange:
         """Send what this rank has not sent in this round, all in one submit per dtype."""
         self.check_in_charge()
         self._hook_trainable()
+        if not self._knows_sparse:
+            self._agree_on_sparse()
         self._start(self.round.missing(self._trainable_buckets()))
+        self._send_rows()
 
     def wait(self) -> None:
         """Wait for what was sent and write the results; raise what went wrong."""
         handles, buckets = self.round.take()
+        rows, self._rows = self._rows, []
         self._memory.clear()
-        wait_all(handles)
+        wait_all([*handles, *rows])
         if self._average:
             self._correct(buckets)
         for bucket in buckets:
             bucket.store()
-        if self._sums is not None and buckets:
+        for gradient in rows:
+            gradient.store()
+        if self._sums is not None and (buckets or rows):
             self._sums.add_back()
 
     def _correct(self, buckets: Sequence[Bucket]) -> None:
@@ -213,7 +232,9 @@ class GradientExchange:
         if self._sums is not None:
             self._sums.check(index, self._names[index])
         if self._is_round() and self.round.arrived(index):
-            self._start_one(self.round.bucket_of(index))
+            bucket = self.round.bucket_of(index)
+            if not self._has_to_wait(bucket):
+                self._start_one(bucket)
 
     def _is_round(self) -> bool:
         """Tell whether what this backward pass adds is to be sent."""
@@ -233,14 +254,19 @@ class GradientExchange:
         is_alone = self._compression not in _BUILT_IN
         return plan_buckets(
             [(parameter.dtype, parameter.requires_grad) for parameter in parameters],
-            [-(-parameter.nbytes // ALIGNMENT) * ALIGNMENT for parameter in parameters],
+            [
+                -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+                if not parameter.is_complex()
+                else BUCKET_BYTES  # alone
+                for parameter in parameters
+            ],
             bucket_bytes=0 if is_alone else self._bucket_bytes,
         )
 
     def _make_bucket(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> Bucket:
         """Choose how the gradients of one bucket travel."""
         name = bucket_name(names, [parameter.shape for parameter in parameters])
-        if self._compression not in _BUILT_IN:
+        if self._compression not in _BUILT_IN or parameters[0].is_complex():
             return LooseGradient(name, parameters[0], self._compression)
         current = session.current()
         is_alone = len(parameters) == 1
@@ -251,7 +277,7 @@ class GradientExchange:
         if is_alone and dtype is parameters[0].dtype and not is_view:
             return LooseGradient(name, parameters[0], self._compression)
         bucket = FlatBucket(name, parameters, names, dtype=dtype, is_view=is_view)
-        if parameters[0].requires_grad:
+        if parameters[0].requires_grad and not is_alone:  # one may be sparse, and need none
             bucket.make_room(current)
         return bucket
 
@@ -303,14 +329,55 @@ class GradientExchange:
         if self._sums is not None:
             self._sums.watch(index)
 
+    def _has_to_wait(self, bucket: int) -> bool:
+        """Tell whether a bucket is not to be sent before all workers have come to the same point.
+
+        That is one of a sparse gradient alone, or of one that nobody else may know to be sparse.
+        """
+        members = self._members[bucket]
+        if self._knows_sparse:
+            return bool(self._sparse) and self._sparse.issuperset(members)
+        return any(_is_sparse(self._parameters[member]) for member in members)
+
+    def _agree_on_sparse(self) -> None:
+        """Learn whose gradients are sparse on any worker: one who has none yet cannot know."""
+        known = [
+            index in self._sparse or _is_sparse(parameter)
+            for index, parameter in enumerate(self._parameters)
+        ]
+        found = np.array(known, np.int32)
+        name = f"{self._prefix}{len(found)}.sparse.alike"
+        if self._process_set is global_process_set:
+            session.current().push_pull_async(found, name, average=False, out=found).wait()
+        else:
+            self._process_set.group().allreduce(found, found, op=Sum, name=name).wait()
+        self._sparse = frozenset(map(int, found.nonzero()[0]))
+        self._knows_sparse = True
+        for bucket, members in zip(self._buckets, self._members, strict=True):
+            if isinstance(bucket, FlatBucket):
+                places = [i for i, member in enumerate(members) if member in self._sparse]
+                bucket.leave_out(places)
+
+    def _send_rows(self) -> None:
+        """Exchange gradients that are sparse; all workers do so at this point."""
+        owed, self._owed = sorted(self._owed), []
+        op = Average if self._average else Sum
+        for index in owed:
+            if self._sums is not None:
+                self._sums.set_apart(index)
+            name = self._prefix + self._names[index]
+            self._rows.append(RowsInFlight(self._parameters[index], op, name, self._process_set))
+
     def _load(self, index: int) -> None:
         """Make a bucket's array hold what this worker adds, without the sums of earlier rounds."""
+        self._owed += self._sparse.intersection(self._members[index])
         if self._sums is not None:
             for member in self._members[index]:
-                self._sums.set_apart(member)
+                if member not in self._sparse:
+                    self._sums.set_apart(member)
         if self._sparse_as_dense:
             for parameter in (self._parameters[member] for member in self._members[index]):
-                if parameter.grad is not None and parameter.grad.is_sparse:
+                if _is_sparse(parameter) and parameter.grad is not None:
                     parameter.grad = parameter.grad.to_dense()
         self._buckets[index].load(session.current(), self._memory)
 
@@ -348,6 +415,10 @@ class GradientExchange:
 
     def _start(self, indices: Sequence[int]) -> None:
         """Send buckets, all that have one dtype in one submit."""
+        for index in [one for one in indices if self._sparse.issuperset(self._members[one])]:
+            self._owed += self._members[index]
+            self.round.started(Later([], list), (index,), ())
+        indices = self.round.missing(indices)
         if not indices:
             return
         if self._process_set is not global_process_set:
@@ -378,6 +449,10 @@ def _arrive(exchange: weakref.ref[GradientExchange], index: int, _: torch.Tensor
     alive = exchange()
     if alive is not None:
         alive.on_gradient(index)
+
+
+def _is_sparse(parameter: torch.Tensor) -> bool:
+    return parameter.grad is not None and parameter.grad.is_sparse
 
 
 def _advised(error: FastPSError) -> FastPSError:

@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import is_
@@ -33,6 +34,7 @@ from fastps.frameworks.torch.broadcast import broadcast_parameters
 from fastps.frameworks.torch.buffers import BufferSync
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.exchange import GradientExchange, Views
+from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
 
 _TWICE = (
@@ -161,10 +163,11 @@ class DistributedDataParallel(torch.nn.Module):
     zero, always (find_unused_parameters is accepted and not needed), and p.grad is zero rather
     than None then. broadcast_buffers: before each forward pass in training mode all ranks take
     over rank 0's buffers. compression, op, gradient_views and bucket_bytes are those of
-    DistributedOptimizer; torch's words bucket_cap_mb (bucket_bytes in MiB) and
-    gradient_as_bucket_view (gradient_views=True) mean the same, and static_graph is accepted and
-    not needed. Gradients accumulate over several backward passes as without this
-    class, with no_sync() at the cost of one exchange.
+    DistributedOptimizer, as are sparse_as_dense and process_set, whose first member is in rank 0's
+    place. Torch's words bucket_cap_mb (bucket_bytes in MiB) and gradient_as_bucket_view
+    (gradient_views=True) mean the same, and static_graph is accepted and not needed. Gradients
+    accumulate over several backward passes as without this class, with no_sync() at the cost of
+    one exchange.
 
     The next forward pass raises FastPSError when the module has got new parameters (a layer was
     replaced, load_state_dict(assign=True)): wrap anew then. No SyncBatchNorm within it.
@@ -192,6 +195,8 @@ class DistributedDataParallel(torch.nn.Module):
         bucket_bytes: int = BUCKET_BYTES,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = False,
+        sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set,
         static_graph: bool = False,
     ) -> None:
         super().__init__()
@@ -206,20 +211,23 @@ class DistributedDataParallel(torch.nn.Module):
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self._is_syncing = True
-        prefix = _next_prefix() if prefix is None else prefix
+        prefix = _next_prefix(process_set) if prefix is None else prefix
         self._exchange = BackwardExchange(
             compression=compression,
             op=op,
             prefix=f"{prefix}Gradient.",
             gradient_views=gradient_as_bucket_view or gradient_views,
             bucket_bytes=bucket_bytes if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20)),
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
         )
         self._buffers_name = f"{prefix}Buffers"
-        self._buffer_sync = BufferSync(module, self._buffers_name)
+        self._process_set = process_set
+        self._buffer_sync = BufferSync(module, self._buffers_name, process_set)
         named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
         self._exchange.watch([p for _, p in named], [name for name, _ in named])
-        check_alike(self._buffer_sync.describe(), f"{prefix}buffers")
-        broadcast_parameters(named, prefix=f"{prefix}Parameter.")
+        check_alike(self._buffer_sync.describe(), f"{prefix}buffers", process_set)
+        broadcast_parameters(named, process_set.first, f"{prefix}Parameter.", process_set)
         self._buffer_sync.synchronize()
         self._parts = _Parts(self._modules)
 
@@ -232,7 +240,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._exchange.check_ended()
             self._exchange.check_in_charge()
             if not self._parts.are_same():
-                self._buffer_sync = BufferSync(self.module, self._buffers_name)
+                self._buffer_sync = BufferSync(self.module, self._buffers_name, self._process_set)
             if self.broadcast_buffers and self.training:
                 self._buffer_sync.synchronize()
         outputs = self.module(*inputs, **options)
@@ -288,15 +296,16 @@ class DistributedDataParallel(torch.nn.Module):
         raise TypeError("a DistributedDataParallel cannot be pickled; save its state_dict()")
 
 
-_instances: weakref.WeakKeyDictionary[session.Session, itertools.count[int]] = (
+_instances: weakref.WeakKeyDictionary[session.Session, Counter[ProcessSet]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _next_prefix() -> str:
-    """Name instances by number within a session: the same on ranks that build them alike."""
-    counter = _instances.setdefault(session.current(), itertools.count())
-    return f"DDP{next(counter)}."
+def _next_prefix(process_set: ProcessSet) -> str:
+    """Name the instances of a process set by number: the same on members that build them alike."""
+    counts = _instances.setdefault(session.current(), Counter())
+    counts[process_set] += 1
+    return f"DDP{counts[process_set] - 1}."
 
 
 def _check_kinds(module: torch.nn.Module) -> None:

@@ -65,7 +65,7 @@ class EarlierSums:
             self._earlier.pop(index, None)
         elif result is not None and result() is gradient:
             self._earlier[index] = gradient.detach().clone()
-            gradient.detach().zero_()
+            _plain(gradient).zero_()
 
     def forget(self) -> None:
         """Let nothing of earlier rounds count any more: the gradients are zeroed."""
@@ -77,11 +77,18 @@ class EarlierSums:
         for index, earlier in self._earlier.items():
             gradient = self._parameters[index].grad
             if gradient is not None:
-                gradient.detach().add_(earlier)
+                _plain(gradient).add_(earlier)
         self._earlier.clear()
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad and parameter.grad is not None:
                 self._results[index] = weakref.ref(parameter.grad)
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """Give what to write to; a change of a detached sparse tensor stays with that one."""
+    if not gradient.is_sparse:
+        return gradient.detach()
+    return gradient.detach_() if gradient.requires_grad else gradient
 
 
 def _call(sums: weakref.ref[EarlierSums], index: int, _: Any) -> None:

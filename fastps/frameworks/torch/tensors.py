@@ -52,8 +52,9 @@ def check_memory(tensor: torch.Tensor, name: str) -> None:
         )
     if tensor.layout != torch.strided:
         raise TypeError(
-            f"tensor {name!r} is sparse ({tensor.layout}); only dense tensors are added: "
-            "use tensor.to_dense(), or nn.Embedding(..., sparse=False) for a gradient"
+            f"tensor {name!r} is sparse ({tensor.layout}), and no worker had such a gradient in "
+            "the first step, or it is no gradient: use tensor.to_dense(), sparse_as_dense=True of "
+            "DistributedOptimizer, or nn.Embedding(..., sparse=False)"
         )
     if tensor.is_meta:
         raise TypeError(
@@ -62,6 +63,11 @@ def check_memory(tensor: torch.Tensor, name: str) -> None:
         )
     if tensor.device.type != "cpu":
         raise TypeError(f"tensor {name!r} is on {tensor.device}; use tensor.cpu()")
+
+
+def real_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a complex tensor as pairs of real numbers in the same memory; others as they are."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 def is_sendable(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that have values for some rows only, as nn.Embedding(sparse=True) makes them.
+
+They travel as row numbers and rows, which all members gather; what several have of one row is
+added in the order of members, so all get the same bits. Bytes of each: those of its rows, and 8
+for each row's number, times n - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastps import operations as ops
+from fastps.frameworks.torch.tensors import check_tensor, tensor_over, view_of
+from fastps.operations import Average, Later
+from fastps.sets import ProcessSet
+from fastps.types import DType, Op
+
+
+def start_rows(
+    gradient: torch.Tensor, op: Op, name: str | None, process_set: ProcessSet
+) -> Later[torch.Tensor]:
+    """Begin to add a sparse tensor over all members; the result is sparse and coalesced.
+
+    Blocks until all members have told how many values they have.
+    """
+    own = gradient.detach().coalesce()
+    values = own.values().contiguous()
+    wire = torch.view_as_real(values) if values.is_complex() else values
+    check_tensor(wire, name or "tensor")
+    code = DType[str(wire.dtype).removeprefix("torch.").upper()]
+    places, counts = ops.start_allgather(
+        view_of(own.indices().t().contiguous()), _label(name, "indices"), process_set
+    )
+    rows, _ = ops.start_allgather(
+        view_of(wire), _label(name, "values"), process_set, dtype=code, counts=counts
+    )
+
+    def finish(found: list[Any]) -> torch.Tensor:
+        total = tensor_over(found[1], wire.dtype)
+        total = torch.view_as_complex(total) if values.is_complex() else total
+        divisor = process_set.size() if op is Average else 1
+        return _coalesced(torch.from_numpy(found[0]).t(), total, gradient.shape, divisor)
+
+    return Later([places, rows], finish)
+
+
+def rows_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Give a parameter's gradient as rows: none where it has none, those not 0 of a dense one."""
+    gradient = parameter.grad
+    if gradient is None:
+        nothing = torch.empty((1, 0), dtype=torch.long)
+        return torch.sparse_coo_tensor(
+            nothing, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape
+        )
+    return gradient.detach() if gradient.is_sparse else gradient.detach().to_sparse(1)
+
+
+class RowsInFlight:
+    """The exchange of one gradient's rows."""
+
+    def __init__(
+        self, parameter: torch.Tensor, op: Op, name: str, process_set: ProcessSet
+    ) -> None:
+        self._parameter = parameter
+        self._flight = start_rows(rows_of(parameter), op, name, process_set)
+        self.wait: Callable[..., object] = self._flight.wait
+
+    def store(self) -> None:
+        """Make what came the gradient."""
+        self._parameter.grad = self._flight.wait()
+
+
+def _label(name: str | None, part: str) -> str | None:
+    return None if name is None else f"{name}.{part}"
+
+
+def _coalesced(
+    places: torch.Tensor, values: torch.Tensor, shape: torch.Size, divisor: int
+) -> torch.Tensor:
+    """Add what is at one place, one after the other: coalesce() of torch promises no order."""
+    unique, where = torch.unique(places, dim=1, return_inverse=True)
+    total = values.new_zeros((unique.shape[1], *values.shape[1:])).index_add_(0, where, values)
+    if divisor != 1:
+        total = (total / divisor).to(values.dtype)
+    return torch.sparse_coo_tensor(unique, total, shape, is_coalesced=True, check_invariants=False)
