@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from fastps.adasum import adasum
 from fastps.current import current
 from fastps.errors import FastPSError
 from fastps.sets import ProcessSet, gather_objects, global_process_set, row_counts
@@ -33,6 +34,7 @@ Product = Op.PRODUCT
 BAND = Op.BAND
 BOR = Op.BOR
 BXOR = Op.BXOR
+Adasum = Op.ADASUM
 
 T = TypeVar("T")
 
@@ -111,6 +113,8 @@ def start_allreduce(
     A name that was declared with another shape goes among members too, so that names may be used
     again for something else.
     """
+    if op is Adasum:
+        return _start_adasum(array, out, name, process_set, dtype)
     is_sum = op in (Sum, Average) and process_set is global_process_set
     if name is not None and is_sum:
         session = current()
@@ -125,6 +129,17 @@ def start_allreduce(
     group = process_set.group()
     flight = group.allreduce(array, out, op=op, name=name, dtype=dtype, priority=priority)
     return _averaging(flight, group, name) if op is Average else flight
+
+
+def _start_adasum(
+    array: Array, out: Array | None, name: str | None, process_set: ProcessSet, dtype: DType | None
+) -> Flight:
+    """Do an Adasum: blocks, since a level needs the one before."""
+    code = dtype_of(array.dtype) if dtype is None else dtype
+    found = adasum([array], code, process_set.group(), name)[0]
+    if out is not None:
+        out[...] = found
+    return Later([], lambda _: found if out is None else out)
 
 
 def _averaging(flight: Promise, group: Group, name: str | None) -> Averaging:
@@ -303,7 +318,8 @@ def allreduce(
 ) -> Array:
     """Give the average, or another op, of everybody's array to everybody.
 
-    op: Average, Sum, Min, Max, Product; BAND, BOR, BXOR for integers and bool. The array is
+    op: Average, Sum, Min, Max, Product; BAND, BOR, BXOR for integers and bool; Adasum for floats
+    of a power of two of members (its _async form blocks too). The array is
     multiplied by prescale_factor before and the result by postscale_factor after; integers lose
     fractions. out: None for a new array, tensor itself for in place. With a name, Sum and
     Average over all workers are push_pull(): declared, by way of the servers, larger priority

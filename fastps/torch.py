@@ -21,6 +21,7 @@ from fastps import (
     BAND,
     BOR,
     BXOR,
+    Adasum,
     Max,
     Min,
     ProcessSet,
@@ -45,6 +46,7 @@ from fastps.frameworks._adapter import (
     Sum,
 )
 from fastps.frameworks.torch.backend import register as _register
+from fastps.frameworks.torch.batchnorm import SyncBatchNorm
 from fastps.frameworks.torch.broadcast import (
     broadcast_object,
     broadcast_optimizer_state,
@@ -97,6 +99,7 @@ __all__ = [
     "BAND",
     "BOR",
     "BXOR",
+    "Adasum",
     "Average",
     "Compression",
     "DistributedDataParallel",
@@ -106,6 +109,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",

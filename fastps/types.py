@@ -90,10 +90,13 @@ class Op(enum.Enum):
     BAND = "band"
     BOR = "bor"
     BXOR = "bxor"
+    ADASUM = "adasum"  # not element by element: see adasum.py
 
     @property
     def reduction(self) -> ReduceOp:
-        """What its kernel does."""
+        """What its kernel does; TypeError where it has none."""
+        if self is Op.ADASUM:
+            raise TypeError("Adasum is made by allreduce() and DistributedOptimizer() alone")
         return ReduceOp.SUM if self is Op.AVERAGE else ReduceOp[self.name]
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Place: TypeAlias = str | int
 Counts: TypeAlias = dict[Place, int]
 
-_OPS = {op.reduction: op for op in Op if op is not Op.AVERAGE}
+_OPS = {op.reduction: op for op in Op if op not in (Op.AVERAGE, Op.ADASUM)}
 _JOINED, _STARTED = "joined", "started"
 
 REFUSAL = (

@@ -217,6 +217,19 @@ class Round(Generic[F]):
         return self._passes
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the round is complete, and the next arrival opens a new one."""
+        return self._is_closed
+
+    def is_ready(self, index: int) -> bool:
+        """Tell whether a gradient has had its backward passes in this round."""
+        return not self._is_closed and self._counts[index] == self._passes
+
+    def is_finished(self, index: int) -> bool:
+        """Tell whether a gradient's communication has ended in this round."""
+        return not self._is_closed and self._stages[self._bucket_of[index]] is _Stage.FINISHED
+
+    @property
     def in_flight(self) -> bool:
         """Whether any gradient is being communicated, or is ready to be with its bucket."""
         return bool(self._flights or self._waiting)

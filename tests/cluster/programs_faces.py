@@ -181,3 +181,33 @@ def everything() -> str:
     fastps.barrier()
     fastps.shutdown()
     return "done"
+
+
+def adasum_of(vectors: list[np.ndarray]) -> np.ndarray:
+    """Compute Adasum from its definition."""
+    if len(vectors) == 1:
+        return vectors[0]
+    half = len(vectors) // 2
+    a, b = adasum_of(vectors[:half]), adasum_of(vectors[half:])
+    return (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
+
+
+def adasum() -> str:
+    """Compare Adasum of four workers, and of a set of two, with its definition."""
+    fastps.init()
+    me = fastps.rank()
+    vectors = [np.random.default_rng(rank).standard_normal(1000) for rank in range(4)]
+    ends = fastps.add_process_set([1, 3])
+    for _ in range(2):
+        found = fastps.allreduce(vectors[me], op=fastps.Adasum)
+        assert np.allclose(found, adasum_of(vectors), rtol=1e-12)
+        several = [vectors[me], 2 * vectors[me].astype(np.float32), np.zeros((2, 1))]
+        found = fastps.grouped_allreduce(several, "several", op=fastps.Adasum)
+        assert np.allclose(found[0], adasum_of(vectors), rtol=1e-12)
+        assert np.allclose(found[1], 2 * adasum_of(vectors), rtol=1e-4, atol=1e-4)
+        assert (found[2].shape, found[2].any()) == ((2, 1), False)
+        if ends.included():
+            found = fastps.allreduce(vectors[me], op=fastps.Adasum, process_set=ends)
+            assert np.allclose(found, adasum_of(vectors[1::2]), rtol=1e-12)
+    fastps.shutdown()
+    return "done"

@@ -12,3 +12,7 @@ from job import run_job
 def test_operations_equal_numpy(workers, servers):
     found = run_job(programs_faces.everything, workers=workers, servers=servers)
     assert found == ["done"] * workers
+
+
+def test_adasum_is_what_its_definition_says():
+    assert run_job(programs_faces.adasum, workers=4, servers=0) == ["done"] * 4

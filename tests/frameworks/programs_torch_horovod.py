@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import warnings
+
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -169,3 +173,194 @@ def complex_parameters(rank, size):
                 torch.optim.SGD([weight, dense], lr=1.0), compression=hvd.Compression.bf16,
                 prefix="small complex.",
             )  # fmt: skip
+
+
+@check
+def batch_norm_over_all_workers(rank, size):
+    sizes = [3 * other for other in range(size)]  # one has nothing
+    for shape, momentum, dtype in (((4,), 0.1, torch.float32), ((4, 3, 2), None, torch.float64)):
+        torch.manual_seed(3)
+        make = nn.BatchNorm1d if len(shape) == 1 else nn.BatchNorm2d
+        twin = nn.Sequential(make(4, momentum=momentum), nn.Tanh()).to(dtype)
+        nn.init.uniform_(twin[0].weight)
+        model = hvd.SyncBatchNorm.convert_sync_batchnorm(
+            nn.Sequential(make(4, momentum=momentum), nn.Tanh()).to(dtype)
+        )
+        assert type(model[0]) is hvd.SyncBatchNorm
+        model.load_state_dict(twin.state_dict())
+        for _ in range(2):
+            whole = torch.randn(sum(sizes), *shape, dtype=dtype).mul_(2).add_(5).requires_grad_()
+            mine = whole.detach().split(sizes)[rank].clone().requires_grad_()
+            factors = torch.randn(sum(sizes), *shape, dtype=dtype)
+            wanted, output = twin(whole), model(mine)
+            (wanted * factors).sum().backward()
+            (output * factors.split(sizes)[rank]).sum().backward()
+            near = {"rtol": 1e-4, "atol": 1e-5}
+            torch.testing.assert_close(output, wanted.split(sizes)[rank], **near)
+            torch.testing.assert_close(mine.grad, whole.grad.split(sizes)[rank], **near)
+        for one, want in zip(model.buffers(), twin.buffers(), strict=True):
+            torch.testing.assert_close(one, want, **near)
+        for one, want in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(hvd.allreduce(one.grad, op=hvd.Sum), want.grad, **near)
+        same_everywhere(model.buffers())
+        model.eval()
+        twin.eval()
+        torch.testing.assert_close(model(whole), twin(whole), **near)
+    net = hvd.DistributedDataParallel(hvd.SyncBatchNorm.convert_sync_batchnorm(
+        nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))))  # fmt: skip
+    net(torch.randn(4, 2)).square().sum().backward()
+    same_everywhere([p.grad for p in net.parameters()])
+    hvd.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3, affine=False))(torch.ones(2, 3))
+
+
+def linear_of(prefix, **how):
+    """Make a model, its optimizer, and what a backward pass of a worker is."""
+    model = nn.Linear(3, 2, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), prefix=prefix, **how
+    )
+
+    def run(factor=1.0):
+        model(torch.full((1, 3), factor * (hvd.rank() + 1.0))).sum().backward()
+
+    return model, optimizer, run
+
+
+def norm_of(size):
+    """Give the norm of the averaged gradient of linear_of()."""
+    return 6**0.5 * (size + 1) / 2
+
+
+@check
+def gradients_are_clipped_when_they_are_complete(rank, size):
+    whole = (size + 1) / 2
+    # as Horovod has it
+    model, optimizer, run = linear_of("skip.")
+    run()
+    optimizer.synchronize()
+    total = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert abs(total.item() - norm_of(size)) < 1e-5
+    with optimizer.skip_synchronize(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert not told
+    assert torch.allclose(model.weight, torch.full((2, 3), 1 - 6**-0.5))
+    # without skip_synchronize() it warns, and does the same
+    optimizer.zero_grad()
+    run()
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert "without optimizer.skip_synchronize()" in str(told[0].message)
+    assert torch.allclose(model.weight.grad, torch.full((2, 3), whole))
+    # a hook that was there before
+    model = nn.Linear(3, 2, bias=False)
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    norms = []
+    plain.register_step_pre_hook(
+        lambda *_: norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+    )
+    optimizer = hvd.DistributedOptimizer(plain, prefix="hooked.")
+    model(torch.full((1, 3), rank + 1.0)).sum().backward()
+    optimizer.step()
+    assert abs(norms[0] - norm_of(size)) < 1e-5, norms
+    # the Trainer of Hugging Face clips right after backward()
+    for passes in (1, 2):
+        model, optimizer, run = linear_of(
+            f"early {passes}.", finish_in_backward=True, backward_passes_per_step=passes
+        )
+        for _ in range(2):
+            for _ in range(passes):
+                run(1 / passes)
+            total = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            assert abs(total.item() - norm_of(size)) < 1e-5
+            optimizer.step()
+            model.zero_grad()
+
+
+@check
+def a_step_that_a_scaler_leaves_out(rank, size):
+    for how in ({}, {"bucket_bytes": 0, "gradient_views": False}, {"gradient_views": True}):
+        model, optimizer, _ = linear_of(f"scaled {sorted(how)}.", **how)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            model.zero_grad()
+            factor = float("inf") if step == 1 and rank == 0 else 1.0
+            scaler.scale(model(torch.full((1, 3), factor * (rank + 1.0))).sum()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0
+        assert torch.allclose(model.weight, torch.full((2, 3), 1 - (size + 1.0)))
+
+
+def adasum_of(vectors):
+    """Compute Adasum from its definition, in float64."""
+    if len(vectors) == 1:
+        return vectors[0]
+    half = len(vectors) // 2
+    a, b = adasum_of(vectors[:half]), adasum_of(vectors[half:])
+    both = float((a * b).sum())
+    shares = [1 - both / (2 * float((x * x).sum())) if x.any() else 1.0 for x in (a, b)]
+    return shares[0] * a + shares[1] * b
+
+
+@check
+def adasum_is_what_its_definition_says(rank, size):
+    def vector(other, dtype=torch.float64):
+        generator = torch.Generator().manual_seed(other)
+        return torch.randn(3, 5, generator=generator, dtype=torch.float64).to(dtype)
+
+    if size & (size - 1):
+        with pytest.raises(ValueError, match="power of two"):
+            hvd.allreduce(vector(rank), op=hvd.Adasum)
+        return
+    for dtype, near in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 1e-2)):
+        want = adasum_of([vector(other, dtype).double().numpy() for other in range(size)])
+        for name in (None, f"adasum {dtype}"):
+            found = hvd.allreduce(vector(rank, dtype), name=name, op=hvd.Adasum)
+            assert np.allclose(found.double().numpy(), want, rtol=near, atol=near)
+        x = vector(rank, dtype)
+        assert hvd.allreduce_(x, op=hvd.Adasum) is x
+        assert torch.equal(x, found)
+    alone = fastps.allreduce(np.full(3, float(rank == 0)), op=fastps.Adasum)
+    assert alone.tolist() == [1, 1, 1]
+    with pytest.raises(TypeError, match="int64"):
+        hvd.allreduce(torch.ones(2, dtype=torch.long), op=hvd.Adasum)
+
+
+@check
+def adasum_of_an_optimizer_s_steps(rank, size):
+    if size & (size - 1):
+        return
+    for compression, near in ((hvd.Compression.none, 1e-5), (hvd.Compression.fp16, 1e-2)):
+        models = []
+        for _ in range(size + 1):
+            torch.manual_seed(0)
+            models.append(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+        mine, twins = models[-1], models[:-1]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(mine.parameters(), lr=0.01), mine.named_parameters(),
+            compression=compression, op=hvd.Adasum, prefix=f"adasum {near}",
+        )  # fmt: skip
+        others = [torch.optim.Adam(twin.parameters(), lr=0.01) for twin in twins]
+        for step in range(3):
+            optimizer.zero_grad()
+            mine(torch.full((2, 3), rank + step + 1.0)).square().sum().backward()
+            optimizer.synchronize()
+            optimizer.step()
+            before = [p.detach().clone() for p in twins[0].parameters()]
+            for other, (twin, one) in enumerate(zip(twins, others, strict=True)):
+                one.zero_grad()
+                twin(torch.full((2, 3), other + step + 1.0)).square().sum().backward()
+                one.step()
+            for place, old in enumerate(before):
+                each = [list(twin.parameters())[place] for twin in twins]
+                total = adasum_of([(p - old).detach().double().numpy() for p in each])
+                for p in each:
+                    p.data.copy_(old + torch.from_numpy(total))
+        for p, want in zip(mine.parameters(), twins[0].parameters(), strict=True):
+            assert torch.allclose(p, want, rtol=near, atol=near)
+        same_everywhere(mine.parameters())

@@ -205,6 +205,7 @@ def test_zero_grad_while_in_flight(alone: FakeCluster) -> None:
     optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:optimizer.step.. called without:UserWarning")
 @pytest.mark.parametrize("with_skip", [True, False])
 def test_clipping_between_synchronize_and_step(cluster: FakeCluster, with_skip: bool) -> None:
     models, twin = make_models(cluster), make_model()

@@ -113,6 +113,7 @@ def take_alone(model: Any, optimizer: Any, step: Step, place: int, scale: float)
     optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:optimizer.step.. called without:UserWarning")
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     program=st.lists(steps(), min_size=1, max_size=5),

@@ -72,6 +72,7 @@ def test_sums_are_added_once(cluster: FakeCluster, travel: str) -> None:
     assert cluster.run(body) == [[2, 4, 9, 18, 19, 22, 2, 6]] * 2
 
 
+@pytest.mark.filterwarnings("ignore:optimizer.step.. called without:UserWarning")
 def test_sums_of_an_optimizer_are_added_once(cluster: FakeCluster, travel: str) -> None:
     """Over steps without zero_grad(), each with all the ways of doing one."""
 
@@ -275,10 +276,10 @@ def test_loaded_states_and_moved_parameters_are_no_new_ones(alone: FakeCluster) 
     optimizer.step()
 
 
-def test_synchronised_batch_norm_is_refused(alone: FakeCluster) -> None:
+def test_synchronised_batch_norm_of_torch_is_refused(alone: FakeCluster) -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
     model = DistributedDataParallel(module)
-    with pytest.raises(ValueError, match=r"'1' is a SyncBatchNorm.*leave out convert_sync"):
+    with pytest.raises(ValueError, match=r"'1' is torch's SyncBatchNorm.*use fastps.torch"):
         DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(module))
     with pytest.raises(ValueError, match="SyncBatchNorm"):  # converted after wrapping
         model(batch(0)[0])

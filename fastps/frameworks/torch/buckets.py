@@ -17,7 +17,8 @@ Used by one thread at a time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -64,6 +65,9 @@ class Bucket(Protocol):
 
     def load(self, session: Session, memory: Memory) -> None:
         """Make `array` hold what is to be sent: gradients, zeros where there are none."""
+
+    def has_left(self, gradient: torch.Tensor) -> bool:
+        """Tell whether the last store() wrote to a gradient, which is this very tensor."""
 
     def store(self) -> None:
         """Make p.grad hold what is in `array` now; FastPSError where someone else wrote to it."""
@@ -223,6 +227,11 @@ class FlatBucket:
                     [self._slots[place] for place in self._copied],
                 )
 
+    def has_left(self, gradient: torch.Tensor) -> bool:
+        """Tell whether a gradient is a slot, or was copied to."""
+        left = (*self._slots, *(copied.gradient for copied in self._copied.values()))
+        return any(gradient is one for one in left)
+
     def _check_each(self) -> None:
         """Raise FastPSError that names the first gradient which is not as load() left it."""
         marks = zip(self._slots, self._versions, self._addresses, strict=True)
@@ -249,6 +258,7 @@ class LooseGradient:
         self._kind = parameter.dtype
         self._compression = compression
         self._loaded: tuple[_Copied, torch.Tensor, Any, bool]
+        self._left: Callable[[], torch.Tensor | None] = lambda: None  # what store() wrote to
 
     def spec(self) -> Spec:
         """Give name, shape and dtype of what is sent of the gradient."""
@@ -284,7 +294,12 @@ class LooseGradient:
         if not is_in_place:
             with torch.no_grad():
                 real_of(copied.gradient).copy_(self._compression.decompress(wire, context))
+        self._left = weakref.ref(copied.gradient)
         del self._loaded, self.array  # what a compression made may go
+
+    def has_left(self, gradient: torch.Tensor) -> bool:
+        """Tell whether a gradient was written to."""
+        return self._left() is gradient
 
 
 def bucket_name(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:

@@ -231,6 +231,8 @@ class GradientExchange:
         """Count one backward pass; start the bucket after the last one of its last gradient."""
         if self._sums is not None:
             self._sums.check(index, self._names[index])
+        if self.round.is_finished(index) and self._was_dropped(index):
+            self.round.reopen()  # its step was left out, as GradScaler does on overflow
         if self._is_round() and self.round.arrived(index):
             bucket = self.round.bucket_of(index)
             if not self._has_to_wait(bucket):
@@ -328,6 +330,11 @@ class GradientExchange:
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         if self._sums is not None:
             self._sums.watch(index)
+
+    def _was_dropped(self, index: int) -> bool:
+        """Tell whether a gradient of this round was set to None, and so is of a new one."""
+        bucket, gradient = self._buckets[self.round.bucket_of(index)], self._parameters[index].grad
+        return not self.round.in_flight and gradient is not None and not bucket.has_left(gradient)
 
     def _has_to_wait(self, bucket: int) -> bool:
         """Tell whether a bucket is not to be sent before all workers have come to the same point.

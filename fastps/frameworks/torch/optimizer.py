@@ -7,6 +7,7 @@ backward; everything else in the thread that steps; the two must not overlap.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,10 +21,33 @@ from fastps.frameworks._adapter import (
     derived_names,
     given_names,
 )
+from fastps.frameworks.torch.adasum import AdasumOptimizer, adopt
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.exchange import GradientExchange, Views
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
+
+_SKIP = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after "
+    "optimizer.synchronize(); nothing is sent twice here, but with Horovod it would be"
+)
+
+
+class EarlyExchange(GradientExchange):
+    """Completes the gradients at the end of the backward pass that makes them ready."""
+
+    _is_begun = False
+
+    def on_gradient(self, index: int) -> None:
+        """Note a gradient, and at the first that is ready that the pass is to complete all."""
+        super().on_gradient(index)
+        if not self._is_begun and self.round.is_ready(index):
+            self._is_begun = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._is_begun = False
+        self.finish()
 
 
 class SynchronizedOptimizer(torch.optim.Optimizer):
@@ -52,7 +76,8 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until every gradient holds the sum or average over all workers.
 
-        Call it before clipping or unscaling gradients; step() then does not wait again.
+        Call it before clipping or unscaling gradients, and step() then with skip_synchronize(),
+        or it warns as Horovod's does.
         """
         self._exchange.synchronize()
 
@@ -110,14 +135,15 @@ def DistributedOptimizer(
     bucket_bytes: int = BUCKET_BYTES,
     process_set: ProcessSet = global_process_set,
     sparse_as_dense: bool = False,
+    finish_in_backward: bool = False,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,
-) -> SynchronizedOptimizer:
+) -> SynchronizedOptimizer | AdasumOptimizer:
     """Make an optimizer step with gradients that are averaged (or summed) over all workers.
 
-    The same object comes back, its class replaced by a subclass of it, so that state, options,
-    learning rate schedulers and isinstance() keep working.
+    The same object comes back, its class replaced by a subclass of it: state, options, learning
+    rate schedulers and isinstance() keep working.
 
     named_parameters: usually model.named_parameters(); must name every parameter of the
     optimizer. Without it names are made of group and place. Give a second optimizer whose names
@@ -132,36 +158,39 @@ def DistributedOptimizer(
     workers share memory, and of those in buckets. A view is written anew by the next backward
     pass, so clone a gradient that you want to keep. The values are the same in all cases.
 
+    op: Average or Sum; with Adasum each worker takes a step by itself and the steps are added, as
+    in Horovod; of the rest only compression, prefix and process_set count then.
     process_set: who exchanges gradients; workers outside use the optimizer as it is.
-    sparse_as_dense: let sparse gradients travel with all their zeros; they are refused otherwise.
+    sparse_as_dense: let sparse gradients travel with all their zeros; otherwise as rows.
+    finish_in_backward: let backward() return when the gradients are complete, for programs that
+    clip them out of reach; one pass, or backward_passes_per_step, then makes all of a step.
     Horovod's gradient_predivide_factor (only with Average, else ValueError), num_groups and
-    groups are accepted and not needed: sums of half types are made in float32 and rounded once,
-    and bucket_bytes says what travels together.
+    groups are accepted and not needed: halves are added in float32, bucket_bytes makes groups.
 
     All ranks must call it alike; MismatchError, here or at the first step, if they do not.
     Blocks until the servers are ready for all gradients.
     """
     _check(optimizer, op, gradient_predivide_factor)
+    if op is Op.ADASUM:
+        return adopt(optimizer, compression, prefix, process_set)
     given = None if named_parameters is None else given_names(named_parameters, torch.Tensor)
     names = _names_of(optimizer.param_groups, given)
-    exchange = GradientExchange(
-        compression=compression,
-        op=op,
-        passes=backward_passes_per_step,
-        prefix=prefix,
-        gradient_views=gradient_views,
-        bucket_bytes=bucket_bytes,
-        process_set=process_set,
+    exchange = (EarlyExchange if finish_in_backward else GradientExchange)(
+        compression=compression, op=op, passes=backward_passes_per_step, prefix=prefix,
+        gradient_views=gradient_views, bucket_bytes=bucket_bytes, process_set=process_set,
         sparse_as_dense=sparse_as_dense,
-    )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    exchange.watch(*_in_model_order(parameters, names, given))
+    )  # fmt: skip
+    exchange.watch(*_in_model_order(_parameters_of(optimizer), names, given))
     return _adopt(optimizer, exchange, given)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _check(optimizer: object, op: Op, predivide_factor: float) -> None:
     """Refuse what DistributedOptimizer() cannot be given."""
-    if isinstance(optimizer, SynchronizedOptimizer):
+    if isinstance(optimizer, SynchronizedOptimizer | AdasumOptimizer):
         raise ValueError("the optimizer is a DistributedOptimizer already")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch optimizer, not {type(optimizer).__name__}")
@@ -180,7 +209,9 @@ def _adopt(
     subclass = type(f"Distributed{kind.__name__}", (SynchronizedOptimizer, kind), {})
     optimizer.__class__ = subclass
     assert isinstance(optimizer, SynchronizedOptimizer)
-    optimizer.register_step_pre_hook(_before_step)
+    handle = optimizer.register_step_pre_hook(_before_step)
+    hooks: Any = vars(optimizer)["_optimizer_step_pre_hooks"]
+    hooks.move_to_end(handle.id, last=False)  # others, which may clip, find gradients complete
     return optimizer
 
 
@@ -195,6 +226,8 @@ def _before_step(
         exchange.round.check_idle("step() within skip_synchronize()")
         exchange.round.reopen()
         return None
+    if exchange.round.is_closed:
+        warnings.warn(_SKIP, stacklevel=4)
     if len(args) > 1 and args[1] is not None:
         return (args[0], _reducing(args[1], exchange), *args[2:]), kwargs
     if kwargs.get("closure") is not None:

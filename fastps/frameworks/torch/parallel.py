@@ -170,7 +170,8 @@ class DistributedDataParallel(torch.nn.Module):
     one exchange.
 
     The next forward pass raises FastPSError when the module has got new parameters (a layer was
-    replaced, load_state_dict(assign=True)): wrap anew then. No SyncBatchNorm within it.
+    replaced, load_state_dict(assign=True)): wrap anew then. For a
+    SyncBatchNorm use fastps.torch's.
 
     All ranks build their instances in the same order, or give each a `prefix`, and run the same
     number of backward passes; each must reach at least one parameter. An error that is raised
@@ -319,9 +320,8 @@ def _check_kinds(module: torch.nn.Module) -> None:
             )
         if isinstance(part, torch.nn.SyncBatchNorm):
             raise ValueError(
-                f"{name or 'the module'!r} is a SyncBatchNorm, which would keep to the batch of "
-                "its own worker here: leave out convert_sync_batchnorm(), which is the same with "
-                "BatchNorm, or use GroupNorm or LayerNorm, which need no other worker"
+                f"{name or 'the module'!r} is torch's SyncBatchNorm, which does not train on the "
+                "CPU: use fastps.torch.SyncBatchNorm.convert_sync_batchnorm(module)"
             )
 
 

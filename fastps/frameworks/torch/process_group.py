@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Started: TypeAlias = tuple["Handle", list[Copy]]
 
-_OPS = {getattr(dist.ReduceOp, op.name): op for op in Op if op is not Op.AVERAGE} | {
+_OPS = {getattr(dist.ReduceOp, op.name): op for op in Op if hasattr(dist.ReduceOp, op.name)} | {
     dist.ReduceOp.AVG: Op.AVERAGE,
     dist.ReduceOp.PREMUL_SUM: Op.SUM,
 }
