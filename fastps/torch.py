@@ -52,6 +52,13 @@ from fastps.frameworks.torch.broadcast import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from fastps.frameworks.torch.built import (
+    cuda_built,
+    gloo_built,
+    mpi_built,
+    mpi_threads_supported,
+    nccl_built,
+)
 from fastps.frameworks.torch.collectives import (
     allgather,
     allgather_async,
@@ -129,9 +136,11 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "comm_hook",
+    "cuda_built",
     "declare",
     "forget",
     "global_process_set",
+    "gloo_built",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -145,6 +154,9 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "push_pull",
     "push_pull_async",

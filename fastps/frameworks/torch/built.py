@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts for Horovod ask about the way it was built; here nothing is built in."""
+
+
+def cuda_built() -> bool:
+    """Tell whether tensors on CUDA devices are reduced there: no."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Tell whether Gloo is used: no."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Tell whether MPI is used: no."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """Tell whether MPI, which is not used, could be called from several threads: no."""
+    return False
+
+
+def nccl_built() -> int:
+    """Give the version of NCCL that is used: 0 for none."""
+    return 0

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts in the shape of Horovod's own examples run with one line changed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "cluster"))
+
+from harness import clean_environ  # noqa: E402
+
+
+def run(example: str, *words: str) -> str:
+    """Run an example as two workers; give what it printed."""
+    command = [sys.executable, "-m", "fastps.launch.run", "-np", "2", "--timeout", "200"]
+    command += [sys.executable, f"examples/{example}.py", *words]
+    environ = clean_environ() | {"PYTHONPATH": str(ROOT), "FASTPS_SHARED_MEMORY": "1"}
+    job = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=230, check=False
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    return job.stdout
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "words", [["--fp16-allreduce"], ["--use-mixed-precision"], ["--use-adasum", "--lr", "0.05"]]
+)
+def test_digits_are_learnt(words: list[str]) -> None:
+    said = run("horovod_mnist", *words)
+    accuracies = [float(found) for found in re.findall(r"Accuracy: ([\d.]+)%", said)]
+    assert len(accuracies) == 2
+    assert accuracies[-1] > 60, said
+
+
+@pytest.mark.timeout(240)
+def test_synthetic_benchmark() -> None:
+    assert re.search(
+        r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-", run("horovod_synthetic_benchmark")
+    )
