@@ -17,6 +17,7 @@ import numpy as np
 from fastps.collectives.group import Group, Promise
 from fastps.control.blame import stall_text
 from fastps.errors import FastPSError, StallError, Status, TransportError
+from fastps.graph.neighbors import Neighbors
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ class Groups:
         self._session = session
         self.known: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
         self.world = self._make(range(session.size))
+        self.neighbors = Neighbors(self.world, self.pair)
         self._keys = itertools.count()
+        self._pairs: dict[int, Group] = {}
 
     def group(self, ranks: Sequence[int], key: str = "") -> Group:
         """Make the group of some workers, this one among them; the same on all of them.
@@ -48,6 +51,12 @@ class Groups:
         group = Group(self, ranks, key)
         self.known[group.key] = group
         return group
+
+    def pair(self, rank: int) -> Group:
+        """Give the group of this worker and another; the same each time."""
+        if rank not in self._pairs:
+            self._pairs[rank] = self.group(sorted((self.me, rank)), "pair")
+        return self._pairs[rank]
 
     def next_key(self) -> str:
         """Give a key for the next process set: the same on all workers, which add them alike."""

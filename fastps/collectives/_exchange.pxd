@@ -66,6 +66,8 @@ cdef enum LegState:
 
 cdef struct Fold:               # n sources into one place, chunk by chunk
     Leg* leg
+    rule_fn rule
+    const void* args            # of the rule: weights, or
     int64_t divisor             # of a sum
     uint32_t n_sources
     uint32_t n_remote
@@ -105,6 +107,8 @@ cdef struct Task:               # one operation in flight
     bint is_numbered            # by the messages of each pair, not by the operations
     uint32_t itemsize
     rule_fn rule
+    rule_fn mix                 # the rule of folds whose sources have weights
+    double* weights             # theirs, fold by fold
     int64_t divisor
     uint32_t n_legs
     uint32_t n_left             # not over, and one for whoever starts it
@@ -171,6 +175,7 @@ cdef struct FoldSpec:
     uint32_t n_sources
     uint32_t n_remote
     uint32_t first_source       # among all
+    int32_t first_weight        # among the operation's; -1: it has none
 
 cdef class Program:
     cdef readonly tuple peers   # members that it exchanges messages with
@@ -178,6 +183,7 @@ cdef class Program:
     cdef uint64_t needed[N_PLACES]      # bytes of each array that it touches
     cdef uint32_t n_legs
     cdef uint32_t n_folds
+    cdef uint32_t n_weights
     cdef uint32_t n_members
     cdef uint32_t* members
     cdef LegSpec* legs
@@ -199,6 +205,7 @@ cdef class Operation:
     cdef bint is_over           # somebody saw the end
     cdef public object about    # what its group needs to word it; None until start() returned
     cdef int lend(self, int place, array, bint is_written) except -1
+    cdef int weigh(self, weights) except -1
     cdef int fill(self, Program program) except -1
     cdef void fill_leg(self, uint32_t index) noexcept
     cdef int fill_fold(self, uint32_t index) except -1

@@ -52,6 +52,8 @@ class Exchange(LinkOwner):
         code: int = 0,
         priority: int = 0,
         is_numbered: bool = False,
+        mix: int = 0,
+        weights: Sequence[float] = (),
     ) -> Operation: ...
     def count(self, channel: int) -> int: ...
     @property

@@ -63,6 +63,7 @@ cdef enum:
     OWN = 1                     # code of a refusal that is ours: others have not heard of it
     OF_SENDER = 1               # label of a refusal: of one message, for the end that sends it
     OF_RECEIVER = 2             # or receives it; 0: of an operation of all members
+    OF_ONE = 3                  # of an operation that one is through with: tell its others
     SMALL_BYTES = 4000          # so little is copied by every transport, and never pinned
     MANY_EARLY = 64             # messages that came early are looked at, when an operation ends
     MANY_OPERATIONS = 256       # in flight, before we look for those that nobody waits for
@@ -125,9 +126,11 @@ cdef class Program:
         for i, rank in enumerate(ranks):
             self.members[<uint32_t>i] = rank
         self.scratch_bytes = scratch_bytes
+        self.n_weights = max([step.weights + count for _, count, _, step in folds
+                              if step.weights >= 0], default=0)
         self.store(legs, after, sources, [
-            (leg, count, remote, first)
-            for (leg, count, first, _), remote in zip(folds, n_remote)])
+            (leg, count, remote, first, step.weights)
+            for (leg, count, first, step), remote in zip(folds, n_remote)])
 
     cdef int store(self, legs, after, sources, folds) except -1:
         """Keep all that as C reads it."""
@@ -157,7 +160,7 @@ cdef class Program:
                 self.need(spec.place, spec.offset + spec.nbytes)
         for i in range(self.n_folds):
             (self.folds[i].leg, self.folds[i].n_sources, self.folds[i].n_remote,
-             self.folds[i].first_source) = folds[i]
+             self.folds[i].first_source, self.folds[i].first_weight) = folds[i]
             if self.folds[i].n_sources > MAX_SOURCES:
                 raise ValueError(f"a fold of more than {MAX_SOURCES} sources")
         for i, (place, offset) in enumerate(sources):
@@ -202,6 +205,19 @@ cdef class Operation:
             raise ValueError(
                 f"operation {self.name!r}: an array of {0 if array is None else view.len} bytes, "
                 f"and {self.program.needed[place]} are needed")
+        return 0
+
+    cdef int weigh(self, weights) except -1:
+        """Keep the weights of folds."""
+        cdef uint32_t i, count = len(weights)
+        if count < self.program.n_weights or (count and self.task.mix == NULL):
+            raise ValueError(f"operation {self.name!r}: {count} weights or no rule for them, and "
+                             f"{self.program.n_weights} are needed")
+        self.task.weights = <double*>malloc((count + 1) * sizeof(double))
+        if self.task.weights == NULL:
+            raise MemoryError("no memory for an operation")
+        for i in range(count):
+            self.task.weights[i] = weights[i]
         return 0
 
     cdef int fill(self, Program program) except -1:
@@ -264,6 +280,9 @@ cdef class Operation:
         cdef uint32_t i
         fold.leg = &self.task.legs[spec.leg]
         fold.divisor = self.task.divisor if self.program.legs[spec.leg].is_final else 1
+        fold.rule, fold.args = self.task.rule, &fold.divisor
+        if spec.first_weight >= 0:
+            fold.rule, fold.args = self.task.mix, self.task.weights + spec.first_weight
         fold.n_sources = spec.n_sources
         fold.n_remote = spec.n_remote
         fold.chunks_left = n_chunks(fold.leg.nbytes)
@@ -375,6 +394,7 @@ cdef class Operation:
         self.free_views()
         free(self.task.legs)
         free(self.task.folds)
+        free(self.task.weights)
 
 
 # ---------------------------------------------------------------- the engine
@@ -500,13 +520,15 @@ cdef class Exchange(LinkOwner):
 
     def start(self, Program program not None, uint64_t channel, *, str name, input=None,
               output=None, uint32_t itemsize=1, uintptr_t rule=0, int64_t divisor=1,
-              uint8_t dtype=0, uint8_t code=0, int32_t priority=0, bint is_numbered=False):
+              uint8_t dtype=0, uint8_t code=0, int32_t priority=0, bint is_numbered=False,
+              uintptr_t mix=0, weights=()):
         """Begin an operation and give it; does not wait.
 
         channel: names the order of operations that this one is in. input, output: C-contiguous
         buffers. rule: address of what a fold does, on elements of itemsize. code: below 128, what
         other members have to mean too. is_numbered: a program of one leg that counts among the
-        messages of its pair. Raises ValueError, PeerLostError, ShutdownError.
+        messages of its pair. mix, weights: address of the rule of folds with weights, and these.
+        Raises ValueError, PeerLostError, ShutdownError.
         """
         cdef Operation operation = Operation.__new__(Operation)
         cdef Task* task = &operation.task
@@ -518,11 +540,13 @@ cdef class Exchange(LinkOwner):
         task.channel = channel
         task.itemsize = itemsize
         task.rule = <rule_fn>rule
+        task.mix = <rule_fn>mix
         task.divisor = divisor
         task.dtype = dtype
         task.code = code
         task.priority = priority
         task.is_numbered = is_numbered
+        operation.weigh(weights)
         operation.lend(0, input, False)
         operation.lend(1, output, True)
         if program.scratch_bytes:

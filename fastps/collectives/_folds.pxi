@@ -26,8 +26,8 @@ cdef int make_chunk(State* state, Fold* fold, uint64_t chunk, uint32_t source,
                       else <void*>came[i])
         if payload != NULL and i == source:
             sources[i] = payload
-    done = task.rule(sources, fold.n_sources, fold.leg.address + chunk * CHUNK_BYTES,
-                     chunk_length(fold, chunk) / task.itemsize, &fold.divisor)
+    done = fold.rule(sources, fold.n_sources, fold.leg.address + chunk * CHUNK_BYTES,
+                     chunk_length(fold, chunk) / task.itemsize, fold.args)
     for i in range(fold.n_sources):
         if came[i] != NULL:
             (<BufferPool>state.pool).c_give_back(came[i])

@@ -227,6 +227,11 @@ cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
             fail_task(state, task, name.status, name.peer, work)
         return
     task = task_of(state, name)
+    if name.label == OF_ONE:
+        if task != NULL and task.status == OK:
+            fail_task(state, task, name.status, name.peer, work)
+            tell_members(state, task, work)
+        return
     if task != NULL:
         fail_task(state, task, name.status, name.peer, work)
         return

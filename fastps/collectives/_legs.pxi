@@ -37,7 +37,11 @@ cdef void fail_next(State* state, const Entry* name, Work* work) noexcept nogil:
 
 cdef void too_late(State* state, Entry* early, Work* work) noexcept nogil:
     """Bytes came of an operation that is over and did not want them."""
+    cdef Entry refusal = early[0]
     taken_unasked(state, early, work)
+    if state.status == OK and not has_failed(state, early):
+        refusal.label = OF_ONE          # who sent them may wait for an answer
+        add_control(state, work, KIND_REFUSE, &refusal, E_MISMATCH)
     fail_next(state, early, work)
     free(early.payload)
     free(early)
@@ -136,12 +140,16 @@ cdef void refuse(State* state, Task* task, Work* work) noexcept nogil:
 
     A message of two is theirs alone: others have messages of the same number.
     """
+    if task.status == OK:
+        fail_task(state, task, E_MISMATCH, state.me, work)
+        tell_members(state, task, work)
+
+
+cdef void tell_members(State* state, Task* task, Work* work) noexcept nogil:
+    """Have an operation that failed here fail at the other end of its message, or everywhere."""
     cdef uint32_t i
     cdef Entry name
     cdef Leg* leg = &task.legs[0]
-    if task.status != OK:
-        return
-    fail_task(state, task, E_MISMATCH, state.me, work)
     name_task(&name, task)
     if task.is_numbered:
         name.number = leg.entry.number

@@ -111,14 +111,13 @@ cdef uint32_t count_of(State* state, uint64_t channel, uint32_t peer, int32_t wh
     """Count the messages of a pair on a channel, and add `more`; 0: no memory."""
     cdef Entry name
     cdef Entry* entry
+    memset(&name, 0, sizeof(name))
     name.channel = channel
-    name.number = name.label = 0
     name.peer = peer
     entry = find(state, &name, what)[0]
     if entry == NULL and not more:
         return 0
     if entry == NULL:
-        name.nbytes = 0
         if not note(state, &name):
             return 0
         entry = find(state, &name, what)[0]

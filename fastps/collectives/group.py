@@ -40,6 +40,7 @@ class _Kind(NamedTuple):
 
     program: Program
     address: int  # of the rule of a sum
+    mix: int  # of that of a sum with weights
     itemsize: int
     dtype: int
     code: int
@@ -81,7 +82,8 @@ def _copy_alone(steps: Schedule, array: Array | None, out: Array | None) -> None
 # What an operation is, for other members too: a kind, times 8, and the rule of a sum
 KINDS = (
     "allreduce", "allgather", "reduce", "reducescatter", "gather", "scatter", "alltoall",
-    "broadcast", "barrier", "send",
+    "broadcast", "barrier", "send", "neighbor_allreduce", "neighbor_allgather",
+    "hierarchical_neighbor_allreduce",
 )  # fmt: skip
 
 
@@ -126,7 +128,7 @@ class Group:
         self.rank = self.ranks.index(host.me)
         self._host = host
         self.key = f"{key}/{self.ranks}"
-        self._machines = tuple(host.machine_of(rank) for rank in self.ranks)
+        self.machines = tuple(host.machine_of(rank) for rank in self.ranks)
         self._kinds: dict[tuple[object, ...], _Kind] = {}
         self.channels: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -154,7 +156,7 @@ class Group:
         return self._fold(
             key, array, out, out,
             lambda: plans.allreduce(
-                self.rank, self.size, array.nbytes, array.itemsize, self._machines
+                self.rank, self.size, array.nbytes, array.itemsize, self.machines
             ),
             op=op, name=name, dtype=dtype, divisor=divisor, priority=priority,
         )  # fmt: skip
@@ -179,7 +181,7 @@ class Group:
         return self._fold(
             key, array, out, array if out is None else out,
             lambda: plans.reduce(
-                self.rank, self.size, array.nbytes, array.itemsize, root, self._machines
+                self.rank, self.size, array.nbytes, array.itemsize, root, self.machines
             ),
             op=op, name=name, dtype=dtype,
         )  # fmt: skip
@@ -205,7 +207,7 @@ class Group:
         blocks = self._bytes(sizes, array)
         return self._fold(
             ("reducescatter", *blocks, array.itemsize), array, out, out,
-            lambda: plans.reducescatter(self.rank, blocks, array.itemsize, self._machines),
+            lambda: plans.reducescatter(self.rank, blocks, array.itemsize, self.machines),
             op=op, name=name, dtype=dtype,
         )  # fmt: skip
 
@@ -230,7 +232,7 @@ class Group:
         blocks = self._bytes(sizes, array)
         return self._move(
             ("allgather", *blocks), array, out,
-            lambda: plans.allgather(self.rank, blocks, self._machines),
+            lambda: plans.allgather(self.rank, blocks, self.machines),
             name=name, dtype=dtype,
         )  # fmt: skip
 
@@ -325,7 +327,7 @@ class Group:
             ("broadcast", array.nbytes, root),
             array if is_root else None,
             None if is_root else array,
-            lambda: plans.broadcast(self.rank, self.size, array.nbytes, root, self._machines),
+            lambda: plans.broadcast(self.rank, self.size, array.nbytes, root, self.machines),
             name=name, dtype=dtype, result=array,
         )  # fmt: skip
 
@@ -334,6 +336,35 @@ class Group:
         return self._move(
             ("barrier",), None, None, lambda: plans.barrier(self.rank, self.size),
             name=name, dtype=None, result=np.empty(0, np.uint8),
+        )  # fmt: skip
+
+    # ---- operations among some of them, whose steps others make ----
+
+    def among_neighbors(
+        self,
+        key: tuple[object, ...],
+        make: Callable[[], Schedule],
+        array: Array,
+        out: Array,
+        *,
+        name: str | None = None,
+        dtype: DType | None = None,
+        divisor: int = 1,
+        weights: Sequence[float] = (),
+    ) -> Promise:
+        """Begin what a schedule says; every member does, though it may have nothing to do.
+
+        key: one of KINDS, and all that the schedule follows from. divisor: of folds without
+        weights.
+        """
+        if np.may_share_memory(array, out):
+            raise ValueError("array and out overlap; use two")
+        code = self._dtype(array, dtype)
+        rule = None if key[0] == "neighbor_allgather" else ReduceOp.SUM
+        return self._start(
+            key, make, array, out, out,
+            channel=self._channel(name), label=self._label(key, name), name=name, dtype=code,
+            rule=rule, divisor=divisor, weights=weights,
         )  # fmt: skip
 
     # ---- operations of two ----
@@ -468,6 +499,7 @@ class Group:
         divisor: int = 1,
         priority: int = 0,
         is_numbered: bool = False,
+        weights: Sequence[float] = (),
     ) -> Promise:
         for one in (array, out):
             if one is not None and not one.flags.c_contiguous:
@@ -476,8 +508,10 @@ class Group:
         if self.size == 1:
             _copy_alone(make(), array, out)
             return self._host.promise((), result, self._explain, self.ranks)
-        key = (*key, rule, dtype)
-        kind = self._kinds.get(key) or self._prepare(key, make, rule, dtype)
+        key = (*key, "weighted", rule, dtype) if weights else (*key, rule, dtype)
+        kind = self._kinds.get(key) or self._prepare(
+            key, make, rule, dtype, is_weighted=bool(weights)
+        )
         try:
             if not kind.program.is_linked:
                 self._host.reach(kind.program.peers)
@@ -495,6 +529,8 @@ class Group:
                 code=kind.code,
                 priority=priority,
                 is_numbered=is_numbered,
+                mix=kind.mix,
+                weights=weights,
             )
         except (TransportError, ShutdownError) as error:
             raise self._host.ended(label, error) from None
@@ -510,6 +546,8 @@ class Group:
         make: Callable[[], Schedule],
         rule: ReduceOp | None,
         dtype: DType | None,
+        *,
+        is_weighted: bool,
     ) -> _Kind:
         """Make what all operations of one kind and size need, once."""
         from fastps.collectives._exchange import Program  # noqa: PLC0415
@@ -518,13 +556,15 @@ class Group:
         program = Program(steps.steps, steps.scratch_bytes, self.ranks)
         if key[0] == "send":
             program.offer()
-        address, itemsize = 0, 1 if dtype is None else dtype.itemsize
+        address, mix, itemsize = 0, 0, 1 if dtype is None else dtype.itemsize
         if rule is not None:
             from fastps.reduce import reduce_kernel  # noqa: PLC0415  (imports Numba)
 
             address = reduce_kernel(rule, DType(dtype or 0))
+            if is_weighted:
+                mix = reduce_kernel(ReduceOp.MIX, DType(dtype or 0))
         code = KINDS.index(str(key[0])) * 8 + int(rule or 0)
-        kind = _Kind(program, address, itemsize, int(dtype or 0), code)
+        kind = _Kind(program, address, mix, itemsize, int(dtype or 0), code)
         if len(self._kinds) >= MANY_KINDS:
             self._kinds.clear()
         self._kinds[key] = kind
@@ -590,6 +630,7 @@ class Group:
             return MismatchError(
                 f"{operation.name}: member {operation.culprit} of workers {list(self.ranks)} "
                 "started another operation, or one of another size or type, where this one did "
-                f"{operation.name}; make all of them call the same in the same order"
+                f"{operation.name}; make all of them call the same in the same order, and "
+                "neighbors agree on who sends to whom"
             )
         return self._host.explain(operation, status, timeout_s)

@@ -74,7 +74,8 @@ class Step:
     for each ordered pair. offset, nbytes: of what is sent or written in `place`; at most
     MAX_MESSAGE_BYTES. sources: of a FOLD, in the order of its sum, or the one of a COPY.
     is_final: of a FOLD that makes a whole sum, not a machine's part of it: an average divides
-    there. A group of one has such a FOLD too, of one source.
+    there. A group of one has such a FOLD too, of one source. weights: of a FOLD in which sources
+    have weights, the number of its first among those of the operation; -1: it has none.
     """
 
     kind: Kind
@@ -86,6 +87,7 @@ class Step:
     after: tuple[int, ...] = ()
     sources: tuple[Source, ...] = ()
     is_final: bool = False
+    weights: int = -1
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,13 @@ ROOMS = {
     "control/": 3560,
     "server/": 3120,
     "worker/": 2810,
-    "collectives/": 3170,
+    "collectives/": 3240,
     "frameworks/": 4740,
     "launch/": 2090,
     "topology": 420,
     "bench/": 1600,
-    "": 4580,  # the session, what it is made of, faces, and the pure rooms of one file each
+    "graph/": 650,
+    "": 4940,  # the session, what it is made of, faces, and the pure rooms of one file each
 }
 CYTHON_FUNCTION = re.compile(
     r"^( *)(?:def|cdef|cpdef)\b(?! (?:packed )?(?:class|struct|enum))[^=]*\("

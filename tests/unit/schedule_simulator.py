@@ -66,7 +66,9 @@ class Simulator:
         *,
         dtype: np.dtype | type = np.uint8,
         seed: int = 0,
+        weights: Sequence[Sequence[float]] = (),
     ) -> None:
+        self.weights = weights  # of each member
         self.dtype = np.dtype(dtype)
         self.random = random.Random(seed)
         self.members = [
@@ -193,9 +195,13 @@ class Simulator:
             next(own) if one.peer == member.index else came[one.peer, one.label][1]
             for one in step.sources
         ] or [came[step.peer, step.label][1]]
-        total = parts[0].view(self.dtype if step.kind is Kind.FOLD else np.uint8)
-        for part in parts[1:]:
-            total = total + part.view(self.dtype)
+        rows = [part.view(self.dtype if step.kind is Kind.FOLD else np.uint8) for part in parts]
+        if step.weights >= 0:
+            some = self.weights[member.index][step.weights : step.weights + len(rows)]
+            rows = [self.dtype.type(one) * row for one, row in zip(some, rows, strict=True)]
+        total = rows[0]
+        for row in rows[1:]:
+            total = total + row
         if step.is_final:  # as an average would divide: once
             total = total * 2
         member.target(step)[:] = total.view(np.uint8)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graphs of a session, of workers and of machines, and operations among neighbours on them.
+
+Takes C-contiguous arrays, chooses edges and weights (weights.py) and steps (schedule.py), and
+starts them on the group of all workers. Graphs are each worker's own knowledge: nothing is
+communicated when they change. Threads: any; operations without a name from one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fastps.collectives.group import Group, Promise
+from fastps.graph import schedule as plans
+from fastps.graph.schedule import Edges
+from fastps.graph.weights import Graph, Mixing, Targets, check_peers, mixing
+from fastps.topology import Topology, as_topology, exponential_graph
+from fastps.types import DType, ReduceOp, dtype_of
+from fastps.worker.handle import Array
+
+_RULE = ctypes.CFUNCTYPE(
+    ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
+    ctypes.c_void_p,
+)  # fmt: skip
+
+
+class Neighbors:
+    """Who this worker's neighbours are, and the operations among them.
+
+    pair: gives the group of this worker and another one.
+    """
+
+    def __init__(self, group: Group, pair: Callable[[int], Group]) -> None:
+        self._group = group
+        self._pair = pair
+        numbers = dict.fromkeys(group.machines)  # in the order of their first members
+        self.machines = [
+            tuple(rank for rank, there in enumerate(group.machines) if there == one)
+            for one in numbers
+        ]
+        self.machine = list(numbers).index(group.machines[group.rank])
+        self._graph: Graph | None = None
+        self._machine_graph: Graph | None = None
+
+    # ---- graphs ----
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of workers: an exponential one, if none was set."""
+        if self._graph is None:
+            self._graph = Graph(exponential_graph(self._group.size), False)
+        return self._graph
+
+    @property
+    def machine_graph(self) -> Graph:
+        """The graph of machines."""
+        if self._machine_graph is None:
+            self._machine_graph = Graph(exponential_graph(len(self.machines)), False)
+        return self._machine_graph
+
+    def set_graph(self, graph: Any, *, is_weighted: bool) -> None:
+        """Make a graph that of the workers; None: the exponential one."""
+        self._graph = None if graph is None else _sized(graph, self._group.size, is_weighted)
+
+    def set_machine_graph(self, graph: Any, *, is_weighted: bool) -> None:
+        """Make a graph that of the machines."""
+        size = len(self.machines)
+        self._machine_graph = None if graph is None else _sized(graph, size, is_weighted)
+
+    # ---- operations ----
+
+    def allreduce(
+        self,
+        array: Array,
+        out: Array,
+        *,
+        self_weight: float | None = None,
+        src_weights: Mapping[int, float] | None = None,
+        dst_weights: Targets | None = None,
+        is_checked: bool = True,
+        name: str | None = None,
+        dtype: DType | None = None,
+    ) -> Promise:
+        """Begin to mix our array with those of neighbours."""
+        group = self._group
+        how = mixing(self.graph, group.rank, self_weight, src_weights, dst_weights,
+                     is_checked=is_checked)  # fmt: skip
+        return _start_mix(group, how, array, out, name, dtype)
+
+    def pair_gossip(
+        self,
+        array: Array,
+        out: Array,
+        target: int,
+        *,
+        self_weight: float | None = None,
+        pair_weight: float | None = None,
+        name: str | None = None,
+        dtype: DType | None = None,
+    ) -> Promise:
+        """Begin to mix our array with that of one other worker, who calls it too."""
+        check_peers("target_rank", [target], self._group.rank, self._group.size)
+        if (self_weight is None) != (pair_weight is None):
+            raise ValueError("self_weight and pair_weight are given both or not at all")
+        group = self._pair(target)
+        other = 1 - group.rank
+        own = 0.5 if self_weight is None else self_weight
+        weights = {other: 0.5 if pair_weight is None else pair_weight}
+        pair = Graph(exponential_graph(2), False)
+        how = mixing(pair, group.rank, own, weights, [other], is_checked=False)
+        return _start_mix(group, how, array, out, name, dtype)
+
+    def hierarchical_allreduce(
+        self,
+        array: Array,
+        out: Array,
+        *,
+        self_weight: float | None = None,
+        src_machine_weights: Mapping[int, float] | None = None,
+        dst_machine_weights: Targets | None = None,
+        is_checked: bool = True,
+        name: str | None = None,
+        dtype: DType | None = None,
+    ) -> Promise:
+        """Begin to mix the average of our machine with those of neighbouring machines."""
+        group, machines = self._group, self.machines
+        how = mixing(self.machine_graph, self.machine, self_weight, src_machine_weights,
+                     dst_machine_weights, is_checked=is_checked)  # fmt: skip
+        edges, size = how.edges, len(how.edges.sources) + 1
+        weights = how.weights if len(how.weights) >= size else (1 / size,) * size
+        code = _floats(array, dtype)
+        if group.size == 1:
+            return _alone(group, how, array, out, code)
+        return group.among_neighbors(
+            ("hierarchical_neighbor_allreduce", array.nbytes, *edges), lambda:
+            plans.hierarchical_neighbor_allreduce(
+                group.rank, machines, edges, array.nbytes, array.itemsize),
+            array, out, name=name, dtype=code, divisor=len(machines[self.machine]),
+            weights=weights,
+        )  # fmt: skip
+
+    def allgather(
+        self,
+        array: Array,
+        out: Array,
+        *,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        counts: Sequence[int],
+        is_checked: bool = True,
+        name: str | None = None,
+        dtype: DType | None = None,
+    ) -> Promise:
+        """Begin to gather the arrays of sources, in that order; counts: elements of each."""
+        group = self._group
+        edges = Edges((), tuple((one, -1) for one in targets), is_checked=is_checked)
+        sizes = [count * array.itemsize for count in counts]
+        return group.among_neighbors(
+            ("neighbor_allgather", array.nbytes, *edges, *sizes, *sources),
+            lambda: plans.neighbor_allgather(group.rank, edges, array.nbytes, sizes, sources),
+            array, out, name=name, dtype=dtype,
+        )  # fmt: skip
+
+    def ends(
+        self, src_ranks: Sequence[int] | None, dst_ranks: Sequence[int] | None
+    ) -> tuple[list[int], list[int]]:
+        """Check whom a call names, or take who is in the graph: sources, targets."""
+        me, topology = self._group.rank, self.graph.topology
+        if src_ranks is None and dst_ranks is None:
+            return topology.in_neighbors(me), topology.out_neighbors(me)
+        if src_ranks is None or dst_ranks is None:
+            raise ValueError("src_ranks and dst_ranks are given both or not at all")
+        for what, ranks in (("src_ranks", src_ranks), ("dst_ranks", dst_ranks)):
+            check_peers(what, ranks, me, topology.size)
+            if len(set(ranks)) != len(ranks):
+                raise ValueError(f"{what} name somebody twice: {list(ranks)}")
+        return list(src_ranks), list(dst_ranks)
+
+
+def _sized(graph: Any, size: int, is_weighted: bool) -> Graph:
+    topology: Topology = as_topology(graph)
+    if topology.size != size:
+        raise ValueError(f"a graph of {topology.size} nodes is not one of {size}")
+    return Graph(topology, is_weighted)
+
+
+def _floats(array: Array, dtype: DType | None) -> DType:
+    code = dtype_of(array.dtype) if dtype is None else dtype
+    ReduceOp.MIX.check(code)
+    return code
+
+
+def _start_mix(
+    group: Group, how: Mixing, array: Array, out: Array, name: str | None, dtype: DType | None
+) -> Promise:
+    edges, code = how.edges, _floats(array, dtype)
+    if group.size == 1:
+        return _alone(group, how, array, out, code)
+    return group.among_neighbors(
+        ("neighbor_allreduce", array.nbytes, *edges),
+        lambda: plans.neighbor_allreduce(group.rank, edges, array.nbytes, array.itemsize),
+        array, out, name=name, dtype=code, divisor=len(edges.sources) + 1, weights=how.weights,
+    )  # fmt: skip
+
+
+def _alone(group: Group, how: Mixing, array: Array, out: Array, code: DType) -> Promise:
+    """Do the operation of a job of one: what is our own has a weight too."""
+    promise = group.allreduce(array, out, dtype=code)  # copies
+    if how.weights:
+        from fastps.reduce import reduce_kernel  # noqa: PLC0415  (imports Numba)
+
+        address = (ctypes.c_void_p * 1)(out.ctypes.data)
+        weight = ctypes.byref(ctypes.c_double(how.weights[0]))
+        rule = _RULE(reduce_kernel(ReduceOp.MIX, code))
+        rule(address, 1, out.ctypes.data, out.size, weight)
+    return promise

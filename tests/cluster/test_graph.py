@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations among neighbours over whole jobs, by every way that there is on one machine."""
+
+from __future__ import annotations
+
+import programs_graph
+import pytest
+from job import run_job
+from test_collectives import WAYS
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("workers", "way"), [(2, "memory"), (4, "memory"), (4, "tcp"), (5, "unix"), (8, "memory")]
+)
+def test_operations_equal_numpy(workers, way):
+    found = run_job(
+        programs_graph.everything, workers=workers, servers=0, environment=WAYS[way],
+        timeout_s=200.0,
+    )  # fmt: skip
+    assert found == ["done"] * workers
+
+
+def test_one_worker_is_all():
+    assert run_job(programs_graph.alone, workers=1, servers=0) == ["done"]
+
+
+@pytest.mark.parametrize("way", ["memory", "tcp"])
+def test_who_believes_in_an_edge_that_is_none_hears_of_it(way):
+    found = run_job(programs_graph.disagreements, workers=3, servers=0, environment=WAYS[way])
+    for case in range(4):
+        believer = case % 2
+        assert "agree on who sends to whom" in found[believer][case], found
+
+
+@pytest.mark.parametrize("machines", ["aabb", "abbab", "abc", "aaa"])
+def test_machines_mix_their_averages(machines):
+    each = {("worker", rank): {"FASTPS_MACHINE": name} for rank, name in enumerate(machines)}
+    found = run_job(
+        programs_graph.hierarchy, workers=len(machines), servers=0, each=each,
+        environment=WAYS["memory"],
+    )  # fmt: skip
+    order = sorted(set(machines), key=machines.index)
+    assert found == [[order.index(name), len(order)] for name in machines]
