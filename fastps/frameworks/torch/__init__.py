@@ -12,6 +12,8 @@ optimizer.py     DistributedOptimizer
 sums.py          with op=Sum: what was added up in earlier rounds
 buffers.py       buffers of a module on all ranks as on one
 parallel.py      DistributedDataParallel
+neighbors.py     operations among neighbours
+decentralized.py optimizers that average models with them
 comm_hook.py     gradients of torch's own DistributedDataParallel
 backend.py       torch.distributed's backend "fastps"
 meeting.py       how its default group joins a job

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers of test_torch_decentralized.py do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fastps.torch as fps
+from fastps import topology
+from fastps.errors import FastPSError
+
+ROWS, WIDTH = 12, 5  # of each worker's least-squares problem
+RATE = 0.05
+
+
+def start() -> tuple[int, int]:
+    torch.set_num_threads(1)
+    fps.init()
+    return fps.rank(), fps.size()
+
+
+def end() -> str:
+    fps.barrier()
+    fps.shutdown()
+    return "done"
+
+
+# ---- operations ----
+
+
+def operations() -> str:
+    """Mix tensors of all kinds, one and many, also such as are not contiguous."""
+    me, n = start()
+    sources = fps.in_neighbor_ranks()
+    mean = sum([me, *sources]) / (1 + len(sources))
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        x = torch.full((23, 23), float(me), dtype=dtype)
+        found = fps.neighbor_allreduce(x)
+        assert found.dtype is dtype
+        assert found.shape == x.shape
+        assert torch.allclose(found.double(), torch.tensor(mean).double(), rtol=1e-2)
+        assert (x == me).all()
+    strided = torch.arange(12.0).reshape(3, 4).t() + me
+    assert torch.allclose(fps.neighbor_allreduce(strided), strided - me + mean)
+    assert fps.neighbor_allreduce(torch.tensor(float(me))).dim() == 0
+    assert fps.neighbor_allreduce(torch.empty(0, 2)).shape == (0, 2)
+    many = [torch.full((size,), float(me + size)) for size in (1, 70_000, 3, 300_000)]
+    for one, found in zip(many, fps.synchronize(fps.neighbor_allreduce_async(many)), strict=True):
+        assert torch.allclose(found, one - me + mean)
+    after, before = (me + 1) % n, (me - 1) % n
+    moved = fps.neighbor_allreduce(
+        many[1], self_weight=0.0, src_weights={before: 1.0}, dst_weights=[after]
+    )
+    assert (moved == before + 70_000).all()
+    rows = fps.neighbor_allgather(torch.full((me + 1, 2), me), src_ranks=[before],
+                                  dst_ranks=[after])  # fmt: skip
+    assert rows.tolist() == [[before, before]] * (before + 1)
+    assert fps.pair_gossip(torch.tensor([float(me)]), me ^ 1).item() == me // 2 * 2 + 0.5
+    whole = fps.hierarchical_neighbor_allreduce(torch.tensor(float(me)))
+    assert whole.item() == pytest.approx((n - 1) / 2)
+    state = {"w": torch.full((3,), float(me)), "n": torch.tensor(me)}
+    fps.average_parameters(state)
+    assert state["w"].tolist() == [(n - 1) / 2] * 3
+    assert state["n"].item() == me
+    return end()
+
+
+# ---- algorithms on least squares, beside their recursions in NumPy ----
+
+
+def problem(rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Make a worker's matrix and right side; all have optima of their own."""
+    rng = np.random.default_rng(rank)
+    return rng.standard_normal((ROWS, WIDTH)), rng.standard_normal(ROWS)
+
+
+class Recursion:
+    """All workers at once: rows of x are workers, `a` mixes from the left."""
+
+    def __init__(self, n: int, graph: topology.Topology) -> None:
+        self.n, self.a = n, graph.weights.T
+        self.problems = [problem(rank) for rank in range(n)]
+
+    def gradient(self, x: np.ndarray) -> np.ndarray:
+        return np.stack([m.T @ (m @ one - b) / ROWS
+                         for one, (m, b) in zip(x, self.problems, strict=True)])  # fmt: skip
+
+    def optimum(self) -> np.ndarray:
+        matrix = np.concatenate([m for m, _ in self.problems])
+        return np.linalg.lstsq(matrix, np.concatenate([b for _, b in self.problems]), rcond=None)[
+            0
+        ]
+
+    def atc(self, steps: int) -> np.ndarray:
+        x = np.zeros((self.n, WIDTH))
+        for _ in range(steps):
+            x = self.a @ (x - RATE * self.gradient(x))
+        return x
+
+    def awc(self, steps: int) -> np.ndarray:
+        x = np.zeros((self.n, WIDTH))
+        for _ in range(steps):
+            x = self.a @ x - RATE * self.gradient(x)
+        return x
+
+    def decentlam(self, steps: int) -> np.ndarray:
+        x, m = np.zeros((self.n, WIDTH)), np.zeros((self.n, WIDTH))
+        for _ in range(steps):
+            m = 0.5 * m + (x - self.a @ (x - RATE * self.gradient(x))) / RATE
+            x = x - RATE * m
+        return x
+
+    def exact_diffusion(self, steps: int) -> np.ndarray:
+        x = psi = np.zeros((self.n, WIDTH))
+        half = (self.a + np.eye(self.n)) / 2
+        for _ in range(steps):
+            before, psi = psi, x - RATE * self.gradient(x)
+            x = half @ (psi + x - before)
+        return x
+
+    def tracking(self, steps: int) -> np.ndarray:
+        x = np.zeros((self.n, WIDTH))
+        q = g = self.gradient(x)
+        for _ in range(steps):
+            x = self.a @ x - RATE * q
+            before, g = g, self.gradient(x)
+            q = self.a @ q + g - before
+        return x
+
+
+def trained(wrap: Callable[..., Any], steps: int, momentum: float = 0.0, **options: Any) -> Any:
+    """Minimise our least squares with a wrapped SGD; give x."""
+    matrix, right = (torch.from_numpy(one) for one in problem(fps.rank()))
+    model = nn.Linear(WIDTH, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(model.weight)
+    sgd = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
+    optimizer = wrap(sgd, model, **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (((model(matrix)[:, 0] - right) ** 2).sum() / (2 * ROWS)).backward()
+        optimizer.step()
+    return model.weight.detach().numpy()[0]
+
+
+WAYS: dict[str, tuple[Callable[..., Any], Callable[[Recursion, int], np.ndarray], float]] = {
+    "atc": (fps.DistributedAdaptThenCombineOptimizer, Recursion.atc, 0.0),
+    "awc": (fps.DistributedAdaptWithCombineOptimizer, Recursion.awc, 0.0),
+    "decentlam": (fps.DistributedDecentLaMOptimizer, Recursion.decentlam, 0.5),
+    "exact": (fps.DistributedExactDiffusionOptimizer, Recursion.exact_diffusion, 0.0),
+    "tracking": (fps.DistributedGradientTrackingOptimizer, Recursion.tracking, 0.0),
+}
+
+
+def algorithms() -> dict[str, float]:
+    """Compare every algorithm with its recursion after 20 steps; give the errors after 1500."""
+    me, n = start()
+    graph = topology.mesh_grid_2d_graph(n)
+    fps.set_topology(graph, is_weighted=True)
+    recursion, errors = Recursion(n, graph), {}
+    optimum = recursion.optimum()
+    for name, (wrap, follow, momentum) in WAYS.items():
+        x = trained(wrap, 20, momentum)
+        np.testing.assert_allclose(x, follow(recursion, 20)[me], rtol=1e-9, atol=1e-12)
+        x = trained(wrap, 1500, momentum)
+        errors[name] = float(np.linalg.norm(x - optimum) / np.linalg.norm(optimum))
+    x = trained(fps.DistributedAdaptThenCombineOptimizer, 20, overlap=False)
+    np.testing.assert_allclose(x, recursion.atc(20)[me], rtol=1e-9, atol=1e-12)
+    end()
+    return errors
+
+
+# ---- every optimizer of torch, J passes, changing edges, buffers, hierarchy ----
+
+
+class Net(nn.Module):
+    """A net with a shared layer, one that is never used, and a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm, self.unused = nn.BatchNorm1d(6), nn.Linear(2, 2)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.shared(torch.relu(self.shared(self.first(x))))
+        return self.last(self.norm(x))
+
+
+# Not Rprop: it goes by the sign of what is rounding alone, the gradient of a bias before the norm.
+OPTIMIZERS = [
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    lambda p: torch.optim.Adam(p, lr=0.01),
+    lambda p: torch.optim.AdamW(p, lr=0.01),
+    lambda p: torch.optim.RMSprop(p, lr=0.01),
+    lambda p: torch.optim.Adagrad(p, lr=0.1),
+    lambda p: torch.optim.Adadelta(p),
+    lambda p: torch.optim.NAdam(p, lr=0.01),
+    lambda p: torch.optim.RAdam(p, lr=0.01),
+    lambda p: torch.optim.Adamax(p, lr=0.01),
+    lambda p: torch.optim.ASGD(p, lr=0.01),
+]
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(8, 6, generator=made), torch.randn(8, 3, generator=made)
+
+
+def make(seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net().double()
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+
+
+def gradients(model: nn.Module, rank: int, step: int) -> None:
+    inputs, labels = (one.double() for one in batch(rank, step))
+    nn.functional.mse_loss(model(inputs), labels).backward()
+
+
+def mixed_by_hand(flats: list[torch.Tensor], graph: topology.Topology, me: int) -> torch.Tensor:
+    return sum(flats[j] * graph.weights[j, me] for j in range(len(flats)))
+
+
+def put(model: nn.Module, values: torch.Tensor) -> None:
+    with torch.no_grad():
+        start_at = 0
+        for one in model.parameters():
+            one.copy_(values[start_at : start_at + one.numel()].view_as(one))
+            start_at += one.numel()
+
+
+def by_hand(make_optimizer: Any, n: int, graph: topology.Topology, steps: int, style: str,
+            passes: int, each: bool) -> list[torch.Tensor]:  # fmt: skip
+    """Train all workers in this process; give their parameters."""
+    models = [make(5) for _ in range(n)]
+    optimizers = [make_optimizer(model.parameters()) for model in models]
+    for step in range(steps):
+        is_last = (step + 1) % passes == 0
+        starts = [flat(model) for model in models]
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            if each or step % passes == 0:
+                optimizer.zero_grad()
+            gradients(model, rank, step)
+        if is_last and style == "awc":
+            for rank, model in enumerate(models):
+                put(model, mixed_by_hand(starts, graph, rank))
+        if is_last or each:
+            for optimizer in optimizers:
+                optimizer.step()
+        if is_last and style == "atc":
+            stepped = [flat(model) for model in models]
+            for rank, model in enumerate(models):
+                put(model, mixed_by_hand(stepped, graph, rank))
+    return [flat(model) for model in models]
+
+
+def optimizers() -> str:
+    """Compare ATC and AWC around every optimizer, J passes in both usages, with one process."""
+    me, n = start()
+    graph = topology.exponential_graph(n)
+    cases = [(one, style, 1, True) for one in OPTIMIZERS for style in ("atc", "awc")]
+    cases += [(one, style, 3, each) for one in OPTIMIZERS[:2] for style in ("atc", "awc")
+              for each in (True, False)]  # fmt: skip
+    for place, (make_optimizer, style, passes, each) in enumerate(cases):
+        wanted = by_hand(make_optimizer, n, graph, 6, style, passes, each)
+        model = make(5)
+        wrap = (fps.DistributedAdaptThenCombineOptimizer if style == "atc"
+                else fps.DistributedAdaptWithCombineOptimizer)  # fmt: skip
+        optimizer = wrap(make_optimizer(model.parameters()), model,
+                         num_steps_per_communication=passes)  # fmt: skip
+        for step in range(6):
+            if each or step % passes == 0:
+                optimizer.zero_grad()
+            gradients(model, me, step)
+            if each or (step + 1) % passes == 0:
+                optimizer.step()
+        torch.testing.assert_close(
+            flat(model), wanted[me], rtol=1e-9, atol=1e-9,
+            msg=lambda text, p=place: f"case {p} {cases[p]}: {text}",
+        )  # fmt: skip
+    return end()
+
+
+def knobs() -> str:
+    """Change edges and kind of communication at every iteration; average buffers; refuse."""
+    me, n = start()
+    model = make(me)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = fps.DistributedAdaptThenCombineOptimizer(sgd, model, average_buffers=True)
+    turns = topology.one_peer(fps.load_topology(), me)
+    starts = [flat(make(rank)) for rank in range(n)]
+    for _ in range(2):  # of 4 workers: the exact average
+        sends, receives = next(turns)
+        optimizer.self_weight = 0.5
+        optimizer.src_weights = dict.fromkeys(receives, 0.5)
+        optimizer.dst_weights = sends
+        gradients(model, me, 0)
+        optimizer.step()
+    average = sum(starts) / n
+    torch.testing.assert_close(flat(model), average)
+    means = fps.neighbor_allgather(model.norm.running_mean[None])
+    assert torch.isfinite(means).all()
+    put(model, torch.full_like(average, float(me)))
+    kinds = fps.CommunicationType
+    for kind, wanted in (
+        (kinds.empty, float(me)), (kinds.allreduce, (n - 1) / 2),
+        (kinds.hierarchical_neighbor_allreduce, (n - 1) / 2),
+    ):  # fmt: skip
+        optimizer.communication_type = kind
+        optimizer.self_weight = optimizer.src_weights = optimizer.dst_weights = None
+        gradients(model, me, 0)
+        optimizer.step()
+        torch.testing.assert_close(flat(model), torch.full_like(average, wanted))
+    gradients(model, me, 0)
+    with pytest.raises(FastPSError, match="2 backward passes without step"):
+        gradients(model, me, 0)
+    with pytest.raises(ValueError, match="distributed one already"):
+        fps.DistributedDecentLaMOptimizer(optimizer, model)
+    other = torch.optim.SGD(make(0).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="give all models"):
+        fps.DistributedExactDiffusionOptimizer(other, model)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        optimizer.__reduce_ex__(4)
+    torch.optim.lr_scheduler.StepLR(other, 1)
+    with pytest.raises(ValueError, match="schedulers after"):
+        fps.DistributedAdaptThenCombineOptimizer(other, make(0))
+    for place, style in enumerate(itertools.product((True, False), (1, 2))):
+        clipped(me, n, *style, prefix=f"{place}.")
+    return end()
+
+
+def clipped(me: int, n: int, has_closure: bool, passes: int, prefix: str) -> None:
+    """Step by a closure, and with gradients that were changed before the step."""
+    model = make(7)
+    optimizer = fps.DistributedAdaptThenCombineOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=False, prefix=prefix,
+        num_steps_per_communication=passes,
+    )  # fmt: skip
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        for step in range(passes):
+            gradients(model, me, step)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        return 1.5
+
+    before = flat(model)
+    if has_closure:
+        assert optimizer.step(closure) == 1.5
+    else:
+        closure()
+        optimizer.step()
+    assert 0 < (flat(model) - before).norm() <= 1.0001e-4

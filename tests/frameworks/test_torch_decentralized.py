@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations and optimizers of decentralized training with torch, in real jobs of four workers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
+
+import programs_decentralized
+from job import run_job
+
+WORKERS = 4
+MEMORY = {"FASTPS_SHARED_MEMORY": "1"}
+
+
+@pytest.mark.parametrize("program", ["operations", "optimizers", "knobs"])
+def test_programs(program):
+    found = run_job(
+        getattr(programs_decentralized, program), workers=WORKERS, servers=0, timeout_s=110.0,
+        environment=MEMORY,
+    )  # fmt: skip
+    assert found == ["done"] * WORKERS
+
+
+def test_algorithms_follow_their_recursions_and_have_the_bias_they_should():
+    for errors in run_job(
+        programs_decentralized.algorithms, workers=WORKERS, servers=0, timeout_s=110.0,
+        environment=MEMORY,
+    ):  # fmt: skip
+        assert max(errors["exact"], errors["tracking"]) < 1e-6, errors
+        assert min(errors["atc"], errors["awc"], errors["decentlam"]) > 1e-4, errors
