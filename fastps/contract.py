@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from fastps.coding import PLAIN, Coding
+
 MAX_CAST = 4096  # members of one cast: the table of a sum's sources lives on the stack
 
 
@@ -19,12 +21,6 @@ class Policy(IntEnum):
 
     SUM = 1  # all push, the sum goes to all: one round after the other
     ACCUMULATE = 2  # each push is added at once; its answer is the value by then
-
-
-class Codec(IntEnum):
-    """How elements become bytes on the wire."""
-
-    NONE = 0
 
 
 class Unit(IntEnum):
@@ -74,7 +70,7 @@ class Contract:
     """
 
     cast: Cast
-    codec: Codec = Codec.NONE
+    coding: Coding = PLAIN
     policy: Policy = Policy.SUM
     staleness: int = 0
 

@@ -2,8 +2,9 @@
 """Sums, extremes and so on of n arrays: machine code that any thread calls by address, no GIL.
 
 Decides how numbers are added, divided and rounded; must never know keys, peers or who calls.
-kernels.py is the only file of fastps that imports Numba, and library.py loads it when the first
-kernel is asked for: a process that only sends gradients never pays for Numba.
+kernels.py and codec/kernels.py, which encode and decode, are the only files of fastps that import
+Numba, and library.py loads them when the first kernel is asked for: a process that only sends
+gradients never pays for Numba.
 
 The address is that of a C function
 
@@ -14,9 +15,10 @@ as one int64_t, a mix a weight for each source as double, another operation noth
 on success, and a negative status of _core.pxd for bad arguments.
 """
 
-from fastps.reduce.library import reduce_kernel, sum_kernel, warm
+from fastps.reduce.library import codec_kernel, reduce_kernel, sum_kernel, warm
 
 __all__ = [
+    "codec_kernel",
     "reduce_kernel",
     "sum_kernel",
     "warm",

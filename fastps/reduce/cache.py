@@ -2,7 +2,7 @@
 """Where compiled kernels are kept between processes.
 
 One directory per kernel: <cache_dir>/numba-<version>/<digest>/<op>_<dtype>, where the digest
-covers the source of kernels.py, the element table and the processor. So whatever is in a directory
+covers the source of kernels, the element table and the processor. So whatever is in a directory
 was made from this very source for this very processor: two processes may fill it at the same time,
 hosts of different kinds may share a home, and a new release never meets an old entry. (Numba's own
 index would allow all three to mix: it writes index and code in two steps.)
@@ -23,8 +23,9 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numba
@@ -41,20 +42,34 @@ MAX_STEPS = 256  # names on a path; links may lead in a circle
 
 
 def load_kernel(op: ReduceOp, dtype: DType) -> Any:
-    """Load the kernel of one element type from the cache, or compile and keep it."""
+    """Load the sum, or so, of one element type from the cache, or compile and keep it."""
+    compile_it = functools.partial(kernels.compile_kernel, op, dtype)
+    return _load(f"{op.name}_{dtype.name}".lower(), compile_it, (kernels, types))
+
+
+def load_codec(verb: str, what: str, does: bool) -> Any:
+    """Load a kernel of a codec, as load_kernel() does; see codec.kernels.compile_codec()."""
+    from fastps.reduce.codec import kernels as codec  # noqa: PLC0415  (most jobs need none)
+    from fastps.reduce.codec import words  # noqa: PLC0415
+
+    compile_it = functools.partial(codec.compile_codec, verb, what, does)
+    return _load(f"{verb}_{what}_{does:d}", compile_it, (kernels, codec, words, types))
+
+
+def _load(name: str, compile_it: Callable[..., Any], sources: tuple[ModuleType, ...]) -> Any:
     root = _root()
     if root is None:
-        return kernels.compile_kernel(op, dtype, is_cached=False)
-    place = root / _generation() / f"{op.name}_{dtype.name}".lower()
+        return compile_it(is_cached=False)
+    place = root / _generation(sources) / name
     try:
         with _numba_cache_at(place):
-            return kernels.compile_kernel(op, dtype, is_cached=True)
+            return compile_it(is_cached=True)
     except Exception as error:  # a damaged entry may raise anything; a full disk OSError
         _log.warning(
             "kernel cache %s is not usable (%r); compiling without it", config.cache_dir(), error
         )
         shutil.rmtree(place, ignore_errors=True)
-        return kernels.compile_kernel(op, dtype, is_cached=False)
+        return compile_it(is_cached=False)
 
 
 @functools.cache
@@ -121,10 +136,10 @@ def _name(folder: int) -> str:
 
 
 @functools.cache
-def _generation() -> Path:
-    """Name everything the machine code depends on apart from the element type."""
+def _generation(sources: tuple[ModuleType, ...]) -> Path:
+    """Name everything the machine code depends on apart from what it is asked to be."""
     digest = hashlib.sha256()
-    for module in (kernels, types):
+    for module in sources:
         digest.update(Path(inspect.getfile(module)).read_bytes())
     digest.update(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
     return Path(f"numba-{numba.__version__}") / digest.hexdigest()[:16]

@@ -47,14 +47,35 @@ def warm(dtypes: Iterable[DType] = tuple(DType)) -> None:
                 reduce_kernel(op, dtype)
 
 
+def codec_kernel(verb: str, what: str, does: bool = False) -> int:
+    """Give the address of a kernel of a codec; blocks as reduce_kernel() does.
+
+    verb, what, does: of codec.kernels.compile_codec().
+    """
+    with _lock:
+        return int(_compiled_codec(verb, what, does).address)
+
+
 @functools.cache  # under _lock: a second object would let the first one's address dangle
 def _compiled(op: ReduceOp, dtype: DType) -> Any:
     started = time.perf_counter()
     from fastps.reduce import cache  # noqa: PLC0415  (imports Numba)
 
     kernel = cache.load_kernel(op, dtype)
-    how = "loaded" if kernel.cache_hits else "compiled"
-    elapsed_ms = 1e3 * (time.perf_counter() - started)
-    names = op.name.lower(), dtype.name.lower()
-    _log.info("%s kernel for %s %s in %.0f ms", *names, how, elapsed_ms)
+    _tell(f"{op.name} kernel for {dtype.name}".lower(), kernel, started)
     return kernel
+
+
+@functools.cache
+def _compiled_codec(verb: str, what: str, does: bool) -> Any:
+    started = time.perf_counter()
+    from fastps.reduce import cache  # noqa: PLC0415
+
+    kernel = cache.load_codec(verb, what, does)
+    _tell(f"{verb} kernel for {what}", kernel, started)
+    return kernel
+
+
+def _tell(what: str, kernel: Any, started: float) -> None:
+    how = "loaded" if kernel.cache_hits else "compiled"
+    _log.info("%s %s in %.0f ms", what, how, 1e3 * (time.perf_counter() - started))

@@ -30,7 +30,7 @@ MAX_MEDIAN_LINES = 8
 # feature pay for the last one.
 ROOMS = {
     "_core": 1840,
-    "reduce/": 790,
+    "reduce/": 2000,
     "config/": 840,
     "transport/": 8860,
     "control/": 3560,

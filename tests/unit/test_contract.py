@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastps.contract import Cast, Codec, Contract, Policy, cast_of
+from fastps.coding import Coding
+from fastps.contract import Cast, Contract, Policy, cast_of
 
 
 @pytest.mark.parametrize("machines", [[[0, 2], [1]], [[0], [1], [2]], [[0, 1, 2]]])
@@ -25,7 +26,7 @@ def test_members_are_contributors_and_then_those_who_only_read():
 
 def test_a_contract_says_what_most_keys_want():
     cast = cast_of([[0], [1]], 0)
-    assert Contract(cast) == Contract(cast, Codec.NONE, Policy.SUM, 0)
+    assert Contract(cast) == Contract(cast, Coding(), Policy.SUM, 0)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,9 @@ are timed by the thread's processor time, so that being preempted by other work 
 (sharing caches and memory with it still does). `start` is a fresh process up to its first kernel.
 
     python tools/bench/kernels.py --runs 9 --op sum --dtype float32 bfloat16 --json kernels.jsonl
+
+--codec measures codecs in the place of sums: a worker's encoding of 4 MB of float32, with error
+feedback where it has some, and decoding; GB/s of float32, one thread.
 """
 
 from __future__ import annotations
@@ -26,12 +29,15 @@ from collections.abc import Callable
 import numpy as np
 from _common import ROOT, Report, add_options
 
+from fastps.coding import Codec, Coding, Option
 from fastps.reduce import reduce_kernel
+from fastps.reduce.codec._coder import Coder
 from fastps.types import DType, ReduceOp
 
 KIB = 1024
 SIZES = (64 * KIB, 512 * KIB, 4096 * KIB, 65536 * KIB)  # bytes of one source
 SOURCES = (2, 4, 8)
+CODEC_BYTES = 4096 * KIB
 SAMPLE_S = 2e-3  # calls are repeated until a sample takes about this long
 PAGE = 4096
 STARTS = {"start, cold cache": 1, "start, warm cache": 5}
@@ -148,6 +154,46 @@ def start_once(variables: dict[str, str]) -> tuple[float, float]:
     return wall, cpu
 
 
+# What is measured of each codec: its k, and options.
+CODINGS = {
+    "onebit": Coding(Codec.ONEBIT, 0, Option.SCALING),
+    "onebit, feedback": Coding(Codec.ONEBIT, 0, Option.SCALING | Option.FEEDBACK),
+    "topk 1 %": Coding(Codec.TOPK, 0.01),
+    "topk 1 %, feedback": Coding(Codec.TOPK, 0.01, Option.FEEDBACK),
+    "randomk 1 %": Coding(Codec.RANDOMK, 0.01),
+    "dithering, 4 levels": Coding(Codec.DITHERING, 4),
+    "dithering, 100 levels": Coding(Codec.DITHERING, 100),
+    "dithering, natural": Coding(Codec.DITHERING, 8, Option.NATURAL),
+    "fp16": Coding(Codec.FP16),
+    "bf16": Coding(Codec.BF16),
+    "int8": Coding(Codec.INT8),
+    "int8, feedback": Coding(Codec.INT8, 0, Option.FEEDBACK),
+    "int4": Coding(Codec.INT4),
+}
+
+
+def add_codec(report: Report, name: str, coding: Coding, runs: int) -> None:
+    """Measure encoding and decoding of one partition, as one unit, with fresh gradients."""
+    gradients = page_aligned(CODEC_BYTES).view(np.float32)
+    gradients[:] = np.random.default_rng(0).standard_normal(gradients.size, dtype=np.float32)
+    coder = Coder(coding, DType.FLOAT32, nbytes=CODEC_BYTES, chunk_bytes=2 * CODEC_BYTES)
+    given, out = gradients.view(np.uint8), page_aligned(CODEC_BYTES)
+    wire = coder.encode(given)
+    seconds = alternate(
+        {
+            "encode": lambda: coder.encode_into(given, wire),
+            "decode": lambda: coder.decode(wire, out),
+        },
+        runs,
+    )
+    for verb, took in seconds.items():
+        report.add(
+            f"{name}, {verb}",
+            [CODEC_BYTES / 1e9 / one for one in took],
+            share=len(wire) / CODEC_BYTES,
+        )
+
+
 def main() -> None:
     """Measure what was asked for."""
     names = [code.name.lower() for code in DType]
@@ -158,7 +204,14 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=names, default=names, metavar="DTYPE")
     ops = [op.name.lower() for op in ReduceOp]
     parser.add_argument("--op", choices=ops, default="sum")
+    parser.add_argument("--codec", action="store_true", help="codecs in the place of sums")
     options = parser.parse_args()
+    if options.codec:
+        report = Report("codecs", unit="GB/s of float32")
+        for name, coding in CODINGS.items():
+            add_codec(report, name, coding, options.runs)
+        report.finish(options.json)
+        return
     op = ReduceOp[options.op.upper()]
     report = Report("kernels", unit="GB/s of sources")
     for code in (DType[name.upper()] for name in options.dtype):

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs of a key: their parameters, and how many bytes a piece of a tensor has on the wire.
+
+Decides sizes, units and bounds, the same on workers and servers. Pure: it never sees an element.
+A *unit* is what is encoded at once. It begins with a head of two float32, the codec's scale and
+the ratio of the last learning rate to this one; then come the codes (reduce/codec/kernels.py).
+Codecs with a scale for everything have one unit, the partition; the others one in each frame.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from hashlib import blake2b
+from typing import NamedTuple
+
+from fastps.types import DType
+
+HEAD_BYTES = 8
+BLOCK = 256  # elements that share a scale in int8 and int4; units are whole blocks
+ALIGNMENT = 64  # of units and frames within a partition, bytes
+MAX_LEVELS = 127  # of linear dithering: codes have at most 8 bits
+MAX_NATURAL_LEVELS = 30  # the smallest is 2**-29 of the norm
+ELEMENTS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
+
+
+class Codec(IntEnum):
+    """How elements become bytes on the wire."""
+
+    NONE = 0
+    ONEBIT = 1
+    TOPK = 2
+    RANDOMK = 3
+    DITHERING = 4
+    FP16 = 5
+    BF16 = 6
+    INT8 = 7
+    INT4 = 8
+
+
+class Option(IntEnum):
+    """What a codec does besides; bits of Coding.options."""
+
+    SCALING = 1  # onebit: the mean absolute value instead of 1
+    NATURAL = 2  # dithering: levels are powers of two
+    L2 = 4  # dithering: the norm is the root of the sum of squares instead of the maximum
+    UNBIASED = 8  # randomk: what was chosen stands for what was not
+    FEEDBACK = 16  # what a round lost is added to the next one
+
+
+WHOLE = (Codec.ONEBIT, Codec.TOPK, Codec.RANDOMK, Codec.DITHERING)
+_BYTES_PER_BLOCK = {Codec.FP16: 512, Codec.BF16: 512, Codec.INT8: 260, Codec.INT4: 132}
+
+
+class Coding(NamedTuple):
+    """The codec of a key and its parameters; travels with the declaration of a tensor.
+
+    k: of topk and randomk the elements kept, or below 1 their share; of dithering the levels.
+    mu: of Nesterov's momentum on the worker, 0 for none. seed: of the random numbers.
+    """
+
+    codec: Codec = Codec.NONE
+    k: float = 0.0
+    options: int = 0
+    mu: float = 0.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ValueError for parameters that mean nothing."""
+        if not (0 <= self.mu < 1 and 0 <= self.options < 32 and 0 <= self.seed < 1 << 63):
+            raise ValueError(f"mu is 0 to below 1, a seed 0 to 2**63 - 1, not those of {self}")
+        if not 0 <= self.k < 1 << 31:
+            raise ValueError(f"k={self.k:g} is not 0 to 2**31")
+        if self.codec in (Codec.TOPK, Codec.RANDOMK) and not (
+            0 < self.k < 1 or self.k == int(self.k) >= 1
+        ):
+            raise ValueError(f"k={self.k:g} is neither a count nor a share below 1")
+        most = MAX_NATURAL_LEVELS if self.has(Option.NATURAL) else MAX_LEVELS
+        if self.codec is Codec.DITHERING and not (self.k == int(self.k) and 1 <= self.k <= most):
+            raise ValueError(f"k={self.k:g} levels of dithering; it takes 1 to {most}")
+        if self.has(Option.UNBIASED) and self.has(Option.FEEDBACK):
+            raise ValueError("error feedback sends later what was left out: not with unbiased")
+
+    def has(self, option: Option) -> bool:
+        """Tell whether an option is set."""
+        return bool(self.options & option)
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether the unit is the partition."""
+        return self.codec in WHOLE
+
+    def fits(self, code: DType, nbytes: int, *, min_bytes: int) -> bool:
+        """Tell whether a tensor is worth this codec, and can have it; others go as they are."""
+        return self.codec is not Codec.NONE and code in ELEMENTS and nbytes >= max(min_bytes, 1)
+
+    def kept(self, count: int) -> int:
+        """Count what topk and randomk keep of count elements: at least one, at most half."""
+        wanted = int(self.k) if self.k >= 1 else int(self.k * count)
+        return max(1, min(wanted, count // 2))
+
+    @property
+    def code_bits(self) -> int:
+        """Give the bits of one code of dithering, a number from -levels to levels."""
+        levels = int(self.k)
+        return 2 if levels == 1 else 4 if levels <= 7 else 8
+
+    def coded_bytes(self, count: int) -> int:
+        """Give the bytes of one unit of count elements, with its head; 0 for none."""
+        if count == 0:
+            return 0
+        if self.codec is Codec.ONEBIT:
+            return HEAD_BYTES + 4 * -(-count // 32)
+        if self.codec is Codec.TOPK:
+            return HEAD_BYTES + 8 * self.kept(count)
+        if self.codec is Codec.RANDOMK:
+            return HEAD_BYTES + 4 * self.kept(count)
+        if self.codec is Codec.DITHERING:
+            whole, rest = divmod(count, BLOCK)
+            per_byte = 8 // self.code_bits
+            return HEAD_BYTES + whole * BLOCK // per_byte + -(-rest // per_byte)
+        return HEAD_BYTES + self._block_bytes(count)
+
+    def _block_bytes(self, count: int) -> int:
+        whole, rest = divmod(count, BLOCK)
+        nbytes = whole * _BYTES_PER_BLOCK[self.codec]
+        if not rest:
+            return nbytes
+        if self.codec in (Codec.FP16, Codec.BF16):
+            return nbytes + 2 * rest
+        return nbytes + 4 + (rest if self.codec is Codec.INT8 else -(-rest // 2))
+
+
+class Units(NamedTuple):
+    """How a partition of elements travels: in units of unit_count, unit_bytes apart."""
+
+    elements: int
+    unit_count: int
+    unit_bytes: int
+    wire_bytes: int
+
+
+def unit_count(coding: Coding, chunk_bytes: int) -> int:
+    """Give the elements of a unit that has at most chunk_bytes; 0: the unit is the partition."""
+    if coding.is_whole:
+        return 0
+    blocks = (chunk_bytes - HEAD_BYTES) // _BYTES_PER_BLOCK[coding.codec]
+    return max(blocks, 1) * BLOCK
+
+
+def wire_chunk(coding: Coding, chunk_bytes: int) -> int:
+    """Give the bytes of a frame: those of a plain tensor, or of a unit that is not larger."""
+    if coding.codec is Codec.NONE or coding.is_whole:
+        return chunk_bytes
+    nbytes = coding.coded_bytes(unit_count(coding, chunk_bytes))
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def cut_units(coding: Coding, code: DType, nbytes: int, chunk_bytes: int) -> Units:
+    """Lay out a partition of nbytes; chunk_bytes: of a plain tensor's frames."""
+    count = nbytes // code.itemsize
+    each = unit_count(coding, chunk_bytes) or count
+    step = coding.coded_bytes(count) if coding.is_whole else wire_chunk(coding, chunk_bytes)
+    whole, rest = divmod(count, max(each, 1))
+    if whole and not rest:
+        whole, rest = whole - 1, each
+    return Units(count, each, step, whole * step + coding.coded_bytes(rest))
+
+
+def stream_of(coding: Coding, name: str, partition: int) -> int:
+    """Give the 64 bits that tell the random numbers of a partition from those of others."""
+    words = f"{coding.seed}/{partition}/{name}"
+    return int.from_bytes(blake2b(words.encode(), digest_size=8).digest(), "little")
+
+
+PLAIN = Coding()

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+from typing import Self, final
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.coding import Coding
+from fastps.types import DType
+
+@final
+class Coder:
+    def __new__(
+        cls,
+        coding: Coding,
+        code: DType,
+        *,
+        nbytes: int,
+        chunk_bytes: int,
+        name: str = "",
+        partition: int = 0,
+        rank: int = 0,
+        pushes: bool = False,
+    ) -> Self: ...
+    @property
+    def wire_bytes(self) -> int: ...
+    def encode(
+        self, elements: npt.NDArray[np.uint8], *, version: int = 1, ratio: float = 1.0
+    ) -> bytearray: ...
+    def encode_into(
+        self,
+        elements: npt.NDArray[np.uint8],
+        wire: bytearray,
+        *,
+        version: int = 1,
+        ratio: float = 1.0,
+    ) -> None: ...
+    def decode(
+        self, wire: bytearray, elements: npt.NDArray[np.uint8], *, version: int = 1
+    ) -> None: ...
+    def kept(self) -> tuple[memoryview | None, memoryview | None]: ...
