@@ -15,6 +15,7 @@ import numpy as np
 
 from fastps import current as _current
 from fastps import operations as _operations
+from fastps.compression import Choice, Compression
 from fastps.errors import (
     AuthError,
     ConfigError,
@@ -101,6 +102,7 @@ __all__ = [
     "Adasum",
     "AuthError",
     "Average",
+    "Compression",
     "ConfigError",
     "FastPSError",
     "Handle",
@@ -226,17 +228,20 @@ def local_size() -> int:
     return _current.known().local_size
 
 
-def declare(name: str, tensor: Array | tuple[tuple[int, ...], Any]) -> None:
+def declare(
+    name: str, tensor: Array | tuple[tuple[int, ...], Any], *, compression: Choice = None
+) -> None:
     """Declare a tensor, by an array like it or (shape, dtype), before its first use.
 
-    Spares the first push_pull one round trip; never necessary. Blocks until the servers are
+    Spares the first push_pull one round trip; never necessary. compression: as for push_pull(),
+    which need not be told again. Blocks until the servers are
     ready. Raises MismatchError when another worker declared it differently.
     """
     if isinstance(tensor, np.ndarray):
         shape, dtype = tensor.shape, tensor.dtype
     else:
         shape, dtype = tensor[0], np.dtype(tensor[1])
-    _current.current().declare([(name, shape, dtype_of(dtype))])
+    _current.current().declare([(name, shape, dtype_of(dtype))], compression=compression)
 
 
 def forget(name: str | Sequence[str]) -> None:
@@ -284,6 +289,8 @@ def push_pull(
     average: bool = True,
     priority: int | Sequence[int] = 0,
     out: Array | Sequence[Array] | None = None,
+    compression: Choice = None,
+    learning_rate: float | None = None,
 ) -> Array | list[Array]:
     """Average (or sum) a tensor over all workers and give the result.
 
@@ -292,9 +299,16 @@ def push_pull(
     priority: larger leaves first. out: where the result goes, None for a new array, tensor
     itself for in place. Sums are made in rank order: the same bits on every worker and in every
     run; half types are summed in float32 and rounded once; NaN and infinities pass through.
-    Blocks; raises PeerLostError, MismatchError, StallError. Bytes on the wire: nbytes each way.
+    compression: one of fastps.Compression, a function that gives one for a name, or BytePS's
+    dictionary of parameters; it is that of the name from its first use on. Tensors below
+    min_compress_bytes, elements that are no floats, and jobs without servers go without.
+    learning_rate: of this step; error feedback is scaled by the last one's ratio to it. Blocks;
+    raises PeerLostError, MismatchError, StallError. Bytes on the wire: nbytes each way.
     """
-    return _current.current().push_pull(tensor, name, average=average, priority=priority, out=out)
+    return _current.current().push_pull(
+        tensor, name, average=average, priority=priority, out=out, compression=compression,
+        learning_rate=learning_rate,
+    )  # fmt: skip
 
 
 def push_pull_async(
@@ -304,14 +318,17 @@ def push_pull_async(
     average: bool = True,
     priority: int | Sequence[int] = 0,
     out: Array | Sequence[Array] | None = None,
+    compression: Choice = None,
+    learning_rate: float | None = None,
 ) -> Handle:
     """Begin push_pull() and give a handle for synchronize(); does not block.
 
     The arrays must not be changed until synchronize() has returned.
     """
     return _current.current().push_pull_async(
-        tensor, name, average=average, priority=priority, out=out
-    )
+        tensor, name, average=average, priority=priority, out=out, compression=compression,
+        learning_rate=learning_rate,
+    )  # fmt: skip
 
 
 def poll(handle: _operations.Flight) -> bool:

@@ -6,12 +6,17 @@ Pure. Errors name the tensor.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 
+from fastps.coding import PLAIN, Coding
+from fastps.config import Config
+from fastps.contract import Policy
+from fastps.control.protocol import TensorSpec
 from fastps.types import DType, dtype_of
 from fastps.worker.handle import Array
 
@@ -80,3 +85,29 @@ def check_arrays(
         )
     if np.may_share_memory(array, output) and array.ctypes.data != output.ctypes.data:
         raise ValueError(f"tensor {name!r}: input and output overlap; use the same array or two")
+
+
+def checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Give the extents as plain numbers; an array has no negative one."""
+    extents = tuple(map(operator.index, shape))
+    if any(extent < 0 for extent in extents):
+        raise ValueError(f"tensor {name!r}: {extents} is not a shape")
+    return extents
+
+
+def describe(dtype: int, shape: tuple[int, ...]) -> str:
+    """Name what was declared, for errors."""
+    return f"{DType(dtype).name.lower()} of shape {shape}"
+
+
+def make_spec(
+    config: Config, chunk_bytes: int, name: str, shape: tuple[int, ...], dtype: DType, *,
+    is_sent: bool, policy: Policy = Policy.SUM, staleness: int = 0, coding: Coding | None = None,
+) -> TensorSpec:  # fmt: skip
+    """Say what is declared. is_sent: to servers; only then, and if it pays, it is compressed."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    is_fit = coding is not None and coding.fits(dtype, nbytes, min_bytes=config.min_compress_bytes)
+    return TensorSpec(
+        name, int(dtype), shape, nbytes, config.partition_bytes, chunk_bytes, policy, staleness,
+        coding if coding is not None and is_fit and is_sent else PLAIN,
+    )  # fmt: skip

@@ -80,6 +80,15 @@ class Coding(NamedTuple):
         if self.has(Option.UNBIASED) and self.has(Option.FEEDBACK):
             raise ValueError("error feedback sends later what was left out: not with unbiased")
 
+    def __str__(self) -> str:
+        """Say what it is, as errors do."""
+        if self.codec is Codec.NONE:
+            return "uncompressed"
+        words = [option.name.lower() for option in Option if self.has(option)]
+        numbers = {"k": self.k, "mu": self.mu, "seed": self.seed}
+        words += [f"{name}={value:g}" for name, value in numbers.items() if value]
+        return f"compressed by {self.codec.name.lower()}({', '.join(words)})"
+
     def has(self, option: Option) -> bool:
         """Tell whether an option is set."""
         return bool(self.options & option)

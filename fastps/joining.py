@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fastps import _core
 from fastps.affinity import parse_cpu_list
+from fastps.coding import Codec, wire_chunk
 from fastps.collectives._exchange import Exchange
 from fastps.config import Config
+from fastps.contract import pusher_of
 from fastps.control.blame import Failure
 from fastps.control.client import ControlClient
 from fastps.control.doors import Doors, open_doors
@@ -40,11 +43,13 @@ from fastps.transport import rdma, shm
 from fastps.transport.node import Node
 from fastps.transport.tcp import choose_chunk
 from fastps.types import DType
+from fastps.worker._codec import Decoding, Encoding
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._tensor import PlannedTensor
 from fastps.worker.local import LocalGroup
 
 if TYPE_CHECKING:
+    from fastps.reduce.codec._coder import Coder
     from fastps.server.dataplane import DataPlane
 
 log = logging.getLogger(__name__)
@@ -65,6 +70,11 @@ def may_serve(config: Config) -> bool:
         return config.colocate == "on"
     has_enough = 0 < config.size <= config.num_servers
     return not has_enough
+
+
+def choose_threads() -> int:
+    """Give the threads that encode: a quarter of the CPUs, 1 to 4."""
+    return min(max(len(os.sched_getaffinity(0)) // 4, 1), 4)
 
 
 def _ignore(event: Event) -> None:
@@ -101,6 +111,10 @@ class Connections:
             self.exchange = Exchange(
                 me=self.job.me, n_members=len(self.job.members), engine=self.engine
             )
+            self._codec = Encoding()
+            if self.owners:
+                self.engine.insert(0, self._codec)
+                self.engine.insert(2, Decoding(self._codec))
             self._make(doors)
             self._share_memory()
             self.client.barrier("fastps.connected", timeout_s=config.start_timeout_s)
@@ -204,7 +218,28 @@ class Connections:
             itemsize=dtype.itemsize,
             kernel=0 if self._group is None else self._kernel(dtype),
             version=answer.version,
+            coders=self._coders(spec, answer),
+            frame_bytes=wire_chunk(spec.coding, spec.chunk_bytes),
         )
+
+    def _coders(self, spec: TensorSpec, answer: DeclaredTensor) -> list[Coder | None] | None:
+        """Make what encodes the partitions that we push; None: they travel as they are."""
+        if spec.coding.codec is Codec.NONE or not self.owners:
+            return None
+        # imported here: most jobs compress nothing
+        from fastps.reduce.codec._coder import Coder  # noqa: PLC0415
+
+        self._codec.go(self._config.codec_threads or choose_threads())
+        ranks = next(ranks for ranks in self.job.machines if self.job.me in ranks)
+        return [
+            Coder(
+                spec.coding, DType(spec.dtype), nbytes=nbytes, chunk_bytes=spec.chunk_bytes,
+                name=spec.name, partition=index, rank=self.job.me, pushes=True,
+            )
+            if pusher_of(ranks, index) == self.job.me
+            else None
+            for index, (nbytes, _) in enumerate(answer.pieces)
+        ]  # fmt: skip
 
     def _kernel(self, dtype: DType) -> int:
         # imported here: a worker that only sends does not need the kernels
@@ -264,6 +299,7 @@ class Connections:
         counts: Counter[str] = Counter({"bytes_registered": 0, "bytes_staged": 0})
         counts.update(self.engine.statistics())
         counts.update(self.exchange.statistics())
+        counts.update(self._codec.statistics())
         for links in (self._links, self.node):
             if links is not None:
                 counts.update(links.statistics())
@@ -322,6 +358,8 @@ class Connections:
     def _close_links(self, timeout_s: float) -> None:
         if self._links is not None:
             self._links.close(timeout_s=timeout_s)
+        if hasattr(self, "_codec") and not self._codec.close(timeout_s=timeout_s):
+            log.warning("the threads of the codec did not end within %g s", timeout_s)
         if self._server is not None:
             self._server.close()
         if self.node is not None:

@@ -30,9 +30,13 @@ from fastps.arrays import (
     Names,
     check_arrays,
     checked_priorities,
+    checked_shape,
+    describe,
+    make_spec,
     outputs_of,
     pair,
 )
+from fastps.compression import Choice, coding_of
 from fastps.config import Config
 from fastps.contract import Policy
 from fastps.control.blame import VERDICT_WAIT_S, Failure, Witness, stall_text
@@ -130,12 +134,14 @@ class Session:
         *,
         policy: Policy = Policy.SUM,
         staleness: int = 0,
+        compression: Choice = None,
     ) -> None:
         """Declare tensors by (name, shape, dtype) before their first use, all in one round trip.
 
-        policy, staleness: of fastps.contract. Declaring twice is allowed. Blocks until every
-        server is ready for them. Raises MismatchError when another worker, or this one earlier,
-        declared one differently, ConfigError when no server is there for the policy.
+        policy, staleness: of fastps.contract. compression: see push_pull_async(). Declaring twice
+        is allowed. Blocks until every server is ready for them. Raises MismatchError when another
+        worker, or this one earlier, declared one differently, ConfigError when no server is there
+        for the policy.
         """
         self.check_usable()
         if policy != Policy.SUM and not (self._client and self.connections.owners):
@@ -144,34 +150,21 @@ class Session:
                 "machine with FASTPS_FORCE_DISTRIBUTED=1"
             )
         wanted = [
-            self._spec(name, _checked_shape(name, shape), DType(code), policy, staleness)
+            self._spec(
+                name, checked_shape(name, shape), DType(code), policy=policy,
+                staleness=staleness, coding=coding_of(compression, name),
+            )
             for name, shape, code in specs
-        ]
+        ]  # fmt: skip
         if self._client is not None:
             self._declare_specs(wanted)
         else:
             self._declare_locally(wanted)
 
-    def _spec(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: DType,
-        policy: Policy = Policy.SUM,
-        staleness: int = 0,
-    ) -> TensorSpec:
-        nbytes = dtype.itemsize
-        for extent in shape:
-            nbytes *= extent
-        return TensorSpec(
-            name,
-            int(dtype),
-            shape,
-            nbytes,
-            self.config.partition_bytes,
-            self._chunk_bytes,
-            policy,
-            staleness,
+    def _spec(self, name: str, shape: tuple[int, ...], dtype: DType, **terms: Any) -> TensorSpec:
+        is_sent = self._client is not None and bool(self.connections.owners)
+        return make_spec(
+            self.config, self._chunk_bytes, name, shape, dtype, is_sent=is_sent, **terms
         )
 
     def _declare_locally(self, wanted: Sequence[TensorSpec]) -> None:
@@ -179,8 +172,9 @@ class Session:
             known = self._specs.setdefault(spec.name, spec)
             if known != spec:
                 raise MismatchError(
-                    f"tensor {spec.name!r} was declared as {_describe(known)} and is now "
-                    f"{_describe(spec)}; use another name"
+                    f"tensor {spec.name!r} was declared as "
+                    f"{describe(known.dtype, known.shape)} and is now "
+                    f"{describe(spec.dtype, spec.shape)}; use another name"
                 )
 
     def _declare_specs(self, wanted: Sequence[TensorSpec]) -> None:
@@ -263,6 +257,26 @@ class Session:
             self._check_poison(names)
         return [self._tensors[name] for name in names]
 
+    def _agree(
+        self,
+        names: Sequence[str],
+        arrays: Sequence[Array],
+        dtype: DType | None,
+        compression: Choice,
+        learning_rate: float | None,
+    ) -> None:
+        """Declare tensors with their compression, and tell them the learning rate."""
+        codings = [coding_of(compression, name) for name in names]
+        wanted = [
+            self._spec(name, array.shape, dtype or dtype_of(array.dtype), coding=coding)
+            for name, array, coding in zip(names, arrays, codings, strict=True)
+            if coding is not None
+        ]
+        self._declare_specs(wanted)
+        for name in names:
+            if learning_rate is not None and name in self._tensors:
+                self._tensors[name].follow(learning_rate)
+
     def _fitting(
         self, names: Sequence[str], arrays: Sequence[Array]
     ) -> list[PlannedTensor] | None:
@@ -317,13 +331,18 @@ class Session:
         average: bool = True,
         priority: int | Sequence[int] = 0,
         out: Arrays | None = None,
+        compression: Choice = None,
+        learning_rate: float | None = None,
     ) -> Array | list[Array]:
         """Sum tensor over all workers and give the result; see push_pull_async(). Blocks."""
-        known = self._start_known(tensor, name, average, priority, out)
+        known = None
+        if compression is None and learning_rate is None:
+            known = self._start_known(tensor, name, average, priority, out)
         if known is None:
             handle = self.push_pull_async(
-                tensor, name, average=average, priority=priority, out=out
-            )
+                tensor, name, average=average, priority=priority, out=out,
+                compression=compression, learning_rate=learning_rate,
+            )  # fmt: skip
             return handle.wait()
         began = time.perf_counter()
         status = known.wait(timeout_s=self.config.op_timeout_s, spin_us=self.config.spin_us)
@@ -369,16 +388,21 @@ class Session:
         priority: int | Sequence[int] = 0,
         out: Arrays | None = None,
         dtype: DType | None = None,
+        compression: Choice = None,
+        learning_rate: float | None = None,
     ) -> Handle:
         """Begin to sum tensor over all workers; a sequence of tensors travels as one submit.
 
         tensor: C-contiguous arrays, read; out: arrays of the same shape and dtype, written (None
         makes new ones, tensor itself works in place). name: the same on all workers, one
         operation in flight each. priority: larger leaves first. dtype: BFLOAT16 with uint16
-        arrays. NaN and infinities pass through. Does not block, except to declare new names.
-        Raises ValueError, TypeError, MismatchError, PeerLostError, FastPSError (name in flight).
+        arrays. NaN and infinities pass through. compression, learning_rate: of fastps.push_pull().
+        Does not block, except to declare new names. Raises ValueError, TypeError, MismatchError,
+        PeerLostError, FastPSError (name in flight).
         """
-        known = self._start_known(tensor, name, average, priority, out) if dtype is None else None
+        known, is_plain = None, compression is None and learning_rate is None
+        if dtype is None and is_plain:
+            known = self._start_known(tensor, name, average, priority, out)
         if known is not None:
             assert isinstance(tensor, np.ndarray)
             return self._handle((known,), (tensor,), _reduction(average), is_single=True)
@@ -393,6 +417,8 @@ class Session:
         priorities = checked_priorities(priority, len(names))
         if self._client is None:
             return self._finish_locally(names, arrays, outputs, dtype, is_single=is_single)
+        if not is_plain:
+            self._agree(names, arrays, dtype, compression, learning_rate)
         if tensors is None:
             tensors = self._find(names, arrays, dtype)
         if is_single:
@@ -653,18 +679,6 @@ class Session:
 
 def _reduction(average: bool) -> int:
     return AVERAGE if average else SUM
-
-
-def _checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Give the extents as plain numbers; an array has no negative one."""
-    extents = tuple(map(operator.index, shape))
-    if any(extent < 0 for extent in extents):
-        raise ValueError(f"tensor {name!r}: {extents} is not a shape")
-    return extents
-
-
-def _describe(spec: TensorSpec) -> str:
-    return f"{DType(spec.dtype).name.lower()} of shape {spec.shape}"
 
 
 # ---- fork ----

@@ -345,6 +345,9 @@ class Config:
         text="Largest frame of a partition, the grain of overlap; rounded up to a multiple of "
              "64, at least 4096. 0 chooses: 512 KiB if all servers are on the loopback, else 64 "
              "KiB.")
+    min_compress_bytes: int = _set(DATA, 65536, "BYTEPS_MIN_COMPRESS_BYTES", unit="bytes",
+        allowed=(0, GIB),
+        text="Smaller tensors travel uncompressed, whatever compression is asked for.")
     credit_bytes: int = _set(DATA, 0,
         Derived("BYTEPS_SCHEDULING_CREDIT x partition_bytes", _credit_in_partitions), unit="bytes",
         allowed=(0, MAX_POOL_BYTES),
@@ -368,6 +371,10 @@ class Config:
         allowed=(-1, 64),
         text="Threads of a server that sum; 0 sums on the threads that move bytes. -1 chooses: a "
              "quarter of the CPUs, at most 4, so none where cores are few.")
+    codec_threads: int = _set(THREADS, 0, "BYTEPS_THREADPOOL_SIZE", unit="threads",
+        allowed=(0, 64),
+        text="Threads of a worker that compress and decompress; none before a tensor is declared "
+             "with compression. 0 chooses: a quarter of the CPUs, 1 to 4.")
     inline_sum_bytes: int = _set(THREADS, 65536, unit="bytes", allowed=(0, GIB),
         text="Chunks up to this size are summed where they arrive, without waking another "
              "thread.")

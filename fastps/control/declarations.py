@@ -280,6 +280,10 @@ class Declarations:
         nbytes = math.prod(spec.shape) * itemsize
         if spec.nbytes != nbytes:
             raise ConfigError(f"{_side(spec.layout)} has {nbytes} bytes, not {spec.nbytes}")
+        try:
+            spec.coding.check()
+        except ValueError as error:
+            raise ConfigError(f"{error}") from None
         if spec.name in self._tensors:
             if self._tensors[spec.name].batch in self._leaving:
                 raise ConfigError("it is being forgotten")
@@ -305,7 +309,7 @@ class Declarations:
         packed = _pack(_Facts(spec.layout, pieces, tensor_id, version))
         tensor = _Tensor(spec.name, packed, self._batches)
         self._tensors[spec.name] = tensor
-        terms = (spec.policy, spec.staleness, version)
+        terms = (spec.policy, spec.staleness, version, spec.coding)
         return tensor, KeySpec(tensor_id, spec.name, spec.dtype, spec.chunk_bytes, pieces, *terms)
 
     def _announce(self, keys: DeclareKeys | ForgetKeys) -> Answers:
@@ -385,5 +389,5 @@ def _side(layout: Layout) -> str:
 def _full_side(layout: Layout) -> str:
     return (
         f"{_side(layout)} in partitions of at most {layout[2]} bytes sent as chunks of {layout[3]}"
-        f" under {layout[4].name} (staleness {layout[5]})"
+        f" under {layout[4].name} (staleness {layout[5]}), {layout[6]}"
     )

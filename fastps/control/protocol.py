@@ -19,6 +19,7 @@ from typing import Annotated, TypeAlias, get_args
 import msgspec
 from msgspec import Meta
 
+from fastps.coding import PLAIN, Coding
 from fastps.config import MIN_CHUNK_BYTES
 from fastps.contract import Policy
 from fastps.errors import (
@@ -65,7 +66,7 @@ PartBytes: TypeAlias = Annotated[
 Staleness: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]  # operations
 Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and owner of each partition
 # all but name and nbytes of a spec
-Layout: TypeAlias = tuple[Code, Shape, PartBytes, PartBytes, Policy, Staleness]
+Layout: TypeAlias = tuple[Code, Shape, PartBytes, PartBytes, Policy, Staleness, Coding]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -152,8 +153,8 @@ class Job(_Record, frozen=True):
 class TensorSpec(_Record, frozen=True):
     """What a worker declares; dtype is a code of fastps.types.DType.
 
-    partition_bytes: the most that one partition may have; the scheduler cuts. policy, staleness:
-    of fastps.contract.
+    partition_bytes: the most that one partition may have; the scheduler cuts. policy, staleness,
+    coding: of fastps.contract.
     """
 
     name: Name
@@ -164,6 +165,7 @@ class TensorSpec(_Record, frozen=True):
     chunk_bytes: PartBytes
     policy: Policy = Policy.SUM
     staleness: Staleness = 0
+    coding: Coding = PLAIN
 
     @property
     def layout(self) -> Layout:
@@ -175,6 +177,7 @@ class TensorSpec(_Record, frozen=True):
             self.chunk_bytes,
             self.policy,
             self.staleness,
+            self.coding,
         )
 
 
@@ -197,6 +200,7 @@ class KeySpec(_Record, frozen=True):
     policy: Policy = Policy.SUM
     staleness: Staleness = 0
     version: Version = 0
+    coding: Coding = PLAIN
 
 
 # ---- member to scheduler ----

@@ -19,10 +19,17 @@ cdef enum:
     MAX_CAST = 4096             # of fastps.contract
     NOBODY = 0xFFFF             # index of who takes no part
 
-# Make one of n sources of count elements: 1 on success. args: what the rule wants besides; a
-# sum gets the divisor as an int64_t (see fastps.reduce).
+# Make one of n sources of count elements: 1 on success. args: a RuleArgs, of which kernels read
+# the divisor alone (see fastps.reduce).
 ctypedef int64_t (*rule_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
                             const void* args) noexcept nogil
+
+cdef struct RuleArgs:           # what a rule may want besides its sources
+    int64_t divisor
+    uint32_t unit               # number of what it works on,
+    uint32_t version            # and its round
+    void* state                 # Entry.rule_state
+    void* pool                  # BufferPool, for scratch
 
 cdef struct Entry
 cdef struct Store
@@ -70,6 +77,7 @@ cdef struct Entry:              # one partition; fixed after declare but for sta
     Cast* cast
     void* state                 # the policy's; entry.lock
     rule_fn rule
+    void* rule_state            # of a rule that keeps something for this key; the store holds it
     uint64_t key
     uint32_t nbytes
     uint32_t chunk_bytes        # of a frame

@@ -52,8 +52,8 @@ from fastps._core cimport (
 )
 from fastps._posix cimport pthread_mutex_lock, pthread_mutex_unlock, sched_yield
 from fastps.server._policy cimport (
-    MAX_CAST, NOBODY, Cast, Entry, Job, Store, fill_header, give_back, hand_to_engine, has_links,
-    lend, slot_of, unit_length,
+    MAX_CAST, NOBODY, Cast, Entry, Job, RuleArgs, Store, fill_header, give_back, hand_to_engine,
+    has_links, lend, slot_of, unit_length,
 )
 from fastps.transport._link cimport (
     KICK_FULL, KICK_WAKE, LINK_CAN_PROMISE, Link, LinkSlot, SendItem, is_early_broadcast,

@@ -100,22 +100,25 @@ cdef int sum_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
     cdef int64_t ours = -1
     cdef uint32_t keeper = 0
     cdef int64_t n = gather(round, unit, sources, &ours, &keeper)
-    cdef int64_t divisor = 1    # an average is over all, however many of them one speaks for
+    cdef RuleArgs args
+    args.divisor = 1            # an average is over all, however many of them one speaks for
+    args.unit, args.version = unit, round.version
+    args.state, args.pool = entry.rule_state, entry.store.pool
     if round.flags & FLAG_AVERAGE and not round.flags & FLAG_BROADCAST:
-        divisor = entry.cast.divisor
+        args.divisor = entry.cast.divisor
     if n == 0 or (n > 1 and round.flags & FLAG_BROADCAST):
         return E_MISMATCH
     round.sums[unit] = place_of_sum(round, unit, length, sources, ours, keeper)
     if round.sums[unit] == NULL:
         return E_NOMEM
-    if n == 1 and divisor == 1:
+    if n == 1 and args.divisor == 1:
         if ours < 0:
             memcpy(round.sums[unit], sources[0], length)
         return OK
     if length == 0:
         return OK
     probe_hit(PROBE_SERVER_SUM, entry.key, round.version)
-    if entry.rule(sources, n, round.sums[unit], length / entry.itemsize, &divisor) != 1:
+    if entry.rule(sources, n, round.sums[unit], length / entry.itemsize, &args) != 1:
         return E_PROTOCOL
     give_back_unit(round, unit)
     fps_add64(<int64_t*>&entry.store.stats.chunks_summed, 1)

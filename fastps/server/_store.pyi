@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self, final
 
 from fastps._core import BufferPool
 from fastps.contract import Cast
+from fastps.server._coded import CodedRule
 from fastps.transport._link import LinkOwner
 
 @final
@@ -32,6 +33,7 @@ class ServerStore(LinkOwner):
         policy: int = ...,
         staleness: int = 0,
         unit: int = ...,
+        states: Mapping[int, CodedRule] | None = None,
     ) -> None: ...
     def keep_buffers(self, limit_bytes: int) -> None: ...
     def take_back_idle(self) -> None: ...

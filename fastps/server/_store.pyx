@@ -352,6 +352,7 @@ cdef class ServerStore(LinkOwner):
             raise ValueError(f"n_members must be 1 to {contract.MAX_CAST}, not {n_members}")
         self.pool = pool
         self.casts = {}
+        self.states = {}
         self.face_lock = threading.Lock()
         self.engine_bytes = [0] * engine_threads
         self.store = <Store*>calloc(1, sizeof(Store))
@@ -409,12 +410,13 @@ cdef class ServerStore(LinkOwner):
     def declare(self, uint64_t tensor_id, *, uint32_t n_partitions, partitions, uint8_t dtype,
                 uint8_t itemsize, uint32_t chunk_bytes, uintptr_t kernel,
                 uint32_t inline_bytes, uint32_t version=0, int policy=contract.Policy.SUM,
-                uint32_t staleness=0, int unit=contract.Unit.CHUNK):
+                uint32_t staleness=0, int unit=contract.Unit.CHUNK, states=None):
         """Make the entries of one tensor: partitions are (index, nbytes, cast) owned here.
 
         kernel: address of the rule that makes one of many (see fastps.reduce), unit by unit.
         Units of at most inline_bytes bytes are worked on by the I/O thread. policy, staleness:
         of the contract. version: its operations count on from here, where the id was used before.
+        states: by index, objects whose `state` is the address of what the rule keeps of a key.
         Declaring a tensor twice is allowed and does nothing. Raises ValueError, MemoryError.
         """
         cdef bint is_whole = unit == contract.Unit.PARTITION
@@ -444,6 +446,7 @@ cdef class ServerStore(LinkOwner):
             for (index, nbytes, _), cast in zip(partitions, casts):
                 model.cast = <Cast*><uintptr_t>cast
                 model.key = tensor_id << KEY_BITS | <uint64_t>index
+                model.rule_state = <void*><uintptr_t>(states[index].state if states else 0)
                 model.engine = self.choose_engine(nbytes if is_whole else min(nbytes, chunk_bytes),
                                                   inline_bytes, nbytes)
                 tensor.entries[<uint32_t>index] = make_entry(&model, nbytes, is_whole)
@@ -453,6 +456,8 @@ cdef class ServerStore(LinkOwner):
             if not table_put(self.store.tensors, tensor_id, tensor):
                 free_tensor(tensor, NULL)
                 raise MemoryError("no memory for the tensor table")
+            if states:
+                self.states[tensor_id] = states
             self.n_tensors += 1
 
     cdef uintptr_t intern(self, cast) except 0:
@@ -532,6 +537,7 @@ cdef class ServerStore(LinkOwner):
                 leave_seats(self.store, INT64_MAX)
             self.unburden_engines(tensor)
             free_tensor(tensor, NULL)
+            self.states.pop(tensor_id, None)
             self.n_tensors -= 1
         return True
 
@@ -595,6 +601,7 @@ cdef class ServerStore(LinkOwner):
     cdef int drop_all(self) except -1:
         table_each(self.store.tensors, free_tensor, NULL)
         table_clear(self.store.tensors)
+        self.states.clear()
         self.n_tensors = 0
         for address in self.casts.values():
             free_cast(<Cast*><uintptr_t>address)

@@ -18,14 +18,17 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from fastps import _core
+from fastps.coding import Codec, wire_chunk
 from fastps.config import Config
-from fastps.contract import Cast, cast_of
+from fastps.contract import Cast, Unit, cast_of
 from fastps.control.blame import cause_of_link
 from fastps.control.client import ControlClient
 from fastps.control.protocol import DeclareKeys, ForgetKeys, Job, KeySpec
 from fastps.errors import FastPSError, StallError, Status, TransportError
 from fastps.partition import link_counts
 from fastps.reduce import sum_kernel
+from fastps.reduce.codec._coder import Coder
+from fastps.server._coded import CodedRule
 from fastps.server._store import ServerStore
 from fastps.transport import rdma
 from fastps.transport.listener import NotYet
@@ -214,25 +217,43 @@ class DataPlane:
             )
 
     def _declare(self, spec: KeySpec) -> None:
-        """Make room for our partitions; compile the dtype's kernel before the first push."""
+        """Make room for our partitions; compile their kernels before the first push."""
         dtype = DType(spec.dtype)
+        rules = self._coded_rules(spec)
         self.store.declare(
             spec.tensor_id,
             n_partitions=len(spec.pieces),
             partitions=[
-                (index, nbytes, self._cast(index))
+                (index, rules[index].wire_bytes if rules else nbytes, self._cast(index))
                 for index, (nbytes, owner) in enumerate(spec.pieces)
                 if owner == self._me
             ],
             dtype=dtype,
             itemsize=dtype.itemsize,
-            chunk_bytes=spec.chunk_bytes,
-            kernel=sum_kernel(dtype),
+            chunk_bytes=wire_chunk(spec.coding, spec.chunk_bytes),
+            kernel=next(iter(rules.values())).kernel if rules else sum_kernel(dtype),
+            unit=Unit.PARTITION if spec.coding.is_whole else Unit.CHUNK,
+            states=rules,
             inline_bytes=self._config.inline_sum_bytes,
             version=spec.version,
             policy=spec.policy,
             staleness=spec.staleness,
         )
+
+    def _coded_rules(self, spec: KeySpec) -> dict[int, CodedRule]:
+        """Give the rules of our partitions, by index; none where elements travel as they are."""
+        if spec.coding.codec is Codec.NONE:
+            return {}
+        return {
+            index: CodedRule(
+                Coder(
+                    spec.coding, DType(spec.dtype), nbytes=nbytes, chunk_bytes=spec.chunk_bytes,
+                    name=spec.name, partition=index, rank=self._me,
+                )
+            )
+            for index, (nbytes, owner) in enumerate(spec.pieces)
+            if owner == self._me
+        }  # fmt: skip
 
     def _cast(self, index: int) -> Cast:
         """Give the cast of a partition, the same for all tensors."""

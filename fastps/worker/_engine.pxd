@@ -39,6 +39,7 @@ cdef class WorkerEngine(LinkOwner):
     cdef int64_t bytes_started  # GIL
     cdef int grow_discard(self, uint32_t chunk_bytes) except -1
     cdef int cut(self, PlannedTensor tensor, pieces) except -1
+    cdef int encode(self, PlannedTensor tensor, coders) except -1
     cdef int prepare(self, tensors, arrays, outputs) except -1
     cdef int reach(self, PlannedTensor tensor) except -1
     cdef int hold_arrays(self, PlannedTensor tensor) except -1

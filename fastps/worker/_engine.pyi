@@ -4,6 +4,7 @@ from typing import Any, Self, final
 
 import numpy as np
 
+from fastps.reduce.codec._coder import Coder
 from fastps.transport._link import LinkOwner
 from fastps.worker._local import LocalStages
 from fastps.worker._tensor import PlannedTensor, StageHolder
@@ -27,6 +28,8 @@ class WorkerEngine(LinkOwner):
         itemsize: int = 1,
         kernel: int = 0,
         version: int = 0,
+        coders: Sequence[Coder | None] | None = None,
+        frame_bytes: int = 0,
     ) -> PlannedTensor: ...
     def forget(self, tensor: PlannedTensor) -> None: ...
     def start(

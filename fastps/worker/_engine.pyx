@@ -32,6 +32,7 @@ from fastps._core cimport (
 )
 from fastps._posix cimport sched_yield
 from fastps._table cimport MAX_RECORDS, table_each, table_get, table_put
+from fastps.reduce.codec._coder cimport Coder
 from fastps.transport._link cimport (
     KICK_INLINE, KICK_NONE, KICK_WAKE, LINK_CAN_PROMISE, WITHDRAW_ASKING, WITHDRAW_KEY,
     WITHDRAW_PLACES, Link, LinkOwner, LinkSlot, SendItem, is_early_broadcast, slot_acquire,
@@ -39,7 +40,7 @@ from fastps.transport._link cimport (
 )
 from fastps.worker._local cimport LocalStages
 from fastps.worker._stage cimport (
-    SPEAKS, Part, Plan, Record, Stage, fail_part, stage_done, start_parts,
+    CODED, SPEAKS, Part, Plan, Record, Stage, begins_with, fail_part, stage_done, start_parts,
 )
 from fastps.worker._tensor cimport (
     PlanHolder, PlannedTensor, StageHolder, checked_priorities, lend_all,
@@ -49,13 +50,21 @@ from fastps.wire cimport (
     KIND_RESULT, Header,
 )
 
+from numpy import empty
+
 from fastps.errors import FastPSError, error_of
 from fastps.partition import check_pieces
 
 cdef enum:
     INLINE_START_BYTES = 32 << 10   # operations up to this size are written by the caller itself
     SMALL_BYTES = 4000              # so little is copied by every transport, and never pinned
+    LINE_BYTES = 64
     MAX_STATUS = 128                # an ERROR frame carries a status of _core, all are above -128
+
+
+cdef inline uint64_t round_up(uint64_t nbytes) noexcept nogil:
+    return (nbytes + LINE_BYTES - 1) & ~<uint64_t>(LINE_BYTES - 1)
+
 
 include "_remote.pxi"
 
@@ -132,12 +141,14 @@ cdef class WorkerEngine(LinkOwner):
 
     def declare(self, uint64_t tensor_id, str name, *, uint64_t nbytes, uint8_t dtype,
                 uint32_t chunk_bytes=0, partitions=(), uint32_t itemsize=1, uintptr_t kernel=0,
-                uint32_t version=0):
+                uint32_t version=0, coders=None, uint32_t frame_bytes=0):
         """Make the records of one tensor.
 
         partitions: (offset, nbytes, owner) of each; without servers none. itemsize, kernel:
         element size and address of the sum of shared memory. version: its operations count on
         from here; for an id that was forgotten, the largest version that any member had reached.
+        coders: of the partitions, None where we do not push, of a tensor that travels encoded, in
+        frames of frame_bytes.
         Raises ProtocolError when the pieces do not fit the tensor.
         """
         cdef PlannedTensor tensor = PlannedTensor()
@@ -155,13 +166,16 @@ cdef class WorkerEngine(LinkOwner):
         record.tensor_id = tensor_id
         record.nbytes = nbytes
         record.dtype = dtype
-        record.chunk_bytes = chunk_bytes
+        record.chunk_bytes = frame_bytes or chunk_bytes
+        record.ratio = 1.0
         record.born = record.version = version
         completion_reset(&record.done, 0)
         if self.remote.n_links:
             check_pieces(name, nbytes, chunk_bytes, partitions, self.lanes)
             self.grow_discard(chunk_bytes)
         self.cut(tensor, partitions if self.remote.n_links else [(0, nbytes, 0)])
+        if coders and self.remote.n_links:
+            self.encode(tensor, coders)
         if self.local is not None:
             self.local.declare(tensor, itemsize, kernel)
         if not table_put(&self.plan.records, tensor_id, record):
@@ -194,6 +208,7 @@ cdef class WorkerEngine(LinkOwner):
             part.index = record.n_parts
             part.offset = offset
             part.nbytes = nbytes
+            part.wire_bytes = <uint32_t>nbytes
             part.has = SPEAKS
             part.item.header.dtype = record.dtype
             part.item.header.key = key
@@ -205,6 +220,25 @@ cdef class WorkerEngine(LinkOwner):
                     self.remote.first[<uint32_t>owner]
                     + key % lanes_to(self.remote, <uint32_t>owner)].slot
             record.n_parts += 1
+        return 0
+
+    cdef int encode(self, PlannedTensor tensor, coders) except -1:
+        """Give each part its coder, and memory for what it encodes to."""
+        cdef Part* part
+        cdef Coder coder
+        cdef uint64_t place = 0
+        tensor.coders = list(coders)
+        sizes = [round_up(coder.wire_bytes) for coder in coders if coder is not None]
+        tensor.wire = empty(sum(sizes) + LINE_BYTES, dtype="u1")
+        place = round_up(tensor.wire.ctypes.data)
+        for i, coder in enumerate(coders):
+            if coder is not None and coder.code.count:
+                part = &tensor.record.parts[<uint32_t>i]
+                part.has |= CODED
+                part.code = &coder.code
+                part.wire = <char*>place
+                part.wire_bytes = coder.code.wire_bytes
+                place += round_up(coder.code.wire_bytes)
         return 0
 
     def forget(self, PlannedTensor tensor not None):
@@ -270,6 +304,10 @@ cdef class WorkerEngine(LinkOwner):
         cdef uint32_t place = 0 if self.local is None else self.local.place_of(root)
         cdef bint is_here = is_root if self.local is None else place < self.local.local.n
         cdef int flags = FLAG_BROADCAST | (FLAG_NO_RESULT if is_here else 0)
+        for tensor in tensors:
+            if tensor.coders is not None:
+                raise ValueError(
+                    f"tensor {tensor.name!r} is compressed; broadcast under another name")
         nothing = [None] * len(arrays)
         self.prepare(tensors, arrays if is_root else nothing, nothing if is_root else arrays)
         for tensor in tensors:
@@ -320,7 +358,7 @@ cdef class WorkerEngine(LinkOwner):
         if not flags & FLAG_BROADCAST:
             record.place = 0
         # What other stages hold back comes after the kick that follows many starts.
-        record.kick = kick if self.plan.stages[0] == &self.remote.stage else KICK_WAKE
+        record.kick = kick if begins_with(record, &self.remote.stage) else KICK_WAKE
         probe_hit(PROBE_WORKER_START, record.tensor_id << KEY_BITS, record.version)
         start_parts(record, self.local is not None and not flags & FLAG_NO_RESULT)
 
@@ -331,6 +369,9 @@ cdef class WorkerEngine(LinkOwner):
     cdef int hold_arrays(self, PlannedTensor tensor) except -1:
         """Pin the memory that parts leave from and land in."""
         cdef Record* record = &tensor.record
+        if tensor.coders is not None:
+            self.pin(tensor.wire)
+            return 0
         if record.source not in (record.input, record.output):
             self.pin(tensor.shadow)
             return 0

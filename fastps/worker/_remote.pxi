@@ -37,6 +37,13 @@ cdef void part_sent(SendItem* item, int status) noexcept nogil:
 
 # ---------------------------------------------------------------- records that I/O threads read
 
+cdef inline char* landing_of(Part* part) noexcept nogil:
+    """Where results of a part land; NULL: they are not wanted."""
+    if part.record.landing == NULL or part.wire != NULL:
+        return part.wire
+    return part.record.landing + part.offset
+
+
 cdef inline Lane* lane_of(Remote* remote, Link* link) noexcept nogil:
     return &remote.links[remote.first[link.peer] + link.lane]
 
@@ -72,7 +79,7 @@ cdef inline bint is_late(Part* part, const Header* header) noexcept nogil:
 
 
 cdef inline bint is_expected(Part* part, const Header* header) noexcept nogil:
-    cdef uint32_t left = <uint32_t>part.nbytes - part.received
+    cdef uint32_t left = part.wire_bytes - part.received
     if header.kind == KIND_ERROR:
         return header.length == 0 and -MAX_STATUS < header.status < 0
     if header.kind != KIND_RESULT or header.dtype != part.record.dtype:
@@ -105,7 +112,7 @@ cdef void* find_place(Remote* remote, Link* link, const Header* header) noexcept
     if fps_load32(&part.failing):       # the user may have the output back
         fps_store32(&part.is_landing, 0)
         return remote.discard
-    return part.record.landing + part.offset + header.offset
+    return landing_of(part) + header.offset
 
 
 cdef void take_in(Part* part, Link* link, const Header* header) noexcept nogil:
@@ -116,7 +123,7 @@ cdef void take_in(Part* part, Link* link, const Header* header) noexcept nogil:
     if header.kind == KIND_ERROR:
         part.record.culprit = header.subject
         finish_part(part, link, header.status)
-    elif part.received == part.nbytes or part.item.header.flags & FLAG_NO_RESULT:
+    elif part.received == part.wire_bytes or part.item.header.flags & FLAG_NO_RESULT:
         finish_part(part, link, OK)
 
 
@@ -155,7 +162,7 @@ cdef void* engine_standing(void* context, Link* link, const Header* header) noex
     part = find_part(remote, link, header.key)
     if (part != NULL and header.kind == KIND_RESULT and not is_early_broadcast(header)
             and part.promised != NULL and not fps_load32(&part.failing)
-            and <uint64_t>header.offset + header.length <= part.nbytes):
+            and <uint64_t>header.offset + header.length <= part.wire_bytes):
         place = part.promised + header.offset
     fps_store32(&lane.is_read, 0)
     return place
@@ -249,8 +256,10 @@ cdef void fill_part(Part* part, Remote* remote) noexcept nogil:
     header.sender = remote.me
     header.subject = record.root if header.flags & FLAG_BROADCAST else 0
     header.status = record.root_rank if header.flags & FLAG_BROADCAST else 0
-    part.item.payload = record.source + part.offset if is_push else NULL
-    part.item.nbytes = <uint32_t>part.nbytes if is_push else 0
+    part.item.payload = NULL
+    if is_push:
+        part.item.payload = part.wire if part.wire != NULL else record.source + part.offset
+    part.item.nbytes = part.wire_bytes if is_push else 0
     part.item.is_credited = is_push and not record.flags & FLAG_BROADCAST
     part.received = 0
     part.is_withdrawn = False
@@ -261,7 +270,7 @@ cdef void fill_part(Part* part, Remote* remote) noexcept nogil:
 cdef int send_part(Part* part, LinkSlot* slot) noexcept nogil:
     """Queue a part on its link; results land where its owner knows, or that is taken back."""
     cdef Link* link = slot_acquire(slot)
-    cdef char* place = part.record.landing + part.offset if part.record.landing != NULL else NULL
+    cdef char* place = landing_of(part)
     cdef int status
     if link == NULL:
         return E_PEER_LOST

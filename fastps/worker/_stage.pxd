@@ -24,6 +24,7 @@ cdef enum:
     # What a part has, and a stage wants
     SPEAKS = 1                  # its bytes leave this process: we speak for our machine
     OWES = 2                    # others of our machine wait for what comes back, or its failure
+    CODED = 4                   # it travels encoded
 
 cdef struct Stage:
     void (*run)(Stage* stage, Part* part) noexcept nogil
@@ -56,6 +57,7 @@ cdef struct Record:             # one declared tensor and its operation in fligh
     int32_t root_rank           # the root's own,
     uint32_t place              # and its place in our machine
     uint32_t culprit            # rank that made the operation fail
+    float ratio                 # of the last learning rate to that of the operation in flight
     void* local                 # LocalRecord, NULL on a machine of our own
 
 cdef struct Part:               # one partition, a task of BytePS; or a whole tensor
@@ -63,10 +65,15 @@ cdef struct Part:               # one partition, a task of BytePS; or a whole te
     uint64_t offset             # within the tensor, bytes
     uint64_t nbytes
     uint32_t index
-    uint32_t has                # SPEAKS, OWES
+    uint32_t has                # SPEAKS, OWES, CODED
     int32_t at                  # place in the plan
     int32_t status              # OK, or its first failure
     int32_t failing             # OK, or what it is to fail with; atomic
+    # ---- of the codec ----
+    void* code                  # Code, or NULL
+    char* wire                  # encoded bytes, both ways; NULL: it travels as it is
+    uint32_t wire_bytes         # of it on the wire; fixed
+    bint is_back                # it has been with the links
     # ---- the links' ----
     SendItem item               # its PUSH or PULL; lent to the link while in flight
     LinkSlot* slot              # link to its owner
@@ -114,6 +121,16 @@ cdef inline void stage_done(Part* part, int status) noexcept nogil:
         plan.rouse(plan.worker)
 
 
+cdef inline bint begins_with(Record* record, Stage* stage) noexcept nogil:
+    """Tell whether a record's parts come to this stage first."""
+    cdef Plan* plan = record.plan
+    cdef int i
+    for i in range(plan.n_stages):
+        if not plan.stages[i].wants & ~record.parts[0].has:
+            return plan.stages[i] == stage
+    return False
+
+
 cdef inline void start_parts(Record* record, bint is_owed) noexcept nogil:
     """Send every part of a record on its way; is_owed: results come back for our machine."""
     cdef Part* part
@@ -123,7 +140,7 @@ cdef inline void start_parts(Record* record, bint is_owed) noexcept nogil:
         part = &record.parts[i]
         part.at = -1
         part.status = OK
-        part.has = part.has & SPEAKS | (OWES if is_owed else 0)
+        part.has = part.has & ~<uint32_t>OWES | (OWES if is_owed else 0)
         fps_store32(&part.failing, OK)
     for i in range(record.n_parts):
         stage_done(&record.parts[i], OK)

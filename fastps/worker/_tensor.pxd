@@ -20,6 +20,9 @@ cdef class PlannedTensor:
     cdef object dtype
     cdef Record record
     cdef PlanHolder plan        # keeps it
+    cdef list coders            # of the partitions with a codec; keeps them,
+    cdef object wire            # and the memory of what they encode
+    cdef float learning_rate    # of the last operation that told one, else 0
     cdef object shadow          # keeps a copy's memory that others of our machine reach
     cdef Py_buffer input_view   # exported while an operation is in flight
     cdef Py_buffer output_view

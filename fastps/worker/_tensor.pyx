@@ -89,6 +89,18 @@ cdef class PlannedTensor:
         return (type(array) is ndarray and array.dtype is self.dtype
                 and array.shape == self.shape)
 
+    def follow(self, double learning_rate):
+        """Tell the learning rate of the next operation, for error feedback."""
+        cdef float rate = <float>learning_rate
+        is_change = self.learning_rate > 0 and rate > 0
+        self.record.ratio = self.learning_rate / rate if is_change else 1.0
+        self.learning_rate = rate
+
+    @property
+    def is_coded(self):
+        """Tell whether it travels encoded."""
+        return self.coders is not None
+
     @property
     def is_done(self):
         """Tell whether no operation is in flight; may do a little of the work, never waits."""

@@ -52,6 +52,7 @@ FLOORS = {
 # Modules that are part of another room: faces, and files that a room had to keep beside itself.
 PART_OF = {
     "fastps.coding": "fastps.contract",
+    "fastps.compression": "fastps.contract",
     "fastps": "fastps.session",
     "fastps.torch": "fastps.frameworks",
     "fastps.jax": "fastps.frameworks",

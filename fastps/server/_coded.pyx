@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule of a key with a codec: decode contributions, add in rank order, encode the sum once.
+
+A rule like any other: the store hands it units of bytes and what it keeps of the key. Scratch
+comes from the store's pool, so that a server has as much as it has threads that sum. One thread
+at a time works on a key: its units become ready in order, its rounds follow one another.
+"""
+
+cimport cython
+from libc.stdint cimport int64_t, uintptr_t
+
+from fastps._core cimport BufferPool
+from fastps.reduce.codec._coder cimport Code, Coder, code_sum
+from fastps.server._policy cimport RuleArgs
+
+
+cdef int64_t sum_coded(const void* const* sources, int64_t n, void* dst, int64_t count,
+                       const void* args) noexcept nogil:
+    cdef RuleArgs* told = <RuleArgs*>args
+    cdef Code* code = <Code*>told.state
+    cdef char* scratch = <char*>(<BufferPool>told.pool).c_loan(code.scratch_bytes)
+    if scratch == NULL:
+        return 0
+    code_sum(code, told.unit, told.version, sources, n, told.divisor, <char*>dst, scratch)
+    (<BufferPool>told.pool).c_give_back(scratch)
+    return 1
+
+
+@cython.final
+cdef class CodedRule:
+    """What a store is given for a partition with a codec: a rule, and what it keeps."""
+
+    def __cinit__(self, Coder coder not None):
+        self.coder = coder
+
+    @property
+    def kernel(self):
+        """Address of the rule."""
+        return <uintptr_t>sum_coded
+
+    @property
+    def state(self):
+        """Address of what it keeps."""
+        return <uintptr_t>&self.coder.code
+
+    @property
+    def wire_bytes(self):
+        """Bytes of the partition on the wire."""
+        return self.coder.wire_bytes

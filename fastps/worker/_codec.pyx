@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""COMPRESS and DECOMPRESS: what encodes parts before the links and decodes what comes back.
+
+Two stages and one queue, most urgent first, for threads of our own: encoding takes longer than an
+I/O thread may, and the user computes meanwhile. A part keeps its code and the memory it encodes to
+from declaration on (Part.code, Part.wire); results land where it was pushed from, and are decoded
+into the user's output. One part is in one stage at a time, so nothing of it is locked.
+"""
+
+cimport cython
+from libc.stdint cimport INT64_MAX, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free, realloc
+
+from fastps._atomic cimport fps_add64, fps_load32, fps_load64
+from fastps._core cimport (
+    E_NOMEM, OK, Thread, deadline_of, queue_close, queue_create, queue_free, queue_pop,
+    queue_push, thread_create, thread_join,
+)
+from fastps.reduce.codec._coder cimport Code, code_decode, code_encode
+from fastps.worker._stage cimport CODED, SPEAKS, Part, Record, Stage, stage_done
+from fastps.worker._tensor cimport StageHolder
+
+from fastps.errors import FastPSError
+
+
+cdef struct Scratch:
+    char* place
+    uint64_t nbytes
+
+
+cdef int code_part(Works* works, Part* part, Scratch* scratch) noexcept nogil:
+    """Do a part's work: all of its units."""
+    cdef Code* code = <Code*>part.code
+    cdef Record* record = part.record
+    cdef char* wire = part.wire
+    cdef uint32_t unit
+    if scratch.nbytes < code.scratch_bytes:
+        free(scratch.place)
+        scratch.place = <char*>realloc(NULL, code.scratch_bytes)
+        scratch.nbytes = code.scratch_bytes if scratch.place != NULL else 0
+    if scratch.place == NULL:
+        return E_NOMEM
+    for unit in range(code.n_units):
+        if part.is_back:
+            code_decode(code, unit, record.version, wire + unit * code.unit_bytes,
+                        record.landing + part.offset, scratch.place)
+        else:
+            code_encode(code, unit, record.version, record.source + part.offset, record.ratio,
+                        wire + unit * code.unit_bytes, scratch.place)
+    if not part.is_back:
+        fps_add64(&works.bytes_before, part.nbytes)
+        fps_add64(&works.bytes_after, part.wire_bytes)
+    return OK
+
+
+cdef void works_main(void* arg) noexcept nogil:
+    cdef Works* works = <Works*>arg
+    cdef Scratch scratch
+    cdef Part* part
+    cdef int status
+    scratch.place = NULL
+    scratch.nbytes = 0
+    while queue_pop(works.queue, <void**>&part, INT64_MAX) == OK:
+        status = fps_load32(&part.failing)      # it was given up meanwhile
+        if status == OK:
+            status = code_part(works, part, &scratch)
+        stage_done(part, status)
+    free(scratch.place)
+
+
+cdef void hand_over(Stage* stage, Part* part) noexcept nogil:
+    cdef Works* works = <Works*>stage.context
+    cdef int status = queue_push(works.queue, part.record.priority, part.item.header.key, 0, part)
+    if status != OK:            # closed
+        stage_done(part, status)
+
+
+cdef void encode_run(Stage* stage, Part* part) noexcept nogil:
+    part.is_back = False
+    hand_over(stage, part)
+
+
+cdef void decode_run(Stage* stage, Part* part) noexcept nogil:
+    part.is_back = True
+    hand_over(stage, part)
+
+
+cdef void codec_cancel(Stage* stage, Part* part) noexcept nogil:
+    """The threads look at part.failing; nothing keeps a part here for long."""
+
+
+@cython.no_gc_clear
+@cython.final
+cdef class Encoding(StageHolder):
+    """The stage before the links; has the threads, none until go() is called."""
+
+    def __cinit__(self):
+        self.stage.run = encode_run
+        self.stage.cancel = codec_cancel
+        self.stage.context = &self.works
+        self.stage.wants = SPEAKS | CODED
+        self.works.queue = queue_create(0, 64)
+        if self.works.queue == NULL:
+            raise MemoryError("no memory for the queue of a codec")
+
+    def go(self, int n_threads):
+        """Start as many threads, if there are none yet."""
+        cdef Thread* thread
+        while self.n_threads < min(n_threads, MAX_THREADS):
+            thread = thread_create(b"codec", self.n_threads, works_main, &self.works)
+            if thread == NULL:
+                raise FastPSError("cannot start a thread of the codec; check `ulimit -u`")
+            self.threads[self.n_threads] = thread
+            self.n_threads += 1
+
+    def statistics(self):
+        """Count bytes encoded, before and after."""
+        return {
+            "bytes_before_compression": fps_load64(&self.works.bytes_before),
+            "bytes_after_compression": fps_load64(&self.works.bytes_after),
+        }
+
+    def close(self, *, double timeout_s):
+        """Refuse what comes, and tell whether the threads ended in time."""
+        cdef int64_t deadline = deadline_of(timeout_s)
+        cdef int status
+        queue_close(self.works.queue)
+        while self.n_threads:
+            with nogil:
+                status = thread_join(self.threads[self.n_threads - 1], deadline)
+            if status != OK:
+                return False
+            self.n_threads -= 1
+        return True
+
+    def __dealloc__(self):
+        if self.n_threads == 0:
+            queue_free(self.works.queue)
+
+
+@cython.final
+cdef class Decoding(StageHolder):
+    """The stage after the links, on the threads of another."""
+
+    def __cinit__(self, Encoding encoding not None):
+        self.encoding = encoding
+        self.stage.run = decode_run
+        self.stage.cancel = codec_cancel
+        self.stage.context = &encoding.works
+        self.stage.wants = SPEAKS | CODED
