@@ -36,13 +36,13 @@ ROOMS = {
     "control/": 3560,
     "server/": 3250,
     "worker/": 3130,
-    "collectives/": 3240,
-    "frameworks/": 4940,
+    "collectives/": 3300,
+    "frameworks/": 5500,
     "graph/": 650,
     "launch/": 2090,
     "topology": 420,
     "bench/": 1600,
-    "": 4960,  # the session, what it is made of, faces, and the pure rooms of one file each
+    "": 5610,  # the session, what it is made of, faces, and the pure rooms of one file each
 }
 CYTHON_FUNCTION = re.compile(
     r"^( *)(?:def|cdef|cpdef)\b(?! (?:packed )?(?:class|struct|enum))[^=]*\("

@@ -386,7 +386,7 @@ def DistributedGradientAllreduceOptimizer(
     optimizer: torch.optim.Optimizer,
     model: Models,
     num_steps_per_communication: int = 1,
-) -> SynchronizedOptimizer:
+) -> torch.optim.Optimizer:
     """Step with gradients averaged over all workers: DistributedOptimizer() of all models."""
     names = ((f"{index}.{name}", one) for index, module in enumerate(_list(model))
              for name, one in module.named_parameters())  # fmt: skip
