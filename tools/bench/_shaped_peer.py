@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools.bench._peer import SYSTEMS, System
 
+COMPRESSION = os.environ.get("BENCH_COMPRESSION", "")
 PATTERN = 65521  # a prime: a piece that lands in the wrong place does not fit
 
 
@@ -28,6 +29,8 @@ def measure(system: System, nbytes: int, iterations: int) -> dict[str, Any]:
     """Warm up once, time iterations, then check one result against the expected sum."""
     name = f"shaped.{nbytes}"
     array = np.zeros(nbytes // 4, np.float32)
+    if COMPRESSION:
+        return measure_compressed(system, array, name, iterations)
     system.reduce(array, name)
     system.barrier()
     seconds = []
@@ -36,6 +39,26 @@ def measure(system: System, nbytes: int, iterations: int) -> dict[str, Any]:
         system.reduce(array, name)
         seconds.append(time.perf_counter() - began)
     return {"seconds": seconds, "is_right": is_right(system, array, name)}
+
+
+def measure_compressed(
+    system: Any, array: np.ndarray[Any, Any], name: str, iterations: int
+) -> dict[str, Any]:
+    """Time iterations with gradients that have another value everywhere.
+
+    Of what comes, the mean size has to be near; tests/cluster/test_compression.py checks bits.
+    """
+    kind, _, k = COMPRESSION.partition(":")
+    params = {"compressor": kind, "k": float(k) if k else None, "ef": "vanilla"}
+    gradient = np.random.default_rng(1).standard_normal(array.size, dtype=np.float32)
+    seconds = []
+    for _ in range(iterations + 1):
+        began = time.perf_counter()
+        system.face.push_pull(gradient, name, out=array, compression=params)
+        seconds.append(time.perf_counter() - began)
+    is_sparse = kind in ("topk", "randomk")
+    is_near = np.vdot(array, gradient) > 0 and (is_sparse or np.abs(array).mean() > 1 / 2)
+    return {"seconds": seconds[1:], "is_right": bool(is_near)}
 
 
 def is_right(system: System, array: np.ndarray[Any, Any], name: str) -> bool:

@@ -23,6 +23,8 @@ drops   packets that the links' queues dropped, per iteration, over all links.
 
 --variant adds fastps once more with other settings, to compare in one run:
     --variant small:FASTPS_CHUNK_BYTES=131072,FASTPS_CREDIT_BYTES=0
+BENCH_COMPRESSION names a compression, with its k after a colon:
+    --variant onebit:BENCH_COMPRESSION=onebit --variant topk:BENCH_COMPRESSION=topk:0.01
 """
 
 from __future__ import annotations
