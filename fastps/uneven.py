@@ -233,19 +233,21 @@ class Uneven:
         return [
             one
             for one, tellers in current.tellers.items()
-            if self._is_open(one)
+            if self._is_next(one)
             and (
                 self._is_refused(one)
                 or tellers.issuperset(set(one.members) - current.absent(one.place, one.number))
             )
         ]
 
-    def _is_open(self, one: Started) -> bool:
-        """Tell whether we have not started it; some is told twice."""
-        exchange = self._session.connections.exchange
+    def _is_next(self, one: Started) -> bool:
+        """Tell whether it is the next of its place.
+
+        Two threads of a worker tell, so a later one may come first, and one may come twice.
+        """
         if isinstance(one.place, int):
-            return exchange.count(one.place) < one.number
-        return self._session.version_of(one.place) < one.number
+            return self._session.connections.exchange.count(one.place) + 1 == one.number
+        return self._session.version_of(one.place) + 1 == one.number
 
     def _is_refused(self, one: Started) -> bool:
         """Tell whether nothing we could bring changes nothing."""
