@@ -79,3 +79,13 @@ def test_demo_fails_when_workers_begin_with_unequal_weights():
     result = run([*RUN, "-np", "2", "-s", "1", sys.executable, "-c", SPOILED])
     assert result.returncode == 1
     assert "DIFFERENT, sha256" in result.stdout
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_graphs_train_as_well_as_all_reduce(tmp_path):
+    picture = tmp_path / "digits.png"
+    program = [sys.executable, "examples/decentralized.py", "--seeds", "1", "--epochs", "20"]
+    result = run([*RUN, "-np", "4", "-s", "0", *program, "--plot", str(picture)])
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(re.findall(r"worst +9\d\.\d\d$", result.stdout, re.MULTILINE)) == 4
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -39,6 +39,8 @@ ROOMS = {
     "collectives/": 3300,
     "frameworks/": 5500,
     "graph/": 650,
+    "bluefog/": 420,
+    "frameworks/": 4940,
     "launch/": 2090,
     "topology": 420,
     "bench/": 1600,

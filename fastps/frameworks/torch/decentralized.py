@@ -90,6 +90,15 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         how["dst_machine_weights"] = self.dst_machine_weights
         return Neighbors.hierarchical_allreduce, how
 
+    def register_step_function(self, function: Callable[..., None]) -> None:
+        """Have function(optimizer, parameter, gradient, group) update each parameter instead.
+
+        Only of an optimizer that adapts, then combines, during backward.
+        """
+        if not isinstance(self._way, AdaptThenCombine):
+            raise TypeError("only DistributedAdaptThenCombineOptimizer takes a step function")
+        self._way.step_function = function
+
     def step_of(self, parameters: Parameters | None = None) -> None:
         """Run torch's own step, for all parameters or only some, with their gradients."""
         step: Any = super().step
