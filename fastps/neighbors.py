@@ -9,17 +9,19 @@ job. Threads: any, but nameless operations come from one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastps.current import current
-from fastps.graph.weights import Targets
 from fastps.operations import Flight, Later, labels_of
 from fastps.sets import gather_objects
 from fastps.topology import Topology, with_destinations, with_sources
 from fastps.types import DType
 from fastps.worker.handle import Array
+
+if TYPE_CHECKING:  # importing fastps brings as little as it can
+    from fastps.graph.weights import Targets
 
 FUSED_BYTES = 8 << 20  # of arrays that travel as one
 SMALL_BYTES = 1 << 20  # an array above that gains nothing by company

@@ -12,7 +12,9 @@ systems run in the same processes and take turns in every round; torch has one t
 that of what a worker brings, for a reduce-scatter what it gets. Arrays are private ones or of
 fastps.empty(). Every operation of fastps is checked against gloo's result in every round. Columns:
 median time of fastps, of gloo, and the median of their ratios within a round; with --hosts then
-the time of fastps over the least that the links allow (docs/collectives.md, floor).
+the time of fastps over the least that the links allow (docs/collectives.md, floor). "one peer" is
+the mean of ours and the worker's before us: by isend, irecv and a sum with gloo; "peer or all"
+stands it beside the other's all-reduce, in whose place it is taken.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ LINK_ARRAYS: dict[str, Callable[[int], float]] = {
     "alltoall": lambda n: n - 1,
     "broadcast": lambda n: 1,
     "send, receive": lambda n: 1,
+    "one peer": lambda n: 1,
+    "peer or all": lambda n: 1,
 }
 
 Run = Callable[[], Any]
@@ -103,6 +107,11 @@ class Gloo:
             theirs.copy_(one)
             dist.all_reduce(theirs)
 
+        def mix() -> None:
+            exchange()
+            torch.add(theirs, one, out=theirs)
+            theirs.mul_(0.5)
+
         parts = list(all_.chunk(fastps.size()))
         return {
             "allreduce": allreduce,
@@ -111,6 +120,8 @@ class Gloo:
             "alltoall": lambda: dist.all_to_all_single(all_theirs, all_),
             "broadcast": lambda: dist.broadcast(there, 0),
             "send, receive": exchange,
+            "one peer": mix,
+            "peer or all": allreduce,
         }
 
 
@@ -131,6 +142,12 @@ class OpenMPI:
         world, one, all_ = self.world, arrays.one, arrays.all
         theirs, all_theirs = arrays.theirs.numpy(), arrays.all_theirs.numpy()
         there = one if fastps.rank() == 0 else theirs
+
+        def mix() -> None:
+            world.Sendrecv(one, arrays.after, 0, theirs, arrays.before)
+            np.add(theirs, one, out=theirs)
+            np.multiply(theirs, np.float32(0.5), out=theirs)
+
         return {
             "allreduce": lambda: world.Allreduce(one, theirs),
             "allgather": lambda: world.Allgather(one, all_theirs),
@@ -138,6 +155,8 @@ class OpenMPI:
             "alltoall": lambda: world.Alltoall(all_, all_theirs),
             "broadcast": lambda: world.Bcast(there, 0),
             "send, receive": lambda: world.Sendrecv(one, arrays.after, 0, theirs, arrays.before),
+            "one peer": mix,
+            "peer or all": lambda: world.Allreduce(one, theirs),
         }
 
 
@@ -153,7 +172,14 @@ def own_runs(arrays: Arrays) -> dict[str, tuple[Run, np.ndarray[Any, Any], torch
         world.send(arrays.one, arrays.after).wait()
         handle.wait()
 
+    neighbors = current.current().groups.neighbors
+    peer = {"self_weight": 0.5, "src_weights": {arrays.before: 0.5}, "dst_weights": [arrays.after]}
+
+    def mix() -> None:
+        neighbors.allreduce(arrays.one, arrays.other, **peer).wait()
+
     theirs, all_theirs = arrays.theirs, arrays.all_theirs
+    mean = torch.from_numpy((2 * arrays.one - world.rank + arrays.before) * np.float32(0.5))
     is_root = world.rank == 0
     here = arrays.one if is_root else arrays.other
     there = torch.from_numpy(arrays.one) if is_root else theirs
@@ -174,6 +200,8 @@ def own_runs(arrays: Arrays) -> dict[str, tuple[Run, np.ndarray[Any, Any], torch
         ),
         "broadcast": (lambda: world.broadcast(here, root=0).wait(), here, there),
         "send, receive": (exchange, arrays.other, theirs),
+        "one peer": (mix, arrays.other, theirs),
+        "peer or all": (mix, arrays.other, mean),
     }  # fmt: skip
 
 
@@ -187,12 +215,13 @@ def time_of(run: Run, times: int, barrier: Run) -> float:
     return (time.perf_counter() - began) / times
 
 
-def compare(nbytes: int, kind: str, rounds: int, other: Gloo | OpenMPI) -> None:
-    """Print one line for each operation."""
+def compare(nbytes: int, kind: str, rounds: int, only: str, other: Gloo | OpenMPI) -> None:
+    """Print one line for each operation; only: what its name has in it."""
     arrays = Arrays(max(nbytes // 4, 1), fastps.size(), is_shared=kind == "shared")
     times = max(1, min(300, int(ROUND_BYTES / (nbytes * fastps.size() ** 2 + 1e5))))
     runs = other.runs(arrays)
-    for name, (ours, result, expected) in own_runs(arrays).items():
+    wanted = {name: how for name, how in own_runs(arrays).items() if only in name}
+    for name, (ours, result, expected) in wanted.items():
         seconds = []
         for _ in range(rounds):
             both = [time_of(run, times, other.barrier) for run in (ours, runs[name])]
@@ -264,6 +293,7 @@ def main() -> None:
     )
     parser.add_argument("--sizes", default="4K,1M,16M", help="bytes, as in 4K,1M")
     parser.add_argument("--kinds", default="private,shared", help="of arrays (%(default)s)")
+    parser.add_argument("--only", default="", help="operations whose names have this in them")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (%(default)s)")
     parser.add_argument("--hosts", type=int, help="workers on hosts of their own, with slow links")
     parser.add_argument("--rate", default="200mbit", help="of these links (%(default)s)")
@@ -271,7 +301,7 @@ def main() -> None:
     parser.add_argument("--against", choices=OTHERS, default="gloo", help=argparse.SUPPRESS)
     _places.add_option(parser)
     options = parser.parse_args()
-    same = [f"--{name}={getattr(options, name)}" for name in ("sizes", "kinds", "rounds")]
+    same = [f"--{name}={getattr(options, name)}" for name in ("sizes", "kinds", "rounds", "only")]
     worker = [sys.executable, __file__, *same]
     if options.hosts:
         raise SystemExit(on_hosts(options, worker))
@@ -282,7 +312,7 @@ def main() -> None:
     other = OTHERS[options.against]()
     for size_text in options.sizes.split(","):
         for kind in options.kinds.split(","):
-            compare(parse_size(size_text), kind, options.rounds, other)
+            compare(parse_size(size_text), kind, options.rounds, options.only, other)
     other.end()
     fastps.shutdown()
 
