@@ -40,7 +40,6 @@ ROOMS = {
     "frameworks/": 5500,
     "graph/": 650,
     "bluefog/": 420,
-    "frameworks/": 4940,
     "launch/": 2090,
     "topology": 420,
     "bench/": 1600,

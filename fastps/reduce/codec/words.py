@@ -97,6 +97,7 @@ def bfloat_of(x: Any) -> Any:
 
 @jit
 def float_of_bfloat(x: Any) -> Any:
+    """Widen; exact."""
     return real_of(uint32(uint32(x) << uint32(16)))
 
 
