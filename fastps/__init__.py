@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fastps import current as _current
-from fastps import operations as _operations
+from fastps import flights as _flights
 from fastps.compression import Choice, Compression
 from fastps.errors import (
     AuthError,
@@ -26,6 +26,18 @@ from fastps.errors import (
     ShutdownError,
     StallError,
     TransportError,
+)
+from fastps.flights import (
+    BAND,
+    BOR,
+    BXOR,
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather_object,
 )
 from fastps.neighbors import (
     hierarchical_neighbor_allreduce,
@@ -51,18 +63,8 @@ from fastps.neighbors import (
     set_topology,
 )
 from fastps.operations import (
-    BAND,
-    BOR,
-    BXOR,
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
     allgather,
     allgather_async,
-    allgather_object,
     allreduce,
     allreduce_async,
     alltoall,
@@ -331,12 +333,12 @@ def push_pull_async(
     )  # fmt: skip
 
 
-def poll(handle: _operations.Flight) -> bool:
+def poll(handle: _flights.Flight) -> bool:
     """Tell whether synchronize() would return at once."""
     return handle.poll()
 
 
-def synchronize(handle: _operations.Flight, timeout_s: float | None = None) -> Any:
+def synchronize(handle: _flights.Flight, timeout_s: float | None = None) -> Any:
     """Wait for an operation and give its result; see Handle.wait()."""
     return handle.wait(timeout_s)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastps.current import current
-from fastps.operations import Flight, Later, labels_of
+from fastps.flights import Flight, Later, labels_of
 from fastps.sets import gather_objects
 from fastps.topology import Topology, with_destinations, with_sources
 from fastps.types import DType

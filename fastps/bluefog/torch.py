@@ -16,6 +16,7 @@ import torch
 import fastps
 import fastps.torch as fps
 from fastps.current import current
+from fastps.flights import Average, Flight, Later, Sum
 from fastps.frameworks.torch.tensors import sendable, tensor_over, view_of, wire_dtype
 from fastps.neighbors import (
     in_neighbor_machine_ranks,
@@ -28,7 +29,6 @@ from fastps.neighbors import (
     set_machine_topology,
     set_topology,
 )
-from fastps.operations import Average, Flight, Later, Sum
 from fastps.topology import to_networkx
 from fastps.torch import (
     CommunicationType,

@@ -41,6 +41,17 @@ def sums(members: list[int], **options) -> None:
     assert np.allclose(half, total / size * 1.25, rtol=1e-3)
     whirl = fastps.allreduce((ours * (1 + 2j)).astype(np.complex64), op=fastps.Sum, **options)
     assert (whirl == total * (1 + 2j)).all()
+    fused = [np.full(rows, me, np.float32) for rows in range(1, 30)]
+    before = [fastps.statistics().get("messages", 0)]
+    for arrays in (fused[:1], fused):
+        found = fastps.grouped_allreduce(arrays, op=fastps.Sum, **options)
+        assert all((one == sum(members)).all() for one in found)
+        assert [one.shape for one in found] == [one.shape for one in arrays]
+        before.append(fastps.statistics().get("messages", 0))
+    assert before[2] - before[1] == before[1] - before[0], before  # all of them went as one
+    large = [np.full(70_000, me, np.float32), np.full(3, me, np.float32)]
+    found = fastps.grouped_allreduce(large, "large", op=fastps.Max, **options)
+    assert [int(one[0]) for one in found] == [max(members)] * 2
     several = [ours, ours.astype(np.float32), np.float64(me)]
     for name in (None, "several"):
         found = fastps.grouped_allreduce(several, name, op=fastps.Sum, **options)

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
 import fastps
 import fastps.torch as hvd
@@ -364,3 +369,47 @@ def adasum_of_an_optimizer_s_steps(rank, size):
         for p, want in zip(mine.parameters(), twins[0].parameters(), strict=True):
             assert torch.allclose(p, want, rtol=near, atol=near)
         same_everywhere(mine.parameters())
+
+
+def steps_of(model, optimizer, rank, steps=3):
+    """Train some steps with data of this worker's own."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((2, 3), rank + step + 1.0)).square().sum().backward()
+        optimizer.step()
+
+
+def small_model():
+    """Make the same model on all workers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+@check
+def torch_s_own_wrappers(rank, size):
+    dist.init_process_group("fastps")
+    model = DistributedDataParallel(small_model())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.01)
+    with Join([model, optimizer]):
+        steps_of(model, optimizer, rank, 2 + rank)
+    same_everywhere(model.parameters())
+    from torch import _dynamo as dynamo  # noqa: PLC0415  (takes seconds)
+    from torch._dynamo import compiled_autograd as compiled  # noqa: PLC0415
+
+    made = []
+    for is_compiled in (False, True):
+        how = {"optimize_ddp": "python_reducer"} if is_compiled else {}
+        with dynamo.config.patch(**how), contextlib.ExitStack() as stack:
+            model, plain = DistributedDataParallel(small_model()), small_model()
+            ours = hvd.DistributedOptimizer(
+                torch.optim.SGD(plain.parameters(), lr=0.01), prefix=f"compiled {is_compiled}"
+            )
+            if is_compiled:
+                stack.enter_context(compiled._enable(torch.compile(backend="eager")))
+            steps_of(model, torch.optim.SGD(model.parameters(), lr=0.01), rank)
+            steps_of(plain, ours, rank)
+            made += [model, plain]
+    for one in made[1:]:
+        for p, want in zip(one.parameters(), made[0].parameters(), strict=True):
+            torch.testing.assert_close(p, want)
+    dist.destroy_process_group()

@@ -65,6 +65,7 @@ PART_OF = {
     "fastps.adasum": "fastps.session",
     "fastps.arrays": "fastps.session",
     "fastps.current": "fastps.session",
+    "fastps.flights": "fastps.session",
     "fastps.groups": "fastps.session",
     "fastps.joining": "fastps.session",
     "fastps.links": "fastps.session",

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fastps import operations as ops
+from fastps import flights as ops
+from fastps.flights import Average, Later, Sum
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.sparse import start_rows
 from fastps.frameworks.torch.tensors import (
@@ -26,7 +27,7 @@ from fastps.frameworks.torch.tensors import (
     view_of,
     wire_dtype,
 )
-from fastps.operations import Average, Later, Sum
+from fastps.operations import blocking
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
 
@@ -86,6 +87,9 @@ def allreduce_async_(
     return Later([flight], finish)
 
 
+allreduce_ = blocking(allreduce_async_, "Do allreduce() in place and give the tensor; blocks.")
+
+
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -117,42 +121,72 @@ def allreduce(
     return _differentiable(run, back, tensor)
 
 
-def allreduce_(
-    tensor: torch.Tensor,
+def grouped_allreduce_async(
+    tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Do allreduce() in place and give the tensor; blocks."""
-    return allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
-
-
-def grouped_allreduce_async(
-    tensors: Tensors, average: bool | None = None, name: str | None = None, *args: Any, **how: Any
 ) -> Later[list[torch.Tensor]]:
-    """Begin allreduce_async() of several tensors, with its arguments."""
-    return _grouped(lambda one, label: allreduce_async(one, average, label, *args, **how),
-                    tensors, name)  # fmt: skip
+    """Begin allreduce_async() of several tensors, in one submit of a dtype."""
+    some = [tensor.detach() for tensor in tensors]
+    return _start_grouped(some, _op(op, average), name, prescale_factor, postscale_factor,
+                          process_set, is_in_place=False)  # fmt: skip
 
 
 def grouped_allreduce_async_(
-    tensors: Tensors, average: bool | None = None, name: str | None = None, *args: Any, **how: Any
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Later[list[torch.Tensor]]:
-    """Begin allreduce_async_() of several tensors, with its arguments."""
-    return _grouped(lambda one, label: allreduce_async_(one, average, label, *args, **how),
-                    tensors, name)  # fmt: skip
+    """Begin allreduce_async_() of several tensors, in one submit of a dtype."""
+    targets = [_target(tensor) for tensor in tensors]
+    flight = _start_grouped(targets, _op(op, average), name, prescale_factor, postscale_factor,
+                            process_set, is_in_place=True)  # fmt: skip
+
+    def finish(found: list[Any]) -> list[torch.Tensor]:
+        for target, result in zip(targets, found[0], strict=True):
+            if target.data_ptr() != result.data_ptr():
+                target.copy_(result)
+        return list(tensors)
+
+    return Later([flight], finish)
 
 
-def grouped_allreduce_(
-    tensors: Tensors, average: bool | None = None, name: str | None = None, *args: Any, **how: Any
-) -> list[torch.Tensor]:
-    """Do allreduce_() of several tensors; blocks."""
-    return grouped_allreduce_async_(tensors, average, name, *args, **how).wait()
+grouped_allreduce_ = blocking(
+    grouped_allreduce_async_, "Do allreduce_() of several tensors; blocks."
+)
+
+
+def _start_grouped(
+    tensors: Tensors,
+    op: Op,
+    name: str | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    *,
+    is_in_place: bool,
+) -> Later[list[torch.Tensor]]:
+    wires = [_wire(_scaled(tensor, prescale_factor), name, op) for tensor in tensors]
+    codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
+    flight = ops.start_grouped(
+        [view_of(wire) for wire in wires], op, name, process_set, codes, is_in_place=is_in_place
+    )
+
+    def finish(found: list[Any]) -> list[torch.Tensor]:
+        return [
+            _scaled(_result(array, wire, tensor), postscale_factor * lack)
+            for (array, lack), wire, tensor in zip(found[0], wires, tensors, strict=True)
+        ]
+
+    return Later([flight], finish)
 
 
 def grouped_allreduce(
@@ -363,6 +397,11 @@ def broadcast_async_(
     return Later([flight], lambda found: _stored(found[0], wire, target, tensor))
 
 
+broadcast_ = blocking(
+    broadcast_async_, "Copy the root's tensor into everybody's, and give it; blocks."
+)
+
+
 def broadcast_async(
     tensor: torch.Tensor,
     root_rank: int,
@@ -371,16 +410,6 @@ def broadcast_async(
 ) -> Promise:
     """Begin to give everybody the root's tensor as a new one."""
     return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
-
-
-def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Copy the root's tensor into everybody's, and give it; blocks."""
-    return broadcast_async_(tensor, root_rank, name, process_set).wait()
 
 
 def broadcast(
@@ -418,11 +447,10 @@ def send_async(
     return Later([flight], lambda _: None)
 
 
-def send(
-    tensor: torch.Tensor, target: int, tag: int = 0, process_set: ProcessSet = global_process_set
-) -> None:
-    """Send a tensor to a worker that calls receive(); blocks until it has been read."""
-    send_async(tensor, target, tag, process_set).wait()
+send = blocking(
+    send_async,
+    """Send a tensor to a worker that calls receive(); blocks until it has been read.""",
+)
 
 
 def receive_async(
@@ -440,14 +468,10 @@ def receive_async(
     return Later([flight], lambda found: _stored(found[0], wire, target, tensor))
 
 
-def receive(
-    tensor: torch.Tensor,
-    source: int | None = None,
-    tag: int = 0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Receive what a worker, or whoever sends first, sends; into the tensor, and give it."""
-    return receive_async(tensor, source, tag, process_set).wait()
+receive = blocking(
+    receive_async,
+    """Receive what a worker, or whoever sends first, sends; into the tensor, and give it.""",
+)
 
 
 # ---- autograd ----

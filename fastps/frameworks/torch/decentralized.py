@@ -18,12 +18,12 @@ import torch
 
 from fastps.current import current
 from fastps.errors import FastPSError
+from fastps.flights import Flight, Later
 from fastps.frameworks.torch.neighbors import start_mix
 from fastps.frameworks.torch.optimizer import DistributedOptimizer, SynchronizedOptimizer
 from fastps.frameworks.torch.tensors import check_tensor, make_room, wire_dtype
 from fastps.graph.neighbors import Neighbors
 from fastps.graph.weights import Targets
-from fastps.operations import Flight, Later
 from fastps.types import DType, Op
 from fastps.worker.handle import Array
 

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fastps import session
 from fastps.errors import FastPSError, MismatchError
+from fastps.flights import Later
 from fastps.frameworks._adapter import (
     ACCUMULATE,
     BUCKET_BYTES,
@@ -49,7 +50,6 @@ from fastps.frameworks.torch.tensors import (
     submit_push_pull,
     tensor_over,
 )
-from fastps.operations import Later
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
 

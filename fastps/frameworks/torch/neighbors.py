@@ -14,6 +14,7 @@ import torch
 
 from fastps import neighbors as ops
 from fastps.current import current
+from fastps.flights import Flight, Later
 from fastps.frameworks.torch.tensors import (
     check_tensor,
     mark_written,
@@ -24,7 +25,6 @@ from fastps.frameworks.torch.tensors import (
 )
 from fastps.graph.neighbors import Neighbors
 from fastps.graph.weights import Targets
-from fastps.operations import Flight, Later
 from fastps.types import DType
 from fastps.worker.handle import Array
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fastps import session
+from fastps.flights import Later
 from fastps.frameworks._adapter import check_name
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.tensors import (
@@ -25,7 +26,6 @@ from fastps.frameworks.torch.tensors import (
     view_of,
     wire_dtype,
 )
-from fastps.operations import Later
 from fastps.worker.handle import Handle
 
 

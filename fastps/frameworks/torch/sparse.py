@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fastps import operations as ops
+from fastps import flights as ops
+from fastps.flights import Average, Later
 from fastps.frameworks.torch.tensors import check_tensor, tensor_over, view_of
-from fastps.operations import Average, Later
 from fastps.sets import ProcessSet
 from fastps.types import DType, Op
 

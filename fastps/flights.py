@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How every face of the library starts the operations among members of a process set.
+
+On C-contiguous arrays, dtype as for push_pull_async(). Knows first dimensions that differ, which
+way an operation goes, and what travels together. Threads: any, but nameless operations of one set
+come from one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from fastps.adasum import adasum
+from fastps.current import current
+from fastps.errors import FastPSError
+from fastps.sets import ProcessSet, gather_objects, global_process_set, row_counts
+from fastps.types import DType, Op, dtype_of
+from fastps.worker.handle import Array
+
+if TYPE_CHECKING:
+    from fastps.collectives.group import Group, Promise
+
+Average = Op.AVERAGE
+Sum = Op.SUM
+Min = Op.MIN
+Max = Op.MAX
+Product = Op.PRODUCT
+BAND = Op.BAND
+BOR = Op.BOR
+BXOR = Op.BXOR
+Adasum = Op.ADASUM
+
+T = TypeVar("T")
+
+# All-reduced together where a copy costs less than an operation; see docs/collectives.md
+FUSED_BYTES = 16 << 10
+
+
+class Flight(Protocol):
+    """What is under way: a handle of a session, a group or this file."""
+
+    def poll(self) -> bool:
+        """Tell whether wait() would return at once."""
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Wait for the end, and give the result."""
+
+
+class Later(Generic[T]):
+    """The promise of a result that is made of what several operations give."""
+
+    def __init__(self, flights: Sequence[Flight], finish: Callable[[list[Any]], T]) -> None:
+        self._flights = flights
+        self._finish = finish
+        self._result: list[T] = []
+
+    def poll(self) -> bool:
+        """Tell whether wait() would return at once. Never blocks."""
+        return all(flight.poll() for flight in self._flights)
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Wait for all, each up to timeout_s seconds, and give the result; as Handle.wait()."""
+        if not self._result:
+            outputs = [flight.wait(timeout_s) for flight in self._flights]
+            if not self._result:  # another thread may have been here
+                self._result.append(self._finish(outputs))
+        return self._result[0]
+
+
+class Averaging:
+    """The promise of an average, and of what it lacks where members had run out of data."""
+
+    def __init__(
+        self, flight: Flight, place: str | int, number: int, ranks: Sequence[int]
+    ) -> None:
+        self._place = (place, number, ranks)
+        self.poll, self.wait = flight.poll, flight.wait
+
+    def correction(self, dtype: DType) -> float:
+        """Give what the average is to be multiplied by, once it is there; see join()."""
+        factor = current().uneven.correction(*self._place)
+        if factor != 1.0 and dtype > DType.BFLOAT16:
+            raise FastPSError(
+                f"{self._place[0]!r}: an average of integers was divided by all "
+                f"{len(self._place[2])} workers, and some have called join(): use op=Sum"
+            )
+        return factor
+
+
+def correction_of(flight: Flight, dtype: DType) -> float:
+    """Give what a result is to be multiplied by: 1, but for averages without some members."""
+    return flight.correction(dtype) if isinstance(flight, Averaging) else 1.0
+
+
+def start_allreduce(
+    array: Array,
+    out: Array | None,
+    op: Op,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    dtype: DType | None = None,
+    priority: int = 0,
+) -> Flight:
+    """Begin an all-reduce: by servers where push_pull() does the same, else among members.
+
+    A name that was declared with another shape goes among members too, so that names may be used
+    again for something else.
+    """
+    if op is Adasum:
+        return _start_adasum(array, out, name, process_set, dtype)
+    code = dtype_of(array.dtype) if dtype is None else dtype
+    if name is not None and _goes_by_servers([array], [name], op, process_set, code):
+        session = current()
+        handle = session.push_pull_async(
+            array, name, average=op is Average, priority=priority, out=out, dtype=dtype
+        )
+        number = session.version_of(name)
+        return Averaging(handle, name, number, range(session.size)) if op is Average else handle
+    group = process_set.group()
+    flight = group.allreduce(array, out, op=op, name=name, dtype=dtype, priority=priority)
+    return averaging(flight, group, name) if op is Average else flight
+
+
+def _start_adasum(
+    array: Array, out: Array | None, name: str | None, process_set: ProcessSet, dtype: DType | None
+) -> Flight:
+    """Do an Adasum: blocks, since a level needs the one before."""
+    code = dtype_of(array.dtype) if dtype is None else dtype
+    found = adasum([array], code, process_set.group(), name)[0]
+    if out is not None:
+        out[...] = found
+    return Later([], lambda _: found if out is None else out)
+
+
+def averaging(flight: Promise, group: Group, name: str | None) -> Averaging:
+    """Make the promise of an average that a group has started."""
+    return Averaging(flight, group.channels.get(name or "", 0), flight.number, group.ranks)
+
+
+class _Part(NamedTuple):
+    """What is under way for some of several arrays, by place, and how its result is cut."""
+
+    flight: Flight
+    places: list[int]
+    split: Callable[[Any], Sequence[Array]]
+
+
+def start_grouped(
+    arrays: Sequence[Array],
+    op: Op,
+    name: str | None,
+    process_set: ProcessSet,
+    codes: Sequence[DType],
+    *,
+    is_in_place: bool = False,
+) -> Later[list[tuple[Array, float]]]:
+    """Begin to all-reduce several arrays, those of one dtype together where that helps.
+
+    The result has for each an array, its own at best if is_in_place, and its correction_of().
+    """
+    parts: list[tuple[_Part, DType]] = []
+    for code in dict.fromkeys(codes):
+        places = [place for place, one in enumerate(codes) if one is code]
+        for part in _start_some(arrays, places, op, name, process_set, code, is_in_place):
+            parts.append((part, code))
+
+    def finish(found: list[Any]) -> list[tuple[Array, float]]:
+        made: dict[int, tuple[Array, float]] = {}
+        for (part, code), given in zip(parts, found, strict=True):
+            lack = correction_of(part.flight, code)
+            for place, array in zip(part.places, part.split(given), strict=True):
+                made[place] = array, lack
+        return [made[place] for place in range(len(arrays))]
+
+    return Later([part.flight for part, _ in parts], finish)
+
+
+def _start_some(
+    arrays: Sequence[Array],
+    places: list[int],
+    op: Op,
+    name: str | None,
+    process_set: ProcessSet,
+    code: DType,
+    is_in_place: bool,
+) -> list[_Part]:
+    """Begin to all-reduce the arrays of one dtype: in one submit to servers, or side by side."""
+    some = [arrays[place] for place in places]
+    if op is Adasum:
+        sums = adasum(some, code, process_set.group(), name)
+        return [_Part(Later([], lambda _: sums), places, list)]
+    names = [f"{name}.{place}" for place in places]
+    if name is not None and _goes_by_servers(some, names, op, process_set, code):
+        outs, session = some if is_in_place else None, current()
+        handle: Flight = session.push_pull_async(
+            some, names, average=op is Average, out=outs, dtype=code
+        )
+        if op is Average:
+            number = session.version_of(names[0])
+            handle = Averaging(handle, names[0], number, range(session.size))
+        return [_Part(handle, places, list)]
+    small = [place for place in places if arrays[place].nbytes <= FUSED_BYTES]
+    parts = [_start_fused(arrays, small, op, name, process_set, code)] if small else []
+    for place in places:
+        if arrays[place].nbytes > FUSED_BYTES:
+            out = arrays[place] if is_in_place else None
+            label = None if name is None else f"{name}.{place}"
+            one = start_allreduce(arrays[place], out, op, label, process_set, dtype=code)
+            parts.append(_Part(one, [place], lambda array: [array]))
+    return parts
+
+
+def _goes_by_servers(
+    arrays: Sequence[Array], names: Sequence[str], op: Op, process_set: ProcessSet, code: DType
+) -> bool:
+    """Tell whether push_pull() does the same as an all-reduce under these names."""
+    if op not in (Sum, Average) or process_set is not global_process_set:
+        return False
+    is_free = current().is_free_for
+    return all(is_free(name, array.shape, code) for name, array in zip(names, arrays, strict=True))
+
+
+def _start_fused(
+    arrays: Sequence[Array],
+    places: list[int],
+    op: Op,
+    name: str | None,
+    process_set: ProcessSet,
+    code: DType,
+) -> _Part:
+    """Begin to all-reduce arrays side by side."""
+    some = [arrays[place] for place in places]
+    flat = np.concatenate([array.reshape(-1) for array in some])
+    ends = np.cumsum([array.size for array in some])[:-1]
+    label = None if name is None else f"{name} {code.name.lower()}"
+    flight = start_allreduce(flat, flat, op, label, process_set, dtype=code)
+
+    def split(whole: Array) -> list[Array]:
+        cut = np.split(whole, ends)
+        return [part.reshape(array.shape) for part, array in zip(cut, some, strict=True)]
+
+    return _Part(flight, places, split)
+
+
+def start_allgather(
+    array: Array,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    dtype: DType | None = None,
+    counts: Sequence[int] | None = None,
+) -> tuple[Flight, list[int]]:
+    """Begin to gather arrays of any first dimension, and give the rows of each member.
+
+    counts: these, where they are known; else blocks until all members have told them.
+    """
+    group = process_set.group()
+    rows = np.atleast_1d(array)
+    counts = row_counts(group, len(rows), name) if counts is None else list(counts)
+    out = current().groups.empty((sum(counts), *rows.shape[1:]), rows.dtype)
+    width = width_of(rows)
+    sizes = [count * width for count in counts]
+    return group.allgather(rows, out, counts=sizes, name=name, dtype=dtype), counts
+
+
+def start_alltoall(
+    array: Array,
+    splits: Sequence[int] | None,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    dtype: DType | None = None,
+) -> tuple[Flight, list[int]]:
+    """Begin an all-to-all of rows, and give how many come from each member.
+
+    Blocks until all members have told how many rows they send.
+    """
+    group = process_set.group()
+    sent = _splits(array, splits, process_set)
+    label = None if name is None else f"{name} sizes"
+    found = group.alltoall(np.array(sent, np.int64), name=label).wait()
+    received = [int(count) for count in np.asarray(found)]
+    out = current().groups.empty((sum(received), *array.shape[1:]), array.dtype)
+    width = width_of(array)
+    flight = group.alltoall(
+        array, out, name=name, dtype=dtype,
+        send_counts=[count * width for count in sent],
+        receive_counts=[count * width for count in received],
+    )  # fmt: skip
+    return flight, received
+
+
+def start_reducescatter(
+    array: Array,
+    op: Op,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    dtype: DType | None = None,
+) -> Flight:
+    """Begin a reduce-scatter of rows; the first members get one more where it is uneven."""
+    group = process_set.group()
+    if not array.ndim:
+        raise ValueError("an array without dimensions has no rows to scatter")
+    each, rest = divmod(len(array), group.size)
+    rows = [each + (member < rest) for member in range(group.size)]
+    width = width_of(array)
+    out = current().groups.empty((rows[group.rank], *array.shape[1:]), array.dtype)
+    return group.reducescatter(
+        array, out, counts=[count * width for count in rows], op=op, name=name, dtype=dtype
+    )
+
+
+def start_broadcast(
+    array: Array,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    dtype: DType | None = None,
+) -> Flight:
+    """Begin a broadcast in place: by servers where it has a name and everybody takes part."""
+    if name is not None and process_set is global_process_set:
+        session = current()
+        code = dtype_of(array.dtype) if dtype is None else dtype
+        if session.is_free_for(name, array.shape, code):
+            return session.broadcast_async(array, root_rank, name, dtype=dtype)
+    root = process_set.member(root_rank, "root_rank")
+    return process_set.group().broadcast(array, root=root, name=name, dtype=dtype)
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Give everybody the list of everybody's objects, as broadcast_object() carries them.
+
+    Blocks. TypeError on all members where one holds what cannot travel.
+    """
+    return gather_objects(process_set.group(), obj, name)
+
+
+def labels_of(name: str | None, count: int) -> list[str | None]:
+    """Name the parts of a grouped operation."""
+    return [None if name is None else f"{name}.{place}" for place in range(count)]
+
+
+def width_of(array: Array) -> int:
+    """Count the elements of a row."""
+    return math.prod(array.shape[1:])
+
+
+def _splits(array: Array, splits: Sequence[int] | None, process_set: ProcessSet) -> list[int]:
+    """Give how many rows go to each member, or raise ValueError."""
+    size, rows = process_set.size(), len(array) if array.ndim else 0
+    if splits is None:
+        if rows % size or not array.ndim:
+            raise ValueError(f"{rows} rows do not divide among {size} workers: give splits")
+        return [rows // size] * size
+    found = [int(count) for count in splits]
+    if len(found) != size or min(found) < 0 or sum(found) != rows:
+        raise ValueError(f"splits {found} are not {rows} rows for {size} workers")
+    return found
