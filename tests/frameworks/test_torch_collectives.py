@@ -83,6 +83,17 @@ def rows(members, **how):
     assert torch.equal(hvd.reducescatter(of(me, 2 * size + 1, 2), op=hvd.Sum, **how), mine)
     pair = hvd.grouped_reducescatter([of(me, 2 * size + 1, 2)] * 2, op=hvd.Sum, **how)
     assert torch.equal(pair[1], mine)
+    whole = torch.cat([of(rank, rank + 1, 3) for rank in members])
+    for dtype in (torch.bfloat16, torch.complex64):
+        found = hvd.gather(of(me, me + 1, 3).to(dtype), members[-1], **how)
+        assert found is None if place != size - 1 else torch.equal(found, whole.to(dtype))
+        found = hvd.reduce_to(of(me, 4).to(dtype), members[0], op=hvd.Sum, **how)
+        summed = sum(of(rank, 4) for rank in members).to(dtype)
+        assert found is None if place else torch.equal(found, summed)
+        table = torch.arange(size * 4).reshape(size, 2, 2).to(dtype)
+        own = torch.empty(2, 2, dtype=dtype).t()
+        assert hvd.scatter(table if place == 0 else None, own, members[0], **how) is own
+        assert torch.equal(own, table[place])
     splits = torch.arange(size)
     x = torch.full((int(splits.sum()), 2), me, dtype=torch.int16)
     found, received = hvd.alltoall(x, splits, **how)

@@ -9,9 +9,11 @@ of allgather and broadcast are averages. Handles go to poll() and synchronize().
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from fastps import flights as ops
@@ -28,7 +30,7 @@ from fastps.frameworks.torch.tensors import (
     wire_dtype,
 )
 from fastps.operations import blocking
-from fastps.sets import ProcessSet, global_process_set
+from fastps.sets import ProcessSet, global_process_set, row_counts
 from fastps.types import Op
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
@@ -432,6 +434,67 @@ def broadcast(
         return whole if is_root else torch.zeros_like(whole)
 
     return _differentiable(run, back, tensor)
+
+
+# ---- to and from one ----
+
+
+def reduce_to(
+    tensor: torch.Tensor,
+    root_rank: int = 0,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | None:
+    """Give the root the allreduce(), and the others None; blocks."""
+    wire = _wire(tensor, name, op)
+    group, root = process_set.group(), process_set.member(root_rank, "root_rank")
+    code = wire_dtype(wire.dtype, name or "tensor")
+    promise = group.reduce(view_of(wire), root=root, op=op, name=name, dtype=code)
+    flight = ops.averaging(promise, group, name) if op is Average else promise
+    found = np.asarray(flight.wait())
+    if group.rank != root:
+        return None
+    return _scaled(_result(found, wire, tensor), ops.correction_of(flight, code))
+
+
+def gather(
+    tensor: torch.Tensor,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | None:
+    """Give the root the allgather(), and the others None; blocks."""
+    wire = _rows(tensor, name)
+    group, root = process_set.group(), process_set.member(root_rank, "root_rank")
+    counts = row_counts(group, len(wire), name)
+    width = math.prod(wire.shape[1:])
+    flight = group.gather(
+        view_of(wire), root=root, counts=[count * width for count in counts], name=name,
+        dtype=wire_dtype(wire.dtype, name or "tensor"),
+    )  # fmt: skip
+    found = np.asarray(flight.wait())
+    if group.rank != root:
+        return None
+    return _result(found.reshape(sum(counts), *wire.shape[1:]), wire, tensor)
+
+
+def scatter(
+    tensor: torch.Tensor | None,
+    out: torch.Tensor,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Give each member its part of the root's tensor, in the order of members, in out; blocks."""
+    target = _target(out)
+    wire = _wire(target, name)
+    given = None if tensor is None else view_of(_wire(tensor, name)).reshape(-1)
+    found = process_set.group().scatter(
+        given, view_of(wire), root=process_set.member(root_rank, "root_rank"), name=name,
+        dtype=wire_dtype(wire.dtype, name or "tensor"),
+    ).wait()  # fmt: skip
+    return _stored(np.asarray(found), wire, target, out)
 
 
 # ---- messages ----
