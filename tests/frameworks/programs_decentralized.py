@@ -334,9 +334,21 @@ def knobs() -> str:
     torch.optim.lr_scheduler.StepLR(other, 1)
     with pytest.raises(ValueError, match="schedulers after"):
         fps.DistributedAdaptThenCombineOptimizer(other, make(0))
+    forward_alone(me)
     for place, style in enumerate(itertools.product((True, False), (1, 2))):
         clipped(me, n, *style, prefix=f"{place}.")
     return end()
+
+
+def forward_alone(me: int) -> None:
+    """Step after a forward pass without a backward one, whose mixing is under way."""
+    model = make(me)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fps.DistributedAdaptWithCombineOptimizer(sgd, model, prefix="alone.")
+    model(batch(me, 0)[0].double())
+    optimizer.step()
+    ranks = sorted([me, *fps.in_neighbor_ranks()])
+    torch.testing.assert_close(flat(model), sum(flat(make(one)) for one in ranks) / len(ranks))
 
 
 def clipped(me: int, n: int, has_closure: bool, passes: int, prefix: str) -> None:

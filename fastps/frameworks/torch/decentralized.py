@@ -214,9 +214,13 @@ class Way:
             with torch.no_grad():
                 self.ready(parameter)
 
+    def is_due(self) -> bool:
+        """Tell whether this step is one that mixes."""
+        return max(self._counts.values(), default=0) >= self.passes
+
     def step(self) -> None:
         """Do a step: mixed if so many backward passes have been, else the optimizer's alone."""
-        if max(self._counts.values(), default=0) < self.passes:
+        if not self.is_due():
             self.optimizer.step_of()
             return
         self._counts = dict.fromkeys(self.parameters, 0)
@@ -297,6 +301,10 @@ class AdaptWithCombine(Way):
         self._forwards += 1
         if self._forwards == self.passes:
             self._begin()
+
+    def is_due(self) -> bool:
+        """Count what is under way too: nobody may write it, and others wait for it."""
+        return self._has_begun or super().is_due()
 
     def _begin(self) -> None:
         if not self._has_begun:
