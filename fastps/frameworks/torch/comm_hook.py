@@ -14,14 +14,19 @@ import torch
 
 from fastps import session
 from fastps.config import load
-from fastps.frameworks.torch.compression import Compression, Compressor
+from fastps.frameworks.torch.compression import (
+    Compressing,
+    Compression,
+    OnTheWay,
+    compressor_of,
+)
 from fastps.frameworks.torch.tensors import check_tensor, submit_push_pull, view_of, wire_dtype
 from fastps.frameworks.torch.work import Completer, Operation
 
 Hook: TypeAlias = Callable[[object, Any], "torch.futures.Future[torch.Tensor]"]
 
 
-def comm_hook(name: str = "ddp", *, compression: Compressor = Compression.none) -> Hook:
+def comm_hook(name: str = "ddp", *, compression: Compressing = Compression.none) -> Hook:
     """Give what DistributedDataParallel.register_comm_hook(None, hook) takes.
 
     Gradients are averaged over all workers of the job. name: one for each model. compression: as
@@ -29,25 +34,26 @@ def comm_hook(name: str = "ddp", *, compression: Compressor = Compression.none) 
     raises TypeError from backward().
     """
     completer, timeout_s = Completer(), load({}).op_timeout_s
+    compressor = compressor_of(compression)
+    options = {"compression": compressor.choice} if isinstance(compressor, OnTheWay) else {}
 
     def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         gradients, index = bucket.buffer(), bucket.index()
         # torch lays buckets out anew after the first step
         label = f"{name}.{index}.{gradients.numel()}"
         check_tensor(gradients, label)
-        sent, context = compression.compress(gradients)
-        operation = _start(sent, label, priority=index)
-        return completer.future(
-            operation, timeout_s, lambda: compression.decompress(sent, context)
-        )
+        sent, context = compressor.compress(gradients)
+        operation = _start(sent, label, priority=index, **options)
+        return completer.future(operation, timeout_s, lambda: compressor.decompress(sent, context))
 
     hook.__annotations__.clear()  # torch compares them with its own, and these are text
     return hook
 
 
-def _start(tensor: torch.Tensor, label: str, *, priority: int) -> Operation:
+def _start(tensor: torch.Tensor, label: str, *, priority: int, **options: Any) -> Operation:
     code = wire_dtype(tensor.dtype, label)
     started = submit_push_pull(
-        session.current(), [view_of(tensor)], [code], [label], average=True, priorities=[priority]
-    )
+        session.current(), [view_of(tensor)], [code], [label], average=True,
+        priorities=[priority], **options,
+    )  # fmt: skip
     return Operation([handle for handle, _ in started], None)

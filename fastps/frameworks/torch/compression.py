@@ -2,14 +2,19 @@
 """Smaller gradients on the wire: a cast before, the cast back after.
 
 A compressor has compress(tensor) -> (tensor, context) and decompress(tensor, context) -> tensor,
-both without communication; any object with these two can be given. Works on values only.
+both without communication; any object with these two can be given. Works on values only. What
+else fastps.Compression has is done on the way: such a compressor hands tensors on as they are.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
+
+from fastps import compression as codecs
+from fastps.coding import Coding
 
 # Halves and integers already are as small as these casts could make them.
 _WIDE = (torch.float32, torch.float64)
@@ -54,13 +59,50 @@ class _Cast:
         return tensor if context is None else tensor.to(context)
 
 
+class OnTheWay(_None):
+    """Send tensors as they are; workers and servers encode them."""
+
+    def __init__(self, choice: codecs.Choice) -> None:
+        self.choice = choice
+
+    @property
+    def is_by_name(self) -> bool:
+        """Tell whether each gradient may have another codec."""
+        return callable(self.choice) and not codecs.is_own(self.choice)
+
+    def of(self, prefix: str) -> codecs.Choice:
+        """Give the choice for names that have a prefix, which a user's function does not know."""
+        if not self.is_by_name:
+            return self.choice
+        choice: Any = self.choice
+        return lambda name: choice(name.removeprefix(prefix))
+
+
+# What may be given: a compressor, or whatever fastps.push_pull() takes.
+Compressing: TypeAlias = Compressor | Coding | Mapping[str, Any] | Callable[..., Any] | None
+
+
+def compressor_of(given: Compressing) -> Compressor:
+    """Give the compressor that is meant."""
+    if given is None:
+        return Compression.none
+    compressor: Any = given
+    return compressor if hasattr(given, "compress") else OnTheWay(compressor)
+
+
 class Compression:
-    """The compressions to choose from.
+    """The compressions to choose from, with those of fastps.Compression.
 
     `fp16` keeps 11 bits of a value's mantissa and overflows above 65504; `bf16` keeps 8 bits and
     the range of float32. Servers add both in float32 and round once.
     """
 
+    onebit = staticmethod(codecs.Compression.onebit)
+    topk = staticmethod(codecs.Compression.topk)
+    randomk = staticmethod(codecs.Compression.randomk)
+    dithering = staticmethod(codecs.Compression.dithering)
+    int8 = staticmethod(codecs.Compression.int8)
+    int4 = staticmethod(codecs.Compression.int4)
     none: ClassVar[Compressor] = _None()
     fp16: ClassVar[Compressor] = _Cast(torch.float16)
     bf16: ClassVar[Compressor] = _Cast(torch.bfloat16)

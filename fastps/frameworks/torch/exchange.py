@@ -11,9 +11,9 @@ everything else in the thread that steps; the two must not overlap.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -41,7 +41,12 @@ from fastps.frameworks.torch.buckets import (
     Memory,
     bucket_name,
 )
-from fastps.frameworks.torch.compression import Compression, Compressor
+from fastps.frameworks.torch.compression import (
+    Compressing,
+    Compression,
+    OnTheWay,
+    compressor_of,
+)
 from fastps.frameworks.torch.sparse import RowsInFlight
 from fastps.frameworks.torch.sums import EarlierSums
 from fastps.frameworks.torch.tensors import (
@@ -75,7 +80,7 @@ class GradientExchange:
     def __init__(
         self,
         *,
-        compression: Compressor,
+        compression: Compressing,
         op: Op,
         prefix: str,
         gradient_views: Views,
@@ -91,7 +96,8 @@ class GradientExchange:
             )
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
             raise ValueError(f"bucket_bytes must be an integer from 0, not {bucket_bytes!r}")
-        self._compression = compression
+        self._compression = compressor_of(compression)
+        self.learning_rate: Callable[[], float | None] = lambda: None  # of the step to come
         self._average = check_op(op) is Average
         self._process_set = process_set
         self._sparse_as_dense = self._knows_sparse = sparse_as_dense
@@ -253,7 +259,8 @@ class GradientExchange:
 
     def _plan(self, parameters: Sequence[torch.Tensor]) -> list[list[int]]:
         """Choose buckets from what is the same on all workers: frozen parameters apart."""
-        is_alone = self._compression not in _BUILT_IN
+        way = self._compression
+        is_alone = way.is_by_name if isinstance(way, OnTheWay) else way not in _BUILT_IN
         return plan_buckets(
             [(parameter.dtype, parameter.requires_grad) for parameter in parameters],
             [
@@ -268,7 +275,7 @@ class GradientExchange:
     def _make_bucket(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> Bucket:
         """Choose how the gradients of one bucket travel."""
         name = bucket_name(names, [parameter.shape for parameter in parameters])
-        if self._compression not in _BUILT_IN or parameters[0].is_complex():
+        if not self._is_built_in or parameters[0].is_complex():
             return LooseGradient(name, parameters[0], self._compression)
         current = session.current()
         is_alone = len(parameters) == 1
@@ -290,14 +297,28 @@ class GradientExchange:
 
     def _declare(self, buckets: Sequence[Bucket]) -> None:
         """Declare all buckets at once, so that no hook has to wait for it in backward."""
-        if self._compression not in _BUILT_IN or not buckets:
+        if not self._is_built_in or not buckets:
             return
         if self._process_set is not global_process_set:
             return
         try:
-            session.current().declare([bucket.spec() for bucket in buckets])
+            session.current().declare([bucket.spec() for bucket in buckets], **self._choice())
         except MismatchError as error:
             raise _advised(error) from error
+
+    @property
+    def _is_built_in(self) -> bool:
+        return isinstance(self._compression, OnTheWay) or self._compression in _BUILT_IN
+
+    def _choice(self) -> dict[str, Any]:
+        """Give what declare() is to be told of compression."""
+        way = self._compression
+        return {"compression": way.of(self._prefix)} if isinstance(way, OnTheWay) else {}
+
+    def _rate(self) -> dict[str, Any]:
+        """Give what push_pull() is to be told of the learning rate."""
+        is_told = isinstance(self._compression, OnTheWay)
+        return {"learning_rate": self.learning_rate()} if is_told else {}
 
     def _take_over(self, parameters: Sequence[torch.Tensor]) -> None:
         """Let nobody else exchange these gradients."""
@@ -403,6 +424,7 @@ class GradientExchange:
                 priority=-self._members[index][0],
                 out=bucket.array,
                 dtype=bucket.code,
+                **self._rate(),
             )
         except FastPSError as error:
             raise _advised(error) from error.__cause__
@@ -443,6 +465,7 @@ class GradientExchange:
                 [bucket.name for bucket in buckets],
                 average=self._average,
                 priorities=[-self._members[index][0] for index in indices],
+                **self._rate(),
             )
         except FastPSError as error:
             raise _advised(error) from error.__cause__

@@ -17,7 +17,13 @@ import torch
 from fastps import session
 from fastps.flights import Later
 from fastps.frameworks._adapter import check_name
-from fastps.frameworks.torch.compression import Compression, Compressor
+from fastps.frameworks.torch.compression import (
+    Compressing,
+    Compression,
+    Compressor,
+    OnTheWay,
+    compressor_of,
+)
 from fastps.frameworks.torch.tensors import (
     check_tensor,
     is_sendable,
@@ -96,16 +102,17 @@ def push_pull(
     name: str | None = None,
     version: int = 0,
     priority: int = 0,
-    compression: Compressor = Compression.none,
+    compression: Compressing = Compression.none,
 ) -> torch.Tensor:
     """Add a tensor over all workers into a new tensor.
 
-    Blocks. Autograd follows it: the gradient is the push_pull of the results' gradients, with
+    compression: one of Compression, or what fastps.push_pull() takes. Blocks. Autograd follows
+    it: the gradient is the push_pull of the results' gradients, with
     the same operation, under the name '<name>.gradient'; all workers must run backward then.
     """
     name = check_name(name, "push_pull")
     _checked(tensor, name, average)
-    return _apply(tensor, average, name, priority, compression)
+    return _apply(tensor, average, name, priority, compressor_of(compression))
 
 
 def push_pull_inplace(
@@ -153,6 +160,9 @@ class _PushPull(torch.autograd.Function):
         """Compress, add, decompress."""
         ctx.how = (average, f"{name}.gradient", priority, compression)
         wire, context = compression.compress(tensor)
+        if isinstance(compression, OnTheWay):
+            spec = (name, tuple(wire.shape), wire_dtype(wire.dtype, name))
+            session.current().declare([spec], compression=compression.choice)
         output: torch.Tensor = synchronize(push_pull_async(wire, average, name, priority=priority))
         return compression.decompress(output, context)
 

@@ -8,8 +8,10 @@ backward; everything else in the thread that steps; the two must not overlap.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,11 @@ from fastps.frameworks._adapter import (
     given_names,
 )
 from fastps.frameworks.torch.adasum import AdasumOptimizer, adopt
-from fastps.frameworks.torch.compression import Compression, Compressor
+from fastps.frameworks.torch.compression import (
+    Compressing,
+    Compression,
+    compressor_of,
+)
 from fastps.frameworks.torch.exchange import GradientExchange, Views
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
@@ -126,7 +132,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Compressor = Compression.none,
+    compression: Compressing = Compression.none,
     backward_passes_per_step: int = 1,
     op: Op = Average,
     *,
@@ -152,6 +158,7 @@ def DistributedOptimizer(
     sent once. Gradients of parameters that a rank did not use count as zero, and p.grad is
     zero rather than None after a step.
 
+    compression: as for push_pull(); error feedback follows the first group's learning rate.
     bucket_bytes: gradients of at most 64 KiB travel together, up to so many bytes; 0 sends each
     by itself. gradient_views: True lets p.grad be part of memory that is sent and received in
     place; False leaves it where autograd puts it; "auto" makes views of large gradients where
@@ -172,7 +179,7 @@ def DistributedOptimizer(
     """
     _check(optimizer, op, gradient_predivide_factor)
     if op is Op.ADASUM:
-        return adopt(optimizer, compression, prefix, process_set)
+        return adopt(optimizer, compressor_of(compression), prefix, process_set)
     given = None if named_parameters is None else given_names(named_parameters, torch.Tensor)
     names = _names_of(optimizer.param_groups, given)
     exchange = (EarlyExchange if finish_in_backward else GradientExchange)(
@@ -182,6 +189,13 @@ def DistributedOptimizer(
     )  # fmt: skip
     exchange.watch(*_in_model_order(_parameters_of(optimizer), names, given))
     return _adopt(optimizer, exchange, given)
+
+
+def _rate_of(optimizer: weakref.ref[torch.optim.Optimizer]) -> float | None:
+    """Give the learning rate of the next step, for error feedback; of the first group."""
+    found = optimizer()
+    rate = None if found is None else vars(found)["param_groups"][0].get("lr")
+    return None if rate is None else float(rate)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -205,6 +219,7 @@ def _adopt(
 ) -> SynchronizedOptimizer:
     """Turn the optimizer into one that waits for the exchange before each step."""
     kind = type(optimizer)
+    exchange.learning_rate = partial(_rate_of, weakref.ref(optimizer))
     vars(optimizer).update(_exchange=exchange, _given_names=given, _is_skipping=False)
     subclass = type(f"Distributed{kind.__name__}", (SynchronizedOptimizer, kind), {})
     optimizer.__class__ = subclass

@@ -32,7 +32,7 @@ from fastps.frameworks._adapter import BUCKET_BYTES, Average, shortened
 from fastps.frameworks.torch.agreement import check_alike
 from fastps.frameworks.torch.broadcast import broadcast_parameters
 from fastps.frameworks.torch.buffers import BufferSync
-from fastps.frameworks.torch.compression import Compression, Compressor
+from fastps.frameworks.torch.compression import Compressing, Compression
 from fastps.frameworks.torch.exchange import GradientExchange, Views
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
@@ -189,7 +189,7 @@ class DistributedDataParallel(torch.nn.Module):
         *,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
-        compression: Compressor = Compression.none,
+        compression: Compressing = Compression.none,
         op: Op = Average,
         prefix: str | None = None,
         gradient_views: Views = "auto",

@@ -9,6 +9,7 @@ operation is in flight. Holds no state; called from the thread that runs the ope
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,6 +138,7 @@ def submit_push_pull(
     *,
     average: bool,
     priorities: Sequence[int],
+    **options: Any,
 ) -> list[tuple[Handle, list[int]]]:
     """Start push_pull of arrays in place; give handles and the positions they cover.
 
@@ -148,7 +150,7 @@ def submit_push_pull(
         labels = [names[place] for place in places]
         urgencies = [priorities[place] for place in places]
         handle = session.push_pull_async(
-            some, labels, average=average, priority=urgencies, out=some, dtype=code
+            some, labels, average=average, priority=urgencies, out=some, dtype=code, **options
         )
         started.append((handle, places))
     return started
