@@ -9,7 +9,7 @@ at a time works on a key: its units become ready in order, its rounds follow one
 cimport cython
 from libc.stdint cimport int64_t, uintptr_t
 
-from fastps._core cimport BufferPool
+from fastps._core cimport E_NOMEM, BufferPool
 from fastps.reduce.codec._coder cimport Code, Coder, code_sum
 from fastps.server._policy cimport RuleArgs
 
@@ -20,7 +20,7 @@ cdef int64_t sum_coded(const void* const* sources, int64_t n, void* dst, int64_t
     cdef Code* code = <Code*>told.state
     cdef char* scratch = <char*>(<BufferPool>told.pool).c_loan(code.scratch_bytes)
     if scratch == NULL:
-        return 0
+        return E_NOMEM
     code_sum(code, told.unit, told.version, sources, n, told.divisor, <char*>dst, scratch)
     (<BufferPool>told.pool).c_give_back(scratch)
     return 1

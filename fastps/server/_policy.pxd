@@ -19,8 +19,8 @@ cdef enum:
     MAX_CAST = 4096             # of fastps.contract
     NOBODY = 0xFFFF             # index of who takes no part
 
-# Make one of n sources of count elements: 1 on success. args: a RuleArgs, of which kernels read
-# the divisor alone (see fastps.reduce).
+# Make one of n sources of count elements: 1 on success, else a negative status. args: a RuleArgs,
+# of which kernels read the divisor alone (see fastps.reduce).
 ctypedef int64_t (*rule_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
                             const void* args) noexcept nogil
 

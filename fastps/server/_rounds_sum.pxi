@@ -100,6 +100,7 @@ cdef int sum_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
     cdef int64_t ours = -1
     cdef uint32_t keeper = 0
     cdef int64_t n = gather(round, unit, sources, &ours, &keeper)
+    cdef int64_t made
     cdef RuleArgs args
     args.divisor = 1            # an average is over all, however many of them one speaks for
     args.unit, args.version = unit, round.version
@@ -118,8 +119,9 @@ cdef int sum_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
     if length == 0:
         return OK
     probe_hit(PROBE_SERVER_SUM, entry.key, round.version)
-    if entry.rule(sources, n, round.sums[unit], length / entry.itemsize, &args) != 1:
-        return E_PROTOCOL
+    made = entry.rule(sources, n, round.sums[unit], length / entry.itemsize, &args)
+    if made != 1:
+        return <int>made if made < 0 else E_PROTOCOL
     give_back_unit(round, unit)
     fps_add64(<int64_t*>&entry.store.stats.chunks_summed, 1)
     fps_add64(<int64_t*>&entry.store.stats.bytes_summed, length)

@@ -8,6 +8,10 @@ import pytest
 from fastps import Compression, ConfigError
 from fastps.coding import PLAIN, Codec, Coding, Option
 from fastps.compression import coding_of
+from fastps.config import load
+from fastps.control.declarations import Declarations
+from fastps.control.protocol import Declare, Failed, TensorSpec
+from fastps.types import DType
 
 ONEBIT = Compression.onebit(scaling=True, ef="vanilla", momentum="nesterov", mu=0.9)
 SAME = {
@@ -70,3 +74,11 @@ def test_what_means_nothing(said):
 def test_what_is_no_compression():
     with pytest.raises(TypeError, match="Compression"):
         coding_of("onebit")  # type: ignore[arg-type]
+
+
+def test_the_scheduler_refuses_what_means_nothing():
+    declarations = Declarations(load({}), owners={})
+    spec = TensorSpec("t", DType.FLOAT32, (64,), 256, 4096, 4096, coding=Coding(Codec.TOPK, 0.0))
+    ((_, answer),) = declarations.declare(0, 7, Declare(1, (spec,), 5.0), now=0.0)
+    assert isinstance(answer, Failed)
+    assert "k=0" in answer.message
