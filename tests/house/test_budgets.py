@@ -37,7 +37,7 @@ ROOMS = {
     "server/": 3250,
     "worker/": 3130,
     "collectives/": 3300,
-    "frameworks/": 5500,
+    "frameworks/": 5700,
     "graph/": 650,
     "bluefog/": 420,
     "launch/": 2090,

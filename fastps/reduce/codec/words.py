@@ -135,6 +135,7 @@ def sum_of_sizes(v: Any, count: Any, lanes: Any) -> Any:
 
 @jit
 def sum_of_squares(v: Any, count: Any, lanes: Any) -> Any:
+    """Sum in lanes, in double precision."""
     for lane in range(LANES):
         lanes[lane] = 0.0
     whole = count - count % LANES
