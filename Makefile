@@ -24,9 +24,12 @@ all: build
 demo: .venv/.demo
 	.venv/bin/fastps-run -np 2 -s 2 --env FASTPS_SHARED_MEMORY=0 $(RUN) examples/train_digits.py --verify
 
-# The house tests among them run tools/check: style, types, stubs, spelling.
+# The house tests among them run tools/check: style, types, stubs, spelling. Many tests wait most of
+# the time, so several run at once; then those that measure, or have virtual machines, one by one.
+# Exit code 5 says that PYTEST_FLAGS choose none of them.
 test: .venv/.test
-	$(RUN) -m pytest $(PYTEST_FLAGS)
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not alone" $(PYTEST_FLAGS) || test $$? = 5
+	$(RUN) -m pytest -m alone $(PYTEST_FLAGS) || test $$? = 5
 
 check: .venv/.test
 	tools/check ruff format mypy stubs cython spelling

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from harness import ROOT, clean_environ
 
+pytestmark = pytest.mark.alone
+
 LIMIT_S = 240
 ATTEMPTS = 3  # what else the machine does makes a figure larger, never smaller
 FIGURES = ("cpu_s_GB", "cpu_us_message")

@@ -19,7 +19,7 @@ from tools import netlab
 from tools.bench import shaped
 from tools.netlab import NetLab
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(110)]
+pytestmark = [pytest.mark.root, pytest.mark.alone, pytest.mark.timeout(110)]
 
 SHAPE = shaped.Shape(workers=2, servers=2)
 RATE = "50mbit"
