@@ -258,7 +258,9 @@ cdef void fill_part(Part* part, Remote* remote) noexcept nogil:
     header.status = record.root_rank if header.flags & FLAG_BROADCAST else 0
     part.item.payload = NULL
     if is_push:
-        part.item.payload = part.wire if part.wire != NULL else record.source + part.offset
+        part.item.payload = record.source + part.offset
+        if part.wire != NULL:
+            part.item.payload = part.wire
     part.item.nbytes = part.wire_bytes if is_push else 0
     part.item.is_credited = is_push and not record.flags & FLAG_BROADCAST
     part.received = 0
