@@ -28,8 +28,10 @@ demo: .venv/.demo
 # the time, so several run at once; then those that measure, or have virtual machines, one by one.
 # Exit code 5 says that PYTEST_FLAGS choose none of them.
 test: .venv/.test
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not alone" $(PYTEST_FLAGS) || test $$? = 5
-	$(RUN) -m pytest -m alone $(PYTEST_FLAGS) || test $$? = 5
+	@status=0; set -x; \
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not alone" $(PYTEST_FLAGS) || status=$$?; \
+	$(RUN) -m pytest -m alone $(PYTEST_FLAGS) || test $$? = 5 || status=1; \
+	test $$status = 0 -o $$status = 5
 
 check: .venv/.test
 	tools/check ruff format mypy stubs cython spelling

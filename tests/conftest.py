@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -27,6 +28,17 @@ settings.register_profile(
 )
 settings.register_profile("long", settings.get_profile("fastps"), max_examples=2000)
 settings.load_profile("fastps")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes long, so that no processor waits for it in the end."""
+    items.sort(key=lambda item: item.get_closest_marker("stress") is None)
+
+
+def pytest_configure() -> None:
+    """Let children hear Ctrl-C also where whoever started the tests ignores it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def own_threads() -> list[str]:

@@ -107,10 +107,10 @@ def refusals() -> None:
 def lost() -> str:
     """Lose a worker while another one waits in join()."""
     fastps.init()
-    if fastps.rank() == 1:
-        fastps.allreduce(np.ones(1))
-        os.kill(os.getpid(), signal.SIGKILL)
     fastps.allreduce(np.ones(1))
+    fastps.barrier()  # both have the result
+    if fastps.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLostError, match="worker 1"):
         fastps.join()
     return "told"

@@ -47,6 +47,20 @@ if fastps.rank() == 2:
 fastps.shutdown()
 """
 
+EARLY = """
+import os, pathlib, time, fastps
+there = pathlib.Path(__file__).with_name("there")
+if os.environ["FASTPS_RANK"] == "0":  # fails when the other is about to begin
+    end = time.monotonic() + 60
+    while not there.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    time.sleep(0.5)
+    exit(3)
+there.touch()
+fastps.init()
+"""
+
 
 class Machines:
     """The launchers of one job."""
@@ -172,8 +186,7 @@ def test_interrupt_of_one_launcher_ends_the_job_everywhere(machines, victim):
 
 
 def test_error_before_the_start_on_the_first_machine_reaches_the_other(machines):
-    code = "import os, fastps; os.environ['FASTPS_RANK'] == '0' and exit(3); fastps.init()"
-    with machines.started("-np", "1,1", "-s", "0,1", "--grace", "40", code=code) as launchers:
+    with machines.started("-np", "1,1", "-s", "0,1", "--grace", "40", code=EARLY) as launchers:
         first, second = ends(launchers)
     assert first[0] == 3
     assert second[0] != 0
