@@ -13,6 +13,7 @@ from enum import IntEnum
 
 from fastps.coding import PLAIN, Coding
 
+ANY_STALENESS = (1 << 31) - 1  # nobody waits for anybody
 MAX_CAST = 4096  # members of one cast: the table of a sum's sources lives on the stack
 
 
@@ -66,7 +67,8 @@ class Cast:
 class Contract:
     """All that is agreed on for one key.
 
-    staleness: of ACCUMULATE: how many pushes a contributor may be ahead of the slowest; 0: any.
+    staleness: of ACCUMULATE: what a contributor gets with its n-th push holds the first n -
+    staleness of all others, for which it waits; 0 is in step, ANY_STALENESS waits for nobody.
     """
 
     cast: Cast

@@ -21,7 +21,8 @@ cdef struct Caller:             # one member; entry.lock unless said otherwise
     bint is_open                # a push: bytes are still to come
     bint is_landing
     bint is_waiting             # a pull: there is no value yet
-    bint is_held                # the last answer: the member is too far ahead of others
+    uint32_t n_taken            # units of a bounded push that took effect
+    uint32_t n_answered         # of those; the others wait for the slowest
     int32_t in_flight           # turns, answers and errors not yet over; atomic
     char** buffers              # per unit: a loan, from landing until the answer has left
     Turn* turns                 # per unit; the first is that of a pull too

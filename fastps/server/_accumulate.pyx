@@ -4,8 +4,11 @@
 Theory of operation. The owner holds one value per key. The first push of a unit becomes it, as
 does every broadcast; later pushes are added in the order in which they came, whoever sends them,
 and a pull reads. Members have versions of their own and wait for nobody, but for two things: a
-pull for the first value, and the answer to a push that is more than `staleness` operations ahead
-of the slowest contributor (0: never) for that one. Who leaves fails nobody and holds nobody.
+pull for the first value, and the answer to each unit of a push until the slowest contributor's
+is at most `staleness` operations behind (ANY_STALENESS: never). So what a member gets of its n-th
+operation holds everybody's first n - staleness, and with 0 is the same for all. It is counted by
+unit, as credit is: a member that gets no answers pushes no further. Who leaves fails nobody and
+holds nobody.
 
 What landed queues as a turn; one thread at a time works on all turns of a key, its engine thread
 or the I/O thread that found nobody at it, so the value needs no lock and no sum happens under
@@ -36,6 +39,10 @@ from fastps.wire cimport (
     FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KIND_ERROR, KIND_PULL, KIND_PUSH, KIND_RESULT,
     Header,
 )
+
+
+cdef enum:
+    ANY_STALENESS = 0x7FFFFFFF      # that of contract.py: nobody waits for anybody
 
 
 # ---------------------------------------------------------------- sending
@@ -117,29 +124,47 @@ cdef void wake_waiting(Value* value) noexcept nogil:
             queue_turn(&value.callers[index], 0)
 
 
-cdef uint64_t farthest_clock(Value* value) noexcept nogil:
-    """Say how far a contributor may be: so much ahead of the slowest that is still there."""
+cdef uint64_t farthest_version(Value* value, uint32_t unit) noexcept nogil:
+    """Say which operation may have a unit answered: so far ahead of the slowest still there."""
     cdef Entry* entry = value.entry
     cdef uint64_t slowest = UINT32_MAX
     cdef uint32_t index
+    cdef Caller* caller
     for index in range(entry.cast.n_contributors):
+        caller = &value.callers[index]
         if not is_gone(entry, index):
-            slowest = min(slowest, value.callers[index].clock)
-    return slowest + (entry.staleness if entry.staleness else UINT32_MAX)
+            slowest = min(slowest, caller.version if unit < caller.n_taken else caller.clock)
+    return slowest + entry.staleness
 
 
-cdef void release_held(Value* value) noexcept nogil:
+cdef void answer_unit(Turn* turn) noexcept nogil:
+    cdef Caller* caller = turn.caller
+    if caller.flags & FLAG_NO_RESULT and turn.unit + 1 < caller.value.entry.n_units:
+        give_back(caller.value.entry, &caller.buffers[turn.unit])
+    else:
+        send_answer(turn)
+
+
+cdef void release_unit(Value* value, uint32_t unit) noexcept nogil:
     """Answer those who are not too far ahead any more; only who works on turns may do that."""
-    cdef Entry* entry = value.entry
-    cdef uint64_t farthest = farthest_clock(value)
+    cdef uint64_t farthest = farthest_version(value, unit)
     cdef uint32_t index
     cdef Caller* caller
-    for index in range(entry.cast.n_members):
+    for index in range(value.entry.cast.n_members):
         caller = &value.callers[index]
-        if caller.is_held and (caller.clock <= farthest or is_gone(entry, index)):
-            caller.is_held = False
-            send_answer(&caller.turns[entry.n_units - 1])
+        if caller.n_answered != unit or caller.n_taken <= unit:
+            continue
+        if caller.version <= farthest or is_gone(value.entry, index):
+            caller.n_answered += 1
+            answer_unit(&caller.turns[unit])
             fps_add32(&caller.in_flight, -1)
+
+
+cdef void release_all(Value* value) noexcept nogil:
+    cdef uint32_t unit
+    if value.entry.staleness != ANY_STALENESS:
+        for unit in range(value.entry.n_units):
+            release_unit(value, unit)
 
 
 # ---------------------------------------------------------------- taking turns; one thread at once
@@ -191,16 +216,35 @@ cdef int answer_pull(Caller* caller) noexcept nogil:
     return OK
 
 
-cdef void end_operation(Turn* turn) noexcept nogil:
-    """All of an operation took effect: the last answer leaves when it may, as may others'."""
-    cdef Caller* caller = turn.caller
+cdef void end_operation(Caller* caller) noexcept nogil:
+    """All of an operation that nothing holds took effect: others may go on."""
     pthread_mutex_lock(&caller.value.entry.lock)
     caller.clock = caller.version
-    if caller.kind == KIND_PUSH:
-        caller.is_held = True
-        fps_add32(&caller.in_flight, 1)
-    release_held(caller.value)
+    release_all(caller.value)
     pthread_mutex_unlock(&caller.value.entry.lock)
+
+
+cdef void end_free_unit(Turn* turn) noexcept nogil:
+    """Answer what waits for nobody; a seed must not: others can pull when all of it is there."""
+    if turn.unit + 1 == turn.caller.value.entry.n_units:
+        end_operation(turn.caller)
+    answer_unit(turn)
+
+
+cdef void end_bound_unit(Turn* turn) noexcept nogil:
+    """A unit took effect: its answer leaves when it may, as may others'."""
+    cdef Caller* caller = turn.caller
+    cdef Entry* entry = caller.value.entry
+    pthread_mutex_lock(&entry.lock)
+    if caller.status != OK:
+        give_back(entry, &caller.buffers[turn.unit])
+    else:
+        fps_add32(&caller.in_flight, 1)
+        caller.n_taken = turn.unit + 1
+        if caller.n_taken == entry.n_units:
+            caller.clock = caller.version
+        release_unit(caller.value, turn.unit)
+    pthread_mutex_unlock(&entry.lock)
 
 
 cdef void take_turn(Value* value, Turn* turn) noexcept nogil:
@@ -213,12 +257,12 @@ cdef void take_turn(Value* value, Turn* turn) noexcept nogil:
             give_back(entry, &caller.buffers[turn.unit])
         send_error(caller, status)
         pthread_mutex_unlock(&entry.lock)
-    elif caller.kind == KIND_PULL or turn.unit + 1 == entry.n_units:
-        end_operation(turn)
-    elif caller.flags & FLAG_NO_RESULT:
-        give_back(entry, &caller.buffers[turn.unit])
+    elif caller.kind == KIND_PULL:
+        end_operation(caller)
+    elif entry.staleness == ANY_STALENESS or caller.flags & FLAG_BROADCAST:
+        end_free_unit(turn)
     else:
-        send_answer(turn)
+        end_bound_unit(turn)
     fps_add32(&caller.in_flight, -1)
 
 
@@ -229,7 +273,7 @@ cdef void work(Value* value) noexcept nogil:
         pthread_mutex_lock(&value.entry.lock)
         if value.is_moved:
             value.is_moved = False
-            release_held(value)
+            release_all(value)
         turn = value.first
         if turn == NULL:
             value.is_working = False
@@ -299,7 +343,7 @@ cdef int begin(Caller* caller, const Header* header) noexcept nogil:
     caller.kind = header.kind
     caller.flags = header.flags
     caller.priority = header.priority
-    caller.cursor = 0
+    caller.cursor = caller.n_taken = caller.n_answered = 0
     caller.is_open = header.kind == KIND_PUSH
     caller.status = OK
     if entry.failed or header.flags & FLAG_AVERAGE:     # there is no number to divide by
@@ -379,13 +423,13 @@ cdef void accumulate_gone(Entry* entry, uint32_t index) noexcept nogil:
 
 cdef void fail_caller(Caller* caller, int status) noexcept nogil:
     cdef Entry* entry = caller.value.entry
-    if not caller.is_open and not caller.is_waiting and not caller.is_held:
+    if not (caller.is_open or caller.is_waiting or caller.n_answered < caller.n_taken):
         return
     send_error(caller, status)
     caller.is_waiting = False
-    if caller.is_held:
-        caller.is_held = False
-        give_back(entry, &caller.buffers[entry.n_units - 1])
+    while caller.n_answered < caller.n_taken:
+        give_back(entry, &caller.buffers[caller.n_answered])
+        caller.n_answered += 1
         fps_add32(&caller.in_flight, -1)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 import fastps
 from fastps import session
-from fastps.contract import Policy
+from fastps.contract import ANY_STALENESS, Policy
 from fastps.errors import ConfigError, MismatchError
 from fastps.types import DType
 
@@ -20,17 +20,17 @@ def delta(rank: int, step: int) -> np.ndarray:
     return np.random.default_rng([rank, step]).integers(-1000, 1000, COUNT)
 
 
-def accumulate(staleness: int = 0) -> int:
+def accumulate(staleness: int) -> int:
     """Push as often as this worker likes; in the end all see the sum of everything."""
     fastps.init()
     terms = {"policy": Policy.ACCUMULATE, "staleness": staleness}
     session.current().declare([("a", (COUNT,), DType.INT64)], **terms)
     rank, size = fastps.rank(), fastps.size()
-    for step in range(STEPS[rank] if staleness == 0 else STEPS[0]):
+    for step in range(STEPS[rank] if staleness == ANY_STALENESS else STEPS[0]):
         fastps.push_pull(delta(rank, step), "a", average=False)
     fastps.barrier()
     seen = fastps.push_pull(np.zeros(COUNT, np.int64), "a", average=False)
-    steps = STEPS if staleness == 0 else (STEPS[0],) * size
+    steps = STEPS if staleness == ANY_STALENESS else (STEPS[0],) * size
     total = sum(delta(other, n) for other in range(size) for n in range(steps[other]))
     assert np.array_equal(seen, total)
     return int(seen.sum())

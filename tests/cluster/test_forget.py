@@ -7,6 +7,8 @@ import programs_forget
 import pytest
 from job import Job, run_job
 
+from fastps.contract import ANY_STALENESS
+
 SMALL = {"FASTPS_PARTITION_BYTES": "65536", "FASTPS_CHUNK_BYTES": "8192"}
 SHARED = {"FASTPS_SHARED_MEMORY": "1"}
 MIXED = {("worker", 2): {"FASTPS_SHARED_MEMORY": "0"}}
@@ -93,10 +95,10 @@ def test_what_failed_is_forgotten_too(way):
 
 
 @pytest.mark.parametrize("servers", [0, 2])
-@pytest.mark.parametrize("staleness", [0, 3])
+@pytest.mark.parametrize("staleness", [ANY_STALENESS, 3])
 def test_values_that_were_added_to_begin_anew(servers, staleness):
     """Though some workers have come further than others with the number that is used again."""
-    steps = [9, 2, 5] if staleness == 0 else [4, 2, 3]
+    steps = [9, 2, 5] if staleness == ANY_STALENESS else [4, 2, 3]
     found = run_job(
         programs_forget.accumulated,
         workers=3,

@@ -7,11 +7,13 @@ import programs_policies
 import pytest
 from job import run_job
 
+from fastps.contract import ANY_STALENESS
+
 SMALL = {"FASTPS_PARTITION_BYTES": "65536", "FASTPS_CHUNK_BYTES": "8192"}
 
 
 @pytest.mark.parametrize("servers", [0, 1, 2])
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [ANY_STALENESS, 0, 1])
 def test_pushes_of_workers_of_any_speed_add_up(servers, staleness):
     found = run_job(
         programs_policies.accumulate,

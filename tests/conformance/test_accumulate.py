@@ -12,7 +12,7 @@ import pytest
 from transport_nets import TCP_NETS, TIMEOUT_S, Net, wait_until
 
 from fastps._core import BufferPool
-from fastps.contract import Policy, cast_of
+from fastps.contract import ANY_STALENESS, Policy, cast_of
 from fastps.partition import make_partitions
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -29,7 +29,9 @@ SHORT_S = 0.1  # how long a test waits for what must not come
 class House:
     """One store, and workers that push one name of int64 with a policy."""
 
-    def __init__(self, kind: str, *, engine_threads: int = 1, staleness: int = 0) -> None:
+    def __init__(
+        self, kind: str, *, engine_threads: int = 1, staleness: int = ANY_STALENESS
+    ) -> None:
         self.pool = BufferPool()
         self.store = ServerStore(
             self.pool, member=0, n_members=N_WORKERS, engine_threads=engine_threads
@@ -199,7 +201,7 @@ def test_who_is_too_far_ahead_waits_for_the_slowest(build, kind):
     assert house.tensors[1].wait(timeout_s=SHORT_S) is None, "worker 0 has pushed nothing"
     house.push(0, delta(0, 0))
     assert house.wait(1) == 0
-    assert np.array_equal(output[-1:], total((1, 3, 2))[-1:]), "what waited is up to date"
+    assert np.array_equal(output, total((1, 3, 2))), "what waited is up to date"
     house.start(1, delta(1, 3))
     assert house.tensors[1].wait(timeout_s=SHORT_S) is None
     house.engines[0].leave()
@@ -213,3 +215,27 @@ def test_what_waits_fails_with_its_tensor(build):
     assert house.tensors[1].wait(timeout_s=SHORT_S) is None
     house.store.fail_tensor(0, MISMATCH)
     assert house.wait(1) == MISMATCH
+
+
+@pytest.mark.parametrize("engine_threads", [0, 2])
+@pytest.mark.parametrize("kind", ["inproc", "tcp4"])
+def test_without_staleness_all_go_in_step(build, kind, engine_threads):
+    """All get the same, although others push again as soon as they may."""
+    house = build(kind, engine_threads=engine_threads, staleness=0)
+    arrays = [delta(rank, 0) for rank in range(N_WORKERS)]
+    for rank in range(N_WORKERS):
+        broadcast(house, rank, arrays[rank])
+    assert [house.wait(rank) for rank in range(N_WORKERS)] == [0] * N_WORKERS
+    seed, found = delta(1, 0), {}
+
+    def push(rank: int) -> None:
+        found[rank] = [house.push(rank, delta(rank, step)) for step in range(10)]
+
+    threads = [threading.Thread(target=push, args=(rank,)) for rank in range(N_WORKERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT_S)
+    for step in range(10):
+        for rank in range(N_WORKERS):
+            assert np.array_equal(found[rank][step], seed + total((step + 1,) * N_WORKERS))
