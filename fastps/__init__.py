@@ -15,6 +15,7 @@ import numpy as np
 
 from fastps import current as _current
 from fastps import flights as _flights
+from fastps.asynchronous import ServerParameters
 from fastps.compression import Choice, Compression
 from fastps.errors import (
     AuthError,
@@ -115,6 +116,7 @@ __all__ = [
     "PeerLostError",
     "ProcessSet",
     "Product",
+    "ServerParameters",
     "ShutdownError",
     "StallError",
     "Sum",

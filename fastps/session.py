@@ -39,7 +39,7 @@ from fastps.arrays import (
 from fastps.compression import Choice, coding_of
 from fastps.config import Config
 from fastps.contract import Policy
-from fastps.control.blame import VERDICT_WAIT_S, Failure, Witness, stall_text
+from fastps.control.blame import VERDICT_WAIT_S, Failure, Witness
 from fastps.control.protocol import (
     Event,
     JobOver,
@@ -56,10 +56,10 @@ from fastps.errors import (
     NotInitializedError,
     PeerLostError,
     ShutdownError,
-    StallError,
     Status,
 )
 from fastps.objects import decode_object, encode_object
+from fastps.progress import Progress
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
 from fastps.uneven import StartedTensor, Uneven
@@ -107,7 +107,7 @@ class Session:
         self.wait_seconds = [0.0]
         self._client: ControlClient | None = None
         self._groups: Groups | None = None
-        self.uneven = Uneven(self)
+        self.uneven, self.progress = Uneven(self), Progress(self)
         self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         _sessions.add(self)
@@ -602,7 +602,9 @@ class Session:
     ) -> FastPSError:
         """Word the error of an operation that failed, or, if status is None, did not end."""
         if status is None:
-            return StallError(stall_text(f"tensor {tensor.name!r} was not reduced", timeout_s))
+            others = {*range(self.size)} - {self.rank, *self._witness.left}
+            spec = self._specs.get(tensor.name)
+            return self.progress.stall(tensor.name, spec, operation, others, timeout_s)
         if status == Status.MISMATCH and tensor.name not in self._poisoned:
             of_root = f"a broadcast from worker {operation}"
             return self._dispute(tensor, _OPERATIONS.get(operation, of_root))
@@ -648,7 +650,8 @@ class Session:
         if isinstance(event, TensorPoisoned):
             self.connections.fail_tensor(event.tensor_id, Status.MISMATCH)
         elif isinstance(event, Told):
-            self.uneven.hear(event)
+            if not self.progress.hear(event):
+                self.uneven.hear(event)
         elif isinstance(event, PeerLost):
             log.error("%s", event)
             self.uneven.end(Status.PEER_LOST)

@@ -14,7 +14,7 @@ from run_program import mark
 
 import fastps
 from fastps import session
-from fastps.contract import ANY_STALENESS, Policy
+from fastps.contract import Policy
 from fastps.errors import FastPSError
 from fastps.types import DType
 

@@ -73,6 +73,8 @@ PART_OF = {
     "fastps.operations": "fastps.session",
     "fastps.sets": "fastps.session",
     "fastps.uneven": "fastps.session",
+    "fastps.progress": "fastps.session",
+    "fastps.asynchronous": "fastps.session",
 }
 CORE_PART = re.compile(r"fastps\._core(_\w+)?$")
 

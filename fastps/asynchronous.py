@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous training: servers hold the parameters, workers push changes and take what is there.
+
+Decides how parameters come to the servers (one broadcast of rank 0's) and how far the fastest
+worker may run ahead; the servers count (server/_accumulate.pyx). With staleness s what a worker
+gets with its n-th push holds the first n - s of every other: stale synchronous parallel (Ho et
+al., NIPS 2013). Threads: those of the session.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fastps.contract import ANY_STALENESS, Policy
+from fastps.current import current
+from fastps.flights import Later
+from fastps.types import DType, dtype_of
+from fastps.worker.handle import Array
+
+
+class ServerParameters:
+    """Parameters that the servers hold, and to which each worker adds at its own pace."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Array],
+        *,
+        staleness: float | None = None,
+        prefix: str = "Async.",
+        dtype: DType | None = None,
+    ) -> None:
+        """Let the servers hold rank 0's parameters, and take them over here; blocks.
+
+        parameters: C-contiguous arrays by name, the same on all workers; written, now and by each
+        push(). staleness: how many pushes the fastest worker may be ahead of the slowest; with 0
+        all go in step, None or infinity lets nobody wait. The workers of one machine that share
+        memory add first and go in step; FASTPS_SHARED_MEMORY=0 takes each for itself. prefix:
+        another one for a second model. dtype: BFLOAT16 with uint16 arrays. All workers must call
+        it alike, MismatchError else. ConfigError where no server is there to hold them; a worker
+        without any others needs none.
+        """
+        self.bound = _bound_of(staleness)
+        self.arrays = list(parameters.values())
+        self._given = list(parameters)
+        self._names = [prefix + name for name in parameters]
+        self._dtype = dtype
+        self._session = current()
+        if self._session.size > 1:
+            self._seed()
+
+    def _seed(self) -> None:
+        specs = [
+            (name, array.shape, dtype_of(array.dtype) if self._dtype is None else self._dtype)
+            for name, array in zip(self._names, self.arrays, strict=True)
+        ]
+        self._session.declare(specs, policy=Policy.ACCUMULATE, staleness=self.bound)
+        self._session.broadcast_async(self.arrays, 0, self._names, dtype=self._dtype).wait()
+
+    def push(self, deltas: Sequence[Array] | Mapping[str, Array]) -> list[Array]:
+        """Add changes to the parameters and give what is there then; see push_async(). Blocks."""
+        return self.push_async(deltas).wait()
+
+    def push_async(self, deltas: Sequence[Array] | Mapping[str, Array]) -> Later[list[Array]]:
+        """Begin to add changes to the parameters, and to write what is there then over them here.
+
+        deltas: one per parameter in their order, or by name; read. Neither they nor the
+        parameters may be touched before wait() has returned. That waits for nobody, but for
+        workers so slow that this one is more than `staleness` pushes ahead; StallError names
+        them. Each change is added once, in the order in which they come. Bytes on the wire:
+        nbytes each way.
+        """
+        if isinstance(deltas, Mapping):
+            deltas = [deltas[name] for name in self._given]
+        if len(deltas) != len(self.arrays):
+            raise ValueError(f"{len(self.arrays)} parameters need as many changes")
+        if self._session.size > 1:
+            handle = self._session.push_pull_async(
+                deltas, self._names, average=False, out=self.arrays, dtype=self._dtype
+            )
+            return Later([handle], lambda _: self.arrays)
+        for array, delta in zip(self.arrays, deltas, strict=True):
+            np.add(array, delta, out=array)
+        return Later([], lambda _: self.arrays)
+
+
+def _bound_of(staleness: float | None) -> int:
+    """Give the contract's words for what users say."""
+    if staleness is None or staleness == math.inf:
+        return ANY_STALENESS
+    bound = operator.index(staleness)  # type: ignore[arg-type]
+    if not 0 <= bound < ANY_STALENESS:
+        raise ValueError(f"staleness {staleness} is no number of pushes: give 0 or more, or None")
+    return bound

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers of test_async.py do."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import fastps
+from fastps.errors import ConfigError, MismatchError, StallError
+
+COUNT, STEPS = 30_001, 24
+
+
+def dawdle() -> None:
+    """Be slower the higher the rank."""
+    for _ in range(3000 * fastps.rank()):
+        pass
+
+
+def marks(staleness: float | None, prefix: str) -> None:
+    """Each worker counts its pushes in a row of its own; nothing is lost, nothing counts twice."""
+    rank, size = fastps.rank(), fastps.size()
+    values = {"a": np.full((COUNT, size), rank + 5), "b": np.full(size, rank - 7.0)}
+    held = fastps.ServerParameters(values, staleness=staleness, prefix=prefix)
+    assert all(array is values[name] for name, array in zip("ab", held.arrays, strict=True))
+    mine = np.zeros(size, int)
+    mine[rank] = 1
+    deltas = {"a": np.tile(mine, (COUNT, 1)), "b": mine.astype(float)}
+    for step in range(1, STEPS + 1):
+        dawdle()
+        held.push(deltas)
+        for seen in (values["a"] - 5, np.atleast_2d(values["b"] + 7)):
+            assert (seen[:, rank] == step).all(), "what I gave is there, once"
+            if staleness is not None:
+                assert seen.min() >= step - staleness
+                assert seen.max() <= step + staleness + 1
+            if staleness == 0:
+                assert (seen == step).all(), "in step"
+    fastps.barrier()
+    held.push([np.zeros_like(array) for array in held.arrays])
+    assert (values["a"] == 5 + STEPS).all(), "the seed of rank 0 and all that was given"
+    assert (values["b"] == STEPS - 7).all()
+
+
+def least_squares(staleness: float | None, prefix: str) -> float:
+    """Find what all workers' data agree on; each has too few to find it alone."""
+    luck = np.random.default_rng(0)
+    inputs, wanted = luck.normal(size=(3, 8, 12)), luck.normal(size=12)
+    mine = inputs[fastps.rank()]
+    held = fastps.ServerParameters({"w": np.zeros(12)}, staleness=staleness, prefix=prefix)
+    (weights,) = held.arrays
+    steps = 0
+    while steps < 2000:
+        held.push([-0.01 * mine.T @ (mine @ (weights - wanted))])
+        steps += 1
+    fastps.barrier()
+    held.push([np.zeros(12)])
+    return float(np.abs(weights - wanted).max())
+
+
+def refused(*args: object, **options: object) -> str:
+    """Give what is said against parameters."""
+    try:
+        fastps.ServerParameters(*args, **options)
+    except (ConfigError, MismatchError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def everything() -> list[float]:
+    """Do all that needs servers, in one job."""
+    fastps.init()
+    for place, staleness in enumerate((None, 0, 1, 3)):
+        marks(staleness, f"marks{place}.")
+    found = [least_squares(staleness, f"fit{staleness}.") for staleness in (None, 0, 4)]
+    array = {"w": np.zeros(3)}
+    assert "give 0 or more" in refused(array, staleness=-1, prefix="x.")
+    assert "TypeError" in refused(array, staleness=1.5, prefix="x.")
+    said = refused(array, staleness=fastps.rank(), prefix="differ.")
+    assert "MismatchError" in said, said
+    assert "ACCUMULATE (staleness 1)" in said or "ACCUMULATE (staleness 2)" in said, said
+    fastps.shutdown()
+    return found
+
+
+def late() -> str:
+    """Let worker 2 stop while others go on; they say who is late."""
+    fastps.init(op_timeout_s=3.0)
+    held = fastps.ServerParameters({"w": np.zeros(100)}, staleness=2)
+    text = ""
+    try:
+        for _ in range(4 if fastps.rank() < 2 else 1):
+            held.push([np.ones(100)])
+    except StallError as error:
+        text = str(error)
+    fastps.barrier(timeout_s=60.0)
+    return text
+
+
+def without_servers() -> str:
+    """Say what is missing; a worker without others needs nobody."""
+    fastps.init()
+    if fastps.size() > 1:
+        return refused({"w": np.zeros(3)})
+    held = fastps.ServerParameters({"w": np.ones(3)})
+    assert (held.push({"w": np.ones(3)})[0] == 2).all()
+    return ""

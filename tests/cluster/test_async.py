@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous training on arrays over whole jobs."""
+
+from __future__ import annotations
+
+import programs_async
+import pytest
+from job import run_job
+
+SMALL = {"FASTPS_PARTITION_BYTES": "65536", "FASTPS_CHUNK_BYTES": "8192"}
+
+
+@pytest.mark.parametrize("servers", [0, 2])
+def test_nothing_is_lost_the_bound_holds_and_it_converges(servers):
+    found = run_job(programs_async.everything, workers=3, servers=servers, environment=SMALL)
+    assert max(map(max, found)) < 1e-6
+
+
+def test_who_is_late_is_named():
+    found = run_job(programs_async.late, workers=3, servers=1)
+    for text in found[:2]:
+        assert "had no answer within 3 s: worker 2 has begun 2 operations on it" in text
+        assert "; this worker 5. " in text
+    assert found[2] == ""
+
+
+def test_parameters_need_servers_that_hold_them():
+    shared = {"FASTPS_SHARED_MEMORY": "1"}
+    found = run_job(programs_async.without_servers, workers=2, servers=0, environment=shared)
+    assert all("needs servers" in text for text in found)
+    assert run_job(programs_async.without_servers, workers=1, servers=0) == [""]
