@@ -15,16 +15,20 @@ import numpy as np
 
 from fastps.current import current
 from fastps.flights import Flight, Later, labels_of
+from fastps.graph.rules import AdaptiveClipping, Rule, SelfCentredClipping
 from fastps.sets import gather_objects
 from fastps.topology import Topology, with_destinations, with_sources
 from fastps.types import DType
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:  # importing fastps brings as little as it can
+    from fastps.graph.neighbors import Neighbors
     from fastps.graph.weights import Targets
 
 FUSED_BYTES = 8 << 20  # of arrays that travel as one
 SMALL_BYTES = 1 << 20  # an array above that gains nothing by company
+
+CLIPPING = (SelfCentredClipping, AdaptiveClipping)
 
 Start = Callable[[Array, Array, str | None, DType | None], Flight]
 
@@ -38,14 +42,16 @@ def start_fused(
     name: str | None,
     start: Start,
     outs: Sequence[Array] | None = None,
+    rule: Rule | None = None,
 ) -> Later[list[Array]]:
     """Begin one operation for several arrays: small ones are copied together, with one result.
 
     codes: their types, as dtype of push_pull_async(). start: begins it for one array, into an
     out. outs: where results go; None: new arrays. The same packs are made on all workers, and
-    element by element the same is computed as without.
+    element by element the same is computed as without; clipping looks at whole arrays, so with
+    such a rule each goes alone.
     """
-    packs = _packs(arrays, codes)
+    packs = _packs(arrays, codes, -1 if isinstance(rule, CLIPPING) else SMALL_BYTES)
     labels = [name] if len(packs) == 1 else labels_of(name, len(packs))
     found = list(outs) if outs is not None else [_result_of(array) for array in arrays]
     flights = [
@@ -79,14 +85,16 @@ def _start_pack(
     return Later([start(own, result, label, code)], finish)
 
 
-def _packs(arrays: Sequence[Array], codes: Sequence[DType | None]) -> list[list[int]]:
+def _packs(
+    arrays: Sequence[Array], codes: Sequence[DType | None], small_bytes: int
+) -> list[list[int]]:
     """Sort indices into packs: small ones of one type together, each other one alone."""
     packs: list[list[int]] = []
     open_packs: dict[tuple[object, ...], tuple[list[int], int]] = {}
     for index, (array, code) in enumerate(zip(arrays, codes, strict=True)):
         key = (array.dtype, code)
         pack, nbytes = open_packs.get(key, ([], FUSED_BYTES))
-        if array.nbytes > SMALL_BYTES:
+        if array.nbytes > small_bytes:
             packs.append([index])
             continue
         if nbytes + array.nbytes > FUSED_BYTES:
@@ -99,6 +107,16 @@ def _packs(arrays: Sequence[Array], codes: Sequence[DType | None]) -> list[list[
 
 def _result_of(array: Array) -> Array:
     return current().groups.empty(array.shape, array.dtype)
+
+
+def start_neighbor_allreduce(
+    neighbors: Neighbors, array: Array, out: Array, *, rule: Rule | None = None, **how: Any
+) -> Flight:
+    """Begin to combine an array with neighbours', by a rule or weights; how: of Neighbors."""
+    if not isinstance(rule, CLIPPING):
+        return neighbors.allreduce(array, out, rule=rule, **how)
+    promise, finish = neighbors.clipped(array, out, rule, **how)
+    return Later([promise], lambda _: finish())
 
 
 def start_neighbor_allgather(
@@ -228,6 +246,7 @@ def neighbor_allreduce_async(
     self_weight: float | None = None,
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Targets | None = None,
+    rule: Rule | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> Later[Any]:
@@ -237,12 +256,13 @@ def neighbor_allreduce_async(
     """
 
     def start(array: Array, out: Array, label: str | None, code: DType | None) -> Flight:
-        return current().groups.neighbors.allreduce(
-            array, out, self_weight=self_weight, src_weights=src_weights,
-            dst_weights=dst_weights, is_checked=enable_topo_check, name=label, dtype=code,
+        return start_neighbor_allreduce(
+            current().groups.neighbors, array, out, self_weight=self_weight,
+            src_weights=src_weights, dst_weights=dst_weights, rule=rule,
+            is_checked=enable_topo_check, name=label, dtype=code,
         )  # fmt: skip
 
-    return _start_some(tensor, name, start)
+    return _start_some(tensor, name, start, rule)
 
 
 def neighbor_allreduce(
@@ -251,6 +271,7 @@ def neighbor_allreduce(
     self_weight: float | None = None,
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Targets | None = None,
+    rule: Rule | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> Any:
@@ -261,14 +282,16 @@ def neighbor_allreduce(
     weight, some in-neighbours) replace the graph's weights. dst_weights, with both, replaces its
     edges, for this call: ranks that get what we have, or rank: weight of what it gets, rounded
     once before it leaves. Products are added in the order of ranks, halves in float32. Weights
-    are not normalised. enable_topo_check: MismatchError where one worker sends what another does
-    not expect, at the cost of a byte each way; without it such a call may wait until
-    op_timeout_s. Blocks; raises ValueError, TypeError, PeerLostError, StallError. Bytes on the
-    wire: nbytes to each target.
+    are not normalised. rule: TrimmedMean(), CoordinateMedian(), SelfCentredClipping() or
+    AdaptiveClipping(), against neighbours that lie; the first two look only at whose arrays are
+    weighed, not how. All workers give rules of one kind. enable_topo_check: MismatchError where
+    one worker sends what another does not expect, at the cost of a byte each way; without it such
+    a call may wait until op_timeout_s. Blocks; raises ValueError, TypeError, PeerLostError,
+    StallError. Bytes on the wire: nbytes to each target.
     """
     return neighbor_allreduce_async(
         tensor, self_weight=self_weight, src_weights=src_weights, dst_weights=dst_weights,
-        enable_topo_check=enable_topo_check, name=name,
+        rule=rule, enable_topo_check=enable_topo_check, name=name,
     ).wait()  # fmt: skip
 
 
@@ -385,9 +408,11 @@ def neighbor_allgather(
     return found
 
 
-def _start_some(tensor: Array | Sequence[Array], name: str | None, start: Start) -> Later[Any]:
+def _start_some(
+    tensor: Array | Sequence[Array], name: str | None, start: Start, rule: Rule | None = None
+) -> Later[Any]:
     is_one = isinstance(tensor, np.ndarray | np.generic)
     some = [tensor] if is_one else list(tensor)
     arrays = [np.asarray(one, order="C") for one in some]
-    flight = start_fused(arrays, [None] * len(arrays), name, start)
+    flight = start_fused(arrays, [None] * len(arrays), name, start, rule=rule)
     return Later([flight], lambda found: found[0][0] if is_one else found[0])

@@ -137,15 +137,23 @@ from fastps.frameworks.torch.ops import (
 )
 from fastps.frameworks.torch.optimizer import DistributedOptimizer
 from fastps.frameworks.torch.parallel import DistributedDataParallel
+from fastps.graph.rules import (
+    AdaptiveClipping,
+    CoordinateMedian,
+    SelfCentredClipping,
+    TrimmedMean,
+)
 
 __all__ = [
     "BAND",
     "BOR",
     "BXOR",
+    "AdaptiveClipping",
     "Adasum",
     "Average",
     "CommunicationType",
     "Compression",
+    "CoordinateMedian",
     "DistributedAdaptThenCombineOptimizer",
     "DistributedAdaptWithCombineOptimizer",
     "DistributedDataParallel",
@@ -158,8 +166,10 @@ __all__ = [
     "Min",
     "ProcessSet",
     "Product",
+    "SelfCentredClipping",
     "Sum",
     "SyncBatchNorm",
+    "TrimmedMean",
     "add_process_set",
     "allgather",
     "allgather_async",

@@ -66,16 +66,17 @@ class ReduceOp(enum.IntEnum):
     BOR = 6
     BXOR = 7
     MIX = 8  # a sum in which each array has a weight: of floats
+    TRIMMED_MEAN = 9  # without the largest and smallest: of floats
 
     def has_meaning(self, dtype: DType) -> bool:
-        """Tell whether an element type allows it: floats have no bits, and only they weights."""
+        """Tell whether an element type allows it: floats have no bits, and only they are mixed."""
         is_float = dtype <= DType.BFLOAT16
-        return self < ReduceOp.BAND or is_float == (self is ReduceOp.MIX)
+        return self < ReduceOp.BAND or is_float == (self >= ReduceOp.MIX)
 
     def check(self, dtype: DType) -> None:
         """Raise TypeError if an element type does not allow it."""
         if not self.has_meaning(dtype):
-            right = "floats" if self is ReduceOp.MIX else "integers and bool"
+            right = "floats" if self >= ReduceOp.MIX else "integers and bool"
             raise TypeError(f"op {self.name.lower()} is for {right}, not {dtype.name.lower()}")
 
 

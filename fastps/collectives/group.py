@@ -83,8 +83,9 @@ def _copy_alone(steps: Schedule, array: Array | None, out: Array | None) -> None
 KINDS = (
     "allreduce", "allgather", "reduce", "reducescatter", "gather", "scatter", "alltoall",
     "broadcast", "barrier", "send", "neighbor_allreduce", "neighbor_allgather",
-    "hierarchical_neighbor_allreduce",
+    "hierarchical_neighbor_allreduce", "neighbor_trimmed_mean",
 )  # fmt: skip
+_NEIGHBOR_RULES = {"neighbor_allgather": None, "neighbor_trimmed_mean": ReduceOp.TRIMMED_MEAN}
 
 
 class _Host(Protocol):
@@ -355,12 +356,12 @@ class Group:
         """Begin what a schedule says; every member does, though it may have nothing to do.
 
         key: one of KINDS, and all that the schedule follows from. divisor: of folds without
-        weights.
+        weights; how many a trimmed mean leaves out at each end.
         """
         if np.may_share_memory(array, out):
             raise ValueError("array and out overlap; use two")
         code = self._dtype(array, dtype)
-        rule = None if key[0] == "neighbor_allgather" else ReduceOp.SUM
+        rule = _NEIGHBOR_RULES.get(str(key[0]), ReduceOp.SUM)
         return self._start(
             key, make, array, out, out,
             channel=self._channel(name), label=self._label(key, name), name=name, dtype=code,
@@ -563,7 +564,7 @@ class Group:
             address = reduce_kernel(rule, DType(dtype or 0))
             if is_weighted:
                 mix = reduce_kernel(ReduceOp.MIX, DType(dtype or 0))
-        code = KINDS.index(str(key[0])) * 8 + int(rule or 0)
+        code = KINDS.index(str(key[0])) * 8 + int(rule or 0) % 8  # a trimmed mean has its own kind
         kind = _Kind(program, address, mix, itemsize, int(dtype or 0), code)
         if len(self._kinds) >= MANY_KINDS:
             self._kinds.clear()

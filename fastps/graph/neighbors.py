@@ -8,12 +8,18 @@ communicated when they change. Threads: any; operations without a name from one.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from fastps.collectives.group import Group, Promise
 from fastps.graph import schedule as plans
+from fastps.graph.rules import ClippingRule, OrderRule, clipped_weights
 from fastps.graph.schedule import Edges
 from fastps.graph.weights import Graph, Mixing, Targets, check_peers, mixing
 from fastps.topology import Topology, as_topology, exponential_graph
@@ -79,15 +85,51 @@ class Neighbors:
         self_weight: float | None = None,
         src_weights: Mapping[int, float] | None = None,
         dst_weights: Targets | None = None,
+        rule: OrderRule | None = None,
         is_checked: bool = True,
         name: str | None = None,
         dtype: DType | None = None,
     ) -> Promise:
-        """Begin to mix our array with those of neighbours."""
+        """Begin to mix our array with those of neighbours, or to combine them by a rule."""
         group = self._group
         how = mixing(self.graph, group.rank, self_weight, src_weights, dst_weights,
                      is_checked=is_checked)  # fmt: skip
-        return _start_mix(group, how, array, out, name, dtype)
+        if rule is None:
+            return _start_mix(group, how, array, out, name, dtype)
+        return _start_trimmed(group, how, rule, array, out, name, dtype)
+
+    def clipped(
+        self,
+        array: Array,
+        out: Array,
+        rule: ClippingRule,
+        *,
+        self_weight: float | None = None,
+        src_weights: Mapping[int, float] | None = None,
+        dst_weights: Targets | None = None,
+        is_checked: bool = True,
+        name: str | None = None,
+        dtype: DType | None = None,
+    ) -> tuple[Promise, Callable[[], Array]]:
+        """Begin to gather what neighbours have; when it is there, the second puts it into out."""
+        me, code = self._group.rank, _floats(array, dtype)
+        how = mixing(self.graph, me, self_weight, src_weights, dst_weights,
+                     is_checked=is_checked)  # fmt: skip
+        edges = how.edges
+        if edges.n_copies:
+            raise ValueError("what is clipped is sent as it is: give dst_weights without factors")
+        heard = [*edges.sources, *edges.ignored]
+        rows = np.empty((len(heard), array.size), array.dtype)
+        promise = self.allgather(
+            array, rows, sources=heard, targets=[one for one, _ in edges.targets],
+            counts=[array.size] * len(heard), is_checked=is_checked, name=name, dtype=code,
+        )  # fmt: skip
+        members = sorted([(one, rows[i]) for i, one in enumerate(edges.sources)]
+                         + [(me, array)], key=operator.itemgetter(0))  # fmt: skip
+        arrays = [one for _, one in members]
+        own = bisect.bisect(edges.sources, me)
+        weights = how.weights or (1 / len(arrays),) * len(arrays)
+        return promise, lambda: _clip(rule, arrays, own, weights, out, code)
 
     def pair_gossip(
         self,
@@ -205,14 +247,53 @@ def _start_mix(
     )  # fmt: skip
 
 
+def _start_trimmed(
+    group: Group, how: Mixing, rule: OrderRule, array: Array, out: Array, name: str | None,
+    dtype: DType | None,
+) -> Promise:  # fmt: skip
+    """Begin to combine; weights say only whose arrays, and what is sent."""
+    edges, code = how.edges._replace(is_mean=True), _floats(array, dtype)
+    trim = rule.trim_of(len(edges.sources) + 1)
+    if group.size == 1:
+        return _alone(group, Mixing(edges, ()), array, out, code)
+    return group.among_neighbors(
+        ("neighbor_trimmed_mean", array.nbytes, *edges),
+        lambda: plans.neighbor_allreduce(group.rank, edges, array.nbytes, array.itemsize),
+        array, out, name=name, dtype=code, divisor=trim,
+        weights=how.weights if edges.n_copies else (),
+    )  # fmt: skip
+
+
+def _clip(
+    rule: ClippingRule, arrays: Sequence[Array], own: int, weights: Sequence[float], out: Array,
+    code: DType,
+) -> Array:  # fmt: skip
+    """Mix with the weights that clipping makes, whatever cannot be used left out."""
+    from fastps.reduce import distance_kernel, reduce_kernel  # noqa: PLC0415  (imports Numba)
+
+    squares = (ctypes.c_double * len(arrays))()
+    _run(distance_kernel(code), arrays, squares, out.size, ctypes.c_int64(own))
+    found = clipped_weights(rule, own, weights, list(squares))
+    used = [one == own or weight != 0.0 for one, weight in enumerate(found)]
+    kept = list(itertools.compress(found, used))
+    values = (ctypes.c_double * len(kept))(*kept)
+    target = out.ctypes.data
+    _run(reduce_kernel(ReduceOp.MIX, code), list(itertools.compress(arrays, used)), target,
+         out.size, values)  # fmt: skip
+    return out
+
+
+def _run(kernel: int, arrays: Sequence[Array], target: Any, count: int, args: Any) -> None:
+    addresses = (ctypes.c_void_p * len(arrays))(*[one.ctypes.data for one in arrays])
+    _RULE(kernel)(addresses, len(arrays), target, count, ctypes.byref(args))
+
+
 def _alone(group: Group, how: Mixing, array: Array, out: Array, code: DType) -> Promise:
     """Do the operation of a job of one: what is our own has a weight too."""
     promise = group.allreduce(array, out, dtype=code)  # copies
     if how.weights:
         from fastps.reduce import reduce_kernel  # noqa: PLC0415  (imports Numba)
 
-        address = (ctypes.c_void_p * 1)(out.ctypes.data)
-        weight = ctypes.byref(ctypes.c_double(how.weights[0]))
-        rule = _RULE(reduce_kernel(ReduceOp.MIX, code))
-        rule(address, 1, out.ctypes.data, out.size, weight)
+        kernel, weight = reduce_kernel(ReduceOp.MIX, code), ctypes.c_double(how.weights[0])
+        _run(kernel, [out], out.ctypes.data, out.size, weight)
     return promise

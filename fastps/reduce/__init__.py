@@ -2,23 +2,25 @@
 """Sums, extremes and so on of n arrays: machine code that any thread calls by address, no GIL.
 
 Decides how numbers are added, divided and rounded; must never know keys, peers or who calls.
-kernels.py and codec/kernels.py, which encode and decode, are the only files of fastps that import
-Numba, and library.py loads them when the first kernel is asked for: a process that only sends
-gradients never pays for Numba.
+kernels.py, robust.py (against sources that lie) and codec/kernels.py, which encode and decode, are
+the only files of fastps that import Numba, and library.py loads them when the first kernel is
+asked for: a process that only sends gradients never pays for Numba.
 
 The address is that of a C function
 
     int64_t f(const void* const* srcs, int64_t n_srcs, void* dst, int64_t count, const void* args)
 
 a rule, which makes one of many (see kernels.py). args: what it wants besides: a sum the divisor
-as one int64_t, a mix a weight for each source as double, another operation nothing. It returns 1
+as one int64_t, a mix a weight for each source as double, a trimmed mean how
+many to leave out at each end, another operation nothing. It returns 1
 on success, and a negative status of _core.pxd for bad arguments.
 """
 
-from fastps.reduce.library import codec_kernel, reduce_kernel, sum_kernel, warm
+from fastps.reduce.library import codec_kernel, distance_kernel, reduce_kernel, sum_kernel, warm
 
 __all__ = [
     "codec_kernel",
+    "distance_kernel",
     "reduce_kernel",
     "sum_kernel",
     "warm",

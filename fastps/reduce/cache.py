@@ -43,8 +43,22 @@ MAX_STEPS = 256  # names on a path; links may lead in a circle
 
 def load_kernel(op: ReduceOp, dtype: DType) -> Any:
     """Load the sum, or so, of one element type from the cache, or compile and keep it."""
+    if op is ReduceOp.TRIMMED_MEAN:
+        return _load_robust("trimmed_mean", dtype)
     compile_it = functools.partial(kernels.compile_kernel, op, dtype)
     return _load(f"{op.name}_{dtype.name}".lower(), compile_it, (kernels, types))
+
+
+def load_distances(dtype: DType) -> Any:
+    """Load the kernel of square distances between arrays, as load_kernel() does."""
+    return _load_robust("square_distances", dtype)
+
+
+def _load_robust(what: str, dtype: DType) -> Any:
+    from fastps.reduce import robust  # noqa: PLC0415  (few jobs need it)
+
+    compile_it = functools.partial(getattr(robust, f"compile_{what}"), dtype)
+    return _load(f"{what}_{dtype.name}".lower(), compile_it, (kernels, robust, types))
 
 
 def load_codec(verb: str, what: str, does: bool) -> Any:

@@ -301,7 +301,7 @@ def form_of(op: ReduceOp, code: DType) -> Form:
     form = FORMS[code]
     if op is ReduceOp.SUM:
         return form
-    if op is ReduceOp.MIX:
+    if op >= ReduceOp.MIX:
         return form._replace(max_divisor=0)
     # Any byte but 0 is true: 1 and 2 have no bit in common.
     widen = _zero_or_one if code is DType.BOOL else form.widen

@@ -39,6 +39,13 @@ def sum_kernel(dtype: DType) -> int:
     return reduce_kernel(ReduceOp.SUM, dtype)
 
 
+def distance_kernel(dtype: DType) -> int:
+    """Give the address of the square distances between floats, as reduce_kernel does."""
+    ReduceOp.MIX.check(dtype)
+    with _lock:
+        return int(_compiled_distances(DType(dtype)).address)
+
+
 def warm(dtypes: Iterable[DType] = tuple(DType)) -> None:
     """Compile all kernels of these element types now and leave them in the cache directory."""
     for dtype in dtypes:
@@ -63,6 +70,16 @@ def _compiled(op: ReduceOp, dtype: DType) -> Any:
 
     kernel = cache.load_kernel(op, dtype)
     _tell(f"{op.name} kernel for {dtype.name}".lower(), kernel, started)
+    return kernel
+
+
+@functools.cache
+def _compiled_distances(dtype: DType) -> Any:
+    started = time.perf_counter()
+    from fastps.reduce import cache  # noqa: PLC0415
+
+    kernel = cache.load_distances(dtype)
+    _tell(f"distances kernel for {dtype.name}".lower(), kernel, started)
     return kernel
 
 

@@ -302,6 +302,8 @@ def alone() -> str:
     found = fastps.neighbor_allreduce(x, self_weight=0.5, src_weights={}, dst_weights=[])
     assert found.tolist() == (x / 2).tolist()
     assert fastps.hierarchical_neighbor_allreduce([x, x])[1].tolist() == x.tolist()
+    for rule in (fastps.TrimmedMean(0), fastps.CoordinateMedian(), fastps.AdaptiveClipping(0.5)):
+        assert fastps.neighbor_allreduce(x, rule=rule).tolist() == x.tolist()
     assert fastps.neighbor_allgather(x).tolist() == []
     assert (fastps.machine_size(), fastps.machine_rank()) == (1, 0)
     assert fastps.in_neighbor_ranks() == fastps.out_neighbor_machine_ranks() == []

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import programs_graph
+import programs_robust
 import pytest
 from job import run_job
 from test_collectives import WAYS
@@ -23,6 +24,12 @@ def test_operations_equal_numpy(workers, way):
 
 def test_one_worker_is_all():
     assert run_job(programs_graph.alone, workers=1, servers=0) == ["done"]
+
+
+@pytest.mark.parametrize("way", ["memory", "tcp"])
+def test_rules_keep_honest_workers_together_and_the_mean_does_not(way):
+    found = run_job(programs_robust.liars, workers=5, servers=0, environment=WAYS[way])
+    assert found == ["done"] * 5
 
 
 @pytest.mark.parametrize("way", ["memory", "tcp"])

@@ -176,6 +176,52 @@ def algorithms() -> dict[str, float]:
     return errors
 
 
+# ---- a neighbour that lies ----
+
+
+def distance_beside_a_liar(me: int, n: int, rule: Any, **options: Any) -> float:
+    """Solve the same least squares on all but the last, who sends garbage; give our error."""
+    matrix, right = (torch.from_numpy(one) for one in problem(0))
+    matrix = torch.linalg.qr(matrix).Q * ROWS**0.5  # so that each step takes 5 % of the error
+    model = nn.Linear(WIDTH, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.constant_(model.weight, float(me))
+    sgd = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = fps.DistributedAdaptThenCombineOptimizer(sgd, model, **options)
+    optimizer.rule = rule
+    for step in range(150):
+        if me == n - 1:
+            with torch.no_grad():
+                model.weight.fill_((1e6, torch.nan, torch.inf, -1e6)[step % 4])
+        optimizer.zero_grad()
+        (((model(matrix)[:, 0] - right) ** 2).sum() / (2 * ROWS)).backward()
+        optimizer.step()
+    optimum = torch.linalg.lstsq(matrix, right[:, None]).solution[:, 0]
+    return float((model.weight.detach()[0] - optimum).norm())
+
+
+def liars() -> dict[str, float]:
+    """Give the errors by every rule; refuse rules where they have no meaning."""
+    me, n = start()
+    fps.set_topology(topology.fully_connected_graph(n))
+    errors = {"none": distance_beside_a_liar(me, n, None)}
+    errors["trimmed"] = distance_beside_a_liar(me, n, fps.TrimmedMean(1))
+    errors["clipped"] = distance_beside_a_liar(me, n, fps.AdaptiveClipping(0.2), overlap=False)
+    x = torch.arange(3.0, dtype=torch.bfloat16) + me
+    some = fps.neighbor_allreduce([x, x[:2].clone()], rule=fps.CoordinateMedian())
+    assert [one.tolist() for one in some] == [[2.0, 3.0, 4.0], [2.0, 3.0]]
+    model = nn.Linear(2, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fps.DistributedAdaptThenCombineOptimizer(
+        sgd, model, fps.CommunicationType.allreduce, overlap=False
+    )
+    optimizer.rule = fps.CoordinateMedian()
+    model(torch.ones(2)).sum().backward()
+    with pytest.raises(ValueError, match="what neighbors have, not allreduce"):
+        optimizer.step()
+    end()
+    return {} if me == n - 1 else errors
+
+
 # ---- every optimizer of torch, J passes, changing edges, buffers, hierarchy ----
 
 

@@ -35,3 +35,13 @@ def test_algorithms_follow_their_recursions_and_have_the_bias_they_should():
     ):  # fmt: skip
         assert max(errors["exact"], errors["tracking"]) < 1e-6, errors
         assert min(errors["atc"], errors["awc"], errors["decentlam"]) > 1e-4, errors
+
+
+def test_a_rule_keeps_a_liar_from_spoiling_training_and_the_mean_does_not():
+    *honest, liar = run_job(
+        programs_decentralized.liars, workers=5, servers=0, timeout_s=110.0, environment=MEMORY
+    )  # fmt: skip
+    assert liar == {}
+    for errors in honest:
+        assert not errors["none"] < 1e3, errors
+        assert max(errors["trimmed"], errors["clipped"]) < 1e-2, errors

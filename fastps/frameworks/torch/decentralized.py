@@ -23,7 +23,9 @@ from fastps.frameworks.torch.neighbors import start_mix
 from fastps.frameworks.torch.optimizer import DistributedOptimizer, SynchronizedOptimizer
 from fastps.frameworks.torch.tensors import check_tensor, make_room, wire_dtype
 from fastps.graph.neighbors import Neighbors
+from fastps.graph.rules import Rule
 from fastps.graph.weights import Targets
+from fastps.neighbors import start_neighbor_allreduce
 from fastps.types import DType, Op
 from fastps.worker.handle import Array
 
@@ -58,6 +60,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     self_weight: float | None
     src_weights: Mapping[int, float] | None
     dst_weights: Targets | None
+    rule: Rule | None
     src_machine_weights: Mapping[int, float] | None
     dst_machine_weights: Targets | None
     enable_topo_check: bool
@@ -75,7 +78,9 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
     def mixing(self) -> tuple[Callable[..., Flight], dict[str, Any]] | None:
         """Give the operation and its keywords, as the attributes have it now."""
-        kind = self.communication_type
+        kind, is_with_neighbors = self.communication_type, CommunicationType.neighbor_allreduce
+        if self.rule is not None and kind not in (is_with_neighbors, CommunicationType.empty):
+            raise ValueError(f"a rule combines what neighbors have, not {kind.value}")
         if kind is CommunicationType.empty or current().size == 1:
             return None
         if kind is CommunicationType.allreduce:
@@ -83,9 +88,10 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         how: dict[str, Any] = {
             "self_weight": self.self_weight, "is_checked": self.enable_topo_check,
         }  # fmt: skip
-        if kind is CommunicationType.neighbor_allreduce:
-            how |= {"src_weights": self.src_weights, "dst_weights": self.dst_weights}
-            return Neighbors.allreduce, how
+        if kind is is_with_neighbors:
+            how |= {"src_weights": self.src_weights, "dst_weights": self.dst_weights,
+                    "rule": self.rule}  # fmt: skip
+            return start_neighbor_allreduce, how
         how["src_machine_weights"] = self.src_machine_weights
         how["dst_machine_weights"] = self.dst_machine_weights
         return Neighbors.hierarchical_allreduce, how
@@ -424,7 +430,7 @@ def DistributedAdaptWithCombineOptimizer(
     """Mix parameters while forward and backward run, then step: x <- A(x) - opt(g(x)).
 
     The same object comes back, with attributes that may be changed at every iteration:
-    communication_type, self_weight, src_weights, dst_weights, src_machine_weights,
+    communication_type, self_weight, src_weights, dst_weights, rule, src_machine_weights,
     dst_machine_weights, enable_topo_check. model: its first module's forward() starts mixing.
     num_steps_per_communication: mixing goes with every so many passes; step() after each of
     them, or after all, whose gradients are then added. average_buffers: mix its buffers of floats
@@ -514,7 +520,7 @@ def _adopt(
     models, kind = _list(model), type(optimizer)
     _parameters_of(optimizer, models)  # raises before anything is changed
     buffers = [one for module in models for one in module.buffers() if one.is_floating_point()]
-    weights = ("self_weight", "src_weights", "dst_weights", "src_machine_weights",
+    weights = ("self_weight", "src_weights", "dst_weights", "rule", "src_machine_weights",
                "dst_machine_weights")  # fmt: skip
     vars(optimizer).update(dict.fromkeys(weights), communication_type=communication_type,
                            enable_topo_check=True)  # fmt: skip

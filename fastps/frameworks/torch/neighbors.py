@@ -24,6 +24,7 @@ from fastps.frameworks.torch.tensors import (
     wire_dtype,
 )
 from fastps.graph.neighbors import Neighbors
+from fastps.graph.rules import Rule
 from fastps.graph.weights import Targets
 from fastps.types import DType
 from fastps.worker.handle import Array
@@ -38,13 +39,14 @@ def neighbor_allreduce_async(
     self_weight: float | None = None,
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Targets | None = None,
+    rule: Rule | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> Later[Any]:
     """Begin neighbor_allreduce() and give a handle for synchronize(); does not block."""
     return start_mix(
-        tensor, name, Neighbors.allreduce, self_weight=self_weight, src_weights=src_weights,
-        dst_weights=dst_weights, is_checked=enable_topo_check,
+        tensor, name, ops.start_neighbor_allreduce, self_weight=self_weight,
+        src_weights=src_weights, dst_weights=dst_weights, rule=rule, is_checked=enable_topo_check,
     )  # fmt: skip
 
 
@@ -143,7 +145,7 @@ def start_mix(
         return mix(current().groups.neighbors, array, out, name=label, dtype=code, **how)
 
     arrays = [view_of(one) for one in sources]
-    flight = ops.start_fused(arrays, codes, name, start, outs)
+    flight = ops.start_fused(arrays, codes, name, start, outs, how.get("rule"))
 
     def finish(found: list[Any]) -> Any:
         tensors = [tensor_over(one, source.dtype)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels for sources that may lie: means of what lies in the middle, and distances.
+
+Made of the words of kernels.py, by rows and in the same types, on any thread, without the GIL. An
+element's place among n is found by comparing it with all others, which needs no memory and no
+branch: n^2 comparisons of rows that are in the first cache. Everything that decides what the
+machine code does must stay here and in kernels.py: the cache is keyed by their content.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from fastps.reduce import kernels
+from fastps.reduce.kernels import BAD_ARGUMENT, OK, Element, Row
+from fastps.types import DType, ReduceOp
+
+# What kernels.py says of its own words; Numba takes them for functions of this file.
+_word, _load, _splat, _Pointer = kernels._word, kernels._load, kernels._splat, kernels._Pointer
+_store, _divided, _width, _address = (
+    kernels._store, kernels._divided, kernels._width, kernels._address,
+)  # fmt: skip
+_I64, _F64 = ir.IntType(64), ir.DoubleType()
+
+
+def _is_less(b: Any, x: Any, y: Any) -> Any:
+    """Compare two rows; a NaN is the largest, and equal to any other."""
+    return b.and_(b.fcmp_unordered("<", x, y), b.fcmp_ordered("ord", x, x))
+
+
+def _number_row(b: Any, number: Any, like: Any) -> Any:
+    return _splat(b, b.sitofp(number, like.type.element), like.type.count)
+
+
+# ---- words ----
+@_word
+def _row(_context: Any, source: Any, index: Any, whole: Any) -> tuple[Any, Any]:
+    """Load a whole row (or one element) of a source."""
+    row = Row(source.dtype, source.dtype.width if whole.literal_value else 1)
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        return _load(b, args[0], args[1], row)
+
+    return row(source, types.int64, whole), emit
+
+
+@_word
+def _nothing(_context: Any, target: Any, source: Any, whole: Any) -> tuple[Any, Any]:
+    """Give zeros of the target's type, as many as a row of the source has."""
+    row = Row(target.dtype, source.dtype.width if whole.literal_value else 1)
+    zeros = ir.Constant(ir.VectorType(row.element.form.accumulator, row.width), [0.0] * row.width)
+    return row(target, source, whole), lambda _c, _b, _s, _args: zeros
+
+
+@_word
+def _placed(_context: Any, place: Any, x: Any, other: Any, is_first: Any) -> tuple[Any, Any]:
+    """Add 1 to the places of x where the other source comes before it; is_first: also if equal."""
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        is_later = b.not_(_is_less(b, args[1], args[2]))
+        is_before = is_later if is_first.literal_value else _is_less(b, args[2], args[1])
+        return b.fadd(args[0], b.uitofp(is_before, args[0].type))
+
+    return place(place, x, other, is_first), emit
+
+
+@_word
+def _kept(
+    _context: Any, total: Any, x: Any, place: Any, low: Any, high: Any
+) -> tuple[Any, Any]:  # fmt: skip
+    """Add x to a total where its place is low or more and less than high."""
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        total, x, place, low, high = args
+        is_in = b.and_(
+            b.fcmp_ordered(">=", place, _number_row(b, low, place)),
+            b.fcmp_ordered("<", place, _number_row(b, high, place)),
+        )
+        return b.fadd(total, b.select(is_in, x, ir.Constant(x.type, [0.0] * x.type.count)))
+
+    return total(total, x, place, types.int64, types.int64), emit
+
+
+@_word
+def _squared(_context: Any, total: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    """Add the squares of x - y, in float64."""
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        wide = [one if one.type == args[0].type else b.fpext(one, args[0].type)
+                for one in args[1:]]  # fmt: skip
+        gap = b.fsub(*wide)
+        return b.fadd(args[0], b.fmul(gap, gap))
+
+    return total(total, x, y), emit
+
+
+@_word
+def _sum_of(_context: Any, row: Any) -> tuple[Any, Any]:
+    """Add the lanes of a row of float64, in their order."""
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        total = ir.Constant(_F64, 0.0)
+        for lane in range(row.width):
+            total = b.fadd(total, b.extract_element(args[0], ir.Constant(ir.IntType(32), lane)))
+        return total
+
+    return types.float64(row), emit
+
+
+@_word
+def _put(_context: Any, target: Any, index: Any, value: Any) -> tuple[Any, Any]:
+    """Write one float64."""
+
+    def emit(context: Any, b: Any, _s: Any, args: Any) -> Any:
+        b.store(args[2], b.gep(args[0], [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, types.float64), emit
+
+
+# ---- kernels ----
+def _trimmed_mean(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
+    """Average, element by element, what is left without the largest and the smallest.
+
+    dst[i] = sum of x over the x in sources with trim <= place(x) < n - trim, / (n - 2 trim), where
+    places count from 0 for the smallest of n elements i; of equal ones the earlier source comes
+    first. The median is trim = (n - 1) / 2, rounded down: of even n the mean of the middle two.
+
+    srcs: table of n_srcs addresses of element[count], IN. dst: element[count], OUT; each source is
+    dst itself or disjoint from it. args: int64[1], IN, trim, 0 or more and 2 trim < n. Kept ones
+    are added in the order of sources, in the accumulator's type, and rounded once. NaN counts as
+    larger than all: it is trimmed as such, and where more sources than trim have one, some may be
+    kept and the result be NaN. A sum begins with 0.0, so none is -0.0. Runs without the GIL;
+    allocates nothing. Returns OK, or BAD_ARGUMENT before anything was written.
+    Source: Yin, Chen, Ramchandran and Bartlett, "Byzantine-robust distributed learning: towards
+    optimal statistical rates", ICML 2018, definitions 1 and 2.
+    """
+    if _address(srcs) == 0 or _address(args) == 0 or n_srcs < 1 or count < 0:
+        return BAD_ARGUMENT
+    trim = args[0]
+    if trim < 0 or trim > (n_srcs - 1) // 2 or (_address(dst) == 0 and count > 0):
+        return BAD_ARGUMENT
+    high, n_kept = n_srcs - trim, n_srcs - 2 * trim
+    width = _width(dst)
+    whole = count - (count & (width - 1))
+    for i in range(0, whole, width):
+        total = _nothing(dst, dst, True)
+        for j in range(n_srcs):
+            x, place = _row(srcs[j], i, True), _nothing(dst, dst, True)
+            for k in range(j):
+                place = _placed(place, x, _row(srcs[k], i, True), True)
+            for k in range(j + 1, n_srcs):
+                place = _placed(place, x, _row(srcs[k], i, True), False)
+            total = _kept(total, x, place, trim, high)
+        _store(dst, i, _divided(total, n_kept))
+    for i in range(whole, count):
+        one = _nothing(dst, dst, False)
+        for j in range(n_srcs):
+            y, rank = _row(srcs[j], i, False), _nothing(dst, dst, False)
+            for k in range(j):
+                rank = _placed(rank, y, _row(srcs[k], i, False), True)
+            for k in range(j + 1, n_srcs):
+                rank = _placed(rank, y, _row(srcs[k], i, False), False)
+            one = _kept(one, y, rank, trim, high)
+        _store(dst, i, _divided(one, n_kept))
+    return OK
+
+
+def _square_distances(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
+    """Sum the squares of differences to one of the sources: dst[j] = |srcs[j] - srcs[center]|^2.
+
+    srcs: table of n_srcs addresses of element[count], IN. dst: float64[n_srcs], OUT. args:
+    int64[1], IN, center. Differences, squares and sums are of float64, by lanes and then over
+    lanes: the same bits for the same count. NaN and inf pass through. Runs without the GIL;
+    allocates nothing. Returns OK, or BAD_ARGUMENT before anything was written.
+    """
+    if _address(srcs) == 0 or _address(args) == 0 or _address(dst) == 0 or count < 0:
+        return BAD_ARGUMENT
+    center = args[0]
+    if center < 0 or center >= n_srcs:
+        return BAD_ARGUMENT
+    width = _width(srcs[0])
+    whole = count - (count & (width - 1))
+    for j in range(n_srcs):
+        rows = _nothing(dst, srcs[0], True)
+        for i in range(0, whole, width):
+            rows = _squared(rows, _row(srcs[j], i, True), _row(srcs[center], i, True))
+        rest = _nothing(dst, srcs[0], False)
+        for i in range(whole, count):
+            rest = _squared(rest, _row(srcs[j], i, False), _row(srcs[center], i, False))
+        _put(dst, j, _sum_of(rows) + _sum_of(rest))
+    return OK
+
+
+def compile_trimmed_mean(code: DType, *, is_cached: bool) -> Any:
+    """Compile a trimmed mean for one element type, as kernels.compile_kernel() does a sum."""
+    pointer = _Pointer(Element(ReduceOp.TRIMMED_MEAN, code))
+    return _compile(_trimmed_mean, pointer, pointer, is_cached=is_cached)
+
+
+def compile_square_distances(code: DType, *, is_cached: bool) -> Any:
+    """Compile square distances for one element type."""
+    pointer = _Pointer(Element(ReduceOp.MIX, code))
+    target = _Pointer(Element(ReduceOp.MIX, DType.FLOAT64))
+    return _compile(_square_distances, pointer, target, is_cached=is_cached)
+
+
+def _compile(function: Any, pointer: Any, target: Any, *, is_cached: bool) -> Any:
+    args = _Pointer(types.int64)
+    signature = types.int64(_Pointer(pointer), types.int64, target, types.int64, args)
+    make = kernels._cfunc(
+        signature, cache=is_cached, error_model="numpy", boundscheck=False, _nrt=False
+    )
+    return make(function)
