@@ -73,8 +73,9 @@ def seconds_of(program: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+@pytest.mark.alone
 def test_importing_fastps_costs_little_over_numpy():
     seconds_of("import fastps")  # compiles what was changed
     pairs = [(seconds_of("import numpy"), seconds_of("import fastps")) for _ in range(RUNS)]
-    medians = [sorted(times)[RUNS // 2] for times in zip(*pairs, strict=True)]
-    assert medians[1] - medians[0] < MOST_S, medians
+    leasts = [min(times) for times in zip(*pairs, strict=True)]  # others only make it more
+    assert leasts[1] - leasts[0] < MOST_S, leasts
