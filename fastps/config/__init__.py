@@ -286,6 +286,8 @@ class Config:
         allowed=("auto", "on", "off"),
         text="Whether one worker of every machine serves a share of the bytes too; auto: where "
              "there are fewer servers than worker machines.")
+    enable_async: bool = _set(JOB, False, "BYTEPS_ENABLE_ASYNC",
+        text="Let optimizers train asynchronously unless told otherwise.")
     scheduler_host: str = _set(ADDRESS, "", "DMLC_PS_ROOT_URI", "MASTER_ADDR",
         text="Name or address of the scheduler.")
     scheduler_port: int = _set(ADDRESS, 0, "DMLC_PS_ROOT_PORT", allowed=(0, 65535),

@@ -61,7 +61,8 @@ def least_squares(staleness: float | None, prefix: str) -> float:
 def refused(*args: object, **options: object) -> str:
     """Give what is said against parameters."""
     try:
-        fastps.ServerParameters(*args, **options)
+        held = fastps.ServerParameters(*args, **options)
+        held.push([np.zeros(3)])  # rank 0 has given its own before it can hear of others
     except (ConfigError, MismatchError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""

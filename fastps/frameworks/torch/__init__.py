@@ -9,6 +9,7 @@ buckets.py       where gradients lie and how they travel: side by side, or each 
 agreement.py     do all workers have the same model?
 exchange.py      hooks on parameters, one round of gradients
 optimizer.py     DistributedOptimizer
+asynchronous.py  with asynchronous=True: servers hold the parameters
 sums.py          with op=Sum: what was added up in earlier rounds
 buffers.py       buffers of a module on all ranks as on one
 parallel.py      DistributedDataParallel

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fastps import session
 from fastps.errors import FastPSError
 from fastps.frameworks._adapter import (
     BUCKET_BYTES,
@@ -23,6 +24,7 @@ from fastps.frameworks._adapter import (
     derived_names,
     given_names,
 )
+from fastps.frameworks.torch import asynchronous as steps
 from fastps.frameworks.torch.adasum import AdasumOptimizer, adopt
 from fastps.frameworks.torch.compression import (
     Compressing,
@@ -145,7 +147,9 @@ def DistributedOptimizer(
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,
-) -> SynchronizedOptimizer | AdasumOptimizer:
+    asynchronous: bool | None = None,
+    staleness: float | None = None,
+) -> SynchronizedOptimizer | AdasumOptimizer | steps.AsynchronousOptimizer:
     """Make an optimizer step with gradients that are averaged (or summed) over all workers.
 
     The same object comes back, its class replaced by a subclass of it: state, options, learning
@@ -157,14 +161,12 @@ def DistributedOptimizer(
     are summed (not divided, as in Horovod and BytePS: scale the loss to get a mean) and then
     sent once. Gradients of parameters that a rank did not use count as zero, and p.grad is
     zero rather than None after a step.
-
     compression: as for push_pull(); error feedback follows the first group's learning rate.
     bucket_bytes: gradients of at most 64 KiB travel together, up to so many bytes; 0 sends each
     by itself. gradient_views: True lets p.grad be part of memory that is sent and received in
     place; False leaves it where autograd puts it; "auto" makes views of large gradients where
     workers share memory, and of those in buckets. A view is written anew by the next backward
     pass, so clone a gradient that you want to keep. The values are the same in all cases.
-
     op: Average or Sum; with Adasum each worker takes a step by itself and the steps are added, as
     in Horovod; of the rest only compression, prefix and process_set count then.
     process_set: who exchanges gradients; workers outside use the optimizer as it is.
@@ -173,22 +175,30 @@ def DistributedOptimizer(
     clip them out of reach; one pass, or backward_passes_per_step, then makes all of a step.
     Horovod's gradient_predivide_factor (only with Average, else ValueError), num_groups and
     groups are accepted and not needed: halves are added in float32, bucket_bytes makes groups.
+    asynchronous, staleness: let servers hold the parameters and each worker step at its own pace,
+    at most so far ahead of the slowest (docs/async.md); only names and prefix count then.
 
-    All ranks must call it alike; MismatchError, here or at the first step, if they do not.
-    Blocks until the servers are ready for all gradients.
+    All ranks must call it alike, else MismatchError, here or at the first step. Blocks.
     """
     _check(optimizer, op, gradient_predivide_factor)
+    if _is_async(asynchronous, staleness, op, compression, process_set):
+        return steps.adopt(optimizer, _named(optimizer, named_parameters)[0], staleness, prefix)
     if op is Op.ADASUM:
         return adopt(optimizer, compressor_of(compression), prefix, process_set)
-    given = None if named_parameters is None else given_names(named_parameters, torch.Tensor)
-    names = _names_of(optimizer.param_groups, given)
     exchange = (EarlyExchange if finish_in_backward else GradientExchange)(
         compression=compression, op=op, passes=backward_passes_per_step, prefix=prefix,
         gradient_views=gradient_views, bucket_bytes=bucket_bytes, process_set=process_set,
         sparse_as_dense=sparse_as_dense,
     )  # fmt: skip
-    exchange.watch(*_in_model_order(_parameters_of(optimizer), names, given))
-    return _adopt(optimizer, exchange, given)
+    return _adopt(optimizer, exchange, *_named(optimizer, named_parameters))
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
+) -> tuple[list[str], dict[torch.Tensor, str] | None]:
+    """Give the names of the optimizer's parameters, and those that users gave."""
+    given = None if named is None else given_names(named, torch.Tensor)
+    return _names_of(optimizer.param_groups, given), given
 
 
 def _rate_of(optimizer: weakref.ref[torch.optim.Optimizer]) -> float | None:
@@ -204,7 +214,9 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _check(optimizer: object, op: Op, predivide_factor: float) -> None:
     """Refuse what DistributedOptimizer() cannot be given."""
-    if isinstance(optimizer, SynchronizedOptimizer | AdasumOptimizer):
+    if isinstance(
+        optimizer, SynchronizedOptimizer | AdasumOptimizer | steps.AsynchronousOptimizer
+    ):
         raise ValueError("the optimizer is a DistributedOptimizer already")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch optimizer, not {type(optimizer).__name__}")
@@ -212,12 +224,28 @@ def _check(optimizer: object, op: Op, predivide_factor: float) -> None:
         raise ValueError("gradient_predivide_factor divides an average: give op=Average")
 
 
+def _is_async(
+    wanted: bool | None, staleness: float | None, op: Op, compression: Compressing, who: ProcessSet
+) -> bool:
+    """Tell whether servers are to hold the parameters; refuse what cannot be together."""
+    is_async = session.current().config.enable_async if wanted is None else wanted
+    if not is_async and staleness is not None:
+        raise ValueError("staleness bounds asynchronous training: give asynchronous=True too")
+    if is_async and (op is not Average or who is not global_process_set):
+        raise ValueError("asynchronous training adds the steps of all workers: give no op or set")
+    if is_async and compression is not Compression.none:
+        raise ValueError("asynchronous training does not compress: changes are added for good")
+    return is_async
+
+
 def _adopt(
     optimizer: torch.optim.Optimizer,
     exchange: GradientExchange,
+    names: list[str],
     given: dict[torch.Tensor, str] | None,
 ) -> SynchronizedOptimizer:
     """Turn the optimizer into one that waits for the exchange before each step."""
+    exchange.watch(*_in_model_order(_parameters_of(optimizer), names, given))
     kind = type(optimizer)
     exchange.learning_rate = partial(_rate_of, weakref.ref(optimizer))
     vars(optimizer).update(_exchange=exchange, _given_names=given, _is_skipping=False)
