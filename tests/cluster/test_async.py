@@ -10,9 +10,18 @@ from job import run_job
 SMALL = {"FASTPS_PARTITION_BYTES": "65536", "FASTPS_CHUNK_BYTES": "8192"}
 
 
-@pytest.mark.parametrize("servers", [0, 2])
-def test_nothing_is_lost_the_bound_holds_and_it_converges(servers):
-    found = run_job(programs_async.everything, workers=3, servers=servers, environment=SMALL)
+ALONE = {("worker", 2): {"FASTPS_SHARED_MEMORY": "0"}}  # the others share theirs
+
+
+@pytest.mark.parametrize(("servers", "is_shared"), [(0, False), (2, False), (1, True)])
+def test_nothing_is_lost_the_bound_holds_and_it_converges(servers, is_shared):
+    found = run_job(
+        programs_async.everything,
+        workers=3,
+        servers=servers,
+        environment=SMALL | {"FASTPS_SHARED_MEMORY": str(int(is_shared))},
+        each=ALONE if is_shared else {},
+    )
     assert max(map(max, found)) < 1e-6
 
 
