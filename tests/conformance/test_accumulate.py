@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transport_nets import TCP_NETS, TIMEOUT_S, Net, wait_until
 
 from fastps._core import BufferPool
@@ -239,3 +241,36 @@ def test_without_staleness_all_go_in_step(build, kind, engine_threads):
     for step in range(10):
         for rank in range(N_WORKERS):
             assert np.array_equal(found[rank][step], seed + total((step + 1,) * N_WORKERS))
+
+
+@settings(max_examples=40, deadline=None)
+@given(moves=st.lists(st.integers(0, N_WORKERS - 1), max_size=25), staleness=st.integers(0, 3))
+def test_answers_wait_for_the_slowest_and_hold_no_less_than_was_agreed(moves, staleness):
+    """A worker's n-th push is answered once all have begun their (n - staleness)-th.
+
+    What it gets holds at least these, its own exactly, and of nobody more than was given.
+    """
+    house = House("inproc", staleness=staleness)
+    begun, outputs = [0] * N_WORKERS, dict[int, np.ndarray]()
+    try:
+        moves = list(moves)
+        while moves or outputs:  # in the end the slowest catches up
+            rank = moves.pop() if moves else begun.index(min(begun))
+            if rank in outputs:
+                continue
+            outputs[rank] = house.start(rank, np.full(COUNT, 1000**rank))
+            begun[rank] += 1
+            for other in [r for r in outputs if min(begun) >= begun[r] - staleness]:
+                assert house.wait(other) == 0
+                check_counts(outputs.pop(other), other, begun, staleness)
+            assert not any(house.tensors[other].is_done for other in outputs)
+    finally:
+        house.close()
+
+
+def check_counts(output: np.ndarray, me: int, begun: list[int], staleness: int) -> None:
+    """Compare how often each worker's mark is in an answer with what may be."""
+    for rank in range(N_WORKERS):
+        counts = output // 1000**rank % 1000
+        assert counts.max() <= begun[rank]
+        assert counts.min() >= begun[me] - (0 if rank == me else staleness)
