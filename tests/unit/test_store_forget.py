@@ -10,7 +10,7 @@ import pytest
 from test_store import CHUNK, MISMATCH, PROTOCOL, TIMEOUT_S, make, values_of  # noqa: F401
 
 from aids.wire import FrameFlag, FrameKind
-from fastps.contract import Cast, Policy
+from fastps.contract import ANY_STALENESS, Cast, Policy
 from fastps.errors import PeerLostError, StallError
 from fastps.reduce import sum_kernel
 from fastps.types import DType
@@ -23,7 +23,7 @@ LANDINGS = 300
 @pytest.mark.parametrize("version", [0, 1, 2, 7])
 def test_versions_go_on_where_an_id_is_used_again(make, policy, version):  # noqa: F811
     server = make(2)
-    server.declare(1, server.nbytes, version=version, policy=policy)
+    server.declare(1, server.nbytes, version=version, policy=policy, staleness=ANY_STALENESS)
     for step in range(1, 4):
         given = [values_of(rank, server.nbytes, step) for rank in range(2)]
         for rank in range(2):
@@ -41,7 +41,7 @@ def test_versions_go_on_where_an_id_is_used_again(make, policy, version):  # noq
 def test_frames_of_the_tensor_before_are_refused(make, policy, kind, late):  # noqa: F811
     """They cannot come: who asks to forget has seen the end of all that it has begun."""
     server = make(2)
-    server.declare(1, 64, version=5, policy=policy)
+    server.declare(1, 64, version=5, policy=policy, staleness=ANY_STALENESS)
     with pytest.raises(PeerLostError):
         server.post(0, bytes(64) * (kind == FrameKind.PUSH), kind=kind, key=KEY, key_version=late)
     assert server.store.wait_news(timeout_s=TIMEOUT_S) == {0: PROTOCOL}
