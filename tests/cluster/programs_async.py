@@ -53,6 +53,8 @@ def least_squares(staleness: float | None, prefix: str) -> float:
     while steps < 2000:
         held.push([-0.01 * mine.T @ (mine @ (weights - wanted))])
         steps += 1
+        if steps % 50 == 0:  # who has all processors to itself is not to end before others begin
+            fastps.barrier()
     fastps.barrier()
     held.push([np.zeros(12)])
     return float(np.abs(weights - wanted).max())
