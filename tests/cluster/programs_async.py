@@ -88,7 +88,7 @@ def everything() -> list[float]:
 
 def late() -> str:
     """Let worker 2 stop while others go on; they say who is late."""
-    fastps.init(op_timeout_s=3.0)
+    fastps.init(op_timeout_s=8.0)
     held = fastps.ServerParameters({"w": np.zeros(100)}, staleness=2)
     text = ""
     try:
