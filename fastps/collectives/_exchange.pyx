@@ -213,7 +213,9 @@ cdef class Operation:
         if count < self.program.n_weights or (count and self.task.mix == NULL):
             raise ValueError(f"operation {self.name!r}: {count} weights or no rule for them, and "
                              f"{self.program.n_weights} are needed")
-        self.task.weights = <double*>malloc((count + 1) * sizeof(double))
+        if count == 0:
+            return 0
+        self.task.weights = <double*>malloc(count * sizeof(double))
         if self.task.weights == NULL:
             raise MemoryError("no memory for an operation")
         for i in range(count):
