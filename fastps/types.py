@@ -98,7 +98,12 @@ class Op(enum.Enum):
         """What its kernel does; TypeError where it has none."""
         if self is Op.ADASUM:
             raise TypeError("Adasum is made by allreduce() and DistributedOptimizer() alone")
-        return ReduceOp.SUM if self is Op.AVERAGE else ReduceOp[self.name]
+        return _REDUCTIONS[self]
+
+
+_REDUCTIONS = {op: ReduceOp[op.name] for op in Op if op.name in ReduceOp.__members__} | {
+    Op.AVERAGE: ReduceOp.SUM
+}
 
 
 _ITEMSIZE = {code: numpy_dtype(code).itemsize for code in DType}

@@ -3,6 +3,7 @@
 
     python programs_trainers.py FOLDER                  one process, whole batches
     torchrun --nproc-per-node 2 programs_trainers.py FOLDER      backend "fastps", half of each
+    fastps-run -np 2 python programs_trainers.py FOLDER          DistributedOptimizer, half of each
 
 Writes FOLDER/<trainer>.npz: the weights at the end, of rank 0, which are those of all.
 """
@@ -13,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-import fastps.torch  # noqa: F401  (the backend; an installed fastps needs no import)
+import fastps.torch as fps  # an installed fastps needs no import for the backend
 
-SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+IS_FASTPS = "FASTPS_RANK" in os.environ  # started by fastps-run: torch knows of no other rank
+SIZE = int(os.environ.get("FASTPS_SIZE" if IS_FASTPS else "WORLD_SIZE", "1"))
+RANK = int(os.environ.get("FASTPS_RANK" if IS_FASTPS else "RANK", "0"))
 BATCH = 8  # of all ranks
 STEPS = 6
 WIDTH = 12
@@ -66,8 +70,7 @@ def lightning(folder: Path) -> nn.Module:
         default_root_dir=folder, use_distributed_sampler=False,
     )  # fmt: skip
     module, data = Module(), points()
-    rank = int(os.environ.get("RANK", "0"))
-    sampler = DistributedSampler(data, SIZE, rank, shuffle=False)  # Lightning's own one shuffles
+    sampler = DistributedSampler(data, SIZE, RANK, shuffle=False)  # Lightning's own one shuffles
     trainer.fit(module, DataLoader(data, batch_size=BATCH // SIZE, sampler=sampler))
     assert trainer.global_step == STEPS
     return module.net
@@ -107,26 +110,56 @@ class Sentences(Dataset):
         return {"input_ids": words, "labels": words}
 
 
-def transformers(folder: Path) -> nn.Module:
-    """Let the Trainer train a tiny model of random weights, with its clipping."""
-    from transformers import (  # noqa: PLC0415
-        GPT2Config,
-        GPT2LMHeadModel,
-        Trainer,
-        TrainingArguments,
-    )
+def language_model() -> nn.Module:
+    """Make a tiny one of random weights, the same on all ranks."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415
 
     torch.manual_seed(3)
-    model = GPT2LMHeadModel(
+    return GPT2LMHeadModel(
         GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2,
                    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     )  # fmt: skip
-    arguments = TrainingArguments(
+
+
+def arguments(folder: Path) -> Any:
+    """Say how the Trainer trains; it clips."""
+    from transformers import TrainingArguments  # noqa: PLC0415
+
+    return TrainingArguments(
         output_dir=str(folder / "trainer"), use_cpu=True, max_steps=STEPS, learning_rate=0.01,
         per_device_train_batch_size=BATCH // SIZE, max_grad_norm=1.0, save_strategy="no",
         report_to=[], disable_tqdm=True, seed=5, data_seed=5, logging_strategy="no",
+        lr_scheduler_type="constant",
     )  # fmt: skip
-    trainer = Trainer(model=model, args=arguments, train_dataset=Sentences())
+
+
+def transformers(folder: Path) -> nn.Module:
+    """Let the Trainer train a language model, with its clipping."""
+    from transformers import Trainer  # noqa: PLC0415
+
+    model = language_model()
+    trainer = Trainer(model=model, args=arguments(folder), train_dataset=Sentences())
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+    return model
+
+
+def wrapped(folder: Path) -> nn.Module:
+    """Give the Trainer a DistributedOptimizer; it clips the averages, between backward and step."""
+    from transformers import Trainer  # noqa: PLC0415
+
+    class OwnData(Trainer):
+        def get_train_dataloader(self):
+            sampler = DistributedSampler(Sentences(), SIZE, RANK, shuffle=False)
+            return DataLoader(Sentences(), batch_size=BATCH // SIZE, sampler=sampler)
+
+    model = language_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # not so blind to scale as Adam is
+    if SIZE > 1:
+        optimizer = fps.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), finish_in_backward=True
+        )
+    trainer = OwnData(model=model, args=arguments(folder), optimizers=(optimizer, None))
     trainer.train()
     assert trainer.state.global_step == STEPS
     return model
@@ -134,19 +167,30 @@ def transformers(folder: Path) -> nn.Module:
 
 PARTS: dict[str, Callable[[Path], nn.Module]] = {
     "lightning": lightning, "accelerate": accelerate, "transformers": transformers,
+    "wrapped": wrapped,
 }  # fmt: skip
+
+
+def parts() -> list[str]:
+    """List what is trained in this way of starting."""
+    if SIZE == 1:
+        return list(PARTS)
+    return ["wrapped"] if IS_FASTPS else ["lightning", "accelerate", "transformers"]
 
 
 def save(model: nn.Module, path: Path) -> None:
     """Write the weights, which all ranks have to have alike."""
     weights = {name: one.detach().numpy() for name, one in model.state_dict().items()}
-    if SIZE > 1:
+    if IS_FASTPS:
+        for name, one in weights.items():
+            assert np.ptp(fps.allgather(torch.from_numpy(one.reshape(1, -1))).numpy(), 0).max() == 0
+    elif SIZE > 1:
         assert dist.get_backend() == "fastps"
         for name, one in weights.items():
             others = [torch.empty(one.shape) for _ in range(SIZE)]
             dist.all_gather(others, torch.from_numpy(np.ascontiguousarray(one)))
             assert all(np.array_equal(one, other.numpy()) for other in others), name
-    if int(os.environ.get("RANK", "0")) == 0:
+    if RANK == 0:
         np.savez(path, **weights)
 
 
@@ -154,8 +198,10 @@ def main() -> None:
     """Train with all of them, one after the other."""
     folder = Path(sys.argv[1])
     torch.use_deterministic_algorithms(True)
-    for name, part in PARTS.items():
-        save(part(folder), folder / f"{name}.npz")
+    if IS_FASTPS:
+        fps.init()
+    for name in parts():
+        save(PARTS[name](folder), folder / f"{name}.npz")
         print(f"{name} done", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -257,11 +257,13 @@ class Operations:
         self, started: Sequence[Started], results: Sequence[Pieces], opts: Any = None
     ) -> Work:
         self._count += 1
-        copies = list(chain(*(copies for _, copies in started)))
+        copies = [copy for _, some in started for copy in some]
         finish = (lambda: copy_all(copies)) if copies else None
         operation = Operation([handle for handle, _ in started], finish)
-        flat = [[each] if isinstance(each, torch.Tensor) else each for each in results]
-        work = self._wrap(operation, list(chain(*flat)), opts)
+        flat: list[torch.Tensor] = []
+        for each in results:
+            flat += (each,) if isinstance(each, torch.Tensor) else each
+        work = self._wrap(operation, flat, opts)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -46,6 +46,8 @@ def check_tensor(tensor: object, name: str) -> torch.Tensor:
 
 def check_memory(tensor: torch.Tensor, name: str) -> None:
     """Raise TypeError where a tensor's elements are not all in memory of this process."""
+    if type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided:
+        return
     if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
         raise TypeError(
             f"{name!r} is a {type(tensor).__name__}, but only plain tensors are added: every "
