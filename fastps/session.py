@@ -607,7 +607,10 @@ class Session:
             return self.progress.stall(tensor.name, spec, operation, others, timeout_s)
         if status == Status.MISMATCH and tensor.name not in self._poisoned:
             of_root = f"a broadcast from worker {operation}"
-            return self._dispute(tensor, _OPERATIONS.get(operation, of_root))
+            error = self._dispute(tensor, _OPERATIONS.get(operation, of_root))
+            # who heard of a poisoned tensor before us fails our operation, but disputes nothing
+            if tensor.name not in self._poisoned:
+                return error
         culprit = tensor.culprit
         return self._blame(self.connections.failure(tensor.name, status, culprit=culprit))
 

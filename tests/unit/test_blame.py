@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,6 +45,12 @@ class Client:
         self.reports.append((member, is_owner))
         if self.close_on_report is not None:
             self.close_on_report._client = None  # as close() does first, on another thread
+
+    def dispute(self, name: str, version: int, started: str, *, timeout_s: float) -> MismatchError:
+        """Answer as the scheduler does where nobody else disputes."""
+        for event in self.heard:
+            self.take(event)
+        return MismatchError(f"tensor {name!r}: others did not say in time")
 
     def verdict(self, timeout_s: float, *, unless: Callable[[], bool]) -> str | None:
         """Answer as the scheduler would."""
@@ -116,6 +123,20 @@ def test_news_may_come_while_the_scheduler_is_asked():
     blamed.client.heard = [LEFT, TAKEN]
     assert "worker 1 left the job" in blamed.blame(culprit=2)
     assert blamed.client.waits == [True]
+
+
+def test_who_hears_late_of_a_poisoned_tensor_says_why_it_is_one():
+    """Others heard before us, and ended what we have in flight; they dispute nothing."""
+    blamed = Blamed()
+    blamed.client.heard = [TensorPoisoned(3, "w", "worker 1 declared 'w' with shape (7,)")]
+    tensor = SimpleNamespace(name="w", version=2, culprit=None)
+    blamed.session.connections = SimpleNamespace(  # type: ignore[assignment]
+        failure=lambda name, status, culprit: Failure(name, status, culprit=culprit),
+        fail_tensor=lambda number, status: None,
+    )
+    error = blamed.session._explain(tensor, -1, Status.MISMATCH, 1.0)
+    assert type(error) is MismatchError
+    assert "shape (7,)" in str(error)
 
 
 def test_a_verdict_is_what_counts():
