@@ -606,10 +606,8 @@ class Session:
             spec = self._specs.get(tensor.name)
             return self.progress.stall(tensor.name, spec, operation, others, timeout_s)
         if status == Status.MISMATCH and tensor.name not in self._poisoned:
-            of_root = f"a broadcast from worker {operation}"
-            error = self._dispute(tensor, _OPERATIONS.get(operation, of_root))
-            # who heard of a poisoned tensor before us fails our operation, but disputes nothing
-            if tensor.name not in self._poisoned:
+            error = self._dispute(tensor, operation)
+            if tensor.name not in self._poisoned:  # who heard of that before us disputes nothing
                 return error
         culprit = tensor.culprit
         return self._blame(self.connections.failure(tensor.name, status, culprit=culprit))
@@ -619,8 +617,9 @@ class Session:
         failure = self.connections.failure(name, status, said=said, culprit=culprit)
         return self._blame(replace(failure, is_operation=True))
 
-    def _dispute(self, tensor: PlannedTensor, started: str) -> FastPSError:
+    def _dispute(self, tensor: PlannedTensor, operation: int) -> FastPSError:
         """Have the scheduler ask all workers what they started: no server knows who is right."""
+        started = _OPERATIONS.get(operation, f"a broadcast from worker {operation}")
         client = self._client
         if client is not None:
             with contextlib.suppress(FastPSError):

@@ -115,6 +115,7 @@ from fastps.frameworks.torch.decentralized import (
     DistributedGradientAllreduceOptimizer,
     DistributedGradientTrackingOptimizer,
 )
+from fastps.frameworks.torch.local_sgd import LocalSGD
 from fastps.frameworks.torch.neighbors import (
     average_parameters,
     hierarchical_neighbor_allreduce,
@@ -162,6 +163,7 @@ __all__ = [
     "DistributedGradientAllreduceOptimizer",
     "DistributedGradientTrackingOptimizer",
     "DistributedOptimizer",
+    "LocalSGD",
     "Max",
     "Min",
     "ProcessSet",

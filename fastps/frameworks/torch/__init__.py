@@ -15,6 +15,7 @@ buffers.py       buffers of a module on all ranks as on one
 parallel.py      DistributedDataParallel
 neighbors.py     operations among neighbours
 decentralized.py optimizers that average models with them
+local_sgd.py     steps of one's own, and now and then an exchange of what they changed
 comm_hook.py     gradients of torch's own DistributedDataParallel
 backend.py       torch.distributed's backend "fastps"
 meeting.py       how its default group joins a job
