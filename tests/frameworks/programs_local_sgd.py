@@ -157,7 +157,7 @@ def checkpoints() -> str:
     model, local = make("first.")
     train(model, local, range(9))
     saved = copy.deepcopy((model.state_dict(), local.state_dict()))
-    assert any(one is not None for one in saved[1]["under_way"])
+    assert any(due is not None for _, due, _ in saved[1]["under_way"])
     train(model, local, range(9, 20))
     again, second = make("second.")
     again.load_state_dict(saved[0])
@@ -214,6 +214,9 @@ def kinds() -> str:
         local.step()
     sent = fastps.statistics()["bytes_sent"] - before
     assert 0 < sent < 2 * 4 * 512 * 513 * 0.2, sent  # twice the model, an eighth of it each time
+    kept = [one.detach().clone() for one in wide.parameters()]
+    local.synchronize()  # nothing has changed since
+    assert all(map(torch.equal, kept, wide.parameters()))
     refused()
     return end()
 

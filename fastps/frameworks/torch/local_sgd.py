@@ -40,7 +40,7 @@ class _Fragment:
 
     agreed: what all workers have, of the same number; float32 for halves. changes: views of
     `rooms`, by which they travel, one for each type. handles: of what is under way or not applied
-    yet, and due, the step after which it is.
+    yet, and due, the step after which it is; sent: that after which it left.
     """
 
     parameters: list[torch.Tensor]
@@ -50,6 +50,7 @@ class _Fragment:
     names: list[str] = field(default_factory=list)
     handles: list[Handle] = field(default_factory=list)
     due: int | None = None
+    sent: int = 0
 
     def make_rooms(self, name: str) -> None:
         """Lay out what changed: tensors of one type side by side."""
@@ -65,7 +66,7 @@ class _Fragment:
             self.names.append(f"{name}.{str(dtype).removeprefix('torch.')}")
         self.changes = [views[i] for i in range(len(self.agreed))]
 
-    def send(self, compression: Choice, due: int) -> None:
+    def send(self, compression: Choice, now: int, delay: int) -> None:
         """Begin to average what the worker has changed; what was agreed minus what it has."""
         for change, agreed, parameter in zip(
             self.changes, self.agreed, self.parameters, strict=True
@@ -75,7 +76,7 @@ class _Fragment:
             current().push_pull_async(room, name, out=room, compression=compression)
             for room, name in zip(self.rooms, self.names, strict=True)
         ]
-        self.due = due
+        self.sent, self.due = now, now + delay
 
     def wait(self) -> None:
         """Wait for the average."""
@@ -121,9 +122,9 @@ class LocalSGD:
         less than H. keep: which share of its own parameters a worker keeps then, 0 to 1; by
         default 0, and 0.5 with a delay, whose steps would be lost (alpha of Streaming DiLoCo).
         compression: of fastps.push_pull(), say fastps.Compression.int4(ef="vanilla").
-        average_buffers: of floats, as BatchNorm's, whenever the first fragment is sent. prefix:
-        another one for a second model. All workers call it alike. Raises ValueError, TypeError,
-        and what push_pull() does.
+        average_buffers: of floats, as BatchNorm's, that are saved with the model, whenever the
+        first fragment is sent. prefix: another one for a second model. All workers call it alike.
+        Raises ValueError, TypeError, and what push_pull() does.
         """
         self._check(sync_every, fragments, delay)
         self.keep = (0.5 if delay else 0.0) if keep is None else float(keep)
@@ -214,7 +215,7 @@ class LocalSGD:
         self.steps += 1
         for number, fragment in enumerate(self._fragments):
             if (self.steps + self._offset(number)) % self.sync_every == 0:
-                fragment.send(self._compression, self.steps + self.delay)
+                fragment.send(self._compression, self.steps, self.delay)
                 if number == 0:
                     self._mix_buffers()
             if fragment.due == self.steps:
@@ -235,10 +236,11 @@ class LocalSGD:
         fragment.take(self.keep)
 
     def _mix_buffers(self) -> None:
+        saved = self._model.state_dict().keys()
         named = [
             (name, one)
             for name, one in self._model.named_buffers()
-            if self._average_buffers and one.is_floating_point()
+            if self._average_buffers and one.is_floating_point() and name in saved
         ]
         whole = [one.detach().contiguous() for _, one in named]
         for handle, _ in submit_push_pull(
@@ -255,20 +257,21 @@ class LocalSGD:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Exchange everything now, so that all workers have the same model; blocks.
+        """Exchange now what has changed, so that all workers have the same model; blocks.
 
-        For the end of training, or before a test. All workers call it after as many steps.
+        For the end of training, or before a test. All workers call it after as many steps. What
+        has just been exchanged is not sent again.
         """
         for fragment in self._fragments:
             if fragment.due is not None:
                 self._apply(fragment)
-            fragment.send(self._compression, self.steps)
-        for fragment in self._fragments:
-            fragment.wait()
-        keep, self.keep = self.keep, 0.0
-        for fragment in self._fragments:
+        behind = [fragment for fragment in self._fragments if fragment.sent < self.steps]
+        for fragment in behind:
+            fragment.send(self._compression, self.steps, 0)
+        for fragment in behind:
             self._apply(fragment)
-        self.keep = keep
+        for fragment in self._fragments:
+            fragment.take(0.0)
         self._mix_buffers()
 
     # ---- checkpoints ----
@@ -287,8 +290,7 @@ class LocalSGD:
             "outer": self.outer.state_dict(),
             "agreed": [[one.clone() for one in fragment.agreed] for fragment in self._fragments],
             "under_way": [
-                None if fragment.due is None
-                else (fragment.due, [one.clone() for one in fragment.changes])
+                (fragment.sent, fragment.due, [one.clone() for one in fragment.changes])
                 for fragment in self._fragments
             ],
         }  # fmt: skip
@@ -310,7 +312,7 @@ class LocalSGD:
             self._fragments, agreed, state["under_way"], strict=True
         ):
             fragment.wait()
-            fragment.due, changes = under_way or (None, fragment.changes)
+            fragment.sent, fragment.due, changes = under_way
             for own, one in zip(
                 fragment.agreed + fragment.changes, [*some, *changes], strict=True
             ):
