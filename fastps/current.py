@@ -8,6 +8,7 @@ needs, when a job is joined: importing fastps costs next to nothing over NumPy.
 from __future__ import annotations
 
 import atexit
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,9 @@ def init(settings: Mapping[str, object]) -> Session:
     from fastps.session import Session  # noqa: PLC0415
 
     hide_token()
-    _current = Session(load(settings))
+    config = load(settings)
+    _show_logs(config.log_level)
+    _current = Session(config)
     atexit.register(shutdown)
     return _current
 
@@ -41,6 +44,17 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
     if session is not None:
         session.close()
+
+
+def _show_logs(level: str) -> None:
+    """Let FASTPS_LOG_LEVEL count in programs that set up no logging of their own."""
+    logger = logging.getLogger("fastps")
+    if logger.level == logging.NOTSET and level != "WARNING":  # which is shown anyway
+        logger.setLevel(level)
+        if not logger.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+            logger.addHandler(handler)
 
 
 def is_initialized() -> bool:

@@ -36,7 +36,7 @@ from fastps.control.protocol import (
     PeerLost,
     TensorSpec,
 )
-from fastps.errors import FastPSError, Status
+from fastps.errors import FastPSError, Status, TransportError
 from fastps.links import Links
 from fastps.partition import link_counts
 from fastps.transport import rdma, shm
@@ -91,6 +91,7 @@ class Connections:
         """
         self._config = config
         self._on_event = on_event
+        self._lost: list[int] = []  # workers without which the job goes on
         self._group: LocalGroup | None = None
         self._server: DataPlane | None = None
         self._links: Links | None = None
@@ -109,12 +110,15 @@ class Connections:
                 me=self.job.me, n_members=len(self.job.members), lanes=self._lanes
             )
             self.exchange = Exchange(
-                me=self.job.me, n_members=len(self.job.members), engine=self.engine
-            )
+                me=self.job.me, n_members=len(self.job.members), engine=self.engine,
+                goes_on=config.goes_on,
+            )  # fmt: skip
             self._codec = Encoding()
             if self.owners:
                 self.engine.insert(0, self._codec)
                 self.engine.insert(2, Decoding(self._codec))
+            for rank in self._lost:  # before there was an exchange
+                self.exchange.lose(rank)
             self._make(doors)
             self._share_memory()
             self.client.barrier("fastps.connected", timeout_s=config.start_timeout_s)
@@ -251,8 +255,21 @@ class Connections:
         """Make the links to members that there are not yet; blocks as Node.reach() does."""
         assert self.node is not None
         for member in members:
-            if not self.exchange.is_linked(member):
+            if self.exchange.is_linked(member):
+                continue
+            if not self._config.goes_on:
                 self.node.reach(member)
+            elif member not in self.exchange.gone:
+                self._try_to_reach(member)
+
+    def _try_to_reach(self, member: int) -> None:
+        """Make a link, or go on without the member: an operation has its number on all sides."""
+        assert self.node is not None
+        try:
+            self.node.reach(member)
+        except TransportError as error:
+            log.warning("worker %d cannot be reached: %s", member, error)
+            self.exchange.lose(member)
 
     def machine_of(self, rank: int) -> int:
         """Give the number of the machine that a worker is on."""
@@ -318,12 +335,23 @@ class Connections:
                 self._server.take(event)
             return
         if isinstance(event, PeerLost):
-            self._fail(Status.PEER_LOST)
+            self._lose(event)
         elif isinstance(event, JobOver):
             self._fail(Status.SHUTDOWN)
         elif isinstance(event, PeerLeft) and hasattr(self, "engine"):
             self.engine.member_left(event.member)
         self._on_event(event)
+
+    def _lose(self, lost: PeerLost) -> None:
+        """End everything, or go on without the one that is lost, or without the scheduler."""
+        if not self._config.goes_on or (lost.role, lost.rank) == ("worker", self.client.job.me):
+            self._fail(Status.PEER_LOST)
+        elif lost.role == "worker":
+            self._lost.append(lost.rank)
+            if hasattr(self, "exchange"):
+                self.exchange.lose(lost.rank)
+            if self.node is not None:
+                self.node.lose(lost.rank)
 
     def _fail(self, status: int) -> None:
         """End everything in flight; news may come before we are whole."""

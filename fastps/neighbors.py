@@ -113,9 +113,19 @@ def start_neighbor_allreduce(
     neighbors: Neighbors, array: Array, out: Array, *, rule: Rule | None = None, **how: Any
 ) -> Flight:
     """Begin to combine an array with neighbours', by a rule or weights; how: of Neighbors."""
-    if not isinstance(rule, CLIPPING):
+    if not (isinstance(rule, CLIPPING) or neighbors.goes_on):
         return neighbors.allreduce(array, out, rule=rule, **how)
-    promise, finish = neighbors.clipped(array, out, rule, **how)
+    promise, finish = neighbors.combined(array, out, rule=rule, **how)
+    return Later([promise], lambda _: finish())
+
+
+def start_pair_gossip(
+    neighbors: Neighbors, array: Array, out: Array, *, target: int, **how: Any
+) -> Flight:
+    """Begin to mix an array with that of one other worker; how: of Neighbors."""
+    if not neighbors.goes_on:
+        return neighbors.pair_gossip(array, out, target, **how)
+    promise, finish = neighbors.pair_combined(array, out, target, **how)
     return Later([promise], lambda _: finish())
 
 
@@ -138,14 +148,29 @@ def start_neighbor_allgather(
     how: dict[str, Any] = {"sources": sources, "targets": targets, "is_checked": is_checked}
     label = None if name is None else f"{name} rows"
     own, counts = np.array([len(rows)], np.int64), np.empty(len(sources), np.int64)
-    neighbors.allgather(own, counts, counts=[1] * len(sources), name=label, **how).wait()
-    found = [int(count) for count in counts]
+    told = neighbors.allgather(own, counts, counts=[1] * len(sources), name=label, **how)
+    told.wait()
+    lost = told.missed
+    found = [0 if one in lost else int(count)
+             for one, count in zip(sources, counts, strict=True)]  # fmt: skip
     out = current().groups.empty((sum(found), *rows.shape[1:]), rows.dtype)
     width = int(np.prod(rows.shape[1:], dtype=np.int64))
     flight = neighbors.allgather(
         rows, out, counts=[count * width for count in found], name=name, dtype=dtype, **how
     )
-    return flight, found
+    if not neighbors.goes_on:
+        return flight, found
+    return Later([flight], lambda _: _rows_of(out, sources, found, flight.missed)), found
+
+
+def _rows_of(
+    out: Array, sources: Sequence[int], counts: Sequence[int], missed: Sequence[int]
+) -> Array:
+    """Leave out the rows of those that were lost before they had come."""
+    if not missed:
+        return out
+    is_there = np.repeat([one not in missed for one in sources], counts)
+    return np.ascontiguousarray(out[is_there])
 
 
 # ---- the graph ----
@@ -181,6 +206,16 @@ def in_neighbor_ranks() -> list[int]:
 def out_neighbor_ranks() -> list[int]:
     """List whom this worker sends to on the graph, ascending, without itself."""
     return load_topology().out_neighbors(current().rank)
+
+
+def lost_ranks() -> list[int]:
+    """List the workers that this one goes on without, ascending: lost, or gone before us.
+
+    Only with on_loss="reweight", else empty: the job ends. Others may hear of a loss a little
+    later; after barrier() all know of those before it.
+    """
+    session = current()
+    return session.groups.world.gone() if session.config.goes_on else []
 
 
 def machine_size() -> int:
@@ -348,9 +383,9 @@ def pair_gossip_async(
     """Begin pair_gossip() and give a handle for synchronize()."""
 
     def start(array: Array, out: Array, label: str | None, code: DType | None) -> Flight:
-        return current().groups.neighbors.pair_gossip(
-            array, out, target_rank, self_weight=self_weight, pair_weight=pair_weight,
-            name=label, dtype=code,
+        return start_pair_gossip(
+            current().groups.neighbors, array, out, target=target_rank, self_weight=self_weight,
+            pair_weight=pair_weight, name=label, dtype=code,
         )  # fmt: skip
 
     return _start_some(tensor, name, start)

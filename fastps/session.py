@@ -80,23 +80,11 @@ _OPERATIONS = {SUM: "a sum", AVERAGE: "an average"}
 _ENDINGS = (PeerLostError, ShutdownError)  # what an engine raises that has ended
 
 
-def _show_logs(level: str) -> None:
-    """Let FASTPS_LOG_LEVEL count in programs that set up no logging of their own."""
-    logger = logging.getLogger("fastps")
-    if logger.level == logging.NOTSET and level != "WARNING":  # which is shown anyway
-        logger.setLevel(level)
-        if not logger.hasHandlers():
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-            logger.addHandler(handler)
-
-
 class Session:
     """Membership of this process in a job; made by init()."""
 
     def __init__(self, config: Config) -> None:
         """Join the job, connect to every server, wait for everybody; blocks to start_timeout_s."""
-        _show_logs(config.log_level)
         self.config = config
         self.is_ours = True  # made in this process, not in the one that this was forked from
         self._lock = threading.Lock()  # declarations; held while the scheduler answers
@@ -178,6 +166,11 @@ class Session:
                 )
 
     def _declare_specs(self, wanted: Sequence[TensorSpec]) -> None:
+        if self.config.goes_on:
+            raise ConfigError(
+                f"tensor {wanted[0].name!r}: push_pull() and what is declared need all workers, "
+                "and FASTPS_ON_LOSS=reweight goes on without some; use allreduce()"
+            )
         with self._lock:
             # a known name with another shape goes to the scheduler too, so that all hear of it
             fresh = [spec for spec in wanted if self._specs.get(spec.name) != spec]
@@ -192,8 +185,10 @@ class Session:
                 self._specs[spec.name] = spec
 
     def is_free_for(self, name: str, shape: tuple[int, ...], dtype: DType) -> bool:
-        """Tell whether a name is not declared for another shape or dtype."""
+        """Tell whether servers, if any, can take a name: it is not declared for something else."""
         known = self._specs.get(name)
+        if self.config.goes_on:
+            return False
         return known is None or (known.shape == shape and known.dtype == dtype)
 
     def forget(self, names: Names) -> None:
@@ -656,7 +651,8 @@ class Session:
                 self.uneven.hear(event)
         elif isinstance(event, PeerLost):
             log.error("%s", event)
-            self.uneven.end(Status.PEER_LOST)
+            if not self.config.goes_on:
+                self.uneven.end(Status.PEER_LOST)
         elif isinstance(event, JobOver):
             log.warning("the job is over: %s", event.reason)
             self.uneven.end(Status.SHUTDOWN)

@@ -91,6 +91,7 @@ cdef struct Leg:
     bint is_landing             # a link is writing its memory
     bint is_asked               # the other side knows that we are ready
     bint is_offered             # the other side is to be told that there is something
+    bint is_missed              # its other end is lost: it was left out
     char* address
     Fold* fold
     uint32_t source             # which of the fold's
@@ -105,6 +106,7 @@ cdef struct Task:               # one operation in flight
     uint8_t code
     int32_t priority
     bint is_numbered            # by the messages of each pair, not by the operations
+    bint goes_on                # messages of who is lost are left out
     uint32_t itemsize
     rule_fn rule
     rule_fn mix                 # the rule of folds whose sources have weights
@@ -126,6 +128,7 @@ cdef struct Peer:               # what we know of one member
     LinkSlot slot
     bint is_linked              # there is or was a link
     bint has_left
+    bint is_lost                # it died, or its link broke: it has not left in order
     uint64_t out                # bytes sent unasked and not yet taken
     uint64_t owed               # taken and not yet said
     int32_t landing             # what the frame under way is: Landing; its link's thread
@@ -145,6 +148,7 @@ cdef struct State:
     int32_t status              # OK, or why no operation can succeed any more
     int32_t culprit             # member whose link ended first, or -1
     bint is_leaving
+    bint goes_on                # who is lost fails only what cannot do without
     char* discard               # one chunk, for what nobody wants
     Plan* plan
     void* pool                  # a BufferPool

@@ -13,7 +13,8 @@ Links are whatever reaches a member: pipes in shared memory, sockets, RDMA. A pi
 bytes where they lie, and a fold uses them there.
 
 A mistake (another size, type or operation at the other end) fails the operation on all its
-members by REFUSE. A lost member fails all operations.
+members by REFUSE. A lost member fails all operations; or, where the job goes on without it, those
+of all members, while others leave its messages out (docs/decentralized.md has the protocol).
 
 Threads. start() runs on user threads, the rest on those of links or whoever waits. One lock guards
 the table, legs and counts; it is never held over a copy of more than EAGER_BYTES, a fold, or a
@@ -359,6 +360,13 @@ cdef class Operation:
         return self.task.status
 
     @property
+    def missed(self):
+        """Members whose messages were left out; when it is done."""
+        cdef uint32_t i
+        return sorted({self.task.legs[i].entry.peer for i in range(self.task.n_legs)
+                       if self.task.legs[i].is_missed and self.task.legs[i].kind != LEG_SEND})
+
+    @property
     def awaited(self):
         """Members that it waits for just now."""
         cdef State* state = self.task.state
@@ -425,11 +433,21 @@ cdef void begin_task(State* state, Task* task, Work* work) noexcept nogil:
     refusal.label = 0
     refusal.peer = ANYONE
     refused = take(state, &refusal, REFUSED)
+    if state.goes_on and not (task.goes_on or task.is_numbered):
+        fail_without(state, task, work)
     if refused != NULL:
         if refused.code == OWN:
             refuse(state, task, work)
         fail_task(state, task, refused.status, state.me, work)
         free(refused)
+
+
+cdef void fail_without(State* state, Task* task, Work* work) noexcept nogil:
+    """Fail an operation of all its members if one is lost, so that nobody waits for the others."""
+    cdef uint32_t i
+    for i in range(task.n_members):
+        if state.peers[task.members[i]].is_lost:
+            fail_task(state, task, E_PEER_LOST, task.members[i], work)
 
 
 cdef void start_task(State* state, Task* task) noexcept nogil:
@@ -471,9 +489,11 @@ cdef class Exchange(LinkOwner):
     """Run operations among workers, over whatever links it is given.
 
     me: number of this member of n_members. engine: whose memory and threads do some of the work.
+    goes_on: who is lost fails only the operations that cannot do without.
     """
 
-    def __cinit__(self, *, uint32_t me, uint32_t n_members, WorkerEngine engine not None):
+    def __cinit__(self, *, uint32_t me, uint32_t n_members, WorkerEngine engine not None,
+                  bint goes_on=False):
         self.engine = engine
         self.in_flight = {}
         self.many = MANY_OPERATIONS
@@ -489,6 +509,7 @@ cdef class Exchange(LinkOwner):
         self.state.me = me
         self.state.n_members = n_members
         self.state.culprit = -1
+        self.state.goes_on = goes_on
         self.state.plan = engine.plan
         self.state.pool = <void*>self.pool
         self.c_owner.context = self.state
@@ -523,13 +544,14 @@ cdef class Exchange(LinkOwner):
     def start(self, Program program not None, uint64_t channel, *, str name, input=None,
               output=None, uint32_t itemsize=1, uintptr_t rule=0, int64_t divisor=1,
               uint8_t dtype=0, uint8_t code=0, int32_t priority=0, bint is_numbered=False,
-              uintptr_t mix=0, weights=()):
+              uintptr_t mix=0, weights=(), bint goes_on=False):
         """Begin an operation and give it; does not wait.
 
         channel: names the order of operations that this one is in. input, output: C-contiguous
         buffers. rule: address of what a fold does, on elements of itemsize. code: below 128, what
         other members have to mean too. is_numbered: a program of one leg that counts among the
         messages of its pair. mix, weights: address of the rule of folds with weights, and these.
+        goes_on: messages of who is lost are left out, see Operation.missed.
         Raises ValueError, PeerLostError, ShutdownError.
         """
         cdef Operation operation = Operation.__new__(Operation)
@@ -548,6 +570,7 @@ cdef class Exchange(LinkOwner):
         task.code = code
         task.priority = priority
         task.is_numbered = is_numbered
+        task.goes_on = goes_on
         operation.weigh(weights)
         operation.lend(0, input, False)
         operation.lend(1, output, True)
@@ -589,6 +612,26 @@ cdef class Exchange(LinkOwner):
         if self.state.status == OK:
             return None
         return self.state.status, self.state.culprit
+
+    def lose(self, uint32_t member):
+        """Go on without a member, and end the link to it. Does not wait."""
+        cdef Work work
+        cdef Link* link
+        memset(&work, 0, sizeof(work))
+        with nogil:
+            pthread_mutex_lock(&self.state.lock)
+            lose(self.state, member, True, &work)
+            pthread_mutex_unlock(&self.state.lock)
+            flush(self.state, &work)
+            link = slot_acquire(&self.state.peers[member].slot)
+            if link != NULL:
+                link.close(link, E_PEER_LOST)
+                slot_release(&self.state.peers[member].slot)
+
+    @property
+    def gone(self):
+        """List the members that are lost or have left, as far as we know."""
+        return [i for i in range(self.state.n_members) if self.state.peers[i].has_left]
 
     def fail(self, int status):
         """End all links at once: every operation in flight fails with status. Does not wait."""

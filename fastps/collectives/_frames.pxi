@@ -31,6 +31,8 @@ cdef int choose(State* state, Peer* peer, const Header* header, Entry* name,
     """Decide where the bytes of a message's frame go. The lock is held."""
     cdef Entry* wanted = find(state, name, WANTED)[0]
     peer.landing = IN_DISCARD
+    if peer.is_lost:
+        return OK
     if wanted != NULL and not agrees(wanted, name):
         refuse(state, wanted.leg.task, work)
         return OK
@@ -133,7 +135,10 @@ cdef void keep_early(State* state, Entry* early, Work* work) noexcept nogil:
     """Bytes are there that nobody wanted when they began to come. The lock is held."""
     cdef Leg* leg = who_wants(state, early)
     cdef Task* task = task_of(state, early)
-    if leg != NULL:
+    if state.peers[early.peer].is_lost and leg == NULL:
+        free(early.payload)
+        free(early)
+    elif leg != NULL:
         give_early(state, leg, early, work)
     elif task == NULL and has_begun(state, early, ANYONE):
         too_late(state, early, work)
@@ -275,7 +280,8 @@ cdef int exchange_deliver(void* context, Link* link, const Header* header) noexc
     else:
         name_of(&name, header, link.peer)
         pthread_mutex_lock(&state.lock)
-        status = take_control(state, peer, header, &name, &work)
+        if not peer.is_lost:
+            status = take_control(state, peer, header, &name, &work)
         pthread_mutex_unlock(&state.lock)
     flush(state, &work)
     return status
@@ -313,6 +319,7 @@ cdef void drop_landing(State* state, Peer* peer, Work* work) noexcept nogil:
     """What was coming over a link that ended does not come any more."""
     if peer.landing in (IN_LEG, IN_LOAN, IN_FOLD):
         peer.leg.is_landing = False
+        peer.leg.is_missed = True
         give_up(state, peer.leg, work)
     if peer.landing == IN_LOAN and peer.loan != NULL:
         (<BufferPool>state.pool).c_give_back(peer.loan)
@@ -348,6 +355,49 @@ cdef void fail_tasks(State* state, int status, int32_t culprit, int32_t only,
         task = next
 
 
+cdef bint needs(State* state, Task* task, uint32_t member, bint is_lost) noexcept nogil:
+    """Whether an operation of all its members cannot end without one that is gone.
+
+    Of who died it may have got what it needs; another member that did not would wait for us.
+    """
+    cdef uint32_t i
+    if task.is_numbered or not is_lost:
+        return waits_for(state, task, member)
+    for i in range(task.n_members):
+        if task.members[i] == member:
+            return True
+    return False
+
+
+cdef void miss_all(State* state, Task* task, uint32_t member, Work* work) noexcept nogil:
+    """Leave out the messages of a member; what a link is writing just now ends with the link."""
+    cdef uint32_t i
+    cdef Leg* leg
+    for i in range(task.n_legs):
+        leg = &task.legs[i]
+        if leg.entry.peer == member and leg.state == POSTED and leg.kind != LEG_FOLD:
+            miss(state, leg, work)
+
+
+cdef void lose(State* state, uint32_t member, bint is_lost, Work* work) noexcept nogil:
+    """Go on without a member: what cannot fails, from the rest its messages are left out.
+
+    The lock is held. Who has got a message of an operation keeps it, and who has not mixes
+    without: an operation that goes on has one round, so nobody waits for what that leads to.
+    """
+    cdef Task* task = state.tasks
+    cdef Task* next
+    state.peers[member].has_left = True
+    state.peers[member].is_lost |= is_lost
+    while task != NULL:
+        next = task.next
+        if task.goes_on:
+            miss_all(state, task, member, work)
+        elif needs(state, task, member, is_lost):
+            fail_task(state, task, E_PEER_LOST, member, work)
+        task = next
+
+
 cdef void exchange_closed(void* context, Link* link, int status) noexcept nogil:
     cdef State* state = <State*>context
     cdef Peer* peer = &state.peers[link.peer]
@@ -359,6 +409,8 @@ cdef void exchange_closed(void* context, Link* link, int status) noexcept nogil:
     peer.has_left = True
     if status == E_SHUTDOWN and state.is_leaving:
         fail_tasks(state, E_SHUTDOWN, member, member, &work)
+    elif state.goes_on and state.status == OK:
+        lose(state, member, status != E_SHUTDOWN, &work)
     elif status == E_SHUTDOWN:          # who leaves in order fails what still needs it
         fail_tasks(state, E_PEER_LOST, member, member, &work)
     else:

@@ -108,6 +108,15 @@ cdef void give_up(State* state, Leg* leg, Work* work) noexcept nogil:
         end_leg(state, leg, work)
 
 
+cdef void miss(State* state, Leg* leg, Work* work) noexcept nogil:
+    """The other end of a message is lost: leave it out, or fail what cannot do without."""
+    if leg.task.goes_on and state.status == OK:
+        leg.is_missed = True
+        give_up(state, leg, work)
+    else:
+        fail_task(state, leg.task, E_PEER_LOST, leg.entry.peer, work)
+
+
 cdef void name_task(Entry* name, const Task* task) noexcept nogil:
     """Name an operation, not one of its messages."""
     memset(name, 0, sizeof(name[0]))
@@ -208,7 +217,7 @@ cdef void begin_send(State* state, Leg* leg, Work* work) noexcept nogil:
         leg.item.header.flags |= FLAG_EAGER
     elif ready == NULL and peer.has_left:
         leg.state = BLOCKED
-        fail_task(state, leg.task, E_PEER_LOST, leg.entry.peer, work)
+        miss(state, leg, work)
         return
     elif ready == NULL:
         leg.state = POSTED
@@ -254,7 +263,7 @@ cdef void begin_receive(State* state, Leg* leg, Work* work) noexcept nogil:
         return
     if state.peers[leg.entry.peer].has_left:
         leg.state = BLOCKED
-        fail_task(state, leg.task, E_PEER_LOST, leg.entry.peer, work)
+        miss(state, leg, work)
         return
     leg.state = POSTED
     offer = take(state, &leg.entry, OFFERED)
@@ -363,7 +372,7 @@ cdef void transmit(State* state, Leg* leg, Work* work) noexcept nogil:
     status = send_to(state, leg.entry.peer, &leg.item)
     if status != OK:
         pthread_mutex_lock(&state.lock)
-        fail_task(state, leg.task, E_PEER_LOST, leg.entry.peer, work)
+        miss(state, leg, work)
         end_leg(state, leg, work)
         pthread_mutex_unlock(&state.lock)
 
@@ -437,7 +446,9 @@ cdef void leg_sent(SendItem* item, int status) noexcept nogil:
     cdef Work work
     memset(&work, 0, sizeof(work))
     pthread_mutex_lock(&state.lock)
-    if status != OK:
+    if status != OK and leg.task.goes_on:
+        miss(state, leg, &work)
+    elif status != OK:
         fail_task(state, leg.task, E_PEER_LOST if status == E_SHUTDOWN else status,
                   leg.entry.peer, &work)
     end_leg(state, leg, &work)

@@ -68,6 +68,12 @@ class Promise(Handle):
         """Member that a receive from anybody received from; only when it is done."""
         return self._members.index(self.operations[0].met)
 
+    @property
+    def missed(self) -> list[int]:
+        """Members whose messages were left out, for they are lost; only when it is done."""
+        missed = self.operations[0].missed if self.operations else ()
+        return [self._members.index(rank) for rank in missed]
+
 
 def _copy_alone(steps: Schedule, array: Array | None, out: Array | None) -> None:
     """Do the operation of a group of one."""
@@ -83,7 +89,7 @@ def _copy_alone(steps: Schedule, array: Array | None, out: Array | None) -> None
 KINDS = (
     "allreduce", "allgather", "reduce", "reducescatter", "gather", "scatter", "alltoall",
     "broadcast", "barrier", "send", "neighbor_allreduce", "neighbor_allgather",
-    "hierarchical_neighbor_allreduce", "neighbor_trimmed_mean",
+    "hierarchical_neighbor_allreduce", "neighbor_trimmed_mean", "neighbor_gather",
 )  # fmt: skip
 _NEIGHBOR_RULES = {"neighbor_allgather": None, "neighbor_trimmed_mean": ReduceOp.TRIMMED_MEAN}
 
@@ -352,11 +358,13 @@ class Group:
         dtype: DType | None = None,
         divisor: int = 1,
         weights: Sequence[float] = (),
+        goes_on: bool = False,
     ) -> Promise:
         """Begin what a schedule says; every member does, though it may have nothing to do.
 
         key: one of KINDS, and all that the schedule follows from. divisor: of folds without
-        weights; how many a trimmed mean leaves out at each end.
+        weights; how many a trimmed mean leaves out at each end. goes_on: messages of members
+        that are lost are left out, and the promise tells whose.
         """
         if np.may_share_memory(array, out):
             raise ValueError("array and out overlap; use two")
@@ -365,7 +373,7 @@ class Group:
         return self._start(
             key, make, array, out, out,
             channel=self._channel(name), label=self._label(key, name), name=name, dtype=code,
-            rule=rule, divisor=divisor, weights=weights,
+            rule=rule, divisor=divisor, weights=weights, goes_on=goes_on,
         )  # fmt: skip
 
     # ---- operations of two ----
@@ -501,6 +509,7 @@ class Group:
         priority: int = 0,
         is_numbered: bool = False,
         weights: Sequence[float] = (),
+        goes_on: bool = False,
     ) -> Promise:
         for one in (array, out):
             if one is not None and not one.flags.c_contiguous:
@@ -532,6 +541,7 @@ class Group:
                 is_numbered=is_numbered,
                 mix=kind.mix,
                 weights=weights,
+                goes_on=goes_on,
             )
         except (TransportError, ShutdownError) as error:
             raise self._host.ended(label, error) from None
@@ -594,6 +604,11 @@ class Group:
         if code.itemsize != array.itemsize:
             raise TypeError(f"{array.dtype} elements do not hold {code.name}")
         return code
+
+    def gone(self) -> list[int]:
+        """List the members that are lost or have left."""
+        gone = self._host.exchange.gone if self.size > 1 else ()
+        return [self.ranks.index(rank) for rank in gone if rank in self.ranks]
 
     def count(self, name: str | None) -> int:
         """Count the operations that were started under a name."""

@@ -286,6 +286,9 @@ class Config:
         allowed=("auto", "on", "off"),
         text="Whether one worker of every machine serves a share of the bytes too; auto: where "
              "there are fewer servers than worker machines.")
+    on_loss: str = _set(JOB, "fail", allowed=("fail", "reweight"),
+        text="What the loss of a worker means: the end of the job, or, without servers, that "
+             "neighbors leave it out, weigh the others anew and go on; the same on all workers.")
     enable_async: bool = _set(JOB, False, "BYTEPS_ENABLE_ASYNC",
         text="Let optimizers train asynchronously unless told otherwise.")
     scheduler_host: str = _set(ADDRESS, "", "DMLC_PS_ROOT_URI", "MASTER_ADDR",
@@ -414,6 +417,11 @@ class Config:
     fault: str = _set(DEBUGGING, "",
         text="Fault to inject for tests, as point@n:action; empty injects none.")
     # fmt: on
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the job goes on without workers that are lost."""
+        return self.on_loss == "reweight"
 
     def token_bytes(self) -> bytes:
         """Give the job token from `token`, else from `token_file`.
@@ -595,6 +603,11 @@ def _check_together(config: Config) -> None:
     if config.role == "worker" and config.rank is not None and config.rank >= config.size:
         raise ConfigError(
             f"FASTPS_RANK={config.rank} needs FASTPS_SIZE above it, but FASTPS_SIZE={config.size}"
+        )
+    if config.goes_on and (config.num_servers or config.colocate == "on"):
+        raise ConfigError(
+            "FASTPS_ON_LOSS=reweight is for jobs without servers: what these sum needs everybody. "
+            "Start none (`fastps-run -s 0`), and leave FASTPS_COLOCATE alone"
         )
     if 0 < config.chunk_bytes < MIN_CHUNK_BYTES:
         raise ConfigError(

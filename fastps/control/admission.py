@@ -72,6 +72,7 @@ def refuse(
         or _refuse_count(join, config, rivals)
         or _refuse_rank(join, config, rivals)
         or _refuse_links(join, members)
+        or _refuse_on_loss(join, members)
     )
 
 
@@ -126,6 +127,17 @@ def _refuse_links(join: Join, members: Sequence[Peer]) -> str | None:
                 f"this {join.role} makes {join.links_per_peer} link(s) per peer, "
                 f"{other.full_name} {other.join.links_per_peer}; set FASTPS_LINKS_PER_PEER to the "
                 "same number everywhere"
+            )
+    return None
+
+
+def _refuse_on_loss(join: Join, members: Sequence[Peer]) -> str | None:
+    """Keep out who would end where the others go on, or the other way round."""
+    for other in members:
+        if other.is_worker and join.role == "worker" and other.join.goes_on != join.goes_on:
+            return (
+                f"this worker and {other.full_name} differ in what the loss of a worker means; "
+                "set FASTPS_ON_LOSS to the same everywhere"
             )
     return None
 
@@ -195,9 +207,13 @@ def plan_job(config: Config, workers: list[Peer], servers: list[Peer]) -> Plan:
         firsts.setdefault(machines[item.join.machine], item)
     is_local = len(firsts) == 1 and not config.force_distributed
     joint: list[Peer] = []
-    if not is_local and _wants_joint(config, list(firsts.values()), len(servers)):
+    goes_on = workers[0].join.goes_on
+    if goes_on and servers:
+        raise ConfigError("FASTPS_ON_LOSS=reweight is for jobs without servers: start none")
+    if not (is_local or goes_on) and _wants_joint(config, list(firsts.values()), len(servers)):
         joint = list(firsts.values())
-    _check_serving(config, joint, len(servers), n_machines=len(firsts), is_local=is_local)
+    if not goes_on:
+        _check_serving(config, joint, len(servers), n_machines=len(firsts), is_local=is_local)
     peers = workers + servers
     numbers = {item.peer: number for number, item in enumerate(peers)}
     return Plan(

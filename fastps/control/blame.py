@@ -11,7 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fastps.control.protocol import Event, OwnerLeft, PeerLeft, ReportLost, TensorPoisoned
+from fastps.control.protocol import (
+    Event,
+    OwnerLeft,
+    PeerLeft,
+    PeerLost,
+    ReportLost,
+    TensorPoisoned,
+)
 from fastps.errors import FastPSError, MismatchError, Status, error_of
 
 SUSPICION_S = 1.0  # how long a reported member may take to turn out dead by itself
@@ -135,6 +142,7 @@ class Witness:
     left: list[int] = field(default_factory=list)
     owners_left: list[int] = field(default_factory=list)
     poisoned: dict[str, TensorPoisoned] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)  # workers without which the job goes on
 
     def hear(self, event: Event) -> None:
         """Take news from the scheduler; on its thread."""
@@ -144,6 +152,8 @@ class Witness:
             self.left.append(event.member)
         elif isinstance(event, OwnerLeft):
             self.owners_left.append(event.member)
+        elif isinstance(event, PeerLost) and event.goes_on and event.rank != self.me:
+            self.lost[event.rank] = str(event)
 
     def report(self, failure: Failure) -> ReportLost | None:
         """Make what to tell the scheduler: a link broke, or our device."""
@@ -158,6 +168,8 @@ class Witness:
 
     def departure(self, owner: int | None, culprit: int | None) -> str:
         """Say who left, if that explains the end of a link or what a server says; else empty."""
+        if culprit in self.lost:
+            return self.lost[culprit]
         for member in (*self.owners_left[:1], owner):
             if member in self.left:
                 return f"{left_text(member)}, and the server in it too"
@@ -173,12 +185,15 @@ class Witness:
         is_timeout = failure.status is Status.LINK_TIMEOUT
         status = Status.PEER_LOST if is_timeout else failure.status
         seen = (
-            verdict
+            self.lost.get(-1 if failure.culprit is None else failure.culprit)
+            or verdict
             or (status is Status.PEER_LOST and self.departure(failure.owner, failure.culprit))
             or _seen_here(failure)
         )
         is_ours = seen == ENDINGS[Status.SHUTDOWN]
         cure = ". Restart the job" if failure.is_loss and not is_ours else ""
+        if failure.culprit in self.lost:
+            cure = "; what does not need it goes on, as do process sets without it"
         what = f"tensor {failure.tensor!r} cannot be reduced"
         if failure.is_operation:
             what = f"{failure.tensor} cannot be completed"

@@ -463,7 +463,8 @@ class ControlClient:
                 future.set_result(message)
             return
         if isinstance(message, PeerLost):
-            self._note_lost(message)
+            if not message.goes_on or message.rank == self.job.me:
+                self._note_lost(message)
         elif isinstance(message, JobOver):
             self._is_ending = True
             self._over = message
@@ -564,4 +565,5 @@ def _make_join(
         machine="",
         unix="",
         links_per_peer=config.links_per_peer,
+        goes_on=config.goes_on,
     )

@@ -65,9 +65,13 @@ class _Meeting:
 class Collectives:
     """All barriers and blobs in progress."""
 
-    def __init__(self, size: int, forget: Farewell) -> None:
-        """Serve `size` workers; forget: called with who asked, once all have."""
+    def __init__(self, size: int, forget: Farewell, *, goes_on: bool = False) -> None:
+        """Serve `size` workers; forget: called with who asked, once all have.
+
+        goes_on: who is gone is not waited for.
+        """
         self._size = size
+        self._goes_on = goes_on
         self._forget = forget
         self._meetings: dict[Key, _Meeting] = {}
         self._gone: set[int] = set()
@@ -89,21 +93,25 @@ class Collectives:
             roots = {rank: _root(entry) for rank, entry in meeting.entries.items()}
             if len(set(roots.values())) > 1:
                 return self._end(key, "mismatch", _roots_text(asked.name, roots))
-        if self._gone:
+        return self._decide(key)
+
+    def _decide(self, key: Key) -> Answers:
+        """End a meeting that is complete, or can never be."""
+        meeting = self._meetings[key]
+        asked = [entry.asked for entry in meeting.entries.values()]
+        is_root_gone = any(isinstance(one, Blob) and one.root_rank in self._gone for one in asked)
+        if self._gone and (is_root_gone or not self._goes_on):
             return self._end(key, "peer_lost", self._gone_text(key))
-        if len(meeting.entries) < self._size:
+        if len(asked) < self._size - len(self._gone):
             return []
-        return self._complete(key)
+        return self._complete(key) if asked else self._end(key, "", "")
 
     def remove(self, rank: int) -> Answers:
         """Forget a worker that left; meetings that need it fail."""
         self._gone.add(rank)
         for meeting in self._meetings.values():
             meeting.entries.pop(rank, None)
-        keys = list(self._meetings)
-        return [
-            answer for key in keys for answer in self._end(key, "peer_lost", self._gone_text(key))
-        ]
+        return [answer for key in list(self._meetings) for answer in self._decide(key)]
 
     def fail_all(self, kind: str, message: str) -> Answers:
         """End every meeting with the same error."""

@@ -114,6 +114,7 @@ class Membership:
         self._notes: list[str] = []
         self._out: list[Action] = []
         self._idle_until = now + config.start_timeout_s
+        self._goes_on = False
         self._is_finished = False
         self._end_reason = ""
         self._end_code = 0
@@ -318,7 +319,10 @@ class Membership:
             owners={place: plan.peers[place].peer for place in plan.owners},
             weights=plan.weights,
         )
-        self._collectives = Collectives(self._config.size, self._declarations.forget)
+        self._goes_on = workers[0].join.goes_on
+        self._collectives = Collectives(
+            self._config.size, self._declarations.forget, goes_on=self._goes_on
+        )
         for group in (servers, workers):
             self._tell_started(plan, group)
 
@@ -463,17 +467,32 @@ class Membership:
             member.full_name,
             cause,
         )
-        if member.has_started and self.phase is Phase.RUNNING:
+        if member.has_started and self.phase is Phase.RUNNING and self._goes_on:
+            self._lose(member, cause)
+        elif member.has_started and self.phase is Phase.RUNNING:
             self._break(member, cause)
         elif self.phase is Phase.LOBBY and len(self._notes) < MAX_NOTES:
             self._notes.append(f"{member.full_name} joined and was lost: {cause}")
         self._remove(member)
         self._after_departure(now)
 
+    def _lost(self, member: Peer, cause: str) -> PeerLost:
+        text, join = self._suspicions.cause(member.peer, cause), member.join
+        return PeerLost(
+            join.role, member.rank or 0, join.hostname, join.pid, text, goes_on=self._goes_on
+        )
+
+    def _lose(self, member: Peer, cause: str) -> None:
+        """Let the others go on without a worker: tell everybody, the lost one included."""
+        assert member.number is not None
+        if member.is_working:
+            self._tell_all(self._lost(member, cause))
+            self._send_all(self._collectives.remove(member.number))
+            self._declarations.remove(member.number)
+
     def _break(self, member: Peer, cause: str) -> None:
         """Record the first cause and tell it to everybody, the lost one included."""
-        text, join = self._suspicions.cause(member.peer, cause), member.join
-        self.first_cause = PeerLost(join.role, member.rank or 0, join.hostname, join.pid, text)
+        self.first_cause = self._lost(member, cause)
         self.phase = Phase.BROKEN
         self._suspicions.clear()
         self._tell_all(self.first_cause)

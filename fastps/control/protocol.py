@@ -211,7 +211,8 @@ class Join(_Message, frozen=True):
 
     host_id: equal for processes that reach each other by Unix sockets. machine: equal for workers
     that can share memory; what follows a # tells apart those of one machine that cannot. serves:
-    whether it would own keys. gid: see Member. links_per_peer: 0 if it does not say.
+    whether it would own keys. gid: see Member. links_per_peer: 0 if it does not say. goes_on:
+    whether it does without workers that are lost.
     """
 
     request: Id
@@ -231,6 +232,7 @@ class Join(_Message, frozen=True):
     gid: Text = ""
     links_per_peer: Count = 0
     serves: bool = True
+    goes_on: bool = False
 
 
 class AwaitStart(_Message, frozen=True):
@@ -400,13 +402,17 @@ class Failed(_Message, frozen=True):
 
 
 class PeerLost(_Message, frozen=True):
-    """The first cause: this member died, was cut off or went silent."""
+    """The first cause: this member died, was cut off or went silent.
+
+    goes_on: the job does without it, and this is no end for any other.
+    """
 
     role: Role
     rank: Rank
     host: Text
     pid: Id
     cause: str
+    goes_on: bool = False
 
     def __str__(self) -> str:
         """Say who is lost and why."""

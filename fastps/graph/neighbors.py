@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import ctypes
 import itertools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +18,14 @@ import numpy as np
 
 from fastps.collectives.group import Group, Promise
 from fastps.graph import schedule as plans
-from fastps.graph.rules import ClippingRule, OrderRule, clipped_weights
+from fastps.graph.rules import (
+    ClippingRule,
+    OrderRule,
+    Rule,
+    clipped_weights,
+)
 from fastps.graph.schedule import Edges
+from fastps.graph.surviving import is_of_columns, redirected, renormalised
 from fastps.graph.weights import Graph, Mixing, Targets, check_peers, mixing
 from fastps.topology import Topology, as_topology, exponential_graph
 from fastps.types import DType, ReduceOp, dtype_of
@@ -35,10 +40,13 @@ _RULE = ctypes.CFUNCTYPE(
 class Neighbors:
     """Who this worker's neighbours are, and the operations among them.
 
-    pair: gives the group of this worker and another one.
+    pair: gives the group of this worker and another one. goes_on: who is lost is left out.
     """
 
-    def __init__(self, group: Group, pair: Callable[[int], Group]) -> None:
+    def __init__(
+        self, group: Group, pair: Callable[[int], Group], *, goes_on: bool = False
+    ) -> None:
+        self.goes_on = goes_on
         self._group = group
         self._pair = pair
         numbers = dict.fromkeys(group.machines)  # in the order of their first members
@@ -98,12 +106,12 @@ class Neighbors:
             return _start_mix(group, how, array, out, name, dtype)
         return _start_trimmed(group, how, rule, array, out, name, dtype)
 
-    def clipped(
+    def combined(
         self,
         array: Array,
         out: Array,
-        rule: ClippingRule,
         *,
+        rule: Rule | None = None,
         self_weight: float | None = None,
         src_weights: Mapping[int, float] | None = None,
         dst_weights: Targets | None = None,
@@ -111,25 +119,51 @@ class Neighbors:
         name: str | None = None,
         dtype: DType | None = None,
     ) -> tuple[Promise, Callable[[], Array]]:
-        """Begin to gather what neighbours have; when it is there, the second puts it into out."""
-        me, code = self._group.rank, _floats(array, dtype)
-        how = mixing(self.graph, me, self_weight, src_weights, dst_weights,
+        """Begin to gather what neighbours have; when it is there, the second puts it into out.
+
+        So a rule may look at whole arrays, and who is lost midway is left out with all it has.
+        """
+        self_weight, targets = redirected(self_weight, dst_weights, self._group.gone())
+        how = mixing(self.graph, self._group.rank, self_weight, src_weights, targets,
                      is_checked=is_checked)  # fmt: skip
-        edges = how.edges
-        if edges.n_copies:
+        if isinstance(rule, ClippingRule) and how.edges.n_copies:
             raise ValueError("what is clipped is sent as it is: give dst_weights without factors")
-        heard = [*edges.sources, *edges.ignored]
+        return self._combine(self._group, how, array, out, rule, name, dtype,
+                             keeps_row=not is_of_columns(dst_weights))  # fmt: skip
+
+    def _combine(
+        self, group: Group, how: Mixing, array: Array, out: Array, rule: Rule | None,
+        name: str | None, dtype: DType | None, *, keeps_row: bool = True,
+    ) -> tuple[Promise, Callable[[], Array]]:  # fmt: skip
+        edges, code = how.edges, _floats(array, dtype)
+        heard, count = [*edges.sources, *edges.ignored], len(edges.sources) + 1
         rows = np.empty((len(heard), array.size), array.dtype)
-        promise = self.allgather(
-            array, rows, sources=heard, targets=[one for one, _ in edges.targets],
-            counts=[array.size] * len(heard), is_checked=is_checked, name=name, dtype=code,
+        promise = group.among_neighbors(
+            ("neighbor_gather", array.nbytes, *edges),
+            lambda: plans.neighbor_allgather(
+                group.rank, edges, array.nbytes, [array.nbytes] * len(heard), heard),
+            array, rows, name=name, dtype=code, weights=how.weights[count:], goes_on=self.goes_on,
         )  # fmt: skip
-        members = sorted([(one, rows[i]) for i, one in enumerate(edges.sources)]
-                         + [(me, array)], key=operator.itemgetter(0))  # fmt: skip
-        arrays = [one for _, one in members]
-        own = bisect.bisect(edges.sources, me)
-        weights = how.weights or (1 / len(arrays),) * len(arrays)
-        return promise, lambda: _clip(rule, arrays, own, weights, out, code)
+        weights = how.weights[:count] or (1 / count,) * count
+        own = bisect.bisect(edges.sources, group.rank)
+        arrays = [*rows[: count - 1]]
+        arrays.insert(own, array.reshape(-1))
+        members = [*edges.sources]
+        members.insert(own, group.rank)
+
+        def finish() -> Array:
+            missed = promise.missed
+            is_there = [one not in missed for one in members]
+            left = list(itertools.compress(arrays, is_there))
+            shares = (
+                renormalised(weights, is_there)
+                if keeps_row
+                else list(itertools.compress(weights, is_there))
+            )
+            place = own - is_there[:own].count(False)
+            return _finish_mix(rule, left, place, shares, out, code, is_mean=edges.is_mean)
+
+        return promise, finish
 
     def pair_gossip(
         self,
@@ -143,6 +177,27 @@ class Neighbors:
         dtype: DType | None = None,
     ) -> Promise:
         """Begin to mix our array with that of one other worker, who calls it too."""
+        group, how = self._pair_mixing(target, self_weight, pair_weight)
+        return _start_mix(group, how, array, out, name, dtype)
+
+    def pair_combined(
+        self,
+        array: Array,
+        out: Array,
+        target: int,
+        *,
+        self_weight: float | None = None,
+        pair_weight: float | None = None,
+        name: str | None = None,
+        dtype: DType | None = None,
+    ) -> tuple[Promise, Callable[[], Array]]:
+        """Begin pair_gossip() with one that may be lost: then ours is all there is."""
+        group, how = self._pair_mixing(target, self_weight, pair_weight)
+        return self._combine(group, how, array, out, None, name, dtype)
+
+    def _pair_mixing(
+        self, target: int, self_weight: float | None, pair_weight: float | None
+    ) -> tuple[Group, Mixing]:
         check_peers("target_rank", [target], self._group.rank, self._group.size)
         if (self_weight is None) != (pair_weight is None):
             raise ValueError("self_weight and pair_weight are given both or not at all")
@@ -151,8 +206,7 @@ class Neighbors:
         own = 0.5 if self_weight is None else self_weight
         weights = {other: 0.5 if pair_weight is None else pair_weight}
         pair = Graph(exponential_graph(2), False)
-        how = mixing(pair, group.rank, own, weights, [other], is_checked=False)
-        return _start_mix(group, how, array, out, name, dtype)
+        return group, mixing(pair, group.rank, own, weights, [other], is_checked=False)
 
     def hierarchical_allreduce(
         self,
@@ -202,7 +256,7 @@ class Neighbors:
         return group.among_neighbors(
             ("neighbor_allgather", array.nbytes, *edges, *sizes, *sources),
             lambda: plans.neighbor_allgather(group.rank, edges, array.nbytes, sizes, sources),
-            array, out, name=name, dtype=dtype,
+            array, out, name=name, dtype=dtype, goes_on=self.goes_on,
         )  # fmt: skip
 
     def ends(
@@ -262,6 +316,27 @@ def _start_trimmed(
         array, out, name=name, dtype=code, divisor=trim,
         weights=how.weights if edges.n_copies else (),
     )  # fmt: skip
+
+
+def _finish_mix(
+    rule: Rule | None, arrays: Sequence[Array], own: int, weights: Sequence[float], out: Array,
+    code: DType, *, is_mean: bool,
+) -> Array:  # fmt: skip
+    """Combine arrays that are there, as folds do while they come."""
+    from fastps.reduce import reduce_kernel  # noqa: PLC0415  (imports Numba)
+
+    if isinstance(rule, ClippingRule):
+        return _clip(rule, arrays, own, weights, out, code)
+    n, values = len(arrays), (ctypes.c_double * len(weights))(*weights)
+    kind, args = ReduceOp.MIX, ctypes.byref(values)
+    if rule is not None:
+        trim = min(getattr(rule, "trim", n), (n - 1) // 2)  # of those that are left
+        kind, args = ReduceOp.TRIMMED_MEAN, ctypes.byref(ctypes.c_int64(trim))
+    elif is_mean:
+        kind, args = ReduceOp.SUM, ctypes.byref(ctypes.c_int64(n))
+    addresses = (ctypes.c_void_p * n)(*[one.ctypes.data for one in arrays])
+    _RULE(reduce_kernel(kind, code))(addresses, n, out.ctypes.data, out.size, args)
+    return out
 
 
 def _clip(

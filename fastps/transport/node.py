@@ -259,6 +259,12 @@ class Node:
         if self._table.state(peer) is not PeerState.OPEN and peer not in self._by_tcp:
             raise cause or TransportError(f"the link to {self._name(peer)} could not be made")
 
+    def lose(self, peer: int) -> None:
+        """Wait no longer for a link to a member that is lost."""
+        with self._changed:
+            self._table.give_up(peer)
+            self._changed.notify_all()
+
     def _name(self, peer: int) -> str:
         member = self._places[peer]
         return f"{member.role} {member.rank}"

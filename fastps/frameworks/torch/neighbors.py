@@ -93,7 +93,7 @@ def pair_gossip_async(
 ) -> Later[Any]:
     """Begin pair_gossip() and give a handle for synchronize()."""
     return start_mix(
-        tensor, name, Neighbors.pair_gossip, target=target_rank, self_weight=self_weight,
+        tensor, name, ops.start_pair_gossip, target=target_rank, self_weight=self_weight,
         pair_weight=pair_weight,
     )  # fmt: skip
 
