@@ -58,6 +58,12 @@ class Groups:
             self._pairs[rank] = self.group(sorted((self.me, rank)), "pair")
         return self._pairs[rank]
 
+    def living(self) -> Group:
+        """Give the group of all workers, without those that the job goes on without."""
+        gone = self.world.gone() if self._session.config.goes_on else ()
+        ranks = [rank for rank in self.world.ranks if rank not in gone]
+        return self.known.get(f"living/{tuple(ranks)}") or self._make(ranks, "living")
+
     def next_key(self) -> str:
         """Give a key for the next process set: the same on all workers, which add them alike."""
         return f"set {next(self._keys)}"

@@ -168,7 +168,7 @@ def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
 
 def _agree(call: str, process_set: ProcessSet) -> None:
     """Raise MismatchError where workers do not call the same with the same set."""
-    group = current().groups.world
+    group = current().groups.living()
     told = gather_objects(group, f"{call}({process_set!r})", _CHANNEL)
     if any(words != told[0] for words in told):
         listed = ", ".join(f"worker {rank} {words}" for rank, words in enumerate(told))

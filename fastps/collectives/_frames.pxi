@@ -189,7 +189,7 @@ cdef void take_ready(State* state, Entry* name, Work* work) noexcept nogil:
     cdef Task* task = task_of(state, name) if held == NULL else NULL
     if held == NULL and is_foreign(task, name, True):
         refuse(state, task, work)
-    elif held == NULL and task == NULL and has_failed(state, name):
+    elif held == NULL and task == NULL and has_failed(state, name) == E_MISMATCH:
         name.label = 0                  # it had no link yet when we told all members
         add_control(state, work, KIND_REFUSE, name, E_MISMATCH)
     elif held == NULL:

@@ -3,12 +3,14 @@
 
 # ---------------------------------------------------------------- ends; the lock is held
 
-cdef bint has_failed(State* state, const Entry* name) noexcept nogil:
-    """Whether the operation of a message failed here because members did different things."""
+cdef int has_failed(State* state, const Entry* name) noexcept nogil:
+    """Why the operation of a message failed here; OK: it did not, or not for what others did."""
     cdef Entry failed = name[0]
+    cdef Entry* found
     failed.label = 0
     failed.peer = ANYONE
-    return find(state, &failed, FAILED)[0] != NULL
+    found = find(state, &failed, FAILED)[0]
+    return OK if found == NULL else found.status
 
 
 cdef void fail_next(State* state, const Entry* name, Work* work) noexcept nogil:
@@ -18,7 +20,7 @@ cdef void fail_next(State* state, const Entry* name, Work* work) noexcept nogil:
     """
     cdef Entry refusal
     cdef Task* task = state.tasks
-    if has_failed(state, name):
+    if has_failed(state, name) != OK:
         return
     while task != NULL and (task.channel != name.channel or task.status != OK):
         task = task.next
@@ -39,7 +41,7 @@ cdef void too_late(State* state, Entry* early, Work* work) noexcept nogil:
     """Bytes came of an operation that is over and did not want them."""
     cdef Entry refusal = early[0]
     taken_unasked(state, early, work)
-    if state.status == OK and not has_failed(state, early):
+    if state.status == OK and has_failed(state, early) == OK:
         refusal.label = OF_ONE          # who sent them may wait for an answer
         add_control(state, work, KIND_REFUSE, &refusal, E_MISMATCH)
     fail_next(state, early, work)
@@ -134,9 +136,10 @@ cdef void fail_task(State* state, Task* task, int status, uint32_t culprit,
         return
     task.status = status
     task.culprit = culprit
-    if status == E_MISMATCH and not task.is_numbered:
+    if (status == E_MISMATCH or state.goes_on) and not task.is_numbered:
         name_task(&failed, task)
         failed.what = FAILED
+        failed.status = status
         note(state, &failed)
     task.n_left += 1                    # it is not to end under our hands
     for i in range(task.n_legs):

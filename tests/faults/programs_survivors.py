@@ -18,7 +18,6 @@ from fastps import topology
 
 COUNT = 100_000  # elements: a message that is asked for, in several chunks
 PAUSE_S = 0.002  # between operations, as computation would be
-FREE_RANK = 1  # who needs nobody else in `apart`
 
 
 def begin(deaths: dict[str, float]) -> int:
@@ -64,10 +63,107 @@ def mixes(*, steps: int, graph: str, deaths: dict[str, float]) -> dict[str, Any]
         before = now()
         x = fastps.neighbor_allreduce(x, **next(how))
         slowest = max(slowest, now() - before)
-        is_within = -1e-9 <= x[0] <= fastps.size() - 1 + 1e-9
-        assert not np.ptp(x) and is_within, f"step {step}: {x.min()} to {x.max()}"
+        assert not np.ptp(x), f"step {step}: {x.min()} to {x.max()}"
+        assert -1e-9 <= x[0] <= fastps.size() - 1 + 1e-9, f"step {step}: {x[0]}"
         time.sleep(PAUSE_S)
     fastps.barrier()  # of those who are left
     found = {"value": float(x[0]), "slowest": slowest, "lost": fastps.lost_ranks()}
     fastps.shutdown()
     return found
+
+
+def push_sum(*, steps: int, deaths: dict[str, float]) -> dict[str, Any]:
+    """Average with weights of columns: what each has is divided among those it sends to.
+
+    The last element is the weight that goes with the others. Gives what there is of it once all
+    know who is lost, and after as many steps more, in which none gets lost.
+    """
+    rank = begin(deaths)
+    x = np.append(np.full(COUNT, float(rank)), 1.0)
+    topology_ = topology.exponential_graph(fastps.size())
+    turns, totals = topology.one_peer(topology_, rank), []
+    for _ in range(2):
+        for _ in range(steps):
+            sends, receives = next(turns)
+            x = fastps.neighbor_allreduce(
+                x, self_weight=0.5, src_weights=dict.fromkeys(receives, 1.0),
+                dst_weights=dict.fromkeys(sends, 0.5),
+            )  # fmt: skip
+            assert not np.ptp(x[:-1])
+            assert -1e-9 <= x[0] / x[-1] <= fastps.size() - 1 + 1e-9
+            time.sleep(PAUSE_S)
+        fastps.barrier()
+        totals.append(float(x[-1]))
+    fastps.shutdown()
+    return {"totals": totals, "value": float(x[0] / x[-1])}
+
+
+def needs_all(*, deaths: dict[str, float]) -> dict[str, Any]:
+    """All-reduce until somebody is missing; then go on with neighbours, and without the lost."""
+    rank = begin(deaths)
+    ones = np.ones(COUNT)
+    try:
+        while True:
+            fastps.allreduce(ones)
+    except fastps.PeerLostError as error:
+        text, at = str(error), now()
+    again = ""
+    try:
+        fastps.allreduce(ones)
+    except fastps.PeerLostError as error:
+        again = str(error)
+    mean = fastps.neighbor_allreduce(ones)
+    rows = fastps.neighbor_allgather(np.full((rank + 1, 2), rank))
+    fastps.barrier()
+    lost = fastps.lost_ranks()
+    left = fastps.add_process_set([one for one in range(fastps.size()) if one not in lost])
+    total = fastps.allreduce(ones, op=fastps.Sum, process_set=left)
+    try:
+        fastps.push_pull(ones, "x")
+    except fastps.ConfigError as error:
+        refusal = str(error)
+    fastps.shutdown()
+    return {"text": text, "again": again, "at": at, "mean": float(mean.max()), "lost": lost,
+            "total": float(total[0]), "rows": sorted({int(one) for one in rows[:, 0]}),
+            "refusal": refusal}  # fmt: skip
+
+
+def trains(*, steps: int, optimizer: str, deaths: dict[str, float]) -> dict[str, Any]:
+    """Fit a line by a decentralized optimizer of torch."""
+    import torch  # noqa: PLC0415  (which the other programs do not wait for)
+
+    import fastps.torch as fps  # noqa: PLC0415
+
+    rank = begin(deaths)
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
+    inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
+    outer = getattr(fps, f"Distributed{optimizer}Optimizer")(inner, model)
+    chance = torch.Generator().manual_seed(rank)
+    truth = torch.linspace(-1, 1, 16)
+    losses = []
+    for _ in range(steps):
+        inputs = torch.randn(32, 16, generator=chance)
+        outer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs)[:, 0], inputs @ truth)
+        loss.backward()
+        outer.step()
+        losses.append(loss.item())
+    fastps.barrier()
+    weights = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+    fastps.shutdown()
+    return {"first": losses[0], "last": float(np.mean(losses[-20:])),
+            "weights": float(weights.norm())}  # fmt: skip
+
+
+def waits() -> dict[str, Any]:
+    """Mix until told to end; who is stopped and comes back is not wanted any more."""
+    fastps.init()
+    for step in range(100_000):
+        fastps.neighbor_allreduce(np.ones(9))
+        mark("STEP", step)
+        time.sleep(PAUSE_S)
+        if len(fastps.lost_ranks()) == fastps.size() - 1:
+            break
+    fastps.shutdown()
+    return {}

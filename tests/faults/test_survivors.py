@@ -46,3 +46,75 @@ def test_the_others_go_on_at_whatever_moment_some_die(workers, way, graph, n_dea
         if graph != "ring":  # whose survivors may be two pieces
             assert max(values) - min(values) < 1e-6, values
         job.end_in_order()
+
+
+def run(program, dead, *, workers=4, way="memory", at_s=0.2, **arguments):
+    """Run a job in which some die; give what the others found, and when."""
+    deaths = {str(rank): at_s for rank in dead}
+    with Job(program, workers=workers, servers=0, environment=WAYS[way] | REWEIGHT,
+             arguments={"deaths": deaths, **arguments}) as job:  # fmt: skip
+        died = 0.0
+        for rank in dead:
+            assert job.workers[rank].wait() == -signal.SIGKILL, job.report()
+            died = time.monotonic()
+        found = [one.result() for one in job.workers if one.spec.rank not in dead]
+        job.end_in_order()
+        return found, died
+
+
+@pytest.mark.parametrize("way", ["memory", "tcp"])
+def test_nothing_of_push_sum_is_lost_but_what_the_dead_had(way):
+    found, _ = run(programs_survivors.push_sum, [2], way=way, steps=200)
+    before, after = (sum(one["totals"][i] for one in found) for i in range(2))
+    assert before == pytest.approx(after, rel=1e-9)
+    assert 0 < after < 4
+    assert len({round(one["value"], 6) for one in found}) == 1, found
+
+
+@pytest.mark.parametrize("way", ["memory", "tcp"])
+def test_what_needs_the_dead_fails_soon_and_names_it_and_the_rest_goes_on(way):
+    found, died = run(programs_survivors.needs_all, [2], way=way)
+    for one in found:
+        assert "worker 2" in one["text"], found
+        assert "worker 2" in one["again"], found
+        assert one["at"] - died < LIMIT_S
+        assert one["mean"] == 1.0
+        assert one["lost"] == [2]
+        assert one["total"] == 3.0
+        assert 2 not in one["rows"]
+        assert "use allreduce()" in one["refusal"]
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["AdaptThenCombine", "AdaptWithCombine", "DecentLaM", "GradientTracking"]
+)
+def test_optimizers_go_on_training(optimizer):
+    found, _ = run(programs_survivors.trains, [1], steps=150, optimizer=optimizer)
+    assert all(one["last"] < one["first"] / 10 for one in found), found
+
+
+def test_who_was_stopped_for_too_long_is_left_out_and_hears_of_it():
+    lease = {"FASTPS_LEASE_S": "1", "FASTPS_HEARTBEAT_S": "0.2"}
+    with Job(programs_survivors.waits, workers=3, servers=0,
+             environment=WAYS["memory"] | REWEIGHT | lease) as job:  # fmt: skip
+        job.workers[2].wait_line("STEP", times=3)
+        job.workers[2].send(signal.SIGSTOP)
+        count = len(job.workers[0].lines)
+        job.workers[0].wait_line("STEP", times=count + 50)
+        job.workers[2].send(signal.SIGCONT)
+        job.workers[2].wait()
+        assert "worker 2" in job.workers[2].stderr()
+        job.workers[1].send(signal.SIGKILL)
+        job.workers[0].result()
+
+
+def test_without_the_scheduler_too():
+    with Job(programs_survivors.waits, workers=3, servers=0,
+             environment=WAYS["tcp"] | REWEIGHT) as job:  # fmt: skip
+        job.workers[2].wait_line("STEP", times=3)
+        job.scheduler.send(signal.SIGKILL)
+        for victim in (1, 2):
+            count = len(job.workers[0].lines)
+            job.workers[0].wait_line("STEP", times=count + 50)
+            job.workers[victim].send(signal.SIGKILL)
+        job.workers[0].result()

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members of an exchange die in the middle of anything; each other hears of it at its own time.
+
+The engine itself, over pipes that are stepped by hand: Hypothesis chooses who starts its next
+operation, whose frames move, who dies and who notices, in any order. Whatever the order was, in
+the end nobody waits, no operation has bytes of another one, a source of an operation is there as a
+whole or left out, and members that are alive hear each other always.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from fastps.collectives import schedule as collective_plans
+from fastps.collectives._exchange import Exchange, Operation, Program
+from fastps.errors import Status
+from fastps.graph import schedule as plans
+from fastps.graph.schedule import Edges
+from fastps.transport import shm
+from fastps.transport._shm import Mapping
+from fastps.transport.pipe._transport import PipeTransport, pipe_memory_bytes
+from fastps.worker._engine import WorkerEngine
+
+CHANNEL = 77
+OFFSET = 4096
+SIZES = (8, 5_000, 40_000, 300_000)  # bytes: unasked, asked for, in several chunks
+MAX_MEMBERS = 4
+OF_ALL = ("all", "pass")  # which cannot do without anybody
+
+
+def content(rank: int, number: int, nbytes: int) -> np.ndarray[Any, Any]:
+    """Make what a member brings to an operation."""
+    return np.random.default_rng([rank, number]).integers(0, 256, nbytes, np.uint8)
+
+
+class Losses(RuleBasedStateMachine):
+    """A job of exchanges in this process."""
+
+    @initialize(n=st.integers(2, MAX_MEMBERS), data=st.data())
+    def begin(self, n: int, data: st.DataObject) -> None:
+        self.n = n
+        kinds = st.tuples(st.sampled_from(SIZES), st.sampled_from(["some", "ring", "all", "pass"]))
+        self.kinds = data.draw(st.lists(kinds, min_size=1, max_size=6))
+        self.edges = [self.draw_edges(kind, data) for _, kind in self.kinds]
+        descriptor = shm.create_memory(OFFSET + pipe_memory_bytes(n))
+        memory = Mapping(descriptor, OFFSET + pipe_memory_bytes(n))
+        os.close(descriptor)
+        self.arenas = [shm.Arena(1 << 20) for _ in range(n)]
+        mappings = [arena.mapping for arena in self.arenas]
+        self.pipes = [PipeTransport(memory, OFFSET, mappings, index) for index in range(n)]
+        self.exchanges = [
+            Exchange(me=me, n_members=n, engine=WorkerEngine(me=me, n_members=n), goes_on=True)
+            for me in range(n)
+        ]
+        for me, pipes in enumerate(self.pipes):
+            for other in set(range(n)) - {me}:
+                pipes.adopt(other, self.exchanges[me], other)
+        self.operations: list[list[Operation]] = [[] for _ in range(n)]
+        self.outputs: list[list[np.ndarray[Any, Any]]] = [[] for _ in range(n)]
+        self.dead: set[int] = set()
+        self.noticed: set[tuple[int, int]] = set()
+
+    def draw_edges(self, kind: str, data: st.DataObject) -> set[tuple[int, int]]:
+        pairs = [(a, b) for a in range(self.n) for b in range(self.n) if a != b]
+        if kind == "ring":
+            return {(a, b) for a, b in pairs if b == (a + 1) % self.n}
+        return {pair for pair in pairs if data.draw(st.booleans())}
+
+    @property
+    def alive(self) -> list[int]:
+        return [member for member in range(self.n) if member not in self.dead]
+
+    def sources(self, member: int, number: int) -> list[int]:
+        """List whom a member hears in an operation."""
+        if self.kinds[number][1] in OF_ALL:
+            return list(range(self.n)) if self.kinds[number][1] == "all" else [0]
+        return sorted(a for a, b in self.edges[number] if b == member)
+
+    def start(self, member: int) -> None:
+        """Begin the member's next operation."""
+        number = len(self.operations[member])
+        nbytes, kind = self.kinds[number]
+        heard = self.sources(member, number)
+        if kind == "all":
+            steps = collective_plans.allgather(member, [nbytes] * self.n, [0] * self.n)
+        elif kind == "pass":
+            steps = collective_plans.broadcast(member, self.n, nbytes, 0, [0] * self.n)
+        else:
+            targets = sorted(b for a, b in self.edges[number] if a == member)
+            edges = Edges((), tuple((one, -1) for one in targets), is_checked=True)
+            sizes = [nbytes] * len(heard)
+            steps = plans.neighbor_allgather(member, edges, nbytes, sizes, heard)
+        out = np.zeros(nbytes * len(heard), np.uint8)
+        own = content(member, number, nbytes)
+        if kind == "pass" and member == 0:
+            out[:] = own
+        self.outputs[member].append(out)
+        self.operations[member].append(
+            self.exchanges[member].start(
+                Program(steps.steps, steps.scratch_bytes, range(self.n)),
+                CHANNEL, name=f"{kind} {number}", input=own, output=out, code=1,
+                goes_on=kind not in OF_ALL,
+            )
+        )  # fmt: skip
+
+    @rule(data=st.data())
+    def starts(self, data: st.DataObject) -> None:
+        able = [m for m in self.alive if len(self.operations[m]) < len(self.kinds)]
+        if able:
+            self.start(data.draw(st.sampled_from(able)))
+
+    @rule(data=st.data(), times=st.integers(1, 5))
+    def moves(self, data: st.DataObject, times: int) -> None:
+        member = data.draw(st.sampled_from(self.alive))
+        for _ in range(times):
+            self.pipes[member].step()
+
+    @precondition(lambda self: len(self.dead) < self.n - 1)
+    @rule(data=st.data())
+    def dies(self, data: st.DataObject) -> None:
+        self.dead.add(data.draw(st.sampled_from(self.alive)))
+
+    @rule(data=st.data())
+    def notices(self, data: st.DataObject) -> None:
+        unknown = [(m, d) for m in self.alive for d in self.dead if (m, d) not in self.noticed]
+        if unknown:
+            self.notice(*data.draw(st.sampled_from(sorted(unknown))))
+
+    def notice(self, member: int, dead: int) -> None:
+        self.noticed.add((member, dead))
+        self.exchanges[member].lose(dead)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "exchanges"):
+            return
+        for member in self.alive:
+            while len(self.operations[member]) < len(self.kinds):
+                self.start(member)
+            for dead in self.dead:
+                self.notice(member, dead)
+        self.settle(self.alive)
+        try:
+            for member in self.alive:
+                self.check(member)
+        finally:
+            for pipes in self.pipes:
+                pipes.abort()
+            self.settle(range(self.n))
+            for arena in self.arenas:
+                arena.close()
+
+    def settle(self, members: Iterable[int]) -> None:
+        """Step until nobody has anything to do."""
+        while sum(self.pipes[member].step() for member in members):
+            pass
+
+    def check(self, member: int) -> None:
+        for number, operation in enumerate(self.operations[member]):
+            assert operation.is_done, (member, number, operation.awaited)
+            status = operation.wait(timeout_s=0.0)
+            nbytes, kind = self.kinds[number]
+            heard = self.sources(member, number)
+            if kind in OF_ALL:
+                assert status == 0 or (
+                    status == Status.PEER_LOST and operation.culprit in self.dead
+                )
+            else:
+                assert status == 0, (member, number, status)
+            missed = set(operation.missed)
+            assert missed <= self.dead
+            rows = self.outputs[member][number].reshape(len(heard), nbytes)
+            for row, source in zip(rows, heard, strict=True):
+                if status == 0 and source not in missed:
+                    np.testing.assert_array_equal(row, content(source, number, nbytes))
+
+
+def test_whoever_is_left_ends_every_operation():
+    run_state_machine_as_test(
+        Losses, settings=settings(max_examples=150, stateful_step_count=60, deadline=None)
+    )
