@@ -111,10 +111,12 @@ class Job:
         grace_s: float,
         timeout_s: float | None,
         is_spread: bool = False,
+        goes_on: bool = False,
     ) -> None:
         """Begin without parts; `add` them in the order of starting.
 
         is_spread: there are other machines, whose workers may need our servers and scheduler.
+        goes_on: a worker that fails is no cause to end the others; all of them are.
         """
         self.parts: list[Part] = []
         self.cause: Cause | None = None
@@ -126,8 +128,10 @@ class Job:
         self._selector = selectors.EpollSelector()  # which can be waited for like a pipe
         self._selector.register(inbox, selectors.EVENT_READ)
         self._is_spread = is_spread
+        self._goes_on = goes_on
         self._scheduler: SchedulerThread | None = None
         self._failed: list[Part] = []  # in the order of being noticed
+        self._lost: list[Part] = []  # workers without which the others go on
         self._settled_at: float | None = None
         self._is_stopping = False
         self._is_interrupted = False
@@ -265,9 +269,23 @@ class Job:
         if self._is_stopping or not failed:
             return
         self._drain(self._streams(failed))
+        if self._goes_on and all(part.role == "worker" for part in failed):
+            self._do_without(failed)
+            return
         if self._settled_at is None:
             self._settled_at = time.monotonic() + _SETTLE_S
         self._failed.extend(failed)
+
+    def _do_without(self, failed: Sequence[Part]) -> None:
+        """Say who is missing from now on; if nobody is left who did well, they are to blame."""
+        self._lost.extend(failed)
+        workers = [part for part in self.parts if part.role == "worker"]
+        left = [part.name for part in workers if part.is_alive]
+        for part in failed:
+            how = f"{part.describe()} {part.describe_end()}"
+            self._screen.say(f"{how}; {len(left)} of {len(workers)} go on without it")
+        if not any(part.is_alive or part.exit_code == 0 for part in workers):
+            self._failed.extend(self._lost)
 
     def _judge(self, *, is_late: bool) -> None:
         """Name the first cause as soon as somebody failed who has nobody else to blame."""
@@ -359,7 +377,7 @@ class Job:
         if self.cause is not None:
             return
         for part in self.parts:
-            if part.exit_code not in (0, -signal.SIGTERM):
+            if part.exit_code not in (0, -signal.SIGTERM) and part not in self._lost:
                 self._screen.say(f"{part.name} {part.describe_end()} while stopping")
 
 

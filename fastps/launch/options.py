@@ -85,6 +85,10 @@ class Options:
     layout: Layout = dataclasses.field(default_factory=Layout)
     is_dry_run: bool = word(HOW_MANY, "--dry-run", False, bool, "",
         "print commands and environment, secrets masked, and start nothing")
+    on_loss: str | None = word(HOW_MANY, "--on-loss", None, str, "WHAT",
+        "fail or reweight: end the job when a worker fails (default), or let the others, who "
+        "average with neighbors, go on without it; of a job without servers (FASTPS_ON_LOSS)",
+        choices=("fail", "reweight"))
     scheduler_host: str = word(MACHINES, "--scheduler-host", "", str, "HOST",
         "name or address of machine 0, the same on all machines")
     scheduler_port: int = word(MACHINES, "--scheduler-port", 0, count(1, 65535), "PORT",

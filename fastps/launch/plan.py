@@ -96,6 +96,12 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in NOT_INHERITED}
 
 
+def goes_on(options: Options, inherited: Mapping[str, str]) -> bool:
+    """Tell whether the others go on when a worker fails."""
+    given = {**inherited, **_asked(options), **dict(options.environment)}
+    return given.get("FASTPS_ON_LOSS", "").strip() == "reweight"
+
+
 def choose_secret(
     options: Options, environment: Mapping[str, str], *, new_token: str
 ) -> tuple[str, str] | None:
@@ -137,8 +143,13 @@ def _common(options: Options, identity: Identity) -> dict[str, str]:
         "FASTPS_ENGINE_THREADS": options.server_threads,
         "FASTPS_IO_THREADS": options.io_threads,
     }
+    settings |= _asked(options)
     settings.update({name: f"{value:g}" for name, value in optional.items() if value is not None})
     return settings | dict(options.environment)
+
+
+def _asked(options: Options) -> dict[str, str]:
+    return {} if options.on_loss is None else {"FASTPS_ON_LOSS": options.on_loss}
 
 
 def _worker(

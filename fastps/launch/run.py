@@ -29,6 +29,7 @@ from fastps.launch.plan import (
     ProcessSpec,
     choose_job_id,
     choose_secret,
+    goes_on,
     inherited_environment,
     make_plan,
     scheduler_environment,
@@ -113,6 +114,7 @@ def _run(
             grace_s=options.grace_s,
             timeout_s=options.timeout_s,
             is_spread=options.layout.is_spread,
+            goes_on=goes_on(options, inherited),
         )
         try:
             folder = hold_folder(options.output_dir) if options.output_dir else None

@@ -9,6 +9,7 @@ import time
 
 import programs_survivors
 import pytest
+from harness import run_workers
 from job import Job
 
 LIMIT_S = 2.0  # between a death and the end of the operation that needed the dead one
@@ -118,3 +119,29 @@ def test_without_the_scheduler_too():
             job.workers[0].wait_line("STEP", times=count + 50)
             job.workers[victim].send(signal.SIGKILL)
         job.workers[0].result()
+
+
+def test_the_launcher_lets_the_others_go_on_and_says_so(tmp_path):
+    script = """
+        import os, signal
+        import numpy as np
+        import fastps
+        fastps.init()
+        x = np.ones(9)
+        for step in range(50):
+            if fastps.rank() == 1 and step == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+            x = fastps.neighbor_allreduce(x)
+        report(float(x[0]))
+        fastps.shutdown()
+        if fastps.rank() == 0 and os.environ.get("ALL_FAIL"):
+            raise SystemExit(3)
+    """
+    found = run_workers(script, tmp_path, workers=2, servers=0, environ=REWEIGHT)
+    assert found.check().reports == ((1.0,), ())
+    assert "was killed by SIGKILL; 1 of 2 go on without it" in found.stderr
+    found = run_workers(
+        script, tmp_path, workers=2, servers=0, environ=REWEIGHT | {"ALL_FAIL": "1"}
+    )
+    assert found.returncode == 128 + signal.SIGKILL
+    assert "worker 0" in found.stderr
