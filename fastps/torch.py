@@ -136,7 +136,10 @@ from fastps.frameworks.torch.ops import (
     push_pull_inplace,
     synchronize,
 )
-from fastps.frameworks.torch.optimizer import DistributedOptimizer
+from fastps.frameworks.torch.optimizer import (
+    CrossBarrier,
+    DistributedOptimizer,
+)
 from fastps.frameworks.torch.parallel import DistributedDataParallel
 from fastps.graph.rules import (
     AdaptiveClipping,
@@ -155,6 +158,7 @@ __all__ = [
     "CommunicationType",
     "Compression",
     "CoordinateMedian",
+    "CrossBarrier",
     "DistributedAdaptThenCombineOptimizer",
     "DistributedAdaptWithCombineOptimizer",
     "DistributedDataParallel",

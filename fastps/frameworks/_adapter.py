@@ -313,15 +313,19 @@ class Round(Generic[F]):
         """Give those of the buckets that have not been sent in this round."""
         return [bucket for bucket in buckets if self._stages[bucket] is _Stage.IDLE]
 
-    def take(self) -> tuple[list[Waitable], list[F]]:
-        """Hand over everything in flight, to be waited for; it counts as finished from now on."""
-        handles = [handle for handle, _ in self._flights]
-        flights = [flight for _, group in self._flights for flight in group]
+    def take_each(self) -> list[tuple[Waitable, Sequence[F]]]:
+        """Hand over each handle in flight, with what it carries; all count as finished then."""
+        taken = self._flights
         for bucket in self._flying:
             self._stages[bucket] = _Stage.FINISHED
         self._flights, self._flying = [], []
         self._waiting.clear()
-        return handles, flights
+        return taken
+
+    def take(self) -> tuple[list[Waitable], list[F]]:
+        """Hand over everything in flight, to be waited for; it counts as finished from now on."""
+        taken = self.take_each()
+        return [handle for handle, _ in taken], [flight for _, group in taken for flight in group]
 
     def close(self) -> None:
         """Note that the round is complete: the next arrival opens a new one."""

@@ -67,6 +67,7 @@ def steps_add_up() -> None:
     frozen = nn.Parameter(torch.full((2,), float(fps.rank())), requires_grad=False)
     parameters = [wide, whole, half, frozen]
     optimizer = torch.optim.SGD(parameters, lr=0.5)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # has put a step() into it
     fps.DistributedOptimizer(optimizer, asynchronous=True, staleness=0)
     seeds = [fps.push_pull(p.detach() * (fps.rank() == 0), average=False, name=f"seed{i}")
              for i, p in enumerate(parameters)]  # fmt: skip

@@ -37,7 +37,7 @@ ROOMS = {
     "server/": 3250,
     "worker/": 3130,
     "collectives/": 3300,
-    "frameworks/": 6180,
+    "frameworks/": 6690,
     "graph/": 790,
     "bluefog/": 420,
     "launch/": 2090,

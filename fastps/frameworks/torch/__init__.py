@@ -8,8 +8,12 @@ compression.py   half types on the wire
 buckets.py       where gradients lie and how they travel: side by side, or each by itself
 agreement.py     do all workers have the same model?
 exchange.py      hooks on parameters, one round of gradients
-optimizer.py     DistributedOptimizer
-asynchronous.py  with asynchronous=True: servers hold the parameters
+steps.py         an optimizer's class and its step()
+synchronized.py  an optimizer that waits for gradients before it steps
+crossing.py      CrossBarrier: one that does not
+pipelined.py     PipeSGD: one that applies them a step later
+asynchronous.py  servers hold the parameters
+optimizer.py     DistributedOptimizer and CrossBarrier: which of them
 sums.py          with op=Sum: what was added up in earlier rounds
 buffers.py       buffers of a module on all ranks as on one
 parallel.py      DistributedDataParallel

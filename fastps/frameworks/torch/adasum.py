@@ -14,6 +14,7 @@ import torch
 
 from fastps.adasum import adasum
 from fastps.frameworks.torch.compression import Compressor
+from fastps.frameworks.torch.steps import adopt as adopted
 from fastps.frameworks.torch.tensors import (
     check_tensor,
     sendable,
@@ -73,10 +74,7 @@ def adopt(
     optimizer: torch.optim.Optimizer, compression: Compressor, prefix: str, process_set: ProcessSet
 ) -> AdasumOptimizer:
     """Turn the optimizer into one whose steps are added."""
-    kind = type(optimizer)
-    vars(optimizer).update(
-        _compression=compression, _label=f"{prefix}adasum.", _process_set=process_set
-    )
-    optimizer.__class__ = type(f"Adasum{kind.__name__}", (AdasumOptimizer, kind), {})
-    assert isinstance(optimizer, AdasumOptimizer)
-    return optimizer
+    return adopted(
+        optimizer, AdasumOptimizer, "Adasum",
+        _compression=compression, _label=f"{prefix}adasum.", _process_set=process_set,
+    )  # fmt: skip

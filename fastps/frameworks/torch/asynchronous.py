@@ -16,6 +16,7 @@ import torch
 import fastps
 from fastps.asynchronous import ServerParameters
 from fastps.frameworks._adapter import wait_all
+from fastps.frameworks.torch import steps
 from fastps.frameworks.torch.tensors import (
     check_tensor,
     mark_written,
@@ -103,10 +104,6 @@ def adopt(
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.requires_grad:
             by_dtype.setdefault(parameter.dtype, []).append((name, parameter))
-    kind = type(optimizer)
     with torch.no_grad():
         held = [Held(some, staleness, f"{prefix}Async.") for some in by_dtype.values()]
-    vars(optimizer).update(_held=held)
-    optimizer.__class__ = type(f"Asynchronous{kind.__name__}", (AsynchronousOptimizer, kind), {})
-    assert isinstance(optimizer, AsynchronousOptimizer)
-    return optimizer
+    return steps.adopt(optimizer, AsynchronousOptimizer, "Asynchronous", _held=held)

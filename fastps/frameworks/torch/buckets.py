@@ -60,6 +60,10 @@ class Bucket(Protocol):
     code: DType
     array: Array
 
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """Those whose gradients travel."""
+
     def spec(self) -> Spec:
         """Give what the session declares: name, shape and dtype of `array`."""
 
@@ -122,6 +126,11 @@ class FlatBucket:
             is_view and parameter.dtype is dtype and is_sendable(parameter)
             for parameter in parameters
         ]
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """Those whose gradients are in the slots."""
+        return self._parameters
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -259,6 +268,11 @@ class LooseGradient:
         self._compression = compression
         self._loaded: tuple[_Copied, torch.Tensor, Any, bool]
         self._left: Callable[[], torch.Tensor | None] = lambda: None  # what store() wrote to
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """The one whose gradient it is."""
+        return [self._parameter]
 
     def spec(self) -> Spec:
         """Give name, shape and dtype of what is sent of the gradient."""

@@ -20,7 +20,8 @@ from fastps.current import current
 from fastps.errors import FastPSError
 from fastps.flights import Flight, Later
 from fastps.frameworks.torch.neighbors import start_mix
-from fastps.frameworks.torch.optimizer import DistributedOptimizer, SynchronizedOptimizer
+from fastps.frameworks.torch.optimizer import DistributedOptimizer
+from fastps.frameworks.torch.synchronized import SynchronizedOptimizer
 from fastps.frameworks.torch.tensors import check_tensor, make_room, wire_dtype
 from fastps.graph.neighbors import Neighbors
 from fastps.graph.rules import Rule

@@ -28,6 +28,7 @@ from fastps.frameworks._adapter import (
     Average,
     Round,
     Sum,
+    Waitable,
     check_op,
     plan_buckets,
     wait_all,
@@ -205,7 +206,7 @@ class GradientExchange:
         self._memory.clear()
         wait_all([*handles, *rows])
         if self._average:
-            self._correct(buckets)
+            self._correct(buckets, session.current())
         for bucket in buckets:
             bucket.store()
         for gradient in rows:
@@ -213,20 +214,37 @@ class GradientExchange:
         if self._sums is not None and (buckets or rows):
             self._sums.add_back()
 
-    def _correct(self, buckets: Sequence[Bucket]) -> None:
+    def depart(self) -> list[tuple[Waitable, Sequence[Bucket]]]:
+        """Give each handle in flight with its buckets, to whoever will write() them."""
+        self._memory.clear()
+        return self.round.take_each()
+
+    def write(self, buckets: Sequence[Bucket], home: session.Session) -> None:
+        """Write the results of buckets whose handle is done; averages only, of this session."""
+        self._correct(buckets, home)
+        for bucket in buckets:
+            bucket.store()
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether gradients are in flight as rows."""
+        return bool(self._rows)
+
+    def _correct(self, buckets: Sequence[Bucket], home: session.Session) -> None:
         """Make averages those over the workers who took part; see join()."""
-        uneven = session.current().uneven
+        uneven = home.uneven
         if not uneven.has_rounds:
             return
         for bucket in buckets:
-            factor = uneven.correction(*self._place_of(bucket.name))
+            factor = uneven.correction(*self._place_of(bucket.name, home))
             if factor != 1.0:
                 dtype = getattr(torch, bucket.code.name.lower())
                 tensor_over(bucket.array, dtype).mul_(factor)
 
-    def _place_of(self, name: str) -> tuple[str | int, int, Sequence[int]]:
+    def _place_of(
+        self, name: str, current: session.Session
+    ) -> tuple[str | int, int, Sequence[int]]:
         """Say where and how often a name was used, and by whom."""
-        current = session.current()
         if self._process_set is global_process_set:
             return name, current.version_of(name), range(current.size)
         group = self._process_set.group()
