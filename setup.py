@@ -14,6 +14,7 @@ from setuptools import Extension, setup
 
 MODULES = [
     "fastps._core",
+    "fastps._trace",
     "fastps.reduce.codec._coder",
     "fastps.transport._link",
     "fastps.transport._base",

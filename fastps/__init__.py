@@ -148,6 +148,7 @@ __all__ = [
     "empty",
     "forget",
     "gather",
+    "get_pushpull_speed",
     "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",
@@ -172,6 +173,7 @@ __all__ = [
     "lost_ranks",
     "machine_rank",
     "machine_size",
+    "mark_step",
     "neighbor_allgather",
     "neighbor_allgather_async",
     "neighbor_allreduce",
@@ -383,6 +385,23 @@ def barrier(
         process_set.group().barrier().wait(timeout_s)
         return
     _current.current().barrier(timeout_s=timeout_s)
+
+
+def mark_step() -> None:
+    """Say that a training step ends here, for statistics() and the timeline. Does not block.
+
+    Optimizers and DistributedDataParallel of fastps.torch say it themselves.
+    """
+    _current.current().steps.mark()
+
+
+def get_pushpull_speed() -> tuple[int, float]:
+    """Take the oldest measurement: milliseconds since 1970, and MB/s (1e6) of tensors pushed.
+
+    One is made every 10 seconds in which something is pushed, and 1024 are kept; (0, -5.0) when
+    there is none, as in BytePS. FASTPS_TELEMETRY_ON=0 measures nothing.
+    """
+    return _current.current().steps.speed() or (0, -5.0)
 
 
 def statistics() -> dict[str, float]:

@@ -51,6 +51,7 @@ from fastps.worker.local import LocalGroup
 if TYPE_CHECKING:
     from fastps.reduce.codec._coder import Coder
     from fastps.server.dataplane import DataPlane
+    from fastps.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class Connections:
         _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
         _core.arm_fault(config.fault)
         self.node: Node | None = None
+        self.recorder: Recorder | None = None
         doors = open_doors(config, port=0)
         try:
             self.client = self._join(doors)
@@ -121,6 +123,7 @@ class Connections:
                 self.exchange.lose(rank)
             self._make(doors)
             self._share_memory()
+            self._begin_telemetry()
             self.client.barrier("fastps.connected", timeout_s=config.start_timeout_s)
             if self._server is not None:
                 self.node.stop_serving()  # everybody is inside
@@ -189,6 +192,19 @@ class Connections:
         log.info("worker %d is %s too", self.job.me, self.job.owner_name(self.job.me))
         return server
 
+    def _begin_telemetry(self) -> None:
+        """Trace and measure as settings say."""
+        if self._config.telemetry_on:
+            self.engine.measure_speed()
+        if self._config.trace_on:
+            from fastps.telemetry.recorder import Recorder  # noqa: PLC0415  (seldom needed)
+
+            me = self.job.members[self.job.me]
+            self.recorder = Recorder(
+                self._config, role="worker", number=self.job.me, host_id=me.host_id,
+                ping=self.client.clock_ns,
+            )  # fmt: skip
+
     # ---- at work ----
 
     @property
@@ -207,6 +223,8 @@ class Connections:
     def make_tensor(self, spec: TensorSpec, answer: DeclaredTensor) -> PlannedTensor:
         """Make the records of a tensor, in the pieces that the scheduler chose."""
         dtype = DType(spec.dtype)
+        if self.recorder is not None:
+            self.recorder.name_tensor(answer.tensor_id, spec.name)
         partitions = []
         offset = 0
         for nbytes, owner in answer.pieces:
@@ -369,6 +387,8 @@ class Connections:
         BYE; then all links have ended, and only then their memory goes.
         """
         timeout_s = self._config.shutdown_timeout_s
+        if self.recorder is not None:
+            self.recorder.stop_clock()
         self.exchange.leave()
         self.engine.leave()
         try:
@@ -395,6 +415,8 @@ class Connections:
         if self._group is not None:
             self._group.close(timeout_s=timeout_s)
             self._group = None
+        if self.recorder is not None:
+            self.recorder.close()
 
     def _undo(self, doors: Doors) -> None:
         """Free what was made of something that did not become whole."""
@@ -406,6 +428,6 @@ class Connections:
 
     def abandon(self) -> None:
         """Close the links' descriptors in a forked child, so that our death stays visible."""
-        for item in (self._links, self._server, self.node):
+        for item in (self._links, self._server, self.node, self.recorder):
             if item is not None:
                 item.abandon()

@@ -60,6 +60,7 @@ from fastps.errors import (
 )
 from fastps.objects import decode_object, encode_object
 from fastps.progress import Progress
+from fastps.steps import Steps
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
 from fastps.uneven import StartedTensor, Uneven
@@ -95,7 +96,7 @@ class Session:
         self.wait_seconds = [0.0]
         self._client: ControlClient | None = None
         self._groups: Groups | None = None
-        self.uneven, self.progress = Uneven(self), Progress(self)
+        self.uneven, self.progress, self.steps = Uneven(self), Progress(self), Steps(self)
         self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         _sessions.add(self)
@@ -572,7 +573,7 @@ class Session:
 
     def statistics(self) -> dict[str, float]:
         """Count operations, bytes, frames, system calls and seconds spent in wait()."""
-        numbers: dict[str, float] = {"wait_seconds": self.wait_seconds[0]}
+        numbers = {"wait_seconds": self.wait_seconds[0], **self.steps.statistics()}
         if self._client is not None:
             numbers |= self.connections.statistics()
         return numbers

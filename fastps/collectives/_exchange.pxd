@@ -122,6 +122,8 @@ cdef struct Task:               # one operation in flight
     uint32_t n_members
     Fold* folds
     uint32_t n_folds
+    int64_t since               # while a trace is on: when it was started
+    uint64_t nbytes             # of its largest array
     Completion done
 
 cdef struct Peer:               # what we know of one member

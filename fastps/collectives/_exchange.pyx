@@ -36,6 +36,7 @@ from fastps._core cimport (
     completion_is_done, completion_part_done, completion_reset, completion_wait_signals,
     deadline_of, now_ns,
 )
+from fastps._trace cimport SPAN_OPERATION, trace_span, tracing
 from fastps._posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
 )
@@ -586,6 +587,12 @@ cdef class Exchange(LinkOwner):
             for i in range(operation.n_views):
                 if operation.views[i].len > SMALL_BYTES:
                     self.pin(<object>operation.views[i].obj)
+        operation.task.since = 0
+        if tracing.is_on:
+            operation.task.since = now_ns()
+            for i in range(operation.n_views):
+                operation.task.nbytes = max(operation.task.nbytes,
+                                            <uint64_t>operation.views[i].len)
         completion_reset(&operation.task.done, 1)
         self.in_flight[id(operation)] = operation
         with nogil:

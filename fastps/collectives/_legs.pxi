@@ -421,6 +421,9 @@ cdef void start_leg(State* state, Leg* leg, Work* work) noexcept nogil:
 cdef void finish_task(State* state, Task* task) noexcept nogil:
     """The last touch: whoever waits may free the operation."""
     cdef Plan* plan = state.plan
+    if tracing.is_on and task.since:
+        trace_span(SPAN_OPERATION, task.channel, task.number, task.code, task.nbytes, task.since,
+                   now_ns())
     completion_part_done(&task.done, task.status)
     if plan.rouse != NULL:
         plan.rouse(plan.worker)

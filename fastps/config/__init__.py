@@ -32,6 +32,7 @@ GIB = 1 << 30
 PATH_MTUS = (0, 256, 512, 1024, 2048, 4096)
 MAX_PROCESSES = 65535
 MAX_POOL_BYTES = 1 << 50
+MAX_VERSION = (1 << 32) - 1
 DAY_S = 86400.0
 ROLES = ("worker", "server", "scheduler")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -234,6 +235,7 @@ SECURITY = "Security"
 DATA = "Data path"
 THREADS = "Threads and memory"
 TIMES = "Time limits"
+TRACING = "Timeline and telemetry"
 DEBUGGING = "Logs and faults"
 
 
@@ -412,6 +414,22 @@ class Config:
              "init().")
     tcp_user_timeout_s: float = _set(TIMES, 30.0, unit="seconds", allowed=(1.0, 3600.0),
         text="A data connection whose bytes stay unacknowledged for so long is given up.")
+    trace_on: bool = _set(TRACING, False, "BYTEPS_TRACE_ON",
+        text="Write a timeline of every stage; see docs/timeline.md.")
+    trace_start_step: int = _set(TRACING, 10, "BYTEPS_TRACE_START_STEP", unit="operations",
+        allowed=(0, MAX_VERSION),
+        text="The first operation on a tensor that is traced, counted for each tensor from 1.")
+    trace_end_step: int = _set(TRACING, 20, "BYTEPS_TRACE_END_STEP", unit="operations",
+        allowed=(0, MAX_VERSION), text="The last one; 0 goes on to the end.")
+    trace_dir: str = _set(TRACING, "./trace", "BYTEPS_TRACE_DIR", parse=_path,
+        text="Directory of what processes trace; the last of those that share it to end makes "
+             "timeline.json there.")
+    trace_file: str = _set(TRACING, "", parse=_path,
+        text="Timeline that fastps-run will make of the traces of this job; set by it.")
+    telemetry_on: bool = _set(TRACING, True, "BYTEPS_TELEMETRY_ON",
+        text="Measure what get_pushpull_speed() tells.")
+    enable_gdb: bool = _set(TRACING, False, "BYTEPS_ENABLE_GDB",
+        text="Let fastps-run start workers under gdb, which shows where one crashed.")
     log_level: str = _set(DEBUGGING, "WARNING", "BYTEPS_LOG_LEVEL", parse=_log_level,
         allowed=LOG_LEVELS, text="Least serious message that is logged, in any case.")
     fault: str = _set(DEBUGGING, "",
@@ -612,6 +630,11 @@ def _check_together(config: Config) -> None:
     if 0 < config.chunk_bytes < MIN_CHUNK_BYTES:
         raise ConfigError(
             f"FASTPS_CHUNK_BYTES={config.chunk_bytes} must be 0 or at least {MIN_CHUNK_BYTES}"
+        )
+    if 0 < config.trace_end_step < config.trace_start_step:
+        raise ConfigError(
+            f"FASTPS_TRACE_END_STEP={config.trace_end_step} must be 0 or at least "
+            f"FASTPS_TRACE_START_STEP={config.trace_start_step}"
         )
     if config.lease_s < 2 * config.heartbeat_s:
         raise ConfigError(

@@ -41,10 +41,12 @@ from fastps.control.protocol import (
     LENGTH,
     MAX_BLOB_BYTES,
     Answer,
+    AskClock,
     AwaitStart,
     Barrier,
     Blob,
     BlobData,
+    ClockTold,
     Declare,
     Declared,
     DeclaredTensor,
@@ -257,6 +259,13 @@ class ControlClient:
             return error
         raise ProtocolError("a dispute has no good end")
 
+    def clock_ns(self) -> int:
+        """Ask what time it is at the scheduler, on its CLOCK_MONOTONIC; nanoseconds."""
+        message = AskClock(next(self._numbers))
+        timeout_s = self._config.op_timeout_s
+        told = self._ask(message, ClockTold, what="asking for the time", timeout_s=timeout_s)
+        return round(told.seconds * 1e9)
+
     # ---- what members tell ----
 
     def keys_ready(self, request_id: int) -> None:
@@ -456,7 +465,7 @@ class ControlClient:
         return sockets.read_blocking(self._sock, body_nbytes(bytes(prefix))) or None
 
     def _take(self, message: Answer | Event) -> None:
-        if isinstance(message, Joined | Started | Declared | BlobData | Done | Failed):
+        if isinstance(message, Answer):
             with self._lock:
                 future = self._pending.pop(message.request, None)
             if future is not None:

@@ -31,7 +31,9 @@ from fastps.control.blame import Suspicions
 from fastps.control.collectives import Answers, Collectives, join_names
 from fastps.control.declarations import Declarations
 from fastps.control.protocol import (
+    AskClock,
     AwaitStart,
+    ClockTold,
     Declare,
     Done,
     Dropped,
@@ -134,6 +136,8 @@ class Membership:
             self._fail(member, message.request, "protocol", message.message)
         elif isinstance(message, Leave):
             self._leave(member, message, now)
+        elif isinstance(message, AskClock):
+            self._out.append(Send(peer, ClockTold(message.request, now)))
         elif isinstance(message, AwaitStart):
             self._await_start(member, message, now)
         elif isinstance(message, ReportLost):

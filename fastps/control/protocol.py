@@ -242,6 +242,12 @@ class AwaitStart(_Message, frozen=True):
     timeout_s: Seconds
 
 
+class AskClock(_Message, frozen=True):
+    """Ask for the scheduler's time, at once; answered by ClockTold."""
+
+    request: Id
+
+
 class Declare(_Message, frozen=True):
     """Declare a batch of tensors; answered by Declared when every server is ready for them."""
 
@@ -350,7 +356,7 @@ class Malformed(_Record, frozen=True):
 
 
 Meeting: TypeAlias = Barrier | Blob | Forget | Dispute  # all workers must come
-Request: TypeAlias = Join | AwaitStart | Declare | Meeting | Leave  # are answered
+Request: TypeAlias = Join | AwaitStart | AskClock | Declare | Meeting | Leave  # are answered
 ToScheduler: TypeAlias = Request | Dropped | KeysReady | KeysFailed | ReportLost | Tell
 
 # ---- scheduler to member: answers ----
@@ -368,6 +374,13 @@ class Started(_Message, frozen=True):
 
     request: Id
     job: Job
+
+
+class ClockTold(_Message, frozen=True):
+    """What CLOCK_MONOTONIC of the scheduler's machine showed, in seconds."""
+
+    request: Id
+    seconds: Seconds
 
 
 class Declared(_Message, frozen=True):
@@ -493,7 +506,7 @@ Event: TypeAlias = (
     | NewJob
     | JobOver
 )
-Answer: TypeAlias = Joined | Started | Declared | BlobData | Done | Failed
+Answer: TypeAlias = Joined | Started | ClockTold | Declared | BlobData | Done | Failed
 ToMember: TypeAlias = Event | Answer
 
 FAILURES: dict[str, type[FastPSError]] = {

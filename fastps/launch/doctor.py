@@ -2,7 +2,7 @@
 """The command `fastps`: `fastps doctor` tells what this machine offers to a job.
 
 Looks, and changes nothing, but for --link-pyverbs, which makes one symbolic link. `fastps graph`
-stands in graph.py. Threads: none.
+stands in graph.py, `fastps timeline` in timeline.py. Threads: none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fastps import config
 from fastps.errors import FastPSError
-from fastps.launch import graph
+from fastps.launch import graph, timeline
 from fastps.transport import rdma, shm, sockets
 
 CPU_TABLE = Path("/proc/cpuinfo")
@@ -38,6 +38,9 @@ def make_parser() -> argparse.ArgumentParser:
     shown = commands.add_parser("graph", help="tell and draw what a graph of workers is worth")
     graph.add_options(shown)
     shown.set_defaults(run=graph.run)
+    merged = commands.add_parser("timeline", help="merge what the processes of a job traced")
+    timeline.add_options(merged)
+    merged.set_defaults(run=timeline.run)
     return parser
 
 

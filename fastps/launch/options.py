@@ -27,6 +27,8 @@ one machine:
       print what would be started, with the environment (secrets masked), and stop
   fastps-run -np 4 --output-dir logs python train.py
       the same lines on the terminal, and one file per process and stream in logs/
+  fastps-run -np 4 --timeline job.json python train.py
+      where the time goes, for ui.perfetto.dev or chrome://tracing
   fastps-run -np 4 --env FASTPS_PARTITION_BYTES=1048576 python train.py
       one more setting for every process; docs/env.md lists them all
 
@@ -107,6 +109,8 @@ class Options:
         "seconds between SIGTERM and SIGKILL when processes are ended (default 5)")
     output_dir: pathlib.Path | None = word("output", "--output-dir", None, pathlib.Path, "DIR",  # noqa: RUF009
         "also write DIR/worker-0.stdout, DIR/worker-0.stderr, DIR/server-0.stdout ...")
+    timeline: pathlib.Path | None = word("output", "--timeline", None, pathlib.Path, "FILE",  # noqa: RUF009
+        "write a timeline of every stage of the job, for ui.perfetto.dev or chrome://tracing")
     log_level: str = word("output", "--log-level", "WARNING", str.upper, "LEVEL",
         "DEBUG, INFO, WARNING, ERROR or CRITICAL, for every process (default WARNING)",
         choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"))

@@ -15,13 +15,16 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
+from fastps.config import load
 from fastps.launch.options import Options
 from fastps.launch.output import name_of
+from fastps.launch.timeline import variables
 
 SERVER_COMMAND = (sys.executable, "-m", "fastps.server.main")
 # A value of these must not reach the children from the caller's environment: each process needs
 # its own, or the launcher gives a new one.
 NOT_INHERITED = ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE", "FASTPS_PORT", "FASTPS_ROLE", "FASTPS_RANK")
+_GDB = ("FASTPS_ENABLE_GDB", "BYTEPS_ENABLE_GDB")
 _SECRET = re.compile("token|secret|passw|pwd|credential|auth|key", re.IGNORECASE)
 
 
@@ -76,14 +79,25 @@ def make_plan(
     inherited: the caller's variables, looked at only to leave the user's own choices alone.
     """
     common = _common(options, identity)
+    if options.timeline is not None:
+        given = {**inherited, **dict(options.environment)}
+        common = variables(options.timeline, given) | common
     plan: list[ProcessSpec] = []
     for rank in options.layout.server_ranks:
         environment = {**common, "FASTPS_ROLE": "server", "FASTPS_RANK": str(rank)}
         plan.append(ProcessSpec("server", rank, tuple(server_command), environment))
     for rank in options.layout.worker_ranks:
         environment = common | _worker(options, rank, cpus=cpus, inherited=inherited)
-        plan.append(ProcessSpec("worker", rank, options.command, environment))
+        command = _under_gdb(options.command, {**inherited, **dict(options.environment)})
+        plan.append(ProcessSpec("worker", rank, command, environment))
     return tuple(plan)
+
+
+def _under_gdb(command: tuple[str, ...], given: Mapping[str, str]) -> tuple[str, ...]:
+    """Let gdb run a worker where settings ask for it, and show where it crashed."""
+    if not load({}, {name: given[name] for name in _GDB if name in given}).enable_gdb:
+        return command
+    return ("gdb", "-quiet", "-batch", "-ex", "run", "-ex", "bt", "--args", *command)
 
 
 def scheduler_environment(options: Options, identity: Identity) -> dict[str, str]:

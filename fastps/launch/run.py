@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import pathlib
 import secrets
 import signal
 import socket
@@ -20,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fastps.config import Config, load, process_environment
 from fastps.config.token import hold_token
 from fastps.errors import ConfigError, FastPSError
+from fastps.launch import timeline
 from fastps.launch.job import Cause, Job, SignalInbox, interrupted, report
 from fastps.launch.options import TOKEN_RECIPE, Options, parse
 from fastps.launch.output import Screen, Stream, outlets
@@ -94,6 +96,8 @@ def launch(
         screen.say(str(error), is_alarm=True)
         return EXIT_SETTINGS
     cause = _run(options, plan_of(identity), screen=screen, inherited=inherited, meeting=meeting)
+    if options.timeline is not None:
+        _make_timeline(screen, options.timeline, is_whole=not options.layout.is_spread)
     return _show_end(screen, cause, options)
 
 
@@ -118,6 +122,8 @@ def _run(
         )
         try:
             folder = hold_folder(options.output_dir) if options.output_dir else None
+            if options.timeline is not None:
+                timeline.clear(options.timeline)
             for spec in plan:
                 child = Child(spec, inherited=inherited, screen=screen, output_dir=folder)
                 job.add(child)
@@ -134,6 +140,14 @@ def _run(
     for number in inbox.late:  # while everything was being cleared away
         cause = interrupted(cause, number)
     return cause
+
+
+def _make_timeline(screen: Screen, target: pathlib.Path, *, is_whole: bool) -> None:
+    """Merge what the processes traced, however they ended."""
+    try:
+        screen.say(timeline.describe(target, timeline.collect(target, is_whole=is_whole)))
+    except FastPSError as error:
+        screen.say(str(error), is_alarm=True)
 
 
 def _start_scheduler(options: Options, meeting: Meeting, stderr: Stream) -> SchedulerThread:

@@ -54,6 +54,7 @@ cdef struct Contribution:       # what one member gave to a round; entry.lock
     int32_t state               # PartState; atomic where a rule may read it meanwhile
     uint32_t cursor             # bytes landed
     uint32_t landing            # number of the unit whose bytes land just now, plus 1; else 0
+    int64_t since               # while a trace is on: when its first frame came
     bint is_lent                # part of it is borrowed
     bint wants_result           # else an empty RESULT as acknowledgement
     char** buffers              # per unit: a loan of the pool, from landing until it is summed

@@ -48,9 +48,12 @@ from fastps._atomic cimport (
 )
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_RESULT,
-    PROBE_SERVER_SUM, OK, probe_hit,
+    PROBE_SERVER_SUM, OK, now_ns, probe_hit,
 )
 from fastps._posix cimport pthread_mutex_lock, pthread_mutex_unlock, sched_yield
+from fastps._trace cimport (
+    SPAN_RECEIVE, SPAN_RESULT, SPAN_SUM, is_traced, trace_span, tracing,
+)
 from fastps.server._policy cimport (
     MAX_CAST, NOBODY, Cast, Entry, Job, RuleArgs, Store, fill_header, give_back, hand_to_engine,
     has_links, lend, slot_of, unit_length,
@@ -430,6 +433,8 @@ cdef int enter_round(Round* round, uint32_t index, const Header* header) noexcep
     if header.kind == KIND_PUSH and header.offset != part.cursor:
         return E_PROTOCOL
     if part.state == PART_ABSENT:
+        if tracing.is_on:
+            part.since = now_ns()
         join_round(round, index, header)
     return OK
 
@@ -529,6 +534,9 @@ cdef bint count_push(Round* round, Contribution* part, const Header* header) noe
     part.cursor += header.length
     if part.cursor == entry.nbytes:
         fps_store32(&part.state, PART_WHOLE)
+        if is_traced(round.version):
+            trace_span(SPAN_RECEIVE, entry.key, round.version, header.sender, entry.nbytes,
+                       part.since, now_ns())
     elif part.cursor % entry.unit_bytes:
         return False
     return arrive(round, header.offset / entry.unit_bytes)

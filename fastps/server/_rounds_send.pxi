@@ -158,8 +158,16 @@ cdef void unit_sent(Round* round, uint32_t unit) noexcept nogil:
         give_back(round.sum.entry, &round.sums[unit])
 
 
+cdef void trace_result(Round* round, SendItem* item) noexcept nogil:
+    cdef Entry* entry = round.sum.entry
+    cdef uint32_t reader = entry.cast.senders[(item - round.results) / entry.n_units]
+    trace_span(SPAN_RESULT, entry.key, round.version, reader, item.nbytes, item.queued, now_ns())
+
+
 cdef void result_sent(SendItem* item, int status) noexcept nogil:
     cdef Round* round = <Round*>item.context
+    if status == OK and is_traced(round.version):
+        trace_result(round, item)
     unit_sent(round, <uint32_t>((item - round.results) % round.sum.entry.n_units))
     let_go(round)
 

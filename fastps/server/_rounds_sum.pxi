@@ -155,9 +155,12 @@ cdef void complete_unit(Round* round, uint32_t unit, int kick) noexcept nogil:
     cdef Entry* entry = round.sum.entry
     cdef uint32_t length = unit_length(entry, unit)
     cdef bint is_wanted = begin_sum(round)
+    cdef int64_t began = now_ns() if tracing.is_on else 0
     cdef int status = OK
     if is_wanted:
         status = sum_unit(round, unit, length)
+        if began and is_traced(round.version):
+            trace_span(SPAN_SUM, entry.key, round.version, 0, length, began, now_ns())
     else:
         give_back_unit(round, unit)
     if end_unit(round, unit, is_wanted, status):

@@ -39,6 +39,7 @@ from fastps.transport.tcp._transport import TcpTransport
 from fastps.types import DType
 
 if TYPE_CHECKING:
+    from fastps.telemetry.recorder import Recorder
     from fastps.transport.rdma._transport import RdmaTransport
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class DataPlane:
         self._ending = threading.Event()
         self._farewells: deque[tuple[ForgetKeys, float]] = deque()  # and until when to try
         self._has_warned = False
+        self.recorder: Recorder | None = None  # of a server that is a process of its own
         self._rdma = self._open_rdma()
         self._pool = _core.BufferPool(
             config.pool_bytes, on_slab=self._rdma.register if self._rdma else None
@@ -219,6 +221,8 @@ class DataPlane:
     def _declare(self, spec: KeySpec) -> None:
         """Make room for our partitions; compile their kernels before the first push."""
         dtype = DType(spec.dtype)
+        if self.recorder is not None:
+            self.recorder.name_tensor(spec.tensor_id, spec.name)
         rules = self._coded_rules(spec)
         self.store.declare(
             spec.tensor_id,

@@ -29,6 +29,7 @@ from fastps.control.protocol import (
 )
 from fastps.errors import FastPSError
 from fastps.server.dataplane import DataPlane
+from fastps.telemetry.recorder import Recorder
 from fastps.transport import rdma, sockets
 from fastps.transport.node import Node
 
@@ -70,6 +71,12 @@ class Server:
         self._node = Node(config, doors.sockets, key=self._client.data_key, device=device)
         self._plane = DataPlane(config, self._client, node=self._node)
         self._meet(job)
+        if config.trace_on:
+            me = job.members[job.me]
+            self._plane.recorder = Recorder(
+                config, role="server", number=job.me, host_id=me.host_id,
+                ping=self._client.clock_ns,
+            )  # fmt: skip
         self._is_ready.set()
         self._plane.start()
         self._node.start()
@@ -84,12 +91,17 @@ class Server:
     def run(self) -> int:
         """Wait until the job ends; stop everything; give the exit status."""
         self._stopped.wait()
+        recorder = self._plane.recorder
+        if recorder is not None:
+            recorder.stop_clock()
         self._plane.leave()
         self._node.leave()
         with contextlib.suppress(FastPSError):
             self._client.leave(timeout_s=self._config.shutdown_timeout_s)
         self._plane.close()
         self._node.close()
+        if recorder is not None:
+            recorder.close()
         return self._exit_status
 
     def stop(self) -> None:

@@ -42,6 +42,7 @@ from fastps._posix cimport (
     epoll_create1, epoll_ctl, epoll_event, epoll_wait, eventfd, pthread_mutex_destroy,
     pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, sched_yield, write,
 )
+from fastps._trace cimport tracing
 from fastps.transport._link cimport (
     Link, LinkOwner, LinkStats, Owner, SendItem, header_seal, turn_of,
 )
@@ -126,6 +127,8 @@ cdef int link_send(Link* base, SendItem* item, int kick) noexcept nogil:
     cdef int status = E_SHUTDOWN        # after BYE nothing follows
     if not fps_load32(&link.is_leaving):
         item.cursor = 0
+        if tracing.is_on:
+            item.queued = now_ns()
         status = enqueue(link, item)
     if status == OK:
         base.kick(base, kick)
@@ -182,6 +185,8 @@ cdef SendItem* next_item(BaseLink* link) noexcept nogil:
         note_starved(link)
         return NULL
     fps_store64(&link.starved_since, 0)
+    if tracing.is_on and (<SendItem*>item).cursor == 0:
+        (<SendItem*>item).taken = now_ns()
     return <SendItem*>item
 
 

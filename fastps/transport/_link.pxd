@@ -29,6 +29,8 @@ cdef struct SendItem:
     uint32_t chunk_bytes    # 0: one frame
     uint32_t base           # offset of payload within the partition: frames start there
     uint32_t cursor         # transport's: payload bytes already framed
+    int64_t queued          # while a trace is on: now_ns() of send(),
+    int64_t taken           # and of its first frame's turn
     uint32_t turn           # among items as urgent the lower goes first; 0: the lower key
     bint is_credited        # count nbytes against the link's credit until credit() returns them
     sent_fn sent            # all bytes have left our memory, or the link closed; may be NULL

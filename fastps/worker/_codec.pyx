@@ -14,8 +14,9 @@ from libc.stdlib cimport free, realloc
 from fastps._atomic cimport fps_add64, fps_load32, fps_load64
 from fastps._core cimport (
     E_NOMEM, OK, Thread, deadline_of, queue_close, queue_create, queue_free, queue_pop,
-    queue_push, thread_create, thread_join,
+    now_ns, queue_push, thread_create, thread_join,
 )
+from fastps._trace cimport SPAN_DECODE, SPAN_ENCODE, is_traced, trace_span
 from fastps.reduce.codec._coder cimport Code, code_decode, code_encode
 from fastps.worker._stage cimport CODED, SPEAKS, Part, Record, Stage, stage_done
 from fastps.worker._tensor cimport StageHolder
@@ -53,6 +54,14 @@ cdef int code_part(Works* works, Part* part, Scratch* scratch) noexcept nogil:
     return OK
 
 
+cdef int trace_code(Works* works, Part* part, Scratch* scratch) noexcept nogil:
+    cdef int64_t began = now_ns()
+    cdef int status = code_part(works, part, scratch)
+    trace_span(SPAN_DECODE if part.is_back else SPAN_ENCODE, part.item.header.key,
+               part.record.version, 0, part.nbytes, began, now_ns())
+    return status
+
+
 cdef void works_main(void* arg) noexcept nogil:
     cdef Works* works = <Works*>arg
     cdef Scratch scratch
@@ -62,7 +71,9 @@ cdef void works_main(void* arg) noexcept nogil:
     scratch.nbytes = 0
     while queue_pop(works.queue, <void**>&part, INT64_MAX) == OK:
         status = fps_load32(&part.failing)      # it was given up meanwhile
-        if status == OK:
+        if status == OK and is_traced(part.record.version):
+            status = trace_code(works, part, &scratch)
+        elif status == OK:
             status = code_part(works, part, &scratch)
         stage_done(part, status)
     free(scratch.place)

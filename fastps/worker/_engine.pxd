@@ -37,6 +37,11 @@ cdef class WorkerEngine(LinkOwner):
     cdef object pin             # of hold_with()
     cdef int64_t operations     # started; GIL
     cdef int64_t bytes_started  # GIL
+    cdef object speeds          # deque of (when, MB/s); None: not measured
+    cdef int64_t next_look      # when a window ends
+    cdef int64_t window_began   # and since when, and
+    cdef int64_t window_bytes   # from how many bytes on it counts
+    cdef void look_at_speed(self) noexcept
     cdef int grow_discard(self, uint32_t chunk_bytes) except -1
     cdef int cut(self, PlannedTensor tensor, pieces) except -1
     cdef int encode(self, PlannedTensor tensor, coders) except -1

@@ -23,15 +23,18 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_
 from libc.stdlib cimport calloc, free
 
 from fastps._atomic cimport (
-    fps_add32, fps_cas32, fps_fence, fps_load32, fps_store32, fps_swap32,
+    fps_add32, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
 )
 from fastps._core cimport (
     E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, PROBE_WORKER_RESULT, PROBE_WORKER_START, OK,
     completion_is_done, completion_part_done, completion_reset, completion_wait, deadline_of,
-    probe_hit,
+    now_ns, probe_hit,
 )
 from fastps._posix cimport sched_yield
 from fastps._table cimport MAX_RECORDS, table_each, table_get, table_put
+from fastps._trace cimport (
+    SPAN_AWAIT, SPAN_PULL, SPAN_PUSH, SPAN_QUEUE, is_traced, trace_span, tracing,
+)
 from fastps.reduce.codec._coder cimport Coder
 from fastps.transport._link cimport (
     KICK_INLINE, KICK_NONE, KICK_WAKE, LINK_CAN_PROMISE, WITHDRAW_ASKING, WITHDRAW_KEY,
@@ -50,6 +53,8 @@ from fastps.wire cimport (
     KIND_RESULT, Header,
 )
 
+from collections import deque
+
 from numpy import empty
 
 from fastps.errors import FastPSError, error_of
@@ -59,6 +64,10 @@ cdef enum:
     INLINE_START_BYTES = 32 << 10   # operations up to this size are written by the caller itself
     SMALL_BYTES = 4000              # so little is copied by every transport, and never pinned
     LINE_BYTES = 64
+    LOOK_BYTES = 64 << 10       # of an operation that is worth a look at the clock,
+    LOOK_OPERATIONS = 64        # or one of so many smaller ones
+    WINDOW_NS = 10000000000     # of one measurement of speed, as BytePS has it,
+    MAX_WINDOWS = 1024          # and how many are kept
     MAX_STATUS = 128                # an ERROR frame carries a status of _core, all are above -128
 
 
@@ -216,6 +225,7 @@ cdef class WorkerEngine(LinkOwner):
             part.item.sent = part_sent
             part.item.context = part
             if self.remote.n_links:
+                part.owner = <uint32_t>owner
                 part.slot = &self.remote.links[
                     self.remote.first[<uint32_t>owner]
                     + key % lanes_to(self.remote, <uint32_t>owner)].slot
@@ -350,6 +360,9 @@ cdef class WorkerEngine(LinkOwner):
         tensor.is_busy = True
         self.operations += 1
         self.bytes_started += record.nbytes
+        if self.speeds is not None and (record.nbytes >= LOOK_BYTES
+                                        or self.operations % LOOK_OPERATIONS == 0):
+            self.look_at_speed()
         record.version += 1
         record.culprit = 0
         record.kind = kind
@@ -449,6 +462,37 @@ cdef class WorkerEngine(LinkOwner):
         for tensor in self.tensors.values():
             tensor.shadow = None
         return True
+
+    # ---- telemetry ----
+
+    cdef void look_at_speed(self) noexcept:
+        """Begin a window, or end the one that lasted long enough."""
+        cdef int64_t now = now_ns()
+        if self.window_began and now < self.next_look:
+            return
+        if self.window_began:
+            rate = (self.bytes_started - self.window_bytes) * 1e3 / (now - self.window_began)
+            self.speeds.append((now, rate))
+        self.window_began, self.window_bytes = now, self.bytes_started
+        self.next_look = now + WINDOW_NS
+
+    def measure_speed(self):
+        """Count bytes in windows of 10 s, for speed()."""
+        if self.speeds is None:
+            self.speeds = deque(maxlen=MAX_WINDOWS)
+
+    def speed(self):
+        """Take the oldest window: when it ended, in now_ns(), and MB/s; None: there is none."""
+        return self.speeds.popleft() if self.speeds else None
+
+    def busy_seconds(self):
+        """Give the seconds in which something was in flight, of what began after the first call.
+        """
+        cdef int64_t now = 0
+        self.plan.is_timed = True
+        if fps_load32(&self.plan.flying):
+            now = now_ns() - fps_load64(&self.plan.busy_since)
+        return (fps_load64(&self.plan.busy_ns) + now) * 1e-9
 
     def statistics(self):
         """Count operations and bytes started, and tensors declared, as a dict.

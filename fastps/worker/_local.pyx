@@ -45,6 +45,7 @@ from fastps._posix cimport (
     sched_yield, syscall,
 )
 from fastps._table cimport table_each, table_get
+from fastps._trace cimport SPAN_REDUCE, SPAN_SPREAD
 from fastps.transport._shm cimport Mapping
 from fastps.transport.pipe._transport cimport PipeTransport, pipes_has_news, pipes_step
 from fastps.wire cimport FLAG_AVERAGE, FLAG_BROADCAST, KEY_BITS
@@ -276,6 +277,8 @@ cdef class LocalStages:
         local.spread.run = spread_run
         local.spread.cancel = spread_cancel
         local.spread.tells = True
+        local.reduce.span = SPAN_REDUCE
+        local.spread.span = SPAN_SPREAD
         local.spread.wants = SPEAKS | OWES
         local.reduce.context = local.spread.context = local
 

@@ -3,6 +3,20 @@
 
 # ---------------------------------------------------------------- the end of a part
 
+cdef void trace_span_of(Part* part, int kind, int64_t began, int64_t ended) noexcept nogil:
+    if began >= part.since and ended > began:      # else it began before the trace
+        trace_span(kind, part.item.header.key, part.record.version, part.owner, part.wire_bytes,
+                   began, ended)
+
+
+cdef void trace_links(Part* part) noexcept nogil:
+    """Write down what the links did with a part, from its start to its result."""
+    trace_span_of(part, SPAN_QUEUE, part.item.queued, part.item.taken)
+    trace_span_of(part, SPAN_PUSH, part.item.taken, part.left)
+    trace_span_of(part, SPAN_AWAIT, part.left, part.first_landed)
+    trace_span_of(part, SPAN_PULL, part.first_landed, part.landed)
+
+
 cdef inline void count_end(Part* part, Link* link) noexcept nogil:
     """It has left, or has its outcome: after both the part goes on.
 
@@ -12,6 +26,8 @@ cdef inline void count_end(Part* part, Link* link) noexcept nogil:
         return
     if part.item.is_credited and part.received < part.item.nbytes and link != NULL:
         link.credit(link, part.item.header.priority, part.item.nbytes - part.received)
+    if is_traced(part.record.version) and part.outcome == OK:
+        trace_links(part)
     stage_done(part, part.outcome)
 
 
@@ -19,6 +35,8 @@ cdef inline void finish_part(Part* part, Link* link, int status) noexcept nogil:
     """The result, or the failure, of one part is there; only the first caller counts."""
     if fps_swap32(&part.is_waiting, 0):
         part.outcome = status
+        if tracing.is_on:
+            part.landed = now_ns()
         count_end(part, link)
 
 
@@ -31,6 +49,8 @@ cdef void fail_landed(Part* part, Link* link) noexcept nogil:
 
 cdef void part_sent(SendItem* item, int status) noexcept nogil:
     cdef Part* part = <Part*>item.context
+    if tracing.is_on:
+        part.left = now_ns()
     # A link that ended fails its parts by engine_closed, and takes no credit back.
     count_end(part, part.slot.link if status == OK else NULL)
 
@@ -107,6 +127,8 @@ cdef void* find_place(Remote* remote, Link* link, const Header* header) noexcept
         return NULL
     if header.length == 0:
         return remote.discard
+    if tracing.is_on and part.received == 0:
+        part.first_landed = now_ns()
     fps_store32(&part.is_landing, 1)
     fps_fence()
     if fps_load32(&part.failing):       # the user may have the output back

@@ -11,9 +11,12 @@
 # has taken the part; so one of the two sees the other.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from fastps._atomic cimport fps_fence, fps_store32
-from fastps._core cimport OK, Completion, completion_part_done, completion_reset
+from fastps._atomic cimport (
+    fps_add32, fps_add64, fps_fence, fps_load64, fps_store32, fps_store64,
+)
+from fastps._core cimport OK, Completion, completion_part_done, completion_reset, now_ns
 from fastps._table cimport IdTable
+from fastps._trace cimport SPAN_NONE, is_traced, trace_span
 from fastps.transport._link cimport LinkSlot, SendItem
 
 cdef struct Part
@@ -33,6 +36,7 @@ cdef struct Stage:
     void* context
     uint32_t wants              # the part must have all of it
     bint tells                  # others wait here: parts that failed before come by too
+    int span                    # SpanKind of a part's time here; SPAN_NONE: it says that itself
 
 cdef struct Record:             # one declared tensor and its operation in flight
     Plan* plan
@@ -57,6 +61,7 @@ cdef struct Record:             # one declared tensor and its operation in fligh
     int32_t root_rank           # the root's own,
     uint32_t place              # and its place in our machine
     uint32_t culprit            # rank that made the operation fail
+    bint is_timed               # counts in plan.flying
     float ratio                 # of the last learning rate to that of the operation in flight
     void* local                 # LocalRecord, NULL on a machine of our own
 
@@ -69,6 +74,7 @@ cdef struct Part:               # one partition, a task of BytePS; or a whole te
     int32_t at                  # place in the plan
     int32_t status              # OK, or its first failure
     int32_t failing             # OK, or what it is to fail with; atomic
+    int64_t since               # while a trace is on: when its stage got it
     # ---- of the codec ----
     void* code                  # Code, or NULL
     char* wire                  # encoded bytes, both ways; NULL: it travels as it is
@@ -77,12 +83,16 @@ cdef struct Part:               # one partition, a task of BytePS; or a whole te
     # ---- the links' ----
     SendItem item               # its PUSH or PULL; lent to the link while in flight
     LinkSlot* slot              # link to its owner
+    uint32_t owner
     char* promised              # where its owner knows that results land
     uint32_t received           # result bytes landed; I/O thread
     int outcome                 # OK, or why there is no result
     int32_t ends                # has left, has an outcome: 2 when both; atomic
     int32_t is_waiting          # a result or an error is still to come; atomic
     int32_t is_landing          # bytes are coming into the user's output; atomic
+    int64_t left                # while a trace is on: when its last byte left us,
+    int64_t first_landed        # when its first result came,
+    int64_t landed              # and its last
     bint is_withdrawn           # and nothing lands by a promise any more; I/O thread
     # ---- shared memory's ----
     int32_t is_flying           # with it; whoever swaps it to 0 ends that; atomic
@@ -94,6 +104,10 @@ cdef struct Plan:
     Stage* stages[MAX_STAGES]
     int32_t n_stages
     int32_t status              # OK, or why no operation can succeed any more; atomic
+    bint is_timed               # count the time in which something is in flight; GIL
+    int32_t flying              # parts in flight of what is timed; atomic
+    int64_t busy_since          # when it was 0 last; atomic
+    int64_t busy_ns             # before that; atomic
     IdTable records
     IdTable forgotten           # last versions of ids that are not declared any more
     # NULL, or how threads that wait do some of the work, by a piece or until an operation is
@@ -104,10 +118,29 @@ cdef struct Plan:
     void* worker
 
 
+cdef inline void trace_stage(Part* part) noexcept nogil:
+    """Write down how long a stage had a part, and begin the time of the next."""
+    cdef Record* record = part.record
+    cdef int64_t now = now_ns()
+    cdef int span = SPAN_NONE if part.at < 0 else record.plan.stages[part.at].span
+    if span != SPAN_NONE:
+        trace_span(span, part.item.header.key, record.version, 0, part.nbytes, part.since, now)
+    part.since = now
+
+
+cdef inline void land_part(Plan* plan) noexcept nogil:
+    """One part less is in flight. The time is read before another thread may begin a new one."""
+    cdef int64_t since = fps_load64(&plan.busy_since)
+    if fps_add32(&plan.flying, -1) == 0:
+        fps_add64(&plan.busy_ns, now_ns() - since)
+
+
 cdef inline void stage_done(Part* part, int status) noexcept nogil:
     """A stage is through with a part: the next one has it, or it is over. Touch it no more."""
     cdef Plan* plan = part.record.plan
     cdef Stage* stage
+    if is_traced(part.record.version):
+        trace_stage(part)
     if part.status == OK:
         part.status = status
     while part.at + 1 < plan.n_stages:
@@ -116,6 +149,8 @@ cdef inline void stage_done(Part* part, int status) noexcept nogil:
         if not stage.wants & ~part.has and (part.status == OK or stage.tells):
             stage.run(stage, part)
             return
+    if part.record.is_timed:
+        land_part(plan)
     completion_part_done(&part.record.done, part.status)
     if plan.rouse != NULL:
         plan.rouse(plan.worker)
@@ -133,9 +168,14 @@ cdef inline bint begins_with(Record* record, Stage* stage) noexcept nogil:
 
 cdef inline void start_parts(Record* record, bint is_owed) noexcept nogil:
     """Send every part of a record on its way; is_owed: results come back for our machine."""
+    cdef Plan* plan = record.plan
     cdef Part* part
     cdef uint32_t i
     completion_reset(&record.done, record.n_parts)
+    record.is_timed = plan.is_timed
+    if record.is_timed and fps_add32(&plan.flying, <int32_t>record.n_parts) == (
+            <int32_t>record.n_parts):
+        fps_store64(&plan.busy_since, now_ns())
     for i in range(record.n_parts):
         part = &record.parts[i]
         part.at = -1

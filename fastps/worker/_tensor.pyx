@@ -17,7 +17,8 @@ from fastps._core cimport (
     OK, completion_is_done, completion_wait_signals, deadline_of, now_ns,
 )
 from fastps._table cimport table_clear
-from fastps.wire cimport FLAG_AVERAGE, FLAG_BROADCAST
+from fastps._trace cimport SPAN_WAIT, is_traced, trace_span, tracing
+from fastps.wire cimport FLAG_AVERAGE, FLAG_BROADCAST, KEY_BITS
 from fastps.worker._stage cimport MAX_STAGES
 
 from numpy import ndarray
@@ -138,10 +139,14 @@ cdef class PlannedTensor:
         cdef int status
         if not self.is_busy:
             return self.last_status
+        cdef int64_t began = now_ns() if tracing.is_on else 0
         if self.record.plan.work == NULL or completion_is_done(&self.record.done):
             status = completion_wait_signals(&self.record.done, deadline, spin_us)
         else:
             status = self.work_until(deadline, spin_us)
+        if began and is_traced(version):
+            trace_span(SPAN_WAIT, self.record.tensor_id << KEY_BITS, version, 0, self.nbytes,
+                       began, now_ns())
         if status != OK:
             return None
         if self.is_busy and self.record.version == version:     # else another waiter was here

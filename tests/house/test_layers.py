@@ -61,6 +61,7 @@ PART_OF = {
     "fastps.tensorflow": "fastps.frameworks",
     "fastps.mxnet": "fastps.frameworks",
     "fastps._atomic": "fastps._core",
+    "fastps._trace": "fastps._core",
     "fastps._posix": "fastps._core",
     "fastps.adasum": "fastps.session",
     "fastps.arrays": "fastps.session",
@@ -75,6 +76,7 @@ PART_OF = {
     "fastps.uneven": "fastps.session",
     "fastps.progress": "fastps.session",
     "fastps.asynchronous": "fastps.session",
+    "fastps.steps": "fastps.session",
 }
 CORE_PART = re.compile(r"fastps\._core(_\w+)?$")
 

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trace of one process: its files, the drain that fills them, and how far its clock is off.
+
+Spans are written by fastps/_trace.pyx; the rest here. Threads: the drain (no GIL); fastps:clock,
+which asks the scheduler for the time now and then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fastps import _trace
+from fastps.config import Config
+from fastps.errors import ConfigError, FastPSError
+from fastps.telemetry.clock import Sample, best_of, sample_of
+from fastps.telemetry.spans import NOTES_SUFFIX, SPANS_SUFFIX, read_notes
+from fastps.telemetry.timeline import merge
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 1 << 28  # of one process: four million spans
+PINGS = 8  # of which the shortest counts
+CLOCK_PERIOD_S = 5.0  # a clock that drifts by 50 parts in a million moves 250 us meanwhile
+MERGED = "timeline.json"
+ANY = 0xFFFFFFFF
+
+Ping = Callable[[], int]  # asks for the reference's time; nanoseconds
+
+
+class Recorder:
+    """What one process of a job traces, from its making to close()."""
+
+    def __init__(
+        self, config: Config, *, role: str, number: int, host_id: str, ping: Ping
+    ) -> None:
+        """Open the files and begin; ConfigError where that cannot be done.
+
+        number, host_id: of the member. ping: blocks for a round trip.
+        """
+        self._config = config
+        self._ping = ping
+        folder = Path(config.trace_dir)
+        name = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', config.job_id)}-{role}{number}-{os.getpid()}"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._notes = os.open(folder / f"{name}{NOTES_SUFFIX}", _FLAGS, 0o600)
+            self._spans = os.open(folder / f"{name}{SPANS_SUFFIX}", _FLAGS, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"the trace cannot be written to {folder}: {error.strerror}; set FASTPS_TRACE_DIR"
+            ) from error
+        self._folder = folder
+        self._is_closed = False
+        self.note(who=_describe(role, number, host_id))
+        last = config.trace_end_step or ANY
+        self._drain = _trace.Drain(
+            self._spans, first=config.trace_start_step, last=last, max_bytes=MAX_BYTES
+        )
+        self._ending = threading.Event()
+        self._clock = threading.Thread(target=self._follow_clock, name="fastps:clock", daemon=True)
+        self._clock.start()
+
+    def note(self, **what: Any) -> None:
+        """Write an object down."""
+        os.write(self._notes, json.dumps(what, separators=(",", ":")).encode() + b"\n")
+
+    def name_tensor(self, tensor_id: int, name: str) -> None:
+        """Note the name of a tensor that has this number from now on."""
+        if not self._is_closed:
+            self.note(tensor=tensor_id, name=name, since=_trace.clock_ns())
+
+    # ---- clocks ----
+
+    def _follow_clock(self) -> None:
+        with contextlib.suppress(FastPSError):  # nobody answers any more
+            while True:
+                self.note(clock=self._look_at_clock())
+                if self._ending.wait(CLOCK_PERIOD_S):
+                    return
+
+    def _look_at_clock(self) -> Sample:
+        samples = []
+        for _ in range(PINGS):
+            asked = _trace.clock_ns()
+            told = self._ping()
+            samples.append(sample_of(asked, told, _trace.clock_ns()))
+        return best_of(samples)
+
+    # ---- the end ----
+
+    def stop_clock(self) -> None:
+        """Ask nobody for the time any more; while the scheduler still answers."""
+        self._ending.set()
+        self._clock.join(self._config.shutdown_timeout_s)
+
+    def close(self) -> None:
+        """Write what is left; by hand, without fastps-run, the last to end merges all."""
+        if self._is_closed:
+            return
+        self.stop_clock()
+        self._is_closed = True
+        trouble = self._drain.trouble
+        self._drain.stop()
+        if trouble:
+            log.warning("the trace of this process ended early: %s", trouble)
+        if self._drain.dropped:
+            log.warning("the trace lost %d spans for want of room", self._drain.dropped)
+        with contextlib.suppress(OSError):
+            self.note(end=_trace.clock_ns(), dropped=self._drain.dropped)
+        os.close(self._spans)
+        if not self._config.trace_file:
+            self._merge_as_last()
+        os.close(self._notes)
+
+    def _merge_as_last(self) -> None:
+        """Make the timeline of all processes that share our directory, if nobody else will."""
+        with contextlib.suppress(OSError):
+            lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if all(map(_has_ended, self._folder.glob(f"*{NOTES_SUFFIX}"))):
+                    merge(self._folder, self._folder / MERGED)
+            finally:
+                os.close(lock)
+
+    def abandon(self) -> None:
+        """Let go in a forked child."""
+        self._is_closed = True
+        self._drain.abandon()
+        for descriptor in (self._notes, self._spans):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+
+
+def _describe(role: str, number: int, host_id: str) -> dict[str, Any]:
+    return {
+        "role": role,
+        "number": number,
+        "host": os.uname().nodename,
+        "boot": host_id.partition("/")[0],  # who has the same reads the same clock
+        "pid": os.getpid(),
+    }
+
+
+def _has_ended(path: Path) -> bool:
+    return any("end" in note for note in read_notes(path))

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spans as they lie in the files of a trace, and what is written beside them.
+
+Each process of a job leaves two files in the directory of the trace: NAME.spans, records of 64
+bytes in the order in which they were drained, and NAME.jsonl, one object a line: who it is, names
+of tensors, offsets of its clock, how it ended. Both are valid up to their last whole record,
+whatever became of the process. Threads: none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+# by number: SpanKind of fastps/_trace.pxd
+KINDS = (
+    "", "QUEUE", "PUSH", "AWAIT", "PULL", "COMPRESS", "DECOMPRESS", "REDUCE", "SPREAD", "RECEIVE",
+    "SUM", "RESULT", "OPERATION", "WAIT", "STEP", "DROPPED",
+)  # fmt: skip
+(
+    QUEUE, PUSH, AWAIT, PULL, COMPRESS, DECOMPRESS, REDUCE, SPREAD, RECEIVE, SUM, RESULT,
+    OPERATION, WAIT, STEP, DROPPED,
+) = range(1, len(KINDS))  # fmt: skip
+OF_A_WORKER = (QUEUE, PUSH, AWAIT, PULL, COMPRESS, DECOMPRESS, REDUCE, SPREAD, OPERATION)
+SPANS_SUFFIX, NOTES_SUFFIX = ".spans", ".jsonl"
+INDEX_BITS = 16  # of a key: which partition
+
+RECORD = np.dtype(
+    [
+        ("began", "<i8"), ("ended", "<i8"), ("key", "<u8"), ("nbytes", "<u8"),
+        ("version", "<u4"), ("peer", "<u4"), ("thread", "<u4"), ("kind", "<u4"),
+        ("spare", "V16"),
+    ]
+)  # fmt: skip
+
+Spans: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
+
+
+@dataclass
+class Recording:
+    """What one process has left; notes that are missing are empty."""
+
+    who: dict[str, Any]
+    spans: Spans
+    names: dict[int, list[tuple[int, str]]] = field(default_factory=dict)  # id -> (since, name)
+    clocks: list[tuple[int, int, int]] = field(default_factory=list)  # time, offset, bound; ns
+    has_ended: bool = False
+
+    def name_of(self, key: int, when: int) -> str:
+        """Name the tensor of a key: the last that had its number at that time."""
+        known = [name for since, name in self.names.get(key >> INDEX_BITS, ()) if since <= when]
+        return known[-1] if known else f"tensor {key >> INDEX_BITS}"
+
+
+def read_spans(path: Path) -> Spans:
+    """Read the whole records of a file; what cannot be one ends them."""
+    data = path.read_bytes()
+    spans = np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
+    wrong = (
+        (spans["kind"] == 0) | (spans["kind"] >= len(KINDS)) | (spans["ended"] < spans["began"])
+    )
+    return spans[: int(np.argmax(wrong))] if wrong.any() else spans
+
+
+def read_notes(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the objects of a file up to the first line that is not whole."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            note = json.loads(line)
+        except ValueError:
+            return
+        if isinstance(note, dict):
+            yield note
+
+
+def read_recording(path: Path) -> Recording:
+    """Read what one process left; path: of its notes."""
+    spans_path = path.with_suffix(SPANS_SUFFIX)
+    spans = read_spans(spans_path) if spans_path.exists() else np.empty(0, RECORD)
+    recording = Recording({}, spans)
+    for note in read_notes(path):
+        if "who" in note:
+            recording.who = note["who"]
+        elif "tensor" in note:
+            recording.names.setdefault(note["tensor"], []).append((note["since"], note["name"]))
+        elif "clock" in note:
+            recording.clocks.append(tuple(note["clock"]))
+        elif "end" in note:
+            recording.has_ended = True
+    return recording
+
+
+def read_folder(folder: Path) -> list[Recording]:
+    """Read what all processes left in a directory, workers first, by number."""
+    found = [read_recording(path) for path in sorted(folder.glob(f"*{NOTES_SUFFIX}"))]
+    known = [recording for recording in found if recording.who]
+    return sorted(known, key=lambda one: (one.who["role"] != "worker", one.who["number"]))
