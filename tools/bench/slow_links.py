@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what rare exchanges cost on slow links: speed with LocalSGD beside that without any.
+
+    python tools/bench/slow_links.py --hosts 4 --rate 10mbit --sync-every 30
+
+Needs root: tools/netlab.py makes hosts with links of that rate, one worker on each, with a server
+in it. A model of 25 million parameters is trained with AdamW, by LocalSGD with Nesterov outside,
+in fragments that arrive while the next steps are done, as int4 with error feedback; and without
+any exchange. Both take turns for --sync-every steps each, in the same processes; the first turn of
+both is not counted. Columns: median seconds of a step of both, the share of the speed that is
+kept, and the bytes that a worker's links carried in a turn over what they can carry in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import fastps
+import fastps.torch as fps
+from tools.bench.collectives import SCHEDULER, environment_of
+from tools.netlab import NetLab, ended_by_signals, missing
+
+WIDTH, LAYERS = 2048, 6  # 25.2 million parameters
+
+
+def train(model: torch.nn.Module, step: Callable[[], object], batch: int, steps: int) -> float:
+    """Give the seconds that so many steps take."""
+    x = torch.randn(batch, WIDTH)
+    began = time.perf_counter()
+    for _ in range(steps):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        step()
+    return time.perf_counter() - began
+
+
+def work(options: argparse.Namespace) -> None:
+    """Take turns on all workers."""
+    torch.set_num_threads(1)
+    fps.init(min_compress_bytes=0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    model = torch.nn.Sequential(*(part for one in layers for part in (one, torch.nn.Tanh())))
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    local = fps.LocalSGD(
+        model, inner,
+        torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True),
+        sync_every=options.sync_every, fragments=options.fragments, delay=options.delay,
+        compression=fastps.Compression.int4(ef="vanilla"),
+    )  # fmt: skip
+    seconds: list[tuple[float, float]] = []
+    rate = float(os.environ["BENCH_BYTES_PER_S"])
+    used = 0.0
+    for turn in range(options.rounds + 1):
+        fps.barrier()
+        before = fastps.statistics()["bytes_sent"]
+        ours = train(model, local.step, options.batch, options.sync_every)
+        if turn:
+            used = (fastps.statistics()["bytes_sent"] - before) / (rate * ours)
+        local.synchronize()
+        fps.barrier()
+        alone = train(model, inner.step, options.batch, options.sync_every)
+        seconds += [(ours, alone)] * bool(turn)
+    if fps.rank() == 0:
+        both = [statistics.median(c) / options.sync_every for c in zip(*seconds, strict=True)]
+        kept = statistics.median(alone / ours for ours, alone in seconds)
+        print(f"step {both[0]:.3f} s, alone {both[1]:.3f} s: {100 * kept:.1f} % of the speed, "
+              f"{100 * used:.0f} % of the link", flush=True)  # fmt: skip
+    fps.shutdown()
+
+
+def main() -> None:
+    """Make the hosts and start a worker on each; or be one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=4, help="workers (%(default)s)")
+    parser.add_argument("--rate", default="10mbit", help="of the links (%(default)s)")
+    parser.add_argument("--sync-every", type=int, default=30, help="H (%(default)s)")
+    parser.add_argument("--fragments", type=int, default=3, help="parts (%(default)s)")
+    parser.add_argument("--delay", type=int, default=9, help="steps (%(default)s)")
+    parser.add_argument("--batch", type=int, default=64, help="samples of a step (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns (%(default)s)")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options)
+        return
+    if lack := missing():
+        raise SystemExit(f"slow_links: {lack}")
+    with ended_by_signals(), NetLab(hosts=options.hosts, rate=options.rate, cc="cubic") as lab:
+        environment = environment_of(options.hosts, lab.address(0))
+        environment["BENCH_BYTES_PER_S"] = str(lab.bytes_per_s)
+        worker = [sys.executable, *sys.argv, "--worker"]
+        started: list[subprocess.Popen[bytes]] = []
+        for number, command in enumerate([SCHEDULER, *[worker] * options.hosts]):
+            host = max(number - 1, 0)
+            started.append(lab.popen(host, command, env=environment | {
+                "FASTPS_HOST": lab.address(host)}))  # fmt: skip
+        raise SystemExit(sum(process.wait() for process in started[1:]))
+
+
+if __name__ == "__main__":
+    main()
