@@ -33,6 +33,7 @@ MODULES = [
     "fastps.worker._local",
     "fastps.transport.pipe._transport",
     "fastps.collectives._exchange",
+    "fastps.graph._windows",
 ]
 AIDS = ["aids.boards", "aids.faces", "aids.mailbox", "aids.queue_bench", "aids.scrambler"]
 FOLDERS = {"aids": "tests/aids"}

@@ -103,6 +103,27 @@ from fastps.sets import (
     remove_process_set,
 )
 from fastps.types import dtype_of
+from fastps.windows import (
+    get_current_created_window_names,
+    get_win_version,
+    turn_off_win_ops_with_associated_p,
+    turn_on_win_ops_with_associated_p,
+    win_accumulate,
+    win_accumulate_async,
+    win_associated_p,
+    win_create,
+    win_flush,
+    win_free,
+    win_get,
+    win_get_async,
+    win_mutex,
+    win_poll,
+    win_put,
+    win_put_async,
+    win_update,
+    win_update_then_collect,
+    win_wait,
+)
 from fastps.worker.handle import Array, Handle
 
 __all__ = [
@@ -148,7 +169,9 @@ __all__ = [
     "empty",
     "forget",
     "gather",
+    "get_current_created_window_names",
     "get_pushpull_speed",
+    "get_win_version",
     "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",
@@ -202,6 +225,23 @@ __all__ = [
     "size",
     "statistics",
     "synchronize",
+    "turn_off_win_ops_with_associated_p",
+    "turn_on_win_ops_with_associated_p",
+    "win_accumulate",
+    "win_accumulate_async",
+    "win_associated_p",
+    "win_create",
+    "win_flush",
+    "win_free",
+    "win_get",
+    "win_get_async",
+    "win_mutex",
+    "win_poll",
+    "win_put",
+    "win_put_async",
+    "win_update",
+    "win_update_then_collect",
+    "win_wait",
 ]
 
 

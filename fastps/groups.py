@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,11 +18,15 @@ from fastps.collectives.group import Group, Promise
 from fastps.control.blame import stall_text
 from fastps.errors import FastPSError, StallError, Status, TransportError
 from fastps.graph.neighbors import Neighbors
+from fastps.sets import gather_objects
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
+    from fastps.graph.windows import WindowTable
     from fastps.session import Session
+    from fastps.transport._shm import Mapping
+    from fastps.transport.shm import Arena
 
 
 class Groups:
@@ -35,6 +39,7 @@ class Groups:
         self.neighbors = Neighbors(self.world, self.pair, goes_on=session.config.goes_on)
         self._keys = itertools.count()
         self._pairs: dict[int, Group] = {}
+        self._windows: WindowTable | None = None
 
     def group(self, ranks: Sequence[int], key: str = "") -> Group:
         """Make the group of some workers, this one among them; the same on all of them.
@@ -64,6 +69,20 @@ class Groups:
         ranks = [rank for rank in self.world.ranks if rank not in gone]
         return self.known.get(f"living/{tuple(ranks)}") or self._make(ranks, "living")
 
+    @property
+    def windows(self) -> WindowTable:
+        """The windows of this session, made at their first use."""
+        if self._windows is None:
+            from fastps.graph.windows import WindowTable  # noqa: PLC0415  (most jobs need none)
+
+            self._windows = WindowTable(self, self.world, self.neighbors)
+        return self._windows
+
+    def close(self) -> None:
+        """End what has threads; idempotent."""
+        if self._windows is not None:
+            self._windows.close(timeout_s=self._session.config.shutdown_timeout_s)
+
     def next_key(self) -> str:
         """Give a key for the next process set: the same on all workers, which add them alike."""
         return f"set {next(self._keys)}"
@@ -83,6 +102,25 @@ class Groups:
     def reach(self, members: Sequence[int]) -> None:
         """Make the links to members that there are not yet; blocks."""
         self._session.connections.reach(members)
+
+    @property
+    def arena(self) -> Arena | None:
+        """Memory that others of this machine reach; None: there is none."""
+        return self._session.connections.arena if self._session.size > 1 else None
+
+    @property
+    def arenas(self) -> dict[int, Mapping]:
+        """That of each worker of this machine, by rank."""
+        return self._session.connections.arenas if self._session.size > 1 else {}
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an operation may take."""
+        return self._session.config.op_timeout_s
+
+    def gather(self, obj: Any, name: str) -> list[Any]:
+        """Give everybody's object; blocks."""
+        return gather_objects(self.world, obj, name)
 
     def machine_of(self, rank: int) -> int:
         """Give the number of the machine that a worker is on."""

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from fastps.reduce.codec._coder import Coder
     from fastps.server.dataplane import DataPlane
     from fastps.telemetry.recorder import Recorder
+    from fastps.transport._shm import Mapping
 
 log = logging.getLogger(__name__)
 
@@ -329,6 +330,11 @@ class Connections:
         """The memory that others of this machine can reach; None if there are none."""
         return None if self._group is None else self._group.arena
 
+    @property
+    def arenas(self) -> dict[int, Mapping]:
+        """The memory of each worker of this machine, by rank, where they share it."""
+        return {} if self._group is None else self._group.arenas
+
     def statistics(self) -> dict[str, float]:
         """Count what the engine and its links did; with server_ before it, what was served."""
         counts: Counter[str] = Counter({"bytes_registered": 0, "bytes_staged": 0})
@@ -417,6 +423,8 @@ class Connections:
             self._group = None
         if self.recorder is not None:
             self.recorder.close()
+        if hasattr(self, "exchange"):
+            self.exchange.dismiss()
 
     def _undo(self, doors: Doors) -> None:
         """Free what was made of something that did not become whole."""

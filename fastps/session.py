@@ -665,6 +665,8 @@ class Session:
 
         Operations still in flight fail with ShutdownError.
         """
+        if self._groups is not None and self.is_ours:
+            self._groups.close()
         if self._client is None or not self.is_ours:
             return
         self._client = None

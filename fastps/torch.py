@@ -30,6 +30,8 @@ from fastps import (
     allgather_object,
     barrier,
     forget,
+    get_current_created_window_names,
+    get_win_version,
     global_process_set,
     in_neighbor_machine_ranks,
     in_neighbor_ranks,
@@ -53,6 +55,16 @@ from fastps import (
     set_topology,
     shutdown,
     size,
+    turn_off_win_ops_with_associated_p,
+    turn_on_win_ops_with_associated_p,
+    win_associated_p,
+    win_flush,
+    win_free,
+    win_get,
+    win_get_async,
+    win_mutex,
+    win_poll,
+    win_wait,
 )
 from fastps.frameworks._adapter import (
     Average,
@@ -141,6 +153,15 @@ from fastps.frameworks.torch.optimizer import (
     DistributedOptimizer,
 )
 from fastps.frameworks.torch.parallel import DistributedDataParallel
+from fastps.frameworks.torch.windows import (
+    win_accumulate,
+    win_accumulate_async,
+    win_create,
+    win_put,
+    win_put_async,
+    win_update,
+    win_update_then_collect,
+)
 from fastps.graph.rules import (
     AdaptiveClipping,
     CoordinateMedian,
@@ -200,6 +221,8 @@ __all__ = [
     "declare",
     "forget",
     "gather",
+    "get_current_created_window_names",
+    "get_win_version",
     "global_process_set",
     "gloo_built",
     "grouped_allgather",
@@ -258,6 +281,23 @@ __all__ = [
     "size",
     "sparse_allreduce_async",
     "synchronize",
+    "turn_off_win_ops_with_associated_p",
+    "turn_on_win_ops_with_associated_p",
+    "win_accumulate",
+    "win_accumulate_async",
+    "win_associated_p",
+    "win_create",
+    "win_flush",
+    "win_free",
+    "win_get",
+    "win_get_async",
+    "win_mutex",
+    "win_poll",
+    "win_put",
+    "win_put_async",
+    "win_update",
+    "win_update_then_collect",
+    "win_wait",
 ]
 
 _register()  # init_process_group("fastps")

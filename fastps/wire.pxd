@@ -37,6 +37,8 @@ cdef enum FrameKind:
     KIND_OFFER = 8          # I have one of `status` bytes, tell me when you are ready
     KIND_CREDIT = 9         # `status` bytes that came unasked have been taken
     KIND_REFUSE = 10        # the operation fails; status: why
+    # of a window: key: which, key_version: number of the operation; see graph/_windows.pyx
+    KIND_WINDOW = 11
 
 cdef enum FrameFlag:
     FLAG_AVERAGE = 1        # divide the sum by the number of contributions

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """BlueFog's names: programs written for it run with `bluefog` changed to `fastps.bluefog`.
 
-    import fastps.bluefog.torch as bf
-    from fastps.bluefog.common import topology_util
-
-Windows (win_create and so on), and the optimizers that use them, are not there yet.
+import fastps.bluefog.torch as bf
+from fastps.bluefog.common import topology_util
 """

@@ -35,6 +35,8 @@ from fastps.torch import (
     DistributedAdaptThenCombineOptimizer,
     DistributedAdaptWithCombineOptimizer,
     DistributedGradientAllreduceOptimizer,
+    get_current_created_window_names,
+    get_win_version,
     hierarchical_neighbor_allreduce,
     is_initialized,
     local_rank,
@@ -47,6 +49,19 @@ from fastps.torch import (
     shutdown,
     size,
     synchronize,
+    turn_off_win_ops_with_associated_p,
+    turn_on_win_ops_with_associated_p,
+    win_accumulate,
+    win_associated_p,
+    win_create,
+    win_free,
+    win_get,
+    win_mutex,
+    win_poll,
+    win_put,
+    win_update,
+    win_update_then_collect,
+    win_wait,
 )
 
 __all__ = [
@@ -71,7 +86,9 @@ __all__ = [
     "broadcast_nonblocking_",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "get_current_created_window_names",
     "get_skip_negotiate_stage",
+    "get_win_version",
     "hierarchical_neighbor_allreduce",
     "hierarchical_neighbor_allreduce_nonblocking",
     "in_neighbor_machine_ranks",
@@ -92,6 +109,12 @@ __all__ = [
     "neighbor_allgather_nonblocking",
     "neighbor_allreduce",
     "neighbor_allreduce_nonblocking",
+    "neighbor_win_accumulate",
+    "neighbor_win_accumulate_nonblocking",
+    "neighbor_win_get",
+    "neighbor_win_get_nonblocking",
+    "neighbor_win_put",
+    "neighbor_win_put_nonblocking",
     "out_neighbor_machine_ranks",
     "out_neighbor_ranks",
     "pair_gossip",
@@ -107,8 +130,24 @@ __all__ = [
     "timeline_context",
     "timeline_end_activity",
     "timeline_start_activity",
+    "turn_off_win_ops_with_associated_p",
+    "turn_on_win_ops_with_associated_p",
     "unified_mpi_window_model_supported",
     "wait",
+    "win_accumulate",
+    "win_accumulate_nonblocking",
+    "win_associated_p",
+    "win_create",
+    "win_free",
+    "win_get",
+    "win_get_nonblocking",
+    "win_mutex",
+    "win_poll",
+    "win_put",
+    "win_put_nonblocking",
+    "win_update",
+    "win_update_then_collect",
+    "win_wait",
 ]
 
 broadcast_nonblocking = fps.broadcast_async
@@ -118,6 +157,12 @@ neighbor_allgather_nonblocking = fps.neighbor_allgather_async
 hierarchical_neighbor_allreduce_nonblocking = fps.hierarchical_neighbor_allreduce_async
 pair_gossip_nonblocking = fps.pair_gossip_async
 allgather_nonblocking = fps.allgather_async
+neighbor_win_put = win_put
+neighbor_win_get = win_get
+neighbor_win_accumulate = win_accumulate
+win_put_nonblocking = neighbor_win_put_nonblocking = fps.win_put_async
+win_get_nonblocking = neighbor_win_get_nonblocking = fps.win_get_async
+win_accumulate_nonblocking = neighbor_win_accumulate_nonblocking = fps.win_accumulate_async
 wait = synchronize
 
 

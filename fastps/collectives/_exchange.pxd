@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from fastps._core cimport BufferPool, Completion
 from fastps._posix cimport pthread_mutex_t
-from fastps.transport._link cimport LinkOwner, LinkSlot, SendItem
+from fastps.transport._link cimport LinkOwner, LinkSlot, Owner, SendItem
 from fastps.worker._engine cimport WorkerEngine
 from fastps.worker._stage cimport Plan
 
@@ -154,6 +154,7 @@ cdef struct State:
     char* discard               # one chunk, for what nobody wants
     Plan* plan
     void* pool                  # a BufferPool
+    Owner guest                 # has the frames of windows; no landing: nobody has
     uint64_t messages           # statistics
     uint64_t bytes_sent
 
@@ -226,6 +227,7 @@ cdef class Exchange(LinkOwner):
     cdef WorkerEngine engine    # keeps the plan
     cdef dict in_flight         # keeps operations until somebody saw their end
     cdef Py_ssize_t many        # as many in flight are looked through for such as nobody waits for
+    cdef object guest           # keeps that
     cdef public object pin      # holder(array) pins large arrays, as RDMA needs; or None
     cdef int begin(self, Operation operation) except -1
     cdef int check(self, str name) except -1

@@ -41,13 +41,13 @@ from fastps._posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
 )
 from fastps.transport._link cimport (
-    KICK_FULL, Link, LinkOwner, LinkSlot, SendItem, slot_acquire, slot_release, slot_retire,
+    KICK_FULL, Link, LinkOwner, LinkSlot, Owner, SendItem, slot_acquire, slot_release, slot_retire,
     slot_set,
 )
 from fastps.worker._engine cimport WorkerEngine
 from fastps.worker._stage cimport Plan
 from fastps.wire cimport (
-    KIND_CREDIT, KIND_MESSAGE, KIND_OFFER, KIND_READY, KIND_REFUSE, Header,
+    KIND_CREDIT, KIND_MESSAGE, KIND_OFFER, KIND_READY, KIND_REFUSE, KIND_WINDOW, Header,
 )
 
 from fastps.errors import error_of
@@ -477,6 +477,8 @@ cdef void fail_all(State* state, int status, int32_t culprit) noexcept nogil:
                &work)
     pthread_mutex_unlock(&state.lock)
     flush(state, &work)
+    if state.guest.closed != NULL:
+        state.guest.closed(state.guest.context, NULL, status)
     for i in range(state.n_members):
         link = slot_acquire(&state.peers[i].slot)
         if link != NULL:
@@ -657,6 +659,11 @@ cdef class Exchange(LinkOwner):
             fail_tasks(self.state, E_SHUTDOWN, self.state.me, -1, &work)
             pthread_mutex_unlock(&self.state.lock)
             flush(self.state, &work)
+
+    def dismiss(self):
+        """Let go of who has the frames of windows: all links have ended."""
+        memset(&self.state.guest, 0, sizeof(Owner))
+        self.guest = None
 
     def statistics(self):
         """Count messages and their bytes, and what is kept of them just now, as a dict."""

@@ -70,10 +70,21 @@ cdef int announce(State* state, Link* link, const Header* header) noexcept nogil
     return status
 
 
+cdef void* guest_landing(State* state, Link* link, const Header* header,
+                         int* status) noexcept nogil:
+    """Ask whoever has windows where the bytes of a frame go."""
+    if state.guest.landing == NULL or header.length > CHUNK_BYTES:
+        status[0] = E_PROTOCOL
+        return NULL
+    return state.guest.landing(state.guest.context, link, header, status)
+
+
 cdef void* exchange_landing(void* context, Link* link, const Header* header,
                             int* status) noexcept nogil:
     cdef State* state = <State*>context
     cdef Peer* peer = &state.peers[link.peer]
+    if header.kind == KIND_WINDOW:
+        return guest_landing(state, link, header, status)
     status[0] = announce(state, link, header)
     if status[0] != OK:
         return NULL
@@ -94,7 +105,14 @@ cdef int exchange_adopt(void* context, Link* link, const Header* header,
     """Take the bytes of a frame from where they lie for now."""
     cdef State* state = <State*>context
     cdef Peer* peer = &state.peers[link.peer]
-    cdef int status = announce(state, link, header)
+    cdef int status = OK
+    cdef void* place
+    if header.kind == KIND_WINDOW:
+        place = guest_landing(state, link, header, &status)
+        if status == OK:
+            memcpy(place, payload, header.length)
+        return status
+    status = announce(state, link, header)
     if status != OK:
         return status
     if peer.landing == IN_LEG:
@@ -274,6 +292,8 @@ cdef int exchange_deliver(void* context, Link* link, const Header* header) noexc
     cdef Entry name
     cdef Work work
     cdef int status = OK
+    if header.kind == KIND_WINDOW:
+        return state.guest.deliver(state.guest.context, link, header)
     memset(&work, 0, sizeof(work))
     if header.kind == KIND_MESSAGE:
         take_message(state, peer, link.peer, header, &work)
@@ -405,6 +425,8 @@ cdef void exchange_closed(void* context, Link* link, int status) noexcept nogil:
     cdef Work work
     memset(&work, 0, sizeof(work))
     slot_retire(&peer.slot)
+    if state.guest.closed != NULL:
+        state.guest.closed(state.guest.context, link, status)
     pthread_mutex_lock(&state.lock)
     peer.has_left = True
     if status == E_SHUTDOWN and state.is_leaving:

@@ -9,7 +9,7 @@ from posix.unistd cimport usleep
 from fastps._atomic cimport fps_add32, fps_fence, fps_load32, fps_load_ptr, fps_store_ptr
 from fastps._core cimport E_PROTOCOL, OK, crc32c
 from fastps.wire cimport (
-    FLAG_BROADCAST, HEADER_BYTES, KIND_PUSH, KIND_REFUSE, MAGIC, PROTOCOL_VERSION,
+    FLAG_BROADCAST, HEADER_BYTES, KIND_PUSH, KIND_WINDOW, MAGIC, PROTOCOL_VERSION,
 )
 
 
@@ -54,7 +54,7 @@ cdef int header_check(const Header* header) noexcept nogil:
         return E_PROTOCOL
     if header.checksum != crc32c(header, CHECKED_BYTES):
         return E_PROTOCOL
-    if header.kind < KIND_PUSH or header.kind > KIND_REFUSE:
+    if header.kind < KIND_PUSH or header.kind > KIND_WINDOW:
         return E_PROTOCOL
     return OK
 

@@ -59,6 +59,7 @@ class LocalGroup:
             ) from error
         assert offset == 0, "the stage is the first block"
         arenas[index] = self.arena.mapping
+        self.arenas = dict(zip(ranks, arenas, strict=True))
         self._engine = engine
         stages = LocalStages(
             ranks=ranks,

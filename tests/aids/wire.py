@@ -68,6 +68,7 @@ class FrameKind(enum.IntEnum):
     OFFER = 8
     CREDIT = 9
     REFUSE = 10
+    WINDOW = 11
 
 
 class FrameFlag(enum.IntFlag):

@@ -39,13 +39,13 @@ ROOMS = {
     "worker/": 3270,
     "collectives/": 3460,
     "frameworks/": 7050,
-    "graph/": 930,
-    "bluefog/": 420,
+    "graph/": 3250,
+    "bluefog/": 480,
     "launch/": 2250,
     "telemetry/": 640,
     "topology": 420,
     "bench/": 1600,
-    "": 6220,  # the session, what it is made of, faces, and the pure rooms of one file each
+    "": 6350,  # the session, what it is made of, faces, and the pure rooms of one file each
 }
 CYTHON_FUNCTION = re.compile(
     r"^( *)(?:def|cdef|cpdef)\b(?! (?:packed )?(?:class|struct|enum))[^=]*\("

@@ -77,6 +77,7 @@ PART_OF = {
     "fastps.progress": "fastps.session",
     "fastps.asynchronous": "fastps.session",
     "fastps.steps": "fastps.session",
+    "fastps.windows": "fastps.session",
 }
 CORE_PART = re.compile(r"fastps\._core(_\w+)?$")
 

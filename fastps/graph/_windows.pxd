@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+# Windows: memory that neighbours write without asking. See _windows.pyx.
+from cpython.buffer cimport Py_buffer
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+from fastps._core cimport Completion, Thread
+from fastps._posix cimport pthread_mutex_t
+from fastps.collectives._exchange cimport Exchange, State
+from fastps.transport._link cimport SendItem
+
+# A rule of fastps.reduce; 1: success.
+ctypedef int64_t (*rule_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
+                            const void* args) noexcept nogil
+
+cdef enum:
+    LINE = 64                   # grain of a window's memory
+    MAX_BUFFERS = 1 << 10       # of one window
+
+cdef enum What:                 # of an action; of a frame, in its flags
+    PUT = 1                     # bytes replace those of a buffer
+    ADD = 2                     # they are added
+    GET = 3                     # the owner is to send its own array
+    GOT = 4                     # that array
+    ACK = 5                     # an operation has taken effect, or failed: status
+    LOCK = 6                    # a claim on the owner's mutex
+    GRANT = 7                   # it is held now
+    UNLOCK = 8                  # it is given up
+    UPDATE = 9                  # of our own array, by what is in the buffers; no frame
+    WITH_P = 0x80               # the frame brings P too
+
+cdef enum Stage:                # of a part
+    WAITING = 0                 # for the mutex, which is to be asked for
+    ASKED = 1                   # for it to be granted
+    READY = 2
+    GOING = 3                   # under way, or being done
+    RETURNED = 4                # a GOT is there, and is to go into the buffer
+    OVER = 5
+
+# ---- in memory that ranks of one machine share ----
+cdef struct Head:               # of a window, before its buffers
+    int64_t turn                # odd while its owner writes its own array; atomic
+    int64_t pad[7]
+
+cdef struct BufferHead:         # before the bytes of a buffer
+    int32_t lock                # futex: 0, or who has it + 1, and SLEEPERS; guards all below
+    int32_t version             # arrivals since the last update
+    double p
+    int64_t pad[6]
+
+# ---- of this process ----
+cdef struct Action
+cdef struct Part
+cdef struct Windows_
+cdef struct Shape
+
+cdef struct Claim:              # on a mutex, at its owner, in the order of arrival
+    Claim* next
+    uint32_t peer               # who claims
+    uint32_t number             # theirs
+    uint8_t* whom               # of the owner's own: whom it keeps out, by member; NULL: all
+    bint is_held
+    Part* part                  # of the owner's own: what waits for it
+
+cdef struct Buffer:             # of what one neighbour puts here
+    uint32_t peer
+    bint is_direct              # the neighbour writes it itself: its place stays
+    BufferHead* head
+    char* data
+    char* place                 # data's, in the window's memory
+    char* shadow                # where frames of a put land; trades places with data
+    char* fetched               # where frames of a get land
+    uint32_t received           # bytes of the operation that lands
+    uint32_t number             # of that operation
+    uint32_t fetched_bytes
+    char* theirs                # where that neighbour's own array lies, NULL: no place of ours
+    Head* their_head
+
+cdef struct Target:             # a neighbour that we put to
+    uint32_t peer
+    BufferHead* head            # where our buffer lies at its place; NULL: it goes by frames
+
+cdef struct Part:               # what an action does with one neighbour
+    SendItem item
+    Action* action
+    uint32_t peer
+    uint32_t place              # among targets, or buffers
+    uint32_t number             # of this part, for frames about it
+    int32_t stage               # Stage
+    bint has_left               # our array is not needed for it any more
+    bint is_acting              # a thread of ours does it
+    bint is_lent                # a link has its bytes
+    bint is_answered
+    bint has_mutex
+    double weight
+    char* scaled                # a copy of the array times the weight
+    Claim claim                 # on our own mutex
+
+cdef struct Action:             # one operation on a window
+    Windows_* home
+    Shape* window
+    Action* next                # in the window's queue
+    Action* next_open           # of those not over
+    int32_t what                # What
+    bint is_locked              # it does each part under the mutex of whose buffer it writes
+    bint has_p
+    uint32_t n_parts
+    Part* parts
+    uint32_t n_left             # parts that still need our array
+    uint32_t n_open             # parts not over, and one for the queue
+    char* array                 # what is put; what an update writes
+    char* scaled                # a copy times `scaled_by`, for all parts of that weight
+    double scaled_by
+    double self_weight
+    double* weights             # of an update: of each buffer, by place
+    uint8_t* is_used            # which buffers
+    uint8_t* is_reset           # which are emptied
+    bint is_mean                # all weights are alike: a sum and one division
+    int64_t deadline            # for the locks of buffers
+    int32_t status
+    uint32_t culprit
+    Completion done
+
+cdef struct Shape:              # a window
+    Windows_* home
+    Shape* next
+    uint64_t id
+    uint32_t nbytes
+    uint32_t itemsize
+    uint8_t dtype
+    rule_fn sum
+    rule_fn mix                 # NULL: elements that have no weights
+    char* own                   # the user's array
+    double p
+    Head* head
+    Buffer* buffers             # by peer, ascending
+    uint32_t n_buffers
+    Target* targets
+    uint32_t n_targets
+    uint32_t numbers            # of parts
+    pthread_mutex_t own_lock    # guards own and p; never held while waiting for others
+    Claim* claims
+    Action* first               # the queue
+    Action* last
+    Action* open
+    bint is_busy                # somebody does what is in the queue
+    bint has_news
+    uint64_t served             # when it had its turn with the helper
+    uint32_t users              # frames that land here
+
+cdef struct Member:             # what lands from one member; its link's thread
+    Shape* window
+    Buffer* buffer
+    bint is_lost                # under the lock
+
+cdef struct Windows_:  # of one worker
+    pthread_mutex_t lock        # guards lists, stages, claims; never held over a copy or a send
+    State* state                # the exchange's
+    uint32_t me
+    uint32_t n_members
+    Member* members
+    Shape* windows
+    int32_t status              # OK, or why nothing can succeed any more
+    int32_t culprit
+    uint64_t served
+    int32_t bell                # futex: news for the helper
+    int32_t is_stopping         # atomic
+    Thread* helper
+    char* discard
+    uint64_t direct_bytes       # statistics
+
+cdef class Windows
+
+cdef class WindowAction
+
+cdef class Window:
+    cdef Shape shape
+    cdef readonly str name
+    cdef readonly tuple sources     # in-neighbours, ascending
+    cdef readonly tuple targets
+    cdef readonly Windows home
+    cdef object memory, places  # keep what addresses are of
+    cdef Py_buffer view         # of the user's array
+    cdef Py_buffer room         # of memory
+    cdef bint has_view, has_room, is_listed
+    cdef int lay_out(self, uint32_t place, uint32_t peer, bint is_zero) except -1
+    cdef int list_it(self) except -1
+    cdef WindowAction make(self, str name, int32_t what, uint32_t n_parts, double timeout_s)
+    cdef WindowAction begin(self, WindowAction made, bint is_locked, bint is_inline)
+    cdef void aim(self, WindowAction made, uint32_t index, uint32_t place, uint32_t peer,
+                  double weight) noexcept
+
+cdef class WindowAction:
+    cdef Action action
+    cdef readonly str name
+    cdef Window window          # stays as long as its actions
+    cdef Py_buffer view         # of what is put
+    cdef bint has_view
+    cdef bint is_kept           # a lock that was not given up
+    cdef void release(self) noexcept
+
+cdef class Windows:
+    cdef Windows_ state
+    cdef Exchange exchange
+    cdef dict in_flight         # keeps actions until somebody saw their end
+    cdef object __weakref__
+    cdef int prune(self) except -1
