@@ -139,6 +139,11 @@ from fastps.frameworks.torch.neighbors import (
     pair_gossip,
     pair_gossip_async,
 )
+from fastps.frameworks.torch.one_sided import (
+    DistributedPullGetOptimizer,
+    DistributedPushSumOptimizer,
+    DistributedWinPutOptimizer,
+)
 from fastps.frameworks.torch.ops import (
     declare,
     poll,
@@ -188,6 +193,9 @@ __all__ = [
     "DistributedGradientAllreduceOptimizer",
     "DistributedGradientTrackingOptimizer",
     "DistributedOptimizer",
+    "DistributedPullGetOptimizer",
+    "DistributedPushSumOptimizer",
+    "DistributedWinPutOptimizer",
     "LocalSGD",
     "Max",
     "Min",

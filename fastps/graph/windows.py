@@ -216,9 +216,12 @@ class WindowTable:
 
     def put(
         self, array: Array, name: str, *, adds: bool, self_weight: float | None,
-        dst_weights: Targets | None, is_locked: bool, is_waited: bool,
+        dst_weights: Targets | None, is_locked: bool, is_waited: bool, has_p: bool | None = None,
     ) -> Promise:  # fmt: skip
-        """Begin to put an array into neighbours' buffers, or to add it there."""
+        """Begin to put an array into neighbours' buffers, or to add it there.
+
+        has_p: whether P travels with it; None: as it is turned on or off.
+        """
         known = self.find(name)
         window = known.window
         _check_array(array, f"window {name!r}")
@@ -235,7 +238,8 @@ class WindowTable:
         self._home.pin(array)
         action = window.put(
             _bytes_of(array), {rank: weights[rank] for rank in turns}, adds=adds,
-            self_weight=kept, is_locked=is_locked, has_p=self.has_p, is_inline=is_waited,
+            self_weight=kept, is_locked=is_locked,
+            has_p=self.has_p if has_p is None else has_p, is_inline=is_waited,
             timeout_s=self._host.timeout_s,
         )  # fmt: skip
         return self._promise([action], array)
@@ -254,7 +258,7 @@ class WindowTable:
 
     def update(
         self, name: str, self_weight: float | None, weights: Mapping[int, float] | None,
-        out: Array | None, *, resets: bool, is_locked: bool,
+        out: Array | None, *, resets: bool, is_locked: bool, has_p: bool | None = None,
     ) -> Promise:  # fmt: skip
         """Begin to make our array, or out, of itself and of what neighbours have put."""
         known = self.find(name)
@@ -270,7 +274,7 @@ class WindowTable:
         action = known.window.update(
             own, chosen, out=None if out is None else _bytes_of(out),
             resets=list(chosen) if resets else (), is_mean=is_mean, is_locked=is_locked,
-            has_p=self.has_p, timeout_s=self._host.timeout_s,
+            has_p=self.has_p if has_p is None else has_p, timeout_s=self._host.timeout_s,
         )  # fmt: skip
         return self._promise([action], known.array if out is None else out)
 

@@ -133,7 +133,7 @@ class Mixer:
     def __init__(self, optimizer: DecentralizedOptimizer, tensors: Parameters, name: str) -> None:
         self._optimizer = optimizer
         self._name = name
-        self.buckets = list(_bucketed(tensors))
+        self.buckets = list(bucketed(tensors))
         self._outs = [[_room_like(one) for one in bucket] for bucket in self.buckets]
         self._flights: dict[int, Later[Any]] = {}
 
@@ -161,7 +161,7 @@ class Mixer:
                 tensor.detach().copy_(one.view_as(tensor))
 
 
-def _bucketed(tensors: Parameters) -> Iterable[list[torch.Tensor]]:
+def bucketed(tensors: Parameters) -> Iterable[list[torch.Tensor]]:
     """Sort from the last on, which is ready first, into lists of some bytes."""
     bucket: list[torch.Tensor] = []
     nbytes = 0
@@ -192,13 +192,17 @@ class Way:
     ) -> None:  # fmt: skip
         self.optimizer, self.passes, self.name = optimizer, passes, name
         self.parameters = _parameters_of(optimizer, models)
-        self.mixer = Mixer(optimizer, self.parameters, f"{name}parameters")
+        self.mixer = Mixer(optimizer, self.mixed(), f"{name}parameters")
         self._buffers = Mixer(optimizer, buffers, f"{name}buffers")
         self._counts = dict.fromkeys(self.parameters, 0)
         for parameter in self.parameters:
             hooked: Any = parameter  # torch's hooks have no types
             hooked.register_post_accumulate_grad_hook(self._count)
         self.watch(models)
+
+    def mixed(self) -> Parameters:
+        """Give what the mixer mixes."""
+        return self.parameters
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
         """Add hooks that this way needs besides."""
@@ -316,12 +320,20 @@ class AdaptWithCombine(Way):
     def _begin(self) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self.mixer.start_all()
+            self.send()
+
+    def send(self) -> None:
+        """Begin to mix."""
+        self.mixer.start_all()
+
+    def receive(self) -> None:
+        """Put what has come into the parameters."""
+        self.mixer.finish()
 
     def mixed_step(self) -> None:
         """Take what has come, and step from there."""
         self._begin()
-        self.mixer.finish()
+        self.receive()
         self._forwards, self._has_begun = 0, False
         self.optimizer.step_of()
 
@@ -466,14 +478,14 @@ def DistributedDecentLaMOptimizer(
     optimizer: torch.optim.Optimizer, model: Models, **options: Any
 ) -> DecentralizedOptimizer:
     """Correct the bias of momentum; the optimizer is SGD with momentum. Options as above."""
-    return _adopt_with(optimizer, DecentLaM, model, **options)
+    return adopt_with(optimizer, DecentLaM, model, **options)
 
 
 def DistributedExactDiffusionOptimizer(
     optimizer: torch.optim.Optimizer, model: Models, **options: Any
 ) -> DecentralizedOptimizer:
     """Converge to the exact optimum on a static graph with symmetric weights; options as above."""
-    return _adopt_with(optimizer, ExactDiffusion, model, **options)
+    return adopt_with(optimizer, ExactDiffusion, model, **options)
 
 
 def DistributedGradientTrackingOptimizer(
@@ -483,10 +495,10 @@ def DistributedGradientTrackingOptimizer(
 
     Weights have to be doubly stochastic. Options as above.
     """
-    return _adopt_with(optimizer, GradientTracking, model, **options)
+    return adopt_with(optimizer, GradientTracking, model, **options)
 
 
-def _adopt_with(
+def adopt_with(
     optimizer: torch.optim.Optimizer,
     way: type[Way],
     model: Models,
@@ -496,6 +508,7 @@ def _adopt_with(
     prefix: str = "",
     average_buffers: bool = False,
 ) -> DecentralizedOptimizer:
+    """Turn an optimizer into one that mixes in a way; options as of those above."""
     return _adopt(optimizer, way, model, communication_type, num_steps_per_communication, prefix,
                   average_buffers)  # fmt: skip
 
