@@ -8,7 +8,7 @@ joins the job that the environment (fastps-run) describes, or works alone when t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -216,6 +216,7 @@ __all__ = [
     "reducescatter_async",
     "register",
     "remove_process_set",
+    "run",
     "scatter",
     "send",
     "send_async",
@@ -264,6 +265,28 @@ def shutdown() -> None:
 def is_initialized() -> bool:
     """Tell whether this process is part of a job."""
     return _current.is_initialized()
+
+
+def run(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int = 4,
+    timeout_s: float | None = None,
+    **settings: Any,
+) -> list[Any]:
+    """Run a function as a job of np new workers on this machine; give its results by rank.
+
+    init() was called when it begins. It and its arguments are pickled; if they are of a script or
+    a notebook, by value, with cloudpickle (`fastps[notebook]`). settings: of init(), for all.
+    Output appears with the rank. Blocks, without limit if timeout_s is None; Ctrl-C ends all.
+    Raises the first exception of a worker, whose traceback is a note of it, StallError in time,
+    PeerLostError when a worker ends. fastps.notebook.Team keeps workers between calls.
+    """
+    from fastps.launch.team import run as run_team  # noqa: PLC0415  (processes are the launcher's)
+
+    return run_team(function, args, kwargs, np=np, timeout_s=timeout_s, **settings)
 
 
 def rank() -> int:

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A team: the workers of one job on this machine as something to call, for notebooks and scripts.
+
+The driver, which is no worker, hosts the scheduler in a thread and starts the workers; each has a
+pair of sockets to it (team_words.py) and its output in a pipe. While it waits for answers the
+driver shows that output, line by line with the rank before it, in the thread that called; output
+that comes between calls is shown with the next one. Used by one thread at a time. Every wait ends
+when a worker does, in time if there is a limit, or by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TextIO, TypeVar
+
+from fastps.config import child_environment, load, process_environment
+from fastps.config.token import hold_token
+from fastps.control.hosted import HostedScheduler
+from fastps.errors import FastPSError, PeerLostError, ShutdownError, StallError
+from fastps.launch.layout import Layout
+from fastps.launch.options import Options
+from fastps.launch.plan import (
+    Identity,
+    ProcessSpec,
+    inherited_environment,
+    make_plan,
+    scheduler_environment,
+)
+from fastps.launch.processes import describe_exit
+from fastps.launch.team_words import hear, pack, unpack
+
+T = TypeVar("T")
+
+GRACE_S = 2.0  # for the others, when one has failed: they may fail for the same reason
+END_S = 10.0  # for what was interrupted, or told to end
+READ_BYTES = 64 << 10
+
+
+class Worker:
+    """One process, and what it has said of its present line."""
+
+    def __init__(self, spec: ProcessSpec, inherited: Mapping[str, str]) -> None:
+        self.rank = spec.rank
+        self.sock, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [*spec.argv, str(theirs.fileno())],
+                env={**inherited, **spec.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is the driver's
+            )
+        assert self.process.stdout is not None
+        self.output = self.process.stdout
+        os.set_blocking(self.output.fileno(), False)
+        self._line = b""
+
+    def show(self, screen: TextIO) -> bool:
+        """Write the lines that came; False: there are no more to come."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.output.fileno(), READ_BYTES):
+                *lines, self._line = (self._line + data).split(b"\n")
+                for line in lines:
+                    screen.write(f"[worker {self.rank}] {line.decode(errors='replace')}\n")
+            return False
+        return True
+
+    def describe(self) -> str:
+        """Name it, and say how it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE_S)
+        code = self.process.returncode
+        how = "ends" if code is None else describe_exit(code)
+        return f"worker {self.rank} (pid {self.process.pid}) {how}"
+
+    def send(self, number: int) -> None:
+        """Send a signal to it and what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def close(self) -> None:
+        """Kill what is left, and free everything."""
+        self.send(signal.SIGKILL)
+        self.process.wait(END_S)
+        self.sock.close()
+        self.output.close()
+
+
+class Team:
+    """N workers of a job that keep their state between calls; a context that ends them.
+
+    environment: more variables of the workers. settings: of fastps.init(), for every worker, e.g.
+    shared_memory=False; start_timeout_s bounds the start. Blocks until all workers have joined.
+    Raises ConfigError, StallError, PeerLostError.
+    """
+
+    def __init__(
+        self, np: int = 4, *, environment: Mapping[str, str] | None = None, **settings: Any
+    ) -> None:
+        self.size = np
+        self._given = dict(environment or {}) | child_environment(settings)
+        self._workers: list[Worker] = []
+        self._scheduler: HostedScheduler | None = None
+        self._start()
+
+    # ---- what users call ----
+
+    def run(
+        self,
+        function: Callable[..., T],
+        *args: Any,
+        timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> list[T]:
+        """Call a function on all workers, and give what it returned, by rank.
+
+        function and arguments are pickled, those of notebooks and scripts by value. Blocks,
+        without limit if timeout_s is None. Raises the first exception of a worker, with its
+        traceback as a note: the others are interrupted, and all join the job anew and keep their
+        state; PeerLostError when a worker has ended; StallError in time.
+        """
+        return self._ask(("call", (function, args, kwargs)), timeout_s)
+
+    def execute(self, source: str, *, timeout_s: float | None = None) -> None:
+        """Run statements on all workers, in their module __main__; otherwise as run()."""
+        self._ask(("cell", (source,)), timeout_s)
+
+    def pull(self, name: str, *, timeout_s: float | None = None) -> list[Any]:
+        """Give a variable of the cells of every worker, by rank."""
+        return self._ask(("get", (name,)), timeout_s)
+
+    def push(self, **values: Any) -> None:
+        """Set variables of the cells of all workers."""
+        self._ask(("put", (values,)), None)
+
+    def interrupt(self) -> None:
+        """Send Ctrl-C to all workers; from another thread than the one that waits for them."""
+        for worker in self._workers:
+            worker.send(signal.SIGINT)
+
+    def restart(self) -> None:
+        """End all workers and start as many new ones."""
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        """End the job: in order if all are idle and alive. Idempotent."""
+        workers, self._workers = self._workers, []
+        with contextlib.suppress(OSError):
+            for worker in workers:
+                worker.sock.sendall(pack(("end", ())))
+        deadline = time.monotonic() + END_S
+        for worker in workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(deadline - time.monotonic(), 0))
+        for worker in workers:
+            worker.show(sys.stdout)
+            worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close(0)
+            self._scheduler = None
+
+    def __enter__(self) -> Team:
+        """Be a context."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the workers, at once after an error."""
+        if error is not None:
+            for worker in self._workers:
+                worker.send(signal.SIGKILL)
+        self.close()
+
+    # ---- starting ----
+
+    def _start(self) -> None:
+        inherited = inherited_environment(process_environment())
+        command = (sys.executable, "-m", "fastps.launch.team_member")
+        options = Options(
+            command, Layout((self.size,), (0,)), environment=tuple(self._given.items())
+        )
+        secret = secrets.token_hex(16)
+        identity = Identity(
+            f"team-{secrets.token_hex(4)}", ("FASTPS_TOKEN", secret), ("127.0.0.1", 0)
+        )
+        config = load(environ={**inherited, **scheduler_environment(options, identity)})
+        self._start_timeout_s = config.start_timeout_s
+        try:
+            self._scheduler = HostedScheduler(config)
+            self._scheduler.start()
+            identity = dataclasses.replace(
+                identity, secret=hold_token(secret), scheduler=self._scheduler.address
+            )
+            plan = make_plan(options, identity, cpus=os.cpu_count() or 1, inherited=inherited)
+            self._workers = [Worker(spec, inherited) for spec in plan]
+            self._ask(("path", (list(sys.path),)), config.start_timeout_s)
+            self._ask(("join", ()), config.start_timeout_s)
+        except BaseException:
+            for worker in self._workers:
+                worker.send(signal.SIGKILL)
+            self.close()
+            raise
+
+    # ---- asking ----
+
+    def _ask(self, order: tuple[str, tuple[Any, ...]], timeout_s: float | None) -> list[Any]:
+        """Have all workers do something; give their answers, or raise the first failure."""
+        if not self._workers:
+            raise ShutdownError("the team has ended; restart() it, or make another")
+        message = pack(order)
+        waiting = _Waiting(self._workers)
+        try:
+            for worker in self._workers:
+                waiting.tell(worker, message)
+            answers = waiting.gather(timeout_s)
+        except PeerLostError:
+            self._abandon()
+            raise
+        except BaseException:  # Ctrl-C too: the workers are to hear of it
+            self._recover(waiting)
+            raise
+        finally:
+            waiting.close()
+        return answers
+
+    def _recover(self, waiting: _Waiting) -> None:
+        """Interrupt who is still at work, and let all join the job anew, or end them."""
+        self.interrupt()
+        try:
+            waiting.wait_whatever(END_S)
+            again = _Waiting(self._workers)
+            for worker in self._workers:
+                again.tell(worker, pack(("join", ())))
+            again.gather(self._start_timeout_s)
+            again.close()
+        except (FastPSError, OSError):
+            self._abandon()
+
+    def _abandon(self) -> None:
+        for worker in self._workers:
+            worker.send(signal.SIGKILL)
+        self.close()
+
+
+class _Waiting:
+    """The answers to one order that have not come yet."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._answers: dict[int, tuple[bool, Any]] = {}
+        self._size = 0
+        self._first: BaseException | None = None
+        for worker in workers:
+            self._selector.register(worker.output, selectors.EVENT_READ, worker)
+
+    def tell(self, worker: Worker, message: bytes) -> None:
+        """Send a worker its order."""
+        try:
+            worker.sock.sendall(message)
+        except OSError:
+            raise PeerLostError(f"{worker.describe()}; restart() the team") from None
+        self._selector.register(worker.sock, selectors.EVENT_READ, worker)
+        self._size += 1
+
+    def gather(self, timeout_s: float | None) -> list[Any]:
+        """Wait for all; raise the first failure a moment after it came: others tell causes."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while len(self._answers) < self._size:
+            if self._serve(deadline):
+                continue
+            if self._first is not None:
+                raise self._first
+            late = [rank for rank in range(self._size) if rank not in self._answers]
+            names = ", ".join(f"worker {rank}" for rank in late)
+            raise StallError(f"{names} did not end within {timeout_s:g} s, and are interrupted")
+        if self._first is not None:
+            raise self._first
+        return [self._answers[rank][1] for rank in range(self._size)]
+
+    def wait_whatever(self, timeout_s: float) -> None:
+        """Wait until all have answered, whatever; StallError."""
+        self._first = None
+        deadline = time.monotonic() + timeout_s
+        while len(self._answers) < self._size:
+            if not self._serve(deadline):
+                raise StallError("a worker cannot be interrupted")
+
+    def close(self) -> None:
+        """Stop to listen."""
+        self._selector.close()
+
+    def _serve(self, deadline: float | None) -> bool:
+        """Take what comes next; False: the time is over, or that after the first failure."""
+        if self._first is not None and self._grace_until < (deadline or float("inf")):
+            deadline = self._grace_until
+        left_s = None if deadline is None else deadline - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            return False
+        for key, _ in self._selector.select(left_s):
+            worker: Worker = key.data
+            if key.fileobj is not worker.sock:
+                if not worker.show(sys.stdout):
+                    self._selector.unregister(key.fileobj)
+            else:
+                self._take(worker)
+        return True
+
+    def _take(self, worker: Worker) -> None:
+        self._selector.unregister(worker.sock)
+        try:
+            is_well, value = unpack(hear(worker.sock))
+        except (EOFError, OSError):
+            worker.show(sys.stdout)
+            raise PeerLostError(f"{worker.describe()}; restart() the team") from None
+        worker.show(sys.stdout)
+        self._answers[worker.rank] = is_well, value
+        if is_well:
+            return
+        error, trace = value
+        error.add_note(f"worker {worker.rank}:\n{trace.rstrip()}")
+        if self._first is None or (_blames(self._first) and not _blames(error)):
+            self._first, self._grace_until = error, time.monotonic() + GRACE_S
+
+
+def _blames(error: BaseException) -> bool:
+    """Tell whether an error is about another worker, or only a consequence."""
+    return isinstance(error, PeerLostError | StallError | KeyboardInterrupt)
+
+
+def run(
+    function: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int = 4,
+    timeout_s: float | None = None,
+    **settings: Any,
+) -> list[T]:
+    """Run a function as a job of np workers on this machine; see fastps.run()."""
+    with Team(np, **settings) as team:
+        return team.run(function, *args, timeout_s=timeout_s, **(kwargs or {}))

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker of a team: runs what its driver sends, and keeps its state between.
+
+The main thread runs calls and cells, so that Ctrl-C interrupts them; another hears the driver,
+and ends the process when that is gone, whatever way. Cells run in the module `__main__`. Entry
+point of a process: its only word is the descriptor of its socket.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import fastps
+from fastps.launch.team_words import hear, pack, unpack
+
+ORPHANED = 113  # exit code where the driver is gone
+
+
+class Member:
+    """The worker's side."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._orders: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        self._work: dict[str, Callable[..., Any]] = {
+            "call": call,
+            "cell": run_cell,
+            "join": join,
+            "path": sys.path.extend,
+            "get": get,
+            "put": put,
+        }
+        threading.Thread(target=self._hear, name="fastps:driver", daemon=True).start()
+
+    def _hear(self) -> None:
+        """Take orders until the driver is gone."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._orders.put(hear(self._sock))
+        os._exit(ORPHANED)
+
+    def serve(self) -> None:
+        """Do one order after the other, and answer each; until `end`."""
+        while True:
+            order = self._next()
+            try:
+                kind, words = unpack(order)
+                if kind == "end":
+                    return
+                answer = pack((True, self._work[kind](*words)))
+            except BaseException as error:  # Ctrl-C, and sys.exit() in a cell, too
+                answer = _failure(error)
+            self._sock.sendall(answer)
+
+    def _next(self) -> bytearray:
+        """Wait for an order; there is nothing to interrupt."""
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                return self._orders.get()
+
+
+def _failure(error: BaseException) -> bytes:
+    """Pack an error, or what it said, with its traceback."""
+    trace = "".join(traceback.format_exception(error))
+    try:
+        return pack((False, (error, trace)))
+    except Exception:  # whatever its parts raise when they are pickled
+        return pack((False, (RuntimeError(f"{type(error).__name__}: {error}"), trace)))
+
+
+def join() -> None:
+    """Be a worker of the job, anew if it was left or something was cut short."""
+    fastps.shutdown()
+    fastps.init()
+
+
+def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function."""
+    return function(*args, **kwargs)
+
+
+def get(name: str) -> Any:
+    """Give a variable of the cells."""
+    found = vars(sys.modules["__main__"])
+    if name not in found:
+        raise NameError(f"name {name!r} is not defined")
+    return found[name]
+
+
+def put(values: dict[str, Any]) -> None:
+    """Set variables of the cells."""
+    vars(sys.modules["__main__"]).update(values)
+
+
+def run_cell(source: str) -> None:
+    """Run statements; show the value of the last one if it is an expression, as notebooks do."""
+    tree = ast.parse(source, "<cell>")
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    space = vars(sys.modules["__main__"])
+    exec(compile(tree, "<cell>", "exec"), space)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), space)
+        if value is not None:
+            sys.stdout.write(f"{value!r}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Serve the driver whose socket we inherited."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    Member(socket.socket(fileno=int(sys.argv[1]))).serve()
+    fastps.shutdown()
+
+
+if __name__ == "__main__":
+    # cells have the module __main__ to themselves
+    from fastps.launch import team_member
+
+    sys.modules["__main__"] = type(sys)("__main__")
+    team_member.main()
