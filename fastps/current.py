@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fastps.errors import NotInitializedError
+from fastps.errors import ConfigError, NotInitializedError
 
 if TYPE_CHECKING:
     from fastps.session import Session
@@ -32,6 +32,11 @@ def init(settings: Mapping[str, object]) -> Session:
     hide_token()
     config = load(settings)
     _show_logs(config.log_level)
+    if config.role != "worker":
+        raise ConfigError(
+            f"init() makes a worker, and FASTPS_ROLE or DMLC_ROLE says that this is a "
+            f"{config.role}: start `fastps-server --role {config.role}`, or unset them"
+        )
     _current = Session(config)
     atexit.register(shutdown)
     return _current

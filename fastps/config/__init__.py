@@ -10,6 +10,7 @@ Threads: any; there is no state. __main__.py is the command that shows the table
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import operator
 import os
@@ -18,6 +19,7 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastps.config import byteps
 from fastps.config.token import read_token
 from fastps.errors import ConfigError
 
@@ -465,6 +467,7 @@ _KNOWN_NAMES = frozenset(
     {setting.name for setting in SETTINGS}
     | {a for setting in SETTINGS for a in setting.aliases if isinstance(a, str)}
     | set(BUILD_NAMES)
+    | byteps.UNDERSTOOD.keys()
 )
 
 
@@ -604,10 +607,30 @@ def _check_keywords(names: Mapping[str, object]) -> None:
 
 
 def _warn_unknown(environ: Environ) -> None:
+    """Say what comes of variables that no setting reads: ours, and BytePS's."""
     for name in environ:
-        if name.startswith(PREFIX) and name not in _KNOWN_NAMES:
-            hint = _nearest(name, [known for known in _KNOWN_NAMES if known.startswith(PREFIX)])
+        if name in _KNOWN_NAMES:
+            continue
+        if name in byteps.INSTEAD:
+            if environ[name].strip():
+                _say_once(f"{name} of BytePS does nothing; use {byteps.INSTEAD[name]}")
+        elif name.startswith((PREFIX, *byteps.PREFIXES)):
+            start = name[: name.index("_") + 1]
+            known = [k for k in (*_KNOWN_NAMES, *byteps.INSTEAD) if k.startswith(start)]
+            hint = _nearest(name, known)
             log.warning("environment variable %s is unknown and ignored%s", name, hint)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log.warning("environment variable %s", text)
+
+
+def role_given(environ: Environ | None = None) -> str | None:
+    """Give the role that the environment names, None where it names none; ConfigError if wrong."""
+    setting = _BY_FIELD["role"]
+    role, source = _resolve(setting, {}, os.environ if environ is None else environ, {})
+    return None if source == "default" else str(role)
 
 
 def _nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:

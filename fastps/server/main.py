@@ -14,10 +14,11 @@ from collections.abc import Sequence
 
 from fastps import _core, config
 from fastps.control.scheduler import serve
-from fastps.errors import FastPSError
+from fastps.errors import ConfigError, FastPSError
 from fastps.server.logs import logging_to_reader
 from fastps.transport.sockets import inherit
 
+ROLES = ("server", "scheduler")
 EPILOG = """\
 A job has one scheduler, some servers and some workers; all need the same token. By hand:
 
@@ -44,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--role", choices=("server", "scheduler"), default="server", help="default: server")
+    add("--role", choices=ROLES, help="default: FASTPS_ROLE or DMLC_ROLE, else server")
     add("--scheduler-host", metavar="HOST", help="where the scheduler is (or listens)")
     add("--scheduler-port", metavar="PORT", help="its port")
     add("--interface", metavar="NAME", help="interface, network (CIDR) or address to listen on")
@@ -67,6 +68,12 @@ def load_config(arguments: argparse.Namespace) -> config.Config:
     """Give the settings: options first, then the environment."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     given.pop("listen_fd", None)
+    role = given.setdefault("role", config.role_given() or "server")
+    if role not in ROLES:
+        raise ConfigError(
+            f"FASTPS_ROLE or DMLC_ROLE says {role}, but fastps-server is a server or the "
+            "scheduler: start the training script in its place, or give --role"
+        )
     return config.load(given)
 
 

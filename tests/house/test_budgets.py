@@ -32,7 +32,7 @@ ROOMS = {
     "_core": 1840,
     "_trace": 420,
     "reduce/": 2260,
-    "config/": 875,
+    "config/": 960,
     "transport/": 8860,
     "control/": 3720,
     "server/": 3340,

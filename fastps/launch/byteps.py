@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command bpslaunch: what one line of BytePS's tutorial starts, by DMLC_ variables.
+
+DMLC_ROLE=scheduler or server becomes fastps-server; a worker's machine starts its command once
+for each local rank, and ends the others when one has failed. One machine alone needs nobody else,
+as there. Threads: none; runs in the main thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from fastps.config import process_environment, role_given
+from fastps.errors import ConfigError
+from fastps.launch.plan import SERVER_COMMAND
+
+_USAGE = """\
+usage: bpslaunch COMMAND ...
+
+Start what DMLC_ROLE says: the scheduler, a server, or the worker processes of this machine.
+Needs DMLC_NUM_WORKER (machines), and unless there is one of them: DMLC_ROLE, DMLC_WORKER_ID,
+DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, and FASTPS_TOKEN_FILE or FASTPS_TOKEN.
+BYTEPS_LOCAL_SIZE (else the length of NVIDIA_VISIBLE_DEVICES, else 1) is the number of worker
+processes of each machine; where it is not 1 all roles need it. `fastps-run` is simpler.
+"""
+_GRACE_S = 5.0
+_LOOK_S = 0.05
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; give the exit status: that of the first process that failed."""
+    command = list(sys.argv[1:] if arguments is None else arguments)
+    environment = process_environment()
+    if command[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(_USAGE)
+        return 0
+    try:
+        return _launch(command, environment)
+    except ConfigError as error:
+        sys.stderr.write(f"bpslaunch: {error}\n")
+        return 2
+
+
+def _launch(command: list[str], environment: dict[str, str]) -> int:
+    role = role_given(environment) or "worker"
+    machines, forced = _count(environment, "DMLC_NUM_WORKER"), "BYTEPS_FORCE_DISTRIBUTED"
+    is_spread = machines > 1 or environment.get(forced, "0").strip() not in ("", "0")
+    if role != "worker":
+        return subprocess.call([*SERVER_COMMAND, "--role", role]) if is_spread else 0
+    if not command:
+        raise ConfigError("give the command that trains: bpslaunch python train.py")
+    size = local_size(environment)
+    if not is_spread:
+        run = [sys.executable, "-m", "fastps.launch.run", "-np", str(size), "--", *command]
+        return subprocess.call(run)
+    _count(environment, "DMLC_WORKER_ID")
+    children = [
+        subprocess.Popen(command, env={**environment, "DMLC_ROLE": "worker",
+            "BYTEPS_LOCAL_RANK": str(rank), "BYTEPS_LOCAL_SIZE": str(size)})
+        for rank in range(size)
+    ]  # fmt: skip
+    return _wait(children)
+
+
+def local_size(environment: Mapping[str, str]) -> int:
+    """Count the worker processes of this machine, as BytePS's launcher does, or as it is told."""
+    if environment.get("BYTEPS_LOCAL_SIZE", "").strip():
+        return _count(environment, "BYTEPS_LOCAL_SIZE")
+    devices = environment.get("NVIDIA_VISIBLE_DEVICES", "").strip()
+    return len([one for one in devices.split(",") if one.strip()]) or 1
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "").strip()
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text!r} must be a number; see bpslaunch --help")
+    return int(text)
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait for all children; once one has failed, or on Ctrl-C, end the others."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        while None in (states := [child.poll() for child in children]) and not any(states):
+            time.sleep(_LOOK_S)
+    except KeyboardInterrupt:
+        return _end(children) or 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    failed = next((child.returncode for child in children if child.returncode), 0)
+    _end(children)
+    return failed if failed >= 0 else 128 - failed
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """End those that still run, at first with a word."""
+    for child in children:
+        if child.poll() is None:
+            child.terminate()
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_GRACE_S)
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

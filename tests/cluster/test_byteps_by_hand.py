@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Roles that DMLC_ variables name, with fastps-server and with bpslaunch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 100
+SERVER = [sys.executable, "-m", "fastps.server.main"]
+LAUNCH = [sys.executable, "-m", "fastps.launch.byteps"]
+TRAIN = """
+import os, numpy as np, fastps.torch as bps, torch
+bps.init()
+total = bps.push_pull(torch.full((3,), 21.0), average=False, name="x")
+line = f"{bps.size()} {bps.local_size()} {total.tolist()}\\n"
+os.write(1, line.encode())
+bps.shutdown()
+"""
+
+
+def start(argv: list[str], folder: Path, **more: str) -> subprocess.Popen[str]:
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("FASTPS_", "DMLC_"))}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "FASTPS_LINGER_S": "1", **more}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(argv, env=environment, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+
+
+def job_of(secret: str, machines: int) -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "DMLC_NUM_WORKER": str(machines), "DMLC_NUM_SERVER": "1", "FASTPS_TOKEN": secret,
+        "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port),
+        "DMLC_INTERFACE": "127.0.0.1",
+    }  # fmt: skip
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize("by", ["fastps-server", "bpslaunch"])
+def test_a_job_of_two_machines(tmp_path: Path, by: str) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    train = [sys.executable, "train.py"]
+    more = job_of("0123456789abcdef" * 2, 2)
+    first, size = (SERVER, 1) if by == "fastps-server" else ([*LAUNCH, "nothing"], 2)
+    if size == 2:
+        more["BYTEPS_LOCAL_SIZE"] = "2"
+    apart = [{**more, "FASTPS_MACHINE": str(machine)} for machine in range(2)]
+    parts = [start(first, tmp_path, DMLC_ROLE=role, **more) for role in ("scheduler", "server")]
+    parts += [
+        start(train if size == 1 else [*LAUNCH, *train], tmp_path, DMLC_ROLE="worker",
+              DMLC_WORKER_ID=str(machine), **apart[machine])
+        for machine in range(2)
+    ]  # fmt: skip
+    found = [part.communicate(timeout=LIMIT_S) for part in parts]
+    assert [part.returncode for part in parts] == [0] * 4, found
+    lines = "".join(out for out, _ in found[2:]).splitlines()
+    total = 21.0 * 2 * size
+    assert lines == [f"{2 * size} {size} {[total] * 3}"] * (2 * size)
+
+
+def test_one_machine_needs_nobody_else(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    parts = [
+        start([*LAUNCH, sys.executable, "train.py"], tmp_path, DMLC_ROLE=role,
+              NVIDIA_VISIBLE_DEVICES="0,1", DMLC_NUM_WORKER="1")
+        for role in ("worker", "server")
+    ]  # fmt: skip
+    found = [part.communicate(timeout=LIMIT_S) for part in parts]
+    assert [part.returncode for part in parts] == [0, 0], found
+    assert found[0][0].count("2 2 [42.0, 42.0, 42.0]") == 2
+    assert found[1][0] == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "text"),
+    [
+        (["train.py"], {"DMLC_ROLE": "server"}, "init() makes a worker"),
+        (SERVER[1:], {"DMLC_ROLE": "worker"}, "start the training script in its place"),
+        ([*LAUNCH[1:], "x"], {"DMLC_ROLE": "worker"}, "DMLC_NUM_WORKER='' must be a number"),
+        ([*LAUNCH[1:], "x"], {"DMLC_NUM_WORKER": "2"}, "DMLC_WORKER_ID='' must be a number"),
+        (LAUNCH[1:], {"DMLC_NUM_WORKER": "1"}, "give the command that trains"),
+    ],
+)
+def test_wrong_roles_are_told(
+    tmp_path: Path, argv: list[str], environ: dict[str, str], text: str
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    part = start([sys.executable, *argv], tmp_path, **environ)
+    _, told = part.communicate(timeout=LIMIT_S)
+    assert part.returncode != 0
+    assert text in told
+
+
+def test_a_worker_that_fails_ends_the_others(tmp_path: Path) -> None:
+    script = "import os, sys, time; rank = os.environ['BYTEPS_LOCAL_RANK']\n"
+    script += "sys.exit(7) if rank == '1' else time.sleep(60)"
+    (tmp_path / "train.py").write_text(script)
+    part = start([*LAUNCH, sys.executable, "train.py"], tmp_path, DMLC_NUM_WORKER="2",
+                 DMLC_WORKER_ID="0", BYTEPS_LOCAL_SIZE="2")  # fmt: skip
+    part.communicate(timeout=30)
+    assert part.returncode == 7

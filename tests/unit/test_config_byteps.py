@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BytePS's variables: understood, or answered once; slips of the pen are told."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from fastps import config
+from fastps.config import byteps
+from fastps.errors import ConfigError
+
+
+def test_every_variable_has_one_row():
+    aliases = {a for s in config.SETTINGS for a in s.aliases if isinstance(a, str)}
+    assert not byteps.INSTEAD.keys() & aliases
+    assert not byteps.INSTEAD.keys() & byteps.UNDERSTOOD.keys()
+    labels = [a.label for s in config.SETTINGS for a in s.aliases if not isinstance(a, str)]
+    assert all(any(name in label for label in labels) for name in byteps.UNDERSTOOD)
+    names = {s.name for s in config.SETTINGS}
+    assert set(byteps.UNDERSTOOD.values()) <= names
+    for answer in byteps.INSTEAD.values():
+        for word in answer.replace(",", " ").replace(";", " ").split():
+            if word.startswith("FASTPS_"):
+                assert word.partition("=")[0] in names, answer
+
+
+def said(caplog: pytest.LogCaptureFixture, environ: dict[str, str]) -> list[str]:
+    config._say_once.cache_clear()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        config.load({}, environ)
+        config.load({}, environ)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_what_does_nothing_is_answered_once(caplog):
+    assert said(caplog, {"BYTEPS_NCCL_NUM_RINGS": "2", "BYTEPS_ENABLE_IPC": ""}) == [
+        "environment variable BYTEPS_NCCL_NUM_RINGS of BytePS does nothing; use nothing: tensors "
+        "of a GPU are refused, and there is no NCCL"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("BYTEPS_PARTITION_BYTE", "BYTEPS_PARTITION_BYTES"),
+        ("DMLC_NUM_WORKERS", "DMLC_NUM_WORKER"),
+        ("FASTPS_RNAK", "FASTPS_RANK"),
+    ],
+)
+def test_slips_are_told(caplog, wrong, right):
+    found = said(caplog, {wrong: "1"})
+    assert len(found) == 2
+    assert "is unknown and ignored; did you mean" in found[0]
+    assert right in found[0]
+
+
+def test_what_is_understood_says_nothing(caplog):
+    environ = {"DMLC_NUM_WORKER": "2", "BYTEPS_SCHEDULING_CREDIT": "4", "DMLC_ROLE": "server"}
+    assert said(caplog, environ) == []
+
+
+def test_roles():
+    assert config.role_given({}) is None
+    assert config.role_given({"DMLC_ROLE": "scheduler"}) == "scheduler"
+    assert config.role_given({"DMLC_ROLE": "server", "FASTPS_ROLE": "worker"}) == "worker"
+    with pytest.raises(ConfigError, match="one of worker, server, scheduler"):
+        config.role_given({"DMLC_ROLE": "joint"})
