@@ -17,6 +17,7 @@ from fastps.coding import PLAIN, Coding
 from fastps.config import Config
 from fastps.contract import Policy
 from fastps.control.protocol import TensorSpec
+from fastps.errors import ConfigError
 from fastps.types import DType, dtype_of
 from fastps.worker.handle import Array
 
@@ -107,8 +108,16 @@ def make_spec(
     config: Config, chunk_bytes: int, name: str, shape: tuple[int, ...], dtype: DType, *,
     is_sent: bool, policy: Policy = Policy.SUM, staleness: int = 0, coding: Coding | None = None,
 ) -> TensorSpec:  # fmt: skip
-    """Say what is declared. is_sent: to servers; only then, and if it pays, it is compressed."""
+    """Say what is declared. is_sent: to servers; only then, and if it pays, it is compressed.
+
+    ConfigError for a codec under another policy than SUM.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
+    if policy is not Policy.SUM and coding not in (None, PLAIN):
+        raise ConfigError(
+            f"{name!r} is {coding}, but {policy.name} adds what is pushed for good, and no later "
+            "round makes up for what a codec loses: declare it without compression"
+        )
     if coding is None or not (
         is_sent and coding.fits(dtype, nbytes, min_bytes=config.min_compress_bytes)
     ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts in the shape of Horovod's own examples run with one line changed."""
+"""Scripts in the shape of the examples of Horovod and BytePS run with one line changed."""
 
 from __future__ import annotations
 
@@ -46,3 +46,18 @@ def test_synthetic_benchmark() -> None:
     assert re.search(
         r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-", run("horovod_synthetic_benchmark")
     )
+
+
+@pytest.mark.timeout(240)
+def test_digits_are_learnt_by_a_script_for_byteps() -> None:
+    said = run("byteps_mnist", "--no-cuda", "--fp16-pushpull")
+    accuracies = [float(found) for found in re.findall(r"Accuracy: ([\d.]+)%", said)]
+    assert len(accuracies) == 2
+    assert accuracies[-1] > 60, said
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("words", [[], ["--ddp"], ["--cross-barrier"]])
+def test_benchmarks_for_byteps(words: list[str]) -> None:
+    said = run("byteps_benchmark", "--num-iters", "2", *words)
+    assert re.search(r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-", said)

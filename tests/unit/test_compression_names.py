@@ -6,9 +6,11 @@ from __future__ import annotations
 import pytest
 
 from fastps import Compression, ConfigError
+from fastps.arrays import make_spec
 from fastps.coding import PLAIN, Codec, Coding, Option
 from fastps.compression import coding_of
 from fastps.config import load
+from fastps.contract import Policy
 from fastps.control.declarations import Declarations
 from fastps.control.protocol import Declare, Failed, TensorSpec
 from fastps.types import DType
@@ -82,3 +84,12 @@ def test_the_scheduler_refuses_what_means_nothing():
     ((_, answer),) = declarations.declare(0, 7, Declare(1, (spec,), 5.0), now=0.0)
     assert isinstance(answer, Failed)
     assert "k=0" in answer.message
+
+
+def test_no_codec_where_what_is_pushed_stays():
+    terms = {"is_sent": True, "policy": Policy.ACCUMULATE}
+    spec = make_spec(load({}, {}), 4096, "w", (100000,), DType.FLOAT32, coding=PLAIN, **terms)
+    assert spec.coding == PLAIN
+    for shape in ((100000,), (1,)):
+        with pytest.raises(ConfigError, match=r"'w' is compressed by onebit\(.*ACCUMULATE"):
+            make_spec(load({}, {}), 4096, "w", shape, DType.FLOAT32, coding=ONEBIT, **terms)
