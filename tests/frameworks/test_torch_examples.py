@@ -18,15 +18,18 @@ sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 from harness import clean_environ  # noqa: E402
 
 
-def run(example: str, *words: str) -> str:
-    """Run an example as two workers; give what it printed."""
-    command = [sys.executable, "-m", "fastps.launch.run", "-np", "2", "--timeout", "200"]
+def run(
+    example: str, *words: str, launch: tuple[str, ...] = ("-np", "2"), shared: str = "1",
+    codes: tuple[int, ...] = (0,),
+) -> str:  # fmt: skip
+    """Run an example as two workers, or as it is launched; give what it printed."""
+    command = [sys.executable, "-m", "fastps.launch.run", *launch, "--timeout", "200"]
     command += [sys.executable, f"examples/{example}.py", *words]
-    environ = clean_environ() | {"PYTHONPATH": str(ROOT), "FASTPS_SHARED_MEMORY": "1"}
+    environ = clean_environ() | {"PYTHONPATH": str(ROOT), "FASTPS_SHARED_MEMORY": shared}
     job = subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=230, check=False
     )
-    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.returncode in codes, job.stdout + job.stderr
     return job.stdout
 
 
@@ -61,3 +64,22 @@ def test_digits_are_learnt_by_a_script_for_byteps() -> None:
 def test_benchmarks_for_byteps(words: list[str]) -> None:
     said = run("byteps_benchmark", "--num-iters", "2", *words)
     assert re.search(r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-", said)
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(240)
+def test_a_bound_lets_workers_go_on_while_one_pauses() -> None:
+    """The short form of what docs/async.md has figures of; it is nearer to its thresholds."""
+    said = run(
+        "asynchronous", "--seeds", "1", "--steps", "100", launch=("-np", "3", "-s", "1"),
+        shared="0", codes=(0, 1),
+    )  # fmt: skip
+    found = {
+        way: (float(speed), float(points))
+        for way, speed, points in re.findall(
+            r"\] (.+?) +[\d.]+ ms a step, ([\d.]+) x, accuracy [\d.]+ \(([-+][\d.]+) points", said
+        )
+    }
+    assert set(found) == {"in step", "staleness 8", "staleness 32", "no bound", "PipeSGD"}, said
+    assert found["staleness 32"][0] > 1.2, said
+    assert all(points > -4 for _, points in found.values()), said

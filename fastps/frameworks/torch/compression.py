@@ -15,7 +15,9 @@ import torch
 
 from fastps import compression as codecs
 from fastps.coding import Coding
+from fastps.errors import ConfigError
 
+MIN_COMPRESS_BYTES = 65536  # below it BytePS compresses nothing
 # Halves and integers already are as small as these casts could make them.
 _WIDE = (torch.float32, torch.float64)
 
@@ -78,6 +80,33 @@ class OnTheWay(_None):
         return lambda name: choice(name.removeprefix(prefix))
 
 
+class WeightDecayMomentum(OnTheWay):
+    """Add the decay of the weights, with momentum, to what is compressed; see wdmom()."""
+
+    def __init__(self, choice: codecs.Choice, mu: float, wd: float, threshold: int) -> None:
+        super().__init__(choice)
+        if not (0 <= mu < 1 and wd >= 0):
+            raise ConfigError(f"mu={mu} is not 0 to below 1, or wd={wd} is below 0")
+        self._mu, self._wd, self._threshold = mu, wd, threshold
+
+    def add_to(self, parameter: torch.Tensor, momenta: dict[int, torch.Tensor]) -> None:
+        """Add to a parameter's gradient; momenta: kept from step to step, by id.
+
+        With x the parameter: m' = mu * (m + wd * x), g' = g + m' + wd * x; g' = g + wd * x below
+        the threshold.
+        """
+        with torch.no_grad():
+            decay = self._wd * parameter.detach()
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            if parameter.nbytes >= self._threshold:
+                before = momenta.get(id(parameter))
+                momentum = self._mu * (decay if before is None else before + decay)
+                momenta[id(parameter)] = momentum
+                parameter.grad.add_(momentum)
+            parameter.grad.add_(decay)
+
+
 # What may be given: a compressor, or whatever fastps.push_pull() takes.
 Compressing: TypeAlias = Compressor | Coding | Mapping[str, Any] | Callable[..., Any] | None
 
@@ -103,6 +132,19 @@ class Compression:
     dithering = staticmethod(codecs.Compression.dithering)
     int8 = staticmethod(codecs.Compression.int8)
     int4 = staticmethod(codecs.Compression.int4)
+
+    @staticmethod
+    def wdmom(
+        compressor: codecs.Choice, mu: float, wd: float, threshold: int = MIN_COMPRESS_BYTES
+    ) -> WeightDecayMomentum:
+        """Decay weights with momentum on the worker, before compressing, as BytePS does.
+
+        compressor: one of fastps.Compression. mu: of the momentum, wd: of the weights; the
+        optimizer has no weight_decay of its own then. Parameters of fewer bytes than threshold
+        decay without momentum. For optimizers; push_pull() knows no weights. ConfigError.
+        """
+        return WeightDecayMomentum(compressor, mu, wd, threshold)
+
     none: ClassVar[Compressor] = _None()
     fp16: ClassVar[Compressor] = _Cast(torch.float16)
     bf16: ClassVar[Compressor] = _Cast(torch.bfloat16)

@@ -46,6 +46,7 @@ from fastps.frameworks.torch.compression import (
     Compressing,
     Compression,
     OnTheWay,
+    WeightDecayMomentum,
     compressor_of,
 )
 from fastps.frameworks.torch.sparse import RowsInFlight
@@ -120,6 +121,7 @@ class GradientExchange:
         self._home = weakref.ref(session.current())
         self._is_released = False
         self._memory: Memory = {}
+        self._momenta: dict[int, torch.Tensor] = {}  # of weights that decay, by their ids
         self._sums = None if self._average else EarlierSums(self._parameters)
         self.round: Round[Bucket] = Round([], passes, cure=cure)
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
@@ -417,6 +419,7 @@ class GradientExchange:
     def _load(self, index: int) -> None:
         """Make a bucket's array hold what this worker adds, without the sums of earlier rounds."""
         self._owed += self._sparse.intersection(self._members[index])
+        self._decay(index)
         if self._sums is not None:
             for member in self._members[index]:
                 if member not in self._sparse:
@@ -426,6 +429,13 @@ class GradientExchange:
                 if _is_sparse(parameter) and parameter.grad is not None:
                     parameter.grad = parameter.grad.to_dense()
         self._buckets[index].load(session.current(), self._memory)
+
+    def _decay(self, index: int) -> None:
+        """Add the decay of the weights to the gradients of a bucket, where it is asked for."""
+        if isinstance(self._compression, WeightDecayMomentum):
+            for member in self._members[index]:
+                if self._parameters[member].requires_grad and member not in self._sparse:
+                    self._compression.add_to(self._parameters[member], self._momenta)
 
     def _start_one(self, index: int) -> None:
         """Send a bucket, in the session's quickest form: this happens within backward()."""

@@ -83,7 +83,8 @@ class PipelinedExchange(GradientExchange):
     def start(self) -> None:
         """Begin to average the gradients there are now."""
         self.check_in_charge()
-        for bucket in self._piped:
+        for place, bucket in enumerate(self._piped):
+            self._decay(place)
             bucket.put()
         arrays = [bucket.array for bucket in self._piped]
         codes, names = [b.code for b in self._piped], [b.name for b in self._piped]
