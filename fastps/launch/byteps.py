@@ -9,10 +9,11 @@ as there. Threads: none; runs in the main thread.
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
 from fastps.config import process_environment, role_given
@@ -29,7 +30,6 @@ BYTEPS_LOCAL_SIZE (else the length of NVIDIA_VISIBLE_DEVICES, else 1) is the num
 processes of each machine; where it is not 1 all roles need it. `fastps-run` is simpler.
 """
 _GRACE_S = 5.0
-_LOOK_S = 0.05
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,13 +85,18 @@ def _count(environment: Mapping[str, str], name: str) -> int:
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all children; once one has failed, or on Ctrl-C, end the others."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    running = {os.pidfd_open(child.pid): child for child in children}
     try:
-        while None in (states := [child.poll() for child in children]) and not any(states):
-            time.sleep(_LOOK_S)
+        while running and not any(child.returncode for child in children):
+            for descriptor in select.select(list(running), (), ())[0]:
+                running.pop(descriptor).wait()
+                os.close(descriptor)
     except KeyboardInterrupt:
         return _end(children) or 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGTERM, previous)
+        for descriptor in running:
+            os.close(descriptor)
     failed = next((child.returncode for child in children if child.returncode), 0)
     _end(children)
     return failed if failed >= 0 else 128 - failed
