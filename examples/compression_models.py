@@ -95,14 +95,14 @@ def main() -> int:
     parser.add_argument("--model", choices=sorted(RATES), default="conv")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--only", default="", help="names of compressions, between commas")
+    parser.add_argument("--only", default="", help="names of compressions, between semicolons")
     parser.add_argument("--plot", metavar="FILE", default="")
     options = parser.parse_args()
     torch.set_num_threads(1)
     fps.init(min_compress_bytes=0)
     ways: dict[str, Any] = {"none": fps.Compression.none, **WITH_FEEDBACK, **WITHOUT}
     if options.only:
-        ways = {name: ways[name] for name in ["none", *options.only.split(",")]}
+        ways = {name: ways[name] for name in ["none", *options.only.split(";")]}
     found: dict[str, float] = {}
     wrong = []
     for name, way in ways.items():

@@ -83,3 +83,15 @@ def test_a_bound_lets_workers_go_on_while_one_pauses() -> None:
     assert set(found) == {"in step", "staleness 8", "staleness 32", "no bound", "PipeSGD"}, said
     assert found["staleness 32"][0] > 1.2, said
     assert all(points > -4 for _, points in found.values()), said
+
+
+@pytest.mark.timeout(240)
+def test_error_feedback_is_what_lets_a_model_be_learnt() -> None:
+    """The short form of what docs/compression.md has figures of."""
+    only = "topk 1 %;topk 1 %, no feedback"
+    said = run(
+        "compression_models", "--seeds", "1", "--steps", "200", "--only", only,
+        launch=("-np", "2", "-s", "1"), shared="0", codes=(0, 1),
+    )  # fmt: skip
+    _, fed, lost = (float(found) for found in re.findall(r"accuracy ([\d.]+)", said))
+    assert fed > lost + 0.05, said
