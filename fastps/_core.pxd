@@ -75,6 +75,8 @@ cdef void queue_credit_return(Queue* q, int64_t priority, uint64_t nbytes) noexc
 # Let nbytes of what is out not count, until as much has been returned. For a link whose credit
 # does not come back: bounded, so that lending often enough lets every item go.
 cdef void queue_lend(Queue* q, uint64_t nbytes) noexcept nogil
+# Another credit from now on; not 0, and not where it was 0.
+cdef void queue_set_credit(Queue* q, uint64_t credit_bytes) noexcept nogil
 cdef void queue_close(Queue* q) noexcept nogil                      # wakes all consumers
 cdef void queue_stats(Queue* q, QueueStats* out) noexcept nogil
 

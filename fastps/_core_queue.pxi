@@ -147,6 +147,16 @@ cdef void queue_lend(Queue* q, uint64_t nbytes) noexcept nogil:
         pthread_cond_signal(&q.may_pop)
 
 
+cdef void queue_set_credit(Queue* q, uint64_t credit_bytes) noexcept nogil:
+    pthread_mutex_lock(&q.mutex)
+    q.credit_bytes = credit_bytes
+    q.total_bytes = total_of(credit_bytes)
+    cdef bint must_wake = q.sleepers > 0 and queue_may_pop(q)
+    pthread_mutex_unlock(&q.mutex)
+    if must_wake:
+        pthread_cond_signal(&q.may_pop)
+
+
 cdef void queue_close(Queue* q) noexcept nogil:
     pthread_mutex_lock(&q.mutex)
     q.is_closed = True

@@ -20,7 +20,7 @@ from fastps.errors import TransportError
 from fastps.transport import rdma
 from fastps.transport.inproc._transport import InprocTransport
 from fastps.transport.rdma import Capability
-from fastps.transport.tcp import choose_credit, dial, pack_lane
+from fastps.transport.tcp import REMOTE_CREDIT_BYTES, choose_credit, dial, pack_lane
 from fastps.transport.tcp._transport import TcpTransport
 from fastps.worker._engine import WorkerEngine
 
@@ -94,12 +94,14 @@ class Links:
         member = self._job.members[owner]
         is_near = self._config.unix_sockets and member.host_id == self._host_id
         descriptor = self._dial(owner, lane, unix=member.unix if is_near else "")
+        credit_bytes = choose_credit(descriptor, self._config)
         self._tcp.adopt(
             descriptor,
             self._engine,
             peer=owner,
             lane=lane,
-            credit_bytes=choose_credit(descriptor, self._config),
+            credit_bytes=credit_bytes,
+            follows=not self._config.credit_bytes and credit_bytes == REMOTE_CREDIT_BYTES,
         )
 
     def _dial(self, owner: int, lane: int, *, unix: str = "") -> int:
@@ -180,9 +182,19 @@ class Links:
         """Say what broke on a link by RDMA; empty if nothing did."""
         return "" if self._rdma is None else self._rdma.failure_of(owner)
 
+    def set_credit(self, credit_bytes: int) -> None:
+        """Give every link another credit; 0: what it began with, or finds out that it needs."""
+        for transport in (self._tcp, self._rdma):
+            if transport is not None:
+                transport.set_credit(credit_bytes)
+
     def statistics(self) -> dict[str, int]:
-        """Add up the counters of all links but those in memory."""
+        """Add up the counters of all links but those in memory; credit_bytes: the largest."""
         counts: Counter[str] = Counter({"bytes_sent": 0})
+        transports = [each for each in (self._tcp, self._rdma) if each is not None]
+        counts["credit_bytes"] = max(
+            (max(each.credits(), default=0) for each in transports), default=0
+        )
         for transport in (self._tcp, self._rdma):
             if transport is not None:
                 counts.update(transport.statistics())

@@ -25,13 +25,25 @@ cdef struct LinkOps:
     int (*late)(BaseLink* link) noexcept nogil          # the deadline is over; OK: go on
     double (*pace)(BaseLink* link) noexcept nogil       # nanoseconds that a byte takes; 0: unknown
 
+# How much credit a link needs: what it moves while one chunk comes back as a result, and some
+# more. Filled in by whoever returns credit, one thread at a time.
+cdef struct Gauge:
+    bint is_on                  # the credit follows; set once
+    int64_t asked               # when a chunk left a link that had nothing out; 0: none under way
+    int64_t response_ns         # the shortest time until it was back; 0: not known yet
+    int64_t counted_since       # the window in which bytes that come back are counted; 0: none
+    uint64_t counted
+    double rate                 # bytes per nanosecond, a moving average of windows
+
 cdef struct BaseLink:
     Link link                   # first: a Link* is a BaseLink*
     const LinkOps* ops
     IoThread* io
     int fd                      # the connection, closed with the link; -1: none
     Queue* queue
-    uint64_t credit_bytes       # 0: no limit; set once
+    uint64_t credit_bytes       # 0: no limit; else changed by its gauge or set_credit() alone
+    uint64_t least_credit       # what it began with
+    Gauge gauge
     BaseLink* next              # io's list of links; io.lock
     BaseLink* next_kicked       # io's list of kicked links; io.lock. Later: of dead ones
     int32_t is_kicked           # atomic

@@ -35,7 +35,7 @@ from fastps._atomic cimport (
 from fastps._core cimport (
     E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, QueueStats,
     deadline_of, now_ns, queue_close, queue_create, queue_credit_return, queue_free, queue_lend,
-    queue_pop_nowait, queue_push, queue_stats, thread_create, thread_join,
+    queue_pop_nowait, queue_push, queue_set_credit, queue_stats, thread_create, thread_join,
 )
 from fastps._posix cimport (
     EFD_CLOEXEC, EFD_NONBLOCK, EPOLLET, EPOLLIN, EPOLL_CLOEXEC, EPOLL_CTL_ADD, close,
@@ -110,6 +110,9 @@ cdef BaseLink* pop_kicked(IoThread* io) noexcept nogil:
     return link
 
 
+include "_gauge.pxi"
+
+
 # ---------------------------------------------------------------- what owners call
 
 cdef int enqueue(BaseLink* link, SendItem* item) noexcept nogil:
@@ -141,6 +144,8 @@ cdef void link_credit(Link* base, int32_t priority, uint64_t nbytes) noexcept no
         return
     fps_store32(&link.loans, 0)
     queue_credit_return(link.queue, priority, nbytes)
+    if link.gauge.is_on:
+        read_gauge(link, nbytes)
     kick_io(link)               # items may wait for just this credit
 
 
@@ -185,6 +190,8 @@ cdef SendItem* next_item(BaseLink* link) noexcept nogil:
         note_starved(link)
         return NULL
     fps_store64(&link.starved_since, 0)
+    if link.gauge.is_on:
+        note_leaving(link, <SendItem*>item)
     if tracing.is_on and (<SendItem*>item).cursor == 0:
         (<SendItem*>item).taken = now_ns()
     return <SendItem*>item
@@ -264,7 +271,7 @@ cdef int init_link(BaseLink* link, const LinkOps* ops, IoThread* io, uint64_t cr
     link.ops = ops
     link.io = io
     link.fd = -1
-    link.credit_bytes = credit_bytes
+    link.credit_bytes = link.least_credit = credit_bytes
     link.is_kicked = 1          # until list_link()
     link.link.send = link_send
     link.link.kick = link_kick
@@ -573,6 +580,40 @@ cdef class BaseTransport:
         result = dict(total)
         result["links"] = links
         return result
+
+    def set_credit(self, uint64_t credit_bytes):
+        """Give every link that has a credit another one, which nothing changes any more.
+
+        0: what each began with, and the links find out what they need, if they did.
+        """
+        cdef BaseLink* link
+        cdef int i
+        for i in range(self.n_threads):
+            pthread_mutex_lock(&self.threads[i].lock)
+            link = self.threads[i].links
+            while link != NULL:
+                if link.credit_bytes:
+                    set_credit(link, credit_bytes or link.least_credit)
+                    link.gauge.is_on &= credit_bytes == 0
+                    list_kicked(link)
+                link = link.next
+            pthread_mutex_unlock(&self.threads[i].lock)
+            wake_io(&self.threads[i])
+
+    def credits(self):
+        """List the credit of every link that has one, in bytes."""
+        cdef BaseLink* link
+        cdef int i
+        found = []
+        for i in range(self.n_threads):
+            pthread_mutex_lock(&self.threads[i].lock)
+            link = self.threads[i].links
+            while link != NULL:
+                if link.credit_bytes:
+                    found.append(link.credit_bytes)
+                link = link.next
+            pthread_mutex_unlock(&self.threads[i].lock)
+        return found
 
     def leave(self):
         """Say BYE on every link; each ends when the peer has closed its end. Does not wait."""

@@ -236,6 +236,7 @@ class FakeSession:
         self.local_size = cluster.size
 
     uneven = SimpleNamespace(has_rounds=False)
+    steps = SimpleNamespace(mark=lambda: None)
     config = SimpleNamespace(enable_async=False)
 
     @property

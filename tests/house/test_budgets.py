@@ -33,7 +33,7 @@ ROOMS = {
     "_trace": 420,
     "reduce/": 2260,
     "config/": 1010,
-    "transport/": 8860,
+    "transport/": 9050,
     "control/": 3720,
     "server/": 3340,
     "worker/": 3270,

@@ -298,9 +298,11 @@ class CrossBarrierOptimizer(SynchronizedOptimizer):
         exchange.send_missing()
         if not exchange.has_rows and not steps.is_watched(self) and crossing.leave(groups):
             exchange.round.reopen()
+            session.current().steps.mark()
             return None
         exchange.wait()
         exchange.round.reopen()
+        session.current().steps.mark()
         crossing.clip_all(steps.parameters_of(groups))
         return super().step()
 

@@ -111,6 +111,7 @@ class BackwardExchange(GradientExchange):
     def _end(self) -> None:
         self.wait()
         self._reset()
+        session.current().steps.mark()
 
     def _reset(self) -> None:
         self.round.reopen()

@@ -15,4 +15,5 @@ class TcpTransport(BaseTransport):
         peer: int,
         lane: int = 0,
         credit_bytes: int = 0,
+        follows: bool = False,
     ) -> None: ...

@@ -208,11 +208,12 @@ cdef class TcpTransport(BaseTransport):
         self.start_threads()
 
     def adopt(self, int fd, LinkOwner owner, *, uint32_t peer, uint32_t lane=0,
-              uint64_t credit_bytes=0):
+              uint64_t credit_bytes=0, bint follows=False):
         """Take over a connected, authenticated TCP socket; frames reach owner from now on.
 
         fd: descriptor, owned by the transport from here on, also when this raises. peer: rank
         of a worker or index of a server. credit_bytes: bytes in flight allowed, 0 = no limit.
+        follows: they grow to what the link turns out to need.
         """
         cdef IoThread* io
         cdef TcpLink* link
@@ -222,6 +223,7 @@ cdef class TcpTransport(BaseTransport):
             close(fd)
             raise MemoryError("no memory for a link")
         link.base.fd = fd
+        link.base.gauge.is_on = follows and credit_bytes > 0
         name_link(&link.base, owner, peer, lane)
         try:
             attach_link(&link.base, owner)
