@@ -85,24 +85,35 @@ def _count(environment: Mapping[str, str], name: str) -> int:
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all children; once one has failed, or on Ctrl-C, end the others."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    running = {os.pidfd_open(child.pid): child for child in children}
     try:
-        while running and not any(child.returncode for child in children):
-            for descriptor in select.select(list(running), (), ())[0]:
-                running.pop(descriptor).wait()
-                os.close(descriptor)
+        failed = _first_failure(children)
     except KeyboardInterrupt:
-        return _end(children) or 128 + signal.SIGINT
+        failed = -signal.SIGINT
     finally:
         signal.signal(signal.SIGTERM, previous)
-        for descriptor in running:
-            os.close(descriptor)
-    failed = next((child.returncode for child in children if child.returncode), 0)
     _end(children)
     return failed if failed >= 0 else 128 - failed
 
 
-def _end(children: Sequence[subprocess.Popen[bytes]]) -> int:
+def _first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait until one child has failed, and give its status, or all have ended: 0."""
+    doors = {os.pidfd_open(child.pid): child for child in children}
+    poller = select.poll()
+    for door in doors:
+        poller.register(door, select.POLLIN)
+    try:
+        for _ in children:
+            door = poller.poll()[0][0]
+            poller.unregister(door)
+            if status := doors[door].wait():
+                return status
+        return 0
+    finally:
+        for door in doors:
+            os.close(door)
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
     """End those that still run, at first with a word."""
     for child in children:
         if child.poll() is None:
@@ -113,7 +124,6 @@ def _end(children: Sequence[subprocess.Popen[bytes]]) -> int:
         if child.poll() is None:
             child.kill()
             child.wait()
-    return 0
 
 
 if __name__ == "__main__":
