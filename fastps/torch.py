@@ -126,6 +126,7 @@ from fastps.frameworks.torch.decentralized import (
     DistributedExactDiffusionOptimizer,
     DistributedGradientAllreduceOptimizer,
     DistributedGradientTrackingOptimizer,
+    DistributedNoLoCoOptimizer,
 )
 from fastps.frameworks.torch.local_sgd import LocalSGD
 from fastps.frameworks.torch.neighbors import (
@@ -192,6 +193,7 @@ __all__ = [
     "DistributedExactDiffusionOptimizer",
     "DistributedGradientAllreduceOptimizer",
     "DistributedGradientTrackingOptimizer",
+    "DistributedNoLoCoOptimizer",
     "DistributedOptimizer",
     "DistributedPullGetOptimizer",
     "DistributedPushSumOptimizer",

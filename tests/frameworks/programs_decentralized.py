@@ -18,6 +18,7 @@ from fastps.errors import FastPSError
 
 ROWS, WIDTH = 12, 5  # of each worker's least-squares problem
 RATE = 0.05
+LOCAL = 5  # steps between two of NoLoCo's meetings
 
 
 def start() -> tuple[int, int]:
@@ -134,6 +135,26 @@ class Recursion:
             q = self.a @ q + g - before
         return x
 
+    def noloco(self, steps: int) -> np.ndarray:
+        slow, m = np.zeros((self.n, WIDTH)), np.zeros((self.n, WIDTH))
+        for number in range(steps // LOCAL):
+            x = slow
+            for _ in range(LOCAL):
+                x = x - RATE * self.gradient(x)
+            pairs = np.eye(self.n)
+            order = np.random.default_rng([7, number]).permutation(self.n)
+            for a, b in order[: self.n // 2 * 2].reshape(-1, 2):
+                pairs[np.ix_([a, b], [a, b])] = 0.5
+            m = 0.5 * m + 0.8 * pairs @ (x - slow) - 0.6 * (slow - pairs @ slow)
+            slow = slow + m
+        return slow
+
+
+def noloco(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
+    return fps.DistributedNoLoCoOptimizer(
+        optimizer, model, LOCAL, outer_lr=0.8, outer_momentum=0.5, gamma=0.6, seed=7
+    )
+
 
 def trained(wrap: Callable[..., Any], steps: int, momentum: float = 0.0, **options: Any) -> Any:
     """Minimise our least squares with a wrapped SGD; give x."""
@@ -153,6 +174,7 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[[Recursion, int], np.ndarray]
     "atc": (fps.DistributedAdaptThenCombineOptimizer, Recursion.atc, 0.0),
     "awc": (fps.DistributedAdaptWithCombineOptimizer, Recursion.awc, 0.0),
     "decentlam": (fps.DistributedDecentLaMOptimizer, Recursion.decentlam, 0.5),
+    "noloco": (noloco, Recursion.noloco, 0.0),
     "exact": (fps.DistributedExactDiffusionOptimizer, Recursion.exact_diffusion, 0.0),
     "tracking": (fps.DistributedGradientTrackingOptimizer, Recursion.tracking, 0.0),
 }

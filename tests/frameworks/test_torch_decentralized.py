@@ -34,6 +34,7 @@ def test_algorithms_follow_their_recursions_and_have_the_bias_they_should():
         environment=MEMORY,
     ):  # fmt: skip
         assert max(errors["exact"], errors["tracking"]) < 1e-6, errors
+        assert errors["noloco"] < 0.5, errors  # a bias, and noise of the pairs; not away
         assert min(errors["atc"], errors["awc"], errors["decentlam"]) > 1e-4, errors
 
 

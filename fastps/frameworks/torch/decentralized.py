@@ -14,6 +14,7 @@ import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastps.current import current
@@ -415,6 +416,59 @@ class GradientTracking(Way):
         self.optimizer.step_of()
 
 
+class NoLoCo(Way):
+    """Gossip of outer updates: after J local steps, with one other worker at random,
+
+    m = alpha m + beta mean(x - s) - gamma (s - mean(s)); s <- s + m; x <- s, where s is x of the
+    last time and means are of the two. Kolehmainen et al., "NoLoCo: No-all-reduce low
+    communication training method for large models", 2025, the modified Nesterov step.
+    """
+
+    outer_lr, outer_momentum, gamma, seed = 0.7, 0.5, 0.7, 0
+
+    def watch(self, models: Sequence[torch.nn.Module]) -> None:
+        """Begin with s = x and m = 0."""
+        self._round = 0
+        self._slow = [one.detach().clone() for one in self.parameters]
+        self._momentum = [torch.zeros_like(one) for one in self.parameters]
+        self._means = [one.clone() for one in self._slow]
+        self._mixer_of_slow = Mixer(self.optimizer, self._means, f"{self.name}slow")
+
+    def mixed_step(self) -> None:
+        """Step, and then mix what the last steps have changed."""
+        self.optimizer.step_of()
+        self._meet()
+        for one, slow, mean in zip(self.parameters, self._slow, self._means, strict=True):
+            one.sub_(slow)
+            mean.copy_(slow)
+        for mixer in (self.mixer, self._mixer_of_slow):
+            mixer.start_all()
+        for mixer in (self.mixer, self._mixer_of_slow):
+            mixer.finish()
+        for one, slow, mean, momentum in zip(
+            self.parameters, self._slow, self._means, self._momentum, strict=True
+        ):
+            momentum.mul_(self.outer_momentum).add_(one, alpha=self.outer_lr)
+            momentum.sub_(slow - mean, alpha=self.gamma)
+            slow.add_(momentum)
+            one.copy_(slow)
+
+    def _meet(self) -> None:
+        """Let the optimizer mix with the one whose turn it is."""
+        peer = pair_of(current().rank, current().size, seed=self.seed, number=self._round)
+        self._round += 1
+        self.optimizer.self_weight = 1.0 if peer is None else 0.5
+        self.optimizer.src_weights = {} if peer is None else {peer: 0.5}
+        self.optimizer.dst_weights = [] if peer is None else [peer]
+
+
+def pair_of(rank: int, size: int, *, seed: int, number: int) -> int | None:
+    """Give whom a worker meets in a round of random pairs, all alike; None: it is left over."""
+    order = [int(one) for one in np.random.default_rng([seed, number]).permutation(size)]
+    place = order.index(rank) ^ 1
+    return order[place] if place < size else None
+
+
 # ---- what users call ----
 
 
@@ -496,6 +550,38 @@ def DistributedGradientTrackingOptimizer(
     Weights have to be doubly stochastic. Options as above.
     """
     return adopt_with(optimizer, GradientTracking, model, **options)
+
+
+def DistributedNoLoCoOptimizer(
+    optimizer: torch.optim.Optimizer,
+    model: Models,
+    num_steps_per_communication: int = 50,
+    *,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    gamma: float | None = None,
+    seed: int = 0,
+    prefix: str = "",
+    average_buffers: bool = False,
+) -> DecentralizedOptimizer:
+    """Step alone, and every so many steps share what they changed with one worker at random.
+
+    m = outer_momentum m + outer_lr mean(x - s) - gamma (s - mean(s)); x = s = s + m, as NoLoCo.
+    gamma: what pulls two together, None for outer_lr; too little lets workers go apart. seed: of
+    the pairs, the same on all workers. Sends twice the parameters to one worker each time. The
+    weights of the optimizer are its own; whoever is left over, or whose peer is lost, goes alone.
+    """
+    if not 0 <= outer_momentum < 1 or outer_lr <= 0 or (gamma is not None and gamma < 0):
+        raise ValueError(f"{outer_lr=}, {outer_momentum=}, {gamma=}: momentum is from 0 to below "
+                         "1, the rate above 0, gamma not below")  # fmt: skip
+    kind = CommunicationType.neighbor_allreduce
+    found = adopt(optimizer, NoLoCo, model, kind, num_steps_per_communication, prefix,
+                   average_buffers)  # fmt: skip
+    assert isinstance(found._way, NoLoCo)
+    found._way.outer_lr, found._way.outer_momentum = outer_lr, outer_momentum
+    found._way.gamma = outer_lr if gamma is None else gamma
+    found._way.seed = seed
+    return found
 
 
 def adopt_with(
