@@ -87,6 +87,7 @@ class Session:
     def __init__(self, config: Config) -> None:
         """Join the job, connect to every server, wait for everybody; blocks to start_timeout_s."""
         self.config = config
+        self.is_suspended = False  # by the user, for a while
         self.is_ours = True  # made in this process, not in the one that this was forked from
         self._lock = threading.Lock()  # declarations; held while the scheduler answers
         self._tensors: dict[str, PlannedTensor] = {}
@@ -586,7 +587,9 @@ class Session:
         return operator.index(root_rank)
 
     def check_usable(self) -> None:
-        """Raise NotInitializedError in a forked child."""
+        """Raise NotInitializedError in a forked child, FastPSError while it is suspended."""
+        if self.is_suspended:
+            raise FastPSError("communication is suspended; call resume() first")
         if not self.is_ours:
             raise NotInitializedError(
                 "this process was forked from one that called fastps.init(); only the original "

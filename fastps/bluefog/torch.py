@@ -15,7 +15,7 @@ import torch
 
 import fastps
 import fastps.torch as fps
-from fastps.current import current
+from fastps.current import current, known
 from fastps.flights import Average, Flight, Later, Sum
 from fastps.frameworks.torch.tensors import sendable, tensor_over, view_of, wire_dtype
 from fastps.neighbors import (
@@ -127,11 +127,13 @@ __all__ = [
     "pair_gossip_nonblocking",
     "poll",
     "rank",
+    "resume",
     "set_machine_topology",
     "set_skip_negotiate_stage",
     "set_topology",
     "shutdown",
     "size",
+    "suspend",
     "synchronize",
     "timeline_context",
     "timeline_end_activity",
@@ -197,6 +199,16 @@ def is_homogeneous() -> bool:
     return [rank for members in machines for rank in members] == list(range(size())) and (
         len({len(members) for members in machines}) == 1
     )
+
+
+def suspend() -> None:
+    """Let operations raise FastPSError until resume(): so that none is begun by mistake."""
+    current().is_suspended = True
+
+
+def resume() -> None:
+    """Let operations go again."""
+    known().is_suspended = False
 
 
 def barrier() -> None:

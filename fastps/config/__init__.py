@@ -231,6 +231,22 @@ EXAMPLES = {
     "rdma_device": "mlx5_0",
 }
 
+# What BlueFog's variables come to here, where they have no setting of the same meaning.
+_NO_MPI = "there is no MPI or NCCL here, and nothing to choose"
+OF_BLUEFOG = {
+    **{f"BLUEFOG_{name}_BY_MPI": _NO_MPI for name in (
+        "ALLREDUCE", "BROADCAST", "ALLGATHER", "NEIGHBOR_ALLREDUCE", "NEIGHBOR_ALLGATHER",
+        "WIN_OPS")},
+    **{f"BLUEFOG_{name}": _NO_MPI for name in (
+        "MPI_THREAD_LEVEL", "OPS_ON_CPU", "WIN_ON_GPU", "NUM_FINALIZER_THREADS",
+        "SLEEP_USEC_FOR_WIN_PASSIVE", "MAX_WIN_SENT_LENGTH")},
+    "BLUEFOG_CYCLE_TIME": "operations begin at once, without cycles",
+    "BLUEFOG_FUSION_THRESHOLD": "give several tensors to one call, which travel together",
+    "BLUEFOG_NODES_PER_MACHINE": "give the workers of each such machine a FASTPS_MACHINE",
+    "BLUEFOG_TIMELINE": "fastps.statistics() counts; there is no timeline",
+    "BLUEFOG_LOG_HIDE_TIME": "set up `logging` as you like it",
+}  # fmt: skip
+
 JOB = "Job"
 ADDRESS = "Addresses"
 SECURITY = "Security"
@@ -396,7 +412,8 @@ class Config:
         text="NUMA node for the library's threads and memory; -1 leaves it to the kernel.")
     pool_bytes: int = _set(THREADS, 0, unit="bytes", allowed=(0, MAX_POOL_BYTES),
         text="Most memory the buffer pool may take; 0 sets no limit.")
-    start_timeout_s: float = _set(TIMES, 60.0, unit="seconds", allowed=(0.1, DAY_S),
+    start_timeout_s: float = _set(TIMES, 60.0, "BLUEFOG_START_TIMEOUT", unit="seconds",
+        allowed=(0.1, DAY_S),
         text="How long a process waits until the whole job has joined.")
     connect_timeout_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.1, DAY_S),
         text="How long one connection may take to be made.")
@@ -607,11 +624,13 @@ def _check_keywords(names: Mapping[str, object]) -> None:
 
 
 def _warn_unknown(environ: Environ) -> None:
-    """Say what comes of variables that no setting reads: ours, and BytePS's."""
+    """Say what comes of variables that no setting reads: ours, BytePS's and BlueFog's."""
     for name in environ:
         if name in _KNOWN_NAMES:
             continue
-        if name in byteps.INSTEAD:
+        if name in OF_BLUEFOG:
+            _say_once(f"{name} is BlueFog's and is ignored: {OF_BLUEFOG[name]}")
+        elif name in byteps.INSTEAD:
             if environ[name].strip():
                 _say_once(f"{name} of BytePS does nothing; use {byteps.INSTEAD[name]}")
         elif name.startswith((PREFIX, *byteps.PREFIXES)):

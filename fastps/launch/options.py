@@ -58,6 +58,17 @@ ended, and what it last wrote to stderr. The exit code is that process's code, o
 that ended it; 124 after --timeout; 127 for a command that does not exist; 2 for wrong settings.
 Ctrl-C goes to the workers; a second Ctrl-C ends everything at once.
 """
+# bfrun's flags that are none here, and what to do instead
+BFRUN = {
+    "--hostfile": "run fastps-run on every machine, with its --machine-rank; --help has examples",
+    "--ssh-port": "fastps-run is started on every machine, and uses no ssh",
+    "--use-infiniband": "RDMA is used where there is a device; FASTPS_TRANSPORT=rdma insists",
+    "--extra-mpi-flags": "there is no MPI",
+    "--prefix": "give the path of the program, or --env PATH=...",
+    "--timeline-filename": "there is no timeline; fastps.statistics() counts",
+    "--ipython-profile": "use %load_ext fastps.notebook in a notebook",
+    "--enable-heartbeat": "leases are always on: FASTPS_HEARTBEAT_S, FASTPS_LEASE_S",
+}
 TOKEN_RECIPE = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > job.token)"
 
 
@@ -133,6 +144,11 @@ def parse(arguments: Sequence[str]) -> Options:
     found = vars(parser.parse_args(arguments))
     command, hosts, workers, servers, machines, machine = map(found.pop, _NOT_OPTIONS)
     command = command[1:] if command[:1] == ["--"] else command
+    for flag in BFRUN:
+        if found.pop(_field_of(flag), None) is not None:
+            parser.error(f"bfrun's {flag} is not needed here: {BFRUN[flag]}")
+    if found.pop("network_interface", None) is not None:
+        parser.error("--network-interface is --env FASTPS_INTERFACE=NAME here")
     if hosts is not None:
         parser.error(
             "-H is not supported: run fastps-run on every machine, with its --machine-rank; "
@@ -154,6 +170,10 @@ def parse(arguments: Sequence[str]) -> Options:
             "example: --scheduler-host 10.0.0.1 --scheduler-port 7654"
         )
     return options
+
+
+def _field_of(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -179,6 +199,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="server processes of each machine, or a list (default 0)",
     )  # fmt: skip
     here.add_argument("-H", "--hosts", default=None, help=argparse.SUPPRESS)
+    for flag in (*BFRUN, "--network-interface"):
+        if flag in ("--use-infiniband", "--enable-heartbeat"):
+            here.add_argument(flag, action="store_const", const=True, help=argparse.SUPPRESS)
+        else:
+            here.add_argument(flag, help=argparse.SUPPRESS)
+    here.add_argument("--verbose", dest="log_level", action="store_const", const="INFO",
+                      default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
     all_of_them.add_argument(
         "--machines", type=count(1, 4096), default=None, metavar="N",
         help="number of machines (default: as many as the lists of -np and -s have numbers)",

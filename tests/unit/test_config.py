@@ -459,3 +459,16 @@ def test_module_runs():
     )
     assert result.stdout == command.markdown()
     assert not result.stderr
+
+
+def test_variables_of_bluefog_are_understood_or_answered(caplog):
+    found = load(environ={"BLUEFOG_LOG_LEVEL": "trace", "BLUEFOG_START_TIMEOUT": "33",
+                          "BLUEFOG_NODES_PER_MACHINE": "2"})  # fmt: skip
+    assert (found.log_level, found.start_timeout_s) == ("DEBUG", 33.0)
+    assert "FASTPS_MACHINE" in caplog.text
+
+
+@pytest.mark.parametrize("other", [{"num_servers": 1}, {"colocate": "on"}])
+def test_reweighting_needs_no_servers(other):
+    with pytest.raises(ConfigError, match="FASTPS_ON_LOSS"):
+        load({"on_loss": "reweight", **other}, environ={})

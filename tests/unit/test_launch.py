@@ -459,3 +459,25 @@ def test_help_names_only_what_exists():
     assert len(commands) >= 9
     for words in commands:
         assert parse(words[1:]).command[:2] == ("python", "train.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--use-infiniband"], "FASTPS_TRANSPORT=rdma"),
+        (["--hostfile", "hosts"], "--machine-rank"),
+        (["--extra-mpi-flags", "-x A"], "there is no MPI"),
+        (["--network-interface", "eth0"], "FASTPS_INTERFACE"),
+        (["--timeline-filename", "a"], "fastps.statistics"),
+    ],
+)
+def test_flags_of_bfrun_are_answered(capsys, words, answer):
+    with pytest.raises(SystemExit):
+        parse(["-np", "2", *words, "python", "train.py"])
+    assert answer in capsys.readouterr().err
+
+
+def test_verbose_is_a_log_level_and_a_loss_is_a_setting():
+    assert parse(["--verbose", "python", "a.py"]).log_level == "INFO"
+    worker = plan_of("-np", "2", "--on-loss", "reweight")[0]
+    assert worker.environment["FASTPS_ON_LOSS"] == "reweight"

@@ -575,7 +575,7 @@ def DistributedNoLoCoOptimizer(
         raise ValueError(f"{outer_lr=}, {outer_momentum=}, {gamma=}: momentum is from 0 to below "
                          "1, the rate above 0, gamma not below")  # fmt: skip
     kind = CommunicationType.neighbor_allreduce
-    found = adopt(optimizer, NoLoCo, model, kind, num_steps_per_communication, prefix,
+    found = _adopt(optimizer, NoLoCo, model, kind, num_steps_per_communication, prefix,
                    average_buffers)  # fmt: skip
     assert isinstance(found._way, NoLoCo)
     found._way.outer_lr, found._way.outer_momentum = outer_lr, outer_momentum
