@@ -449,8 +449,9 @@ class Config:
         text="Measure what get_pushpull_speed() tells.")
     enable_gdb: bool = _set(TRACING, False, "BYTEPS_ENABLE_GDB",
         text="Let fastps-run start workers under gdb, which shows where one crashed.")
-    log_level: str = _set(DEBUGGING, "WARNING", "BYTEPS_LOG_LEVEL", parse=_log_level,
-        allowed=LOG_LEVELS, text="Least serious message that is logged, in any case.")
+    log_level: str = _set(DEBUGGING, "WARNING", "BYTEPS_LOG_LEVEL", "BLUEFOG_LOG_LEVEL",
+        parse=_log_level, allowed=LOG_LEVELS,
+        text="Least serious message that is logged, in any case.")
     fault: str = _set(DEBUGGING, "",
         text="Fault to inject for tests, as point@n:action; empty injects none.")
     # fmt: on

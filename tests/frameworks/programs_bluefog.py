@@ -7,9 +7,11 @@ import itertools
 
 import networkx as nx
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
+import fastps
 import fastps.bluefog.torch as bf
 from fastps.bluefog.common import topology_util
 
@@ -89,6 +91,10 @@ def table() -> str:
     receivers, weights = topology_util.InferDestinationFromSourceRanks([before], True)
     assert receivers == [after]
     assert np.array_equal(weights, nx.to_numpy_array(topology_util.RingGraph(n, 2)))
+    bf.suspend()
+    with pytest.raises(fastps.FastPSError, match="suspended"):
+        bf.allreduce(torch.ones(3))
+    bf.resume()
     bf.barrier()
     bf.shutdown()
     return "done"
