@@ -417,7 +417,7 @@ class GradientTracking(Way):
 
 
 class NoLoCo(Way):
-    """Gossip of outer updates: after J local steps, with one other worker at random,
+    """Gossip of outer updates: after J local steps, with one other worker at random.
 
     m = alpha m + beta mean(x - s) - gamma (s - mean(s)); s <- s + m; x <- s, where s is x of the
     last time and means are of the two. Kolehmainen et al., "NoLoCo: No-all-reduce low
