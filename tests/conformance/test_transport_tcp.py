@@ -236,7 +236,7 @@ GARBAGE = {
     "bad checksum": GOOD[:-1] + bytes([GOOD[-1] ^ 1]) + b"data",
     "bad magic": sealed(magic=0x32535046),
     "wrong version": sealed(version=1),
-    "unknown kind": sealed(kind=11),
+    "unknown kind": sealed(kind=12),
     "kind 0": sealed(kind=0),
     "too long": sealed(length=(1 << 20) + 1),
     "longest": sealed(length=2**32 - 1),

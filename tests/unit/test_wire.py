@@ -127,7 +127,7 @@ def reseal(raw: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
-    [(0, 0, "magic"), (4, 1, "version 1"), (5, 0, "kind 0"), (5, 11, "kind 11")],
+    [(0, 0, "magic"), (4, 1, "version 1"), (5, 0, "kind 0"), (5, 12, "kind 12")],
 )
 def test_each_reason_is_told(place, value, message):
     raw = bytearray(pack_header(Header(kind=FrameKind.BYE)))
