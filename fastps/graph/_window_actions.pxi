@@ -248,8 +248,8 @@ cdef void hurry(Shape* window, Work* work) noexcept nogil:
         work.has_news = True
 
 
-cdef void start(Action* action, bint is_inline) noexcept nogil:
-    """Put an action behind those of its window."""
+cdef void start(Action* action, int64_t patience_ns) noexcept nogil:
+    """Put an action behind those of its window; negative patience: the helper does it."""
     cdef Windows_* home = action.home
     cdef Shape* window = action.window
     cdef Work work
@@ -272,9 +272,9 @@ cdef void start(Action* action, bint is_inline) noexcept nogil:
     for i in range(action.n_parts):
         if is_lost(home, action.parts[i].peer):
             fail(action, E_PEER_LOST, action.parts[i].peer, &work)
-    if is_inline and not window.is_busy:
+    if patience_ns >= 0 and not window.is_busy:
         window.is_busy = True
-        run_queue(home, window, SLICE_NS, &work)
+        run_queue(home, window, patience_ns, &work)
     else:
         work.has_news = not window.is_busy
     pthread_mutex_unlock(&home.lock)

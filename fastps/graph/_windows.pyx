@@ -64,6 +64,7 @@ cdef extern from "<linux/futex.h>" nogil:
 cdef enum:
     FRAME_BYTES = 128 << 10     # of a frame
     STEP_BYTES = 64 << 10       # of what is computed before the next is looked at
+    SMALL_BYTES = 256 << 10     # is put at once, if nobody has the buffer just now
     SLEEPERS = 1 << 30          # of a lock's futex: somebody may sleep
     FUTEX_ANY = -1
     ALL_SLEEPERS = 0x7fffffff
@@ -301,7 +302,10 @@ cdef class Window:
 
     cdef WindowAction begin(self, WindowAction made, bint is_locked, bint is_inline):
         cdef Action* action = &made.action
+        cdef int64_t patience = SLICE_NS if is_inline else -1
         cdef uint32_t i
+        if not is_inline and self.shape.nbytes <= SMALL_BYTES:
+            patience = 0                # waking the helper takes longer
         if not self.is_listed:
             raise ValueError(f"window {self.name!r} was freed")
         for i in range(action.n_parts):
@@ -312,7 +316,7 @@ cdef class Window:
         self.home.prune()
         self.home.in_flight[id(made)] = made
         with nogil:
-            start(action, is_inline)
+            start(action, patience)
         return made
 
     cdef void aim(self, WindowAction made, uint32_t index, uint32_t place, uint32_t peer,

@@ -159,7 +159,6 @@ def regression() -> dict[str, float]:
         for kind in (kinds.neighbor_allreduce, kinds.allreduce, kinds.empty)
         if style == "atc" or kind is kinds.neighbor_allreduce
     }  # fmt: skip
-    wraps["win put"] = (bf.DistributedWinPutOptimizer, None)
     wraps["gradients"] = (bf.DistributedGradientAllreduceOptimizer, None)
     for name, (wrap, kind) in wraps.items():
         model = nn.Sequential(nn.Linear(16, 3, bias=False))

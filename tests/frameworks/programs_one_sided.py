@@ -221,3 +221,30 @@ def push_diging() -> float:
     error = float(np.linalg.norm(x.numpy() - best) / np.linalg.norm(best))
     bf.shutdown()
     return error
+
+
+def regression() -> float:
+    """Train a linear model with noise as BlueFog's test does; give the error over the noise."""
+    bf.init()
+    torch.set_num_threads(1)
+    me, n = bf.rank(), bf.size()
+    shared, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + me)
+    inputs = torch.randn(1024, 16, generator=own)
+    noise = 1e-5 * torch.randn(1024, 3, generator=own)
+    labels = inputs @ torch.randn(16, 3, generator=shared) + noise
+    model = nn.Sequential(nn.Linear(16, 3, bias=False))
+    bf.broadcast_parameters(model.state_dict(), root_rank=0)
+    adam = torch.optim.Adam(model.parameters(), lr=0.01 * n)
+    optimizer = bf.DistributedWinPutOptimizer(adam, model)
+    optimizer.force_barrier = True  # a busy machine stops some of them for epochs
+    for _ in range(50):
+        for first in range(0, 1024, 128):
+            optimizer.zero_grad()
+            some = slice(first, first + 128)
+            nn.functional.mse_loss(model(inputs[some]), labels[some]).backward()
+            optimizer.step()
+    with torch.no_grad():
+        error = float((model(inputs) - labels).square().mean()) / 1e-10
+    optimizer.unregister_window()
+    bf.shutdown()
+    return error

@@ -45,3 +45,7 @@ def test_average_consensus_by_push_sum(way, asynchronous):
 @pytest.mark.parametrize("way", ["memory", "tcp"])
 def test_push_diging_is_exact(way):
     assert max(run(programs_one_sided.push_diging, way)) < 1e-6
+
+
+def test_regression_by_puts_comes_down_to_the_noise():
+    assert max(run(programs_one_sided.regression)) < 1.5
