@@ -32,7 +32,7 @@ ROOMS = {
     "_core": 1840,
     "_trace": 420,
     "reduce/": 2260,
-    "config/": 1010,
+    "config/": 1040,
     "transport/": 9050,
     "control/": 3720,
     "server/": 3340,
