@@ -87,14 +87,13 @@ class Session:
     def __init__(self, config: Config) -> None:
         """Join the job, connect to every server, wait for everybody; blocks to start_timeout_s."""
         self.config = config
-        self.is_suspended = False  # by the user, for a while
         self.is_ours = True  # made in this process, not in the one that this was forked from
         self._lock = threading.Lock()  # declarations; held while the scheduler answers
         self._tensors: dict[str, PlannedTensor] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._witness = Witness()
         self._poisoned = self._witness.poisoned
-        self.wait_seconds = [0.0]
+        self.wait_seconds, self.is_suspended = [0.0], False  # by the user, for a while
         self._client: ControlClient | None = None
         self._groups: Groups | None = None
         self.uneven, self.progress, self.steps = Uneven(self), Progress(self), Steps(self)
@@ -619,8 +618,7 @@ class Session:
     def _dispute(self, tensor: PlannedTensor, operation: int) -> FastPSError:
         """Have the scheduler ask all workers what they started: no server knows who is right."""
         started = _OPERATIONS.get(operation, f"a broadcast from worker {operation}")
-        client = self._client
-        if client is not None:
+        if (client := self._client) is not None:
             with contextlib.suppress(FastPSError):
                 return client.dispute(
                     tensor.name, tensor.version, started, timeout_s=VERDICT_WAIT_S

@@ -74,9 +74,9 @@ class AdaptiveClipping:
     """Clip by a radius that follows how far neighbours are, if liars weigh at most `share`.
 
     radius^2 = sum over j in S of w_ij |x_j - x_i|^2 / share, where S are the nearest, ourselves
-    first, until their weights are 1 - share or more. It stands for the radius of the theorem of
-    the paper above, whose sum is over the honest neighbours, whom nobody knows: with the nearest
-    in their place it is no larger where liars weigh at most the share. The authors' own programs
+    first, until their weights are 1 - share or more. Made for the rule of the paper above, whose
+    analysis sums over the honest neighbours; those nobody knows, so the nearest stand in their
+    place. It is not proven there for this radius. The authors' own programs
     (epfml/byzantine-robust-decentralized-optimizer, codes/aggregator.py) take the second largest
     distance instead; SelfCentredClipping() takes any radius that is computed so.
     """

@@ -420,8 +420,8 @@ class NoLoCo(Way):
     """Gossip of outer updates: after J local steps, with one other worker at random.
 
     m = alpha m + beta mean(x - s) - gamma (s - mean(s)); s <- s + m; x <- s, where s is x of the
-    last time and means are of the two. Kolehmainen et al., "NoLoCo: No-all-reduce low
-    communication training method for large models", 2025, the modified Nesterov step.
+    last time and means are of the two. After Kolehmainen et al., "NoLoCo: No-all-reduce low
+    communication training method for large models", 2025, as its authors' programs do the step.
     """
 
     outer_lr, outer_momentum, gamma, seed = 0.7, 0.5, 0.7, 0
