@@ -123,6 +123,9 @@ def step_rows(
     for count in servers:
         cluster = make_cluster(options, machines, count)
         rows.append(cases.step_row(plan, cluster, network, mode=options.mode, **how))
+    if options.peer:
+        cluster = Cluster(machines, 0, local=options.local)
+        rows.append(cases.peer_row(plan, cluster, network, **how))
     return rows
 
 
@@ -130,7 +133,10 @@ def run_step(options: argparse.Namespace) -> int:
     """Show one training step."""
     machines = machines_of(options.workers, options.local)
     rows = step_rows(options, machines, options.servers)
-    names = [f"k = {row['servers']}" if row["servers"] != "" else "ring" for row in rows]
+    names = [
+        row["system"].split(" all")[0] if row["servers"] == "" else f"k = {row['servers']}"
+        for row in rows
+    ]
     if options.plot:
         draw_bars(names, [row["efficiency"] for row in rows], headline(options), options.plot)
     show(rows, options, headline(options))
@@ -162,7 +168,7 @@ def run_figure(options: argparse.Namespace) -> int:
         machines = machines_of(workers, options.local)
         servers = [round(machines * share) for _, share in FIGURE_SHARES]
         found = step_rows(options, machines, servers)
-        names = ["ring", *(name for name, _ in FIGURE_SHARES)]
+        names = ["ring", *(name for name, _ in FIGURE_SHARES), *["one peer"] * options.peer]
         efficiency = {name: row["efficiency"] for name, row in zip(names, found, strict=True)}
         rows.append({"workers": workers, "machines": machines, **efficiency})
     if options.plot:
@@ -242,7 +248,9 @@ def draw_lines(rows: Sequence[Row], title: str, path: Path) -> None:
 
     def fill(axes: Any) -> None:
         workers = [row["workers"] for row in rows]
-        for name in ("k = n", "k = n/2", "k = n/4", "k = 0", "ring"):
+        for name in ("one peer", "k = n", "k = n/2", "k = n/4", "k = 0", "ring"):
+            if name not in rows[0]:
+                continue
             axes.plot(workers, [row[name] for row in rows], marker="o", label=name)
         axes.set_xscale("log", base=2)
         axes.set_xticks(workers, [str(count) for count in workers])
@@ -309,6 +317,10 @@ def add_model(parser: argparse.ArgumentParser, *, overlap: str) -> None:
     parser.add_argument(
         "--bucket", default=str(ring.BUCKET_BYTES), help="bytes that rings sum at once"
     )
+    parser.add_argument(
+        "--peer", action="store_true",
+        help="show also what an average with one other machine costs (docs/decentralized.md)",
+    )  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it as PNG, SVG or PDF")
 
 

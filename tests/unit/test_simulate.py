@@ -78,6 +78,24 @@ def test_servers_apart_take_the_busiest_link(servers):
     assert 1 <= took / theory <= 1.03
 
 
+def test_one_peer_takes_one_message_for_each_bucket():
+    network, cluster = Network(8e9, latency_s=1e-4), Cluster(64, 0)
+    found = ring.simulate(
+        [Tensor(8 * MIB), Tensor(8 * MIB)], cluster, network, bucket_bytes=MIB, has_ring=False
+    )
+    assert found.end_s == pytest.approx(16 * MIB / network.bytes_per_s + 2 * network.head_s)
+    assert found.sent_bytes["worker"] == 16 * MIB
+
+
+def test_an_average_with_one_peer_costs_the_same_for_any_number_of_machines(capsys):
+    words = (
+        "figure --model resnet50 --local 1 --rate 25gbit --workers 16,256 --peer --overlap full"
+    )
+    assert simulate.main([*words.split(), "--json"]) == 0
+    few, many = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert few["one peer"] == many["one peer"] > 0.95
+
+
 def test_rings_take_their_bytes_and_their_steps():
     cluster, network = Cluster(8, 0), Network(10e9, latency_s=1e-3)
     took = ring.simulate([Tensor(8 * MIB)], cluster, network).end_s

@@ -73,6 +73,18 @@ def ring_row(
     return {"system": "ring all-reduce", "machines": cluster.machines, "servers": "", **row}
 
 
+def peer_row(
+    plan: Schedule, cluster: Cluster, network: Network, *, overlap: str
+) -> dict[str, Any]:
+    """Simulate a training step in which each machine averages its model with one other's."""
+    outcome = ring.simulate(
+        plan.tensors, cluster, network, bucket_bytes=ring.PEER_BUCKET_BYTES, has_ring=False
+    )
+    nbytes = sum(tensor.nbytes for tensor in plan.tensors)
+    row = _row(plan, outcome, overlap, nbytes / network.bytes_per_s)
+    return {"system": "one peer", "machines": cluster.machines, "servers": "", **row}
+
+
 def _row(plan: Schedule, outcome: Outcome, overlap: str, bound_s: float) -> dict[str, Any]:
     took_s = step_s(plan, outcome.done_s, overlap)
     return {
