@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastps.current import current
+from fastps import session
 from fastps.errors import FastPSError
 from fastps.frameworks._adapter import derived_names, given_names
 from fastps.frameworks.torch import steps
@@ -185,7 +185,7 @@ def _before_step(
     if optimizer._is_skipping:
         exchange.round.check_idle("step() within skip_synchronize()")
         exchange.round.reopen()
-        current().steps.mark()
+        session.current().steps.mark()
         return None
     if exchange.round.is_closed:
         warnings.warn(_SKIP, stacklevel=4)
@@ -195,7 +195,7 @@ def _before_step(
         return args, {**kwargs, "closure": _reducing(kwargs["closure"], exchange)}
     exchange.finish()
     exchange.round.reopen()
-    current().steps.mark()
+    session.current().steps.mark()
     return None
 
 
@@ -219,7 +219,7 @@ def _reducing(closure: Callable[[], Any], exchange: GradientExchange) -> Callabl
         loss = closure()
         exchange.synchronize()
         exchange.round.reopen()
-        current().steps.mark()
+        session.current().steps.mark()
         return loss
 
     return run
