@@ -54,6 +54,8 @@ _ROWS: tuple[tuple[str, str], ...] = (
     ("BYTEPS_PIPESGD_WARMUP_ITER", "DistributedOptimizer(pipesgd_warmup_iter=...)"),
     ("BYTEPS_BUCKET_SIZE_BYTES BYTEPS_BUCKET_CAP_MB", "DistributedOptimizer(bucket_bytes=...)"),
     ("BYTEPS_CPU_ONLY", _ALWAYS),
+    ("BYTEPS_DEBUG_SAMPLE_TENSOR BYTEPS_SERVER_DEBUG BYTEPS_SERVER_DEBUG_KEY",
+     "FASTPS_TRACE_ON: a timeline of every stage of every tensor, on workers and servers"),
 )  # fmt: skip
 INSTEAD = {name: answer for names, answer in _ROWS for name in names.split()}
 PREFIXES = ("BYTEPS_", "DMLC_")  # of names that are looked at for slips of the pen
