@@ -633,7 +633,7 @@ def _warn_unknown(environ: Environ) -> None:
             _say_once(f"{name} is BlueFog's and is ignored: {OF_BLUEFOG[name]}")
         elif name in byteps.INSTEAD:
             if environ[name].strip():
-                _say_once(f"{name} of BytePS does nothing; use {byteps.INSTEAD[name]}")
+                _say_once(f"{name} of BytePS does nothing{byteps.answer(name)}")
         elif name.startswith((PREFIX, *byteps.PREFIXES)):
             start = name[: name.index("_") + 1]
             known = [k for k in (*_KNOWN_NAMES, *byteps.INSTEAD) if k.startswith(start)]

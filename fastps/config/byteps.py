@@ -55,7 +55,7 @@ _ROWS: tuple[tuple[str, str], ...] = (
     ("BYTEPS_BUCKET_SIZE_BYTES BYTEPS_BUCKET_CAP_MB", "DistributedOptimizer(bucket_bytes=...)"),
     ("BYTEPS_CPU_ONLY", _ALWAYS),
     ("BYTEPS_DEBUG_SAMPLE_TENSOR BYTEPS_SERVER_DEBUG BYTEPS_SERVER_DEBUG_KEY",
-     "FASTPS_TRACE_ON: a timeline of every stage of every tensor, on workers and servers"),
+     "FASTPS_TRACE_ON, a timeline of every stage of every tensor, on workers and servers"),
 )  # fmt: skip
 INSTEAD = {name: answer for names, answer in _ROWS for name in names.split()}
 PREFIXES = ("BYTEPS_", "DMLC_")  # of names that are looked at for slips of the pen
@@ -68,3 +68,10 @@ UNDERSTOOD = {
     "BYTEPS_SCHEDULING_CREDIT": "FASTPS_CREDIT_BYTES",
     "BYTEPS_VISIBLE_CPU_CORES": "FASTPS_CPUS",
 }
+
+
+def answer(name: str) -> str:
+    """Say what to use instead of a variable, or why nothing: the end of a sentence."""
+    found = INSTEAD[name]
+    is_nothing = found.startswith("nothing: ")
+    return f" here: {found.removeprefix('nothing: ')}" if is_nothing else f"; use {found}"
