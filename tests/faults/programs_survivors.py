@@ -68,6 +68,7 @@ def mixes(*, steps: int, graph: str, deaths: dict[str, float]) -> dict[str, Any]
         time.sleep(PAUSE_S)
     fastps.barrier()  # of those who are left
     found = {"value": float(x[0]), "slowest": slowest, "lost": fastps.lost_ranks()}
+    fastps.barrier()  # who shuts down before others have asked is gone too
     fastps.shutdown()
     return found
 

@@ -260,6 +260,7 @@ def point_to_point(rank, size):
         assert seen == set(range(1, size)), seen
     elif IS_GROUP:
         dist.send(values(rank, (3,), torch.float32), 0)
+    dist.barrier()  # what comes next may overtake what others sent to anybody
     out = torch.empty(3)
     works = dist.batch_isend_irecv([
         dist.P2POp(dist.isend, values(rank, (3,), torch.float32), after),
