@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 GRACE_S = 2.0  # for the others, when one has failed: they may fail for the same reason
 END_S = 10.0  # for what was interrupted, or told to end
+AGAIN_S = 1.0  # until who has not answered is interrupted again: it may not have begun before
 READ_BYTES = 64 << 10
 
 
@@ -244,9 +245,8 @@ class Team:
 
     def _recover(self, waiting: _Waiting) -> None:
         """Interrupt who is still at work, and let all join the job anew, or end them."""
-        self.interrupt()
         try:
-            waiting.wait_whatever(END_S)
+            waiting.interrupt(END_S)
             again = _Waiting(self._workers)
             for worker in self._workers:
                 again.tell(worker, pack(("join", ())))
@@ -267,7 +267,7 @@ class _Waiting:
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._selector = selectors.DefaultSelector()
         self._answers: dict[int, tuple[bool, Any]] = {}
-        self._size = 0
+        self._told: list[Worker] = []
         self._first: BaseException | None = None
         for worker in workers:
             self._selector.register(worker.output, selectors.EVENT_READ, worker)
@@ -279,30 +279,35 @@ class _Waiting:
         except OSError:
             raise PeerLostError(f"{worker.describe()}; restart() the team") from None
         self._selector.register(worker.sock, selectors.EVENT_READ, worker)
-        self._size += 1
+        self._told.append(worker)
 
     def gather(self, timeout_s: float | None) -> list[Any]:
         """Wait for all; raise the first failure a moment after it came: others tell causes."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while len(self._answers) < self._size:
+        while len(self._answers) < len(self._told):
             if self._serve(deadline):
                 continue
             if self._first is not None:
                 raise self._first
-            late = [rank for rank in range(self._size) if rank not in self._answers]
+            late = [one.rank for one in self._told if one.rank not in self._answers]
             names = ", ".join(f"worker {rank}" for rank in late)
             raise StallError(f"{names} did not end within {timeout_s:g} s, and are interrupted")
         if self._first is not None:
             raise self._first
-        return [self._answers[rank][1] for rank in range(self._size)]
+        return [self._answers[one.rank][1] for one in self._told]
 
-    def wait_whatever(self, timeout_s: float) -> None:
-        """Wait until all have answered, whatever; StallError."""
+    def interrupt(self, timeout_s: float) -> None:
+        """Send Ctrl-C to who is still at work until all have answered, whatever; StallError."""
         self._first = None
         deadline = time.monotonic() + timeout_s
-        while len(self._answers) < self._size:
-            if not self._serve(deadline):
+        while late := [one for one in self._told if one.rank not in self._answers]:
+            again = time.monotonic() + AGAIN_S
+            if again > deadline:
                 raise StallError("a worker cannot be interrupted")
+            for worker in late:
+                worker.send(signal.SIGINT)
+            while len(self._answers) < len(self._told) and self._serve(again):
+                pass
 
     def close(self) -> None:
         """Stop to listen."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker of a team: runs what its driver sends, and keeps its state between.
 
-The main thread runs calls and cells, so that Ctrl-C interrupts them; another hears the driver,
-and ends the process when that is gone, whatever way. Cells run in the module `__main__`. Entry
-point of a process: its only word is the descriptor of its socket.
+The main thread runs calls and cells, so that Ctrl-C interrupts them, and nothing but them; another
+hears the driver, and ends the process when that is gone, whatever way. Cells run in the module
+`__main__`. Entry point of a process: its only word is the descriptor of its socket.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import fastps
@@ -32,6 +33,7 @@ class Member:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._orders: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        self._working = False  # an order runs; Ctrl-C that comes at any other moment is no news
         self._work: dict[str, Callable[..., Any]] = {
             "call": call,
             "cell": run_cell,
@@ -51,22 +53,29 @@ class Member:
 
     def serve(self) -> None:
         """Do one order after the other, and answer each; until `end`."""
+        signal.signal(signal.SIGINT, self._interrupt)
         while True:
-            order = self._next()
-            try:
-                kind, words = unpack(order)
-                if kind == "end":
-                    return
-                answer = pack((True, self._work[kind](*words)))
-            except BaseException as error:  # Ctrl-C, and sys.exit() in a cell, too
-                answer = _failure(error)
+            answer = self._answer(self._orders.get())
+            if answer is None:
+                return
             self._sock.sendall(answer)
 
-    def _next(self) -> bytearray:
-        """Wait for an order; there is nothing to interrupt."""
-        while True:
-            with contextlib.suppress(KeyboardInterrupt):
-                return self._orders.get()
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._working:
+            self._working = False  # once for each order: who reports it is not to be interrupted
+            raise KeyboardInterrupt
+
+    def _answer(self, order: bytearray) -> bytes | None:
+        """Do an order; None where it is the last."""
+        try:
+            try:
+                self._working = True
+                kind, words = unpack(order)
+                return None if kind == "end" else pack((True, self._work[kind](*words)))
+            finally:
+                self._working = False
+        except BaseException as error:  # Ctrl-C, and sys.exit() in a cell, too
+            return _failure(error)
 
 
 def _failure(error: BaseException) -> bytes:
@@ -117,7 +126,6 @@ def run_cell(source: str) -> None:
 
 def main() -> None:
     """Serve the driver whose socket we inherited."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     Member(socket.socket(fileno=int(sys.argv[1]))).serve()
     fastps.shutdown()
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 from harness import ROOT, clean_environ
 
 import fastps
+from fastps.launch.team_words import hear, pack, unpack
 from fastps.notebook import Team
 
 
@@ -67,6 +70,34 @@ def test_a_team_keeps_its_state_over_failures_limits_and_interrupts(capfd):
             team.pull("z")
         team.restart()
         assert team.run(total, 1) == [(0, 1), (1, 1)]
+
+
+def test_a_worker_answers_every_order_whenever_ctrl_c_comes():
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "fastps.launch.team_member", str(theirs.fileno())]
+    with ours, theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
+        ours.settimeout(60)
+        ours.sendall(pack(("put", ({"x": 1},))))
+        assert unpack(hear(ours)) == (True, None)
+        stop = threading.Event()
+
+        def interrupts():
+            while not stop.is_set():
+                process.send_signal(signal.SIGINT)
+                stop.wait(0.0003)
+
+        thread = threading.Thread(target=interrupts)
+        thread.start()
+        try:
+            for _ in range(1000):
+                ours.sendall(pack(("get", ("x",))))
+                is_well, value = unpack(hear(ours))
+                assert value == 1 if is_well else isinstance(value[0], KeyboardInterrupt)
+        finally:
+            stop.set()
+            thread.join()
+        ours.sendall(pack(("end", ())))
+        assert process.wait(60) == 0
 
 
 def test_ctrl_c_ends_all(tmp_path):
