@@ -8,14 +8,14 @@ joins the job that the environment (fastps-run) describes, or works alone when t
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastps import current as _current
 from fastps import flights as _flights
-from fastps.asynchronous import ServerParameters
 from fastps.compression import Choice, Compression
 from fastps.errors import (
     AuthError,
@@ -39,36 +39,6 @@ from fastps.flights import (
     Product,
     Sum,
     allgather_object,
-)
-from fastps.graph.rules import (
-    AdaptiveClipping,
-    CoordinateMedian,
-    SelfCentredClipping,
-    TrimmedMean,
-)
-from fastps.neighbors import (
-    hierarchical_neighbor_allreduce,
-    hierarchical_neighbor_allreduce_async,
-    in_neighbor_machine_ranks,
-    in_neighbor_ranks,
-    infer_destination_from_source_ranks,
-    infer_source_from_destination_ranks,
-    is_topo_weighted,
-    load_machine_topology,
-    load_topology,
-    lost_ranks,
-    machine_rank,
-    machine_size,
-    neighbor_allgather,
-    neighbor_allgather_async,
-    neighbor_allreduce,
-    neighbor_allreduce_async,
-    out_neighbor_machine_ranks,
-    out_neighbor_ranks,
-    pair_gossip,
-    pair_gossip_async,
-    set_machine_topology,
-    set_topology,
 )
 from fastps.operations import (
     allgather,
@@ -103,28 +73,61 @@ from fastps.sets import (
     remove_process_set,
 )
 from fastps.types import dtype_of
-from fastps.windows import (
-    get_current_created_window_names,
-    get_win_version,
-    turn_off_win_ops_with_associated_p,
-    turn_on_win_ops_with_associated_p,
-    win_accumulate,
-    win_accumulate_async,
-    win_associated_p,
-    win_create,
-    win_flush,
-    win_free,
-    win_get,
-    win_get_async,
-    win_mutex,
-    win_poll,
-    win_put,
-    win_put_async,
-    win_update,
-    win_update_then_collect,
-    win_wait,
-)
 from fastps.worker.handle import Array, Handle
+
+if TYPE_CHECKING:
+    from fastps.asynchronous import ServerParameters
+    from fastps.graph.rules import (
+        AdaptiveClipping,
+        CoordinateMedian,
+        SelfCentredClipping,
+        TrimmedMean,
+    )
+    from fastps.neighbors import (
+        hierarchical_neighbor_allreduce,
+        hierarchical_neighbor_allreduce_async,
+        in_neighbor_machine_ranks,
+        in_neighbor_ranks,
+        infer_destination_from_source_ranks,
+        infer_source_from_destination_ranks,
+        is_topo_weighted,
+        load_machine_topology,
+        load_topology,
+        lost_ranks,
+        machine_rank,
+        machine_size,
+        neighbor_allgather,
+        neighbor_allgather_async,
+        neighbor_allreduce,
+        neighbor_allreduce_async,
+        out_neighbor_machine_ranks,
+        out_neighbor_ranks,
+        pair_gossip,
+        pair_gossip_async,
+        set_machine_topology,
+        set_topology,
+    )
+    from fastps.windows import (
+        get_current_created_window_names,
+        get_win_version,
+        turn_off_win_ops_with_associated_p,
+        turn_on_win_ops_with_associated_p,
+        win_accumulate,
+        win_accumulate_async,
+        win_associated_p,
+        win_create,
+        win_flush,
+        win_free,
+        win_get,
+        win_get_async,
+        win_mutex,
+        win_poll,
+        win_put,
+        win_put_async,
+        win_update,
+        win_update_then_collect,
+        win_wait,
+    )
 
 __all__ = [
     "BAND",
@@ -244,6 +247,25 @@ __all__ = [
     "win_update_then_collect",
     "win_wait",
 ]
+
+# What many programs never use is imported with the first name of it, which halves the time of
+# `import fastps`.
+_LATER = ("fastps.windows", "fastps.graph.rules", "fastps.neighbors", "fastps.asynchronous")
+
+if not TYPE_CHECKING:  # type checkers know the names from above, and find what is misspelt
+
+    def __getattr__(name: str) -> Any:
+        """Find a public name in the modules that are imported later."""
+        if name in __all__:
+            for module in map(importlib.import_module, _LATER):
+                if name in vars(module):
+                    return vars(module)[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+
+
+def __dir__() -> list[str]:
+    """List the names that are loaded, and those that are imported later."""
+    return sorted({*globals(), *__all__})
 
 
 def init(**settings: object) -> None:

@@ -10,7 +10,6 @@ Codecs with a scale for everything have one unit, the partition; the others one 
 from __future__ import annotations
 
 from enum import IntEnum
-from hashlib import blake2b
 from typing import NamedTuple
 
 from fastps.types import DType
@@ -178,6 +177,8 @@ def cut_units(coding: Coding, code: DType, nbytes: int, chunk_bytes: int) -> Uni
 def stream_of(coding: Coding, name: str, partition: int) -> int:
     """Give the 64 bits that tell the random numbers of a partition from those of others."""
     words = f"{coding.seed}/{partition}/{name}"
+    from hashlib import blake2b  # noqa: PLC0415  (OpenSSL: a tenth of what importing us costs)
+
     return int.from_bytes(blake2b(words.encode(), digest_size=8).digest(), "little")
 
 

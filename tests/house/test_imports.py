@@ -19,7 +19,7 @@ GROUND = sorted(
     name for name, floor in FLOORS.items()
     if floor <= 1 and name not in ("fastps.objects", "fastps.topology", "fastps.wire")
 )  # fmt: skip
-MOST_S = 0.100  # over NumPy; 25 to 80 ms were measured, a framework or Numba costs far more
+MOST_S = 0.060  # over NumPy; 20 to 50 ms were measured, a framework or Numba costs far more
 RUNS = 9
 
 
