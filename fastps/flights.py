@@ -17,7 +17,13 @@ import numpy as np
 from fastps.adasum import adasum
 from fastps.current import current
 from fastps.errors import FastPSError
-from fastps.sets import ProcessSet, gather_objects, global_process_set, row_counts
+from fastps.sets import (
+    ProcessSet,
+    gather_objects,
+    global_process_set,
+    row_counts,
+    row_counts_of_each,
+)
 from fastps.types import DType, Op, dtype_of
 from fastps.worker.handle import Array
 
@@ -266,6 +272,23 @@ def start_allgather(
     width = width_of(rows)
     sizes = [count * width for count in counts]
     return group.allgather(rows, out, counts=sizes, name=name, dtype=dtype), counts
+
+
+def start_grouped_allgather(
+    arrays: Sequence[Array],
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    dtypes: Sequence[DType | None],
+) -> list[tuple[Flight, list[int]]]:
+    """Begin start_allgather() of several arrays, whose rows all members tell at once; blocks."""
+    rows = [len(np.atleast_1d(array)) for array in arrays]
+    told = row_counts_of_each(process_set.group(), rows, name)
+    labels = labels_of(name, len(arrays))
+    return [
+        start_allgather(array, label, process_set, dtype=dtype, counts=counts)
+        for array, label, dtype, counts in zip(arrays, labels, dtypes, told, strict=True)
+    ]
 
 
 def start_alltoall(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -29,6 +29,7 @@ from fastps.flights import (
     start_alltoall,
     start_broadcast,
     start_grouped,
+    start_grouped_allgather,
     start_reducescatter,
     width_of,
 )
@@ -157,13 +158,22 @@ def grouped_allgather_async(
     *,
     process_set: ProcessSet = global_process_set,
 ) -> Later[list[Array]]:
-    """Begin grouped_allgather(); blocks as allgather_async() does."""
-    return _grouped(allgather_async, tensors, name, process_set=process_set)
+    """Begin grouped_allgather(); blocks as allgather_async() does, once for all."""
+    sources = [_array(tensor) for tensor in tensors]
+    wires = [_rows_wire(source) for source in sources]
+    parts = start_grouped_allgather(wires, name, process_set, dtypes=[None] * len(wires))
+    flights = [flight for flight, _ in parts]
+    return Later(
+        flights,
+        lambda found: [
+            _made(one, source, 1.0) for one, source in zip(found, sources, strict=True)
+        ],
+    )
 
 
 grouped_allgather = blocking(
     grouped_allgather_async,
-    """Give the allgather() of each of several arrays; blocks.""",
+    """Give the allgather() of each of several arrays, all under way at once; blocks.""",
 )
 
 
@@ -200,12 +210,17 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[list[Array]]:
     """Begin grouped_reducescatter() and give a handle for synchronize()."""
-    return _grouped(reducescatter_async, tensors, name, op=op, process_set=process_set)
+    arrays = list(tensors)
+    flights = [
+        reducescatter_async(array, label, op=op, process_set=process_set)
+        for array, label in zip(arrays, labels_of(name, len(arrays)), strict=True)
+    ]
+    return Later(flights, lambda found: found)
 
 
 grouped_reducescatter = blocking(
     grouped_reducescatter_async,
-    """Give the reducescatter() of each of several arrays; blocks.""",
+    """Give the reducescatter() of each of several arrays, all under way at once; blocks.""",
 )
 
 
@@ -418,16 +433,3 @@ def _made(array: Array, source: Array, factor: float) -> Array:
     if factor != 1.0:
         found[...] = _scaled(found, factor)
     return found
-
-
-def _grouped(
-    start: Callable[..., Later[Array]],
-    tensors: Iterable[Array],
-    name: str | None,
-    **options: Any,
-) -> Later[list[Array]]:
-    """Begin one operation for each array."""
-    arrays = list(tensors)
-    labels = labels_of(name, len(arrays))
-    flights = [start(array, label, **options) for array, label in zip(arrays, labels, strict=True)]
-    return Later(flights, lambda found: found)

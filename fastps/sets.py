@@ -9,7 +9,7 @@ job everywhere, except for ProcessSet.rank(). Threads: any; add and remove in on
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,9 +140,18 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def row_counts(group: Group, count: int, name: str | None) -> list[int]:
     """Tell everybody a number and give everybody's, in the order of members; blocks."""
+    return row_counts_of_each(group, [count], name)[0]
+
+
+def row_counts_of_each(group: Group, counts: Sequence[int], name: str | None) -> list[list[int]]:
+    """Do row_counts() for several numbers in one operation; MismatchError if not all tell as many.
+
+    Blocks.
+    """
     label = None if name is None else f"{name} sizes"
-    found = group.allgather(np.array([count], np.int64), name=label).wait()
-    return [int(number) for number in np.asarray(found)]
+    found = group.allgather(np.array(counts, np.int64), name=label).wait()
+    by_member: list[list[int]] = np.asarray(found).reshape(group.size, len(counts)).tolist()
+    return [list(told) for told in zip(*by_member, strict=True)]
 
 
 def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:

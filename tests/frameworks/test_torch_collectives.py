@@ -83,6 +83,16 @@ def rows(members, **how):
     assert torch.equal(hvd.reducescatter(of(me, 2 * size + 1, 2), op=hvd.Sum, **how), mine)
     pair = hvd.grouped_reducescatter([of(me, 2 * size + 1, 2)] * 2, op=hvd.Sum, **how)
     assert torch.equal(pair[1], mine)
+    leaves = [of(me, 2 * size + 1, 2).requires_grad_(), torch.ones(size, requires_grad=True)]
+    gathered = hvd.grouped_allgather(leaves, "leaves", **how)
+    (gathered[0].sum() * (1 + place) + gathered[1].sum()).backward()
+    assert torch.equal(leaves[0].grad, torch.full((2 * size + 1, 2), (1 + size) / 2))
+    assert torch.equal(leaves[1].grad, torch.ones(size))
+    parts = hvd.grouped_reducescatter(leaves, op=hvd.Sum, **how)
+    (parts[0].sum() * (1 + place)).backward()
+    weights = torch.cat([torch.full(part.shape, 1.0 + i) for i, part in
+                         enumerate(torch.tensor_split(total, size))])
+    assert torch.equal(leaves[0].grad - (1 + size) / 2, size * weights)
     whole = torch.cat([of(rank, rank + 1, 3) for rank in members])
     for dtype in (torch.bfloat16, torch.complex64):
         found = hvd.gather(of(me, me + 1, 3).to(dtype), members[-1], **how)

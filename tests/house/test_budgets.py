@@ -38,7 +38,7 @@ ROOMS = {
     "server/": 3340,
     "worker/": 3270,
     "collectives/": 3460,
-    "frameworks/": 7540,
+    "frameworks/": 7700,
     "graph/": 3390,
     "bluefog/": 480,
     "launch/": 2980,

@@ -10,7 +10,7 @@ of allgather and broadcast are averages. Handles go to poll() and synchronize().
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +19,11 @@ import torch
 from fastps import flights as ops
 from fastps.flights import Average, Later, Sum
 from fastps.frameworks.torch.compression import Compression, Compressor
+from fastps.frameworks.torch.differentiable import (
+    compressed,
+    differentiable,
+    differentiable_list,
+)
 from fastps.frameworks.torch.sparse import start_rows
 from fastps.frameworks.torch.tensors import (
     Array,
@@ -120,7 +125,7 @@ def allreduce(
     def back(gradient: torch.Tensor) -> torch.Tensor:
         return allreduce(gradient, None, _of_gradient(name), compression, **how)
 
-    return _differentiable(run, back, tensor)
+    return differentiable(run, back, tensor)
 
 
 def grouped_allreduce_async(
@@ -205,17 +210,14 @@ def grouped_allreduce(
     how = (_op(op, average), prescale_factor, postscale_factor, process_set)
 
     def run(*some: torch.Tensor) -> list[torch.Tensor]:
-        packed = [compression.compress(one) for one in some]
-        found = grouped_allreduce_async([wire for wire, _ in packed], None, name, *how).wait()
-        return [
-            compression.decompress(one, context)
-            for one, (_, context) in zip(found, packed, strict=True)
-        ]
+        return compressed(
+            lambda wires: grouped_allreduce_async(wires, None, name, *how), some, compression
+        )
 
     def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
         return grouped_allreduce(gradients, None, _of_gradient(name), compression, *how)
 
-    return _differentiable_list(run, back, tensors)
+    return differentiable_list(run, back, tensors)
 
 
 def sparse_allreduce_async(
@@ -261,26 +263,43 @@ def allgather(
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
         whole = allreduce(gradient, None, _of_gradient(name), process_set=process_set)
-        rows = tensor.shape[0] if tensor.dim() else 1
-        return whole.narrow(0, first, rows).reshape(tensor.shape)
+        return _own_rows(whole, first, tensor)
 
-    return _differentiable(run, back, tensor)
+    return differentiable(run, back, tensor)
+
+
+def _own_rows(whole: torch.Tensor, first: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Cut this member's tensor out of what was gathered."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    return whole.narrow(0, first, rows).reshape(tensor.shape)
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Later[list[torch.Tensor]]:
-    """Begin allgather_async() of several tensors."""
-    return _grouped(lambda one, label: allgather_async(one, label, process_set), tensors, name)
+    """Begin allgather_async() of several tensors; blocks once for all."""
+    return _gathering_each(tensors, name, process_set)[0]
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Give the allgather() of each of several tensors; blocks."""
-    labels = ops.labels_of(name, len(tensors))
-    pairs = zip(tensors, labels, strict=True)
-    return [allgather(tensor, label, process_set) for tensor, label in pairs]
+    """Give the allgather() of each of several tensors, all under way at once; blocks."""
+    firsts: list[int] = []
+
+    def run(*some: torch.Tensor) -> list[torch.Tensor]:
+        flight, counts = _gathering_each(some, name, process_set)
+        firsts[:] = [sum(each[: process_set.rank()]) for each in counts]
+        return flight.wait()
+
+    def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
+        wholes = grouped_allreduce(gradients, None, _of_gradient(name), process_set=process_set)
+        return [
+            _own_rows(whole, first, tensor)
+            for whole, first, tensor in zip(wholes, firsts, tensors, strict=True)
+        ]
+
+    return differentiable_list(run, back, tensors)
 
 
 def reducescatter_async(
@@ -324,24 +343,44 @@ def reducescatter(
         times = prescale_factor * postscale_factor * (process_set.size() if op is Sum else 1)
         return allgather(_scaled(gradient, times), _of_gradient(name), process_set)
 
-    return _differentiable(run, back, tensor)
+    return differentiable(run, back, tensor)
 
 
 def grouped_reducescatter_async(
     tensors: Tensors, name: str | None = None, *args: Any, **how: Any
 ) -> Later[list[torch.Tensor]]:
     """Begin reducescatter_async() of several tensors, with its arguments."""
-    return _grouped(lambda one, label: reducescatter_async(one, label, *args, **how),
-                    tensors, name)  # fmt: skip
+    labels = ops.labels_of(name, len(tensors))
+    flights = [
+        reducescatter_async(tensor, label, *args, **how)
+        for tensor, label in zip(tensors, labels, strict=True)
+    ]
+    return Later(flights, lambda found: found)
 
 
 def grouped_reducescatter(
-    tensors: Tensors, name: str | None = None, *args: Any, **how: Any
+    tensors: Tensors,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Give the reducescatter() of each of several tensors, with its arguments; blocks."""
-    labels = ops.labels_of(name, len(tensors))
-    pairs = zip(tensors, labels, strict=True)
-    return [reducescatter(tensor, label, *args, **how) for tensor, label in pairs]
+    """Give the reducescatter() of each of several tensors, all under way at once; blocks."""
+    how = (op, process_set, prescale_factor, postscale_factor)
+    times = prescale_factor * postscale_factor * (process_set.size() if op is Sum else 1)
+
+    def run(*some: torch.Tensor) -> list[torch.Tensor]:
+        return compressed(
+            lambda wires: grouped_reducescatter_async(wires, name, *how), some, compression
+        )
+
+    def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
+        scaled = [_scaled(gradient, times) for gradient in gradients]
+        return grouped_allgather(scaled, _of_gradient(name), process_set)
+
+    return differentiable_list(run, back, tensors)
 
 
 def alltoall_async(
@@ -377,7 +416,7 @@ def alltoall(
         found: torch.Tensor = alltoall(gradient, received, _of_gradient(name), process_set)[0]
         return found
 
-    output = _differentiable(run, back, tensor)
+    output = differentiable(run, back, tensor)
     return output if splits is None else (output, torch.tensor(received, dtype=torch.int32))
 
 
@@ -433,7 +472,7 @@ def broadcast(
         is_root = process_set.rank() == process_set.member(root_rank, "root_rank")
         return whole if is_root else torch.zeros_like(whole)
 
-    return _differentiable(run, back, tensor)
+    return differentiable(run, back, tensor)
 
 
 # ---- to and from one ----
@@ -537,49 +576,11 @@ receive = blocking(
 )
 
 
-# ---- autograd ----
-
-
-class _Differentiable(torch.autograd.Function):
-    """An operation, and the one on its results' gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, run: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor
-    ) -> Any:
-        """Do the operation."""
-        ctx.back = back
-        return tuple(run(*tensors))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Do the other."""
-        return (None, None, *ctx.back(*gradients))
-
-
-def _differentiable_list(
-    run: Callable[..., Any], back: Callable[..., Any], tensors: Tensors
-) -> list[torch.Tensor]:
-    """Do an operation on several tensors so that autograd can go back through it."""
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-        return list(run(*tensors))
-    return list(_Differentiable.apply(run, back, *tensors))  # type: ignore[no-untyped-call]
-
-
-def _differentiable(
-    run: Callable[[torch.Tensor], torch.Tensor],
-    back: Callable[[torch.Tensor], torch.Tensor],
-    tensor: torch.Tensor,
-) -> torch.Tensor:
-    """Do an operation on one tensor so that autograd can go back through it."""
-    return _differentiable_list(lambda one: [run(one)], lambda one: [back(one)], [tensor])[0]
+# ---- tensors and arrays ----
 
 
 def _of_gradient(name: str | None) -> str | None:
     return None if name is None else f"{name}.gradient"
-
-
-# ---- tensors and arrays ----
 
 
 def _op(op: Op | None, average: bool | None) -> Op:
@@ -669,6 +670,21 @@ def _gathering(
     return Later([flight], lambda found: _result(found[0], wire, tensor)), counts
 
 
+def _gathering_each(
+    tensors: Tensors, name: str | None, process_set: ProcessSet
+) -> tuple[Later[list[torch.Tensor]], list[list[int]]]:
+    wires = [_rows(tensor, name) for tensor in tensors]
+    codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
+    parts = ops.start_grouped_allgather(
+        [view_of(wire) for wire in wires], name, process_set, dtypes=codes
+    )
+
+    def finish(found: list[Any]) -> list[torch.Tensor]:
+        return [_result(*some) for some in zip(found, wires, tensors, strict=True)]
+
+    return Later([flight for flight, _ in parts], finish), [counts for _, counts in parts]
+
+
 def _alltoall(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None,
@@ -680,12 +696,3 @@ def _alltoall(
     counts = splits.tolist() if isinstance(splits, torch.Tensor) else splits
     flight, received = ops.start_alltoall(view_of(wire), counts, name, process_set, dtype=code)
     return Later([flight], lambda found: _result(found[0], wire, tensor)), received
-
-
-def _grouped(
-    start: Callable[[torch.Tensor, str | None], Promise], tensors: Tensors, name: str | None
-) -> Later[list[torch.Tensor]]:
-    """Begin one operation for each tensor."""
-    labels = ops.labels_of(name, len(tensors))
-    flights = [start(tensor, label) for tensor, label in zip(tensors, labels, strict=True)]
-    return Later(flights, lambda found: found)
