@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 CLEAN_FOLDERS = ("unit", "cluster", "conformance", "faults", "stress")
+JOBS = ("frameworks", "cluster", "faults")  # few tests, each of many processes
 SETTLE_S = 5.0  # threads that were told to end may need a moment on a loaded machine
 SPARE_DESCRIPTORS = 8  # caches of libraries, such as an imported module's open file
 
@@ -32,7 +33,11 @@ settings.load_profile("fastps")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes long, so that no processor waits for it in the end."""
-    items.sort(key=lambda item: item.get_closest_marker("stress") is None)
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        return item.get_closest_marker("stress") is None, item.path.parent.name not in JOBS
+
+    items.sort(key=place)
 
 
 def pytest_configure() -> None:

@@ -29,11 +29,16 @@ def begin(deaths: dict[str, float]) -> int:
         fastps.neighbor_allreduce(np.zeros(9, dtype), self_weight=1.0, src_weights={})
     fastps.barrier()
     if str(rank) in deaths:
-        timer = threading.Timer(deaths[str(rank)], os.kill, (os.getpid(), signal.SIGKILL))
-        timer.daemon = True
-        timer.start()
+        die_after(deaths[str(rank)])
     mark("READY")
     return rank
+
+
+def die_after(seconds: float) -> None:
+    """Die then, whatever this process does."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
 
 
 def edges(graph: str, rank: int, size: int) -> Iterator[dict[str, Any]]:
@@ -129,32 +134,41 @@ def needs_all(*, deaths: dict[str, float]) -> dict[str, Any]:
             "refusal": refusal}  # fmt: skip
 
 
-def trains(*, steps: int, optimizer: str, deaths: dict[str, float]) -> dict[str, Any]:
-    """Fit a line by a decentralized optimizer of torch."""
+def trains(*, steps: int, optimizers: dict[str, int], deaths: dict[str, float]) -> list[Any]:
+    """Fit a line by one decentralized optimizer of torch after the other.
+
+    optimizers: their names, and the rank that dies at work. Gives the first and last loss of each.
+    """
     import torch  # noqa: PLC0415  (which the other programs do not wait for)
 
     import fastps.torch as fps  # noqa: PLC0415
 
-    rank = begin(deaths)
-    torch.manual_seed(7)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
-    inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
-    outer = getattr(fps, f"Distributed{optimizer}Optimizer")(inner, model)
+    rank, losses = begin(deaths), []
     chance = torch.Generator().manual_seed(rank)
     truth = torch.linspace(-1, 1, 16)
-    losses = []
-    for _ in range(steps):
-        inputs = torch.randn(32, 16, generator=chance)
-        outer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(inputs)[:, 0], inputs @ truth)
-        loss.backward()
-        outer.step()
-        losses.append(loss.item())
+    for name, dead in optimizers.items():
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1)
+        )
+        inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
+        outer = getattr(fps, f"Distributed{name}Optimizer")(inner, model)
+        own = []
+        for step in range(steps):
+            if step == steps // 5 and rank == dead:
+                die_after(0.02)
+            inputs = torch.randn(32, 16, generator=chance)
+            outer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(inputs)[:, 0], inputs @ truth)
+            loss.backward()
+            outer.step()
+            own.append(loss.item())
+        fastps.barrier()
+        losses.append((own[0], float(np.mean(own[-20:]))))
+    lost = fastps.lost_ranks()
     fastps.barrier()
-    weights = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
     fastps.shutdown()
-    return {"first": losses[0], "last": float(np.mean(losses[-20:])),
-            "weights": float(weights.norm())}  # fmt: skip
+    return [losses, lost]
 
 
 def waits() -> dict[str, Any]:

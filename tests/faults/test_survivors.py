@@ -86,12 +86,18 @@ def test_what_needs_the_dead_fails_soon_and_names_it_and_the_rest_goes_on(way):
         assert "use allreduce()" in one["refusal"]
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["AdaptThenCombine", "AdaptWithCombine", "DecentLaM", "GradientTracking"]
-)
-def test_optimizers_go_on_training(optimizer):
-    found, _ = run(programs_survivors.trains, [1], steps=150, optimizer=optimizer)
-    assert all(one["last"] < one["first"] / 10 for one in found), found
+def test_optimizers_go_on_training():
+    names = ["AdaptThenCombine", "AdaptWithCombine", "DecentLaM", "GradientTracking"]
+    optimizers = {name: rank for rank, name in enumerate(names, 1)}
+    arguments = {"steps": 150, "optimizers": optimizers, "deaths": {}}
+    with Job(programs_survivors.trains, workers=6, servers=0, arguments=arguments,
+             environment=WAYS["memory"] | REWEIGHT) as job:  # fmt: skip
+        for rank in optimizers.values():
+            assert job.workers[rank].wait() == -signal.SIGKILL, job.report()
+        for losses, lost in (job.workers[rank].result() for rank in (0, 5)):
+            assert lost == list(optimizers.values())
+            assert all(last < first / 10 for first, last in losses), losses
+        job.end_in_order()
 
 
 def test_who_was_stopped_for_too_long_is_left_out_and_hears_of_it():
