@@ -311,6 +311,33 @@ def alone() -> str:
     return "done"
 
 
+def exact() -> list[int]:
+    """Average exactly in log2 n rounds of one peer each; give how many, for NumPy and windows."""
+    fastps.init()
+    n, rank = fastps.size(), fastps.rank()
+    mean = (2.0**n - 1) / n  # of powers of two, of which no part has the mean of all
+    turns = topology.one_peer(topology.exponential_graph(n), rank)
+    x, rounds = np.full(SIZES[3], 2.0**rank), 0
+    while not (x == mean).all():
+        sends, receives = next(turns)
+        x = fastps.neighbor_allreduce(
+            x, self_weight=0.5, src_weights=dict.fromkeys(receives, 0.5), dst_weights=sends
+        )
+        rounds += 1
+        assert rounds < n, x
+    fastps.set_topology(topology.fully_connected_graph(n))
+    own = np.full(SIZES[2], 2.0**rank)
+    fastps.win_create(own, "mean")
+    fastps.win_put(own, "mean")
+    fastps.barrier()
+    found = fastps.win_update("mean")
+    assert np.allclose(found, mean, rtol=1e-12)
+    links = len(receives) + len(sends)
+    fastps.win_free("mean")
+    fastps.shutdown()
+    return [rounds, links]
+
+
 def disagreements() -> list[str]:
     """Let one edge be known at one end only: who believes in it hears of that, in time."""
     fastps.init()

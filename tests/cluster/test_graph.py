@@ -22,6 +22,11 @@ def test_operations_equal_numpy(workers, way):
     assert found == ["done"] * workers
 
 
+def test_sixteen_average_exactly_in_four_rounds_of_one_peer():
+    found = run_job(programs_graph.exact, workers=16, servers=0, environment=WAYS["memory"])
+    assert found == [[4, 2]] * 16
+
+
 def test_one_worker_is_all():
     assert run_job(programs_graph.alone, workers=1, servers=0) == ["done"]
 
