@@ -107,9 +107,11 @@ def describe(dtype: int, shape: tuple[int, ...]) -> str:
 def make_spec(
     config: Config, chunk_bytes: int, name: str, shape: tuple[int, ...], dtype: DType, *,
     is_sent: bool, policy: Policy = Policy.SUM, staleness: int = 0, coding: Coding | None = None,
+    partition_bytes: int = 0,
 ) -> TensorSpec:  # fmt: skip
     """Say what is declared. is_sent: to servers; only then, and if it pays, it is compressed.
 
+    staleness: of the policy. partition_bytes: 0 takes what settings say.
     ConfigError for a codec under another policy than SUM.
     """
     nbytes = math.prod(shape) * dtype.itemsize
@@ -122,7 +124,7 @@ def make_spec(
         is_sent and coding.fits(dtype, nbytes, min_bytes=config.min_compress_bytes)
     ):
         coding = PLAIN
-    partition_bytes = config.partition_bytes
+    partition_bytes = partition_bytes or config.partition_bytes
     if coding.is_whole:
         partition_bytes = min(partition_bytes, MAX_WHOLE_BYTES)
     return TensorSpec(

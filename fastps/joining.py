@@ -294,6 +294,11 @@ class Connections:
         """Give the number of the machine that a worker is on."""
         return self.job.workers[rank].machine
 
+    def set_credit(self, credit_bytes: int) -> None:
+        """Give all links to owners another credit; see Links.set_credit()."""
+        if self._links is not None:
+            self._links.set_credit(credit_bytes)
+
     def failure(self, tensor: str, status: int, *, said: str = "", culprit: int = -1) -> Failure:
         """Gather what is known here about an operation that failed.
 

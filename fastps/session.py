@@ -122,15 +122,15 @@ class Session:
         specs: Sequence[tuple[str, tuple[int, ...], DType]],
         *,
         policy: Policy = Policy.SUM,
-        staleness: int = 0,
         compression: Choice = None,
+        **terms: Any,
     ) -> None:
         """Declare tensors by (name, shape, dtype) before their first use, all in one round trip.
 
-        policy, staleness: of fastps.contract. compression: see push_pull_async(). Declaring twice
-        is allowed. Blocks until every server is ready for them. Raises MismatchError when another
-        worker, or this one earlier, declared one differently, ConfigError when no server is there
-        for the policy.
+        policy: of fastps.contract. compression: see push_pull_async(). terms: others of
+        arrays.make_spec(). Declaring twice is allowed. Blocks until every server is ready for
+        them. Raises MismatchError when another worker, or this one earlier, declared one
+        differently, ConfigError when no server is there for the policy.
         """
         self.check_usable()
         if policy != Policy.SUM and not (self._client and self.connections.owners):
@@ -141,7 +141,7 @@ class Session:
         wanted = [
             self._spec(
                 name, checked_shape(name, shape), DType(code), policy=policy,
-                staleness=staleness, coding=coding_of(compression, name),
+                coding=coding_of(compression, name), **terms,
             )
             for name, shape, code in specs
         ]  # fmt: skip

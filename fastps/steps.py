@@ -17,6 +17,7 @@ from fastps.telemetry import spans
 
 if TYPE_CHECKING:
     from fastps.session import Session
+    from fastps.tuning import Exchange, Tuner
     from fastps.worker._engine import WorkerEngine
 
 
@@ -31,9 +32,10 @@ class Steps:
         self._busy = self._waited = 0.0  # of the last step
         self._before = (0.0, 0.0)  # busy and waited, at the last mark
         self._totals = (0.0, 0.0)  # of all steps
+        self._tuner = _tuner_of(session)
 
     def mark(self) -> None:
-        """Say that a step ends here and the next begins. Does not block."""
+        """Say that a step ends here and the next begins; blocks only where it tunes."""
         now = time.perf_counter()
         engine = self._engine
         busy = 0.0 if engine is None else engine.busy_seconds()
@@ -44,6 +46,8 @@ class Steps:
             self._totals = (self._totals[0] + self._busy, self._totals[1] + self._waited)
             began, ended = round(self._marked * 1e9), round(now * 1e9)
             _trace.mark(spans.STEP, began, ended, version=self.count)
+            if self._tuner is not None and engine is not None and self._session.size > 1:
+                self._tuner.step(self.seconds)
         self.count += 1
         self._marked, self._before = now, (busy, waited)
 
@@ -52,6 +56,11 @@ class Steps:
         """What runs the operations; None in a job of one."""
         connections = getattr(self._session, "connections", None)
         return None if connections is None else connections.engine
+
+    def offer(self, exchange: Exchange) -> None:
+        """Let an exchange of gradients be tuned with the steps, where that is asked for."""
+        if self._tuner is not None:
+            self._tuner.offer(exchange)
 
     def speed(self) -> tuple[int, float] | None:
         """Take the oldest measurement of what is pushed; see fastps.get_pushpull_speed()."""
@@ -66,13 +75,24 @@ class Steps:
         """Give steps, and the shares of their communication that nothing hid; empty without."""
         if self.count < 2:
             return {}
+        tuned = {} if self._tuner is None else self._tuner.statistics()
         return {
+            **tuned,
             "steps": self.count - 1,
             "step_seconds": self.seconds,
             "communication_seconds": self._totals[0],
             "exposed_share": _share(*self._totals),
             "exposed_share_of_step": _share(self._busy, self._waited),
         }
+
+
+def _tuner_of(session: Session) -> Tuner | None:
+    if not session.config.autotune:
+        return None
+    # imported here: most jobs tune nothing
+    from fastps.tuning import Tuner  # noqa: PLC0415
+
+    return Tuner(session)
 
 
 def _share(busy: float, waited: float) -> float:

@@ -385,6 +385,13 @@ class Config:
         text="How partitions are shared among servers: by bytes, or by one of BytePS's hashes.")
     built_in_hash_coef: int = _set(DATA, 1, "BYTEPS_BUILT_IN_HASH_COEF",
         allowed=(1, (1 << 31) - 1), text="Multiplier of the built_in hash.")
+    autotune: bool = _set(DATA, False, "HOROVOD_AUTOTUNE", "BYTESCHEDULER_CREDIT_TUNING",
+        text="Try other credits, partitions and buckets while the job trains, and keep what makes "
+             "steps shorter; see docs/tuning.md. The same on all workers.")
+    autotune_steps: int = _set(DATA, 10, "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", unit="steps",
+        allowed=(2, 10000), text="Steps that are measured with each setting.")
+    autotune_seed: int = _set(DATA, 0, allowed=(0, (1 << 31) - 1),
+        text="What decides in which order settings are tried.")
     links_per_peer: int = _set(DATA, 1, unit="connections", allowed=(1, 16),
         text="Data connections between a worker and a server.")
     same_host_congestion: str = _set(DATA, "cubic,reno",

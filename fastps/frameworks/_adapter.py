@@ -269,6 +269,14 @@ class Round(Generic[F]):
             self._open.append(len(places))
             self._stages.append(_Stage.IDLE)
 
+    def regroup(self, buckets: Iterable[Sequence[int]]) -> None:
+        """Let the same gradients travel in other buckets; nothing may be in flight."""
+        self.check_idle("a new layout")
+        names, self._names = self._names, []
+        for each in (self._counts, self._bucket_of, self._members, self._open, self._stages):
+            each.clear()
+        self.extend(names, buckets)
+
     def set_passes(self, passes: int) -> None:
         """Change the number of backward passes per step; FastPSError while in flight."""
         check_passes(passes)

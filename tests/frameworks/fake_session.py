@@ -236,7 +236,7 @@ class FakeSession:
         self.local_size = cluster.size
 
     uneven = SimpleNamespace(has_rounds=False)
-    steps = SimpleNamespace(mark=lambda: None)
+    steps = SimpleNamespace(mark=lambda: None, offer=lambda exchange: None)
     config = SimpleNamespace(enable_async=False)
 
     @property

@@ -587,7 +587,7 @@ def test_words_of_torch_are_known(alone: FakeCluster) -> None:
     model = parallel(
         make_model(), bucket_cap_mb=0.5, gradient_as_bucket_view=True, static_graph=True
     )
-    assert model._exchange._bucket_bytes == 1 << 19
+    assert model._exchange._layout.bucket_bytes == 1 << 19
     assert model._exchange._views is True
 
 

@@ -30,6 +30,7 @@ FLOORS = {
     "fastps.wire": 1,
     "fastps.contract": 1,
     "fastps.partition": 1,
+    "fastps.search": 1,
     "fastps.topology": 1,
     "fastps.affinity": 1,
     "fastps.objects": 1,
@@ -78,6 +79,7 @@ PART_OF = {
     "fastps.progress": "fastps.session",
     "fastps.asynchronous": "fastps.session",
     "fastps.steps": "fastps.session",
+    "fastps.tuning": "fastps.session",
     "fastps.windows": "fastps.session",
 }
 # Upwards, and why: who calls it is a user of the job that is started, not one of its workers.

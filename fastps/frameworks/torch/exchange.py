@@ -58,6 +58,7 @@ from fastps.frameworks.torch.tensors import (
     tensor_over,
 )
 from fastps.sets import ProcessSet, global_process_set
+from fastps.tuning import Layout
 from fastps.types import Op
 
 Views: TypeAlias = bool | Literal["auto"]
@@ -110,7 +111,7 @@ class GradientExchange:
             process_set.group()  # ValueError for a worker that is not in it
         self._prefix = prefix
         self._views = gradient_views
-        self._bucket_bytes = bucket_bytes
+        self._layout = Layout(0, bucket_bytes)
         self._parameters: list[torch.Tensor] = []
         self._names: list[str] = []
         self._ids: set[int] = set()  # of the parameters
@@ -135,10 +136,7 @@ class GradientExchange:
             self._describe(parameters, full), f"{self._prefix}parameters", self._process_set
         )
         plan = self._plan(parameters)
-        buckets = [
-            self._make_bucket([parameters[i] for i in places], [full[i] for i in places])
-            for places in plan
-        ]
+        buckets = self._fill(plan, parameters, full)
         self._declare(buckets)
         self._take_over(parameters)
         first = len(self._parameters)
@@ -151,6 +149,35 @@ class GradientExchange:
         self.round.extend(names, plan)
         self._knows_sparse = self._sparse_as_dense
         self._hook_trainable()
+
+    @property
+    def layout(self) -> Layout:
+        """How gradients are cut and joined."""
+        nbytes, bucket_bytes = self._layout
+        return Layout(nbytes or session.current().config.partition_bytes, bucket_bytes)
+
+    @property
+    def can_lay_out(self) -> bool:
+        """Whether another layout changes no value: what is encoded depends on it."""
+        return self._compression in _BUILT_IN and self._process_set is global_process_set
+
+    def lay_out(self, layout: Layout) -> None:
+        """Let gradients travel in another layout, between two steps; blocks.
+
+        All workers do so after the same step. Gradients stay where they are, and are copied once
+        into new buckets. FastPSError while they are in flight.
+        """
+        self.round.check_idle("a new layout")
+        if self._is_released:
+            return
+        session.current().forget([bucket.name for bucket in self._buckets])
+        self._layout = layout
+        names = [self._prefix + name for name in self._names]
+        self._members = self._plan(self._parameters)
+        self._buckets = self._fill(self._members, self._parameters, names)
+        self.round.regroup(self._members)
+        self._declare(self._buckets)
+        self._leave_out_sparse()
 
     def has(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Tell whether all of the parameters are in this exchange's charge."""
@@ -270,7 +297,8 @@ class GradientExchange:
 
     def _describe(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[Entry]:
         """Say what all workers must have in common."""
-        how = f"{self._bucket_bytes} bytes a bucket, {'average' if self._average else 'sum'}"
+        op = "average" if self._average else "sum"
+        how = f"{self._layout.bucket_bytes} bytes a bucket, {op}"
         entries: list[Entry] = [("options", (), how)]
         for name, parameter in zip(names, parameters, strict=True):
             kind = str(parameter.dtype) + ("" if parameter.requires_grad else ", frozen")
@@ -289,8 +317,16 @@ class GradientExchange:
                 else BUCKET_BYTES  # alone
                 for parameter in parameters
             ],
-            bucket_bytes=0 if is_alone else self._bucket_bytes,
+            bucket_bytes=0 if is_alone else self._layout.bucket_bytes,
         )
+
+    def _fill(
+        self, plan: list[list[int]], parameters: Sequence[torch.Tensor], names: Sequence[str]
+    ) -> list[Bucket]:
+        return [
+            self._make_bucket([parameters[i] for i in places], [names[i] for i in places])
+            for places in plan
+        ]
 
     def _make_bucket(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> Bucket:
         """Choose how the gradients of one bucket travel."""
@@ -331,9 +367,11 @@ class GradientExchange:
         return isinstance(self._compression, OnTheWay) or self._compression in _BUILT_IN
 
     def _choice(self) -> dict[str, Any]:
-        """Give what declare() is to be told of compression."""
-        way = self._compression
-        return {"compression": way.of(self._prefix)} if isinstance(way, OnTheWay) else {}
+        """Give what declare() is to be told of compression and layout."""
+        way, partition_bytes = self._compression, self._layout.partition_bytes
+        if isinstance(way, OnTheWay):
+            return {"compression": way.of(self._prefix)}
+        return {"partition_bytes": partition_bytes} if partition_bytes else {}
 
     def _rate(self) -> dict[str, Any]:
         """Give what push_pull() is to be told of the learning rate."""
@@ -401,6 +439,9 @@ class GradientExchange:
             self._process_set.group().allreduce(found, found, op=Sum, name=name).wait()
         self._sparse = frozenset(map(int, found.nonzero()[0]))
         self._knows_sparse = True
+        self._leave_out_sparse()
+
+    def _leave_out_sparse(self) -> None:
         for bucket, members in zip(self._buckets, self._members, strict=True):
             if isinstance(bucket, FlatBucket):
                 places = [i for i, member in enumerate(members) if member in self._sparse]

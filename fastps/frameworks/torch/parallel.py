@@ -228,6 +228,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._buffer_sync = BufferSync(module, self._buffers_name, process_set)
         named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
         self._exchange.watch([p for _, p in named], [name for name, _ in named])
+        if self._exchange.can_lay_out:
+            session.current().steps.offer(self._exchange)
         check_alike(self._buffer_sync.describe(), f"{prefix}buffers", process_set)
         broadcast_parameters(named, process_set.first, f"{prefix}Parameter.", process_set)
         self._buffer_sync.synchronize()

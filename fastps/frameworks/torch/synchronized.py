@@ -158,6 +158,8 @@ def adopt(
     """Turn the optimizer into one that waits for the exchange before each step."""
     state = watch(optimizer, exchange, names, given)
     found = steps.adopt(optimizer, SynchronizedOptimizer, "Distributed", **state)
+    if exchange.can_lay_out:
+        session.current().steps.offer(exchange)
     handle = found.register_step_pre_hook(_before_step)
     hooks: Any = vars(found)["_optimizer_step_pre_hooks"]
     hooks.move_to_end(handle.id, last=False)  # others, which may clip, find gradients complete
