@@ -40,6 +40,7 @@ ROOMS = {
     "collectives/": 3460,
     "frameworks/": 7700,
     "graph/": 3390,
+    "byzantine/": 840,
     "bluefog/": 480,
     "launch/": 2980,
     "telemetry/": 640,

@@ -54,6 +54,7 @@ FLOORS = {
 PART_OF = {
     "fastps.coding": "fastps.contract",
     "fastps.compression": "fastps.contract",
+    "fastps.rules": "fastps.contract",
     "fastps": "fastps.session",
     "fastps.torch": "fastps.frameworks",
     "fastps.bluefog": "fastps.frameworks",

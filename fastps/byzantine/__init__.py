@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with workers that may lie: rules, scores by trusted data, and attacks to try them.
+
+rules.py       what to give as rule=: the parameters of each, with its paper
+reference.py   what each rule makes of updates, in NumPy
+scores.py      rules that compare with a trusted update: FLTrust, Zeno, Zeno++, FedAsync, Kardam
+attacks.py     what liars send
+
+docs/byzantine.md says which rule is for what.
+"""
+
+from fastps.byzantine import attacks
+from fastps.byzantine.rules import (
+    Average,
+    Bucketing,
+    Bulyan,
+    CenteredClipping,
+    Choice,
+    GeometricMedian,
+    Krum,
+    MeanAroundMedian,
+    Median,
+    MultiKrum,
+    NormClipping,
+    Own,
+    Phocas,
+    SignMajority,
+    TrimmedMean,
+    combine,
+    rule_of,
+)
+from fastps.byzantine.scores import (
+    FedAsync,
+    FLTrust,
+    Kardam,
+    Verdict,
+    Zeno,
+    ZenoPlusPlus,
+    is_sound,
+)
+
+__all__ = [
+    "Average",
+    "Bucketing",
+    "Bulyan",
+    "CenteredClipping",
+    "Choice",
+    "FLTrust",
+    "FedAsync",
+    "GeometricMedian",
+    "Kardam",
+    "Krum",
+    "MeanAroundMedian",
+    "Median",
+    "MultiKrum",
+    "NormClipping",
+    "Own",
+    "Phocas",
+    "SignMajority",
+    "TrimmedMean",
+    "Verdict",
+    "Zeno",
+    "ZenoPlusPlus",
+    "attacks",
+    "combine",
+    "is_sound",
+    "rule_of",
+]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers that lie send, to see what rules stand. Pure: the same seed, the same lies.
+
+The first three are those of ZenoPS (its attacks, section "experiments"); those that know what
+honest workers send are the ones that rules find hardest. Arrays are read, and new ones given.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Liars:
+    """Who lies, and where: always the workers in `fixed`, others with a probability.
+
+    rate: with which any worker lies, for each round and block by itself, as in ZenoPS.
+    """
+
+    fixed: frozenset[int] = frozenset()
+    rate: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what is no probability."""
+        if not 0 <= self.rate <= 1:
+            raise ValueError(f"rate={self.rate} is not 0 to 1")
+
+    def lies(self, worker: int, step: int, block: int = 0) -> bool:
+        """Tell whether a worker lies about a block in a round."""
+        if worker in self.fixed or self.rate == 0:
+            return worker in self.fixed
+        return bool(self.generator(worker, step, block).random() < self.rate)
+
+    def generator(self, worker: int, step: int, block: int = 0) -> np.random.Generator:
+        """Give the random numbers of one lie; their first says whether it is one."""
+        return np.random.default_rng([self.seed, worker, step, block])
+
+
+def random(update: Array, rng: np.random.Generator, *, scale: float = 1.0) -> Array:
+    """Give noise with a deviation of scale, whatever the update is."""
+    return _like(update, rng.normal(0.0, _positive(scale), update.shape))
+
+
+def scaled_random(update: Array, rng: np.random.Generator, *, scale: float = 8.0) -> Array:
+    """Give noise that is scale times as long as the update."""
+    noise = rng.normal(size=update.shape)
+    length = float(np.linalg.norm(noise)) or 1.0
+    wanted = _positive(scale) * float(np.linalg.norm(update.astype(np.float64)))
+    return _like(update, noise * (wanted / length))
+
+
+def negative(update: Array, *, scale: float = 6.0) -> Array:
+    """Give the update times -scale."""
+    return _like(update, -_positive(scale) * update)
+
+
+def label_flip(labels: Array, n_classes: int) -> Array:
+    """Give class n - 1 - y for each class y, to train by."""
+    flipped: Array = n_classes - 1 - labels
+    return flipped
+
+
+def alie(honest: Sequence[Array], n: int, f: int, *, z: float | None = None) -> Array:
+    """Give what f of n colluding workers all send: mean - z deviation, of honest updates.
+
+    A little is enough: z is the largest with which a majority lies further from the mean, by the
+    normal distribution. Baruch, Baruch and Goldberg, "A little is enough: circumventing defenses
+    for distributed learning", NeurIPS 2019, algorithm 3.
+    """
+    table = np.stack([one.astype(np.float64) for one in honest])
+    shift = little_enough(n, f) if z is None else z
+    return _like(honest[0], table.mean(axis=0) - shift * table.std(axis=0))
+
+
+def little_enough(n: int, f: int) -> float:
+    """Give ALIE's z for f of n workers."""
+    if not 0 < f < n:
+        raise ValueError(f"f={f} of n={n} workers")
+    supporters = n // 2 + 1 - f
+    share = (n - f - supporters) / (n - f)
+    return statistics.NormalDist().inv_cdf(min(max(share, 1e-6), 1 - 1e-6))
+
+
+def inner_product(honest: Sequence[Array], *, scale: float = 0.5) -> Array:
+    """Give the mean of honest updates times -scale: short enough to hide, and against them.
+
+    Xie, Koyejo and Gupta, "Fall of empires: breaking Byzantine-tolerant SGD by inner product
+    manipulation", UAI 2019.
+    """
+    table = np.stack([one.astype(np.float64) for one in honest])
+    return _like(honest[0], -_positive(scale) * table.mean(axis=0))
+
+
+def _like(update: Array, lie: Any) -> Array:
+    made: Array = np.asarray(lie).astype(update.dtype)
+    return made
+
+
+def _positive(scale: float) -> float:
+    if not scale > 0:
+        raise ValueError(f"scale={scale} is not above 0")
+    return scale

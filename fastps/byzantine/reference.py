@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rule makes of updates, in NumPy and float64, close to the papers' formulas. Pure."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from fastps.rules import Kind, Rule
+
+Array: TypeAlias = np.ndarray[Any, Any]
+FARTHEST = 1e300  # of squares of distances: their sums stay finite
+
+
+def combine(
+    rule: Rule, updates: Sequence[Array | None], *, version: int = 1, last: Array | None = None
+) -> Array:
+    """Give what a rule makes of updates; see fastps.byzantine.combine()."""
+    shape = next((one.shape for one in updates if one is not None), ())
+    rows = [
+        np.ravel(one).astype(np.float64) for one in updates if one is not None and is_finite(one)
+    ]
+    count = int(np.prod(shape))
+    table = np.array(rows).reshape(len(rows), count)
+    if rule.bucket:
+        table = bucket_means(table, rule.bucket, rule.seed, version)
+    if rule.gives_nothing(len(table)):
+        return np.zeros(shape)
+    z = np.zeros(count) if last is None else np.ravel(last).astype(np.float64)
+    return _made(rule, table, z).reshape(shape)
+
+
+def is_finite(update: Array) -> bool:
+    """Tell whether an update is taken at all: its norm is a number."""
+    with np.errstate(all="ignore"):
+        wide = np.ravel(update).astype(np.float64)
+        return bool(np.isfinite(wide @ wide))
+
+
+def _made(rule: Rule, table: Array, z: Array) -> Array:
+    f = rule.lies_among(len(table))
+    made: Array
+    match rule.kind:
+        case Kind.AVERAGE:
+            made = table.mean(axis=0)
+        case Kind.TRIMMED_MEAN:
+            made = trimmed_mean(table, f)
+        case Kind.MEDIAN:
+            made = np.median(table, axis=0)
+        case Kind.PHOCAS:
+            made = mean_near(table, trimmed_mean(table, f), len(table) - f)
+        case Kind.MEAN_AROUND_MEDIAN:
+            made = mean_near(table, np.median(table, axis=0), len(table) - f)
+        case Kind.SIGN_MAJORITY:
+            made = np.sign(np.sign(table).sum(axis=0))
+        case Kind.NORM_CLIPPING:
+            made = clipped(table, rule.radius).mean(axis=0)
+        case Kind.CENTERED_CLIPPING:
+            made = centered_clipping(table, z, rule.radius, rule.iterations)
+        case Kind.GEOMETRIC_MEDIAN:
+            made = geometric_median(table, rule.iterations, rule.nu)
+        case Kind.KRUM:
+            made = table[krum_order(table, f)[0]]
+        case Kind.MULTI_KRUM:
+            keep = min(rule.keep or len(table) - f, len(table))
+            made = table[krum_order(table, f)[:keep]].mean(axis=0)
+        case Kind.BULYAN:
+            made = bulyan(table, f)
+        case _:
+            made = own(rule.own, table)
+    return made
+
+
+def trimmed_mean(table: Array, f: int) -> Array:
+    """Average each column without its f largest and f smallest."""
+    mean: Array = np.sort(table, axis=0)[f : len(table) - f].mean(axis=0)
+    return mean
+
+
+def mean_near(table: Array, center: Array, keep: int) -> Array:
+    """Average, of each column, the `keep` nearest to its center; of two as near the smaller."""
+    ordered = np.sort(table, axis=0)
+    nearest = np.argsort(np.abs(ordered - center), axis=0, kind="stable")[:keep]
+    mean: Array = np.take_along_axis(ordered, nearest, axis=0).mean(axis=0)
+    return mean
+
+
+def clipped(table: Array, radius: float) -> Array:
+    """Shorten rows that are longer than radius."""
+    norms = np.linalg.norm(table, axis=1, keepdims=True)
+    factors = np.minimum(1.0, radius / np.maximum(norms, np.finfo(float).tiny))
+    short: Array = table * factors
+    return short
+
+
+def centered_clipping(table: Array, z: Array, radius: float, iterations: int) -> Array:
+    """Move z towards clipped updates."""
+    for _ in range(iterations):
+        z = z + clipped(table - z, radius).mean(axis=0)
+    return z
+
+
+def geometric_median(table: Array, iterations: int, nu: float) -> Array:
+    """Take smoothed Weiszfeld steps from the mean on."""
+    z: Array = table.mean(axis=0)
+    for _ in range(iterations):
+        distances = np.linalg.norm(table - z, axis=1)
+        weights = 1.0 / np.maximum(distances, max(nu, np.finfo(float).tiny))
+        z = weights @ table / weights.sum()
+    return z
+
+
+def square_distances(table: Array) -> Array:
+    """Give the squares of distances between all rows."""
+    gaps = table[:, None] - table[None]
+    with np.errstate(over="ignore"):
+        squares: Array = np.minimum(np.einsum("ijk,ijk->ij", gaps, gaps), FARTHEST)
+    return squares
+
+
+def krum_scores(squares: Array, f: int) -> Array:
+    """Sum each one's squared distances to its m - f - 2 nearest others, at least one."""
+    m = len(squares)
+    others = np.sort(squares + np.diag(np.full(m, -np.inf)), axis=1)[:, 1:]
+    scores: Array = others[:, : max(m - f - 2, 1)].sum(axis=1)
+    return scores
+
+
+def krum_order(table: Array, f: int) -> Array:
+    """Give the numbers of updates, the best first; of equal ones the lower first."""
+    return np.argsort(krum_scores(square_distances(table), f), kind="stable")
+
+
+def bulyan_choice(squares: Array, f: int) -> list[int]:
+    """Choose m - 2f, one after another the best of Krum's among those that are left."""
+    left = list(range(len(squares)))
+    chosen: list[int] = []
+    while len(chosen) < len(squares) - 2 * f:
+        scores = krum_scores(squares[np.ix_(left, left)], f)
+        chosen.append(left.pop(int(np.argmin(scores))))
+    return chosen
+
+
+def bulyan(table: Array, f: int) -> Array:
+    """Average, of each column of the chosen, those nearest to the median."""
+    chosen = table[bulyan_choice(square_distances(table), f)]
+    return mean_near(chosen, np.median(chosen, axis=0), len(chosen) - 2 * f)
+
+
+def bucket_order(m: int, seed: int, version: int) -> list[int]:
+    """Draw the order of m updates by Fisher and Yates, with hashes of seed and version."""
+    order = list(range(m))
+    for last in range(m - 1, 0, -1):
+        word = _hash(_hash(seed ^ _hash(version)) + last)
+        other = word % (last + 1)
+        order[last], order[other] = order[other], order[last]
+    return order
+
+
+def bucket_means(table: Array, size: int, seed: int, version: int) -> Array:
+    """Average buckets of updates; the last may have fewer."""
+    order = bucket_order(len(table), seed, version)
+    parts = [order[start : start + size] for start in range(0, len(order), size)]
+    rows = [table[part].mean(axis=0) for part in parts]
+    return np.array(rows).reshape(len(rows), table.shape[1])
+
+
+def own(place: str, table: Array) -> Array:
+    """Call a user's rule."""
+    module, _, name = place.partition(":")
+    made: Array = getattr(importlib.import_module(module), name)(table)
+    return made
+
+
+def _hash(word: int) -> int:
+    """Mix 64 bits (splitmix64)."""
+    mask = (1 << 64) - 1
+    word = word + 0x9E3779B97F4A7C15 & mask
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & mask
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & mask
+    return word ^ word >> 31

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules to choose from: each is made by its name, checked, and given as rule=. Pure.
+
+f is the number of updates that may be anything at all. m updates come, of workers in their order.
+Where fewer come than there are workers, f goes down to what the rest stands. An update with NaN,
+infinity or a norm that overflows float64 is refused: it counts as if it had not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from fastps.byzantine import reference
+from fastps.errors import ConfigError
+from fastps.rules import SUMMED, Kind, Rule
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+def Average() -> Rule:
+    """Average what is not refused: stands no liar who sends numbers."""
+    return Rule(Kind.AVERAGE)
+
+
+def TrimmedMean(f: int | None = None, *, share: float | None = None) -> Rule:
+    """Average each element without its f largest and f smallest; 2f < m.
+
+    share: in the place of f, as ZenoPS has it: f = int(min((m - 2) // 2, share m)), and zeros
+    where m <= 2. Yin, Chen, Ramchandran and Bartlett, "Byzantine-robust distributed learning:
+    towards optimal statistical rates", ICML 2018.
+    """
+    return _made(Rule(Kind.TRIMMED_MEAN, **_trim(f, share)))
+
+
+def Median() -> Rule:
+    """Take the median of each element; of an even number the mean of the middle two. Yin et al."""
+    return Rule(Kind.MEDIAN)
+
+
+def Phocas(f: int | None = None, *, share: float | None = None) -> Rule:
+    """Average, of each element, the m - f nearest to its trimmed mean; 2f < m.
+
+    share: in the place of f: f = int(max(1, share m)), and zeros where m <= 2. Of two as near the
+    smaller counts. Xie, Koyejo and Gupta, "Phocas: dimensional Byzantine-resilient stochastic
+    gradient descent", 2018.
+    """
+    return _made(Rule(Kind.PHOCAS, **_trim(f, share)))
+
+
+def MeanAroundMedian(f: int) -> Rule:
+    """Average, of each element, the m - f nearest to its median; 2f < m.
+
+    Of two as near the smaller counts. Xie, Koyejo and Gupta, "Generalized Byzantine-tolerant
+    SGD", 2018, section 3.3.
+    """
+    return _made(Rule(Kind.MEAN_AROUND_MEDIAN, f))
+
+
+def Krum(f: int) -> Rule:
+    """Take the update with the least sum of squared distances to its m - f - 2 nearest others.
+
+    m >= 2f + 3. Of equal ones the lower rank's. Blanchard, El Mhamdi, Guerraoui and Stainer,
+    "Machine learning with adversaries: Byzantine tolerant gradient descent", NeurIPS 2017.
+    """
+    return _made(Rule(Kind.KRUM, f))
+
+
+def MultiKrum(f: int, *, keep: int | None = None) -> Rule:
+    """Average the `keep` updates that Krum scores best; None: m - f. m >= 2f + 3. As Krum."""
+    if keep is not None and keep < 1:
+        raise ConfigError(f"keep={keep}, and 1 is the least")
+    return _made(Rule(Kind.MULTI_KRUM, f, keep=keep or 0))
+
+
+def Bulyan(f: int) -> Rule:
+    """Choose m - 2f updates by Krum, one after another; then average, of each element, m - 4f.
+
+    Those nearest to the median of the chosen. m >= 4f + 3. El Mhamdi, Guerraoui and Rouault, "The
+    hidden vulnerability of distributed learning in Byzantium", ICML 2018.
+    """
+    return _made(Rule(Kind.BULYAN, f))
+
+
+def GeometricMedian(*, iterations: int = 8, nu: float = 1e-6) -> Rule:
+    """Find the point with the least sum of distances, from the mean on, by smoothed Weiszfeld.
+
+    z = sum w_i u_i / sum w_i with w_i = 1 / max(nu, |u_i - z|), so many times. Stands less than
+    half. Pillutla, Kakade and Harchaoui, "Robust aggregation for federated learning", 2022,
+    algorithm 2.
+    """
+    if iterations < 1:
+        raise ConfigError(f"iterations={iterations}, and 1 is the least")
+    return _made(Rule(Kind.GEOMETRIC_MEDIAN, iterations=iterations, nu=nu))
+
+
+def CenteredClipping(radius: float, *, iterations: int = 1) -> Rule:
+    """Move from the last result towards the updates, each by at most radius / m.
+
+    z <- z + (1/m) sum (u_i - z) min(1, radius / |u_i - z|), from zeros in the first round. Give
+    it momenta rather than gradients. Karimireddy, He and Jaggi, "Learning from history for
+    Byzantine robust optimization", ICML 2021.
+    """
+    if iterations < 1:
+        raise ConfigError(f"iterations={iterations}, and 1 is the least")
+    return _made(Rule(Kind.CENTERED_CLIPPING, radius=radius, iterations=iterations))
+
+
+def NormClipping(radius: float) -> Rule:
+    """Average updates of which none is longer than radius: (1/m) sum u_i min(1, radius / |u_i|).
+
+    Sun, Kairouz, Suresh and McMahan, "Can you really backdoor federated learning?", 2019.
+    """
+    return _made(Rule(Kind.NORM_CLIPPING, radius=radius))
+
+
+def SignMajority() -> Rule:
+    """Give each element the sign of most: 1, -1, or 0 where as many are above 0 as below.
+
+    Bernstein, Zhao, Azizzadenesheli and Anandkumar, "signSGD with majority vote is communication
+    efficient and fault tolerant", ICLR 2019.
+    """
+    return Rule(Kind.SIGN_MAJORITY)
+
+
+def Bucketing(rule: Rule, *, size: int = 2, seed: int = 0) -> Rule:
+    """Average buckets of updates, drawn anew in every round, before a rule sees them.
+
+    Where workers' data differ; the rule's f still counts updates, of which each may spoil one
+    bucket. Karimireddy, He and Jaggi, "Byzantine-robust learning on heterogeneous datasets via
+    bucketing", ICLR 2022.
+    """
+    if size < 2 or rule.bucket:
+        raise ConfigError(f"size={size} is 2 or more, and a rule has one kind of buckets")
+    return _made(rule._replace(bucket=size, seed=seed))
+
+
+def Own(place: str | Callable[..., Any]) -> Rule:
+    """Take a rule of your own: a function of arrays [m, d] that gives [d], by module:name.
+
+    Servers import it by that name, if their FASTPS_RULES lists it: no code comes from workers. It
+    gets what is not refused, in rank order, and must give the same for the same. Python
+    runs on the server's thread for rules and takes the GIL there, a Numba cfunc with the
+    signature of fastps.reduce does not.
+    """
+    if not isinstance(place, str):
+        name = getattr(place, "__qualname__", type(place).__name__)
+        place = f"{getattr(place, '__module__', '')}:{name}"
+    if place.startswith("__main__:"):
+        raise ConfigError(f"rule {place!r}: servers do not have __main__; put it in a module")
+    return _made(Rule(Kind.OWN, own=place))
+
+
+# What is taken for a rule: None is as declared before, or none; a name is that of a rule without
+# parameters.
+Choice: TypeAlias = Rule | str | Callable[..., Any] | None
+
+_BY_NAME = {
+    "average": Average,
+    "median": Median,
+    "sign_majority": SignMajority,
+    "geometric_median": GeometricMedian,
+}
+
+
+def rule_of(choice: Choice) -> Rule | None:
+    """Give what a choice means; None: as it was declared. Raises ConfigError, TypeError."""
+    if choice is None or isinstance(choice, Rule):
+        return choice
+    if isinstance(choice, str):
+        return _named(choice)
+    if callable(choice):
+        return Own(choice)
+    raise TypeError(f"a rule is one of fastps.byzantine, a name or a function, not {choice!r}")
+
+
+def _named(name: str) -> Rule:
+    if ":" in name:
+        return Own(name)
+    if name == "none":
+        return SUMMED
+    make = _BY_NAME.get(name)
+    if make is None:
+        raise ConfigError(
+            f"rule {name!r} is none of {', '.join(_BY_NAME)}; those with parameters are made by "
+            "fastps.byzantine, say TrimmedMean(f=2)"
+        )
+    return make()
+
+
+def combine(
+    rule: Choice,
+    updates: Sequence[Array | None],
+    *,
+    version: int = 1,
+    last: Array | None = None,
+) -> Array:
+    """Give what a rule makes of updates, in NumPy; not fast: the oracle of those on servers.
+
+    updates: arrays of floats of one shape, read; None for one that was skipped, which is not the
+    same as zeros. version: number of the round, which buckets are drawn by. last: what the last
+    round gave, of centered clipping. Gives float64. Raises ValueError for rules that
+    cannot be; fewer updates than the rule needs are taken as said above.
+    """
+    found = rule_of(choice=rule)
+    if found is None or found.kind is Kind.NONE:
+        raise ConfigError("combine() needs a rule")
+    return reference.combine(found, updates, version=version, last=last)
+
+
+def _trim(f: int | None, share: float | None) -> dict[str, Any]:
+    if (f is None) == (share is None):
+        raise ConfigError("give f, the updates that may be lies, or share, one of them")
+    if share is not None and not 0 < share < 0.5:
+        raise ConfigError(f"share={share} is not between 0 and 0.5")
+    return {"f": f} if share is None else {"share": float(share)}
+
+
+def _made(rule: Rule) -> Rule:
+    try:
+        rule.check()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return rule
