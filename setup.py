@@ -16,6 +16,7 @@ MODULES = [
     "fastps._core",
     "fastps._trace",
     "fastps.reduce.codec._coder",
+    "fastps.reduce._combiner",
     "fastps.transport._link",
     "fastps.transport._base",
     "fastps.transport.tcp._transport",

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fastps.types import DType
 
 MAX_VOICES = 256  # workers under a rule: distances between all pairs are kept
-MAX_ITERATIONS = 100
+MAX_ITERATIONS = 1000
 MAX_NAME = 200
 FLOATS = (DType.FLOAT32, DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16)
 _PLACE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -2,9 +2,9 @@
 """Sums, extremes and so on of n arrays: machine code that any thread calls by address, no GIL.
 
 Decides how numbers are added, divided and rounded; must never know keys, peers or who calls.
-kernels.py, robust.py (against sources that lie) and codec/kernels.py, which encode and decode, are
-the only files of fastps that import Numba, and library.py loads them when the first kernel is
-asked for: a process that only sends gradients never pays for Numba.
+kernels.py, robust.py and ordered.py (against sources that lie) and codec/kernels.py, which encode
+and decode, are the only files of fastps that import Numba, and library.py loads them when the
+first kernel is asked for: a process that only sends gradients never pays for Numba.
 
 The address is that of a C function
 
@@ -16,12 +16,22 @@ many to leave out at each end, another operation nothing. It returns 1
 on success, and a negative status of _core.pxd for bad arguments.
 """
 
-from fastps.reduce.library import codec_kernel, distance_kernel, reduce_kernel, sum_kernel, warm
+from fastps.reduce.library import (
+    codec_kernel,
+    distance_kernel,
+    ordered_kernel,
+    reduce_kernel,
+    robust_kernel,
+    sum_kernel,
+    warm,
+)
 
 __all__ = [
     "codec_kernel",
     "distance_kernel",
+    "ordered_kernel",
     "reduce_kernel",
+    "robust_kernel",
     "sum_kernel",
     "warm",
 ]

@@ -54,6 +54,20 @@ def load_distances(dtype: DType) -> Any:
     return _load_robust("square_distances", dtype)
 
 
+def load_robust(what: str, dtype: DType) -> Any:
+    """Load a kernel of robust.py by its name, as load_kernel() does."""
+    return _load_robust(what, dtype)
+
+
+def load_ordered(kind: str, dtype: DType, n: int, trim: int) -> Any:
+    """Load what a rule makes of n sources, as load_kernel() does; see ordered.py."""
+    from fastps.reduce import ordered, robust  # noqa: PLC0415
+
+    compile_it = functools.partial(ordered.compile_ordered, kind, dtype, n, trim)
+    name = f"{kind}_{n}_{trim}_{dtype.name}".lower()
+    return _load(name, compile_it, (kernels, robust, ordered, types))
+
+
 def _load_robust(what: str, dtype: DType) -> Any:
     from fastps.reduce import robust  # noqa: PLC0415  (few jobs need it)
 

@@ -20,6 +20,7 @@ from fastps.types import DType, ReduceOp
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
+MOST_ORDERED = 32  # sources of a network; ordered.py says why
 
 
 def reduce_kernel(op: ReduceOp, dtype: DType) -> int:
@@ -44,6 +45,25 @@ def distance_kernel(dtype: DType) -> int:
     ReduceOp.MIX.check(dtype)
     with _lock:
         return int(_compiled_distances(DType(dtype)).address)
+
+
+def robust_kernel(what: str, dtype: DType) -> int:
+    """Give the address of a kernel of robust.py for floats, as reduce_kernel does.
+
+    what: trimmed_mean, nearest_mean, sign_majority, pair_distances or square_norms.
+    """
+    ReduceOp.MIX.check(dtype)
+    with _lock:
+        return int(_compiled_robust(what, DType(dtype)).address)
+
+
+def ordered_kernel(kind: str, dtype: DType, n: int, trim: int) -> int:
+    """Give the address of a kernel of ordered.py for n sources of floats; 0 for too many."""
+    ReduceOp.MIX.check(dtype)
+    if n > MOST_ORDERED:
+        return 0
+    with _lock:
+        return int(_compiled_ordered(kind, DType(dtype), n, trim).address)
 
 
 def warm(dtypes: Iterable[DType] = tuple(DType)) -> None:
@@ -80,6 +100,26 @@ def _compiled_distances(dtype: DType) -> Any:
 
     kernel = cache.load_distances(dtype)
     _tell(f"distances kernel for {dtype.name}".lower(), kernel, started)
+    return kernel
+
+
+@functools.cache
+def _compiled_robust(what: str, dtype: DType) -> Any:
+    started = time.perf_counter()
+    from fastps.reduce import cache  # noqa: PLC0415
+
+    kernel = cache.load_robust(what, dtype)
+    _tell(f"{what} kernel for {dtype.name}".lower(), kernel, started)
+    return kernel
+
+
+@functools.cache
+def _compiled_ordered(kind: str, dtype: DType, n: int, trim: int) -> Any:
+    started = time.perf_counter()
+    from fastps.reduce import cache  # noqa: PLC0415
+
+    kernel = cache.load_ordered(kind, dtype, n, trim)
+    _tell(f"{kind} kernel for {n} of {dtype.name}".lower(), kernel, started)
     return kernel
 
 

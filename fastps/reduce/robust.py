@@ -23,7 +23,9 @@ _word, _load, _splat, _Pointer = kernels._word, kernels._load, kernels._splat, k
 _store, _divided, _width, _address = (
     kernels._store, kernels._divided, kernels._width, kernels._address,
 )  # fmt: skip
+_plus_product = kernels._intrinsic("fmuladd")  # fused where the processor does that as fast
 _I64, _F64 = ir.IntType(64), ir.DoubleType()
+BLOCK = 1024  # elements of each source between which distances are added: in the first cache
 
 
 def _is_less(b: Any, x: Any, y: Any) -> Any:
@@ -121,6 +123,93 @@ def _put(_context: Any, target: Any, index: Any, value: Any) -> tuple[Any, Any]:
     return types.void(target, types.int64, types.float64), emit
 
 
+@_word
+def _gapped(_context: Any, total: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    """Add the squares of x - y, which is made in the accumulator's type, in float64."""
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        gap = b.fsub(args[1], args[2])
+        wide = gap if gap.type == args[0].type else b.fpext(gap, args[0].type)
+        return _plus_product(b, wide, wide, args[0])
+
+    return total(total, x, y), emit
+
+
+@_word
+def _folded(_context: Any, row: Any) -> tuple[Any, Any]:
+    """Add the lanes of a row of float64, halves to halves."""
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        total, count = args[0], row.width
+        while count > 1:
+            count //= 2
+            total = b.fadd(
+                kernels._lanes(b, total, total, 0, count),
+                kernels._lanes(b, total, total, count, count),
+            )
+        return b.extract_element(total, ir.Constant(ir.IntType(32), 0))
+
+    return types.float64(row), emit
+
+
+@_word
+def _at(_context: Any, target: Any, index: Any) -> tuple[Any, Any]:
+    """Read one float64."""
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        return b.load(b.gep(args[0], [args[1]]))
+
+    return types.float64(target, types.int64), emit
+
+
+@_word
+def _nearer(
+    _context: Any, place: Any, x: Any, other: Any, center: Any, is_first: Any
+) -> tuple[Any, Any]:
+    """Add 1 to the places of x where the other source is nearer to the center.
+
+    Of two as near the smaller is, of equal ones the first.
+    """
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        place, x, y, center = args[:4]
+        mine, its = (_distance(b, one, center) for one in (x, y))
+        is_before = b.fcmp_ordered("<=" if is_first.literal_value else "<", y, x)
+        is_as_near = b.and_(b.fcmp_ordered("==", its, mine), is_before)
+        is_nearer = b.or_(b.fcmp_ordered("<", its, mine), is_as_near)
+        return b.fadd(place, b.uitofp(is_nearer, place.type))
+
+    return place(place, x, other, center, is_first), emit
+
+
+def _distance(b: Any, x: Any, center: Any) -> Any:
+    gap = b.fsub(x, center)
+    is_below = b.fcmp_ordered("<", gap, ir.Constant(gap.type, [0.0] * gap.type.count))
+    return b.select(is_below, b.fneg(gap), gap)
+
+
+@_word
+def _voted(_context: Any, total: Any, x: Any) -> tuple[Any, Any]:
+    """Add 1 where x is above 0, take 1 away where it is below."""
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        return b.fadd(args[0], _signs(b, args[1]))
+
+    return total(total, x), emit
+
+
+@_word
+def _sign(_context: Any, row: Any) -> tuple[Any, Any]:
+    """Give 1, -1 or 0."""
+    return row(row), lambda _c, b, _s, args: _signs(b, args[0])
+
+
+def _signs(b: Any, x: Any) -> Any:
+    zeros, ones, minus = (ir.Constant(x.type, [sign] * x.type.count) for sign in (0.0, 1.0, -1.0))
+    below = b.select(b.fcmp_ordered("<", x, zeros), minus, zeros)
+    return b.select(b.fcmp_ordered(">", x, zeros), ones, below)
+
+
 # ---- kernels ----
 def _trimmed_mean(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
     """Average, element by element, what is left without the largest and the smallest.
@@ -195,6 +284,144 @@ def _square_distances(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -
     return OK
 
 
+def _nearest_mean(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
+    """Average, element by element, those that are nearest to a trimmed mean.
+
+    dst[i] = mean of the `keep` of n elements i nearest to their mean without `trim` at either end
+    (for trim = (n - 1) / 2 their median); of two as near the smaller counts, of equal ones the
+    earlier source. All are finite. srcs, dst, types and order as in _trimmed_mean(). args:
+    int64[2], IN, trim and keep. Runs without the GIL; allocates nothing. Returns OK, or
+    BAD_ARGUMENT before anything was written.
+    Source: Xie, Koyejo and Gupta, "Phocas", 2018, and "Generalized Byzantine-tolerant SGD", 2018.
+    """
+    if _address(srcs) == 0 or _address(args) == 0 or n_srcs < 1 or count < 0:
+        return BAD_ARGUMENT
+    trim, keep = args[0], args[1]
+    if trim < 0 or trim > (n_srcs - 1) // 2 or keep < 1 or keep > n_srcs:
+        return BAD_ARGUMENT
+    if _address(dst) == 0 and count > 0:
+        return BAD_ARGUMENT
+    high, n_kept = n_srcs - trim, n_srcs - 2 * trim
+    width = _width(dst)
+    whole = count - (count & (width - 1))
+    for i in range(0, whole, width):
+        center = _nothing(dst, dst, True)
+        for j in range(n_srcs):
+            x, place = _row(srcs[j], i, True), _nothing(dst, dst, True)
+            for k in range(j):
+                place = _placed(place, x, _row(srcs[k], i, True), True)
+            for k in range(j + 1, n_srcs):
+                place = _placed(place, x, _row(srcs[k], i, True), False)
+            center = _kept(center, x, place, trim, high)
+        center = _divided(center, n_kept)
+        total = _nothing(dst, dst, True)
+        for j in range(n_srcs):
+            x, place = _row(srcs[j], i, True), _nothing(dst, dst, True)
+            for k in range(j):
+                place = _nearer(place, x, _row(srcs[k], i, True), center, True)
+            for k in range(j + 1, n_srcs):
+                place = _nearer(place, x, _row(srcs[k], i, True), center, False)
+            total = _kept(total, x, place, 0, keep)
+        _store(dst, i, _divided(total, keep))
+    for i in range(whole, count):
+        middle = _nothing(dst, dst, False)
+        for j in range(n_srcs):
+            y, rank = _row(srcs[j], i, False), _nothing(dst, dst, False)
+            for k in range(j):
+                rank = _placed(rank, y, _row(srcs[k], i, False), True)
+            for k in range(j + 1, n_srcs):
+                rank = _placed(rank, y, _row(srcs[k], i, False), False)
+            middle = _kept(middle, y, rank, trim, high)
+        middle = _divided(middle, n_kept)
+        one = _nothing(dst, dst, False)
+        for j in range(n_srcs):
+            y, rank = _row(srcs[j], i, False), _nothing(dst, dst, False)
+            for k in range(j):
+                rank = _nearer(rank, y, _row(srcs[k], i, False), middle, True)
+            for k in range(j + 1, n_srcs):
+                rank = _nearer(rank, y, _row(srcs[k], i, False), middle, False)
+            one = _kept(one, y, rank, 0, keep)
+        _store(dst, i, _divided(one, keep))
+    return OK
+
+
+def _sign_majority(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
+    """Give each element the sign of most sources: 1, -1, or 0 where as many are above as below.
+
+    srcs, dst: as in _trimmed_mean(). args: nothing. NaN votes for nothing. Runs without the GIL;
+    allocates nothing. Returns OK, or BAD_ARGUMENT before anything was written.
+    Source: Bernstein et al., "signSGD with majority vote", ICLR 2019, algorithm 1.
+    """
+    if _address(srcs) == 0 or n_srcs < 1 or count < 0 or (_address(dst) == 0 and count > 0):
+        return BAD_ARGUMENT
+    width = _width(dst)
+    whole = count - (count & (width - 1))
+    for i in range(0, whole, width):
+        total = _nothing(dst, dst, True)
+        for j in range(n_srcs):
+            total = _voted(total, _row(srcs[j], i, True))
+        _store(dst, i, _sign(total))
+    for i in range(whole, count):
+        one = _nothing(dst, dst, False)
+        for j in range(n_srcs):
+            one = _voted(one, _row(srcs[j], i, False))
+        _store(dst, i, _sign(one))
+    return OK
+
+
+def _pair_distances(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
+    """Sum the squares of differences of all pairs: dst[n j + k] = |srcs[j] - srcs[k]|^2.
+
+    srcs: table of n_srcs addresses of element[count], IN. dst: float64[n_srcs^2], OUT. args:
+    nothing. Differences are of the accumulator's type, squares and sums of float64, by lanes of
+    blocks that stay in the first cache: one pass over the sources in memory. NaN and inf pass
+    through. Runs without the GIL; allocates nothing. Returns OK, or BAD_ARGUMENT before anything
+    was written.
+    """
+    if _address(srcs) == 0 or _address(dst) == 0 or n_srcs < 1 or count < 0:
+        return BAD_ARGUMENT
+    width = _width(srcs[0])
+    for j in range(n_srcs * n_srcs):
+        _put(dst, j, 0.0)
+    for start in range(0, count, BLOCK):
+        end = min(start + BLOCK, count)
+        whole = end - ((end - start) & (width - 1))
+        for j in range(1, n_srcs):
+            for k in range(j):
+                rows = _nothing(dst, srcs[0], True)
+                for i in range(start, whole, width):
+                    rows = _gapped(rows, _row(srcs[j], i, True), _row(srcs[k], i, True))
+                rest = _nothing(dst, srcs[0], False)
+                for i in range(whole, end):
+                    rest = _gapped(rest, _row(srcs[j], i, False), _row(srcs[k], i, False))
+                total = _at(dst, n_srcs * j + k) + (_folded(rows) + _folded(rest))
+                _put(dst, n_srcs * j + k, total)
+                _put(dst, n_srcs * k + j, total)
+    return OK
+
+
+def _square_norms(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
+    """Sum the squares of each source: dst[j] = |srcs[j]|^2.
+
+    srcs: table of n_srcs addresses of element[count], IN. dst: float64[n_srcs], OUT. args:
+    nothing. Squares and sums are of float64, by lanes. NaN and inf pass through. Runs without the
+    GIL; allocates nothing. Returns OK, or BAD_ARGUMENT before anything was written.
+    """
+    if _address(srcs) == 0 or _address(dst) == 0 or n_srcs < 1 or count < 0:
+        return BAD_ARGUMENT
+    width = _width(srcs[0])
+    whole = count - (count & (width - 1))
+    for j in range(n_srcs):
+        rows, none = _nothing(dst, srcs[0], True), _nothing(srcs[0], srcs[0], True)
+        for i in range(0, whole, width):
+            rows = _gapped(rows, _row(srcs[j], i, True), none)
+        rest, zero = _nothing(dst, srcs[0], False), _nothing(srcs[0], srcs[0], False)
+        for i in range(whole, count):
+            rest = _gapped(rest, _row(srcs[j], i, False), zero)
+        _put(dst, j, _folded(rows) + _folded(rest))
+    return OK
+
+
 def compile_trimmed_mean(code: DType, *, is_cached: bool) -> Any:
     """Compile a trimmed mean for one element type, as kernels.compile_kernel() does a sum."""
     pointer = _Pointer(Element(ReduceOp.TRIMMED_MEAN, code))
@@ -206,6 +433,32 @@ def compile_square_distances(code: DType, *, is_cached: bool) -> Any:
     pointer = _Pointer(Element(ReduceOp.MIX, code))
     target = _Pointer(Element(ReduceOp.MIX, DType.FLOAT64))
     return _compile(_square_distances, pointer, target, is_cached=is_cached)
+
+
+def compile_nearest_mean(code: DType, *, is_cached: bool) -> Any:
+    """Compile a mean of what is near, for one element type."""
+    pointer = _Pointer(Element(ReduceOp.TRIMMED_MEAN, code))
+    return _compile(_nearest_mean, pointer, pointer, is_cached=is_cached)
+
+
+def compile_sign_majority(code: DType, *, is_cached: bool) -> Any:
+    """Compile a majority of signs for one element type."""
+    pointer = _Pointer(Element(ReduceOp.TRIMMED_MEAN, code))
+    return _compile(_sign_majority, pointer, pointer, is_cached=is_cached)
+
+
+def compile_pair_distances(code: DType, *, is_cached: bool) -> Any:
+    """Compile square distances between all pairs for one element type."""
+    target = _Pointer(Element(ReduceOp.MIX, DType.FLOAT64))
+    pointer = _Pointer(Element(ReduceOp.MIX, code))
+    return _compile(_pair_distances, pointer, target, is_cached=is_cached)
+
+
+def compile_square_norms(code: DType, *, is_cached: bool) -> Any:
+    """Compile square norms for one element type."""
+    target = _Pointer(Element(ReduceOp.MIX, DType.FLOAT64))
+    pointer = _Pointer(Element(ReduceOp.MIX, code))
+    return _compile(_square_norms, pointer, target, is_cached=is_cached)
 
 
 def _compile(function: Any, pointer: Any, target: Any, *, is_cached: bool) -> Any:

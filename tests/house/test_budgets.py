@@ -31,7 +31,7 @@ MAX_MEDIAN_LINES = 8
 ROOMS = {
     "_core": 1840,
     "_trace": 420,
-    "reduce/": 2260,
+    "reduce/": 3440,
     "config/": 1040,
     "transport/": 9050,
     "control/": 3720,
@@ -40,7 +40,7 @@ ROOMS = {
     "collectives/": 3460,
     "frameworks/": 7700,
     "graph/": 3390,
-    "byzantine/": 840,
+    "byzantine/": 845,
     "bluefog/": 480,
     "launch/": 2980,
     "telemetry/": 640,

@@ -1,0 +1,482 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The combiner of one partition: what a rule makes of updates, by the kernels of this room.
+
+Knows neither keys nor peers. Rules that look at each element by itself take one pass, in which
+NaN and infinity are noticed; then the sources that have them are found and left out, and what is
+left goes another way, for any number. All other rules end in a mix of the updates by weights, and
+these follow from norms or from distances between all pairs alone, so that one pass over the
+sources in memory finds them, however many iterations a rule has. With z = sum of w_j u_j, where
+the w_j add up to 1,
+
+    |u_i - z|^2 = sum_j w_j D_ij - 1/2 sum_jk w_j w_k D_jk,    D_jk = |u_j - u_k|^2
+
+(schoolbook algebra: expand both sides around any point). The last result, where centered clipping
+begins, is one more such u. fastps/byzantine/reference.py has the formulas in NumPy.
+"""
+
+cimport cython
+from cpython.object cimport PyObject
+from libc.math cimport fmax, fmin, isfinite, sqrt
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+
+import logging
+
+import numpy as np
+
+from fastps.reduce.library import ordered_kernel, reduce_kernel, robust_kernel
+from fastps.rules import Kind
+from fastps.types import ReduceOp
+
+log = logging.getLogger(__name__)
+
+cdef enum:
+    DONE = 1                    # of kernels
+    E_PROTOCOL = -4             # of _core.pxd, as in kernels.py
+    NOT_FINITE = 2              # of ordered.py
+    LINE_BYTES = 64
+
+cdef double FARTHEST = 1e300    # of squares of distances: their sums stay finite
+cdef double TINY = 1e-300       # in the place of a length of 0
+
+cdef int AVERAGE = Kind.AVERAGE
+cdef int TRIMMED_MEAN = Kind.TRIMMED_MEAN
+cdef int PHOCAS = Kind.PHOCAS
+cdef int MEAN_AROUND_MEDIAN = Kind.MEAN_AROUND_MEDIAN
+cdef int MEDIAN = Kind.MEDIAN
+cdef int SIGN_MAJORITY = Kind.SIGN_MAJORITY
+cdef int NORM_CLIPPING = Kind.NORM_CLIPPING
+cdef int CENTERED_CLIPPING = Kind.CENTERED_CLIPPING
+cdef int GEOMETRIC_MEDIAN = Kind.GEOMETRIC_MEDIAN
+cdef int KRUM = Kind.KRUM
+cdef int MULTI_KRUM = Kind.MULTI_KRUM
+cdef int BULYAN = Kind.BULYAN
+cdef int OWN = Kind.OWN
+
+cdef struct Table:              # the updates that count, and what is known of them
+    const void* rows[SLOTS]
+    int32_t m
+    int32_t f
+    double* squares             # of norms: m, or of distances: (m + 1)^2
+    double* weights             # m + 1
+
+
+cdef inline uint64_t mixed(uint64_t x) noexcept nogil:
+    """Steele et al.'s splitmix64 (OOPSLA 2014)."""
+    x += 0x9E3779B97F4A7C15ULL
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL
+    return x ^ (x >> 31)
+
+
+cdef inline uint64_t round_up(uint64_t nbytes) noexcept nogil:
+    return (nbytes + LINE_BYTES - 1) & ~<uint64_t>(LINE_BYTES - 1)
+
+
+# ---------------------------------------------------------------- who counts
+
+cdef int64_t refuse(Combining* how, const void* const* sources, int64_t n, Table* table,
+                    uint8_t* refused) noexcept nogil:
+    """List the sources whose norms are numbers."""
+    cdef int64_t j, status = how.norms(sources, n, table.squares, how.count, NULL)
+    table.m = 0
+    for j in range(n):
+        refused[j] = not isfinite(table.squares[j])
+        if not refused[j]:
+            table.squares[table.m] = table.squares[j]
+            table.rows[table.m] = sources[j]
+            table.m += 1
+    return status
+
+
+cdef void draw_order(Combining* how, uint32_t version, int32_t* order, int32_t m) noexcept nogil:
+    """Shuffle by Fisher and Yates."""
+    cdef uint64_t base = mixed(how.seed ^ mixed(version))
+    cdef int32_t last, other
+    for last in range(m):
+        order[last] = last
+    for last in range(m - 1, 0, -1):
+        other = <int32_t>(mixed(base + <uint64_t>last) % <uint64_t>(last + 1))
+        order[last], order[other] = order[other], order[last]
+
+
+cdef int64_t fill_buckets(Combining* how, Table* table, uint32_t version,
+                          char* room) noexcept nogil:
+    """Put means of buckets in the place of the updates; in room for all of them."""
+    cdef int32_t order[MAX_VOICES]
+    cdef const void* some[MAX_VOICES]
+    cdef const void* means[MAX_VOICES]
+    cdef int32_t first = 0, j, size, n = 0
+    cdef int64_t status
+    draw_order(how, version, order, table.m)
+    while first < table.m:
+        size = min(how.bucket, table.m - first)
+        for j in range(size):
+            some[j] = table.rows[order[first + j]]
+            table.weights[j] = 1.0 / size
+        means[n] = room + <uint64_t>n * round_up(how.count * how.itemsize)
+        status = how.mix(some, size, <void*>means[n], how.count, table.weights)
+        if status != DONE:
+            return status
+        first += size
+        n += 1
+    table.m = n
+    memcpy(table.rows, means, n * sizeof(void*))
+    return how.norms(table.rows, n, table.squares, how.count, NULL)
+
+
+# ---------------------------------------------------------------- weights from distances
+
+cdef int64_t measure(Combining* how, Table* table, int32_t n) noexcept nogil:
+    """Find the distances between the first n rows."""
+    cdef int64_t status = how.distances(table.rows, n, table.squares, how.count, NULL)
+    cdef int32_t i
+    for i in range(n * n):
+        if not table.squares[i] < FARTHEST:
+            table.squares[i] = FARTHEST
+    return status
+
+
+cdef double to_mean(Table* table, int32_t n, int32_t i) noexcept nogil:
+    """Sum the weighted distances of one row to all."""
+    cdef double total = 0
+    cdef int32_t j
+    for j in range(n):
+        total += table.weights[j] * table.squares[i * n + j]
+    return total
+
+
+cdef void lengths_to_mix(Table* table, int32_t n, double* lengths) noexcept nogil:
+    """Give the distance of each row to the mix by the weights, which add up to 1."""
+    cdef double spread = 0
+    cdef int32_t i
+    for i in range(n):
+        lengths[i] = to_mean(table, n, i)
+        spread += table.weights[i] * lengths[i]
+    for i in range(n):
+        lengths[i] = sqrt(fmax(lengths[i] - spread / 2, 0.0))
+
+
+cdef void weigh_geometric(Combining* how, Table* table) noexcept nogil:
+    """Take smoothed Weiszfeld steps from the mean on."""
+    cdef double lengths[SLOTS]
+    cdef double total
+    cdef int32_t i, _step
+    for i in range(table.m):
+        table.weights[i] = 1.0 / table.m
+    for _step in range(how.iterations):
+        lengths_to_mix(table, table.m, lengths)
+        total = 0
+        for i in range(table.m):
+            table.weights[i] = 1.0 / fmax(lengths[i], fmax(how.nu, TINY))
+            total += table.weights[i]
+        for i in range(table.m):
+            table.weights[i] /= total
+
+
+cdef void weigh_centered(Combining* how, Table* table) noexcept nogil:
+    """Move from the last result, row m, towards clipped updates."""
+    cdef double lengths[SLOTS]
+    cdef double factor, moved
+    cdef int32_t i, _step, m = table.m
+    memset(table.weights, 0, (m + 1) * sizeof(double))
+    table.weights[m] = 1
+    for _step in range(how.iterations):
+        lengths_to_mix(table, m + 1, lengths)
+        moved = 0
+        for i in range(m):
+            lengths[i] = fmin(1.0, how.radius / fmax(lengths[i], TINY)) / m
+            moved += lengths[i]
+        for i in range(m + 1):
+            factor = lengths[i] if i < m else 0.0
+            table.weights[i] = table.weights[i] * (1 - moved) + factor
+
+
+# ---------------------------------------------------------------- Krum and its kin
+
+cdef double krum_score(Table* table, int32_t i, const uint8_t* is_out, int32_t left,
+                       int32_t f) noexcept nogil:
+    """Sum the squared distances of one update to its nearest others among those left."""
+    cdef double nearest[SLOTS]
+    cdef double square, total = 0
+    cdef int32_t j, k, n = 0
+    for j in range(table.m):
+        if j == i or is_out[j]:
+            continue
+        square = table.squares[i * table.m + j]
+        k = n
+        while k > 0 and nearest[k - 1] > square:
+            nearest[k] = nearest[k - 1]
+            k -= 1
+        nearest[k] = square
+        n += 1
+    for j in range(min(max(left - f - 2, 1), n)):
+        total += nearest[j]
+    return total
+
+
+cdef int32_t best_left(Table* table, const double* scores, const uint8_t* is_out) noexcept nogil:
+    """Find the least score of those left; of equal ones the first."""
+    cdef int32_t i, best = -1
+    for i in range(table.m):
+        if not is_out[i] and (best < 0 or scores[i] < scores[best]):
+            best = i
+    return best
+
+
+cdef void choose(Table* table, int32_t keep, bint scores_anew) noexcept nogil:
+    """Keep the rows that Krum scores best, the best first; scores_anew: among those left."""
+    cdef double scores[MAX_VOICES]
+    cdef uint8_t is_out[MAX_VOICES]
+    cdef const void* chosen[MAX_VOICES]
+    cdef int32_t i, best, n
+    memset(is_out, 0, sizeof(is_out))
+    for n in range(keep):
+        if n == 0 or scores_anew:
+            for i in range(table.m):
+                if not is_out[i]:
+                    scores[i] = krum_score(table, i, is_out, table.m - n, table.f)
+        best = best_left(table, scores, is_out)
+        is_out[best] = True
+        chosen[n] = table.rows[best]
+    memcpy(table.rows, chosen, keep * sizeof(void*))
+    table.m = keep
+
+
+# ---------------------------------------------------------------- results
+
+cdef int64_t average_rows(Combining* how, Table* table, void* dst) noexcept nogil:
+    cdef int32_t i
+    if table.m == 1:
+        memcpy(dst, table.rows[0], how.count * how.itemsize)
+        return DONE
+    for i in range(table.m):
+        table.weights[i] = 1.0 / table.m
+    return how.mix(table.rows, table.m, dst, how.count, table.weights)
+
+
+cdef int64_t by_element(Combining* how, Table* table, void* dst) noexcept nogil:
+    """Make each element by itself, of any number of updates."""
+    cdef int64_t args[2]
+    args[0] = table.f
+    args[1] = table.m - table.f
+    if how.kind in (MEDIAN, MEAN_AROUND_MEDIAN):
+        args[0] = (table.m - 1) // 2
+    return how.plain(table.rows, table.m, dst, how.count, args)
+
+
+cdef int64_t bulyan(Combining* how, Table* table, void* dst) noexcept nogil:
+    cdef int64_t args[2]
+    cdef int64_t status = measure(how, table, table.m)
+    if status != DONE:
+        return status
+    choose(table, table.m - 2 * table.f, True)
+    args[0] = (table.m - 1) // 2
+    args[1] = table.m - 2 * table.f
+    if how.ordered != NULL and table.m == how.n_ordered and table.f == how.f:
+        status = how.ordered(table.rows, table.m, dst, how.count, NULL)
+        return DONE if status == NOT_FINITE else status     # a sum of large numbers
+    return how.plain(table.rows, table.m, dst, how.count, args)
+
+
+cdef int64_t clip_norms(Combining* how, Table* table, void* dst) noexcept nogil:
+    cdef int32_t i
+    for i in range(table.m):
+        table.weights[i] = fmin(
+            1.0, how.radius / fmax(sqrt(table.squares[i]), TINY)) / table.m
+    return how.mix(table.rows, table.m, dst, how.count, table.weights)
+
+
+cdef int64_t clip_centered(Combining* how, Table* table, void* dst) noexcept nogil:
+    cdef int64_t status
+    table.rows[table.m] = how.last
+    status = measure(how, table, table.m + 1)
+    if status != DONE:
+        return status
+    weigh_centered(how, table)
+    status = how.mix(table.rows, table.m + 1, dst, how.count, table.weights)
+    memcpy(how.last, dst, how.count * how.itemsize)
+    return status
+
+
+cdef int64_t by_distances(Combining* how, Table* table, void* dst) noexcept nogil:
+    cdef int64_t status = measure(how, table, table.m)
+    cdef int32_t keep
+    if status != DONE:
+        return status
+    if how.kind == GEOMETRIC_MEDIAN:
+        weigh_geometric(how, table)
+        return how.mix(table.rows, table.m, dst, how.count, table.weights)
+    keep = how.keep if how.keep else table.m - table.f
+    choose(table, 1 if how.kind == KRUM else min(keep, table.m), False)
+    return average_rows(how, table, dst)
+
+
+cdef int64_t call_python(Combining* how, Table* table, void* dst) noexcept with gil:
+    """Call a user's function, here on whichever thread; what it raises is logged."""
+    try:
+        kind = numpy_of(how)
+        rows = np.empty((table.m, how.count), kind)
+        for i in range(table.m):
+            memcpy(<void*><uintptr_t>rows[i].ctypes.data, table.rows[i],
+                   how.count * how.itemsize)
+        made = np.ascontiguousarray((<object>how.python)(rows), dtype=kind)
+        if made.shape != (how.count,):
+            raise ValueError(f"a rule gave shape {made.shape}, not {(how.count,)}")
+        memcpy(dst, <void*><uintptr_t>made.ctypes.data, how.count * how.itemsize)
+        return DONE
+    except BaseException:
+        log.exception("a rule of the user's failed")
+        return E_PROTOCOL
+
+
+cdef object numpy_of(Combining* how):
+    return np.dtype({2: "float16", 4: "float32", 8: "float64"}[how.itemsize])
+
+
+cdef int64_t make(Combining* how, Table* table, void* dst, uint32_t version) noexcept nogil:
+    cdef int64_t number = version
+    if how.kind == OWN and how.own != NULL:
+        return how.own(table.rows, table.m, dst, how.count, &number)
+    if how.kind == OWN:
+        return call_python(how, table, dst)
+    if how.kind == AVERAGE:
+        return average_rows(how, table, dst)
+    if how.kind == NORM_CLIPPING:
+        return clip_norms(how, table, dst)
+    if how.kind == CENTERED_CLIPPING:
+        return clip_centered(how, table, dst)
+    if how.kind == BULYAN:
+        return bulyan(how, table, dst)
+    if how.plain != NULL:
+        return by_element(how, table, dst)
+    return by_distances(how, table, dst)
+
+
+cdef int64_t combine(Combining* how, const void* const* sources, int64_t n, void* dst,
+                     uint32_t version, uint8_t* refused, char* scratch) noexcept nogil:
+    cdef Table table
+    cdef int64_t status
+    cdef bint is_simple = how.kind != BULYAN and not how.bucket
+    memset(refused, 0, n)
+    if is_simple and how.ordered != NULL and n == how.n_ordered:
+        status = how.ordered(sources, n, dst, how.count, NULL)
+        if status != NOT_FINITE:
+            return status
+    table.squares = <double*>scratch
+    table.m = 0
+    table.weights = table.squares + how.slots * how.slots
+    status = refuse(how, sources, n, &table, refused) if n else DONE
+    if status != DONE:
+        return status
+    if how.bucket and table.m:
+        status = fill_buckets(how, &table, version, <char*>(table.weights + how.slots))
+        if status != DONE:
+            return status
+    table.f = how.lies[table.m] if n else -1
+    if table.f < 0:
+        memset(dst, 0, how.count * how.itemsize)
+        return DONE
+    return make(how, &table, dst, version)
+
+
+# ---------------------------------------------------------------- Python face
+
+_ORDERED = {
+    Kind.AVERAGE: "average", Kind.TRIMMED_MEAN: "trimmed", Kind.MEDIAN: "trimmed",
+    Kind.PHOCAS: "phocas", Kind.MEAN_AROUND_MEDIAN: "around_median", Kind.BULYAN: "around_median",
+}
+_PLAIN = {
+    Kind.TRIMMED_MEAN: "trimmed_mean", Kind.MEDIAN: "trimmed_mean", Kind.PHOCAS: "nearest_mean",
+    Kind.MEAN_AROUND_MEDIAN: "nearest_mean", Kind.BULYAN: "nearest_mean",
+    Kind.SIGN_MAJORITY: "sign_majority",
+}
+
+
+@cython.final
+cdef class Combiner:
+    """What a rule makes of updates of one partition, with what it keeps from round to round.
+
+    rule: of fastps.rules, with parameters that fit n workers and the element type. count:
+    elements. function: of a rule of the user's, a function of arrays or a Numba cfunc. Compiles
+    kernels, for under a second each. Raises ValueError, TypeError, MemoryError.
+    """
+
+    def __cinit__(self, rule not None, code not None, *, int n, uint64_t count, function=None):
+        rule.check_voices(n, code)
+        self.how.kind = rule.kind
+        self.how.keep, self.how.iterations = rule.keep, rule.iterations
+        self.how.bucket, self.how.seed = rule.bucket, rule.seed
+        self.how.radius, self.how.nu = rule.radius, rule.nu
+        self.how.itemsize, self.how.count = code.itemsize, count
+        for m in range(n + 1):
+            self.how.lies[<int>m] = -1 if rule.gives_nothing(m) else rule.lies_among(m)
+        self.load(rule, code, n)
+        if rule.kind is Kind.OWN:
+            self.adopt(function)
+        if rule.kind is Kind.CENTERED_CLIPPING:
+            self.how.last = <char*>calloc(max(count, 1), code.itemsize)
+            if self.how.last == NULL:
+                raise MemoryError(f"no memory for the last result of {count} elements")
+        self.how.slots = n + 1
+        self.how.scratch_bytes = 8 * self.how.slots * (self.how.slots + 1)
+        if rule.bucket:
+            self.how.scratch_bytes += rule.voices(n) * round_up(count * code.itemsize)
+
+    cdef int load(self, rule, code, int n) except -1:
+        """Compile the kernels that the rule needs for n workers, and for fewer."""
+        cdef int f = rule.lies_among(rule.voices(n))
+        self.how.norms = <kernel_fn><uintptr_t>robust_kernel("square_norms", code)
+        self.how.mix = <kernel_fn><uintptr_t>reduce_kernel(ReduceOp.MIX, code)
+        if rule.kind in _PLAIN:
+            self.how.plain = <kernel_fn><uintptr_t>robust_kernel(_PLAIN[rule.kind], code)
+        if not rule.is_by_element:
+            self.how.distances = <kernel_fn><uintptr_t>robust_kernel("pair_distances", code)
+        if rule.kind not in _ORDERED or rule.bucket or rule.gives_nothing(n):
+            return 0
+        self.how.f = f
+        self.how.n_ordered = n - 2 * f if rule.kind is Kind.BULYAN else n
+        trim = {Kind.MEDIAN: (n - 1) // 2, Kind.BULYAN: 2 * f, Kind.AVERAGE: 0}.get(rule.kind, f)
+        kernel = ordered_kernel(_ORDERED[rule.kind], code, self.how.n_ordered, trim)
+        self.how.ordered = <kernel_fn><uintptr_t>kernel
+        return 0
+
+    def adopt(self, function):
+        """Take a rule of the user's."""
+        address = getattr(function, "address", None)
+        if not isinstance(address, int) and not callable(function):
+            raise TypeError(f"a rule is a function or a Numba cfunc, not {function!r}")
+        self.function = function
+        if isinstance(address, int):
+            self.how.own = <kernel_fn><uintptr_t>address
+        else:
+            self.how.python = <void*><PyObject*>function
+
+    def combine(self, updates, *, uint32_t version=1):
+        """Give what the rule makes of arrays, and which of them it refused; None: was skipped.
+
+        updates: C-contiguous arrays of count elements, read. Gives (array, list of indexes).
+        """
+        cdef const void* sources[MAX_VOICES]
+        cdef uint8_t refused[MAX_VOICES]
+        cdef int64_t status, n = 0
+        arrays = [one for one in updates if one is not None]
+        places = [place for place, one in enumerate(updates) if one is not None]
+        for one in arrays:
+            if one.nbytes != self.how.count * self.how.itemsize or not one.flags.c_contiguous:
+                raise ValueError(f"an update of {one.nbytes} bytes, or not in one piece")
+            sources[n] = <const void*><uintptr_t>one.ctypes.data
+            n += 1
+        made = np.empty_like(arrays[0]) if arrays else np.zeros(self.how.count)
+        scratch = np.empty(self.how.scratch_bytes + LINE_BYTES, np.uint8)
+        cdef uintptr_t room = round_up(scratch.ctypes.data)
+        cdef void* dst = <void*><uintptr_t>made.ctypes.data
+        with nogil:
+            status = combine(&self.how, sources, n, dst, version, refused, <char*>room)
+        if status != DONE:
+            raise RuntimeError(f"the rule failed with status {status}")
+        return made, [places[j] for j in range(n) if refused[j]]
+
+    def __dealloc__(self):
+        free(self.how.last)
