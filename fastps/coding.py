@@ -44,6 +44,7 @@ class Option(IntEnum):
     L2 = 4  # dithering: the norm is the root of the sum of squares instead of the maximum
     UNBIASED = 8  # randomk: what was chosen stands for what was not
     FEEDBACK = 16  # what a round lost is added to the next one
+    BYTEPS = 32  # bytes and random numbers are BytePS's
 
 
 WHOLE = (Codec.ONEBIT, Codec.TOPK, Codec.RANDOMK, Codec.DITHERING)
@@ -65,7 +66,7 @@ class Coding(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError for parameters that mean nothing."""
-        if not (0 <= self.mu < 1 and 0 <= self.options < 32 and 0 <= self.seed < 1 << 63):
+        if not (0 <= self.mu < 1 and 0 <= self.options < 64 and 0 <= self.seed < 1 << 63):
             raise ValueError(f"mu is 0 to below 1, a seed 0 to 2**63 - 1, not those of {self}")
         if not 0 <= self.k < 1 << 31:
             raise ValueError(f"k={self.k:g} is not 0 to 2**31")
@@ -78,6 +79,16 @@ class Coding(NamedTuple):
             raise ValueError(f"k={self.k:g} levels of dithering; it takes 1 to {most}")
         if self.has(Option.UNBIASED) and self.has(Option.FEEDBACK):
             raise ValueError("error feedback sends later what was left out: not with unbiased")
+        if self.has(Option.BYTEPS):
+            self._check_byteps()
+
+    def _check_byteps(self) -> None:
+        if not self.is_whole or self.has(Option.UNBIASED):
+            raise ValueError("BytePS has onebit, topk, randomk and dithering, and not unbiased")
+        if self.codec in (Codec.RANDOMK, Codec.DITHERING) and not self.seed:
+            raise ValueError("a seed of 0 is none for BytePS's generator; give another one")
+        if self.codec is Codec.DITHERING and self._elias_bits > 32:
+            raise ValueError(f"k={self.k:g}: codes of so many levels are longer than elements")
 
     def __str__(self) -> str:
         """Say what it is, as errors do."""
@@ -116,6 +127,8 @@ class Coding(NamedTuple):
         """Give the bytes of one unit of count elements, with its head; 0 for none."""
         if count == 0:
             return 0
+        if self.has(Option.BYTEPS):
+            return HEAD_BYTES + self._byteps_bytes(count)
         if self.codec is Codec.ONEBIT:
             return HEAD_BYTES + 4 * -(-count // 32)
         if self.codec is Codec.TOPK:
@@ -127,6 +140,20 @@ class Coding(NamedTuple):
             per_byte = 8 // self.code_bits
             return HEAD_BYTES + whole * BLOCK // per_byte + -(-rest // per_byte)
         return HEAD_BYTES + self._block_bytes(count)
+
+    def _byteps_bytes(self, count: int) -> int:
+        """Give the bytes in BytePS's layout; of dithering the most that they may be."""
+        if self.codec is Codec.ONEBIT:
+            return 4 * -(-count // 32) + 4
+        if self.codec is Codec.DITHERING:
+            return 4 * -(-count * self._elias_bits // 32) + 8
+        return 8 * self.kept(count)
+
+    @property
+    def _elias_bits(self) -> int:
+        """Give the most bits of an element of dithering: no gap, a sign, the largest level."""
+        length = int(self.k) if self.has(Option.NATURAL) else int(self.k).bit_length()
+        return 2 + length + 2 * length.bit_length() - 2
 
     def _block_bytes(self, count: int) -> int:
         whole, rest = divmod(count, BLOCK)

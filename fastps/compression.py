@@ -18,50 +18,53 @@ class Compression:
 
     ef: "vanilla" adds what a round lost to the next one, on workers and servers; None does not.
     momentum: "nesterov" with mu on the worker, before; the optimizer has none of its own then.
-    seed: of the random numbers, the same on all workers. A value that means nothing: ConfigError.
+    seed: of the random numbers, the same on all workers. layout: "byteps" for BytePS's bytes and
+    random numbers, to compare with it; slower. A value that means nothing: ConfigError.
     """
 
     none = PLAIN
 
     @staticmethod
     def onebit(
-        scaling: bool = True, *, ef: str | None = None, momentum: str | None = None,
-        mu: float = 0.9,
+        scaling: bool = True, *, layout: str | None = None, ef: str | None = None,
+        momentum: str | None = None, mu: float = 0.9,
     ) -> Coding:  # fmt: skip
         """Send signs, and with scaling the mean absolute value; 1/32 of the bytes."""
-        options = Option.SCALING if scaling else 0
+        options = (Option.SCALING if scaling else 0) | _layout(layout)
         return _make(Codec.ONEBIT, 0, options, ef=ef, momentum=momentum, mu=mu)
 
     @staticmethod
     def topk(
-        k: float, *, ef: str | None = None, momentum: str | None = None, mu: float = 0.9
-    ) -> Coding:
+        k: float, *, layout: str | None = None, ef: str | None = None,
+        momentum: str | None = None, mu: float = 0.9,
+    ) -> Coding:  # fmt: skip
         """Send the k largest elements of each partition, or below 1 that share; 8 bytes each."""
-        return _make(Codec.TOPK, k, 0, ef=ef, momentum=momentum, mu=mu)
+        return _make(Codec.TOPK, k, _layout(layout), ef=ef, momentum=momentum, mu=mu)
 
     @staticmethod
     def randomk(
-        k: float, *, unbiased: bool = False, seed: int = 0, ef: str | None = None,
-        momentum: str | None = None, mu: float = 0.9,
+        k: float, *, unbiased: bool = False, seed: int = 0, layout: str | None = None,
+        ef: str | None = None, momentum: str | None = None, mu: float = 0.9,
     ) -> Coding:  # fmt: skip
         """Send k elements of each partition by lot, or below 1 that share; 4 bytes each.
 
         unbiased: they stand for their neighbours, so that the mean stays; not with ef.
         """
-        options = Option.UNBIASED if unbiased else 0
+        options = (Option.UNBIASED if unbiased else 0) | _layout(layout)
         return _make(Codec.RANDOMK, k, options, seed=seed, ef=ef, momentum=momentum, mu=mu)
 
     @staticmethod
     def dithering(
         k: int, *, partition: str = "linear", normalize: str = "max", seed: int = 0,
-        ef: str | None = None, momentum: str | None = None, mu: float = 0.9,
+        layout: str | None = None, ef: str | None = None, momentum: str | None = None,
+        mu: float = 0.9,
     ) -> Coding:  # fmt: skip
         """Round to one of k levels by lot, linear or natural, of the norm max or l2.
 
         2, 4 or 8 bits an element, as k is 1, at most 7, or more.
         """
         options = _choice("partition", partition, {"linear": 0, "natural": Option.NATURAL})
-        options |= _choice("normalize", normalize, {"max": 0, "l2": Option.L2})
+        options |= _choice("normalize", normalize, {"max": 0, "l2": Option.L2}) | _layout(layout)
         return _make(Codec.DITHERING, k, options, seed=seed, ef=ef, momentum=momentum, mu=mu)
 
     @staticmethod
@@ -104,10 +107,10 @@ _NAMES = {
 _PARTITIONS = {"0": "linear", "1": "natural"}
 _NORMS = {"0": "max", "1": "l2"}
 _TAKEN = {
-    "onebit": ("scaling",),
-    "topk": ("k",),
-    "randomk": ("k", "seed"),
-    "dithering": ("k", "seed", "partition", "normalize"),
+    "onebit": ("scaling", "layout"),
+    "topk": ("k", "layout"),
+    "randomk": ("k", "seed", "layout"),
+    "dithering": ("k", "seed", "partition", "normalize", "layout"),
 }
 _ALL = ("ef", "momentum", "mu")
 
@@ -141,7 +144,7 @@ def _from_names(given: Mapping[str, Any]) -> Coding:
     if make is None or kind.startswith("_"):
         raise ConfigError(f"compressor {kind!r} is none of {', '.join(sorted(_TAKEN))}")
     taken = (*_TAKEN.get(kind, ()), *_ALL)
-    unknown = sorted(found.keys() - {*_ALL, "k", "seed", "scaling", "partition", "normalize"})
+    unknown = sorted(found.keys() - {*_ALL, "scaling", *_TAKEN["dithering"]})
     if unknown:
         raise ConfigError(f"{unknown[0]!r} is no parameter of compression")
     wanted = {name: _value(name, found[name]) for name in taken if name in found}
@@ -167,6 +170,10 @@ def _value(name: str, value: Any) -> Any:
 
 def _truth(value: Any) -> bool:
     return str(value).strip().lower() in ("1", "true", "yes", "on")
+
+
+def _layout(layout: str | None) -> int:
+    return 0 if layout is None else _choice("layout", layout, {"byteps": Option.BYTEPS})
 
 
 def _choice(name: str, value: str, choices: Mapping[str, int]) -> int:

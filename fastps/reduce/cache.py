@@ -80,8 +80,14 @@ def load_codec(verb: str, what: str, does: bool) -> Any:
     from fastps.reduce.codec import kernels as codec  # noqa: PLC0415  (most jobs need none)
     from fastps.reduce.codec import words  # noqa: PLC0415
 
+    sources: tuple[ModuleType, ...] = (kernels, codec, words, types)
     compile_it = functools.partial(codec.compile_codec, verb, what, does)
-    return _load(f"{verb}_{what}_{does:d}", compile_it, (kernels, codec, words, types))
+    if what.startswith("byteps_"):
+        from fastps.reduce.codec import byteps  # noqa: PLC0415  (fewer still)
+
+        sources = (*sources, byteps)
+        compile_it = functools.partial(byteps.compile_codec, verb, what, does)
+    return _load(f"{verb}_{what}_{does:d}", compile_it, sources)
 
 
 def _load(name: str, compile_it: Callable[..., Any], sources: tuple[ModuleType, ...]) -> Any:

@@ -12,11 +12,12 @@ import pytest
 
 import fastps
 from fastps import Compression
-from fastps.coding import PLAIN, Coding
+from fastps.coding import PLAIN, Coding, Option
 from fastps.contract import pusher_of
 from fastps.current import current
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from byteps_oracle import BytePS
 from codec_oracle import Reference
 
 COUNT, STEPS = 70001, 4
@@ -38,6 +39,8 @@ GRID = {  # BytePS's grid, and more
     "dithering ef": Compression.dithering(100, **EF), "fp16": Compression.fp16(),
     "bf16 ef": Compression.bf16(**EF), "int8": Compression.int8(), "int8 all":
     Compression.int8(**EF, **NAG), "int4": Compression.int4(**EF),
+    "byteps topk": Compression.topk(0.001, layout="byteps", **EF, **NAG),
+    "byteps randomk": Compression.randomk(0.01, seed=3, layout="byteps", **EF),
 }  # fmt: skip
 
 
@@ -46,15 +49,16 @@ class Model:
 
     def __init__(self, name: str, coding: Coding, pieces: Any, chunk_bytes: int) -> None:
         offset = 0
+        kind = BytePS if coding.has(Option.BYTEPS) else Reference
         self.parts = []
         for index, (nbytes, owner) in enumerate(pieces):
             common = {"name": name, "partition": index, "chunk_bytes": chunk_bytes}
             count = nbytes // 4
             workers = [
-                Reference(coding, count, rank=pusher_of(ranks, index), pushes=True, **common)
+                kind(coding, count, rank=pusher_of(ranks, index), pushes=True, **common)
                 for ranks in machines()
             ]
-            server = Reference(coding, count, rank=owner, **common)
+            server = kind(coding, count, rank=owner, **common)
             self.parts.append((slice(offset, offset + count), workers, server))
             offset += count
 

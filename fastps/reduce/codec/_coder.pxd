@@ -20,6 +20,7 @@ cdef struct Code:               # of one partition; fixed but for what the array
     float* momentum             # count of them, or NULL
     float mu
     uint64_t stream             # of random numbers
+    uint64_t[2] state           # of BytePS's generator, which encoding changes; else 0
     uint64_t rank               # of whoever encodes; 0 where all draw alike
     int64_t k
     int64_t option

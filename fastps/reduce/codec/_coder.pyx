@@ -44,6 +44,9 @@ cdef inline void fill_args(const Code* code, uint32_t version, int64_t* args) no
     args[0] = code.k
     args[1] = <int64_t>(seed >> 32)
     args[2] = <int64_t><uint32_t>seed
+    if code.state[1]:
+        args[1] = <int64_t>code.state[0]
+        args[2] = <int64_t>code.state[1]
     args[3] = code.option
 
 
@@ -57,6 +60,9 @@ cdef void finish(Code* code, uint32_t unit, uint32_t version, float* v, float ra
     fill_args(code, version, args)
     code.encode(v, elements_of(code, unit), <uint8_t*>payload + HEAD_BYTES, <float*>payload,
                 scratch, args)
+    if code.state[1]:
+        code.state[0] = <uint64_t>args[1]
+        code.state[1] = <uint64_t>args[2]
     (<float*>payload)[1] = ratio
 
 
@@ -121,8 +127,10 @@ cdef void code_sum(Code* code, uint32_t unit, uint32_t version, const void* cons
 def _kernel_name(coding):
     """Name the kernels of a codec."""
     if coding.codec == Codec.DITHERING:
-        return "natural" if coding.has(Option.NATURAL) else "linear"
-    return Codec(coding.codec).name.lower()
+        name = "natural" if coding.has(Option.NATURAL) else "linear"
+    else:
+        name = Codec(coding.codec).name.lower()
+    return f"byteps_{name}" if coding.has(Option.BYTEPS) else name
 
 
 def _k_of(coding, count):
@@ -152,6 +160,7 @@ cdef class Coder:
         self.code.n_units = -(-units.elements // units.unit_count) if units.elements else 0
         self.code.itemsize = code.itemsize
         self.code.stream = rules.stream_of(coding, name, partition)
+        self.code.state[0] = self.code.state[1] = coding.seed if coding.has(Option.BYTEPS) else 0
         self.code.rank = 0 if coding.codec == Codec.RANDOMK else rank + 1
         self.code.k = _k_of(coding, units.elements)
         self.code.option = coding.has(

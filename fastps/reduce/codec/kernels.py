@@ -651,5 +651,14 @@ def compile_codec(verb: str, what: str, does: bool, *, is_cached: bool) -> Any:
     the residual; widen or narrow an element type.
     """
     signature, function = source_of(verb, what, does)
+    return _compile(signature, function, is_cached=is_cached)
+
+
+def compile_coder(function: Callable[..., int], *, is_cached: bool) -> Any:
+    """Compile an encoder or a decoder."""
+    return _compile(_CODER, function, is_cached=is_cached)
+
+
+def _compile(signature: Any, function: Callable[..., int], *, is_cached: bool) -> Any:
     make = _cfunc(signature, cache=is_cached, error_model="numpy", boundscheck=False, _nrt=False)
     return make(function)
