@@ -34,10 +34,17 @@ settings.load_profile("fastps")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes long, so that no processor waits for it in the end."""
 
-    def place(item: pytest.Item) -> tuple[bool, bool]:
-        return item.get_closest_marker("stress") is None, item.path.parent.name not in JOBS
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        folder = item.path.parent.name
+        return item.get_closest_marker("stress") is None, folder not in JOBS, folder == "house"
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector, whom some tests call, pass over what collection has made."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure() -> None:

@@ -34,25 +34,10 @@ def make_model(large_mb: float, layer_s: float) -> Any:
     """Make the chain of layers."""
     import torch  # noqa: PLC0415  # the driver needs none
 
-    class Wait(torch.autograd.Function):
-        """Take as long as a layer on a device."""
-
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            time.sleep(layer_s)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            time.sleep(2 * layer_s)
-            return gradient
-
-    class Layer(torch.nn.Linear):
-        def forward(self, x: Any) -> Any:
-            return torch.tanh(Wait.apply(super().forward(x)))
+    from tools.bench._waiting import Layer  # noqa: PLC0415
 
     last = max(int(large_mb * 1e6 / 4 / WIDTH), 10)
-    layers = [Layer(WIDTH, WIDTH) for _ in range(LAYERS)]
+    layers = [Layer(WIDTH, WIDTH, layer_s) for _ in range(LAYERS)]
     return torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, last, bias=False))
 
 

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure how much of its communication adapt-then-combine hides on slow links.
+
+    python tools/bench/atc.py --hosts 4 --rate 200mbit
+
+Needs root: tools/netlab.py makes hosts with links of that rate, one worker on each, no servers. A
+model of 25 million parameters is a chain of layers, each of which sleeps going forward and twice as
+long going back, as one that waits for a device, so that backward takes as long as its bytes need on
+a link. Three optimizers take turns in the same processes: adapt-then-combine with one peer of an
+exponential graph in each step, all-reduced gradients, and adapt-then-combine that mixes nothing.
+
+M is the model, B the payload a link carries one way. The last has the step `alone`. Communication
+can begin with the first bucket that backward has ready, so no step with one peer is shorter than
+`bound`, the larger of alone and (forward + first bucket + M/B). hidden is the share of what the
+bound allows to hide: (alone + M/B - step) / (alone + M/B - bound).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import fastps.torch as fps
+from fastps import topology
+from fastps.frameworks.torch.decentralized import bucketed
+from tools.bench._waiting import Layer
+from tools.bench.collectives import SCHEDULER, environment_of
+from tools.netlab import NetLab, ended_by_signals, missing
+
+WIDTH, LAYERS = 1024, 24  # 25.2 million parameters
+Turns = Any
+
+
+def make_model(layer_s: float) -> torch.nn.Sequential:
+    """Make the chain of layers, the same on all workers."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(Layer(WIDTH, WIDTH, layer_s) for _ in range(LAYERS)))
+
+
+def make_systems(layer_s: float) -> dict[str, tuple[torch.nn.Module, Any]]:
+    """Make a model for each optimizer."""
+    systems: dict[str, tuple[torch.nn.Module, Any]] = {}
+    for way in ("one peer", "all-reduce", "alone"):
+        model = make_model(layer_s)
+        inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+        optimizer: Any
+        if way == "all-reduce":
+            optimizer = fps.DistributedOptimizer(inner, model.named_parameters(), prefix=way)
+        else:
+            kind = "empty" if way == "alone" else "neighbor_allreduce"
+            optimizer = fps.DistributedAdaptThenCombineOptimizer(
+                inner, model, getattr(fps.CommunicationType, kind), prefix=way
+            )
+        systems[way] = model, optimizer
+    return systems
+
+
+def turn(system: tuple[torch.nn.Module, Any], steps: int, peers: Turns) -> float:
+    """Give the seconds of one step of several."""
+    model, optimizer = system
+    x = torch.ones(4, WIDTH)
+    fps.barrier()
+    began = time.perf_counter()
+    for _ in range(steps):
+        if peers is not None:
+            sends, receives = next(peers)
+            optimizer.self_weight = share = 1 / (len(receives) + 1)
+            optimizer.src_weights = dict.fromkeys(receives, share)
+            optimizer.dst_weights = sends
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fps.barrier()
+    return (time.perf_counter() - began) / steps
+
+
+def work(options: argparse.Namespace) -> None:
+    """Take turns on all workers; rank 0 prints what came out."""
+    torch.set_num_threads(1)
+    fps.init()
+    rate = float(os.environ["BENCH_BYTES_PER_S"])
+    nbytes = 4 * sum(one.numel() for one in make_model(0).parameters())
+    layer_s = nbytes / rate / (2 * LAYERS)
+    systems = make_systems(layer_s)
+    first = next(iter(bucketed(list(systems["one peer"][0].parameters()))))
+    ready_s = layer_s * LAYERS + 2 * layer_s * -(-4 * sum(p.numel() for p in first) // (
+        4 * WIDTH * WIDTH))  # fmt: skip
+    graph = topology.exponential_graph(fps.size())
+    peers = topology.one_peer(graph, fps.rank())
+    fps.set_topology(graph)
+    rounds: list[dict[str, float]] = []
+    for count in range(options.rounds + 1):
+        found = {
+            way: turn(system, options.steps, peers if way == "one peer" else None)
+            for way, system in systems.items()
+        }
+        rounds += [found] * bool(count)
+    if fps.rank() == 0:
+        report(rounds, nbytes / rate, ready_s)
+    fps.shutdown()
+
+
+def report(rounds: list[dict[str, float]], transfer_s: float, ready_s: float) -> None:
+    """Print medians over the rounds."""
+    middle = {way: statistics.median(one[way] for one in rounds) for way in rounds[0]}
+    hidden = []
+    for one in rounds:
+        bound = max(one["alone"], ready_s + transfer_s)
+        both = one["alone"] + transfer_s
+        hidden.append((both - one["one peer"]) / (both - bound))
+    bound = max(middle["alone"], ready_s + transfer_s)
+    sys.stdout.write(
+        f"M/B {transfer_s:.2f} s, alone {middle['alone']:.2f} s, bound {bound:.2f} s; step with "
+        f"one peer {middle['one peer']:.2f} s, all-reduced {middle['all-reduce']:.2f} s; "
+        f"hidden {statistics.median(hidden):.3f} of what the bound allows "
+        f"({min(hidden):.3f} to {max(hidden):.3f})\n"
+    )
+
+
+def main() -> None:
+    """Make the hosts and start a worker on each; or be one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=4, help="workers (%(default)s)")
+    parser.add_argument("--rate", default="200mbit", help="of the links (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns (%(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="of a turn (%(default)s)")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options)
+        return
+    if lack := missing():
+        raise SystemExit(f"atc: {lack}")
+    with ended_by_signals(), NetLab(hosts=options.hosts, rate=options.rate, cc="cubic") as lab:
+        environment = environment_of(options.hosts, lab.address(0))
+        environment["BENCH_BYTES_PER_S"] = str(lab.bytes_per_s)
+        worker = [sys.executable, *sys.argv, "--worker"]
+        started: list[subprocess.Popen[bytes]] = []
+        for number, command in enumerate([SCHEDULER, *[worker] * options.hosts]):
+            host = max(number - 1, 0)
+            started.append(lab.popen(host, command, env=environment | {
+                "FASTPS_HOST": lab.address(host)}))  # fmt: skip
+        raise SystemExit(sum(process.wait() for process in started[1:]))
+
+
+if __name__ == "__main__":
+    main()
