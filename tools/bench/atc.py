@@ -4,10 +4,11 @@
     python tools/bench/atc.py --hosts 4 --rate 200mbit
 
 Needs root: tools/netlab.py makes hosts with links of that rate, one worker on each, no servers. A
-model of 25 million parameters is a chain of layers, each of which sleeps going forward and twice as
-long going back, as one that waits for a device, so that backward takes as long as its bytes need on
-a link. Three optimizers take turns in the same processes: adapt-then-combine with one peer of an
-exponential graph in each step, all-reduced gradients, and adapt-then-combine that mixes nothing.
+model of 25 million parameters is a chain of layers, each of which sleeps going forward and twice
+as long going back, as one that waits for a device, so that backward takes as long as its bytes
+need on a link. Three optimizers take turns in the same processes: adapt-then-combine with one peer
+of an exponential graph in each step, all-reduced gradients, and adapt-then-combine that mixes
+nothing.
 
 M is the model, B the payload a link carries one way. The last has the step `alone`. Communication
 can begin with the first bucket that backward has ready, so no step with one peer is shorter than
