@@ -118,9 +118,10 @@ class Groups:
         """How long an operation may take."""
         return self._session.config.op_timeout_s
 
-    def gather(self, obj: Any, name: str) -> list[Any]:
-        """Give everybody's object; blocks."""
-        return gather_objects(self.world, obj, name)
+    def gather(self, obj: Any, name: str) -> dict[int, Any]:
+        """Give everybody's object by rank, of those that are left; blocks."""
+        group = self.living()
+        return dict(zip(group.ranks, gather_objects(group, obj, name), strict=True))
 
     def machine_of(self, rank: int) -> int:
         """Give the number of the machine that a worker is on."""

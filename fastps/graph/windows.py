@@ -21,7 +21,8 @@ from fastps.collectives.group import Group, Promise
 from fastps.errors import FastPSError, MismatchError, StallError, Status
 from fastps.graph._windows import Window, WindowAction, Windows, buffer_offset, window_bytes
 from fastps.graph.neighbors import Neighbors
-from fastps.graph.weights import Targets
+from fastps.graph.surviving import renormalised
+from fastps.graph.weights import Graph, Targets
 from fastps.types import DType, ReduceOp, dtype_of
 from fastps.worker._engine import WorkerEngine
 from fastps.worker.handle import Array
@@ -47,7 +48,8 @@ class _Host(Protocol):
     @property
     def timeout_s(self) -> float: ...
     def reach(self, members: Sequence[int]) -> None: ...
-    def gather(self, obj: Any, name: str) -> list[Any]: ...
+    def living(self) -> Group: ...
+    def gather(self, obj: Any, name: str) -> dict[int, Any]: ...
     def check_usable(self) -> None: ...
     def promise(
         self,
@@ -97,6 +99,7 @@ class WindowTable:
     ) -> bool:  # fmt: skip
         """Make a window over an array, which stays its own value; False: the name is taken.
 
+        Workers that are lost have no part in it, and what they weighed is divided anew.
         user: what a framework has over that memory.
         """
         self._host.check_usable()
@@ -105,7 +108,9 @@ class WindowTable:
         _check_array(array, f"window {name!r}")
         code = dtype_of(array.dtype) if dtype is None else dtype
         me, graph = self._host.me, self._neighbors.graph
-        sources, targets = graph.topology.in_neighbors(me), graph.topology.out_neighbors(me)
+        left = self._host.living().ranks
+        sources = [one for one in graph.topology.in_neighbors(me) if one in left]
+        targets = [one for one in graph.topology.out_neighbors(me) if one in left]
         if self._own is None:
             self._host.reach([*{*sources, *targets}])
         room = self._room(window_bytes(array.nbytes, len(sources)))
@@ -117,10 +122,7 @@ class WindowTable:
         )
         self._agree(name, told)
         window.connect(*self._places(told, array.nbytes), keep=dict(self._host.arenas))
-        weights = graph.topology.receive_weights(me)
-        if not graph.is_weighted:
-            share = 1 / (len(sources) + 1)
-            weights = share, dict.fromkeys(sources, share)
+        weights = _receive_weights(graph, me, sources)
         self._known[name] = Known(window, array, code, weights, user)
         return True
 
@@ -155,13 +157,14 @@ class WindowTable:
             dtype=int(code), sum=reduce_kernel(ReduceOp.SUM, code), mix=mix, zero_init=zero_init,
         )  # fmt: skip
 
-    def _agree(self, name: str, told: Sequence[Sequence[Any]]) -> None:
+    def _agree(self, name: str, told: Mapping[int, Sequence[Any]]) -> None:
         """Raise MismatchError, on all workers, where they do not mean the same."""
-        for rank, (nbytes, code, sources, targets, *_) in enumerate(told):
-            if [nbytes, code] != list(told[0][:2]):
+        first = next(iter(told))
+        for rank, (nbytes, code, sources, targets, *_) in told.items():
+            if [nbytes, code] != list(told[first][:2]):
                 raise MismatchError(
                     f"window {name!r}: worker {rank} has {nbytes} bytes of {DType(code).name}, "
-                    f"and worker 0 {told[0][0]} of {DType(told[0][1]).name}"
+                    f"and worker {first} {told[first][0]} of {DType(told[first][1]).name}"
                 )
             wrong = [one for one in sources if rank not in told[one][3]]
             wrong += [one for one in targets if rank not in told[one][2]]
@@ -172,11 +175,11 @@ class WindowTable:
                 )
 
     def _places(
-        self, told: Sequence[Sequence[Any]], nbytes: int
+        self, told: Mapping[int, Sequence[Any]], nbytes: int
     ) -> tuple[list[tuple[int, int]], list[int], dict[int, tuple[int, int]]]:
         """Say where neighbours' memory lies: of targets, who writes ours, what of sources."""
         me, arenas = self._host.me, self._host.arenas
-        near = [rank for rank in arenas if rank != me and told[rank][4] >= 0]
+        near = [rank for rank in arenas if rank in told and rank != me and told[rank][4] >= 0]
         targets = []
         for rank in told[me][3]:
             place = told[rank][2].index(me)
@@ -198,7 +201,7 @@ class WindowTable:
             known = self._known[one]
             try:
                 self.flush(one).wait()
-                self._group.barrier(name=f"win_free {one}").wait()
+                self._host.living().barrier(name=f"win_free {one}").wait()
             finally:
                 del self._known[one]
                 known.window.free(timeout_s=self._host.timeout_s)
@@ -331,6 +334,19 @@ class WindowTable:
         self._home.stop(timeout_s=timeout_s)
         if self._own is not None:
             self._own.dismiss()
+
+
+def _receive_weights(
+    graph: Graph, me: int, sources: Sequence[int]
+) -> tuple[float, dict[int, float]]:
+    """Give our own weight and those of sources, which are the in-neighbours that are left."""
+    if not graph.is_weighted:
+        share = 1 / (len(sources) + 1)
+        return share, dict.fromkeys(sources, share)
+    own, weights = graph.topology.receive_weights(me)
+    is_there = [True, *(one in sources for one in weights)]
+    own, *others = renormalised([own, *weights.values()], is_there)
+    return own, dict(zip([one for one in weights if one in sources], others, strict=True))
 
 
 def _check_array(array: Array, what: str) -> None:
