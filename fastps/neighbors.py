@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastps.coding import PLAIN, Coding
+from fastps.compression import Choice, coding_of
 from fastps.current import current
 from fastps.flights import Flight, Later, labels_of
 from fastps.graph.rules import AdaptiveClipping, Rule, SelfCentredClipping
 from fastps.sets import gather_objects
 from fastps.topology import Topology, with_destinations, with_sources
-from fastps.types import DType
+from fastps.types import DType, dtype_of
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:  # importing fastps brings as little as it can
@@ -110,13 +112,33 @@ def _result_of(array: Array) -> Array:
 
 
 def start_neighbor_allreduce(
-    neighbors: Neighbors, array: Array, out: Array, *, rule: Rule | None = None, **how: Any
+    neighbors: Neighbors,
+    array: Array,
+    out: Array,
+    *,
+    rule: Rule | None = None,
+    compression: Choice = None,
+    consensus_step: float | None = None,
+    **how: Any,
 ) -> Flight:
     """Begin to combine an array with neighbours', by a rule or weights; how: of Neighbors."""
+    coding = coding_of(compression, how["name"] or "") or PLAIN
+    if _is_coded(coding, array, how["dtype"]):
+        promise, finish = neighbors.coded(array, out, coding, step=consensus_step, rule=rule,
+                                          **how)  # fmt: skip
+        return Later([promise], lambda _: finish())
     if not (isinstance(rule, CLIPPING) or neighbors.goes_on):
         return neighbors.allreduce(array, out, rule=rule, **how)
     promise, finish = neighbors.combined(array, out, rule=rule, **how)
     return Later([promise], lambda _: finish())
+
+
+def _is_coded(coding: Coding, array: Array, dtype: DType | None) -> bool:
+    """Tell whether an array is worth a codec, and can have it."""
+    session = current()
+    code = dtype_of(array.dtype) if dtype is None else dtype
+    least = session.config.min_compress_bytes
+    return session.size > 1 and coding.fits(code, array.nbytes, min_bytes=least)
 
 
 def start_pair_gossip(
@@ -282,6 +304,8 @@ def neighbor_allreduce_async(
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Targets | None = None,
     rule: Rule | None = None,
+    compression: Choice = None,
+    consensus_step: float | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> Later[Any]:
@@ -294,6 +318,7 @@ def neighbor_allreduce_async(
         return start_neighbor_allreduce(
             current().groups.neighbors, array, out, self_weight=self_weight,
             src_weights=src_weights, dst_weights=dst_weights, rule=rule,
+            compression=compression, consensus_step=consensus_step,
             is_checked=enable_topo_check, name=label, dtype=code,
         )  # fmt: skip
 
@@ -307,6 +332,8 @@ def neighbor_allreduce(
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Targets | None = None,
     rule: Rule | None = None,
+    compression: Choice = None,
+    consensus_step: float | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> Any:
@@ -319,14 +346,17 @@ def neighbor_allreduce(
     once before it leaves. Products are added in the order of ranks, halves in float32. Weights
     are not normalised. rule: TrimmedMean(), CoordinateMedian(), SelfCentredClipping() or
     AdaptiveClipping(), against neighbours that lie; the first two look only at whose arrays are
-    weighed, not how. All workers give rules of one kind. enable_topo_check: MismatchError where
-    one worker sends what another does not expect, at the cost of a byte each way; without it such
-    a call may wait until op_timeout_s. Blocks; raises ValueError, TypeError, PeerLostError,
-    StallError. Bytes on the wire: nbytes to each target.
+    weighed, not how. All workers give rules of one kind. compression: as of push_pull(), the same
+    on all workers; with error feedback the call needs a name, whose arrays are then mixed by steps
+    of consensus_step times the whole way, None for what the codec stands. enable_topo_check:
+    MismatchError where one worker sends what another does not expect, at the cost of a byte each
+    way; without it such a call may wait until op_timeout_s. Blocks; raises ValueError, TypeError,
+    PeerLostError, StallError. Bytes on the wire: nbytes to each target.
     """
     return neighbor_allreduce_async(
         tensor, self_weight=self_weight, src_weights=src_weights, dst_weights=dst_weights,
-        rule=rule, enable_topo_check=enable_topo_check, name=name,
+        rule=rule, compression=compression, consensus_step=consensus_step,
+        enable_topo_check=enable_topo_check, name=name,
     ).wait()  # fmt: skip
 
 

@@ -90,8 +90,12 @@ KINDS = (
     "allreduce", "allgather", "reduce", "reducescatter", "gather", "scatter", "alltoall",
     "broadcast", "barrier", "send", "neighbor_allreduce", "neighbor_allgather",
     "hierarchical_neighbor_allreduce", "neighbor_trimmed_mean", "neighbor_gather",
+    "neighbor_coded",
 )  # fmt: skip
-_NEIGHBOR_RULES = {"neighbor_allgather": None, "neighbor_trimmed_mean": ReduceOp.TRIMMED_MEAN}
+_NEIGHBOR_RULES = {
+    "neighbor_allgather": None, "neighbor_coded": None,
+    "neighbor_trimmed_mean": ReduceOp.TRIMMED_MEAN,
+}  # fmt: skip
 
 
 class _Host(Protocol):

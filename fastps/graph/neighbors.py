@@ -12,10 +12,11 @@ import bisect
 import ctypes
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastps.coding import Coding, Option
 from fastps.collectives.group import Group, Promise
 from fastps.graph import schedule as plans
 from fastps.graph.rules import (
@@ -30,6 +31,9 @@ from fastps.graph.weights import Graph, Mixing, Targets, check_peers, mixing
 from fastps.topology import Topology, as_topology, exponential_graph
 from fastps.types import DType, ReduceOp, dtype_of
 from fastps.worker.handle import Array
+
+if TYPE_CHECKING:
+    from fastps.graph.coded import CodedNames
 
 _RULE = ctypes.CFUNCTYPE(
     ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
@@ -57,6 +61,7 @@ class Neighbors:
         self.machine = list(numbers).index(group.machines[group.rank])
         self._graph: Graph | None = None
         self._machine_graph: Graph | None = None
+        self._coded: CodedNames | None = None
 
     # ---- graphs ----
 
@@ -162,6 +167,60 @@ class Neighbors:
             )
             place = own - is_there[:own].count(False)
             return _finish_mix(rule, left, place, shares, out, code, is_mean=edges.is_mean)
+
+        return promise, finish
+
+    def coded(
+        self,
+        array: Array,
+        out: Array,
+        coding: Coding,
+        *,
+        step: float | None = None,
+        rule: Rule | None = None,
+        self_weight: float | None = None,
+        src_weights: Mapping[int, float] | None = None,
+        dst_weights: Targets | None = None,
+        is_checked: bool = True,
+        name: str | None = None,
+        dtype: DType | None = None,
+    ) -> tuple[Promise, Callable[[], Array]]:
+        """Begin to mix what neighbours send with a codec; the second decodes, mixes, fills out."""
+        from fastps.graph import coded  # noqa: PLC0415  (few jobs need it)
+
+        group, code, me = self._group, _floats(array, dtype), self._group.rank
+        how = mixing(self.graph, me, self_weight, src_weights, dst_weights, is_checked=is_checked)
+        _check_coded(coding, how, rule)
+        step = coded.step_of(coding, array.size, step)
+        self._coded = self._coded or coded.CodedNames()
+        kept = self._coded.take(name, coding, code, array.size, me)
+        x = coded.widened(array, code)
+        heard = [*how.edges.sources, *how.edges.ignored]
+        targets = [peer for peer, _ in how.edges.targets]
+        blocks, places, own = kept.encode(x, targets, group.gone())
+        rows = np.empty((len(heard), kept.stride), np.uint8)
+        edges = how.edges._replace(targets=tuple(zip(targets, places, strict=True)))
+        promise = group.among_neighbors(
+            ("neighbor_coded", kept.wire_bytes, *edges),
+            lambda: plans.neighbor_exchange(me, edges, kept.wire_bytes, kept.stride, heard),
+            blocks, rows, name=name, dtype=DType.UINT8, goes_on=self.goes_on,
+        )  # fmt: skip
+        members = sorted((me, *edges.sources))
+        weights = how.weights or (1 / len(members),) * len(members)
+
+        def finish() -> Array:
+            found = coded.finish_coded(kept, rows, heard, promise.missed)
+            found = {one: found[one] for one in edges.sources if one in found}
+            order, arrays, place = coded.in_order(found, x, me)
+            shares = renormalised(weights, [one in order for one in members])
+            if coding.has(Option.FEEDBACK):
+                result = coded.moved(arrays, place, own, shares, step)
+            else:
+                result = np.empty(x.size, np.float32)
+                _finish_mix(rule, arrays, place, shares, result, DType.FLOAT32,
+                            is_mean=edges.is_mean)  # fmt: skip
+            coded.narrowed(result, out, code)
+            return out
 
         return promise, finish
 
@@ -286,6 +345,14 @@ def _floats(array: Array, dtype: DType | None) -> DType:
     code = dtype_of(array.dtype) if dtype is None else dtype
     ReduceOp.MIX.check(code)
     return code
+
+
+def _check_coded(coding: Coding, how: Mixing, rule: Rule | None) -> None:
+    if how.edges.n_copies:
+        raise ValueError("what is encoded is sent as it is: give dst_weights without factors")
+    if rule is not None and coding.has(Option.FEEDBACK):
+        raise ValueError("a rule looks at what neighbors have, and with error feedback they send "
+                         "differences: give compression without ef")  # fmt: skip
 
 
 def _start_mix(

@@ -93,6 +93,23 @@ def neighbor_allgather(
     return steps.checked(edges, [peer for peer, _ in edges.targets], order)
 
 
+def neighbor_exchange(
+    me: int, edges: Edges, nbytes: int, stride: int, order: Sequence[int]
+) -> Schedule:
+    """Give each target its block of INPUT, and put those of sources, in order, into OUTPUT.
+
+    Blocks of nbytes are stride bytes apart; what edges.targets say beside a peer is the block.
+    """
+    steps = _Steps(me)
+    for label, (offset, size) in _pieces(nbytes, 1, 1, MAX_MESSAGE_BYTES):
+        behind = [one for one in edges.targets if one[0] < me]
+        for peer, block in [one for one in edges.targets if one[0] > me] + behind:
+            steps.send_one(peer, label, _At(Place.INPUT, block * stride + offset), size)
+        for row, peer in enumerate(order):
+            steps.receive(peer, label, _At(Place.OUTPUT, row * stride + offset), size)
+    return steps.checked(edges, [peer for peer, _ in edges.targets], order)
+
+
 def hierarchical_neighbor_allreduce(
     me: int, machines: Sequence[tuple[int, ...]], edges: Edges, nbytes: int, itemsize: int
 ) -> Schedule:

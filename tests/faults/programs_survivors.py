@@ -182,3 +182,74 @@ def waits() -> dict[str, Any]:
             break
     fastps.shutdown()
     return {}
+
+
+def mixes_coded(*, steps: int, graph: str, deaths: dict[str, float]) -> dict[str, Any]:
+    """Mix what travels encoded, with error feedback and without; those that are left agree."""
+    rank = begin(deaths)
+    x = np.random.default_rng(rank).standard_normal(COUNT).astype(np.float32)
+    how, ef = edges(graph, rank, fastps.size()), fastps.Compression.int4(ef="vanilla")
+    slowest = 0.0
+    for step in range(steps):
+        before, keywords = now(), next(how)
+        x = fastps.neighbor_allreduce(x, name="x", compression=ef, **keywords)
+        y = fastps.neighbor_allreduce(np.full(COUNT, 3, np.float32), **keywords,
+                                      compression=fastps.Compression.int8)  # fmt: skip
+        slowest = max(slowest, now() - before)
+        assert np.isfinite(x).all()
+        assert np.allclose(y, 3, rtol=1e-6), f"step {step}: {y.min()} to {y.max()}"
+        time.sleep(PAUSE_S)
+    fastps.barrier()
+    found = {"value": x[:50].tolist(), "slowest": slowest, "lost": fastps.lost_ranks()}
+    fastps.barrier()
+    fastps.shutdown()
+    return found
+
+
+def puts(*, deaths: dict[str, float]) -> dict[str, Any]:
+    """Put into all neighbours' buffers until one is dead; then go on with the others."""
+    rank = begin(deaths)
+    fastps.set_topology(topology.fully_connected_graph(fastps.size()))
+    x = np.full(COUNT, float(rank))
+    for name in ("x", "sums"):
+        fastps.win_create(x, name, zero_init=True)
+    mark("PUTS")
+    found: dict[str, Any] = {"text": "", "again": "", "got": ""}
+    while not found["text"]:
+        try:
+            fastps.win_put(x, "x")
+            fastps.win_accumulate(x, "sums", dst_weights=dict.fromkeys(
+                fastps.out_neighbor_ranks(), 0.5))  # fmt: skip
+            fastps.win_update_then_collect("sums")
+            x[...] = rank
+        except fastps.PeerLostError as error:
+            found["text"], found["at"] = str(error), now()
+    fastps.barrier()
+    lost = fastps.lost_ranks()
+    for what, call in (("again", fastps.win_put), ("got", fastps.win_get)):
+        try:
+            call(*((x, "x") if what == "again" else ("x",)))
+        except fastps.PeerLostError as error:
+            found[what] = str(error)
+    left = [one for one in fastps.out_neighbor_ranks() if one not in lost]
+    for _ in range(20):
+        x[...] = rank
+        fastps.win_put(x, "x", dst_weights=left)
+    fastps.barrier()
+    share = 1 / (len(left) + 1)
+    fastps.win_update("x", share, dict.fromkeys(left, share))
+    found["value"] = [float(x.min()), float(x.max())]
+    with fastps.win_mutex("x", ranks=left):
+        fastps.win_accumulate(x, "x", dst_weights=left)
+    fastps.barrier()
+    found["freed"] = fastps.win_free()
+    new = np.full(5, float(rank))
+    fastps.win_create(new, "new", zero_init=True)
+    fastps.win_put(new, "new")
+    fastps.barrier()
+    fastps.win_update("new")
+    found["mean"] = float(new[0])
+    found["lost"] = lost
+    fastps.barrier()
+    fastps.shutdown()
+    return found

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 
+import numpy as np
 import programs_survivors
 import pytest
 from harness import run_workers
@@ -84,6 +85,27 @@ def test_what_needs_the_dead_fails_soon_and_names_it_and_the_rest_goes_on(way):
         assert one["total"] == 3.0
         assert 2 not in one["rows"]
         assert "use allreduce()" in one["refusal"]
+
+
+@pytest.mark.parametrize(("way", "graph"), [("memory", "one peer"), ("tcp", "full")])
+def test_what_is_encoded_goes_on_too(way, graph):
+    found, _ = run(programs_survivors.mixes_coded, [1], way=way, steps=120, graph=graph)
+    assert all(one["lost"] == [1] for one in found), found
+    assert max(one["slowest"] for one in found) < LIMIT_S
+    spread = np.ptp([one["value"] for one in found], axis=0).max()
+    assert spread < 1e-3, spread
+
+
+@pytest.mark.parametrize("way", ["memory", "tcp"])
+def test_windows_of_the_dead_are_refused_and_the_others_live(way):
+    found, died = run(programs_survivors.puts, [2], way=way, at_s=0.6)
+    for rank, one in zip((0, 1, 3), found, strict=True):
+        assert all("worker 2" in one[what] for what in ("text", "again", "got")), found
+        assert one["at"] - died < LIMIT_S
+        assert one["lost"] == [2]
+        assert one["value"] == [pytest.approx(4 / 3)] * 2, (rank, one)
+        assert one["freed"]
+        assert one["mean"] == pytest.approx(4 / 3)
 
 
 def test_optimizers_go_on_training():

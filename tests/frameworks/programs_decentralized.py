@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fastps.torch as fps
-from fastps import topology
+from fastps import Compression, topology
 from fastps.errors import FastPSError
 
 ROWS, WIDTH = 12, 5  # of each worker's least-squares problem
@@ -196,6 +196,42 @@ def algorithms() -> dict[str, float]:
     np.testing.assert_allclose(x, recursion.atc(20)[me], rtol=1e-9, atol=1e-12)
     end()
     return errors
+
+
+def compressed() -> dict[str, float]:
+    """Adapt, then combine what travels encoded; give the distances from what comes without."""
+    me, n = start()
+    graph = topology.ring_graph(n)
+    fps.set_topology(graph, is_weighted=True)
+    wanted, found = Recursion(n, graph).atc(200)[me], {}
+    for name, coding in {
+        "fp16": Compression.fp16(), "int4 ef": Compression.int4(ef="vanilla"),
+        "topk ef": Compression.topk(2, ef="vanilla"), "topk": Compression.topk(2),
+        "onebit": Compression.onebit(),
+    }.items():  # fmt: skip
+
+        def wrap(sgd: Any, model: nn.Module, name: str = name, coding: Any = coding) -> Any:
+            optimizer = fps.DistributedAdaptThenCombineOptimizer(sgd, model, prefix=name)
+            optimizer.compression = coding
+            optimizer.consensus_step = 0.5 if name == "topk ef" else None
+            return optimizer
+
+        x = trained(wrap, 200)
+        found[name] = float(np.linalg.norm(x - wanted) / np.linalg.norm(wanted))
+    tensor = torch.full((300,), float(me), dtype=torch.bfloat16)
+    mean = fps.neighbor_allreduce(tensor, compression=Compression.fp16)
+    torch.testing.assert_close(mean, fps.neighbor_allreduce(tensor))
+    model = nn.Linear(2, 1)
+    optimizer = fps.DistributedAdaptThenCombineOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, fps.CommunicationType.allreduce,
+        overlap=False,
+    )  # fmt: skip
+    optimizer.compression = Compression.int8()
+    model(torch.ones(2)).sum().backward()
+    with pytest.raises(ValueError, match="what neighbors send, not of allreduce"):
+        optimizer.step()
+    end()
+    return found
 
 
 # ---- a neighbour that lies ----

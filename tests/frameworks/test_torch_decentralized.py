@@ -38,6 +38,16 @@ def test_algorithms_follow_their_recursions_and_have_the_bias_they_should():
         assert min(errors["atc"], errors["awc"], errors["decentlam"]) > 1e-4, errors
 
 
+def test_what_is_encoded_trains_as_well_with_error_feedback_and_not_without():
+    for errors in run_job(
+        programs_decentralized.compressed, workers=WORKERS, servers=0, timeout_s=110.0,
+        environment=MEMORY | {"FASTPS_MIN_COMPRESS_BYTES": "0"},
+    ):  # fmt: skip
+        assert max(errors["fp16"], errors["int4 ef"]) < 0.02, errors
+        assert errors["topk ef"] < 0.2, errors  # its mixing is half as fast, so its bias differs
+        assert min(errors["topk"], errors["onebit"]) > 0.3, errors
+
+
 def test_a_rule_keeps_a_liar_from_spoiling_training_and_the_mean_does_not():
     *honest, liar = run_job(
         programs_decentralized.liars, workers=5, servers=0, timeout_s=110.0, environment=MEMORY

@@ -39,7 +39,7 @@ ROOMS = {
     "worker/": 3270,
     "collectives/": 3460,
     "frameworks/": 7700,
-    "graph/": 3390,
+    "graph/": 3780,
     "byzantine/": 845,
     "bluefog/": 480,
     "launch/": 2980,

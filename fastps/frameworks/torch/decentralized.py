@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastps.compression import Choice
 from fastps.current import current
 from fastps.errors import FastPSError
 from fastps.flights import Flight, Later
@@ -63,6 +64,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     src_weights: Mapping[int, float] | None
     dst_weights: Targets | None
     rule: Rule | None
+    compression: Choice
+    consensus_step: float | None
     src_machine_weights: Mapping[int, float] | None
     dst_machine_weights: Targets | None
     enable_topo_check: bool
@@ -83,6 +86,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         kind, is_with_neighbors = self.communication_type, CommunicationType.neighbor_allreduce
         if self.rule is not None and kind not in (is_with_neighbors, CommunicationType.empty):
             raise ValueError(f"a rule combines what neighbors have, not {kind.value}")
+        if self.compression is not None and kind is not is_with_neighbors:
+            raise ValueError(f"compression is of what neighbors send, not of {kind.value}")
         if kind is CommunicationType.empty or current().size == 1:
             return None
         if kind is CommunicationType.allreduce:
@@ -92,7 +97,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         }  # fmt: skip
         if kind is is_with_neighbors:
             how |= {"src_weights": self.src_weights, "dst_weights": self.dst_weights,
-                    "rule": self.rule}  # fmt: skip
+                    "rule": self.rule, "compression": self.compression,
+                    "consensus_step": self.consensus_step}  # fmt: skip
             return start_neighbor_allreduce, how
         how["src_machine_weights"] = self.src_machine_weights
         how["dst_machine_weights"] = self.dst_machine_weights
@@ -497,8 +503,9 @@ def DistributedAdaptWithCombineOptimizer(
     """Mix parameters while forward and backward run, then step: x <- A(x) - opt(g(x)).
 
     The same object comes back, with attributes that may be changed at every iteration:
-    communication_type, self_weight, src_weights, dst_weights, rule, src_machine_weights,
-    dst_machine_weights, enable_topo_check. model: its first module's forward() starts mixing.
+    communication_type, self_weight, src_weights, dst_weights, rule, compression,
+    consensus_step, src_machine_weights, dst_machine_weights, enable_topo_check. model: its first
+    module's forward() starts mixing.
     num_steps_per_communication: mixing goes with every so many passes; step() after each of
     them, or after all, whose gradients are then added. average_buffers: mix its buffers of floats
     too. Give a second optimizer another prefix. Make learning rate schedulers afterwards.
@@ -620,8 +627,8 @@ def _adopt(
     models, kind = _list(model), type(optimizer)
     _parameters_of(optimizer, models)  # raises before anything is changed
     buffers = [one for module in models for one in module.buffers() if one.is_floating_point()]
-    weights = ("self_weight", "src_weights", "dst_weights", "rule", "src_machine_weights",
-               "dst_machine_weights")  # fmt: skip
+    weights = ("self_weight", "src_weights", "dst_weights", "rule", "compression",
+               "consensus_step", "src_machine_weights", "dst_machine_weights")  # fmt: skip
     vars(optimizer).update(dict.fromkeys(weights), communication_type=communication_type,
                            enable_topo_check=True)  # fmt: skip
     subclass = type(f"{way.__name__}{kind.__name__}", (DecentralizedOptimizer, kind), {})

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fastps import neighbors as ops
+from fastps.compression import Choice
 from fastps.current import current
 from fastps.flights import Flight, Later
 from fastps.frameworks.torch.tensors import (
@@ -40,13 +41,16 @@ def neighbor_allreduce_async(
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Targets | None = None,
     rule: Rule | None = None,
+    compression: Choice = None,
+    consensus_step: float | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> Later[Any]:
     """Begin neighbor_allreduce() and give a handle for synchronize(); does not block."""
     return start_mix(
         tensor, name, ops.start_neighbor_allreduce, self_weight=self_weight,
-        src_weights=src_weights, dst_weights=dst_weights, rule=rule, is_checked=enable_topo_check,
+        src_weights=src_weights, dst_weights=dst_weights, rule=rule, compression=compression,
+        consensus_step=consensus_step, is_checked=enable_topo_check,
     )  # fmt: skip
 
 

@@ -29,12 +29,16 @@ class Coder:
     def encode_into(
         self,
         elements: npt.NDArray[np.uint8],
-        wire: bytearray,
+        wire: bytearray | npt.NDArray[np.uint8],
         *,
         version: int = 1,
         ratio: float = 1.0,
     ) -> None: ...
     def decode(
-        self, wire: bytearray, elements: npt.NDArray[np.uint8], *, version: int = 1
+        self,
+        wire: bytearray | npt.NDArray[np.uint8],
+        elements: npt.NDArray[np.uint8],
+        *,
+        version: int = 1,
     ) -> None: ...
     def kept(self) -> tuple[memoryview | None, memoryview | None]: ...

@@ -204,24 +204,26 @@ cdef class Coder:
         self.encode_into(elements, wire, version=version, ratio=ratio)
         return wire
 
-    def encode_into(self, const unsigned char[::1] elements, bytearray wire not None, *,
+    def encode_into(self, const unsigned char[::1] elements, unsigned char[::1] wire, *,
                     uint32_t version=1, float ratio=1.0):
-        """Write what encode() gives."""
-        cdef char* place = wire
+        """Write what encode() gives; does not hold the GIL meanwhile."""
         cdef uint32_t unit
         self.check(len(elements), len(wire))
-        for unit in range(self.code.n_units):
-            code_encode(&self.code, unit, version, <const char*>&elements[0], ratio,
-                        place + unit * self.code.unit_bytes, self.scratch)
+        with nogil:
+            for unit in range(self.code.n_units):
+                code_encode(&self.code, unit, version, <const char*>&elements[0], ratio,
+                            <char*>&wire[0] + unit * self.code.unit_bytes, self.scratch)
 
-    def decode(self, bytearray wire not None, unsigned char[::1] elements, *, uint32_t version=1):
-        """Write the elements of a partition."""
-        cdef const char* place = wire
+    def decode(self, const unsigned char[::1] wire, unsigned char[::1] elements, *,
+               uint32_t version=1):
+        """Write the elements of a partition; does not hold the GIL meanwhile."""
         cdef uint32_t unit
         self.check(len(elements), len(wire))
-        for unit in range(self.code.n_units):
-            code_decode(&self.code, unit, version, place + unit * self.code.unit_bytes,
-                        <char*>&elements[0], self.scratch)
+        with nogil:
+            for unit in range(self.code.n_units):
+                code_decode(&self.code, unit, version,
+                            <const char*>&wire[0] + unit * self.code.unit_bytes,
+                            <char*>&elements[0], self.scratch)
 
     cdef int check(self, Py_ssize_t nbytes, Py_ssize_t wire_bytes) except -1:
         """Have scratch for calls from Python; refuse arrays of other sizes."""

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs and windows of whole jobs over RDMA; runs where there is a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from guest_jobs import JOB_TIMEOUT_S, RDMA, ROOT
+from harness import run_workers
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {folder!r})
+import fastps
+{body}
+"""
+CODECS = """
+import programs_compression as programs
+wanted = "onebit all", "topk all", "randomk ef", "dithering ef", "fp16", "int8 all", "int4"
+programs.GRID = {name: programs.GRID[name] for name in wanted}
+programs.STEPS = 3
+report(programs.grid())
+"""
+NEIGHBORS = """
+import programs_coded as programs
+fastps.init(min_compress_bytes=0)
+me, n = fastps.rank(), fastps.size()
+programs.follows_the_recursion(me, n)
+programs.sends_what_there_is(me, n)
+report(fastps.statistics()["work_requests"])
+"""
+WINDOWS = """
+import programs_windows as programs
+report(programs.everything())
+"""
+
+
+def run(body: str, folder: Path, **options: Any) -> tuple[Any, ...]:
+    """Run a body in two workers; give what they report."""
+    script = SCRIPT.format(folder=str(ROOT / "tests" / "cluster"), body=body)
+    environ = RDMA | {"FASTPS_SHARED_MEMORY": "0", "FASTPS_PARTITION_BYTES": "131072"}
+    result = run_workers(script, folder, timeout_s=JOB_TIMEOUT_S, environ=environ, **options)
+    return result.check().reports
+
+
+@pytest.mark.timeout(200)
+def test_servers_sum_what_is_encoded(tmp_path):
+    assert run(CODECS, tmp_path, servers=1) == ((7,), (7,))
+
+
+@pytest.mark.timeout(200)
+def test_neighbors_mix_what_is_encoded(tmp_path):
+    for (requests,) in run(NEIGHBORS, tmp_path, servers=0):
+        assert requests > 0
+
+
+@pytest.mark.timeout(200)
+def test_windows(tmp_path):
+    assert run(WINDOWS, tmp_path, servers=0) == (("done",), ("done",))
