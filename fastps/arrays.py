@@ -15,7 +15,7 @@ import numpy as np
 
 from fastps.coding import PLAIN, Coding
 from fastps.config import Config
-from fastps.contract import Policy
+from fastps.contract import PROMPT, Compensation, Policy
 from fastps.control.protocol import TensorSpec
 from fastps.errors import ConfigError
 from fastps.types import DType, dtype_of
@@ -107,11 +107,11 @@ def describe(dtype: int, shape: tuple[int, ...]) -> str:
 def make_spec(
     config: Config, chunk_bytes: int, name: str, shape: tuple[int, ...], dtype: DType, *,
     is_sent: bool, policy: Policy = Policy.SUM, staleness: int = 0, coding: Coding | None = None,
-    partition_bytes: int = 0,
+    partition_bytes: int = 0, compensation: Compensation = PROMPT,
 ) -> TensorSpec:  # fmt: skip
     """Say what is declared. is_sent: to servers; only then, and if it pays, it is compressed.
 
-    staleness: of the policy. partition_bytes: 0 takes what settings say.
+    staleness, compensation: of the policy. partition_bytes: 0 takes what settings say.
     ConfigError for a codec under another policy than SUM.
     """
     nbytes = math.prod(shape) * dtype.itemsize
@@ -128,5 +128,6 @@ def make_spec(
     if coding.is_whole:
         partition_bytes = min(partition_bytes, MAX_WHOLE_BYTES)
     return TensorSpec(
-        name, int(dtype), shape, nbytes, partition_bytes, chunk_bytes, policy, staleness, coding
+        name, int(dtype), shape, nbytes, partition_bytes, chunk_bytes, policy, staleness, coding,
+        compensation,
     )  # fmt: skip

@@ -12,14 +12,21 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import numpy as np
 
-from fastps.contract import ANY_STALENESS, Policy
+from fastps.contract import ANY_STALENESS, PROMPT, Compensation, Policy
 from fastps.current import current
+from fastps.errors import ConfigError
 from fastps.flights import Later
 from fastps.types import DType, dtype_of
 from fastps.worker.handle import Array
+
+# lambda; lambda_0 and decay with what adapts; "adaptive": 2 and 0.95, of the paper's section 6.1
+Compensating: TypeAlias = float | Literal["adaptive"] | Compensation
+MOST_RATE = 1e30  # travels as a float32
+ADAPTIVE = Compensation(2.0, is_adaptive=True, decay=0.95)
 
 
 class ServerParameters:
@@ -32,6 +39,7 @@ class ServerParameters:
         staleness: float | None = None,
         prefix: str = "Async.",
         dtype: DType | None = None,
+        delay_compensation: Compensating | None = None,
     ) -> None:
         """Let the servers hold rank 0's parameters, and take them over here; blocks.
 
@@ -39,11 +47,13 @@ class ServerParameters:
         push(). staleness: how many pushes the fastest worker may be ahead of the slowest; with 0
         all go in step, None or infinity lets nobody wait. The workers of one machine that share
         memory add first and go in step; FASTPS_SHARED_MEMORY=0 takes each for itself. prefix:
-        another one for a second model. dtype: BFLOAT16 with uint16 arrays. All workers must call
-        it alike, MismatchError else. ConfigError where no server is there to hold them; a worker
-        without any others needs none.
+        another one for a second model. dtype: BFLOAT16 with uint16 arrays. delay_compensation:
+        lambda of DC-ASGD, or "adaptive", for changes that are -learning_rate times a gradient,
+        float32 or float64; see docs/async.md. All workers must call it alike, MismatchError else.
+        ConfigError where no server is there to hold them; a worker without any others needs none.
         """
         self.bound = _bound_of(staleness)
+        self.compensation = compensation_of(delay_compensation)
         self.arrays = list(parameters.values())
         self._given = list(parameters)
         self._names = [prefix + name for name in parameters]
@@ -57,34 +67,76 @@ class ServerParameters:
             (name, array.shape, dtype_of(array.dtype) if self._dtype is None else self._dtype)
             for name, array in zip(self._names, self.arrays, strict=True)
         ]
-        self._session.declare(specs, policy=Policy.ACCUMULATE, staleness=self.bound)
+        for name, _, code in specs:
+            if self.compensation.strength and code not in (DType.FLOAT32, DType.FLOAT64):
+                raise ConfigError(
+                    f"{name!r} is {code.name.lower()}, and delays are compensated for float32 and "
+                    "float64 alone: leave delay_compensation out, or hold it in float32"
+                )
+        self._session.declare(
+            specs, policy=Policy.ACCUMULATE, staleness=self.bound, compensation=self.compensation
+        )
         self._session.broadcast_async(self.arrays, 0, self._names, dtype=self._dtype).wait()
 
-    def push(self, deltas: Sequence[Array] | Mapping[str, Array]) -> list[Array]:
+    def push(
+        self,
+        deltas: Sequence[Array] | Mapping[str, Array],
+        *,
+        learning_rate: float | None = None,
+    ) -> list[Array]:
         """Add changes to the parameters and give what is there then; see push_async(). Blocks."""
-        return self.push_async(deltas).wait()
+        return self.push_async(deltas, learning_rate=learning_rate).wait()
 
-    def push_async(self, deltas: Sequence[Array] | Mapping[str, Array]) -> Later[list[Array]]:
+    def push_async(
+        self,
+        deltas: Sequence[Array] | Mapping[str, Array],
+        *,
+        learning_rate: float | None = None,
+    ) -> Later[list[Array]]:
         """Begin to add changes to the parameters, and to write what is there then over them here.
 
         deltas: one per parameter in their order, or by name; read. Neither they nor the
         parameters may be touched before wait() has returned. That waits for nobody, but for
         workers so slow that this one is more than `staleness` pushes ahead; StallError names
-        them. Each change is added once, in the order in which they come. Bytes on the wire:
-        nbytes each way.
+        them. Each change is added once, in the order in which they come. learning_rate: with
+        delay_compensation, what the gradients were multiplied by, and it travels along; 0 adds
+        changes as they are. ValueError without. Bytes on the wire: nbytes each way.
         """
+        rate = _rate_of(learning_rate) if self.compensation.strength else None
         if isinstance(deltas, Mapping):
             deltas = [deltas[name] for name in self._given]
         if len(deltas) != len(self.arrays):
             raise ValueError(f"{len(self.arrays)} parameters need as many changes")
         if self._session.size > 1:
             handle = self._session.push_pull_async(
-                deltas, self._names, average=False, out=self.arrays, dtype=self._dtype
-            )
+                deltas, self._names, average=False, out=self.arrays, dtype=self._dtype,
+                learning_rate=rate,
+            )  # fmt: skip
             return Later([handle], lambda _: self.arrays)
         for array, delta in zip(self.arrays, deltas, strict=True):
             np.add(array, delta, out=array)
         return Later([], lambda _: self.arrays)
+
+
+def compensation_of(wanted: Compensating | None) -> Compensation:
+    """Give the contract's words for what users say. ValueError for what is no lambda."""
+    if wanted is None or wanted == "adaptive":
+        return PROMPT if wanted is None else ADAPTIVE
+    if isinstance(wanted, str):
+        raise ValueError(f"delay_compensation {wanted!r} is neither a number nor 'adaptive'")
+    found = wanted if isinstance(wanted, Compensation) else Compensation(float(wanted))
+    if not 0 <= found.strength < math.inf or not 0 <= found.decay < 1:
+        raise ValueError(f"{found} needs a strength from 0 on and a decay from 0 to below 1")
+    return found
+
+
+def _rate_of(learning_rate: float | None) -> float:
+    if learning_rate is None or not 0 <= learning_rate < MOST_RATE:
+        raise ValueError(
+            f"learning_rate={learning_rate}: with delay_compensation say what the gradients were "
+            "multiplied by, a number from 0 on"
+        )
+    return float(learning_rate)
 
 
 def _bound_of(staleness: float | None) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from fastps.coding import PLAIN, Coding
 
@@ -63,6 +64,21 @@ class Cast:
         return self.contributors + tuple(who for who in self.readers if who not in givers)
 
 
+class Compensation(NamedTuple):
+    """How an asynchronous sum makes up for the delay of what is pushed; strength 0: not at all.
+
+    strength: lambda, or lambda_0 where it adapts to a mean of squares that keeps `decay` of
+    itself at each push. See server/_compensate.pxi.
+    """
+
+    strength: float = 0.0
+    is_adaptive: bool = False
+    decay: float = 0.95
+
+
+PROMPT = Compensation()  # nothing is made up for
+
+
 @dataclass(frozen=True)
 class Contract:
     """All that is agreed on for one key.
@@ -75,6 +91,7 @@ class Contract:
     coding: Coding = PLAIN
     policy: Policy = Policy.SUM
     staleness: int = 0
+    compensation: Compensation = PROMPT
 
 
 def pusher_of(machine_ranks: Sequence[int], partition: int) -> int:

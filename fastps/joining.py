@@ -231,7 +231,7 @@ class Connections:
         for nbytes, owner in answer.pieces:
             partitions.append((offset, nbytes, owner))
             offset += nbytes
-        return self.engine.declare(
+        tensor = self.engine.declare(
             answer.tensor_id,
             spec.name,
             nbytes=spec.nbytes,
@@ -244,6 +244,8 @@ class Connections:
             coders=self._coders(spec, answer),
             frame_bytes=wire_chunk(spec.coding, spec.chunk_bytes),
         )
+        tensor.is_compensated = spec.compensation.strength > 0
+        return tensor
 
     def _coders(self, spec: TensorSpec, answer: DeclaredTensor) -> list[Coder | None] | None:
         """Make what encodes the partitions that we push; None: they travel as they are."""

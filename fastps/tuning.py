@@ -137,10 +137,11 @@ class Tuner:
         return Layout(self._session.config.partition_bytes, 0) if found is None else found.layout
 
     def _obey(self) -> None:
-        """Do what rank 0 says; the step in which others did is not measured."""
+        """Do what rank 0 says. The step in which it was told is not measured."""
         credit_bytes, partition_bytes, bucket_bytes, is_over = map(int, self._order)
         layout = Layout(partition_bytes, bucket_bytes)
-        self._session.connections.set_credit(credit_bytes or self._session.config.credit_bytes)
+        if credit_bytes != self._in_force[0]:
+            self._session.connections.set_credit(credit_bytes)
         found = self._found
         if found is not None and found.layout != layout:
             found.lay_out(layout)

@@ -309,7 +309,7 @@ class Declarations:
         packed = _pack(_Facts(spec.layout, pieces, tensor_id, version))
         tensor = _Tensor(spec.name, packed, self._batches)
         self._tensors[spec.name] = tensor
-        terms = (spec.policy, spec.staleness, version, spec.coding)
+        terms = (spec.policy, spec.staleness, version, spec.coding, spec.compensation)
         return tensor, KeySpec(tensor_id, spec.name, spec.dtype, spec.chunk_bytes, pieces, *terms)
 
     def _announce(self, keys: DeclareKeys | ForgetKeys) -> Answers:
@@ -390,4 +390,5 @@ def _full_side(layout: Layout) -> str:
     return (
         f"{_side(layout)} in partitions of at most {layout[2]} bytes sent as chunks of {layout[3]}"
         f" under {layout[4].name} (staleness {layout[5]}), {layout[6]}"
+        + (f", {layout[7]}" if layout[7].strength else "")
     )

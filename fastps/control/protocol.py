@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from fastps.coding import PLAIN, Coding
 from fastps.config import MIN_CHUNK_BYTES
-from fastps.contract import Policy
+from fastps.contract import PROMPT, Compensation, Policy
 from fastps.errors import (
     ConfigError,
     FastPSError,
@@ -66,7 +66,9 @@ PartBytes: TypeAlias = Annotated[
 Staleness: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]  # operations
 Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and owner of each partition
 # all but name and nbytes of a spec
-Layout: TypeAlias = tuple[Code, Shape, PartBytes, PartBytes, Policy, Staleness, Coding]
+Layout: TypeAlias = tuple[
+    Code, Shape, PartBytes, PartBytes, Policy, Staleness, Coding, Compensation
+]  # fmt: skip
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -154,7 +156,7 @@ class TensorSpec(_Record, frozen=True):
     """What a worker declares; dtype is a code of fastps.types.DType.
 
     partition_bytes: the most that one partition may have; the scheduler cuts. policy, staleness,
-    coding: of fastps.contract.
+    coding, compensation: of fastps.contract.
     """
 
     name: Name
@@ -166,6 +168,7 @@ class TensorSpec(_Record, frozen=True):
     policy: Policy = Policy.SUM
     staleness: Staleness = 0
     coding: Coding = PLAIN
+    compensation: Compensation = PROMPT
 
     @property
     def layout(self) -> Layout:
@@ -178,6 +181,7 @@ class TensorSpec(_Record, frozen=True):
             self.policy,
             self.staleness,
             self.coding,
+            self.compensation,
         )
 
 
@@ -201,6 +205,7 @@ class KeySpec(_Record, frozen=True):
     staleness: Staleness = 0
     version: Version = 0
     coding: Coding = PLAIN
+    compensation: Compensation = PROMPT
 
 
 # ---- member to scheduler ----

@@ -26,6 +26,9 @@ cdef struct Caller:             # one member; entry.lock unless said otherwise
     int32_t in_flight           # turns, answers and errors not yet over; atomic
     char** buffers              # per unit: a loan, from landing until the answer has left
     Turn* turns                 # per unit; the first is that of a pull too
+    float rate                  # learning rate of a push; 0: none, and nothing is compensated
+    bint has_backup             # backups hold what it was answered last
+    char** backups              # per unit, where delays are compensated: a loan for good
     SendItem error
 
 cdef struct Turn:               # what waits to be added, or to be answered
@@ -43,6 +46,7 @@ cdef struct Value:              # one block with its arrays, made at the first u
     bint is_moved               # somebody left: who was held may go on; entry.lock
     uint32_t n_seeded           # units that have a value; entry.lock
     char** sums                 # per unit: a loan for as long as the entry lives
+    char** squares              # per unit: means of the squares of gradients, where they count
     Caller* callers             # one per member
 
 cdef Policy ACCUMULATE_POLICY

@@ -19,8 +19,9 @@ A member's next operation is put off (E_TIMEOUT) until all answers to the one be
 """
 
 from libc.stdint cimport UINT32_MAX, int32_t, int64_t, uint32_t, uint64_t
+from libc.math cimport sqrt, sqrtf
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from fastps._atomic cimport fps_add32, fps_add64, fps_load32
 from fastps._core cimport (
@@ -29,8 +30,8 @@ from fastps._core cimport (
 )
 from fastps._posix cimport pthread_mutex_lock, pthread_mutex_unlock
 from fastps.server._policy cimport (
-    Entry, Job, fill_header, give_back, hand_to_engine, has_links, is_gone, lend, slot_of,
-    unit_length,
+    Compensation, Entry, Job, fill_header, give_back, hand_to_engine, has_links, is_gone, lend,
+    slot_of, unit_length,
 )
 from fastps.transport._link cimport (
     KICK_WAKE, Link, LinkSlot, SendItem, sent_fn, slot_acquire, slot_release,
@@ -43,6 +44,8 @@ from fastps.wire cimport (
 
 cdef enum:
     ANY_STALENESS = 0x7FFFFFFF      # that of contract.py: nobody waits for anybody
+
+include "_compensate.pxi"
 
 
 # ---------------------------------------------------------------- sending
@@ -96,6 +99,8 @@ cdef void send_answer(Turn* turn) noexcept nogil:
     item.base = turn.unit * entry.unit_bytes if is_wanted else 0
     item.payload = caller.buffers[turn.unit]
     memcpy(caller.buffers[turn.unit], caller.value.sums[turn.unit], item.nbytes)
+    if is_wanted:
+        keep_backup(caller, turn.unit)
     send_item(caller, item, answer_sent, turn)
 
 
@@ -185,9 +190,12 @@ cdef int add(Value* value, Turn* turn) noexcept nogil:
     sources[1] = turn.caller.buffers[turn.unit]
     if is_first or turn.caller.flags & FLAG_BROADCAST:
         memcpy(sum[0], sources[1], length)
+        keep_backup(turn.caller, turn.unit)
         return count_seed(value) if is_first else OK
     probe_hit(PROBE_SERVER_SUM, entry.key, turn.caller.version)
-    if entry.rule(sources, 2, sum[0], length / entry.itemsize, &divisor) != 1:
+    if is_delayed(turn.caller):
+        compensate(turn.caller, turn.unit)
+    elif entry.rule(sources, 2, sum[0], length / entry.itemsize, &divisor) != 1:
         return E_PROTOCOL
     fps_add64(<int64_t*>&entry.store.stats.chunks_summed, 1)
     fps_add64(<int64_t*>&entry.store.stats.bytes_summed, length)
@@ -310,8 +318,8 @@ cdef int make_state(Entry* entry) noexcept nogil:
     cdef char* cursor
     if value != NULL:
         return OK
-    value = <Value*>calloc(1, sizeof(Value) + n * sizeof(Caller) + units * sizeof(char*)
-                           + n * units * (sizeof(Turn) + sizeof(char*)))
+    value = <Value*>calloc(1, sizeof(Value) + n * sizeof(Caller) + 2 * units * sizeof(char*)
+                           + n * units * (sizeof(Turn) + 2 * sizeof(char*)))
     if value == NULL:
         return E_NOMEM
     entry.state = value
@@ -319,26 +327,33 @@ cdef int make_state(Entry* entry) noexcept nogil:
     value.job.run = run_job
     value.callers = <Caller*>(value + 1)
     value.sums = <char**>(value.callers + n)
-    cursor = <char*>(value.sums + units)
+    value.squares = value.sums + units
+    cursor = <char*>(value.squares + units)
     for index in range(n):
         value.callers[index].value = value
         value.callers[index].index = <uint32_t>index
         value.callers[index].version = value.callers[index].clock = entry.born
         value.callers[index].turns = <Turn*>cursor
         value.callers[index].buffers = <char**>(value.callers[index].turns + units)
-        cursor = <char*>(value.callers[index].buffers + units)
+        value.callers[index].backups = value.callers[index].buffers + units
+        cursor = <char*>(value.callers[index].backups + units)
     return OK
 
 
 cdef int begin(Caller* caller, const Header* header) noexcept nogil:
     """Begin a member's next operation. E_TIMEOUT: the last one's answers have not all left."""
     cdef Entry* entry = caller.value.entry
+    cdef int status
     if header.key_version != caller.version + 1 or caller.is_open or caller.is_waiting:
         return E_PROTOCOL
     if header.offset:
         return E_PROTOCOL
     if fps_load32(&caller.in_flight):
         return E_TIMEOUT
+    if entry.compensation.strength:
+        status = prepare(caller, header)
+        if status != OK:
+            return status
     caller.version = header.key_version
     caller.kind = header.kind
     caller.flags = header.flags
@@ -475,8 +490,10 @@ cdef void accumulate_free(Entry* entry) noexcept nogil:
         return
     for unit in range(entry.n_units):
         give_back(entry, &value.sums[unit])
+        give_back(entry, &value.squares[unit])
         for index in range(entry.cast.n_members):
             give_back(entry, &value.callers[index].buffers[unit])
+            give_back(entry, &value.callers[index].backups[unit])
     free(value)
 
 

@@ -31,6 +31,11 @@ cdef struct RuleArgs:           # what a rule may want besides its sources
     void* state                 # Entry.rule_state
     void* pool                  # BufferPool, for scratch
 
+cdef struct Compensation:       # of fastps.contract
+    double strength             # 0: none
+    double decay
+    bint is_adaptive
+
 cdef struct Entry
 cdef struct Store
 cdef struct Job
@@ -86,6 +91,7 @@ cdef struct Entry:              # one partition; fixed after declare but for sta
     uint32_t lane               # link over which this key travels
     int32_t engine              # index of the engine thread that works on it, -1: the I/O thread
     uint32_t staleness          # of the contract
+    Compensation compensation
     uint32_t born               # last version of the tensors that had this id before
     int32_t is_leaving          # frames are put off: the key may be forgotten soon; atomic
     int failed                  # OK, or why nothing can succeed any more; entry.lock

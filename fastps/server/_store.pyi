@@ -3,7 +3,7 @@ from collections.abc import Mapping, Sequence
 from typing import Self, final
 
 from fastps._core import BufferPool
-from fastps.contract import Cast
+from fastps.contract import Cast, Compensation
 from fastps.server._coded import CodedRule
 from fastps.transport._link import LinkOwner
 
@@ -32,6 +32,7 @@ class ServerStore(LinkOwner):
         version: int = 0,
         policy: int = ...,
         staleness: int = 0,
+        compensation: Compensation = ...,
         unit: int = ...,
         states: Mapping[int, CodedRule] | None = None,
     ) -> None: ...

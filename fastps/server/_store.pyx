@@ -56,6 +56,7 @@ import time
 
 from fastps import contract
 from fastps.errors import FastPSError, StallError
+from fastps.types import DType
 
 _NAP_S = 0.001          # between looks at links that are about to end, or threads about to leave
 
@@ -410,12 +411,14 @@ cdef class ServerStore(LinkOwner):
     def declare(self, uint64_t tensor_id, *, uint32_t n_partitions, partitions, uint8_t dtype,
                 uint8_t itemsize, uint32_t chunk_bytes, uintptr_t kernel,
                 uint32_t inline_bytes, uint32_t version=0, int policy=contract.Policy.SUM,
-                uint32_t staleness=0, int unit=contract.Unit.CHUNK, states=None):
+                uint32_t staleness=0, int unit=contract.Unit.CHUNK, states=None,
+                compensation=contract.PROMPT):
         """Make the entries of one tensor: partitions are (index, nbytes, cast) owned here.
 
         kernel: address of the rule that makes one of many (see fastps.reduce), unit by unit.
-        Units of at most inline_bytes bytes are worked on by the I/O thread. policy, staleness:
-        of the contract. version: its operations count on from here, where the id was used before.
+        Units of at most inline_bytes bytes are worked on by the I/O thread. policy, staleness,
+        compensation: of the contract; the last one for float32 and float64 alone. version: its
+        operations count on from here, where the id was used before.
         states: by index, objects whose `state` is the address of what the rule keeps of a key.
         Declaring a tensor twice is allowed and does nothing. Raises ValueError, MemoryError.
         """
@@ -426,12 +429,17 @@ cdef class ServerStore(LinkOwner):
             raise FastPSError(f"more than {MAX_RECORDS} tensors were declared")
         if is_whole and policy != contract.Policy.SUM:
             raise ValueError("only sums go by whole partitions")
+        if compensation.strength and DType(dtype) not in (DType.FLOAT32, DType.FLOAT64):
+            raise ValueError("delays are compensated for float32 and float64 alone")
         memset(&model, 0, sizeof(model))
         model.store = self.store
         model.policy = &ACCUMULATE_POLICY if policy == contract.Policy.ACCUMULATE else &SUM_POLICY
         model.rule = <rule_fn>kernel
         model.chunk_bytes = chunk_bytes
         model.staleness = staleness
+        model.compensation.strength = compensation.strength
+        model.compensation.is_adaptive = compensation.is_adaptive
+        model.compensation.decay = compensation.decay
         model.born = version
         model.dtype = dtype
         model.itemsize = itemsize

@@ -242,6 +242,7 @@ class DataPlane:
             version=spec.version,
             policy=spec.policy,
             staleness=spec.staleness,
+            compensation=spec.compensation,
         )
 
     def _coded_rules(self, spec: KeySpec) -> dict[int, CodedRule]:

@@ -594,7 +594,7 @@ cdef class BaseTransport:
             while link != NULL:
                 if link.credit_bytes:
                     set_credit(link, credit_bytes or link.least_credit)
-                    link.gauge.is_on &= credit_bytes == 0
+                    link.gauge.is_held = credit_bytes != 0
                     list_kicked(link)
                 link = link.next
             pthread_mutex_unlock(&self.threads[i].lock)

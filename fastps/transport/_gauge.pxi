@@ -22,7 +22,7 @@ cdef void end_window(BaseLink* link, int64_t now) noexcept nogil:
     gauge.rate = (3 * gauge.rate + rate) / 4 if gauge.rate > 0 else rate
     gauge.counted_since = 0
     wanted = min(CREDIT_GAIN * gauge.rate * gauge.response_ns, <double>MAX_CREDIT_BYTES)
-    if wanted > GROWS_FROM * link.credit_bytes:
+    if wanted > GROWS_FROM * link.credit_bytes and not gauge.is_held:
         set_credit(link, <uint64_t>wanted)
 
 

@@ -277,7 +277,7 @@ cdef void fill_part(Part* part, Remote* remote) noexcept nogil:
     header.key_version = record.version
     header.sender = remote.me
     header.subject = record.root if header.flags & FLAG_BROADCAST else 0
-    header.status = record.root_rank if header.flags & FLAG_BROADCAST else 0
+    header.status = record.root_rank if header.flags & FLAG_BROADCAST else record.rate_bits
     part.item.payload = NULL
     if is_push:
         part.item.payload = record.source + part.offset

@@ -58,6 +58,7 @@ cdef struct Record:             # one declared tensor and its operation in fligh
     int32_t priority
     int kick
     uint32_t root               # of a broadcast: number of the root's machine,
+    int32_t rate_bits           # learning rate of a push that delays; a float32; else 0
     int32_t root_rank           # the root's own,
     uint32_t place              # and its place in our machine
     uint32_t culprit            # rank that made the operation fail

@@ -12,6 +12,7 @@ from cpython.buffer cimport (
 )
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport free
+from libc.string cimport memcpy
 
 from fastps._core cimport (
     OK, completion_is_done, completion_wait_signals, deadline_of, now_ns,
@@ -91,11 +92,13 @@ cdef class PlannedTensor:
                 and array.shape == self.shape)
 
     def follow(self, double learning_rate):
-        """Tell the learning rate of the next operation, for error feedback."""
+        """Tell the learning rate of the next operation: for error feedback, or delays."""
         cdef float rate = <float>learning_rate
         is_change = self.learning_rate > 0 and rate > 0
         self.record.ratio = self.learning_rate / rate if is_change else 1.0
         self.learning_rate = rate
+        if self.is_compensated:
+            memcpy(&self.record.rate_bits, &rate, sizeof(rate))
 
     @property
     def is_coded(self):

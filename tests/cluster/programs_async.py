@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 import fastps
+from fastps import current as _current
 from fastps.errors import ConfigError, MismatchError, StallError
 
 COUNT, STEPS = 30_001, 24
@@ -70,13 +73,55 @@ def refused(*args: object, **options: object) -> str:
     return ""
 
 
+def compensates(compensation: float | str, prefix: str) -> None:
+    """Workers push in turns; each knows all that is pushed, and what the formulas make of it."""
+    size, seed, rates = fastps.size(), np.linspace(-1, 1, 700, dtype=np.float32), (0.5, 0.25)
+    mine = {"w": seed * (1 + fastps.rank()), "v": np.zeros(3)}
+    held = fastps.ServerParameters(mine, prefix=prefix, delay_compensation=compensation)
+    fastps.barrier()  # all have the seed, before somebody adds to it
+    value, squares, backups = seed, np.zeros_like(seed), [seed] * size
+    for turn in range(4 * size):
+        rank, rate = turn % size, np.float32(rates[turn // (2 * size)])
+        delta = np.sin(seed * (turn + 1))
+        gradient = delta / rate
+        squares = np.float32(0.95) * squares + (1 - np.float32(0.95)) * gradient * gradient
+        factor = np.float32(compensation if type(compensation) is float else 0) / rate
+        if compensation == "adaptive":
+            factor = np.float32(2) / np.sqrt(squares + np.float32(1e-7)) / rate
+        value = value + delta - factor * delta * delta * (value - backups[rank])
+        backups[rank] = value
+        if rank == fastps.rank():
+            found, _ = held.push([delta, np.ones(3)], learning_rate=float(rate))
+            np.testing.assert_array_equal(found, value)
+        fastps.barrier()
+    assert "learning_rate=None" in said_of(held.push, [seed, np.ones(3)])
+    assert "learning_rate=-1" in said_of(held.push, [seed, np.ones(3)], learning_rate=-1)
+
+
+def said_of(call: Callable[..., object], *args: object, **options: object) -> str:
+    """Give the text of the ValueError that a call raises."""
+    try:
+        call(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def everything() -> list[float]:
     """Do all that needs servers, in one job."""
     fastps.init()
     for place, staleness in enumerate((None, 0, 1, 3)):
         marks(staleness, f"marks{place}.")
     found = [least_squares(staleness, f"fit{staleness}.") for staleness in (None, 0, 4)]
+    shares = fastps.allreduce(np.array([int(_current.current().can_share)]), op=fastps.Max)
+    if not shares[0]:  # those who share memory push together
+        compensates(0.04, "constant.")
+        compensates("adaptive", "adaptive.")
     array = {"w": np.zeros(3)}
+    assert "neither a number" in refused(array, delay_compensation="yes", prefix="x.")
+    assert "needs a strength" in refused(array, delay_compensation=-0.1, prefix="x.")
+    whole = {"w": np.zeros(3, np.int64)}
+    assert "for float32 and float64 alone" in refused(whole, delay_compensation=1, prefix="x.")
     assert "give 0 or more" in refused(array, staleness=-1, prefix="x.")
     assert "TypeError" in refused(array, staleness=1.5, prefix="x.")
     said = refused(array, staleness=fastps.rank(), prefix="differ.")

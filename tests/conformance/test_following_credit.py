@@ -128,5 +128,8 @@ def test_credit_follows_the_link_and_sums_keep_their_bits(link):
     link.transport.set_credit(3 * CHUNK)
     results.append(link.reduce(gradient))
     assert link.credit() == 3 * CHUNK  # a given credit stays
+    link.transport.set_credit(0)
+    results += [link.reduce(gradient) for _ in range(3)]
+    assert (link.credit() > CREDIT) == link.follows  # until it is taken back
     for result in results:
         assert result.tobytes() == gradient.tobytes()

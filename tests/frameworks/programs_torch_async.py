@@ -58,6 +58,26 @@ def fits(kind: str, staleness: float | None, prefix: str) -> None:
             assert loss < 1e-2, (kind, staleness, rank, loss)
 
 
+def compensates(way: float | str, prefix: str) -> None:
+    """Train with delays made up for, each group with a learning rate of its own."""
+    torch.manual_seed(fps.rank())
+    net = nn.Linear(12, 3)
+    groups = [{"params": [net.weight]}, {"params": [net.bias], "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups, lr=0.05)
+    names = [("weight", net.weight), ("bias", net.bias)]
+    fps.DistributedOptimizer(
+        optimizer, names, asynchronous=True, prefix=prefix, delay_compensation=way
+    )
+    inputs, labels = data_of(fps.rank())
+    for _ in range(600):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(inputs), labels).backward()
+        optimizer.step()
+    fps.barrier()
+    with torch.no_grad():
+        assert float(nn.functional.mse_loss(net(inputs), labels)) < 1e-2
+
+
 def steps_add_up() -> None:
     """In step, parameters are those of rank 0 plus the steps of all, whatever their layout."""
     torch.manual_seed(fps.rank())
@@ -94,6 +114,8 @@ def refuses() -> None:
         ({"asynchronous": True, "op": fps.Adasum}, "give no op or set"),
         ({"asynchronous": True, "compression": fps.Compression.fp16}, "does not compress"),
         ({"asynchronous": True, "staleness": -3}, "give 0 or more"),
+        ({"asynchronous": False, "delay_compensation": 1.0}, "is for asynchronous=True"),
+        ({"asynchronous": True, "delay_compensation": "much"}, "neither a number"),
     ]:
         said = ""
         try:
@@ -101,6 +123,16 @@ def refuses() -> None:
         except ValueError as error:
             said = str(error)
         assert text in said
+    for other in (
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.Adam(net.parameters()),
+    ):
+        said = ""
+        try:
+            fps.DistributedOptimizer(other, asynchronous=True, delay_compensation=0.04)
+        except ValueError as error:
+            said = str(error)
+        assert "use torch.optim.SGD(momentum=0)" in said
     said = ""
     try:  # rank 0 has given its own before it can hear of others
         fps.DistributedOptimizer(
@@ -118,10 +150,12 @@ def everything() -> None:
     fits("sgd", None, "a.")
     fits("adam", 3, "b.")
     fits("lbfgs", 0, "c.")
+    compensates(0.04, "d.")
+    compensates("adaptive", "e.")
     steps_add_up()
     refuses()
     net = nn.Linear(2, 2)
-    optimizer = fps.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), prefix="e.")
+    optimizer = fps.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), prefix="f.")
     assert type(optimizer).__name__ == "AsynchronousSGD", "FASTPS_ENABLE_ASYNC"
     plain = fps.DistributedOptimizer(
         torch.optim.SGD(net.parameters(), lr=0.1), asynchronous=False, prefix="p."

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import fastps
-from fastps.asynchronous import ServerParameters
+from fastps.asynchronous import Compensating, ServerParameters, compensation_of
 from fastps.frameworks._adapter import wait_all
 from fastps.frameworks.torch import steps
 from fastps.frameworks.torch.tensors import (
@@ -30,20 +30,33 @@ class Held:
     """Parameters of one dtype, and the memory in which they travel."""
 
     def __init__(
-        self, named: Sequence[tuple[str, torch.Tensor]], staleness: float | None, prefix: str
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        group: int,
+        staleness: float | None,
+        prefix: str,
+        compensation: Compensating | None,
     ) -> None:
+        self._group = group
         self.parameters = [parameter for _, parameter in named]
         self._rooms = [sendable(check_tensor(parameter, name)) for name, parameter in named]
         arrays = {name: view_of(room) for (name, _), room in zip(named, self._rooms, strict=True)}
         code = wire_dtype(self.parameters[0].dtype, prefix)
-        self._server = ServerParameters(arrays, staleness=staleness, prefix=prefix, dtype=code)
+        self._server = ServerParameters(
+            arrays, staleness=staleness, prefix=prefix, dtype=code, delay_compensation=compensation
+        )
         self.take()
 
-    def begin(self, before: Sequence[torch.Tensor]) -> Any:
+    def rate(self, groups: Sequence[dict[str, Any]]) -> float | None:
+        """Give the learning rate of the step to come, where servers want to know it."""
+        return float(groups[self._group]["lr"]) if self._server.compensation.strength else None
+
+    def begin(self, before: Sequence[torch.Tensor], rate: float | None) -> Any:
         """Push what has changed since then; `before` becomes that."""
         for parameter, old in zip(self.parameters, before, strict=True):
             torch.sub(parameter.detach(), old, out=old)
-        return self._server.push_async([view_of(delta) for delta in before])
+        deltas = [view_of(delta) for delta in before]
+        return self._server.push_async(deltas, learning_rate=rate)
 
     def take(self) -> None:
         """Make what the servers answered the parameters."""
@@ -70,9 +83,11 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
             [p.detach().clone(memory_format=torch.contiguous_format) for p in held.parameters]
             for held in self._held
         ]
+        rates = [held.rate(self.param_groups) for held in self._held]
         loss = super().step(closure)
         with torch.no_grad():
-            wait_all([h.begin(old) for h, old in zip(self._held, before, strict=True)])
+            all_held = zip(self._held, before, rates, strict=True)
+            wait_all([held.begin(old, rate) for held, old, rate in all_held])
             for held in self._held:
                 held.take()
         return loss
@@ -92,18 +107,42 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         )
 
 
+def check_compensated(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers whose steps are not the gradient times the learning rate. ValueError."""
+    is_plain = isinstance(optimizer, torch.optim.SGD) and not any(
+        group["momentum"] for group in optimizer.param_groups
+    )
+    if not is_plain:
+        raise ValueError(
+            "delay_compensation takes each change for -lr times a gradient, whose squares stand "
+            "for the curvature; with momentum or other optimizers they do not: use "
+            "torch.optim.SGD(momentum=0), or leave it out"
+        )
+
+
 def adopt(
     optimizer: torch.optim.Optimizer,
     names: Sequence[str],
     staleness: float | None,
     prefix: str,
+    compensation: Compensating | None = None,
 ) -> AsynchronousOptimizer:
     """Turn the optimizer into one whose steps the servers add up; names: of its parameters."""
-    by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for name, parameter in zip(names, parameters, strict=True):
+    has_rates = compensation_of(compensation).strength > 0  # each group's own
+    if has_rates:
+        check_compensated(optimizer)
+    alike: dict[tuple[torch.dtype, int], list[tuple[str, torch.Tensor]]] = {}
+    places = [
+        (number if has_rates else 0, parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    ]
+    for name, (number, parameter) in zip(names, places, strict=True):
         if parameter.requires_grad:
-            by_dtype.setdefault(parameter.dtype, []).append((name, parameter))
+            alike.setdefault((parameter.dtype, number), []).append((name, parameter))
     with torch.no_grad():
-        held = [Held(some, staleness, f"{prefix}Async.") for some in by_dtype.values()]
+        held = [
+            Held(some, group, staleness, f"{prefix}Async.", compensation)
+            for (_, group), some in alike.items()
+        ]
     return steps.adopt(optimizer, AsynchronousOptimizer, "Asynchronous", _held=held)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from fastps import session
+from fastps.asynchronous import Compensating
 from fastps.frameworks._adapter import BUCKET_BYTES, Average
 from fastps.frameworks.torch import adasum, crossing, pipelined, synchronized
 from fastps.frameworks.torch import asynchronous as held
@@ -36,13 +37,13 @@ Stepping: TypeAlias = (
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Compressing = Compression.none,
-    backward_passes_per_step: int = 1, op: Op = Average, *, prefix: str = "Gradient.",
-    gradient_views: Views = "auto", bucket_bytes: int = BUCKET_BYTES,
-    process_set: ProcessSet = global_process_set, sparse_as_dense: bool = False,
-    finish_in_backward: bool = False, gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0, groups: Any = None, asynchronous: bool | None = None,
-    staleness: float | None = None, pipesgd_warmup_iter: int = 0, cross_barrier: bool = False,
+    compression: Compressing = Compression.none, backward_passes_per_step: int = 1,
+    op: Op = Average, *, prefix: str = "Gradient.", gradient_views: Views = "auto",
+    bucket_bytes: int = BUCKET_BYTES, process_set: ProcessSet = global_process_set,
+    sparse_as_dense: bool = False, finish_in_backward: bool = False,
+    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None,
+    asynchronous: bool | None = None, staleness: float | None = None, pipesgd_warmup_iter: int = 0,
+    cross_barrier: bool = False, delay_compensation: Compensating | None = None,
 ) -> Stepping:  # fmt: skip
     """Make an optimizer step with gradients that are averaged (or summed) over all workers.
 
@@ -69,17 +70,17 @@ def DistributedOptimizer(
     clip them out of reach; one pass, or backward_passes_per_step, then makes all of a step.
     gradient_predivide_factor (only with Average, else ValueError), num_groups and groups of
     Horovod are accepted and not needed.
-    asynchronous, staleness: let servers hold the parameters and each worker step at its own pace,
-    at most so far ahead of the slowest (docs/async.md); only names and prefix count then.
+    asynchronous, staleness, delay_compensation: let servers hold the parameters and each worker
+    step at its own pace (docs/async.md); of the rest only names and prefix count then.
     staleness=1 without asynchronous applies averages one step later, PipeSGD, but for the first
     pipesgd_warmup_iter steps; cross_barrier lets step() not wait: see CrossBarrier().
 
     All ranks must call it alike, else MismatchError, here or at the first step. Blocks.
     """
     _check(optimizer, op, gradient_predivide_factor)
-    if _is_async(asynchronous, staleness, op, compression, process_set):
+    if _is_async(asynchronous, staleness, op, compression, process_set, delay_compensation):
         names, _ = synchronized.named(optimizer, named_parameters)
-        return held.adopt(optimizer, names, staleness, prefix)
+        return held.adopt(optimizer, names, staleness, prefix, delay_compensation)
     if op is Op.ADASUM:
         return adasum.adopt(optimizer, compressor_of(compression), prefix, process_set)
     options = _Options(
@@ -188,8 +189,9 @@ def _check(optimizer: object, op: Op, predivide_factor: float) -> None:
 
 
 def _is_async(
-    wanted: bool | None, staleness: float | None, op: Op, compression: Compressing, who: ProcessSet
-) -> bool:
+    wanted: bool | None, staleness: float | None, op: Op, compression: Compressing,
+    who: ProcessSet, compensation: Compensating | None,
+) -> bool:  # fmt: skip
     """Tell whether servers are to hold the parameters; refuse what cannot be together."""
     is_async = session.current().config.enable_async if wanted is None else wanted
     if not is_async and staleness not in (None, 0, 1):
@@ -197,6 +199,8 @@ def _is_async(
             "staleness bounds asynchronous training: give asynchronous=True too; or 0 or 1 for "
             "PipeSGD"
         )
+    if not is_async and compensation is not None:
+        raise ValueError("delay_compensation is for asynchronous=True")
     if is_async and (op is not Average or who is not global_process_set):
         raise ValueError("asynchronous training adds the steps of all workers: give no op or set")
     if is_async and compression is not Compression.none:

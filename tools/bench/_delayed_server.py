@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server behind a relay: it listens on one address, and sends others to another.
+
+    _delayed_server.py ADDRESS     what comes there is handed on to FASTPS_HOST by tools/delay.py
+
+Started by tuning.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+from fastps.control import doors
+from fastps.server import main, server
+
+
+def main_behind(address: str) -> int:
+    """Run a server whose door is announced at that address."""
+
+    def open_doors(*args: Any, **options: Any) -> doors.Doors:
+        made = doors.open_doors(*args, **options)
+        return dataclasses.replace(made, address=(address, made.address[1]), unix="")
+
+    server.open_doors = open_doors  # type: ignore[attr-defined]
+    return main.main([])
+
+
+if __name__ == "__main__":
+    sys.exit(main_behind(sys.argv[1]))
