@@ -24,6 +24,7 @@ MODULES = [
     "fastps.transport.rdma._verbs",
     "fastps.transport.inproc._transport",
     "fastps.server._coded",
+    "fastps.server._ruled",
     "fastps.server._rounds",
     "fastps.server._accumulate",
     "fastps.server._store",

@@ -16,6 +16,7 @@ import numpy as np
 
 from fastps import current as _current
 from fastps import flights as _flights
+from fastps.byzantine.rules import Choice as RuleChoice
 from fastps.compression import Choice, Compression
 from fastps.errors import (
     AuthError,
@@ -332,19 +333,25 @@ def local_size() -> int:
 
 
 def declare(
-    name: str, tensor: Array | tuple[tuple[int, ...], Any], *, compression: Choice = None
+    name: str,
+    tensor: Array | tuple[tuple[int, ...], Any],
+    *,
+    compression: Choice = None,
+    rule: RuleChoice = None,
 ) -> None:
     """Declare a tensor, by an array like it or (shape, dtype), before its first use.
 
-    Spares the first push_pull one round trip; never necessary. compression: as for push_pull(),
-    which need not be told again. Blocks until the servers are
+    Spares the first push_pull one round trip; never necessary. compression, rule: as for
+    push_pull(), which need not be told again. Blocks until the servers are
     ready. Raises MismatchError when another worker declared it differently.
     """
     if isinstance(tensor, np.ndarray):
         shape, dtype = tensor.shape, tensor.dtype
     else:
         shape, dtype = tensor[0], np.dtype(tensor[1])
-    _current.current().declare([(name, shape, dtype_of(dtype))], compression=compression)
+    _current.current().declare(
+        [(name, shape, dtype_of(dtype))], compression=compression, rule=rule
+    )
 
 
 def forget(name: str | Sequence[str]) -> None:
@@ -394,6 +401,7 @@ def push_pull(
     out: Array | Sequence[Array] | None = None,
     compression: Choice = None,
     learning_rate: float | None = None,
+    rule: RuleChoice = None,
 ) -> Array | list[Array]:
     """Average (or sum) a tensor over all workers and give the result.
 
@@ -405,12 +413,15 @@ def push_pull(
     compression: one of fastps.Compression, a function that gives one for a name, or BytePS's
     dictionary of parameters; it is that of the name from its first use on. Tensors below
     min_compress_bytes, elements that are no floats, and jobs without servers go without.
-    learning_rate: of this step; error feedback is scaled by the last one's ratio to it. Blocks;
-    raises PeerLostError, MismatchError, StallError. Bytes on the wire: nbytes each way.
+    learning_rate: of this step; error feedback is scaled by the last one's ratio to it. rule: one
+    of fastps.byzantine, or a name such as "median": what servers make of the workers' tensors in
+    the place of the average; it is that of the name from its first use on. Needs servers, and
+    refuses NaN and infinities. Blocks; raises PeerLostError, MismatchError, StallError. Bytes on
+    the wire: nbytes each way.
     """
     return _current.current().push_pull(
         tensor, name, average=average, priority=priority, out=out, compression=compression,
-        learning_rate=learning_rate,
+        learning_rate=learning_rate, rule=rule,
     )  # fmt: skip
 
 
@@ -423,6 +434,7 @@ def push_pull_async(
     out: Array | Sequence[Array] | None = None,
     compression: Choice = None,
     learning_rate: float | None = None,
+    rule: RuleChoice = None,
 ) -> Handle:
     """Begin push_pull() and give a handle for synchronize(); does not block.
 
@@ -430,7 +442,7 @@ def push_pull_async(
     """
     return _current.current().push_pull_async(
         tensor, name, average=average, priority=priority, out=out, compression=compression,
-        learning_rate=learning_rate,
+        learning_rate=learning_rate, rule=rule,
     )  # fmt: skip
 
 

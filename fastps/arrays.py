@@ -18,12 +18,15 @@ from fastps.config import Config
 from fastps.contract import PROMPT, Compensation, Policy
 from fastps.control.protocol import TensorSpec
 from fastps.errors import ConfigError
+from fastps.partition import ALIGNMENT, MAX_PARTITION_BYTES
+from fastps.rules import SUMMED, Rule
 from fastps.types import DType, dtype_of
 from fastps.worker.handle import Array
 
 # Partitions of codecs that take one as a whole: of a large one nothing could be summed before all
 # of it is there. Measured, onebit on links of 200 Mbit/s: 64 MB take 140 ms so, 161 ms in 4 MB.
 MAX_WHOLE_BYTES = 512 << 10
+RULED_BYTES = 1 << 20  # of a piece under a rule: those of all workers stay in the caches
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1  # the field of the frame header
 
 Names: TypeAlias = str | Sequence[str]
@@ -107,12 +110,14 @@ def describe(dtype: int, shape: tuple[int, ...]) -> str:
 def make_spec(
     config: Config, chunk_bytes: int, name: str, shape: tuple[int, ...], dtype: DType, *,
     is_sent: bool, policy: Policy = Policy.SUM, staleness: int = 0, coding: Coding | None = None,
-    partition_bytes: int = 0, compensation: Compensation = PROMPT,
+    partition_bytes: int = 0, rule: Rule | None = None, n: int = 1,
+    compensation: Compensation = PROMPT,
 ) -> TensorSpec:  # fmt: skip
     """Say what is declared. is_sent: to servers; only then, and if it pays, it is compressed.
 
-    staleness, compensation: of the policy. partition_bytes: 0 takes what settings say.
-    ConfigError for a codec under another policy than SUM.
+    staleness, compensation: of the policy. partition_bytes: 0 takes what settings say. n: workers.
+    ConfigError for a codec or a rule under another policy than SUM, both at once, and a rule that
+    n workers cannot have; TypeError for elements that have no rules.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if policy is not Policy.SUM and coding not in (None, PLAIN):
@@ -127,7 +132,42 @@ def make_spec(
     partition_bytes = partition_bytes or config.partition_bytes
     if coding.is_whole:
         partition_bytes = min(partition_bytes, MAX_WHOLE_BYTES)
+    if rule is not None and rule.has_meaning():
+        is_plain = policy is Policy.SUM and coding == PLAIN
+        check_rule(name, rule, dtype, n, is_sent=is_sent, is_plain=is_plain)
+        partition_bytes = _piece_bytes(name, rule, nbytes, partition_bytes)
     return TensorSpec(
         name, int(dtype), shape, nbytes, partition_bytes, chunk_bytes, policy, staleness, coding,
-        compensation,
+        SUMMED if rule is None else rule, compensation,
     )  # fmt: skip
+
+
+def check_rule(
+    name: str, rule: Rule, dtype: DType, n: int, *, is_sent: bool, is_plain: bool
+) -> None:
+    """Raise ConfigError or TypeError where a tensor of n workers cannot be under a rule."""
+    if not is_plain:
+        raise ConfigError(f"{name!r} is {rule}: without compression, and by push_pull() alone")
+    if n > 1 and not is_sent:
+        raise ConfigError(
+            f"{name!r} is {rule}, which needs servers that are trusted, and this job does without; start "
+            "some, on one machine with FASTPS_FORCE_DISTRIBUTED=1"
+        )
+    try:
+        rule.check_voices(n, dtype)
+    except ValueError as error:
+        raise ConfigError(f"tensor {name!r}: {error}") from None
+    except TypeError as error:
+        raise TypeError(f"tensor {name!r}: {error}") from None
+
+
+def _piece_bytes(name: str, rule: Rule, nbytes: int, partition_bytes: int) -> int:
+    """Give the most bytes of a piece: all, where a rule compares whole tensors."""
+    if not rule.wants_whole:
+        return min(partition_bytes, RULED_BYTES)
+    if nbytes > MAX_PARTITION_BYTES:
+        raise ConfigError(
+            f"tensor {name!r} is {rule}, which looks at all of it at once: {nbytes} bytes are "
+            f"above {MAX_PARTITION_BYTES}; split it"
+        )
+    return max(partition_bytes, -(-nbytes // ALIGNMENT) * ALIGNMENT)

@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from fastps.coding import PLAIN, Coding
+from fastps.rules import SUMMED, Rule
 
 ANY_STALENESS = (1 << 31) - 1  # nobody waits for anybody
 MAX_CAST = 4096  # members of one cast: the table of a sum's sources lives on the stack
@@ -89,6 +90,7 @@ class Contract:
 
     cast: Cast
     coding: Coding = PLAIN
+    rule: Rule = SUMMED
     policy: Policy = Policy.SUM
     staleness: int = 0
     compensation: Compensation = PROMPT
@@ -97,6 +99,12 @@ class Contract:
 def pusher_of(machine_ranks: Sequence[int], partition: int) -> int:
     """Choose the worker of a machine that pushes and pulls a partition for all of them."""
     return machine_ranks[partition % len(machine_ranks)]
+
+
+def cast_apart(n: int, epoch: int = 0) -> Cast:
+    """Cast every partition for n workers that all push and read for themselves; any may skip."""
+    ranks = tuple(range(n))
+    return Cast(ranks, ranks, 1, n, epoch)
 
 
 def cast_of(machines: Sequence[Sequence[int]], partition: int, epoch: int = 0) -> Cast:

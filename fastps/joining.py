@@ -243,6 +243,7 @@ class Connections:
             version=answer.version,
             coders=self._coders(spec, answer),
             frame_bytes=wire_chunk(spec.coding, spec.chunk_bytes),
+            is_ruled=spec.rule.has_meaning(),
         )
         tensor.is_compensated = spec.compensation.strength > 0
         return tensor

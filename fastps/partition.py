@@ -111,20 +111,26 @@ def check_tensor(nbytes: int, *, partition_bytes: int, n_owners: int) -> None:
 
 
 def cut_tensor(
-    nbytes: int, *, partition_bytes: int, placement: Placement, tensor_id: int
+    nbytes: int,
+    *,
+    partition_bytes: int,
+    placement: Placement,
+    tensor_id: int,
+    is_whole: bool = False,
 ) -> tuple[Piece, ...]:
     """Cut a tensor into pieces that cover it exactly once, in order, and place them.
 
     A large tensor gives every server one stripe, proportional to its weight, in even pieces of
     at most partition_bytes (rounded up to 64); a small one goes whole to the server with the
     least load for its weight. All offsets are multiples of 64. Under a hash of keys all pieces
-    are even. Raises ConfigError before anything is placed.
+    are even. is_whole: it goes to one server like a small one. Raises ConfigError before anything
+    is placed.
     """
     _check_tensor_id(tensor_id)
     owners = placement.owners
     check_tensor(nbytes, partition_bytes=partition_bytes, n_owners=len(owners))
     step = _round_up(partition_bytes)
-    is_small = nbytes <= step and nbytes < len(owners) * MIN_SHARE_BYTES
+    is_small = nbytes <= step and (is_whole or nbytes < len(owners) * MIN_SHARE_BYTES)
     if is_small or placement.is_hashed:
         even = step if is_small else _even_step(nbytes, step, len(owners))
         return tuple(

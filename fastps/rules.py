@@ -159,6 +159,11 @@ class Rule(NamedTuple):
         """Tell whether pieces of a tensor may go to different servers."""
         return self.kind in BY_ELEMENT
 
+    @property
+    def wants_whole(self) -> bool:
+        """Tell whether one server has to see all of a tensor."""
+        return self.has_meaning() and not self.is_by_element
+
     def has_meaning(self) -> bool:
         """Tell whether there is a rule."""
         return self.kind is not Kind.NONE

@@ -13,16 +13,15 @@ import contextlib
 import logging
 import math
 import operator
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastps import alone, forked
 from fastps.arrays import (
     MAX_PRIORITY,
     MIN_PRIORITY,
@@ -31,11 +30,11 @@ from fastps.arrays import (
     check_arrays,
     checked_priorities,
     checked_shape,
-    describe,
     make_spec,
     outputs_of,
     pair,
 )
+from fastps.byzantine import rules
 from fastps.compression import Choice, coding_of
 from fastps.config import Config
 from fastps.contract import Policy
@@ -60,6 +59,7 @@ from fastps.errors import (
 )
 from fastps.objects import decode_object, encode_object
 from fastps.progress import Progress
+from fastps.rules import SUMMED, Rule
 from fastps.steps import Steps
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
@@ -99,7 +99,7 @@ class Session:
         self.uneven, self.progress, self.steps = Uneven(self), Progress(self), Steps(self)
         self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
-        _sessions.add(self)
+        forked.sessions.add(self)
         if config.num_servers or config.size > 1 or config.force_distributed:
             self._join()
 
@@ -123,14 +123,16 @@ class Session:
         *,
         policy: Policy = Policy.SUM,
         compression: Choice = None,
+        rule: rules.Choice = None,
         **terms: Any,
     ) -> None:
         """Declare tensors by (name, shape, dtype) before their first use, all in one round trip.
 
-        policy: of fastps.contract. compression: see push_pull_async(). terms: others of
+        policy: of fastps.contract. compression, rule: of fastps.push_pull(). terms: others of
         arrays.make_spec(). Declaring twice is allowed. Blocks until every server is ready for
         them. Raises MismatchError when another worker, or this one earlier, declared one
-        differently, ConfigError when no server is there for the policy.
+        differently, ConfigError when no server is there for the policy or the rule, or such a
+        rule cannot be.
         """
         self.check_usable()
         if policy != Policy.SUM and not (self._client and self.connections.owners):
@@ -138,33 +140,31 @@ class Session:
                 f"{policy.name} needs servers, and this job does without; start some, on one "
                 "machine with FASTPS_FORCE_DISTRIBUTED=1"
             )
+        found = rules.rule_of(rule)
         wanted = [
             self._spec(
                 name, checked_shape(name, shape), DType(code), policy=policy,
-                coding=coding_of(compression, name), **terms,
+                coding=coding_of(compression, name), rule=found, **terms,
             )
             for name, shape, code in specs
         ]  # fmt: skip
         if self._client is not None:
             self._declare_specs(wanted)
         else:
-            self._declare_locally(wanted)
+            alone.declare(self._specs, wanted)
 
     def _spec(self, name: str, shape: tuple[int, ...], dtype: DType, **terms: Any) -> TensorSpec:
         is_sent = self._client is not None and bool(self.connections.owners)
         return make_spec(
-            self.config, self._chunk_bytes, name, shape, dtype, is_sent=is_sent, **terms
+            self.config,
+            self._chunk_bytes,
+            name,
+            shape,
+            dtype,
+            is_sent=is_sent,
+            n=self.size,
+            **terms,
         )
-
-    def _declare_locally(self, wanted: Sequence[TensorSpec]) -> None:
-        for spec in wanted:
-            known = self._specs.setdefault(spec.name, spec)
-            if known != spec:
-                raise MismatchError(
-                    f"tensor {spec.name!r} was declared as "
-                    f"{describe(known.dtype, known.shape)} and is now "
-                    f"{describe(spec.dtype, spec.shape)}; use another name"
-                )
 
     def _declare_specs(self, wanted: Sequence[TensorSpec]) -> None:
         if self.config.goes_on:
@@ -184,6 +184,9 @@ class Session:
                 tensor.expect(spec.shape, DType(spec.dtype))
                 self._tensors[spec.name] = tensor
                 self._specs[spec.name] = spec
+
+    def _rule_of(self, name: str) -> Rule:
+        return self._specs[name].rule if name in self._specs else SUMMED
 
     def is_free_for(self, name: str, shape: tuple[int, ...], dtype: DType) -> bool:
         """Tell whether servers, if any, can take a name: it is not declared for something else."""
@@ -260,13 +263,14 @@ class Session:
         dtype: DType | None,
         compression: Choice,
         learning_rate: float | None,
+        rule: rules.Choice,
     ) -> None:
-        """Declare tensors with their compression, and tell them the learning rate."""
-        codings = [coding_of(compression, name) for name in names]
+        """Declare tensors with their compression and rule, and tell them the learning rate."""
+        codings, found = [coding_of(compression, name) for name in names], rules.rule_of(rule)
         wanted = [
-            self._spec(name, array.shape, dtype or dtype_of(array.dtype), coding=coding)
-            for name, array, coding in zip(names, arrays, codings, strict=True)
-            if coding is not None
+            self._spec(name, array.shape, dtype or dtype_of(array.dtype), coding=it, rule=found)
+            for name, array, it in zip(names, arrays, codings, strict=True)
+            if it is not None or found is not None
         ]
         self._declare_specs(wanted)
         for name in names:
@@ -329,15 +333,16 @@ class Session:
         out: Arrays | None = None,
         compression: Choice = None,
         learning_rate: float | None = None,
+        rule: rules.Choice = None,
     ) -> Array | list[Array]:
         """Sum tensor over all workers and give the result; see push_pull_async(). Blocks."""
         known = None
-        if compression is None and learning_rate is None:
+        if compression is None and learning_rate is None and rule is None:
             known = self._start_known(tensor, name, average, priority, out)
         if known is None:
             handle = self.push_pull_async(
                 tensor, name, average=average, priority=priority, out=out,
-                compression=compression, learning_rate=learning_rate,
+                compression=compression, learning_rate=learning_rate, rule=rule,
             )  # fmt: skip
             return handle.wait()
         began = time.perf_counter()
@@ -363,6 +368,8 @@ class Session:
         known = self._tensors.get(name)
         if known is None or self._poisoned or self._client is None or not known.fits(tensor):
             return None
+        if not average and self._rule_of(name).has_meaning():
+            return None
         if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
             return None
         self.check_usable()
@@ -386,17 +393,18 @@ class Session:
         dtype: DType | None = None,
         compression: Choice = None,
         learning_rate: float | None = None,
+        rule: rules.Choice = None,
     ) -> Handle:
         """Begin to sum tensor over all workers; a sequence of tensors travels as one submit.
 
         tensor: C-contiguous arrays, read; out: arrays of the same shape and dtype, written (None
         makes new ones, tensor itself works in place). name: the same on all workers, one
         operation in flight each. priority: larger leaves first. dtype: BFLOAT16 with uint16
-        arrays. NaN and infinities pass through. compression, learning_rate: of fastps.push_pull().
+        arrays. NaN and infinities pass through. compression, learning_rate, rule: of push_pull().
         Does not block, except to declare new names. Raises ValueError, TypeError, MismatchError,
         PeerLostError, FastPSError (name in flight).
         """
-        known, is_plain = None, compression is None and learning_rate is None
+        known, is_plain = None, compression is None and learning_rate is None and rule is None
         if dtype is None and is_plain:
             known = self._start_known(tensor, name, average, priority, out)
         if known is not None:
@@ -412,11 +420,14 @@ class Session:
                 check_arrays(label, array, output, dtype, average=average)
         priorities = checked_priorities(priority, len(names))
         if self._client is None:
-            return self._finish_locally(names, arrays, outputs, dtype, is_single=is_single)
+            found = rules.rule_of(rule)
+            return self._finish_locally(names, arrays, outputs, dtype, found, is_single=is_single)
         if not is_plain:
-            self._agree(names, arrays, dtype, compression, learning_rate)
+            self._agree(names, arrays, dtype, compression, learning_rate, rule)
         if tensors is None:
             tensors = self._find(names, arrays, dtype)
+        for label in () if average else names:
+            rules.check_sum(label, self._rule_of(label))
         if is_single:
             self._submit(
                 names, self._engine.start, tensors[0], arrays[0], outputs[0], average=average,
@@ -440,7 +451,7 @@ class Session:
         for label, array in zip(names, arrays, strict=True):
             check_arrays(label, array, array, dtype, average=False)
         if self._client is None:
-            return self._finish_locally(names, arrays, arrays, dtype, is_single=is_single)
+            return self._finish_locally(names, arrays, arrays, dtype, SUMMED, is_single=is_single)
         tensors = self._find(names, arrays, dtype)
         self._submit(
             names, self._engine.start_broadcast, tensors, arrays, root=root_rank,
@@ -454,18 +465,19 @@ class Session:
         arrays: Sequence[Array],
         outputs: Sequence[Array],
         dtype: DType | None,
+        rule: Rule | None,
         *,
         is_single: bool,
     ) -> Handle:
-        self._declare_locally(
-            [
-                self._spec(name, array.shape, dtype_of(array.dtype) if dtype is None else dtype)
-                for name, array in zip(names, arrays, strict=True)
-            ]
-        )
-        for array, output in zip(arrays, outputs, strict=True):
-            if output is not array:
-                np.copyto(output, array)
+        wanted = [
+            self._spec(
+                name, array.shape, dtype_of(array.dtype) if dtype is None else dtype,
+                rule=self._rule_of(name) if rule is None else rule,
+            )
+            for name, array in zip(names, arrays, strict=True)
+        ]  # fmt: skip
+        alone.declare(self._specs, wanted)
+        alone.finish(wanted, arrays, outputs)
         return self._handle((), outputs, SUM, is_single=is_single)
 
     def _handle(
@@ -673,7 +685,7 @@ class Session:
         self._client = None
         self.connections.close()
         self._tensors.clear()  # they hold shared memory
-        _sessions.discard(self)
+        forked.sessions.discard(self)
 
     def abandon(self) -> None:
         """Give up in a forked child: close the links' descriptors, so that our death is seen."""
@@ -684,17 +696,3 @@ class Session:
 
 def _reduction(average: bool) -> int:
     return AVERAGE if average else SUM
-
-
-# ---- fork ----
-
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # of this process
-
-
-def _forget_sessions_in_child() -> None:
-    for session in list(_sessions):
-        session.abandon()
-    _sessions.clear()
-
-
-os.register_at_fork(after_in_child=_forget_sessions_in_child)

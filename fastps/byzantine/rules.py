@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import ml_dtypes
 import numpy as np
 
 from fastps.byzantine import reference
 from fastps.errors import ConfigError
 from fastps.rules import SUMMED, Kind, Rule
+from fastps.types import DType
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -209,6 +211,20 @@ def combine(
     if found is None or found.kind is Kind.NONE:
         raise ConfigError("combine() needs a rule")
     return reference.combine(found, updates, version=version, last=last)
+
+
+def apply_alone(rule: Rule, update: Array, dtype: DType) -> None:
+    """Make of the only worker's update what servers would, in place."""
+    if not rule.has_meaning():
+        return
+    values = update.view(ml_dtypes.bfloat16) if dtype is DType.BFLOAT16 else update
+    values[...] = reference.combine(rule, [values])
+
+
+def check_sum(name: str, rule: Rule) -> None:
+    """Raise ValueError for a sum of what is under a rule."""
+    if rule.has_meaning():
+        raise ValueError(f"tensor {name!r} is {rule}, which stands for the average: no sum of it")
 
 
 def _trim(f: int | None, share: float | None) -> dict[str, Any]:

@@ -407,6 +407,9 @@ class Config:
         allowed=(0, 64),
         text="Threads of a worker that compress and decompress; none before a tensor is declared "
              "with compression. 0 chooses: a quarter of the CPUs, 1 to 4.")
+    rules: str = _set(DATA, "",
+        text="Rules of one's own (docs/byzantine.md) that a server may import, module:function, "
+             "by commas. Workers name them; no code comes from workers.")
     inline_sum_bytes: int = _set(THREADS, 65536, unit="bytes", allowed=(0, GIB),
         text="Chunks up to this size are summed where they arrive, without waking another "
              "thread.")

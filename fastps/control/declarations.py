@@ -282,6 +282,7 @@ class Declarations:
             raise ConfigError(f"{_side(spec.layout)} has {nbytes} bytes, not {spec.nbytes}")
         try:
             spec.coding.check()
+            spec.rule.check()
         except ValueError as error:
             raise ConfigError(f"{error}") from None
         if spec.name in self._tensors:
@@ -303,13 +304,14 @@ class Declarations:
             partition_bytes=spec.partition_bytes,
             placement=self._placement,
             tensor_id=tensor_id,
+            is_whole=spec.rule.wants_whole,
         )
         pieces = tuple((piece.nbytes, self._numbers[piece.owner]) for piece in cut)
         self._n_pieces += len(pieces)
         packed = _pack(_Facts(spec.layout, pieces, tensor_id, version))
         tensor = _Tensor(spec.name, packed, self._batches)
         self._tensors[spec.name] = tensor
-        terms = (spec.policy, spec.staleness, version, spec.coding, spec.compensation)
+        terms = (spec.policy, spec.staleness, version, spec.coding, spec.rule, spec.compensation)
         return tensor, KeySpec(tensor_id, spec.name, spec.dtype, spec.chunk_bytes, pieces, *terms)
 
     def _announce(self, keys: DeclareKeys | ForgetKeys) -> Answers:
@@ -390,5 +392,6 @@ def _full_side(layout: Layout) -> str:
     return (
         f"{_side(layout)} in partitions of at most {layout[2]} bytes sent as chunks of {layout[3]}"
         f" under {layout[4].name} (staleness {layout[5]}), {layout[6]}"
-        + (f", {layout[7]}" if layout[7].strength else "")
+        + (f", {layout[7]}" if layout[7].has_meaning() else "")
+        + (f", {layout[8]}" if layout[8].strength else "")
     )

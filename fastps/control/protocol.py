@@ -32,6 +32,7 @@ from fastps.errors import (
     StallError,
 )
 from fastps.partition import ALIGNMENT, MAX_PARTITION_BYTES, server_weights
+from fastps.rules import SUMMED, Rule
 from fastps.types import MAX_SECONDS
 
 # What fastps.auth.derive_key makes the keys of the two kinds of connections for.
@@ -67,7 +68,7 @@ Staleness: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]  # operations
 Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and owner of each partition
 # all but name and nbytes of a spec
 Layout: TypeAlias = tuple[
-    Code, Shape, PartBytes, PartBytes, Policy, Staleness, Coding, Compensation
+    Code, Shape, PartBytes, PartBytes, Policy, Staleness, Coding, Rule, Compensation
 ]  # fmt: skip
 
 
@@ -156,7 +157,7 @@ class TensorSpec(_Record, frozen=True):
     """What a worker declares; dtype is a code of fastps.types.DType.
 
     partition_bytes: the most that one partition may have; the scheduler cuts. policy, staleness,
-    coding, compensation: of fastps.contract.
+    coding, rule, compensation: of fastps.contract.
     """
 
     name: Name
@@ -168,6 +169,7 @@ class TensorSpec(_Record, frozen=True):
     policy: Policy = Policy.SUM
     staleness: Staleness = 0
     coding: Coding = PLAIN
+    rule: Rule = SUMMED
     compensation: Compensation = PROMPT
 
     @property
@@ -181,6 +183,7 @@ class TensorSpec(_Record, frozen=True):
             self.policy,
             self.staleness,
             self.coding,
+            self.rule,
             self.compensation,
         )
 
@@ -205,6 +208,7 @@ class KeySpec(_Record, frozen=True):
     staleness: Staleness = 0
     version: Version = 0
     coding: Coding = PLAIN
+    rule: Rule = SUMMED
     compensation: Compensation = PROMPT
 
 

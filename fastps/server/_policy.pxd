@@ -8,8 +8,10 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from fastps._atomic cimport fps_add32, fps_load32
-from fastps._core cimport BufferPool, Completion, Queue, Thread, queue_push
+from fastps._atomic cimport fps_add32, fps_add64, fps_load32, fps_swap32
+from fastps._core cimport (
+    OK, BufferPool, Completion, Queue, Thread, completion_part_done, queue_push,
+)
 from fastps._posix cimport pthread_mutex_t
 from fastps._table cimport IdTable
 from fastps.transport._link cimport Link, LinkSlot
@@ -30,6 +32,7 @@ cdef struct RuleArgs:           # what a rule may want besides its sources
     uint32_t version            # and its round
     void* state                 # Entry.rule_state
     void* pool                  # BufferPool, for scratch
+    uint8_t* refused            # of a rule that may refuse sources: gets 1 for each that it did
 
 cdef struct Compensation:       # of fastps.contract
     double strength             # 0: none
@@ -95,6 +98,7 @@ cdef struct Entry:              # one partition; fixed after declare but for sta
     uint32_t born               # last version of the tensors that had this id before
     int32_t is_leaving          # frames are put off: the key may be forgotten soon; atomic
     int failed                  # OK, or why nothing can succeed any more; entry.lock
+    bint is_ruled               # the rule refuses sources, and wants them as they are, in order
     uint8_t dtype
     uint8_t itemsize
     pthread_mutex_t lock
@@ -136,6 +140,8 @@ cdef struct Store:
     int64_t lasting_limit       # bytes of lasting buffers; 0: none are kept
     int64_t lasting_left        # bytes that may still be kept as lasting buffers; atomic
     StoreStats stats            # atomic adds
+    int64_t* refused            # by sender: updates that rules refused; atomic
+    int64_t* refused_key        # by sender: of the first of them
 
 
 cdef inline uint32_t length_at(Entry* entry, uint32_t offset, uint32_t most) noexcept nogil:
@@ -180,6 +186,20 @@ cdef inline void fill_header(Entry* entry, Header* header, uint8_t kind,
     header.key = entry.key
     header.key_version = version
     header.sender = entry.store.member
+
+
+cdef inline void ring_news(Store* store) noexcept nogil:
+    """Let whoever waits for news look."""
+    if not fps_swap32(&store.has_news, 1):
+        completion_part_done(&store.news, OK)
+
+
+cdef inline void blame(Entry* entry, uint32_t index) noexcept nogil:
+    """Count an update that a rule refused; the first of a member is news."""
+    cdef uint32_t sender = entry.cast.senders[index]
+    if fps_add64(&entry.store.refused[sender], 1) == 1:
+        entry.store.refused_key[sender] = <int64_t>entry.key
+        ring_news(entry.store)
 
 
 cdef inline int hand_to_engine(Entry* entry, int32_t priority, Job* job) noexcept nogil:

@@ -55,8 +55,8 @@ from fastps._trace cimport (
     SPAN_RECEIVE, SPAN_RESULT, SPAN_SUM, is_traced, trace_span, tracing,
 )
 from fastps.server._policy cimport (
-    MAX_CAST, NOBODY, Cast, Entry, Job, RuleArgs, Store, fill_header, give_back, hand_to_engine,
-    has_links, lend, slot_of, unit_length,
+    MAX_CAST, NOBODY, Cast, Entry, Job, RuleArgs, Store, blame, fill_header, give_back,
+    hand_to_engine, has_links, lend, slot_of, unit_length,
 )
 from fastps.transport._link cimport (
     KICK_FULL, KICK_WAKE, LINK_CAN_PROMISE, Link, LinkSlot, SendItem, is_early_broadcast,
@@ -71,6 +71,7 @@ cdef enum:
     LASTING_FROM = 4000         # smaller frames are copied, whoever sends them
     ROUND_FLAGS = FLAG_AVERAGE | FLAG_BROADCAST     # what all pushers must agree on
     REFUSED = -1
+    MAX_RULED = 256             # contributors under a rule: MAX_VOICES of fastps.rules
 
 # (state, event) -> state; what is not here cannot happen.
 TRANSITIONS = {

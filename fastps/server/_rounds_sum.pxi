@@ -93,6 +93,47 @@ cdef void give_back_unit(Round* round, uint32_t unit) noexcept nogil:
         give_back_part(round, &round.parts[index], unit)
 
 
+cdef void blame_refused(Round* round, const uint8_t* refused) noexcept nogil:
+    """Blame the members whose contributions a rule refused, which come in their order."""
+    cdef Entry* entry = round.sum.entry
+    cdef uint32_t index
+    cdef int64_t n = 0
+    for index in range(entry.cast.n_contributors):
+        if has_data(&round.parts[index]):
+            if refused[n]:
+                blame(entry, index)
+            n += 1
+
+
+cdef int combine_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
+    """Make one unit by a rule that trusts nobody; apart from its sources, in the cast's order."""
+    cdef const void* sources[MAX_RULED]
+    cdef uint8_t refused[MAX_RULED]
+    cdef Entry* entry = round.sum.entry
+    cdef int64_t ours, n, made
+    cdef uint32_t keeper
+    cdef RuleArgs args
+    if entry.cast.n_contributors > MAX_RULED:
+        return E_MISMATCH
+    n = gather(round, unit, sources, &ours, &keeper)
+    args.divisor, args.unit, args.version = 1, unit, round.version
+    args.state, args.pool, args.refused = entry.rule_state, entry.store.pool, refused
+    round.sums[unit] = lend(entry, length)
+    if round.sums[unit] == NULL:
+        return E_NOMEM
+    if length == 0:
+        return OK
+    probe_hit(PROBE_SERVER_SUM, entry.key, round.version)
+    made = entry.rule(sources, n, round.sums[unit], length / entry.itemsize, &args)
+    if made != 1:
+        return <int>made if made < 0 else E_PROTOCOL
+    blame_refused(round, refused)
+    give_back_unit(round, unit)
+    fps_add64(<int64_t*>&entry.store.stats.chunks_summed, 1)
+    fps_add64(<int64_t*>&entry.store.stats.bytes_summed, length)
+    return OK
+
+
 cdef int sum_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
     """Make one unit of round.sums by the key's rule; its contributions are fixed by now."""
     cdef const void* sources[MAX_CAST]
@@ -128,6 +169,12 @@ cdef int sum_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
     return OK
 
 
+cdef inline int make_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
+    if round.sum.entry.is_ruled and not round.flags & FLAG_BROADCAST:
+        return combine_unit(round, unit, length)
+    return sum_unit(round, unit, length)
+
+
 # ---------------------------------------------------------------- units that are ready
 
 cdef bint end_unit(Round* round, uint32_t unit, bint was_summed, int status) noexcept nogil:
@@ -158,7 +205,7 @@ cdef void complete_unit(Round* round, uint32_t unit, int kick) noexcept nogil:
     cdef int64_t began = now_ns() if tracing.is_on else 0
     cdef int status = OK
     if is_wanted:
-        status = sum_unit(round, unit, length)
+        status = make_unit(round, unit, length)
         if began and is_traced(round.version):
             trace_span(SPAN_SUM, entry.key, round.version, 0, length, began, now_ns())
     else:

@@ -19,5 +19,6 @@ cdef class ServerStore(LinkOwner):
     cdef uintptr_t intern(self, cast) except 0
     cdef bint try_forget(self, uint64_t tensor_id, int64_t deadline) except -1
     cdef int unburden_engines(self, Tensor* tensor) except -1
+    cdef int engine_of_rules(self) except -2
     cdef int choose_engine(self, uint32_t unit, uint32_t inline_bytes, uint64_t nbytes) except -2
     cdef int drop_all(self) except -1

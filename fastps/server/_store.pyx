@@ -36,13 +36,13 @@ from fastps._posix cimport pthread_mutex_destroy, pthread_mutex_init, sched_yiel
 from fastps._table cimport MAX_RECORDS, IdTable, table_clear, table_each, table_get, table_put
 from fastps._core cimport (
     E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_LANDING, OK, BufferPool, completion_is_done,
-    completion_part_done, completion_reset, completion_wait, deadline_of, probe_hit, now_ns,
+    completion_reset, completion_wait, deadline_of, probe_hit, now_ns,
     queue_close, queue_create, queue_free, queue_pop, thread_create, thread_join,
 )
 from fastps.server._accumulate cimport ACCUMULATE_POLICY
 from fastps.server._policy cimport (
-    NOBODY, Cast, Engine, Entry, Job, Seat, Store, StoreStats, Tensor, length_at, rule_fn,
-    slot_of,
+    NOBODY, Cast, Engine, Entry, Job, Seat, Store, StoreStats, Tensor, length_at, ring_news,
+    rule_fn, slot_of,
 )
 from fastps.server._rounds cimport SUM_POLICY
 from fastps.transport._link cimport (
@@ -188,11 +188,6 @@ cdef void tell_gone(void* record, void* context) noexcept nogil:
         entry = tensor.entries[i]
         if entry != NULL and entry.cast.index_of[sender] != NOBODY:
             entry.policy.gone(entry, entry.cast.index_of[sender])
-
-
-cdef void ring_news(Store* store) noexcept nogil:
-    if not fps_swap32(&store.has_news, 1):
-        completion_part_done(&store.news, OK)
 
 
 cdef void store_closed(void* context, Link* link, int status) noexcept nogil:
@@ -367,9 +362,12 @@ cdef class ServerStore(LinkOwner):
         self.store.seats = <Seat*>calloc(n_members * lanes, sizeof(Seat))
         self.store.gone = <int32_t*>calloc(n_members, sizeof(int32_t))
         self.store.links_open = <int32_t*>calloc(n_members, sizeof(int32_t))
+        self.store.refused = <int64_t*>calloc(n_members, sizeof(int64_t))
+        self.store.refused_key = <int64_t*>calloc(n_members, sizeof(int64_t))
         self.store.engines = <Engine*>calloc(engine_threads + 1, sizeof(Engine))
         if (self.store.tensors == NULL or self.store.seats == NULL or self.store.gone == NULL
-                or self.store.links_open == NULL or self.store.engines == NULL):
+                or self.store.links_open == NULL or self.store.engines == NULL
+                or self.store.refused == NULL or self.store.refused_key == NULL):
             raise MemoryError("no memory for the store")
         completion_reset(&self.store.news, 1)
         self.c_owner.context = self.store
@@ -412,7 +410,7 @@ cdef class ServerStore(LinkOwner):
                 uint8_t itemsize, uint32_t chunk_bytes, uintptr_t kernel,
                 uint32_t inline_bytes, uint32_t version=0, int policy=contract.Policy.SUM,
                 uint32_t staleness=0, int unit=contract.Unit.CHUNK, states=None,
-                compensation=contract.PROMPT):
+                bint is_ruled=False, compensation=contract.PROMPT):
         """Make the entries of one tensor: partitions are (index, nbytes, cast) owned here.
 
         kernel: address of the rule that makes one of many (see fastps.reduce), unit by unit.
@@ -420,6 +418,8 @@ cdef class ServerStore(LinkOwner):
         compensation: of the contract; the last one for float32 and float64 alone. version: its
         operations count on from here, where the id was used before.
         states: by index, objects whose `state` is the address of what the rule keeps of a key.
+        is_ruled: the rule may refuse sources, wants them in the order of the cast, and works on a
+        thread that is there for such rules alone.
         Declaring a tensor twice is allowed and does nothing. Raises ValueError, MemoryError.
         """
         cdef bint is_whole = unit == contract.Unit.PARTITION
@@ -443,6 +443,7 @@ cdef class ServerStore(LinkOwner):
         model.born = version
         model.dtype = dtype
         model.itemsize = itemsize
+        model.is_ruled = is_ruled
         with self.face_lock:
             if table_get(self.store.tensors, tensor_id) != NULL:
                 return
@@ -455,8 +456,8 @@ cdef class ServerStore(LinkOwner):
                 model.cast = <Cast*><uintptr_t>cast
                 model.key = tensor_id << KEY_BITS | <uint64_t>index
                 model.rule_state = <void*><uintptr_t>(states[index].state if states else 0)
-                model.engine = self.choose_engine(nbytes if is_whole else min(nbytes, chunk_bytes),
-                                                  inline_bytes, nbytes)
+                model.engine = self.engine_of_rules() if is_ruled else self.choose_engine(
+                    nbytes if is_whole else min(nbytes, chunk_bytes), inline_bytes, nbytes)
                 tensor.entries[<uint32_t>index] = make_entry(&model, nbytes, is_whole)
                 if tensor.entries[<uint32_t>index] == NULL:
                     free_tensor(tensor, NULL)
@@ -552,9 +553,17 @@ cdef class ServerStore(LinkOwner):
     cdef int unburden_engines(self, Tensor* tensor) except -1:
         cdef uint32_t i
         for i in range(tensor.n_partitions):
-            if tensor.entries[i] != NULL and tensor.entries[i].engine >= 0:
+            if tensor.entries[i] != NULL and not tensor.entries[i].is_ruled and (
+                    tensor.entries[i].engine >= 0):
                 self.engine_bytes[tensor.entries[i].engine] -= tensor.entries[i].nbytes
         return 0
+
+    cdef int engine_of_rules(self) except -2:
+        """Start the thread that works on rules, after those that sum, with the first of them."""
+        cdef int index = len(self.engine_bytes)
+        if self.store.n_engines == index:
+            self.start_engine(index)
+        return index
 
     cdef int choose_engine(self, uint32_t unit, uint32_t inline_bytes, uint64_t nbytes) except -2:
         if unit <= inline_bytes or not self.engine_bytes:
@@ -577,6 +586,14 @@ cdef class ServerStore(LinkOwner):
         return {
             rank: self.store.gone[rank]
             for rank in range(self.store.n_members) if self.store.gone[rank] != OK
+        }
+
+    def refusals(self):
+        """Give, for each member of which rules refused updates, their number and the first's key.
+        """
+        return {
+            rank: (fps_load64(&self.store.refused[rank]), self.store.refused_key[rank])
+            for rank in range(self.store.n_members) if fps_load64(&self.store.refused[rank])
         }
 
     def wake(self):
@@ -617,15 +634,21 @@ cdef class ServerStore(LinkOwner):
         return 0
 
     def statistics(self):
-        """Count chunks and bytes summed, rounds failed and tensors declared, as a dict."""
+        """Count chunks and bytes summed, rounds failed and tensors declared, as a dict.
+
+        Of updates that rules refused, all, and those of each worker that sent some.
+        """
         cdef StoreStats* stats = &self.store.stats
+        counts = {rank: count for rank, (count, _) in self.refusals().items()}
+        blamed = {f"updates_refused_of_worker_{rank}": n for rank, n in counts.items()}
         return {
             "chunks_summed": fps_load64(<int64_t*>&stats.chunks_summed),
             "bytes_summed": fps_load64(<int64_t*>&stats.bytes_summed),
             "rounds_failed": fps_load64(<int64_t*>&stats.rounds_failed),
             "buffers_not_kept": fps_load64(<int64_t*>&stats.buffers_not_kept),
             "tensors": self.n_tensors,
-        }
+            "updates_refused": sum(counts.values()),
+        } | blamed
 
     def close(self, *, double timeout_s=10.0):
         """Join the engine threads. The transport must be closed before. Idempotent."""
@@ -659,5 +682,7 @@ cdef class ServerStore(LinkOwner):
         free(self.store.seats)
         free(self.store.gone)
         free(self.store.links_open)
+        free(self.store.refused)
+        free(self.store.refused_key)
         free(self.store.engines)
         free(self.store)

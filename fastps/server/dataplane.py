@@ -20,16 +20,19 @@ from typing import TYPE_CHECKING
 from fastps import _core
 from fastps.coding import Codec, wire_chunk
 from fastps.config import Config
-from fastps.contract import Cast, Unit, cast_of
+from fastps.contract import Cast, Unit, cast_apart, cast_of
 from fastps.control.blame import cause_of_link
 from fastps.control.client import ControlClient
 from fastps.control.protocol import DeclareKeys, ForgetKeys, Job, KeySpec
 from fastps.errors import FastPSError, StallError, Status, TransportError
-from fastps.partition import link_counts
+from fastps.partition import link_counts, tensor_of
 from fastps.reduce import sum_kernel
+from fastps.reduce._combiner import Combiner
 from fastps.reduce.codec._coder import Coder
 from fastps.server._coded import CodedRule
+from fastps.server._ruled import RuledRule
 from fastps.server._store import ServerStore
+from fastps.server.owned import find_own
 from fastps.transport import rdma
 from fastps.transport.listener import NotYet
 from fastps.transport.node import Node
@@ -71,6 +74,8 @@ class DataPlane:
         self._ending = threading.Event()
         self._farewells: deque[tuple[ForgetKeys, float]] = deque()  # and until when to try
         self._has_warned = False
+        self._names: dict[int, str] = {}  # of tensors under rules, by id
+        self._blamed: set[int] = set()
         self.recorder: Recorder | None = None  # of a server that is a process of its own
         self._rdma = self._open_rdma()
         self._pool = _core.BufferPool(
@@ -144,6 +149,7 @@ class DataPlane:
         reported: set[int] = set()
         while not self._ending.is_set():
             gone = self.store.wait_news(timeout_s=self._try_farewells())
+            self._blame()
             reported &= gone.keys()
             for member in gone.keys() - reported:
                 reported.add(member)
@@ -223,6 +229,9 @@ class DataPlane:
         dtype = DType(spec.dtype)
         if self.recorder is not None:
             self.recorder.name_tensor(spec.tensor_id, spec.name)
+        if spec.rule.has_meaning():
+            self._declare_ruled(spec, dtype)
+            return
         rules = self._coded_rules(spec)
         self.store.declare(
             spec.tensor_id,
@@ -244,6 +253,48 @@ class DataPlane:
             staleness=spec.staleness,
             compensation=spec.compensation,
         )
+
+    def _declare_ruled(self, spec: KeySpec, dtype: DType) -> None:
+        """Make room for partitions of which a rule sees what each worker gives."""
+        job = self._job
+        rules = {
+            index: RuledRule(
+                Combiner(
+                    spec.rule, dtype, n=len(job.workers), count=nbytes // dtype.itemsize,
+                    function=find_own(spec.rule, self._config.rules),
+                )
+            )
+            for index, (nbytes, owner) in enumerate(spec.pieces)
+            if owner == self._me
+        }  # fmt: skip
+        cast = cast_apart(len(job.workers), job.generation)
+        self._names[spec.tensor_id] = spec.name
+        self.store.declare(
+            spec.tensor_id,
+            n_partitions=len(spec.pieces),
+            partitions=[(index, spec.pieces[index][0], cast) for index in rules],
+            dtype=dtype,
+            itemsize=dtype.itemsize,
+            chunk_bytes=spec.chunk_bytes,
+            kernel=next(iter(rules.values())).kernel if rules else 0,
+            unit=Unit.PARTITION,
+            states=rules,
+            is_ruled=True,
+            inline_bytes=0,
+            version=spec.version,
+        )
+
+    def _blame(self) -> None:
+        """Name, once each, the workers of which rules refused updates."""
+        for worker, (_, key) in self.store.refusals().items():
+            if worker in self._blamed:
+                continue
+            self._blamed.add(worker)
+            log.warning(
+                "%s refuses an update of worker %d to %r, which has NaN, infinity or a norm that "
+                "is no number; statistics() counts what it goes on to refuse",
+                self.name, worker, self._names.get(tensor_of(key), "a tensor"),
+            )  # fmt: skip
 
     def _coded_rules(self, spec: KeySpec) -> dict[int, CodedRule]:
         """Give the rules of our partitions, by index; none where elements travel as they are."""

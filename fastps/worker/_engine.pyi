@@ -30,6 +30,7 @@ class WorkerEngine(LinkOwner):
         version: int = 0,
         coders: Sequence[Coder | None] | None = None,
         frame_bytes: int = 0,
+        is_ruled: bool = False,
     ) -> PlannedTensor: ...
     def forget(self, tensor: PlannedTensor) -> None: ...
     def start(

@@ -150,14 +150,16 @@ cdef class WorkerEngine(LinkOwner):
 
     def declare(self, uint64_t tensor_id, str name, *, uint64_t nbytes, uint8_t dtype,
                 uint32_t chunk_bytes=0, partitions=(), uint32_t itemsize=1, uintptr_t kernel=0,
-                uint32_t version=0, coders=None, uint32_t frame_bytes=0):
+                uint32_t version=0, coders=None, uint32_t frame_bytes=0,
+                bint is_ruled=False):
         """Make the records of one tensor.
 
         partitions: (offset, nbytes, owner) of each; without servers none. itemsize, kernel:
         element size and address of the sum of shared memory. version: its operations count on
         from here; for an id that was forgotten, the largest version that any member had reached.
         coders: of the partitions, None where we do not push, of a tensor that travels encoded, in
-        frames of frame_bytes.
+        frames of frame_bytes. is_ruled: servers are to see what each worker of a machine gives,
+        and make something else of it than a sum.
         Raises ProtocolError when the pieces do not fit the tensor.
         """
         cdef PlannedTensor tensor = PlannedTensor()
@@ -170,6 +172,7 @@ cdef class WorkerEngine(LinkOwner):
             raise FastPSError(f"tensor {name!r}: version {version} of {tensor_id} has been")
         tensor.name = name
         tensor.nbytes = nbytes
+        tensor.is_ruled = is_ruled
         tensor.plan = self.holder
         record.plan = self.plan
         record.tensor_id = tensor_id
@@ -185,7 +188,7 @@ cdef class WorkerEngine(LinkOwner):
         self.cut(tensor, partitions if self.remote.n_links else [(0, nbytes, 0)])
         if coders and self.remote.n_links:
             self.encode(tensor, coders)
-        if self.local is not None:
+        if self.local is not None and not is_ruled:
             self.local.declare(tensor, itemsize, kernel)
         if not table_put(&self.plan.records, tensor_id, record):
             raise MemoryError(f"no memory for tensor {name!r}")
@@ -273,7 +276,7 @@ cdef class WorkerEngine(LinkOwner):
             for i in range(self.remote.n_links):
                 while fps_load32(&self.remote.links[i].is_read):
                     sched_yield()
-        if self.local is not None:
+        if record.local != NULL:
             self.local.forget(tensor)
         del self.tensors[record.tensor_id]
 
@@ -318,6 +321,9 @@ cdef class WorkerEngine(LinkOwner):
             if tensor.coders is not None:
                 raise ValueError(
                     f"tensor {tensor.name!r} is compressed; broadcast under another name")
+            if tensor.is_ruled:
+                raise ValueError(
+                    f"tensor {tensor.name!r} is under a rule; broadcast under another name")
         nothing = [None] * len(arrays)
         self.prepare(tensors, arrays if is_root else nothing, nothing if is_root else arrays)
         for tensor in tensors:
@@ -348,7 +354,7 @@ cdef class WorkerEngine(LinkOwner):
         record.output = <char*>tensor.output_view.buf if tensor.has_output else NULL
         record.source = record.input
         record.landing = record.output
-        if self.local is not None:
+        if record.local != NULL:
             self.local.place(tensor)
         if self.pin is not None and tensor.nbytes > SMALL_BYTES:
             self.hold_arrays(tensor)
@@ -373,7 +379,7 @@ cdef class WorkerEngine(LinkOwner):
         # What other stages hold back comes after the kick that follows many starts.
         record.kick = kick if begins_with(record, &self.remote.stage) else KICK_WAKE
         probe_hit(PROBE_WORKER_START, record.tensor_id << KEY_BITS, record.version)
-        start_parts(record, self.local is not None and not flags & FLAG_NO_RESULT)
+        start_parts(record, record.local != NULL and not flags & FLAG_NO_RESULT)
 
     def hold_with(self, holder):
         """Let holder(array) pin every large array before its operation begins, as RDMA needs."""

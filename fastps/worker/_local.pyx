@@ -49,7 +49,7 @@ from fastps._trace cimport SPAN_REDUCE, SPAN_SPREAD
 from fastps.transport._shm cimport Mapping
 from fastps.transport.pipe._transport cimport PipeTransport, pipes_has_news, pipes_step
 from fastps.wire cimport FLAG_AVERAGE, FLAG_BROADCAST, KEY_BITS
-from fastps.worker._stage cimport OWES, SPEAKS, Part, Record, Stage, stage_done
+from fastps.worker._stage cimport OWES, SHARED, SPEAKS, Part, Record, Stage, stage_done
 
 from fastps.errors import FastPSError, error_of
 from fastps.transport.pipe._transport import pipe_memory_bytes
@@ -279,7 +279,8 @@ cdef class LocalStages:
         local.spread.tells = True
         local.reduce.span = SPAN_REDUCE
         local.spread.span = SPAN_SPREAD
-        local.spread.wants = SPEAKS | OWES
+        local.reduce.wants = SHARED
+        local.spread.wants = SPEAKS | OWES | SHARED
         local.reduce.context = local.spread.context = local
 
     cdef int join(self, PlanHolder holder) except -1:
@@ -318,6 +319,7 @@ cdef class LocalStages:
         for i in range(record.n_parts):
             if i % self.local.n != self.local.me:
                 record.parts[i].has = 0
+            record.parts[i].has |= SHARED
         return 0
 
     cdef void forget(self, PlannedTensor tensor):

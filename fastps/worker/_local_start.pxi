@@ -139,7 +139,7 @@ cdef void reduce_run(Stage* stage, Part* part) noexcept nogil:
 
 cdef void reduce_cancel(Stage* stage, Part* part) noexcept nogil:
     cdef Local* local = <Local*>stage.context
-    if part.index == 0:
+    if part.index == 0 and part.has & SHARED:
         pthread_mutex_lock(&local.arriving)
         call_off(local, part.record, fps_load32(&part.failing), 0)
         pthread_mutex_unlock(&local.arriving)
@@ -166,4 +166,5 @@ cdef void spread_cancel(Stage* stage, Part* part) noexcept nogil:
 
 cdef void lose_member(void* data, void* context) noexcept nogil:
     cdef Local* local = <Local*>context
-    call_off(local, <Record*>data, E_PEER_LOST, local.leaver)
+    if (<Record*>data).local != NULL:
+        call_off(local, <Record*>data, E_PEER_LOST, local.leaver)

@@ -28,6 +28,7 @@ cdef enum:
     SPEAKS = 1                  # its bytes leave this process: we speak for our machine
     OWES = 2                    # others of our machine wait for what comes back, or its failure
     CODED = 4                   # it travels encoded
+    SHARED = 8                  # workers of our machine make one contribution of theirs
 
 cdef struct Stage:
     void (*run)(Stage* stage, Part* part) noexcept nogil
@@ -71,7 +72,7 @@ cdef struct Part:               # one partition, a task of BytePS; or a whole te
     uint64_t offset             # within the tensor, bytes
     uint64_t nbytes
     uint32_t index
-    uint32_t has                # SPEAKS, OWES, CODED
+    uint32_t has                # SPEAKS, OWES, CODED, SHARED
     int32_t at                  # place in the plan
     int32_t status              # OK, or its first failure
     int32_t failing             # OK, or what it is to fail with; atomic

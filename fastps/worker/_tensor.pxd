@@ -32,6 +32,7 @@ cdef class PlannedTensor:
     cdef int last_status        # of the last operation that somebody saw the end of
     cdef bint is_busy           # from start until somebody saw the completion
     cdef bint is_retired        # it is being forgotten: nothing is started on it
+    cdef bint is_ruled          # servers make something else of it than a sum
     cdef void release(self) noexcept
     cdef int work_until(self, int64_t deadline, int64_t spin_us) except? 1
 

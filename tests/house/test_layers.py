@@ -81,6 +81,8 @@ PART_OF = {
     "fastps.asynchronous": "fastps.session",
     "fastps.steps": "fastps.session",
     "fastps.tuning": "fastps.session",
+    "fastps.alone": "fastps.session",
+    "fastps.forked": "fastps.session",
     "fastps.windows": "fastps.session",
 }
 # Upwards, and why: who calls it is a user of the job that is started, not one of its workers.

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions in a forked child: they belong to the parent, and give up."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastps.session import Session
+
+sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # of this process
+
+
+def _forget_sessions_in_child() -> None:
+    for session in list(sessions):
+        session.abandon()
+    sessions.clear()
+
+
+os.register_at_fork(after_in_child=_forget_sessions_in_child)
