@@ -150,8 +150,8 @@ def check_rule(
         raise ConfigError(f"{name!r} is {rule}: without compression, and by push_pull() alone")
     if n > 1 and not is_sent:
         raise ConfigError(
-            f"{name!r} is {rule}, which needs servers that are trusted, and this job does without; start "
-            "some, on one machine with FASTPS_FORCE_DISTRIBUTED=1"
+            f"{name!r} is {rule}, which needs servers that are trusted; this job does without: "
+            "start some, on one machine with FASTPS_FORCE_DISTRIBUTED=1"
         )
     try:
         rule.check_voices(n, dtype)

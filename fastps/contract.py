@@ -90,9 +90,9 @@ class Contract:
 
     cast: Cast
     coding: Coding = PLAIN
-    rule: Rule = SUMMED
     policy: Policy = Policy.SUM
     staleness: int = 0
+    rule: Rule = SUMMED
     compensation: Compensation = PROMPT
 
 

@@ -419,15 +419,15 @@ class Session:
             for label, array, output in zip(names, arrays, outputs, strict=True):
                 check_arrays(label, array, output, dtype, average=average)
         priorities = checked_priorities(priority, len(names))
+        found = rules.rule_of(rule)
+        for label in () if average else names:
+            rules.check_sum(label, found or self._rule_of(label))
         if self._client is None:
-            found = rules.rule_of(rule)
             return self._finish_locally(names, arrays, outputs, dtype, found, is_single=is_single)
         if not is_plain:
             self._agree(names, arrays, dtype, compression, learning_rate, rule)
         if tensors is None:
             tensors = self._find(names, arrays, dtype)
-        for label in () if average else names:
-            rules.check_sum(label, self._rule_of(label))
         if is_single:
             self._submit(
                 names, self._engine.start, tensors[0], arrays[0], outputs[0], average=average,

@@ -20,6 +20,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fastps import session
+from fastps.byzantine.rules import Choice as Rule
+from fastps.byzantine.rules import rule_of
 from fastps.errors import FastPSError, MismatchError
 from fastps.flights import Later
 from fastps.frameworks._adapter import (
@@ -92,6 +94,7 @@ class GradientExchange:
         cure: str = ACCUMULATE,
         process_set: ProcessSet = global_process_set,
         sparse_as_dense: bool = False,
+        rule: Rule = None,
     ) -> None:
         if gradient_views not in (True, False, "auto"):
             raise ValueError(
@@ -99,7 +102,10 @@ class GradientExchange:
             )
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
             raise ValueError(f"bucket_bytes must be an integer from 0, not {bucket_bytes!r}")
-        self._compression = compressor_of(compression)
+        self._compression, self._rule = compressor_of(compression), rule_of(rule)
+        if self._rule is not None and (op is not Average or process_set is not global_process_set):
+            raise ValueError("a rule stands for the average over all workers, of no others")
+        sparse_as_dense = sparse_as_dense or self._rule is not None  # rows would go round it
         self.learning_rate: Callable[[], float | None] = lambda: None  # of the step to come
         self._average = check_op(op) is Average
         self._process_set = process_set
@@ -158,8 +164,9 @@ class GradientExchange:
 
     @property
     def can_lay_out(self) -> bool:
-        """Whether another layout changes no value: what is encoded depends on it."""
-        return self._compression in _BUILT_IN and self._process_set is global_process_set
+        """Whether another layout changes no value: codecs and rules depend on it."""
+        is_plain = self._compression in _BUILT_IN and self._rule is None
+        return is_plain and self._process_set is global_process_set
 
     def lay_out(self, layout: Layout) -> None:
         """Let gradients travel in another layout, between two steps; blocks.
@@ -299,6 +306,7 @@ class GradientExchange:
         """Say what all workers must have in common."""
         op = "average" if self._average else "sum"
         how = f"{self._layout.bucket_bytes} bytes a bucket, {op}"
+        how += "" if self._rule is None else f", {self._rule}"
         entries: list[Entry] = [("options", (), how)]
         for name, parameter in zip(names, parameters, strict=True):
             kind = str(parameter.dtype) + ("" if parameter.requires_grad else ", frozen")
@@ -353,6 +361,8 @@ class GradientExchange:
 
     def _declare(self, buckets: Sequence[Bucket]) -> None:
         """Declare all buckets at once, so that no hook has to wait for it in backward."""
+        if self._rule is not None and not self._is_built_in:
+            raise ValueError("a rule goes with no compression but fp16, bf16 or none")
         if not self._is_built_in or not buckets:
             return
         if self._process_set is not global_process_set:
@@ -367,11 +377,12 @@ class GradientExchange:
         return isinstance(self._compression, OnTheWay) or self._compression in _BUILT_IN
 
     def _choice(self) -> dict[str, Any]:
-        """Give what declare() is to be told of compression and layout."""
+        """Give what declare() is to be told of compression, rule and layout."""
         way, partition_bytes = self._compression, self._layout.partition_bytes
+        found: dict[str, Any] = {"partition_bytes": partition_bytes} if partition_bytes else {}
         if isinstance(way, OnTheWay):
-            return {"compression": way.of(self._prefix)}
-        return {"partition_bytes": partition_bytes} if partition_bytes else {}
+            found = {"compression": way.of(self._prefix)}
+        return found if self._rule is None else found | {"rule": self._rule}
 
     def _rate(self) -> dict[str, Any]:
         """Give what push_pull() is to be told of the learning rate."""

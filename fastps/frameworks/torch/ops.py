@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fastps import session
+from fastps.byzantine.rules import Choice as Rule
 from fastps.flights import Later
 from fastps.frameworks._adapter import check_name
 from fastps.frameworks.torch.compression import (
@@ -103,16 +104,18 @@ def push_pull(
     version: int = 0,
     priority: int = 0,
     compression: Compressing = Compression.none,
+    rule: Rule = None,
 ) -> torch.Tensor:
     """Add a tensor over all workers into a new tensor.
 
-    compression: one of Compression, or what fastps.push_pull() takes. Blocks. Autograd follows
+    compression: one of Compression, or what fastps.push_pull() takes; rule: as there, for the
+    gradient too. Blocks. Autograd follows
     it: the gradient is the push_pull of the results' gradients, with
     the same operation, under the name '<name>.gradient'; all workers must run backward then.
     """
     name = check_name(name, "push_pull")
     _checked(tensor, name, average)
-    return _apply(tensor, average, name, priority, compressor_of(compression))
+    return _apply(tensor, average, name, priority, compressor_of(compression), rule)
 
 
 def push_pull_inplace(
@@ -156,20 +159,22 @@ class _PushPull(torch.autograd.Function):
         name: str,
         priority: int,
         compression: Compressor,
+        rule: Rule,
     ) -> torch.Tensor:
         """Compress, add, decompress."""
-        ctx.how = (average, f"{name}.gradient", priority, compression)
+        ctx.how = (average, f"{name}.gradient", priority, compression, rule)
         wire, context = compression.compress(tensor)
-        if isinstance(compression, OnTheWay):
+        choice = compression.choice if isinstance(compression, OnTheWay) else None
+        if choice is not None or rule is not None:
             spec = (name, tuple(wire.shape), wire_dtype(wire.dtype, name))
-            session.current().declare([spec], compression=compression.choice)
+            session.current().declare([spec], compression=choice, rule=rule)
         output: torch.Tensor = synchronize(push_pull_async(wire, average, name, priority=priority))
         return compression.decompress(output, context)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Add the gradients in the same way; one gradient per input of forward."""
-        return _apply(gradient, *ctx.how), None, None, None, None
+        return _apply(gradient, *ctx.how), None, None, None, None, None
 
 
 def _apply(tensor: torch.Tensor, *how: Any) -> torch.Tensor:

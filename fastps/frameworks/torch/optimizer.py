@@ -15,6 +15,7 @@ import torch
 
 from fastps import session
 from fastps.asynchronous import Compensating
+from fastps.byzantine.rules import Choice as Rule
 from fastps.frameworks._adapter import BUCKET_BYTES, Average
 from fastps.frameworks.torch import adasum, crossing, pipelined, synchronized
 from fastps.frameworks.torch import asynchronous as held
@@ -43,7 +44,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False, finish_in_backward: bool = False,
     gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None,
     asynchronous: bool | None = None, staleness: float | None = None, pipesgd_warmup_iter: int = 0,
-    cross_barrier: bool = False, delay_compensation: Compensating | None = None,
+    cross_barrier: bool = False, rule: Rule = None, delay_compensation: Compensating | None = None,
 ) -> Stepping:  # fmt: skip
     """Make an optimizer step with gradients that are averaged (or summed) over all workers.
 
@@ -72,8 +73,9 @@ def DistributedOptimizer(
     Horovod are accepted and not needed.
     asynchronous, staleness, delay_compensation: let servers hold the parameters and each worker
     step at its own pace (docs/async.md); of the rest only names and prefix count then.
-    staleness=1 without asynchronous applies averages one step later, PipeSGD, but for the first
-    pipesgd_warmup_iter steps; cross_barrier lets step() not wait: see CrossBarrier().
+    rule: of fastps.push_pull(), in the place of the average (docs/byzantine.md); each bucket goes
+    by itself. staleness=1 without asynchronous applies averages one step later, PipeSGD, but for
+    the first pipesgd_warmup_iter steps; cross_barrier lets step() not wait: see CrossBarrier().
 
     All ranks must call it alike, else MismatchError, here or at the first step. Blocks.
     """
@@ -82,10 +84,12 @@ def DistributedOptimizer(
         names, _ = synchronized.named(optimizer, named_parameters)
         return held.adopt(optimizer, names, staleness, prefix, delay_compensation)
     if op is Op.ADASUM:
+        if rule is not None:
+            raise ValueError("a rule stands for the average, not for Adasum")
         return adasum.adopt(optimizer, compressor_of(compression), prefix, process_set)
     options = _Options(
         compression, op, prefix, gradient_views, bucket_bytes, backward_passes_per_step,
-        process_set, sparse_as_dense,
+        process_set, sparse_as_dense, rule,
     )  # fmt: skip
     named = synchronized.named(optimizer, named_parameters)
     if staleness == 1:
@@ -107,6 +111,7 @@ class _Options(NamedTuple):
     passes: int
     process_set: ProcessSet
     sparse_as_dense: bool = False
+    rule: Rule = None
 
 
 def _pipelined(

@@ -27,6 +27,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from fastps import session
+from fastps.byzantine.rules import Choice as Rule
 from fastps.errors import FastPSError
 from fastps.frameworks._adapter import BUCKET_BYTES, Average, shortened
 from fastps.frameworks.torch.agreement import check_alike
@@ -163,7 +164,7 @@ class DistributedDataParallel(torch.nn.Module):
     returns, p.grad holds the average; gradients of parameters that a rank did not use count as
     zero, always (find_unused_parameters is accepted and not needed), and p.grad is zero rather
     than None then. broadcast_buffers: before each forward pass in training mode all ranks take
-    over rank 0's buffers. compression, op, gradient_views and bucket_bytes are those of
+    over rank 0's buffers. compression, op, rule, gradient_views and bucket_bytes are those of
     DistributedOptimizer, as are sparse_as_dense and process_set, whose first member is in rank 0's
     place. Torch's words bucket_cap_mb (bucket_bytes in MiB) and gradient_as_bucket_view
     (gradient_views=True) mean the same, and static_graph is accepted and not needed. Gradients
@@ -200,6 +201,7 @@ class DistributedDataParallel(torch.nn.Module):
         sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set,
         static_graph: bool = False,
+        rule: Rule = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, torch.nn.Module):
@@ -222,6 +224,7 @@ class DistributedDataParallel(torch.nn.Module):
             bucket_bytes=bucket_bytes if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20)),
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
+            rule=rule,
         )
         self._buffers_name = f"{prefix}Buffers"
         self._process_set = process_set

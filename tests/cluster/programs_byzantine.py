@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers of test_byzantine.py do: each compares with the formulas in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps import byzantine as bz
+from fastps.byzantine import attacks
+from fastps.errors import ConfigError, MismatchError
+
+COUNT = 40_003  # three pieces of 64 KiB
+RULES: dict[str, bz.Choice] = {
+    "median": "median",
+    "average": "average",
+    "trimmed": bz.TrimmedMean(1),
+    "phocas": bz.Phocas(1),
+    "around median": bz.MeanAroundMedian(1),
+    "signs": bz.SignMajority(),
+    "clip": bz.NormClipping(50.0),
+    "centered": bz.CenteredClipping(50.0),
+    "geometric": bz.GeometricMedian(),
+    "krum": bz.Krum(1),
+    "multi-krum": bz.MultiKrum(1),
+    "buckets": bz.Bucketing(bz.TrimmedMean(1), size=2, seed=3),
+    "own": "programs_byzantine:largest",
+}
+
+
+def largest(rows: np.ndarray) -> np.ndarray:
+    """Give a rule of the user's own."""
+    found: np.ndarray = rows.max(axis=0)
+    return found
+
+
+def update(rank: int, step: int, count: int = COUNT) -> np.ndarray:
+    """Make what a worker pushes; every process can make that of all."""
+    return np.random.default_rng([rank, step, count]).normal(size=count).astype(np.float32) + 1
+
+
+def same(found: np.ndarray, wanted: np.ndarray, what: object) -> None:
+    """Compare with what is computed in float64."""
+    np.testing.assert_allclose(found, wanted, atol=3e-6, rtol=3e-6, err_msg=str(what))
+
+
+def rules() -> str:
+    """Push by every rule for three rounds; in one a whole update is NaN."""
+    fastps.init()
+    rank, size = fastps.rank(), fastps.size()
+    for name, rule in RULES.items():
+        last = None
+        for step in range(1, 4):
+            given = [update(worker, step) for worker in range(size)]
+            if step == 2:
+                given[1][...] = np.nan
+            wanted = bz.combine(rule, given, version=step, last=last)
+            found = fastps.push_pull(given[rank], name, rule=rule if step < 3 else None)
+            same(found, wanted, (name, step))
+            last = wanted
+    halves(rank, size)
+    attacked(rank, size)
+    fastps.shutdown()
+    return "done"
+
+
+def halves(rank: int, size: int) -> None:
+    """Push several tensors at once, of half the width, and none at all."""
+    for count in (0, 1, 300):
+        given = [update(worker, 9, count).astype(np.float16) for worker in range(size)]
+        names = [f"half {count} a", f"half {count} b"]
+        found = fastps.push_pull([given[rank], -given[rank]], names, rule="median")
+        np.testing.assert_allclose(found[0], bz.combine("median", given), atol=3e-3, rtol=3e-3)
+        np.testing.assert_array_equal(found[1], -found[0])
+
+
+def attacked(rank: int, size: int) -> None:
+    """Let a worker lie: the average follows it, a rule does not."""
+    truth = np.mean([update(worker, 5) for worker in range(1, size)], axis=0)
+    lie = attacks.negative(update(0, 5), scale=200)
+    pushed = lie if rank == 0 else update(rank, 5)
+    plain = fastps.push_pull(pushed, "believed")
+    found = fastps.push_pull(pushed, "doubted", rule=bz.TrimmedMean(1))
+    scale = np.linalg.norm(truth)
+    assert np.linalg.norm(plain - truth) > 10 * scale
+    assert np.linalg.norm(found - truth) < scale
+
+
+def refusals() -> tuple[list[str], dict[str, float]]:
+    """Ask for what cannot be; then one worker sends infinity, and is counted."""
+    fastps.init()
+    rank = fastps.rank()
+    said = []
+    one = np.ones(10, np.float32)
+    wrong = [
+        (one, {"rule": bz.Krum(2)}, ConfigError),
+        (one, {"rule": bz.TrimmedMean(2)}, ConfigError),
+        (one, {"rule": "krum"}, ConfigError),
+        (one, {"rule": "os:getcwd"}, Exception),
+        (one, {"rule": "median", "average": False}, ValueError),
+        (one.astype(np.int32), {"rule": "median"}, TypeError),
+        (one, {"rule": bz.TrimmedMean(1) if rank else "median"}, MismatchError),
+    ]
+    for number, (array, options, kind) in enumerate(wrong):
+        with pytest.raises(kind) as caught:
+            fastps.push_pull(array, f"wrong {number}", **options)
+        said.append(str(caught.value))
+    fastps.push_pull(one, "ruled", rule="median")
+    with pytest.raises(ValueError, match="under a rule"):
+        fastps.broadcast(one, 0, name="ruled")
+    for _ in range(3):
+        mine = one * np.inf if rank == 1 else one
+        np.testing.assert_array_equal(fastps.push_pull(mine, "ruled"), one)
+    fastps.barrier()
+    counts = {name: n for name, n in fastps.statistics().items() if "refused" in name}
+    fastps.shutdown()
+    return said, counts
+
+
+def alone() -> str:
+    """Be the only worker, of a job without servers."""
+    fastps.init()
+    one = np.full(4, 3.0, np.float32)
+    np.testing.assert_array_equal(fastps.push_pull(one, "a", rule="median"), one)
+    np.testing.assert_allclose(fastps.push_pull(one, "b", rule=bz.NormClipping(1.0)), one / 6)
+    np.testing.assert_allclose(fastps.push_pull(one, "b"), one / 6)
+    with pytest.raises(ConfigError, match="needs 3 updates or more; there are 1 workers"):
+        fastps.push_pull(one, "c", rule=bz.Krum(0))
+    with pytest.raises(ValueError, match="no sum of it"):
+        fastps.push_pull(one, "a", average=False)
+    fastps.shutdown()
+    return "done"
+
+
+def without_servers() -> str:
+    """Ask for a rule where workers reduce among themselves."""
+    fastps.init()
+    with pytest.raises(ConfigError) as caught:
+        fastps.push_pull(np.ones(3, np.float32), "a", rule="median")
+    fastps.shutdown()
+    return str(caught.value)
