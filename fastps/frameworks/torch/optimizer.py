@@ -73,14 +73,16 @@ def DistributedOptimizer(
     Horovod are accepted and not needed.
     asynchronous, staleness, delay_compensation: let servers hold the parameters and each worker
     step at its own pace (docs/async.md); of the rest only names and prefix count then.
-    rule: of fastps.push_pull(), in the place of the average (docs/byzantine.md); each bucket goes
-    by itself. staleness=1 without asynchronous applies averages one step later, PipeSGD, but for
-    the first pipesgd_warmup_iter steps; cross_barrier lets step() not wait: see CrossBarrier().
+    staleness=1 without asynchronous applies averages one step later, PipeSGD, but for the first
+    pipesgd_warmup_iter steps; cross_barrier lets step() not wait: see CrossBarrier().
+    rule: of fastps.push_pull(), in the place of the average (docs/byzantine.md), of each bucket.
 
     All ranks must call it alike, else MismatchError, here or at the first step. Blocks.
     """
     _check(optimizer, op, gradient_predivide_factor)
     if _is_async(asynchronous, staleness, op, compression, process_set, delay_compensation):
+        if rule is not None:
+            raise ValueError("servers that hold parameters add what comes: no rule")
         names, _ = synchronized.named(optimizer, named_parameters)
         return held.adopt(optimizer, names, staleness, prefix, delay_compensation)
     if op is Op.ADASUM:
