@@ -130,6 +130,8 @@ if TYPE_CHECKING:
         win_wait,
     )
 
+    __version__: str
+
 __all__ = [
     "BAND",
     "BOR",
@@ -256,7 +258,9 @@ _LATER = ("fastps.windows", "fastps.graph.rules", "fastps.neighbors", "fastps.as
 if not TYPE_CHECKING:  # type checkers know the names from above, and find what is misspelt
 
     def __getattr__(name: str) -> Any:
-        """Find a public name in the modules that are imported later."""
+        """Find a public name in the modules that are imported later, or the version."""
+        if name == "__version__":
+            return importlib.import_module("fastps.versions").version_of("fastps")
         if name in __all__:
             for module in map(importlib.import_module, _LATER):
                 if name in vars(module):

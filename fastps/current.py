@@ -8,7 +8,9 @@ needs, when a job is joined: importing fastps costs next to nothing over NumPy.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,8 @@ def init(settings: Mapping[str, object]) -> Session:
         )
     _current = Session(config)
     atexit.register(shutdown)
+    if config.banner and _current.rank == 0 and hasattr(_current, "connections"):
+        _say_banner(_current)
     return _current
 
 
@@ -49,6 +53,15 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
     if session is not None:
         session.close()
+
+
+def _say_banner(session: Session) -> None:
+    """Say on stderr what the job is; a program without stderr goes without."""
+    from fastps.banner import describe  # noqa: PLC0415  (rank 0 alone needs it)
+
+    lines = describe(session).splitlines()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write("".join(f"[fastps] {line}\n" for line in lines))
 
 
 def _show_logs(level: str) -> None:

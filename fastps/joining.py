@@ -208,6 +208,13 @@ class Connections:
 
     # ---- at work ----
 
+    def describe_links(self) -> str:
+        """Say by which way tensors go to those who sum them, and why."""
+        if not self.owners:
+            return "memory of this machine"
+        assert self._links is not None
+        return self._links.describe()
+
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a frame, the same on all workers."""

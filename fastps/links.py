@@ -48,6 +48,7 @@ class Links:
         self._tcp: TcpTransport | None = None
         self._memory: InprocTransport | None = None
         self._rdma: RdmaTransport | None = None
+        self._sockets: set[str] = set()  # kinds, in words
 
     # ---- making ----
 
@@ -93,6 +94,7 @@ class Links:
             )
         member = self._job.members[owner]
         is_near = self._config.unix_sockets and member.host_id == self._host_id
+        self._sockets.add("Unix sockets" if is_near and member.unix else "TCP")
         descriptor = self._dial(owner, lane, unix=member.unix if is_near else "")
         credit_bytes = choose_credit(descriptor, self._config)
         self._tcp.adopt(
@@ -172,6 +174,14 @@ class Links:
         rdma.give_up(self._config, self._job.owner_name(owner), error)
 
     # ---- at work ----
+
+    def describe(self) -> str:
+        """Say which kinds of links there are, and why none by RDMA."""
+        kinds = ["memory"] if self._memory is not None else []
+        if self._rdma is not None:
+            return ", ".join([*kinds, self._device.describe(), *sorted(self._sockets)])
+        why = self._device.describe() if self._sockets else ""
+        return ", ".join([*kinds, *sorted(self._sockets)]) + (f" ({why})" if why else "")
 
     @property
     def has_trouble(self) -> bool:

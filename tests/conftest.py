@@ -48,7 +48,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure() -> None:
-    """Let children hear Ctrl-C also where whoever started the tests ignores it."""
+    """Let children hear Ctrl-C where whoever starts the tests ignores it, without banners."""
+    os.environ.setdefault("FASTPS_BANNER", "0")  # tests compare what jobs write
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

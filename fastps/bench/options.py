@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fastps.config.words import add_words, count, number, word
+from fastps.versions import ShowVersion
 
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MAX_BYTES = 1 << 40
@@ -221,5 +222,6 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action=ShowVersion)
     add_words(parser, Options)
     return parser

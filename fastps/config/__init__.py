@@ -464,6 +464,9 @@ class Config:
         text="Least serious message that is logged, in any case.")
     fault: str = _set(DEBUGGING, "",
         text="Fault to inject for tests, as point@n:action; empty injects none.")
+    banner: bool = _set(DEBUGGING, True,
+        text="Let rank 0 say on stderr, in two lines, which job it has joined and by which way "
+             "its bytes go.")
     # fmt: on
 
     @property

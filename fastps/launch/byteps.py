@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from fastps import versions
 from fastps.config import process_environment, role_given
 from fastps.errors import ConfigError
 from fastps.launch.plan import SERVER_COMMAND
@@ -38,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environment = process_environment()
     if command[:1] in (["-h"], ["--help"]):
         sys.stdout.write(_USAGE)
+        return 0
+    if command[:1] == ["--version"]:
+        sys.stdout.write(f"{versions.describe()}\n")
         return 0
     try:
         return _launch(command, environment)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `fastps`: `fastps doctor` tells what this machine offers to a job.
+"""The command `fastps`: `fastps doctor` tells what this machine offers to a job, and tries it.
 
-Looks, and changes nothing, but for --link-pyverbs, which makes one symbolic link. `fastps graph`
-stands in graph.py, `fastps timeline` in timeline.py. Threads: none.
+Changes nothing, but for --link-pyverbs, which makes one symbolic link. What it tries are real jobs
+of two workers, one for each way between them. `fastps graph` stands in graph.py, `fastps timeline`
+in timeline.py. Threads: those of the jobs it tries.
 """
 
 from __future__ import annotations
@@ -13,26 +14,37 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from fastps import config
+import numpy as np
+
+import fastps
+from fastps import config, versions
 from fastps.errors import FastPSError
-from fastps.launch import graph, timeline
+from fastps.launch import graph, team, timeline
 from fastps.transport import rdma, shm, sockets
 
 CPU_TABLE = Path("/proc/cpuinfo")
 CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512_bf16", "asimd", "sve", "bf16")
 MIB = 1 << 20
+EXIT_BROKEN = 1
+BESIDE = ("numba", "torch", "msgspec")  # whose versions a report of a defect should tell
+TRIAL_COUNT, TRIAL_S = 1 << 16, 60.0  # elements summed; limit, for a kernel is compiled first
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = argparse.ArgumentParser(prog="fastps", description="Look after fastps.")
+    parser.add_argument("--version", action=versions.ShowVersion)
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="tell what this machine offers to a job")
     doctor.add_argument(
         "--link-pyverbs",
         action="store_true",
         help="let this Python import the distribution's pyverbs, by one symbolic link",
+    )
+    doctor.add_argument(
+        "--no-trial", dest="tries", action="store_false", help="look only, and start no job"
     )
     doctor.set_defaults(run=examine)
     shown = commands.add_parser("graph", help="tell and draw what a graph of workers is worth")
@@ -44,22 +56,72 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def examine(parsed: argparse.Namespace) -> None:
-    """Print what there is; raises FastPSError."""
+def examine(parsed: argparse.Namespace) -> int:
+    """Print what there is; give 1 if a job that was tried failed; raises FastPSError."""
     if parsed.link_pyverbs:
         sys.stdout.write(f"linked {rdma.link_pyverbs()}\n")
-    for what, how in findings(config.load()):
-        sys.stdout.write(f"{what + ':':17}{how}\n")
+    settings = config.load()
+    for what, how in findings(settings):
+        _tell(what, how)
+    failures = 0
+    for way, given in trials(settings).items() if parsed.tries else ():
+        why = attempt(given)
+        _tell("push_pull", f"{way}: {why or 'works'}")
+        failures += bool(why)
+    return EXIT_BROKEN if failures else 0
+
+
+def _tell(what: str, how: str) -> None:
+    sys.stdout.write(f"{what + ':':17}{how}\n")
+    sys.stdout.flush()
+
+
+def trials(settings: config.Config) -> dict[str, dict[str, Any]]:
+    """List the jobs to try: by which way bytes go in them, and their settings."""
+    by_sockets: dict[str, dict[str, Any]] = {
+        "2 workers, by links": {"shared_memory": False, "num_servers": 0}
+    }
+    if not settings.shared_memory or shm.can_share(settings.shared_memory_bytes):
+        return by_sockets
+    return {"2 workers, in shared memory": {}, **by_sockets}
+
+
+def attempt(given: dict[str, Any]) -> str:
+    """Run a job of two workers that sums a tensor; say why it failed, or nothing."""
+    given = {"banner": False, "start_timeout_s": TRIAL_S, **given}
+    try:
+        sums = team.run(add, np=2, timeout_s=TRIAL_S, **given)
+    except (FastPSError, OSError) as error:
+        return f"fails: {type(error).__name__}: {error}"
+    return "" if sums == [(3.0, 3.0)] * 2 else f"gives wrong sums: {sums}, not 3"
+
+
+def add() -> tuple[float, float]:
+    """Sum 1 of the first worker and 2 of the second; give the ends of the range of the sums."""
+    ours = np.full(TRIAL_COUNT, fastps.rank() + 1, np.float32)
+    total = np.asarray(fastps.push_pull(ours, "fastps.doctor", average=False))
+    return float(total.min()), float(total.max())
 
 
 def findings(settings: config.Config) -> Iterator[tuple[str, str]]:
     """Yield (what, how it is) of everything that decides how a job runs here."""
+    yield "versions", versions.describe()
+    yield "beside it", ", ".join(f"{name} {versions.version_of(name)}" for name in BESIDE)
     yield "CPUs", f"{len(os.sched_getaffinity(0))} for this process; {cpu_features()}"
     yield "shared memory", shm.can_share() or "works between workers of this machine"
     yield "Unix sockets", _unix_sockets()
     yield "RDMA", _rdma(settings)
     yield "lockable memory", _memory_limit()
-    yield "transport", f"FASTPS_TRANSPORT={settings.transport}"
+    yield "transport", f"FASTPS_TRANSPORT={settings.transport}: {_ways(settings)}"
+
+
+def _ways(settings: config.Config) -> str:
+    """Say by which way bytes would go, on this machine and to others."""
+    is_shared = settings.shared_memory and not shm.can_share(settings.shared_memory_bytes)
+    sockets_here = "Unix sockets" if settings.unix_sockets else "TCP"
+    here = "shared memory" if is_shared else sockets_here
+    there = "RDMA" if rdma.look_up(settings).is_usable else "TCP"
+    return f"{here} on this machine, {there} to others"
 
 
 def cpu_features(table: Path = CPU_TABLE) -> str:
@@ -104,14 +166,13 @@ def _memory_limit() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; give the exit status: 0, or 2 when something is wrong."""
+    """Run the command; give the exit status: 0, 1 when a job fails, 2 when words are wrong."""
     parsed = make_parser().parse_args(arguments)
     try:
-        parsed.run(parsed)
+        return int(parsed.run(parsed) or 0)
     except FastPSError as error:
         sys.stderr.write(f"fastps: {type(error).__name__}: {error}\n")
         return 2
-    return 0
 
 
 if __name__ == "__main__":

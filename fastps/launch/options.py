@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from fastps.config.words import add_words, count, number, word
 from fastps.launch.layout import Layout, make_layout
+from fastps.versions import ShowVersion
 
 HOW_MANY, MACHINES = "how many", "several machines"  # titles in the help
 _NOT_OPTIONS = ("command", "hosts", "workers", "servers", "machines", "machine_rank")
@@ -187,6 +188,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action=ShowVersion)
     # what becomes the layout
     here, all_of_them = parser.add_argument_group(HOW_MANY), parser.add_argument_group(MACHINES)
     here.add_argument(

@@ -17,6 +17,7 @@ from fastps.control.scheduler import serve
 from fastps.errors import ConfigError, FastPSError
 from fastps.server.logs import logging_to_reader
 from fastps.transport.sockets import inherit
+from fastps.versions import ShowVersion
 
 ROLES = ("server", "scheduler")
 EPILOG = """\
@@ -60,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--token-file", metavar="FILE", help="file of mode 0600 with the job token")
     add("--start-timeout-s", metavar="SECONDS", help="how long to wait for the others")
     add("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING (default) or ERROR")
+    add("--version", action=ShowVersion)
     add("--listen-fd", metavar="FD", type=int, help=argparse.SUPPRESS)
     return parser
 

@@ -344,7 +344,7 @@ def test_arrays_that_cannot_be_held_are_given_back():
 def test_the_doctor_tells_everything(capsys, monkeypatch):
     monkeypatch.setattr(rdma, "probe", lambda config: DEVICE)
     monkeypatch.setattr(rdma, "try_out", lambda config: "")
-    assert doctor.main(["doctor"]) == 0
+    assert doctor.main(["doctor", "--no-trial"]) == 0
     shown = capsys.readouterr().out
     assert f"RDMA over rxe0 port 1, GID 0 ({GID})" in shown
     assert "native data path; it reaches itself" in shown
@@ -358,7 +358,7 @@ def test_the_doctor_says_why_a_device_does_not_work(capsys, monkeypatch):
 
     monkeypatch.setattr(rdma, "probe", lambda config: DEVICE)
     monkeypatch.setattr(rdma, "open_device", refuse)
-    assert doctor.main(["doctor"]) == 0
+    assert doctor.main(["doctor", "--no-trial"]) == 0
     assert "but it does not reach itself: cannot open rxe0: no memory" in capsys.readouterr().out
 
 

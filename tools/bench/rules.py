@@ -46,9 +46,9 @@ RULES = {
     "krum": bz.Krum(1),
     "bulyan": bz.Bulyan(1),
 }
-ROUNDS = {
-    name: RULES[name] for name in ("average", "median", "trimmed mean", "norm clipping")
-} | {"krum, f=0": bz.Krum(0)}  # of four workers
+ROUNDS = {name: RULES[name] for name in ("average", "median", "trimmed mean", "norm clipping")} | {
+    "krum, f=0": bz.Krum(0)
+}  # of four workers
 
 
 def seconds(function: Callable[[], object], runs: int) -> float:

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rank 0 says of the job it has joined: who is in it, by which way bytes go, and why.
+
+Words only; current.py says them, once for a process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastps import versions
+from fastps.transport import shm
+
+if TYPE_CHECKING:
+    from fastps.session import Session
+
+
+def describe(session: Session) -> str:
+    """Say it in two lines; the session must have met others."""
+    job = session.connections.job
+    apart = len(job.members) - job.size
+    joint = 0 if job.is_local else len(job.owners) - apart
+    who = [count(job.size, "worker")]
+    who += [count(apart, "server")] if apart else []
+    who += [f"{count(joint, 'server')} in workers"] if joint else []
+    machines = count(len({item.host_id for item in job.members}), "machine")
+    return (
+        f"{versions.describe()}: {', '.join(who)} on {machines}\n"
+        f"transport: {session.connections.describe_links()}; shared memory: {_memory(session)}"
+    )
+
+
+def count(number: int, what: str) -> str:
+    """Count things in words."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _memory(session: Session) -> str:
+    """Say whether workers of a machine share memory, or why not."""
+    config, job = session.config, session.connections.job
+    if any(len(ranks) > 1 for ranks in job.machines):
+        return "between workers of a machine"
+    if not config.shared_memory:
+        return "off (FASTPS_SHARED_MEMORY=0)"
+    if reason := shm.can_share(config.shared_memory_bytes):
+        return f"off ({reason})"
+    return "not needed, one worker on each machine"

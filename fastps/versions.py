@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which versions are installed: of this library, of Python, of what it stands on and beside.
+
+Reads what the installation says of itself and imports nothing of it: to look at a framework costs
+seconds, and what is broken may not be importable. Threads: none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from typing import Any
+
+UNKNOWN = "unknown"
+
+
+def version_of(distribution: str) -> str:
+    """Give the version of an installed distribution, "unknown" where none is."""
+    from importlib import metadata  # noqa: PLC0415  (as much time as all of `import fastps`)
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return UNKNOWN
+
+
+def describe() -> str:
+    """Say in one line what matters in a report of a defect."""
+    python, numpy = platform.python_version(), version_of("numpy")
+    return f"fastps {version_of('fastps')} (Python {python}, NumPy {numpy})"
+
+
+class ShowVersion(argparse.Action):
+    """The option --version of every command: print one line and end with code 0."""
+
+    def __init__(self, option_strings: list[str], dest: str, **_: Any) -> None:
+        """Take no value and leave none in what was parsed."""
+        super().__init__(
+            option_strings,
+            argparse.SUPPRESS,
+            nargs=0,
+            default=argparse.SUPPRESS,
+            help="tell the versions and end",
+        )
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Print and end."""
+        sys.stdout.write(f"{describe()}\n")
+        parser.exit()
