@@ -259,6 +259,16 @@ cdef Entry* make_entry(const Entry* model, uint32_t nbytes, bint is_whole) noexc
     return entry
 
 
+cdef int set_compensation(Entry* model, how, dtype) except -1:
+    """Note how delays are made up for; ValueError for elements for which there is no formula."""
+    if how.strength and dtype not in (DType.FLOAT32, DType.FLOAT64):
+        raise ValueError("delays are compensated for float32 and float64 alone")
+    model.compensation.strength = how.strength
+    model.compensation.is_adaptive = how.is_adaptive
+    model.compensation.decay = how.decay
+    return 0
+
+
 cdef bint is_idle(Tensor* tensor) noexcept nogil:
     cdef uint32_t i
     for i in range(tensor.n_partitions):
@@ -429,17 +439,13 @@ cdef class ServerStore(LinkOwner):
             raise FastPSError(f"more than {MAX_RECORDS} tensors were declared")
         if is_whole and policy != contract.Policy.SUM:
             raise ValueError("only sums go by whole partitions")
-        if compensation.strength and DType(dtype) not in (DType.FLOAT32, DType.FLOAT64):
-            raise ValueError("delays are compensated for float32 and float64 alone")
         memset(&model, 0, sizeof(model))
         model.store = self.store
         model.policy = &ACCUMULATE_POLICY if policy == contract.Policy.ACCUMULATE else &SUM_POLICY
         model.rule = <rule_fn>kernel
         model.chunk_bytes = chunk_bytes
         model.staleness = staleness
-        model.compensation.strength = compensation.strength
-        model.compensation.is_adaptive = compensation.is_adaptive
-        model.compensation.decay = compensation.decay
+        set_compensation(&model, compensation, DType(dtype))
         model.born = version
         model.dtype = dtype
         model.itemsize = itemsize

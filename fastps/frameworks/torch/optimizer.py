@@ -50,7 +50,6 @@ def DistributedOptimizer(
 
     The same object comes back, its class replaced by a subclass of it: state, options, learning
     rate schedulers and isinstance() keep working.
-
     named_parameters: usually model.named_parameters(); must name every parameter of the
     optimizer. Without it names are made of group and place. Give a second optimizer whose names
     are the same another prefix. backward_passes_per_step: gradients of so many backward passes
@@ -76,18 +75,14 @@ def DistributedOptimizer(
     staleness=1 without asynchronous applies averages one step later, PipeSGD, but for the first
     pipesgd_warmup_iter steps; cross_barrier lets step() not wait: see CrossBarrier().
     rule: of fastps.push_pull(), in the place of the average (docs/byzantine.md), of each bucket.
-
     All ranks must call it alike, else MismatchError, here or at the first step. Blocks.
     """
     _check(optimizer, op, gradient_predivide_factor)
-    if _is_async(asynchronous, staleness, op, compression, process_set, delay_compensation):
-        if rule is not None:
-            raise ValueError("servers that hold parameters add what comes: no rule")
+    _check_rule(rule, op)
+    if _is_async(asynchronous, staleness, op, compression, process_set, delay_compensation, rule):
         names, _ = synchronized.named(optimizer, named_parameters)
         return held.adopt(optimizer, names, staleness, prefix, delay_compensation)
     if op is Op.ADASUM:
-        if rule is not None:
-            raise ValueError("a rule stands for the average, not for Adasum")
         return adasum.adopt(optimizer, compressor_of(compression), prefix, process_set)
     options = _Options(
         compression, op, prefix, gradient_views, bucket_bytes, backward_passes_per_step,
@@ -195,9 +190,14 @@ def _check(optimizer: object, op: Op, predivide_factor: float) -> None:
         raise ValueError("gradient_predivide_factor divides an average: give op=Average")
 
 
+def _check_rule(rule: Rule, op: Op) -> None:
+    if rule is not None and op is Op.ADASUM:
+        raise ValueError("a rule stands for the average, not for Adasum")
+
+
 def _is_async(
     wanted: bool | None, staleness: float | None, op: Op, compression: Compressing,
-    who: ProcessSet, compensation: Compensating | None,
+    who: ProcessSet, compensation: Compensating | None, rule: Rule,
 ) -> bool:  # fmt: skip
     """Tell whether servers are to hold the parameters; refuse what cannot be together."""
     is_async = session.current().config.enable_async if wanted is None else wanted
@@ -212,4 +212,6 @@ def _is_async(
         raise ValueError("asynchronous training adds the steps of all workers: give no op or set")
     if is_async and compression is not Compression.none:
         raise ValueError("asynchronous training does not compress: changes are added for good")
+    if is_async and rule is not None:
+        raise ValueError("servers that hold parameters add what comes: no rule")
     return is_async
