@@ -131,13 +131,14 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     fps.init()
     trainer = Trainer(options)
-    began = time.perf_counter()
-    tuned = trainer.tune()
+    began, tuned, trials = time.perf_counter(), DEFAULTS, 0.0
+    if not options.credit_alone:
+        tuned = trainer.tune()
+        trials = trainer.counts["autotune_trials"]
     tuning_s = time.perf_counter() - began
-    trials = trainer.counts["autotune_trials"]
-    grid = {each: float("inf") for each in GRID}
+    grid = {each: float("inf") for each in (DEFAULTS, *(() if options.credit_alone else GRID))}
     for _ in range(options.grid_turns):
-        for each in GRID:
+        for each in grid:
             grid[each] = min(grid[each], trainer.measure(each, options.steps))
     best = sorted(grid, key=lambda each: grid[each])[:3]
     best = list(fastps.broadcast_object(best))  # all measure the same
@@ -166,7 +167,8 @@ def start(lab: Any, options: argparse.Namespace) -> subprocess.Popen[str]:
         "FASTPS_TOKEN": secrets.token_hex(32), "FASTPS_SIZE": "2", "FASTPS_NUM_SERVERS": "2",
         "FASTPS_SCHEDULER_HOST": scheduler_host, "FASTPS_SCHEDULER_PORT": str(PORT),
         "FASTPS_LINGER_S": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-        "FASTPS_AUTOTUNE": "1", "FASTPS_AUTOTUNE_STEPS": str(options.steps),
+        "FASTPS_AUTOTUNE": str(int(not options.credit_alone)),
+        "FASTPS_AUTOTUNE_STEPS": str(options.steps),
         "FASTPS_SHARED_MEMORY": "0", "FASTPS_COLOCATE": "off",
     }  # fmt: skip
     server = [sys.executable, "-m", "fastps.server.main"]
@@ -243,6 +245,8 @@ def main() -> int:
     parser.add_argument("--layer-ms", type=float, default=2.0)
     parser.add_argument("--steps", type=int, default=3, help="of a window")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--credit-alone", action="store_true",
+                        help="compare credit that follows with a fixed one")  # fmt: skip
     parser.add_argument("--grid-turns", type=int, default=1)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
