@@ -40,7 +40,7 @@ ROOMS = {
     "collectives/": 3460,
     "frameworks/": 7720,
     "graph/": 3780,
-    "byzantine/": 845,
+    "byzantine/": 858,
     "bluefog/": 480,
     "launch/": 3090,
     "telemetry/": 640,

@@ -201,6 +201,8 @@ def _is_async(
 ) -> bool:  # fmt: skip
     """Tell whether servers are to hold the parameters; refuse what cannot be together."""
     is_async = session.current().config.enable_async if wanted is None else wanted
+    if rule is not None and (is_async or op is not Average):
+        raise ValueError("a rule stands for the average of a step: no other op, not asynchronous")
     if not is_async and staleness not in (None, 0, 1):
         raise ValueError(
             "staleness bounds asynchronous training: give asynchronous=True too; or 0 or 1 for "
