@@ -78,7 +78,6 @@ def DistributedOptimizer(
     All ranks must call it alike, else MismatchError, here or at the first step. Blocks.
     """
     _check(optimizer, op, gradient_predivide_factor)
-    _check_rule(rule, op)
     if _is_async(asynchronous, staleness, op, compression, process_set, delay_compensation, rule):
         names, _ = synchronized.named(optimizer, named_parameters)
         return held.adopt(optimizer, names, staleness, prefix, delay_compensation)
@@ -190,11 +189,6 @@ def _check(optimizer: object, op: Op, predivide_factor: float) -> None:
         raise ValueError("gradient_predivide_factor divides an average: give op=Average")
 
 
-def _check_rule(rule: Rule, op: Op) -> None:
-    if rule is not None and op is Op.ADASUM:
-        raise ValueError("a rule stands for the average, not for Adasum")
-
-
 def _is_async(
     wanted: bool | None, staleness: float | None, op: Op, compression: Compressing,
     who: ProcessSet, compensation: Compensating | None, rule: Rule,
@@ -214,6 +208,4 @@ def _is_async(
         raise ValueError("asynchronous training adds the steps of all workers: give no op or set")
     if is_async and compression is not Compression.none:
         raise ValueError("asynchronous training does not compress: changes are added for good")
-    if is_async and rule is not None:
-        raise ValueError("servers that hold parameters add what comes: no rule")
     return is_async
