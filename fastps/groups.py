@@ -36,7 +36,9 @@ class Groups:
         self._session = session
         self.known: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
         self.world = self._make(range(session.size))
-        self.neighbors = Neighbors(self.world, self.pair, goes_on=session.config.goes_on)
+        self.neighbors = Neighbors(
+            self.world, self.pair, living=self.living, goes_on=session.config.goes_on
+        )
         self._keys = itertools.count()
         self._pairs: dict[int, Group] = {}
         self._windows: WindowTable | None = None

@@ -26,7 +26,7 @@ from fastps.graph.rules import (
     clipped_weights,
 )
 from fastps.graph.schedule import Edges
-from fastps.graph.surviving import is_of_columns, redirected, renormalised
+from fastps.graph.surviving import is_of_columns, redirected, renormalised, without
 from fastps.graph.weights import Graph, Mixing, Targets, check_peers, mixing
 from fastps.topology import Topology, as_topology, exponential_graph
 from fastps.types import DType, ReduceOp, dtype_of
@@ -44,13 +44,16 @@ _RULE = ctypes.CFUNCTYPE(
 class Neighbors:
     """Who this worker's neighbours are, and the operations among them.
 
-    pair: gives the group of this worker and another one. goes_on: who is lost is left out.
+    pair: gives the group of this worker and another one; living: that of all who are left.
+    goes_on: who is lost is left out.
     """
 
     def __init__(
-        self, group: Group, pair: Callable[[int], Group], *, goes_on: bool = False
-    ) -> None:
+        self, group: Group, pair: Callable[[int], Group], *, living: Callable[[], Group],
+        goes_on: bool = False,
+    ) -> None:  # fmt: skip
         self.goes_on = goes_on
+        self._living, self._left = living, group  # kept, with what it has ready
         self._group = group
         self._pair = pair
         numbers = dict.fromkeys(group.machines)  # in the order of their first members
@@ -279,10 +282,18 @@ class Neighbors:
         name: str | None = None,
         dtype: DType | None = None,
     ) -> Promise:
-        """Begin to mix the average of our machine with those of neighbouring machines."""
-        group, machines = self._group, self.machines
-        how = mixing(self.machine_graph, self.machine, self_weight, src_machine_weights,
-                     dst_machine_weights, is_checked=is_checked)  # fmt: skip
+        """Begin to mix the average of our machine with those of neighbouring machines.
+
+        Of those that are left, when it begins; it fails if another one is lost meanwhile.
+        """
+        group = self._left = self._living() if self.goes_on and self._group.gone() else self._group
+        machines = [tuple(group.ranks.index(one) for one in members if one in group.ranks)
+                    for members in self.machines]  # fmt: skip
+        gone = [index for index, members in enumerate(machines) if not members]
+        self_weight, targets = redirected(self_weight, dst_machine_weights, gone)
+        how = mixing(self.machine_graph, self.machine, self_weight, src_machine_weights, targets,
+                     is_checked=is_checked)  # fmt: skip
+        how = without(how, self.machine, gone, keeps_row=not is_of_columns(dst_machine_weights))
         edges, size = how.edges, len(how.edges.sources) + 1
         weights = how.weights if len(how.weights) >= size else (1 / size,) * size
         code = _floats(array, dtype)

@@ -121,15 +121,15 @@ def hierarchical_neighbor_allreduce(
     """
     steps = _Steps(me)
     ours = next(index for index, members in enumerate(machines) if me in members)
-    widest = max(map(len, machines)) if nbytes > SMALL_BYTES else 1
+    widest = max(map(len, machines)) if nbytes > SMALL_BYTES else 1  # some may have nobody left
     for label, (offset, size) in _pieces(nbytes, widest, itemsize, PIECE_BYTES):
-        agents = [members[label % len(members)] for members in machines]
+        agents = [members[label % len(members)] if members else -1 for members in machines]
         way = _Way(label, offset, size, agents, ours)
         if me == agents[ours]:
             steps.lead(way, machines[ours], edges)
         else:
             steps.follow(way, agents[ours])
-    firsts = [members[0] for members in machines]
+    firsts = [members[0] if members else -1 for members in machines]
     if me != firsts[ours]:
         return steps.done()
     return steps.checked(edges, [firsts[to] for to, _ in edges.targets],

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from fastps.graph.weights import Targets
+from fastps.graph.weights import Mixing, Targets
 
 
 def renormalised(weights: Sequence[float], is_there: Sequence[bool]) -> list[float]:
@@ -44,6 +44,28 @@ def redirected(
         return self_weight, left
     factor = (self_weight + math.fsum(dst_weights.values())) / part
     return factor * self_weight, {one: factor * weight for one, weight in left.items()}
+
+
+def without(how: Mixing, me: int, gone: Collection[int], *, keeps_row: bool) -> Mixing:
+    """Give a mixing without some others; keeps_row: their weights go to those that are left."""
+    if not gone:
+        return how
+    edges = how.edges
+    members = sorted((me, *edges.sources))
+    weights = how.weights[: len(members)] or (1 / len(members),) * len(members)
+    is_there = [one not in gone for one in members]
+    left = (
+        renormalised(weights, is_there)
+        if keeps_row
+        else [weight for weight, one in zip(weights, is_there, strict=True) if one]
+    )
+    edges = edges._replace(
+        sources=tuple(one for one in edges.sources if one not in gone),
+        targets=tuple(one for one in edges.targets if one[0] not in gone),
+        ignored=tuple(one for one in edges.ignored if one not in gone),
+        is_mean=False,
+    )
+    return Mixing(edges, (*left, *how.weights[len(members) :]))
 
 
 def is_of_columns(dst_weights: Targets | None) -> bool:

@@ -253,3 +253,28 @@ def puts(*, deaths: dict[str, float]) -> dict[str, Any]:
     fastps.barrier()
     fastps.shutdown()
     return found
+
+
+def machines(*, deaths: dict[str, float]) -> dict[str, Any]:
+    """Average inside machines and mix between them until somebody dies; go on without."""
+    rank = begin(deaths)
+    x = np.full(COUNT, float(rank))
+    found: dict[str, Any] = {"text": ""}
+    try:
+        while True:
+            fastps.hierarchical_neighbor_allreduce(x)
+    except fastps.PeerLostError as error:
+        found["text"] = str(error)
+    while len(fastps.lost_ranks()) < len(deaths):
+        time.sleep(PAUSE_S)
+    fastps.barrier()
+    found["mean"] = float(fastps.hierarchical_neighbor_allreduce(x).max())
+    m, me = fastps.machine_size(), fastps.machine_rank()
+    after, before = (me + 1) % m, (me - 1) % m
+    moved = fastps.hierarchical_neighbor_allreduce(
+        x, self_weight=0.25, src_machine_weights={before: 0.75}, dst_machine_weights=[after]
+    )
+    found["moved"] = float(moved.max())
+    fastps.barrier()
+    fastps.shutdown()
+    return found

@@ -50,11 +50,11 @@ def test_the_others_go_on_at_whatever_moment_some_die(workers, way, graph, n_dea
         job.end_in_order()
 
 
-def run(program, dead, *, workers=4, way="memory", at_s=0.2, **arguments):
+def run(program, dead, *, workers=4, way="memory", at_s=0.2, each=None, **arguments):
     """Run a job in which some die; give what the others found, and when."""
     deaths = {str(rank): at_s for rank in dead}
     with Job(program, workers=workers, servers=0, environment=WAYS[way] | REWEIGHT,
-             arguments={"deaths": deaths, **arguments}) as job:  # fmt: skip
+             each=each, arguments={"deaths": deaths, **arguments}) as job:  # fmt: skip
         died = 0.0
         for rank in dead:
             assert job.workers[rank].wait() == -signal.SIGKILL, job.report()
@@ -106,6 +106,24 @@ def test_windows_of_the_dead_are_refused_and_the_others_live(way):
         assert one["value"] == [pytest.approx(4 / 3)] * 2, (rank, one)
         assert one["freed"]
         assert one["mean"] == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize("dead", [[1], [2, 3], [0]])
+def test_machines_mix_what_those_have_that_are_left(dead):
+    names = "aabbc"
+    each = {("worker", rank): {"FASTPS_MACHINE": name} for rank, name in enumerate(names)}
+    found, _ = run(programs_survivors.machines, dead, workers=5, each=each, at_s=0.4)
+    left = {name: [rank for rank in range(5) if names[rank] == name and rank not in dead]
+            for name in "abc"}  # fmt: skip
+    means = {name: sum(ranks) / len(ranks) for name, ranks in left.items() if ranks}
+    wanted = sum(means.values()) / len(means)  # of three, all are neighbours
+    for rank, one in zip([rank for rank in range(5) if rank not in dead], found, strict=True):
+        assert "worker" in one["text"]
+        assert one["mean"] == pytest.approx(wanted), found
+        before = means.get("abc"["abc".index(names[rank]) - 1])
+        own = means[names[rank]]
+        moved = own if before is None else 0.25 * own + 0.75 * before
+        assert one["moved"] == pytest.approx(moved), found
 
 
 def test_optimizers_go_on_training():

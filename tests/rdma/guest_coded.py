@@ -27,8 +27,8 @@ NEIGHBORS = """
 import programs_coded as programs
 fastps.init(min_compress_bytes=0)
 me, n = fastps.rank(), fastps.size()
+programs.CODINGS = {name: programs.CODINGS[name] for name in ("onebit", "topk", "int4")}
 programs.follows_the_recursion(me, n)
-programs.sends_what_there_is(me, n)
 report(fastps.statistics()["work_requests"])
 """
 WINDOWS = """
