@@ -124,3 +124,25 @@ def stall() -> str:
         fastps.barrier()
         return str(error)
     return "no error"
+
+
+def coded_rounds() -> dict[str, Any]:
+    """Push what is encoded, round after round, until somebody is lost; no sum is wrong before."""
+    fastps.init(min_compress_bytes=0)
+    size = fastps.size()
+    ways = {
+        "onebit": fastps.Compression.onebit(ef="vanilla"), "int8": fastps.Compression.int8(),
+        "topk": fastps.Compression.topk(0.5, ef="vanilla"),
+    }  # fmt: skip
+    ones = np.full(COUNT, fastps.rank() + 1, np.float32)  # the mean size is each one's
+    mark("READY")
+    for attempt in range(1_000_000):
+        try:
+            flights = {name: fastps.push_pull_async(ones, name, compression=way)
+                       for name, way in ways.items()}  # fmt: skip
+            for name, flight in flights.items():
+                out = fastps.synchronize(flight)
+                assert name == "topk" or np.allclose(out, (size + 1) / 2, rtol=1e-2), (name, out)
+        except fastps.FastPSError as error:
+            return {"text": f"{type(error).__name__}: {error}", "at": now(), "attempt": attempt}
+    return {}

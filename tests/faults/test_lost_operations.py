@@ -65,3 +65,20 @@ def test_who_waits_for_anybody_hears_that_all_have_left():
     found = run_job(programs_lost.nobody_left, workers=3, servers=0)
     assert found[1:] == ["left", "left"]
     assert found[0] != "no error"
+
+
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_killed_amid_rounds_that_are_encoded(role):
+    each = {(role, 1): {"FASTPS_FAULT": "link_send@90:kill"}}
+    with Job(programs_lost.coded_rounds, workers=3, servers=2, each=each,
+             environment=WAYS["sockets"]) as job:  # fmt: skip
+        victim = (job.workers if role == "worker" else job.servers)[1]
+        assert victim.wait() == -signal.SIGKILL, victim.report()
+        killed_at = time.monotonic()
+        for rank in (0, 2) if role == "worker" else range(3):
+            result = job.workers[rank].result()
+            assert result["text"].startswith("PeerLostError"), result
+            assert f"{role} 1" in result["text"], result
+            assert result["at"] - killed_at < LIMIT_S
+        for process in job.others(victim):
+            process.wait(LIMIT_S + 15)
