@@ -14,12 +14,13 @@ from test_collectives import WAYS
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("workers", "way"), [(2, "memory"), (2, "tcp"), (4, "memory"), (4, "tcp"), (8, "memory"),
-                         (8, "tcp")]
+    ("workers", "way", "servers"),
+    [(2, "memory", 0), (2, "tcp", 1), (4, "memory", 1), (4, "tcp", 0), (8, "memory", 0),
+     (8, "tcp", 0)],
 )  # fmt: skip
-def test_every_row_of_the_table(workers, way):
+def test_every_row_of_the_table(workers, way, servers):
     found = run_job(
-        programs_windows.everything, workers=workers, servers=0, environment=WAYS[way],
+        programs_windows.everything, workers=workers, servers=servers, environment=WAYS[way],
         timeout_s=200.0,
     )  # fmt: skip
     assert found == ["done"] * workers
