@@ -182,6 +182,7 @@ cdef class Windows:
         free(self.state.discard)
 
 
+@cython.no_gc_clear             # its memory is listed at home until it ends
 @cython.final
 cdef class Window:
     """One worker's part of a window; made, connected, used, freed.
