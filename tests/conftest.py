@@ -49,7 +49,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_configure() -> None:
     """Let children hear Ctrl-C where whoever starts the tests ignores it, without banners."""
-    os.environ.setdefault("FASTPS_BANNER", "0")  # tests compare what jobs write
+    for name in ("FASTPS_BANNER", "FASTPS_START_WATCH_S"):  # tests compare what jobs write
+        os.environ.setdefault(name, "0")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

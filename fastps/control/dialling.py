@@ -12,8 +12,9 @@ import logging
 import socket
 import time
 
-from fastps.auth import ClientHandshake, Purpose
+from fastps.auth import ClientHandshake, Purpose, derive_key
 from fastps.config import Config
+from fastps.control.protocol import KEY_PURPOSE_CONTROL, Absent, pack_to_scheduler
 from fastps.errors import AuthError, ConfigError, FastPSError, ProtocolError, TransportTimeout
 from fastps.transport import sockets
 
@@ -49,6 +50,18 @@ def dial(
             last = error.strerror or str(error)
         log.debug("the scheduler cannot be reached yet: %s", last)
     raise _unreachable(config, last, time.monotonic() - began)
+
+
+def tell_absent(config: Config, message: Absent, *, timeout_s: float) -> None:
+    """Tell the scheduler, from another machine, that a process has ended; blocks to timeout_s.
+
+    Raises as dial() does, and OSError.
+    """
+    key = derive_key(config.token_bytes(), KEY_PURPOSE_CONTROL, config.job_id)
+    deadline = time.monotonic() + timeout_s
+    with dial(config, key, purpose=Purpose.CONTROL, sender=0, deadline=deadline) as sock:
+        sock.settimeout(timeout_s)
+        sock.sendall(pack_to_scheduler(message))
 
 
 def wait_for_name(config: Config) -> None:

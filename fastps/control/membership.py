@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -30,7 +30,9 @@ from fastps.control.admission import Peer, Plan, local_ranks, number, places, pl
 from fastps.control.blame import Suspicions
 from fastps.control.collectives import Answers, Collectives, join_names
 from fastps.control.declarations import Declarations
+from fastps.control.lobby import Absentees, Place, StartWatch
 from fastps.control.protocol import (
+    Absent,
     AskClock,
     AwaitStart,
     ClockTold,
@@ -104,8 +106,10 @@ class Phase(enum.Enum):
 class Membership:
     """The members of one job, their collectives and declarations."""
 
-    def __init__(self, config: Config, *, now: float) -> None:
-        """Open the first lobby."""
+    def __init__(
+        self, config: Config, *, now: float, machines: Mapping[Place, str] | None = None
+    ) -> None:
+        """Open the first lobby; machines: of members to come, where a launcher knows them."""
         self.phase = Phase.LOBBY
         self.generation = 1
         self.first_cause: PeerLost | None = None
@@ -116,6 +120,8 @@ class Membership:
         self._notes: list[str] = []
         self._out: list[Action] = []
         self._idle_until = now + config.start_timeout_s
+        self._watch = StartWatch(config.start_watch_s, now=now)
+        self._absentees = Absentees(machines or {})
         self._goes_on = False
         self._is_finished = False
         self._end_reason = ""
@@ -130,6 +136,9 @@ class Membership:
         member = self._peers.get(peer)
         if isinstance(message, Join):
             self._join(peer, message, now)
+        elif isinstance(message, Absent):
+            self._absentees.add(message)
+            self._end_start_in_vain(now)
         elif member is None:
             self._out.append(Close(peer))
         elif isinstance(message, Malformed):
@@ -203,6 +212,9 @@ class Membership:
         self._send_all(self._declarations.expire(now))
         if self._idle_until <= now:
             self._idle_timed_out(now)
+        if self._watch.due <= now:
+            waited_s = self._watch.say(now)
+            log.warning("no start after %.0f s: %s", waited_s, self.missing_text())
         return self._drain(now)
 
     def next_deadline(self) -> float | None:
@@ -217,7 +229,7 @@ class Membership:
         times += [member.leave_deadline for member in self._leaving()]
         parts = (self._collectives.next_deadline(), self._declarations.next_deadline())
         times += [time for time in parts if time is not None]
-        times.append(self._idle_until)
+        times += [self._idle_until, self._watch.due]
         first = min(times)
         return None if first == float("inf") or self._is_finished else first
 
@@ -294,7 +306,24 @@ class Membership:
             return
         member.start_request = message
         member.start_deadline = now + message.timeout_s
+        if self.phase is Phase.LOBBY:
+            self._watch.begin(now)
         self._start_if_complete(now)
+        self._end_start_in_vain(now)
+
+    def _end_start_in_vain(self, now: float) -> None:
+        """End a start that some wait for and others will never come to."""
+        if self.phase is not Phase.LOBBY or self.generation > 1:
+            return
+        absent = self._absentees.first(
+            {(item.join.role, item.rank) for item in self._peers.values() if item.rank is not None}
+        )
+        if absent and any(item.start_request for item in self._peers.values()):
+            log.warning("the job cannot start: %s %d: %s", absent.role, absent.rank, absent.cause)
+            self._fail_job(
+                PeerLost(absent.role, absent.rank, absent.host, absent.pid, absent.cause)
+            )
+            self._after_departure(now)
 
     def _start_if_complete(self, now: float) -> None:
         if self.phase is not Phase.LOBBY:
@@ -315,6 +344,7 @@ class Membership:
             self._end(f"it cannot start: {error}", 1, now)
             return
         self.phase = Phase.RUNNING
+        self._watch.end()
         self._notes.clear()
         for place, item in enumerate(plan.peers):
             item.number, item.is_owner = place, place in plan.owners
@@ -478,6 +508,7 @@ class Membership:
         elif self.phase is Phase.LOBBY and len(self._notes) < MAX_NOTES:
             self._notes.append(f"{member.full_name} joined and was lost: {cause}")
         self._remove(member)
+        self._end_start_in_vain(now)
         self._after_departure(now)
 
     def _lost(self, member: Peer, cause: str) -> PeerLost:
@@ -496,8 +527,14 @@ class Membership:
 
     def _break(self, member: Peer, cause: str) -> None:
         """Record the first cause and tell it to everybody, the lost one included."""
-        self.first_cause = self._lost(member, cause)
+        self._fail_job(self._lost(member, cause))
+        self._dismiss([item for item in self._leaving() if item is not member])
+
+    def _fail_job(self, cause: PeerLost) -> None:
+        """End everything that anybody waits for, and tell why."""
+        self.first_cause = cause
         self.phase = Phase.BROKEN
+        self._watch.end()
         self._suspicions.clear()
         self._tell_all(self.first_cause)
         message = str(self.first_cause)
@@ -505,7 +542,6 @@ class Membership:
         self._send_all(self._declarations.fail_all("peer_lost", message))
         for item in self._peers.values():
             self._fail_start(item, "peer_lost", message)
-        self._dismiss([item for item in self._leaving() if item is not member])
 
     def _remove(self, member: Peer) -> None:
         del self._peers[member.peer]
@@ -598,6 +634,7 @@ class Membership:
     def _end(self, reason: str, code: int, now: float) -> None:
         """Tell everybody that the job is over and wait for them to leave."""
         self.phase = Phase.OVER
+        self._watch.end()
         self._end_reason, self._end_code = reason, code
         self._suspicions.clear()
         self._send_all(self._collectives.fail_all("shutdown", reason))
@@ -650,5 +687,7 @@ class Membership:
         yield f"{len(present)} of {total} {role}s joined"
         known = {item.rank for item in present}
         if len(present) < total and present and None not in known:
-            absent = [f"{role} {rank}" for rank in range(total) if rank not in known]
+            absent = [self._absentees.name(role, r) for r in range(total) if r not in known]
             yield f"missing: {join_names(absent)}"
+        if present and len(present) < total:
+            yield f"here: {join_names([item.full_name for item in present])}"

@@ -244,6 +244,19 @@ class Join(_Message, frozen=True):
     goes_on: bool = False
 
 
+class Absent(_Message, frozen=True):
+    """Say, in the place of a Join, that a process of this machine has ended, and why; no answer.
+
+    From launchers. Counts as long as the job has not started and no such member is there.
+    """
+
+    role: Role
+    rank: Rank
+    host: Text
+    pid: Id
+    cause: Text
+
+
 class AwaitStart(_Message, frozen=True):
     """Wait until the job is complete; answered by Started."""
 
@@ -366,7 +379,7 @@ class Malformed(_Record, frozen=True):
 
 Meeting: TypeAlias = Barrier | Blob | Forget | Dispute  # all workers must come
 Request: TypeAlias = Join | AwaitStart | AskClock | Declare | Meeting | Leave  # are answered
-ToScheduler: TypeAlias = Request | Dropped | KeysReady | KeysFailed | ReportLost | Tell
+ToScheduler: TypeAlias = Request | Absent | Dropped | KeysReady | KeysFailed | ReportLost | Tell
 
 # ---- scheduler to member: answers ----
 

@@ -21,11 +21,13 @@ from types import MappingProxyType
 
 from fastps.auth import Purpose, ServerHandshake, derive_key
 from fastps.config import Config
+from fastps.control.lobby import Place
 from fastps.control.membership import Action, Close, Finish, Membership, Phase, Send
 from fastps.control.protocol import (
     KEY_PURPOSE_CONTROL,
     LENGTH,
     MAX_FRAME_BYTES,
+    Absent,
     Join,
     Malformed,
     ToScheduler,
@@ -70,8 +72,13 @@ class Scheduler:
         *,
         on_ready: Callable[[str, int], None] | None = None,
         listeners: Sequence[socket.socket] = (),
+        machines: Mapping[Place, str] | None = None,
     ) -> None:
-        """Prepare; `listeners` are bound sockets to take over, on_ready gets host and port."""
+        """Prepare; `listeners` are bound sockets to take over, on_ready gets host and port.
+
+        machines: where members will be, as far as a launcher knows.
+        """
+        self._machines = machines
         self._config = config
         self._on_ready = on_ready
         self._listeners = list(listeners)
@@ -97,7 +104,7 @@ class Scheduler:
         """Listen and serve until the job is over; give the exit status of the process."""
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[Finish] = self._loop.create_future()
-        self._membership = Membership(self._config, now=self._loop.time())
+        self._membership = Membership(self._config, now=self._loop.time(), machines=self._machines)
         listeners = self._listeners or self._listen()
         self._gate = Gate(
             listeners,
@@ -125,6 +132,14 @@ class Scheduler:
         """End the job in order; a second call ends it at once. From any thread, after run()."""
         with contextlib.suppress(RuntimeError):  # the loop has ended by itself
             self._loop.call_soon_threadsafe(self._stop, reason)
+
+    def tell_absent(self, message: Absent) -> None:
+        """Take a launcher's word that a process has ended. From any thread, after run()."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._tell_absent, message)
+
+    def _tell_absent(self, message: Absent) -> None:
+        self._do(self._membership.receive(0, message, self._loop.time()))
 
     # ---- listening ----
 
@@ -165,9 +180,9 @@ class Scheduler:
         task.add_done_callback(self._connections.discard)
         task.add_done_callback(lambda _: writer.close())
 
-    async def _read_join(self, reader: asyncio.StreamReader) -> Join:
+    async def _read_join(self, reader: asyncio.StreamReader) -> Join | Absent:
         message = await _read_message(reader)
-        if not isinstance(message, Join):
+        if not isinstance(message, Join | Absent):
             raise ProtocolError(f"a member must join first, not say {type(message).__name__}")
         return message
 
@@ -176,13 +191,15 @@ class Scheduler:
     async def _serve(
         self,
         sender: int,
-        join: Join | None,
+        join: Join | Absent | None,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         try:
             if join is None:
                 await self._serve_pulse(sender, reader, writer)
+            elif isinstance(join, Absent):
+                self._tell_absent(join)
             else:
                 await self._serve_control(join, reader, writer)
         except Exception:

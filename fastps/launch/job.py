@@ -112,11 +112,13 @@ class Job:
         timeout_s: float | None,
         is_spread: bool = False,
         goes_on: bool = False,
+        on_end: Callable[[Child], None] = lambda _: None,
     ) -> None:
         """Begin without parts; `add` them in the order of starting.
 
         is_spread: there are other machines, whose workers may need our servers and scheduler.
         goes_on: a worker that fails is no cause to end the others; all of them are.
+        on_end: is told of every process that ends by itself, well or not.
         """
         self.parts: list[Part] = []
         self.cause: Cause | None = None
@@ -129,6 +131,7 @@ class Job:
         self._selector.register(inbox, selectors.EVENT_READ)
         self._is_spread = is_spread
         self._goes_on = goes_on
+        self._on_end = on_end
         self._scheduler: SchedulerThread | None = None
         self._failed: list[Part] = []  # in the order of being noticed
         self._lost: list[Part] = []  # workers without which the others go on
@@ -266,6 +269,9 @@ class Job:
     def _notice_ends(self) -> None:
         ended = [part for part in self.parts if part.notice_end()]
         failed = [part for part in ended if part.exit_code != 0]
+        for part in ended if self.cause is None and not self._is_stopping else ():
+            if isinstance(part, Child):
+                self._on_end(part)
         if self._is_stopping or not failed:
             return
         self._drain(self._streams(failed))

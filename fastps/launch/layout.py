@@ -55,6 +55,14 @@ class Layout:
         """Tell whether the scheduler runs in this machine's launcher."""
         return self.has_meeting and self.machine == 0
 
+    def places(self) -> dict[tuple[str, int], str]:
+        """Name the machine of every process, by role and rank, where there are several."""
+        found: dict[tuple[str, int], str] = {}
+        for machine in range(len(self.workers)) if self.is_spread else ():
+            for role, counts in (("worker", self.workers), ("server", self.servers)):
+                found |= {(role, rank): f"machine {machine}" for rank in _share(counts, machine)}
+        return found
+
     def describe(self) -> str:
         """Say what of the job is on this machine."""
         workers = _words("worker", self.worker_ranks, self.size)

@@ -54,6 +54,7 @@ class Child:
         """Start the process; StartError when its program cannot be run."""
         self.role = spec.role
         self.name = spec.name
+        self.rank = spec.rank
         self.exit_code: int | None = None
         self.stderr = open_stream(
             screen, spec.role, rank=spec.rank, output_dir=output_dir, is_error=True

@@ -23,6 +23,7 @@ from fastps.config.token import hold_token
 from fastps.errors import ConfigError, FastPSError
 from fastps.launch import timeline
 from fastps.launch.job import Cause, Job, SignalInbox, interrupted, report
+from fastps.launch.messenger import Messenger
 from fastps.launch.options import TOKEN_RECIPE, Options, parse
 from fastps.launch.output import Screen, Stream, outlets
 from fastps.launch.plan import (
@@ -111,6 +112,7 @@ def _run(
 ) -> Cause | None:
     """Start the parts of a plan, the scheduler last, and watch them to their end."""
     become_subreaper()
+    messenger = Messenger(options, inherited, plan)
     with SignalInbox() as inbox:
         job = Job(
             screen,
@@ -119,6 +121,7 @@ def _run(
             timeout_s=options.timeout_s,
             is_spread=options.layout.is_spread,
             goes_on=goes_on(options, inherited),
+            on_end=messenger.tell_end,
         )
         try:
             folder = hold_folder(options.output_dir) if options.output_dir else None
@@ -131,12 +134,14 @@ def _run(
                     screen.say(f"{spec.name} is pid {child.pid}")
             if meeting is not None:
                 stderr = open_stream(screen, "scheduler", rank=0, output_dir=folder, is_error=True)
-                job.add_scheduler(_start_scheduler(options, meeting, stderr))
+                messenger.scheduler = _start_scheduler(options, meeting, stderr)
+                job.add_scheduler(messenger.scheduler)
         except StartError as error:
             job.abandon(Cause(str(error), error.exit_code))
         except OSError as error:  # of the output files
             job.abandon(Cause(str(error), 1))
         cause = job.run()
+    messenger.close()
     for number in inbox.late:  # while everything was being cleared away
         cause = interrupted(cause, number)
     return cause
@@ -159,6 +164,7 @@ def _start_scheduler(options: Options, meeting: Meeting, stderr: Stream) -> Sche
         stderr=stderr,
         others=layout.size + layout.num_servers - here,
         patience_s=options.grace_s / 2,  # so that it ends in order within the grace
+        machines=layout.places(),
     )
     thread.start()
     return thread

@@ -21,10 +21,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from fastps.config import Config
+from fastps.control.protocol import Absent
 from fastps.control.scheduler import Scheduler
 from fastps.launch.output import Stream
 from fastps.launch.processes import describe_exit
@@ -55,16 +56,19 @@ class SchedulerThread:
         stderr: Stream,
         others: int,
         patience_s: float,
+        machines: Mapping[tuple[str, int], str],
     ) -> None:
         """Take over the bound sockets and the stream.
 
         others: members that come from other machines. patience_s: how long they may take to
-        come to a job that ends before it began, or to leave one that is broken.
+        come to a job that ends before it began, or to leave one that is broken. machines: where
+        each member is, in words.
         """
         self.exit_code: int | None = None
         self.stderr = stderr
         self._settings = settings
         self._listeners = listeners
+        self._machines = machines
         self._others = others
         self._patience_s = patience_s
         reader, self._writer = os.pipe()
@@ -114,6 +118,11 @@ class SchedulerThread:
         """End the job, and say why to those who are in it; at once for SIGKILL."""
         self._order(self._cut if number == signal.SIGKILL else functools.partial(self._end, why))
 
+    def tell_absent(self, message: Absent) -> None:
+        """Say that a process has ended, which may not have joined yet."""
+        with contextlib.suppress(AttributeError):  # the thread never came up
+            self._scheduler.tell_absent(message)
+
     def end_when_left(self, why: str) -> None:
         """End the job as soon as no worker is at work in it: no other one can begin."""
         self._order(functools.partial(self._end_when_left, why))
@@ -149,7 +158,9 @@ class SchedulerThread:
             os.close(self._writer)
 
     async def _serve(self) -> int:
-        self._scheduler = Scheduler(self._settings, listeners=self._listeners)
+        self._scheduler = Scheduler(
+            self._settings, listeners=self._listeners, machines=self._machines
+        )
         self._loop = asyncio.get_running_loop()
         self._serving = asyncio.ensure_future(self._scheduler.run())
         await asyncio.sleep(0)  # run() begins

@@ -213,8 +213,8 @@ class Team:
             )
             plan = make_plan(options, identity, cpus=os.cpu_count() or 1, inherited=inherited)
             self._workers = [Worker(spec, inherited) for spec in plan]
-            self._ask(("path", (list(sys.path),)), config.start_timeout_s)
-            self._ask(("join", ()), config.start_timeout_s)
+            self._ask(("path", (list(sys.path),)), config.start_timeout_s, recovers=False)
+            self._ask(("join", ()), config.start_timeout_s, recovers=False)
         except BaseException:
             for worker in self._workers:
                 worker.send(signal.SIGKILL)
@@ -223,8 +223,13 @@ class Team:
 
     # ---- asking ----
 
-    def _ask(self, order: tuple[str, tuple[Any, ...]], timeout_s: float | None) -> list[Any]:
-        """Have all workers do something; give their answers, or raise the first failure."""
+    def _ask(
+        self, order: tuple[str, tuple[Any, ...]], timeout_s: float | None, *, recovers: bool = True
+    ) -> list[Any]:
+        """Have all workers do something; give their answers, or raise the first failure.
+
+        recovers: let all join the job anew after a failure; not when that is what failed.
+        """
         if not self._workers:
             raise ShutdownError("the team has ended; restart() it, or make another")
         message = pack(order)
@@ -237,7 +242,8 @@ class Team:
             self._abandon()
             raise
         except BaseException:  # Ctrl-C too: the workers are to hear of it
-            self._recover(waiting)
+            if recovers:
+                self._recover(waiting)
             raise
         finally:
             waiting.close()

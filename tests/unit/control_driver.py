@@ -28,6 +28,7 @@ def make_config(**settings: object) -> Config:
         "num_servers": 2,
         "token": "0123456789abcdef",
         "job_id": "job",
+        "start_watch_s": 0.0,
     }
     return load(defaults | settings, {})
 
@@ -46,10 +47,12 @@ def make_spec(name: str = "w", shape: tuple[int, ...] = (10, 20), **changes: int
 class Driver:
     """Feeds events to a Membership; `now` is the time, which only tests move."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(
+        self, machines: dict[tuple[str, int], str] | None = None, /, **settings: object
+    ) -> None:
         self.config = make_config(**settings)
         self.now = 1000.0
-        self.machine = Membership(self.config, now=self.now)
+        self.machine = Membership(self.config, now=self.now, machines=machines)
         self.sent: dict[int, list[ToMember]] = {}
         self.closed: set[int] = set()
         self.finish: Finish | None = None

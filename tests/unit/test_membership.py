@@ -9,6 +9,7 @@ from control_driver import Driver
 from fastps.control.blame import SUSPICION_S
 from fastps.control.membership import Finish, Phase
 from fastps.control.protocol import (
+    Absent,
     Barrier,
     Done,
     Failed,
@@ -151,6 +152,64 @@ class TestJoining:
         driver.die(first)
         second = driver.enter(rank=0)
         assert job_of(driver, second).me == 0
+
+    @pytest.mark.parametrize("goes_on", [False, True])
+    @pytest.mark.parametrize("comes_first", [False, True])
+    def test_who_ends_before_the_start_ends_it_for_those_who_wait(
+        self, goes_on: bool, comes_first: bool
+    ) -> None:
+        driver = Driver(size=3, num_servers=0)
+        gone = Absent("worker", 1, "node", 77, "it ended with exit code 0")
+        if not comes_first:
+            driver.say(0, gone)  # nobody waits yet: a program that joins no job may end
+            assert driver.finish is None
+        waiting = driver.enter(rank=0, goes_on=goes_on)
+        if comes_first:
+            driver.say(0, gone)
+        failed = failure_of(driver, waiting)
+        assert failed.kind == "peer_lost"
+        assert "worker 1 (node, pid 77) is lost: it ended with exit code 0" in failed.message
+        late = failure_of(driver, driver.join(rank=2, goes_on=goes_on))
+        assert "exit code 0" in late.message
+
+    def test_who_joined_and_was_killed_ends_the_start_when_its_launcher_says_so(self) -> None:
+        driver = Driver(size=2, num_servers=0)
+        waiting = driver.enter(rank=0)
+        killed = driver.join(rank=1)
+        driver.say(0, Absent("worker", 1, "node", 78, "it was killed by SIGKILL"))
+        assert not driver.events(waiting, Failed)  # its connection is still there
+        driver.die(killed)
+        assert "SIGKILL" in failure_of(driver, waiting).message
+
+    def test_the_end_of_one_who_has_started_is_no_news(self) -> None:
+        driver = Driver(size=2, num_servers=0)
+        workers, _ = driver.start()
+        driver.say(0, Absent("worker", 1, "node", 79, "it ended with exit code 0"))
+        for peer in workers:
+            driver.leave(peer)
+        again = [driver.enter() for _ in range(2)]
+        assert all(driver.events(peer, Started) for peer in again)
+
+    def test_the_start_watch_says_who_is_missing_and_where(self, caplog) -> None:
+        driver = Driver(
+            {("worker", 2): "machine 1"}, size=3, num_servers=0, start_watch_s=5.0, lease_s=500
+        )
+        driver.wait(driver.join(rank=1), 1000.0)
+        driver.advance(4.9)
+        assert not caplog.messages
+        driver.advance(0.2)
+        (line,) = caplog.messages
+        for part in ("no start after 5 s", "1 of 3 workers joined", "worker 2 (machine 1)",
+                     "missing: worker 0, ", "here: worker 1 (node, pid 101)"):  # fmt: skip
+            assert part in line
+        driver.advance(30.0)
+        assert [line.split(":")[0] for line in caplog.messages[1:]] == [
+            "no start after 10 s", "no start after 20 s",
+        ]  # fmt: skip
+        for rank in (0, 2):
+            driver.enter(rank=rank)
+        driver.advance(400.0)
+        assert len(caplog.messages) == 3
 
     def test_join_twice_on_one_connection(self) -> None:
         driver = Driver()
