@@ -23,7 +23,7 @@ one machine:
   fastps-run -np 4 python train.py --epochs 3
       four copies of train.py, which add up their gradients in shared memory; no server needed
   fastps-run python train.py
-      one worker: for a first try and for debugging
+      one worker: for a first try and for debugging; it reads your terminal, so breakpoint() works
   fastps-run -np 4 --dry-run python train.py
       print what would be started, with the environment (secrets masked), and stop
   fastps-run -np 4 --output-dir logs python train.py

@@ -45,6 +45,7 @@ class ProcessSpec:
     rank: int
     argv: tuple[str, ...]
     environment: Mapping[str, str]
+    has_stdin: bool = False  # the launcher's own; else it reads nothing
 
     @property
     def name(self) -> str:
@@ -89,7 +90,8 @@ def make_plan(
     for rank in options.layout.worker_ranks:
         environment = common | _worker(options, rank, cpus=cpus, inherited=inherited)
         command = _under_gdb(options.command, {**inherited, **dict(options.environment)})
-        plan.append(ProcessSpec("worker", rank, command, environment))
+        is_alone = not options.layout.has_meeting
+        plan.append(ProcessSpec("worker", rank, command, environment, has_stdin=is_alone))
     return tuple(plan)
 
 

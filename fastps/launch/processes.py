@@ -20,24 +20,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, BinaryIO
 
-from fastps.errors import FastPSError
+from fastps.launch.limits import StartError, memory_kills
 from fastps.launch.output import Screen, Stream, name_of
 from fastps.launch.plan import ProcessSpec
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_STDIN = 0
 _SWEEP_GRACE_S = 1.0  # helpers of a dead worker that tidy up (shared memory trackers) get this
 _SWEEP_LIMIT_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class StartError(FastPSError):
-    """A command could not be started; `exit_code` is what a shell would return."""
-
-    def __init__(self, message: str, *, exit_code: int) -> None:
-        """Carry the shell's exit code with the message."""
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 class Child:
@@ -62,6 +54,7 @@ class Child:
         self._stdout = open_stream(
             screen, spec.role, rank=spec.rank, output_dir=output_dir, is_error=False
         )
+        self._memory_kills = memory_kills()
         self._process = _start(spec, inherited=inherited)
 
     @property
@@ -118,7 +111,10 @@ class Child:
 
     def describe_end(self) -> str:
         """Say in words how the process ended."""
-        return describe_exit(self.exit_code or 0)
+        how = describe_exit(self.exit_code or 0)
+        if self.exit_code == -signal.SIGKILL and memory_kills() > self._memory_kills:
+            return f"{how}: the kernel had no memory left in this control group (oom_kill)"
+        return how
 
 
 def describe_exit(code: int) -> str:
@@ -180,16 +176,17 @@ def _descendants(root: int) -> list[int]:
 
 
 def _start(spec: ProcessSpec, *, inherited: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    has_terminal = spec.has_stdin and _has_terminal()
     try:
         return subprocess.Popen(
             spec.argv,
             env={**inherited, **spec.environment},
-            stdin=subprocess.DEVNULL,
+            stdin=None if spec.has_stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             process_group=0,
-            preexec_fn=_die_with_parent(os.getpid()),  # safe: the scheduler's thread starts later
+            preexec_fn=_die_with_parent(os.getpid(), has_terminal),  # safe: no thread yet
         )
     except OSError as error:
         code = 127 if isinstance(error, FileNotFoundError) else 126
@@ -197,10 +194,27 @@ def _start(spec: ProcessSpec, *, inherited: Mapping[str, str]) -> subprocess.Pop
         raise StartError(message, exit_code=code) from error
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
+def _has_terminal() -> bool:
+    """Tell whether standard input is our terminal, and we are who may read from it."""
+    with contextlib.suppress(OSError):
+        return os.tcgetpgrp(_STDIN) == os.getpgrp()
+    return False
+
+
+def give_terminal(group: int) -> None:
+    """Make a process group the one that reads from our terminal and hears its Ctrl-C, if any."""
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTTOU,))
+    with contextlib.suppress(OSError):
+        os.tcsetpgrp(_STDIN, group)
+    signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+def _die_with_parent(parent: int, has_terminal: bool) -> Callable[[], None]:
     """Make the function that runs in the child before its program."""
 
     def prepare() -> None:
+        if has_terminal:
+            give_terminal(os.getpid())
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)

@@ -23,6 +23,7 @@ from fastps.config.token import hold_token
 from fastps.errors import ConfigError, FastPSError
 from fastps.launch import timeline
 from fastps.launch.job import Cause, Job, SignalInbox, interrupted, report
+from fastps.launch.limits import StartError, hold_standard_streams, provide_descriptors
 from fastps.launch.messenger import Messenger
 from fastps.launch.options import TOKEN_RECIPE, Options, parse
 from fastps.launch.output import Screen, Stream, outlets
@@ -39,8 +40,8 @@ from fastps.launch.plan import (
 )
 from fastps.launch.processes import (
     Child,
-    StartError,
     become_subreaper,
+    give_terminal,
     hold_folder,
     open_stream,
 )
@@ -51,6 +52,7 @@ EXIT_SETTINGS = 2
 _TOKEN_BYTES = 32
 _HURRY_S = 1.0  # without a byte read, once the job was told to end
 _LOOPBACK = "127.0.0.1"
+STDOUT, STDERR = 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Meeting:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and give the exit code."""
+    hold_standard_streams()
     options = parse(sys.argv[1:] if arguments is None else arguments)
     return launch(options, environment=process_environment())
 
@@ -111,6 +114,10 @@ def _run(
     meeting: Meeting | None,
 ) -> Cause | None:
     """Start the parts of a plan, the scheduler last, and watch them to their end."""
+    try:
+        provide_descriptors(options.layout, n_children=len(plan))
+    except StartError as error:
+        return Cause(str(error), error.exit_code)
     become_subreaper()
     messenger = Messenger(options, inherited, plan)
     with SignalInbox() as inbox:
@@ -141,7 +148,9 @@ def _run(
         except OSError as error:  # of the output files
             job.abandon(Cause(str(error), 1))
         cause = job.run()
-    messenger.close()
+        if not options.layout.has_meeting:
+            give_terminal(os.getpgrp())
+        messenger.close()
     for number in inbox.late:  # while everything was being cleared away
         cause = interrupted(cause, number)
     return cause
@@ -279,9 +288,9 @@ def _describe_meeting(options: Options, identity: Identity) -> str:
 
 def _screen(options: Options, environment: Mapping[str, str]) -> Screen:
     wants = options.colour == "always" or (
-        options.colour == "auto" and sys.stdout.isatty() and not environment.get("NO_COLOR")
+        options.colour == "auto" and os.isatty(STDOUT) and not environment.get("NO_COLOR")
     )
-    return Screen(*outlets(sys.stdout.fileno(), sys.stderr.fileno()), has_colour=wants)
+    return Screen(*outlets(STDOUT, STDERR), has_colour=wants)
 
 
 if __name__ == "__main__":

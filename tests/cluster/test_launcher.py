@@ -73,7 +73,8 @@ def test_success_ends_servers_in_order_and_returns_zero(job):
 
 
 def test_one_worker_alone_meets_nobody(job):
-    code = "import os; print(sorted(k for k in os.environ if k.startswith('FASTPS_S')))"
+    names = "('FASTPS_SI', 'FASTPS_SC')"  # of the size, and of the scheduler
+    code = f"import os; print(sorted(k for k in os.environ if k.startswith({names})))"
     result = job.run(job.python(code=code))
     assert result.returncode == 0
     assert result.stdout == "[worker 0] ['FASTPS_SIZE']\n"
