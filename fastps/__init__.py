@@ -16,7 +16,6 @@ import numpy as np
 
 from fastps import current as _current
 from fastps import flights as _flights
-from fastps.byzantine.rules import Choice as RuleChoice
 from fastps.compression import Choice, Compression
 from fastps.errors import (
     AuthError,
@@ -67,6 +66,7 @@ from fastps.operations import (
     send,
     send_async,
 )
+from fastps.rules import Choice as RuleChoice
 from fastps.sets import (
     ProcessSet,
     add_process_set,

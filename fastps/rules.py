@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from fastps.types import DType
 
@@ -170,3 +171,7 @@ class Rule(NamedTuple):
 
 
 SUMMED = Rule()
+
+# What is taken for a rule: None is as declared before, or none; a name is that of a rule without
+# parameters.
+Choice: TypeAlias = Rule | str | Callable[..., Any] | None

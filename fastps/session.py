@@ -60,6 +60,7 @@ from fastps.errors import (
 from fastps.objects import decode_object, encode_object
 from fastps.progress import Progress
 from fastps.rules import SUMMED, Rule
+from fastps.rules import Choice as RuleChoice
 from fastps.steps import Steps
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
@@ -123,7 +124,7 @@ class Session:
         *,
         policy: Policy = Policy.SUM,
         compression: Choice = None,
-        rule: rules.Choice = None,
+        rule: RuleChoice = None,
         **terms: Any,
     ) -> None:
         """Declare tensors by (name, shape, dtype) before their first use, all in one round trip.
@@ -263,7 +264,7 @@ class Session:
         dtype: DType | None,
         compression: Choice,
         learning_rate: float | None,
-        rule: rules.Choice,
+        rule: RuleChoice,
     ) -> None:
         """Declare tensors with their compression and rule, and tell them the learning rate."""
         codings, found = [coding_of(compression, name) for name in names], rules.rule_of(rule)
@@ -333,7 +334,7 @@ class Session:
         out: Arrays | None = None,
         compression: Choice = None,
         learning_rate: float | None = None,
-        rule: rules.Choice = None,
+        rule: RuleChoice = None,
     ) -> Array | list[Array]:
         """Sum tensor over all workers and give the result; see push_pull_async(). Blocks."""
         known = None
@@ -393,7 +394,7 @@ class Session:
         dtype: DType | None = None,
         compression: Choice = None,
         learning_rate: float | None = None,
-        rule: rules.Choice = None,
+        rule: RuleChoice = None,
     ) -> Handle:
         """Begin to sum tensor over all workers; a sequence of tensors travels as one submit.
 

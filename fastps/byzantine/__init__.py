@@ -15,7 +15,6 @@ from fastps.byzantine.rules import (
     Bucketing,
     Bulyan,
     CenteredClipping,
-    Choice,
     GeometricMedian,
     Krum,
     MeanAroundMedian,
@@ -38,6 +37,7 @@ from fastps.byzantine.scores import (
     ZenoPlusPlus,
     is_sound,
 )
+from fastps.rules import Choice
 
 __all__ = [
     "Average",

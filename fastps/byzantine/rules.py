@@ -16,7 +16,7 @@ import numpy as np
 
 from fastps.byzantine import reference
 from fastps.errors import ConfigError
-from fastps.rules import SUMMED, Kind, Rule
+from fastps.rules import SUMMED, Choice, Kind, Rule
 from fastps.types import DType
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -155,10 +155,6 @@ def Own(place: str | Callable[..., Any]) -> Rule:
         raise ConfigError(f"rule {place!r}: servers do not have __main__; put it in a module")
     return _made(Rule(Kind.OWN, own=place))
 
-
-# What is taken for a rule: None is as declared before, or none; a name is that of a rule without
-# parameters.
-Choice: TypeAlias = Rule | str | Callable[..., Any] | None
 
 _BY_NAME = {
     "average": Average,

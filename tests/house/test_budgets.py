@@ -42,7 +42,7 @@ ROOMS = {
     "graph/": 3780,
     "byzantine/": 858,
     "bluefog/": 480,
-    "launch/": 3340,
+    "launch/": 3320,
     "telemetry/": 640,
     "topology": 420,
     "bench/": 1600,

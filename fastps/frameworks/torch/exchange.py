@@ -20,7 +20,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fastps import session
-from fastps.byzantine.rules import Choice as Rule
 from fastps.byzantine.rules import rule_of
 from fastps.errors import FastPSError, MismatchError
 from fastps.flights import Later
@@ -59,6 +58,7 @@ from fastps.frameworks.torch.tensors import (
     submit_push_pull,
     tensor_over,
 )
+from fastps.rules import Choice as Rule
 from fastps.sets import ProcessSet, global_process_set
 from fastps.tuning import Layout
 from fastps.types import Op

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from fastps import session
-from fastps.byzantine.rules import Choice as Rule
 from fastps.flights import Later
 from fastps.frameworks._adapter import check_name
 from fastps.frameworks.torch.compression import (
@@ -33,6 +32,7 @@ from fastps.frameworks.torch.tensors import (
     view_of,
     wire_dtype,
 )
+from fastps.rules import Choice as Rule
 from fastps.worker.handle import Handle
 
 

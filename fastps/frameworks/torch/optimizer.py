@@ -15,7 +15,6 @@ import torch
 
 from fastps import session
 from fastps.asynchronous import Compensating
-from fastps.byzantine.rules import Choice as Rule
 from fastps.frameworks._adapter import BUCKET_BYTES, Average
 from fastps.frameworks.torch import adasum, crossing, pipelined, synchronized
 from fastps.frameworks.torch import asynchronous as held
@@ -26,6 +25,7 @@ from fastps.frameworks.torch.crossing import CrossBarrierOptimizer
 from fastps.frameworks.torch.exchange import GradientExchange, Views
 from fastps.frameworks.torch.pipelined import PipelinedOptimizer
 from fastps.frameworks.torch.synchronized import EarlyExchange, SynchronizedOptimizer
+from fastps.rules import Choice as Rule
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
 

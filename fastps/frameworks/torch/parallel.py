@@ -27,7 +27,6 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from fastps import session
-from fastps.byzantine.rules import Choice as Rule
 from fastps.errors import FastPSError
 from fastps.frameworks._adapter import BUCKET_BYTES, Average, shortened
 from fastps.frameworks.torch.agreement import check_alike
@@ -35,6 +34,7 @@ from fastps.frameworks.torch.broadcast import broadcast_parameters
 from fastps.frameworks.torch.buffers import BufferSync
 from fastps.frameworks.torch.compression import Compressing, Compression
 from fastps.frameworks.torch.exchange import GradientExchange, Views
+from fastps.rules import Choice as Rule
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
 
