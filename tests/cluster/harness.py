@@ -86,7 +86,8 @@ def clean_environ() -> dict[str, str]:
     """
     own = ("FASTPS_", "DMLC_", "BYTEPS_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    return kept | {"FASTPS_SHARED_MEMORY": "0"}
+    quiet = {"FASTPS_BANNER": "0", "FASTPS_START_WATCH_S": "0"}
+    return kept | {"FASTPS_SHARED_MEMORY": "0"} | quiet
 
 
 def reports_of(script: Path, rank: int) -> tuple[Any, ...]:
