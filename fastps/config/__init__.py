@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
-import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
@@ -20,6 +19,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastps.config import byteps
+from fastps.config.parsers import (
+    as_aligned,
+    as_boolean,
+    as_integer,
+    as_log_level,
+    as_path,
+    as_path_mtu,
+    as_seconds,
+    as_text,
+)
 from fastps.config.token import read_token
 from fastps.errors import ConfigError
 
@@ -28,79 +37,14 @@ log = logging.getLogger(__name__)
 PREFIX = "FASTPS_"
 # Read by setup.py when the extensions are compiled; known here so that they raise no warning.
 BUILD_NAMES = ("FASTPS_ANNOTATE", "FASTPS_DEBUG", "FASTPS_ONLY")
-ALIGNMENT = 64  # bytes; partitions and chunks start on cache lines
 MIN_CHUNK_BYTES = 4096
 GIB = 1 << 30
-PATH_MTUS = (0, 256, 512, 1024, 2048, 4096)
 MAX_PROCESSES = 65535
 MAX_POOL_BYTES = 1 << 50
 MAX_VERSION = (1 << 32) - 1
 DAY_S = 86400.0
 ROLES = ("worker", "server", "scheduler")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-
-
-# ---- parsers: text of a variable or value of a keyword -> value; ValueError says what is right
-
-
-def _text(value: object) -> str:
-    if isinstance(value, str):
-        plain = value.encode(errors="ignore").decode().replace("\0", "")
-        if plain == value:
-            return value
-    raise ValueError("a text in UTF-8 without zero bytes")
-
-
-def _path(value: object) -> str:
-    if isinstance(value, (str, os.PathLike)) and "\0" not in (path := os.fsdecode(value)):
-        return path
-    raise ValueError("a path without zero bytes")
-
-
-def _integer(value: object) -> int:
-    if isinstance(value, bool):
-        raise ValueError("an integer")
-    try:
-        return int(value, 10) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ValueError("an integer") from None
-
-
-def _aligned(value: object) -> int:
-    return -(-_integer(value) // ALIGNMENT) * ALIGNMENT
-
-
-def _path_mtu(value: object) -> int:
-    size = _integer(value)
-    if size not in PATH_MTUS:
-        raise ValueError(f"one of {', '.join(map(str, PATH_MTUS))}")
-    return size
-
-
-def _seconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError("a number of seconds")
-    try:
-        return float(value)  # nan and inf are out of all bounds
-    except ValueError:
-        raise ValueError("a number of seconds") from None
-
-
-def _boolean(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = str(value).strip().lower()
-    if word in ("1", "true", "yes", "on"):
-        return True
-    if word in ("0", "false", "no", "off"):
-        return False
-    raise ValueError("1 or 0")
-
-
-def _log_level(value: object) -> str:
-    """Accept the levels of `logging` in any case, and BytePS's TRACE and FATAL."""
-    word = _text(value).strip().upper()
-    return {"TRACE": "DEBUG", "FATAL": "CRITICAL", "WARN": "WARNING"}.get(word, word)
 
 
 # ---- derived aliases: values that other systems spread over several variables
@@ -203,7 +147,7 @@ class Setting(NamedTuple):
     @property
     def bounds(self) -> str:
         """Say in words what the value may be; empty when it may be anything."""
-        if self.parse is _boolean:
+        if self.parse is as_boolean:
             return "1 or 0"
         if not self.allowed or isinstance(self.allowed[0], str):
             return "one of " + ", ".join(self.allowed) if self.allowed else ""
@@ -214,7 +158,7 @@ class Setting(NamedTuple):
     def example(self) -> str:
         """Give a line that sets it right."""
         value = self.default
-        if value in (None, "") or self.parse is _boolean:
+        if value in (None, "") or self.parse is as_boolean:
             value = self.allowed[0] if self.allowed else EXAMPLES.get(self.field, "1")
         return f"{self.name}={format_value(value)}"
 
@@ -326,7 +270,7 @@ class Config:
     token: str = _set(SECURITY, "", is_secret=True,
         text="Secret that all processes of the job share, at least 16 bytes; it never travels, "
              "is never logged, and init() takes it out of the environment.")
-    token_file: str = _set(SECURITY, "", parse=_path,
+    token_file: str = _set(SECURITY, "", parse=as_path,
         text="File that holds the token, of mode 0600 or stricter; used when the token is unset.")
     insecure: bool = _set(SECURITY, False,
         text="Allow a job without a token: whoever reaches a port may join it.")
@@ -340,7 +284,7 @@ class Config:
         text="Port of the RDMA device; 0 takes the first that is active.")
     rdma_gid_index: int = _set(DATA, -1, allowed=(-1, 65535),
         text="Place of the own address in the port's table of GIDs; -1 takes the most routable.")
-    rdma_mtu: int = _set(DATA, 0, parse=_path_mtu, unit="bytes", allowed=(0, 4096),
+    rdma_mtu: int = _set(DATA, 0, parse=as_path_mtu, unit="bytes", allowed=(0, 4096),
         text="Largest packet of RDMA: 256, 512, 1024, 2048 or 4096; 0 takes the port's.")
     rdma_traffic_class: int = _set(DATA, 0, allowed=(0, 255),
         text="Traffic class of RDMA packets, which chooses the queue in the switches.")
@@ -363,10 +307,10 @@ class Config:
              "container, has.")
     unix_sockets: bool = _set(DATA, True,
         text="Use Unix sockets in the place of TCP between processes of one machine.")
-    partition_bytes: int = _set(DATA, 4096000, "BYTEPS_PARTITION_BYTES", parse=_aligned,
+    partition_bytes: int = _set(DATA, 4096000, "BYTEPS_PARTITION_BYTES", parse=as_aligned,
         unit="bytes", allowed=(4096, GIB),
         text="Largest piece of a tensor that one server owns; rounded up to a multiple of 64.")
-    chunk_bytes: int = _set(DATA, 0, parse=_aligned, unit="bytes", allowed=(0, GIB),
+    chunk_bytes: int = _set(DATA, 0, parse=as_aligned, unit="bytes", allowed=(0, GIB),
         text="Largest frame of a partition, the grain of overlap; rounded up to a multiple of "
              "64, at least 4096. 0 chooses: 512 KiB if all servers are on the loopback, else 64 "
              "KiB.")
@@ -453,17 +397,17 @@ class Config:
         text="The first operation on a tensor that is traced, counted for each tensor from 1.")
     trace_end_step: int = _set(TRACING, 20, "BYTEPS_TRACE_END_STEP", unit="operations",
         allowed=(0, MAX_VERSION), text="The last one; 0 goes on to the end.")
-    trace_dir: str = _set(TRACING, "./trace", "BYTEPS_TRACE_DIR", parse=_path,
+    trace_dir: str = _set(TRACING, "./trace", "BYTEPS_TRACE_DIR", parse=as_path,
         text="Directory of what processes trace; the last of those that share it to end makes "
              "timeline.json there.")
-    trace_file: str = _set(TRACING, "", parse=_path,
+    trace_file: str = _set(TRACING, "", parse=as_path,
         text="Timeline that fastps-run will make of the traces of this job; set by it.")
     telemetry_on: bool = _set(TRACING, True, "BYTEPS_TELEMETRY_ON",
         text="Measure what get_pushpull_speed() tells.")
     enable_gdb: bool = _set(TRACING, False, "BYTEPS_ENABLE_GDB",
         text="Let fastps-run start workers under gdb, which shows where one crashed.")
     log_level: str = _set(DEBUGGING, "WARNING", "BYTEPS_LOG_LEVEL", "BLUEFOG_LOG_LEVEL",
-        parse=_log_level, allowed=LOG_LEVELS,
+        parse=as_log_level, allowed=LOG_LEVELS,
         text="Least serious message that is logged, in any case.")
     fault: str = _set(DEBUGGING, "",
         text="Fault to inject for tests, as point@n:action; empty injects none.")
@@ -486,8 +430,8 @@ class Config:
         return read_token(self.token, self.token_file, is_needed=not self.insecure)
 
 
-_PARSERS = {"str": _text, "int": _integer, "int | None": _integer, "float": _seconds,
-            "bool": _boolean}  # fmt: skip
+_PARSERS = {"str": as_text, "int": as_integer, "int | None": as_integer, "float": as_seconds,
+            "bool": as_boolean}  # fmt: skip
 
 
 def _setting_of(described: Field[Any]) -> Setting:
@@ -582,7 +526,7 @@ def _resolve(
     if overrides.get(setting.field) is not None:
         return _parse(setting, overrides[setting.field], setting.field), "keyword"
     text = environ.get(setting.name)
-    if text is not None and (text.strip() or (setting.parse is _text and not setting.allowed)):
+    if text is not None and (text.strip() or (setting.parse is as_text and not setting.allowed)):
         return _parse(setting, text, setting.name), setting.name
     for alias in setting.aliases:
         label, value = _look_up(alias, environ, values)

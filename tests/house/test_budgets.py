@@ -32,7 +32,7 @@ ROOMS = {
     "_core": 1840,
     "_trace": 420,
     "reduce/": 3790,
-    "config/": 1040,
+    "config/": 1090,
     "transport/": 9050,
     "control/": 3860,
     "server/": 3770,

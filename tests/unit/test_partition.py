@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fastps import config
 from fastps import partition as p
+from fastps.config import parsers
 from fastps.contract import pusher_of
 from fastps.errors import ConfigError, ProtocolError
 from fastps.partition import (
@@ -364,7 +365,7 @@ def test_built_in_is_that_of_libstdcxx(key):
 def test_the_names_are_those_of_the_settings():
     (row,) = [setting for setting in config.SETTINGS if setting.field == "key_hash"]
     assert set(row.allowed) == {"bytes", *p.KEY_HASHES}
-    assert config.ALIGNMENT == p.ALIGNMENT
+    assert parsers.ALIGNMENT == p.ALIGNMENT
 
 
 def test_bad_placements_are_refused():
