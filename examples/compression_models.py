@@ -4,11 +4,11 @@
     fastps-run -np 2 -s 1 --env FASTPS_SHARED_MEMORY=0 python examples/compression_models.py
     ... python examples/compression_models.py --model transformer
 
-The data are the digits of scikit-learn, a fifth of them held out. Thresholds, fixed before the
-first run: with error feedback every codec's mean accuracy over the seeds is within 1 point of the
-uncompressed one or above, and onebit and topk of 1 % without it lose more than 1 point to
-themselves with it. The exit code is 1 if that is not so. --plot FILE draws the accuracies (needs
-matplotlib).
+The data are the digits of scikit-learn, a fifth of them held out. Thresholds: with error feedback
+every codec's mean accuracy over the seeds is within 1 point of the uncompressed one or above, and
+onebit and topk of 1 % without it lose more than 1 point to themselves with it. The exit code is 1
+if that is not so; docs/compression.md tells how the setup was chosen. --plot FILE draws the
+accuracies (needs matplotlib).
 
 A transformer's accuracy differs by points between runs that differ in their last bits, so what is
 tested of it is the average of its weights over the second half of the steps (Polyak and Juditsky,

@@ -17,6 +17,7 @@ on success, and a negative status of _core.pxd for bad arguments.
 """
 
 from fastps.reduce.library import (
+    CODECS,
     codec_kernel,
     distance_kernel,
     ordered_kernel,
@@ -24,9 +25,11 @@ from fastps.reduce.library import (
     robust_kernel,
     sum_kernel,
     warm,
+    warm_codec,
 )
 
 __all__ = [
+    "CODECS",
     "codec_kernel",
     "distance_kernel",
     "ordered_kernel",
@@ -34,4 +37,5 @@ __all__ = [
     "robust_kernel",
     "sum_kernel",
     "warm",
+    "warm_codec",
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill the kernel cache: ``python -m fastps.reduce [dtype ...]``, for images and installers."""
+"""Fill the kernel cache: ``python -m fastps.reduce [name ...]``, for images and installers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import argparse
 import logging
 from collections.abc import Sequence
 
-from fastps.reduce import warm
+from fastps.reduce import CODECS, warm, warm_codec
 from fastps.types import DType
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compile the named kernels, or all of them, and say how long each took."""
-    names = [code.name.lower() for code in DType]
+    """Compile kernels of element types, all by default, or of codecs; say how long each took."""
+    dtypes = [code.name.lower() for code in DType]
+    names = (*dtypes, *CODECS)
     parser = argparse.ArgumentParser(prog="python -m fastps.reduce", description=main.__doc__)
-    parser.add_argument("dtype", nargs="*", help=f"one of {', '.join(names)}; all by default")
-    chosen = parser.parse_args(arguments).dtype or names
+    parser.add_argument("name", nargs="*", help=f"some of {', '.join(names)}")
+    chosen = parser.parse_args(arguments).name or dtypes
     unknown = sorted(set(chosen) - set(names))
     if unknown:
-        parser.error(f"unknown dtype {', '.join(unknown)}; use {', '.join(names)}")
+        parser.error(f"unknown {', '.join(unknown)}; use {', '.join(names)}")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    warm(DType[name.upper()] for name in chosen)
+    warm(DType[name.upper()] for name in chosen if name in dtypes)
+    for name in chosen:
+        if name in CODECS:
+            warm_codec(name)
 
 
 if __name__ == "__main__":

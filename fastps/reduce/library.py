@@ -20,6 +20,7 @@ from fastps.types import DType, ReduceOp
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
+CODECS = ("onebit", "topk", "randomk", "linear", "natural", "fp16", "bf16", "int8", "int4")
 MOST_ORDERED = 32  # sources of a network; ordered.py says why
 
 
@@ -72,6 +73,16 @@ def warm(dtypes: Iterable[DType] = tuple(DType)) -> None:
         for op in ReduceOp:
             if op.has_meaning(dtype):
                 reduce_kernel(op, dtype)
+
+
+def warm_codec(what: str) -> None:
+    """Do what warm() does for a codec of CODECS."""
+    for does in (False, True):
+        codec_kernel("encode", what, does)
+        codec_kernel("decode", what, does)
+        codec_kernel("prepare", "plain", does)
+        codec_kernel("prepare", "nesterov", does)
+    codec_kernel("prepare", "scale")
 
 
 def codec_kernel(verb: str, what: str, does: bool = False) -> int:

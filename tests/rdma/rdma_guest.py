@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from fastps.types import DType
+
 ROOT = Path(__file__).parents[2]
 MACHINE = ROOT / "tools" / "rdma-vm"
 PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
 SETUP_TIMEOUT_S = 240.0
 GUEST_TIMEOUT_S = 540.0  # a minute or two on an idle machine
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5")
+# What guests need: the codecs are those of guest_coded.py.
+KERNELS = (*(code.name.lower() for code in DType), "onebit", "topk", "int4")
 # Kernels for any CPU, so that a cache filled on the host serves in a guest.
 GENERIC = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
 
@@ -53,7 +57,7 @@ def set_up(site: Path) -> str:
 def fill_cache(folder: Path) -> tuple[str, ...]:
     """Compile the kernels here, since it takes minutes in a guest; give how to run with them."""
     settings = GENERIC | {"XDG_CACHE_HOME": str(folder)}
-    status, text = run((sys.executable, "-m", "fastps.reduce"), SETUP_TIMEOUT_S, **settings)
+    status, text = run((sys.executable, "-m", "fastps.reduce", *KERNELS), SETUP_TIMEOUT_S, **settings)
     assert status == 0, text
     return ("env", *(f"{name}={value}" for name, value in settings.items()))
 

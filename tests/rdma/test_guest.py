@@ -32,6 +32,7 @@ PROGRAMS = {
     "whole jobs": (NATIVE, ("tests/rdma/guest_jobs.py",)),
     "conformance and faults": (NATIVE, LINKS),
     "the pyverbs data path": ("pyverbs", (*LINKS, "-k", PYVERBS_TESTS)),
+    "codecs and windows": (NATIVE, ("tests/rdma/guest_coded.py",)),
     "sums of engines and stores": (NATIVE, ("tests/rdma/guest_push_pull.py", "-k", SUMS)),
 }
 
