@@ -218,7 +218,29 @@ def kinds() -> str:
     local.synchronize()  # nothing has changed since
     assert all(map(torch.equal, kept, wide.parameters()))
     refused()
+    outvoted(rank)
     return end()
+
+
+def outvoted(rank: int) -> None:
+    """Train beside one that lies; by their median the others learn, by the average they do not."""
+    losses = {}
+    for rule in (None, "median"):
+        model = net(torch.float32)
+        local = fps.LocalSGD(
+            model, sgd(model.parameters()), sync_every=5, rule=rule, prefix=f"under {rule}."
+        )
+        for step in range(60):
+            local.zero_grad()
+            loss_of(model, 0, step).backward()
+            if rank == 2 and step % 5 == 4:
+                with torch.no_grad():
+                    for one in model.parameters():
+                        one.add_(100.0)
+            local.step()
+        local.synchronize()
+        losses[rule] = loss_of(model, 0, 1000).item()
+    assert losses["median"] < 1.0 < 100.0 < losses[None], losses
 
 
 def refused() -> None:

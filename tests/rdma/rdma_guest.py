@@ -57,7 +57,9 @@ def set_up(site: Path) -> str:
 def fill_cache(folder: Path) -> tuple[str, ...]:
     """Compile the kernels here, since it takes minutes in a guest; give how to run with them."""
     settings = GENERIC | {"XDG_CACHE_HOME": str(folder)}
-    status, text = run((sys.executable, "-m", "fastps.reduce", *KERNELS), SETUP_TIMEOUT_S, **settings)
+    status, text = run(
+        (sys.executable, "-m", "fastps.reduce", *KERNELS), SETUP_TIMEOUT_S, **settings
+    )
     assert status == 0, text
     return ("env", *(f"{name}={value}" for name, value in settings.items()))
 

@@ -11,13 +11,12 @@ the thread that steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fastps.compression import Choice
 from fastps.current import current
 from fastps.frameworks.torch.compression import Compressing, OnTheWay, compressor_of
 from fastps.frameworks.torch.tensors import (
@@ -29,6 +28,8 @@ from fastps.frameworks.torch.tensors import (
     view_of,
     wire_dtype,
 )
+from fastps.rules import Choice as Rule
+from fastps.types import dtype_of
 from fastps.worker.handle import Array, Handle
 
 _STATE = ("steps", "inner", "outer", "agreed", "under_way")
@@ -66,14 +67,24 @@ class _Fragment:
             self.names.append(f"{name}.{str(dtype).removeprefix('torch.')}")
         self.changes = [views[i] for i in range(len(self.agreed))]
 
-    def send(self, compression: Choice, now: int, delay: int) -> None:
+    def declare(self, how: Mapping[str, Any]) -> None:
+        """Tell all workers and servers how what changed travels; blocks."""
+        current().declare(
+            [
+                (name, room.shape, dtype_of(room.dtype))
+                for room, name in zip(self.rooms, self.names, strict=True)
+            ],
+            **how,
+        )
+
+    def send(self, how: Mapping[str, Any], now: int, delay: int) -> None:
         """Begin to average what the worker has changed; what was agreed minus what it has."""
         for change, agreed, parameter in zip(
             self.changes, self.agreed, self.parameters, strict=True
         ):
             torch.sub(agreed, parameter.detach(), out=change)
         self.handles = [
-            current().push_pull_async(room, name, out=room, compression=compression)
+            current().push_pull_async(room, name, out=room, **how)
             for room, name in zip(self.rooms, self.names, strict=True)
         ]
         self.sent, self.due = now, now + delay
@@ -106,6 +117,7 @@ class LocalSGD:
         delay: int = 0,
         keep: float | None = None,
         compression: Compressing = None,
+        rule: Rule = None,
         average_buffers: bool = True,
         prefix: str = "",
     ) -> None:
@@ -121,7 +133,9 @@ class LocalSGD:
         from the moment a fragment leaves until it is put into the model, meanwhile it travels;
         less than H. keep: which share of its own parameters a worker keeps then, 0 to 1; by
         default 0, and 0.5 with a delay, whose steps would be lost (alpha of Streaming DiLoCo).
-        compression: of fastps.push_pull(), say fastps.Compression.int4(ef="vanilla").
+        compression: of fastps.push_pull(), say fastps.Compression.int4(ef="vanilla"). rule: of
+        fastps.push_pull(), in the place of the average, of each fragment by itself and of buffers,
+        where some workers may lie (docs/byzantine.md); not with compression.
         average_buffers: of floats, as BatchNorm's, that are saved with the model, whenever the
         first fragment is sent. prefix: another one for a second model. All workers call it alike.
         Raises ValueError, TypeError, and what push_pull() does.
@@ -132,7 +146,7 @@ class LocalSGD:
             raise ValueError(f"keep={self.keep} is not between 0 and 1")
         self.inner, self.sync_every, self.delay = inner, sync_every, delay
         self.steps = 0
-        self._compression = _choice_of(compression)
+        self._how = {"compression": _choice_of(compression), "rule": rule}
         self._prefix = f"{prefix}LocalSGD"
         self._model, self._average_buffers = model, average_buffers
         with torch.no_grad():
@@ -170,6 +184,7 @@ class LocalSGD:
             lightest.agreed.append(_wide(tensor))
         for number, fragment in enumerate(fragments):
             fragment.make_rooms(f"{self._prefix}.{number}")
+            fragment.declare(self._how)
         return fragments
 
     def _adopt(self, outer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
@@ -215,7 +230,7 @@ class LocalSGD:
         self.steps += 1
         for number, fragment in enumerate(self._fragments):
             if (self.steps + self._offset(number)) % self.sync_every == 0:
-                fragment.send(self._compression, self.steps, self.delay)
+                fragment.send(self._how, self.steps, self.delay)
                 if number == 0:
                     self._mix_buffers()
             if fragment.due == self.steps:
@@ -250,6 +265,7 @@ class LocalSGD:
             [f"{self._prefix}.{name}" for name, _ in named],
             average=True,
             priorities=[0] * len(named),
+            rule=self._how["rule"],
         ):
             handle.wait()
         for (_, one), found in zip(named, whole, strict=True):
@@ -267,7 +283,7 @@ class LocalSGD:
                 self._apply(fragment)
         behind = [fragment for fragment in self._fragments if fragment.sent < self.steps]
         for fragment in behind:
-            fragment.send(self._compression, self.steps, 0)
+            fragment.send(self._how, self.steps, 0)
         for fragment in behind:
             self._apply(fragment)
         for fragment in self._fragments:
@@ -319,7 +335,7 @@ class LocalSGD:
                 own.copy_(one)
 
 
-def _choice_of(compression: Compressing) -> Choice:
+def _choice_of(compression: Compressing) -> Any:
     """Give the codec; TypeError for what would cast a tensor before it is sent."""
     given = compressor_of(compression)
     if compression is None or isinstance(given, OnTheWay):
