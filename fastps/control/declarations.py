@@ -16,12 +16,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+from msgspec.structs import astuple
 
+from fastps.coding import PLAIN, Coding
 from fastps.config import Config
+from fastps.contract import PROMPT, Compensation, Policy
 from fastps.control.collectives import Answers, Entry, join_names, workers_text
 from fastps.control.protocol import (
+    Code,
     Declare,
     Declared,
     DeclaredTensor,
@@ -32,12 +37,16 @@ from fastps.control.protocol import (
     ForgetKeys,
     KeySpec,
     Layout,
+    PartBytes,
     Pieces,
+    Shape,
+    Staleness,
     TensorPoisoned,
     TensorSpec,
 )
 from fastps.errors import ConfigError
 from fastps.partition import MAX_PIECES, Placement, check_tensor, cut_tensor, most_pieces
+from fastps.rules import SUMMED, Rule
 from fastps.types import DType
 
 MAX_POISON_LINES = 4  # tensors named in one MismatchError; the rest are counted
@@ -45,10 +54,35 @@ MAX_VERSION = 1 << 31  # an id that has come so far is not used again: versions 
 _ITEMSIZES = {int(code): code.itemsize for code in DType}
 
 
+class _Terms(msgspec.Struct, frozen=True, array_like=True):
+    """A layout; what few tensors ask for has a default, and is left out where it is as usual."""
+
+    dtype: Code
+    shape: Shape
+    partition_bytes: PartBytes
+    chunk_bytes: PartBytes
+    policy: Policy = Policy.SUM
+    staleness: Staleness = 0
+    coding: Coding = PLAIN
+    rule: Rule = SUMMED
+    compensation: Compensation = PROMPT
+
+
+_USUAL = (Policy.SUM, 0, PLAIN, SUMMED, PROMPT)
+
+
+def _short(layout: Layout) -> tuple[Any, ...]:
+    """Leave out the last items that are as usual: a name of hundreds of thousands is small."""
+    count, first = len(layout), len(layout) - len(_USUAL)
+    while count > first and layout[count - 1] == _USUAL[count - 1 - first]:
+        count -= 1
+    return layout[:count]
+
+
 class _Facts(msgspec.Struct, frozen=True, array_like=True):
     """What was decided about a tensor, and does not change."""
 
-    layout: Layout
+    terms: _Terms
     pieces: Pieces
     tensor_id: int
     version: int  # that the tensors with this id before have reached
@@ -74,7 +108,7 @@ class _Tensor(msgspec.Struct, gc=False):
 
     def is_like(self, spec: TensorSpec) -> bool:
         """Compare with what a worker declares; one byte says how many facts there are."""
-        return self.packed.startswith(_pack(spec.layout), 1)
+        return self.packed.startswith(_pack(_short(spec.layout)), 1)
 
 
 @dataclass(frozen=True)
@@ -308,7 +342,7 @@ class Declarations:
         )
         pieces = tuple((piece.nbytes, self._numbers[piece.owner]) for piece in cut)
         self._n_pieces += len(pieces)
-        packed = _pack(_Facts(spec.layout, pieces, tensor_id, version))
+        packed = _pack((_short(spec.layout), pieces, tensor_id, version))
         tensor = _Tensor(spec.name, packed, self._batches)
         self._tensors[spec.name] = tensor
         terms = (spec.policy, spec.staleness, version, spec.coding, spec.rule, spec.compensation)
@@ -380,7 +414,7 @@ class Declarations:
         return (
             f"tensor {spec.name!r} differs between workers: worker {rank} declared "
             f"{_full_side(spec.layout)}, but {others} declared "
-            f"{_full_side(tensor.facts.layout)}"
+            f"{_full_side(astuple(tensor.facts.terms))}"
         )
 
 
