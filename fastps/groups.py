@@ -36,9 +36,11 @@ class Groups:
         self._session = session
         self.known: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
         self.world = self._make(range(session.size))
-        self.neighbors = Neighbors(
-            self.world, self.pair, living=self.living, goes_on=session.config.goes_on
-        )
+        # who was through with an operation of all when others failed has begun one more, so what
+        # goes on without the lost is numbered apart
+        goes_on = session.config.goes_on
+        group = self._make(range(session.size), "neighbors") if goes_on else self.world
+        self.neighbors = Neighbors(group, self.pair, living=self.living, goes_on=goes_on)
         self._keys = itertools.count()
         self._pairs: dict[int, Group] = {}
         self._windows: WindowTable | None = None

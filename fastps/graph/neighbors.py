@@ -286,7 +286,7 @@ class Neighbors:
 
         Of those that are left, when it begins; it fails if another one is lost meanwhile.
         """
-        group = self._left = self._living() if self.goes_on and self._group.gone() else self._group
+        group = self._left = self._living() if self.goes_on else self._group
         machines = [tuple(group.ranks.index(one) for one in members if one in group.ranks)
                     for members in self.machines]  # fmt: skip
         gone = [index for index, members in enumerate(machines) if not members]

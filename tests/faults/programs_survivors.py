@@ -114,10 +114,11 @@ def needs_all(*, deaths: dict[str, float]) -> dict[str, Any]:
     except fastps.PeerLostError as error:
         text, at = str(error), now()
     again = ""
-    try:
-        fastps.allreduce(ones)
-    except fastps.PeerLostError as error:
-        again = str(error)
+    for _ in range(1 + rank):  # as who was through with an operation when others were not yet
+        try:
+            fastps.allreduce(ones)
+        except fastps.PeerLostError as error:
+            again = str(error)
     mean = fastps.neighbor_allreduce(ones)
     rows = fastps.neighbor_allgather(np.full((rank + 1, 2), rank))
     fastps.barrier()
