@@ -57,12 +57,7 @@ class Cause:
 
 
 class SignalInbox:
-    """Turn signals into bytes that `select` sees, while the context lasts.
-
-    late: those that nobody had taken by its end.
-    """
-
-    late: Sequence[int] = ()
+    """Turn signals into bytes that `select` sees, while the context lasts."""
 
     def __enter__(self) -> SignalInbox:
         """Install the handlers; only the main thread of a process may."""
@@ -84,7 +79,6 @@ class SignalInbox:
         for number, handler in self._old.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)
-        self.late = self.take()
         self._reader.close()
         self._writer.close()
 

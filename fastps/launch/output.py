@@ -18,7 +18,7 @@ import re
 import select
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 MAX_LINE_BYTES = 64 * 1024  # a longer line is shown in pieces
@@ -166,15 +166,18 @@ class Screen:
         for outlet in self.unread():
             outlet.flush()
 
-    def finish(self, *, patience_s: float | None) -> None:
+    def finish(self, *, patience_s: float | None, or_readable: Sequence[int] = ()) -> bool:
         """Wait until all is read, or nothing for patience_s seconds; BrokenPipeError.
 
-        None waits as long as there is a reader, which may be somebody at a pager.
+        None waits as long as there is a reader, which may be somebody at a pager. Gives False when
+        one of the descriptors or_readable can be read before that.
         """
         while unread := self.unread():
-            if not select.select([], unread, [], patience_s)[1]:
-                return
+            readable, writable, _ = select.select(or_readable, unread, [], patience_s)
+            if readable or not writable:
+                return not readable
             self.flush()
+        return True
 
     def show(self, role: str, rank: int, line: bytes, *, is_error: bool) -> None:
         """Write one line of one process after its name; BrokenPipeError when nobody reads."""

@@ -99,17 +99,18 @@ def launch(
     except FastPSError as error:
         screen.say(str(error), is_alarm=True)
         return EXIT_SETTINGS
-    cause = _run(options, plan_of(identity), screen=screen, inherited=inherited, meeting=meeting)
-    if options.timeline is not None:
-        _make_timeline(screen, options.timeline, is_whole=not options.layout.is_spread)
-    return _show_end(screen, cause, options)
+    with SignalInbox() as inbox:  # to the end: a handler that raises can be lost on its way
+        cause = _run(options, plan_of(identity), screen, inbox, inherited, meeting)
+        if options.timeline is not None:
+            _make_timeline(screen, options.timeline, is_whole=not options.layout.is_spread)
+        return _show_end(screen, inbox, cause, options)
 
 
 def _run(
     options: Options,
     plan: Sequence[ProcessSpec],
-    *,
     screen: Screen,
+    inbox: SignalInbox,
     inherited: Mapping[str, str],
     meeting: Meeting | None,
 ) -> Cause | None:
@@ -120,39 +121,36 @@ def _run(
         return Cause(str(error), error.exit_code)
     become_subreaper()
     messenger = Messenger(options, inherited, plan)
-    with SignalInbox() as inbox:
-        job = Job(
-            screen,
-            inbox,
-            grace_s=options.grace_s,
-            timeout_s=options.timeout_s,
-            is_spread=options.layout.is_spread,
-            goes_on=goes_on(options, inherited),
-            on_end=messenger.tell_end,
-        )
-        try:
-            folder = hold_folder(options.output_dir) if options.output_dir else None
-            if options.timeline is not None:
-                timeline.clear(options.timeline)
-            for spec in plan:
-                child = Child(spec, inherited=inherited, screen=screen, output_dir=folder)
-                job.add(child)
-                if options.log_level in ("DEBUG", "INFO"):
-                    screen.say(f"{spec.name} is pid {child.pid}")
-            if meeting is not None:
-                stderr = open_stream(screen, "scheduler", rank=0, output_dir=folder, is_error=True)
-                messenger.scheduler = _start_scheduler(options, meeting, stderr)
-                job.add_scheduler(messenger.scheduler)
-        except StartError as error:
-            job.abandon(Cause(str(error), error.exit_code))
-        except OSError as error:  # of the output files
-            job.abandon(Cause(str(error), 1))
-        cause = job.run()
-        if not options.layout.has_meeting:
-            give_terminal(os.getpgrp())
-        messenger.close()
-    for number in inbox.late:  # while everything was being cleared away
-        cause = interrupted(cause, number)
+    job = Job(
+        screen,
+        inbox,
+        grace_s=options.grace_s,
+        timeout_s=options.timeout_s,
+        is_spread=options.layout.is_spread,
+        goes_on=goes_on(options, inherited),
+        on_end=messenger.tell_end,
+    )
+    try:
+        folder = hold_folder(options.output_dir) if options.output_dir else None
+        if options.timeline is not None:
+            timeline.clear(options.timeline)
+        for spec in plan:
+            child = Child(spec, inherited=inherited, screen=screen, output_dir=folder)
+            job.add(child)
+            if options.log_level in ("DEBUG", "INFO"):
+                screen.say(f"{spec.name} is pid {child.pid}")
+        if meeting is not None:
+            stderr = open_stream(screen, "scheduler", rank=0, output_dir=folder, is_error=True)
+            messenger.scheduler = _start_scheduler(options, meeting, stderr)
+            job.add_scheduler(messenger.scheduler)
+    except StartError as error:
+        job.abandon(Cause(str(error), error.exit_code))
+    except OSError as error:  # of the output files
+        job.abandon(Cause(str(error), 1))
+    cause = job.run()
+    if not options.layout.has_meeting:
+        give_terminal(os.getpgrp())
+    messenger.close()
     return cause
 
 
@@ -179,21 +177,24 @@ def _start_scheduler(options: Options, meeting: Meeting, stderr: Stream) -> Sche
     return thread
 
 
-def _show_end(screen: Screen, cause: Cause | None, options: Options) -> int:
+def _show_end(screen: Screen, inbox: SignalInbox, cause: Cause | None, options: Options) -> int:
     """Report the first cause, let the output be read to its end, and give the exit code.
 
     Nothing else is left of the job, so the reader has all the time it wants, but after a signal or
     the time limit; a signal ends the wait.
     """
+    for number in inbox.take():  # they came while everything was being cleared away
+        cause = interrupted(cause, number)
     code = 0 if cause is None else cause.exit_code
+    patience_s = None if cause is None or cause.has_time else _HURRY_S
     try:
         if cause is not None:
             report(screen, cause, output_dir=options.output_dir)
-        screen.finish(patience_s=None if cause is None or cause.has_time else _HURRY_S)
+        while not screen.finish(patience_s=patience_s, or_readable=(inbox.fileno(),)):
+            if numbers := inbox.take():
+                return code or 128 + numbers[0]
     except BrokenPipeError:
         return code or 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        return code or 128 + signal.SIGINT
     return code
 
 

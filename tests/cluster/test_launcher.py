@@ -507,6 +507,25 @@ def test_a_signal_counts_while_the_last_is_cleared_away(job):
     assert process.returncode == 130
 
 
+def test_a_signal_that_another_thread_takes_ends_the_wait_for_a_reader(job):
+    """The kernel gives it to any thread, and only the one that has it is woken by it."""
+    job.prelude = """
+        import select, signal, threading
+        from fastps.launch import output
+        def interrupt():
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        class Select:
+            poll, POLLOUT, PIPE_BUF = select.poll, select.POLLOUT, select.PIPE_BUF
+            def select(*words):
+                threading.Timer(0.2, interrupt).start()
+                return select.select(*words)
+        output.select = Select
+    """
+    with job.started(job.python("-np", "1", code=FILL + "fill()")) as process:
+        process.wait(LIMIT_S)
+    assert process.returncode == 130
+
+
 def test_who_reads_late_gets_everything(job):
     text = FILL + "count = fill()\nprint('end', count, flush=True)"
     with job.started(job.python("-np", "1", code=text)) as process:
