@@ -187,7 +187,7 @@ cdef bint do_part(Action* action, Part* part, int64_t patience, Work* work) noex
         leave_part(part)
         settle(part, work)
     elif status != OK:
-        fail(action, status, part.peer if status == E_PEER_LOST else action.culprit, work)
+        fail(action, status, part.peer if status == E_PEER_LOST else action.holder, work)
     if action.status != OK:
         give_up(part, work)
     return True

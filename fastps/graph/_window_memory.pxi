@@ -121,7 +121,7 @@ cdef int write_direct(Action* action, Part* part, int64_t deadline) noexcept nog
     cdef Shape* window = action.window
     cdef BufferHead* head = window.targets[part.place].head
     cdef char* data = <char*>head + sizeof(BufferHead)
-    cdef int status = lock_buffer(action.home, head, deadline, &action.culprit)
+    cdef int status = lock_buffer(action.home, head, deadline, &action.holder)
     if status != OK:
         return status
     if action.what == PUT:
@@ -164,7 +164,7 @@ cdef int apply_frames(Windows_* home, Shape* window, Buffer* buffer, int32_t wha
 cdef int apply_fetched(Action* action, Part* part, int64_t deadline) noexcept nogil:
     """Have a neighbour's own array, which came by frames, replace what it put last."""
     cdef Buffer* buffer = &action.window.buffers[part.place]
-    cdef int status = lock_buffer(action.home, buffer.head, deadline, &action.culprit)
+    cdef int status = lock_buffer(action.home, buffer.head, deadline, &action.holder)
     if status != OK:
         return status
     trade(buffer, &buffer.fetched, action.window.nbytes)
@@ -178,10 +178,10 @@ cdef int read_direct(Action* action, Part* part, int64_t deadline) noexcept nogi
     cdef Shape* window = action.window
     cdef Buffer* buffer = &window.buffers[part.place]
     cdef int64_t turn
-    cdef int status = lock_buffer(action.home, buffer.head, deadline, &action.culprit)
+    cdef int status = lock_buffer(action.home, buffer.head, deadline, &action.holder)
     if status != OK:
         return status
-    action.culprit = part.peer
+    action.holder = part.peer
     while True:
         turn = fps_load64(&buffer.their_head.turn)
         if not turn & 1:
@@ -229,7 +229,7 @@ cdef int lock_all(Action* action, bint is_direct, int64_t deadline, int8_t* lock
     cdef int status
     for i in range(window.n_buffers):
         if window.buffers[i].is_direct == is_direct:
-            status = lock_buffer(action.home, window.buffers[i].head, deadline, &action.culprit)
+            status = lock_buffer(action.home, window.buffers[i].head, deadline, &action.holder)
             if status != OK:
                 return status
             locked[i] = 1

@@ -117,7 +117,8 @@ cdef struct Action:             # one operation on a window
     bint is_mean                # all weights are alike: a sum and one division
     int64_t deadline            # for the locks of buffers
     int32_t status
-    uint32_t culprit
+    uint32_t culprit            # who made it fail
+    uint32_t holder             # of the buffer that a part waits for, without the lock
     Completion done
 
 cdef struct Shape:              # a window

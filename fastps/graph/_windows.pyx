@@ -289,7 +289,7 @@ cdef class Window:
         action.window = &self.shape
         action.what = what
         action.self_weight = 1.0
-        action.culprit = <uint32_t>-1
+        action.culprit = action.holder = <uint32_t>-1
         action.deadline = deadline_of(timeout_s)
         action.parts = <Part*>calloc(n_parts + 1, sizeof(Part))
         action.weights = <double*>calloc(self.shape.n_buffers + 1, sizeof(double))
