@@ -2,9 +2,12 @@
 # Everything happens in .venv; nothing outside this folder is changed.
 #   make demo    train a classifier on real data with 2 workers and 2 servers, over sockets
 #   make test    the whole test suite, style and types included
+#   make test-frameworks   the plugins, each with its framework in .venvs/
 #   make bench   measure against the alternatives
+#   make wheel   manylinux wheels for every Python that is here, in dist/
+#   make docs    the site, in out/site; broken links are errors
 #   make soak    half an hour under the sanitizers of the compiler, then a million names
-#   make clean   remove what was built; make distclean also removes .venv
+#   make clean   remove what was built; make distclean also removes .venv and .venvs
 # PYTHON=... chooses the interpreter, PIP_FLAGS=... is handed to every pip install.
 
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
@@ -16,7 +19,9 @@ PIP := $(RUN) -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
 SOURCES := $(shell find fastps tests/aids -name '*.pyx' -o -name '*.pxd' -o -name '*.pxi') setup.py
 METADATA := setup.cfg pyproject.toml
 
-.PHONY: all demo test check unit bench soak build clean distclean
+FRAMEWORKS := $(basename $(notdir $(wildcard tests/frameworks/matrix/*.txt)))
+
+.PHONY: all demo test test-frameworks check unit bench wheel docs soak build clean distclean
 .DELETE_ON_ERROR:
 
 all: build
@@ -29,9 +34,23 @@ demo: .venv/.demo
 # Exit code 5 says that PYTEST_FLAGS choose none of them.
 test: .venv/.test
 	@status=0; set -x; \
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone" $(PYTEST_FLAGS) || status=$$?; \
+	$(RUN) -m pytest -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder -m "not alone" $(PYTEST_FLAGS) || status=$$?; \
 	$(RUN) -m pytest -m alone $(PYTEST_FLAGS) || test $$? = 5 || status=1; \
 	test $$status = 0 -o $$status = 5
+
+# Each framework has an environment of its own, of the versions in its file, and sees this folder.
+test-frameworks: $(FRAMEWORKS:%=.venvs/%/.made)
+	@status=0; for name in $(FRAMEWORKS); do set -x; \
+	.venvs/$$name/bin/python -m pytest tests/frameworks/test_$$name*.py tests/house/test_docs.py \
+		-k "test_$$name or $$name.md" $(PYTEST_FLAGS) || status=$$?; \
+	done; exit $$status
+
+.venvs/%/.made: tests/frameworks/matrix/%.txt .venv/.built
+	$(PYTHON) -m venv .venvs/$*
+	.venvs/$*/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS) -r $<
+	echo "$(CURDIR)" > "$$(.venvs/$*/bin/python -c \
+		'import sysconfig; print(sysconfig.get_path("purelib"))')/fastps.pth"
+	@touch $@
 
 check: .venv/.test
 	tools/check ruff format mypy stubs cython spelling
@@ -47,6 +66,20 @@ bench: .venv/.demo
 	$(RUN) tools/bench/push_pull.py --json out/push_pull.jsonl
 	$(RUN) tools/bench/peers/run.py --json out/peers.jsonl
 	$(RUN) tools/bench/train_torch.py --json out/train_torch.jsonl
+
+# Two tools with environments of their own, beside those of the frameworks.
+wheel: .venvs/wheel/.made
+	PIP_FLAGS="$(PIP_FLAGS)" .venvs/wheel/bin/python tools/wheels.py
+
+docs: .venvs/docs/.made
+	NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --strict --quiet --site-dir out/site
+
+.venvs/wheel/.made .venvs/docs/.made: .venvs/%/.made: $(METADATA)
+	$(PYTHON) -m venv .venvs/$*
+	.venvs/$*/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS) $$($(PYTHON) -c \
+		'import configparser as c; f = c.ConfigParser(); f.read("setup.cfg"); \
+		print(*f["options.extras_require"]["$*"].split())')
+	@touch $@
 
 # Fails on the first report of a sanitizer; tools/sanitize says what is run.
 soak: .venv/.test
@@ -91,4 +124,4 @@ clean:
 	rm -f .venv/.built
 
 distclean: clean
-	rm -rf .venv
+	rm -rf .venv .venvs

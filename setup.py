@@ -2,8 +2,9 @@
 """Build the Cython extensions; metadata stands in setup.cfg.
 
 ``python setup.py build_ext --inplace`` builds beside the sources, the aids of tests and
-benchmarks too, which are never installed. FASTPS_DEBUG=1 in the environment compiles the
-life-cycle counters in; FASTPS_ANNOTATE=1 writes Cython's HTML reports.
+benchmarks too, which are never installed. What is installed has no symbols for debuggers.
+FASTPS_DEBUG=1 in the environment compiles the life-cycle counters in; FASTPS_ANNOTATE=1 writes
+Cython's HTML reports; FASTPS_JOBS says how many compile at a time, else all processors do.
 """
 
 import os
@@ -11,6 +12,7 @@ import sys
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 MODULES = [
     "fastps._core",
@@ -27,6 +29,7 @@ MODULES = [
     "fastps.server._ruled",
     "fastps.server._rounds",
     "fastps.server._accumulate",
+    "fastps.server._deadlines",
     "fastps.server._store",
     "fastps.worker._tensor",
     "fastps.worker._codec",
@@ -36,21 +39,41 @@ MODULES = [
     "fastps.transport.pipe._transport",
     "fastps.collectives._exchange",
     "fastps.graph._windows",
+    "fastps.frameworks._lent",
+    "fastps.frameworks.jax._ffi",
+    "fastps.frameworks.tensorflow._ops",
 ]
 AIDS = ["aids.boards", "aids.faces", "aids.mailbox", "aids.queue_bench", "aids.scrambler"]
 FOLDERS = {"aids": "tests/aids"}
-# Modules that need a library; built only where its header is found.
-OPTIONAL = {"fastps.transport.rdma._verbs": ("infiniband/verbs.h", "ibverbs")}
+# Modules that need a library's header; nothing of the library is linked.
+OPTIONAL = {"fastps.transport.rdma._verbs": "infiniband/verbs.h"}
 INCLUDE_FOLDERS = ("/usr/include", "/usr/local/include")
-COMPILE_ARGS = ["-O3", "-fno-strict-aliasing", "-Wno-unused-function"]
+# Else some compilers round a product and a sum at once, which NumPy does not.
+COMPILE_ARGS = ["-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-unused-function"]
+IS_DEBUG = os.environ.get("FASTPS_DEBUG") == "1"
+IS_INSTALLED = "--inplace" not in sys.argv and not IS_DEBUG
+JOBS = int(os.environ.get("FASTPS_JOBS") or len(os.sched_getaffinity(0)))
 
 
-def libraries(name):
-    """List what a module links with; None when the header that it needs is missing."""
-    header, library = OPTIONAL.get(name, ("", ""))
-    if not any(os.path.exists(os.path.join(folder, header)) for folder in INCLUDE_FOLDERS):
-        return None
-    return ["pthread", *filter(None, [library])]
+class Build(build_ext):
+    """Build on all processors, and say what is done."""
+
+    built = 0
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = self.parallel or JOBS
+
+    def build_extension(self, ext):
+        super().build_extension(ext)
+        self.built += 1
+        print(f"compiled {self.built} of {len(self.extensions)}: {ext.name}", flush=True)
+
+
+def has_header(name):
+    """Tell whether the header that a module needs is there."""
+    header = OPTIONAL.get(name, "")
+    return any(os.path.exists(os.path.join(folder, header)) for folder in INCLUDE_FOLDERS)
 
 
 def source(name):
@@ -63,24 +86,27 @@ def extensions():
     """List one extension per Cython module; FASTPS_ONLY=name builds that one alone."""
     only = os.environ.get("FASTPS_ONLY")
     names = MODULES + (AIDS if "--inplace" in sys.argv else [])
-    debug = "1" if os.environ.get("FASTPS_DEBUG") == "1" else "0"
     return [
         Extension(
             name,
             [source(name)],
-            define_macros=[("FASTPS_DEBUG", debug)],
-            extra_compile_args=COMPILE_ARGS,
-            libraries=libraries(name),
+            depends=["fastps/transport/rdma/ibverbs.h"] if name in OPTIONAL else [],
+            define_macros=[("FASTPS_DEBUG", str(int(IS_DEBUG)))],
+            extra_compile_args=[*COMPILE_ARGS, *(["-g0"] if IS_INSTALLED else [])],
+            extra_link_args=["-Wl,-s"] if IS_INSTALLED else [],
+            libraries=["pthread", "dl"],
         )
         for name in names
-        if os.path.exists(source(name)) and only in (None, name) and libraries(name)
+        if os.path.exists(source(name)) and only in (None, name) and has_header(name)
     ]
 
 
 setup(
     package_dir=FOLDERS,
+    cmdclass={"build_ext": Build},
     ext_modules=cythonize(
         extensions(),
+        nthreads=JOBS,
         annotate=os.environ.get("FASTPS_ANNOTATE") == "1",
         compiler_directives={
             "language_level": 3,

@@ -76,6 +76,8 @@ from fastps.sets import (
 from fastps.types import dtype_of
 from fastps.worker.handle import Array, Handle
 
+_current.check_compiled()
+
 if TYPE_CHECKING:
     from fastps.asynchronous import ServerParameters
     from fastps.graph.rules import (
@@ -84,6 +86,18 @@ if TYPE_CHECKING:
         SelfCentredClipping,
         TrimmedMean,
     )
+    from fastps.held import (
+        HeldParameters,
+        pull,
+        pull_async,
+        push,
+        push_async,
+        role,
+        validator_rank,
+        validator_size,
+    )
+    from fastps.local_async import AsyncLocalSGD
+    from fastps.local_sgd import LocalSGD
     from fastps.neighbors import (
         hierarchical_neighbor_allreduce,
         hierarchical_neighbor_allreduce_async,
@@ -108,6 +122,7 @@ if TYPE_CHECKING:
         set_machine_topology,
         set_topology,
     )
+    from fastps.validators import Validator
     from fastps.windows import (
         get_current_created_window_names,
         get_win_version,
@@ -138,6 +153,7 @@ __all__ = [
     "BXOR",
     "AdaptiveClipping",
     "Adasum",
+    "AsyncLocalSGD",
     "AuthError",
     "Average",
     "Compression",
@@ -145,6 +161,8 @@ __all__ = [
     "CoordinateMedian",
     "FastPSError",
     "Handle",
+    "HeldParameters",
+    "LocalSGD",
     "Max",
     "Min",
     "MismatchError",
@@ -159,6 +177,7 @@ __all__ = [
     "Sum",
     "TransportError",
     "TrimmedMean",
+    "Validator",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -212,6 +231,10 @@ __all__ = [
     "pair_gossip",
     "pair_gossip_async",
     "poll",
+    "pull",
+    "pull_async",
+    "push",
+    "push_async",
     "push_pull",
     "push_pull_async",
     "rank",
@@ -222,6 +245,7 @@ __all__ = [
     "reducescatter_async",
     "register",
     "remove_process_set",
+    "role",
     "run",
     "scatter",
     "send",
@@ -234,6 +258,8 @@ __all__ = [
     "synchronize",
     "turn_off_win_ops_with_associated_p",
     "turn_on_win_ops_with_associated_p",
+    "validator_rank",
+    "validator_size",
     "win_accumulate",
     "win_accumulate_async",
     "win_associated_p",
@@ -253,7 +279,16 @@ __all__ = [
 
 # What many programs never use is imported with the first name of it, which halves the time of
 # `import fastps`.
-_LATER = ("fastps.windows", "fastps.graph.rules", "fastps.neighbors", "fastps.asynchronous")
+_LATER = (
+    "fastps.windows",
+    "fastps.graph.rules",
+    "fastps.neighbors",
+    "fastps.asynchronous",
+    "fastps.held",
+    "fastps.validators",
+    "fastps.local_sgd",
+    "fastps.local_async",
+)
 
 if not TYPE_CHECKING:  # type checkers know the names from above, and find what is misspelt
 
@@ -317,7 +352,10 @@ def run(
 
 
 def rank() -> int:
-    """Give the number of this worker, 0 to size() - 1; also in processes forked from it."""
+    """Give the number of this worker, 0 to size() - 1; also in processes forked from it.
+
+    Validators come after the workers: size() + validator_rank().
+    """
     return _current.known().rank
 
 

@@ -49,6 +49,9 @@ cdef extern from "<sys/socket.h>" nogil:
     ssize_t send(int, const void*, size_t, int)
     ssize_t recv(int, void*, size_t, int)
     int shutdown(int, int)
+    int getsockopt(int, int, int, void*, uint32_t*)
+    int SOL_SOCKET
+    int SO_DOMAIN
     int MSG_NOSIGNAL
     int MSG_DONTWAIT
     int SHUT_WR

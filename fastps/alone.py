@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,9 +11,55 @@ import numpy as np
 from fastps.arrays import describe
 from fastps.byzantine import rules
 from fastps.control.protocol import TensorSpec
-from fastps.errors import MismatchError
+from fastps.errors import FastPSError, MismatchError
 from fastps.types import DType
 from fastps.worker.handle import Array
+
+
+class Flight:
+    """What a handle of one worker waits for: nothing; it remembers that somebody did."""
+
+    __slots__ = ("__weakref__", "_is_over", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._is_over = False
+
+    @property
+    def is_done(self) -> bool:
+        """Tell that the operation is done, which ends it."""
+        self._is_over = True
+        return True
+
+    def wait(self, *, timeout_s: float, spin_us: int) -> int:
+        """Give the status of what is done."""
+        self._is_over = True
+        return 0
+
+    @property
+    def is_aloft(self) -> bool:
+        """Tell whether nobody has asked for the result yet."""
+        return not self._is_over
+
+
+class Flights:
+    """By name what has a handle that nobody has waited for, so that one is refused as in a job."""
+
+    def __init__(self) -> None:
+        self._flights: weakref.WeakValueDictionary[str, Flight] = weakref.WeakValueDictionary()
+
+    def begin(self, names: Sequence[str]) -> list[Flight]:
+        """Begin an operation on each; FastPSError where one is in flight."""
+        for name in names:
+            before = self._flights.get(name)
+            if before is not None and before.is_aloft:
+                raise FastPSError(
+                    f"tensor {name!r} is already in flight; wait for its handle first, or use "
+                    "another name"
+                )
+        begun = [Flight(name) for name in names]
+        self._flights.update(zip(names, begun, strict=True))
+        return begun
 
 
 def declare(known: dict[str, TensorSpec], wanted: Sequence[TensorSpec]) -> None:

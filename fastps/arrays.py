@@ -15,7 +15,7 @@ import numpy as np
 
 from fastps.coding import PLAIN, Coding
 from fastps.config import Config
-from fastps.contract import PROMPT, Compensation, Policy
+from fastps.contract import ALONE, PROMPT, Compensation, Gathering, Givers, Policy
 from fastps.control.protocol import TensorSpec
 from fastps.errors import ConfigError
 from fastps.partition import ALIGNMENT, MAX_PARTITION_BYTES
@@ -37,13 +37,23 @@ def pair(name: Names, tensor: Arrays) -> tuple[Sequence[str], Sequence[Array]]:
     """Make sequences of names and arrays; one name goes with one array."""
     if isinstance(name, str):
         if not isinstance(tensor, np.ndarray):
-            raise TypeError(f"tensor {name!r} is {type(tensor).__name__}, not a NumPy array")
+            raise TypeError(f"tensor {name!r} is {_what_else(tensor)}")
         return (name,), (tensor,)
     if isinstance(tensor, np.ndarray) or len(name) != len(tensor):
         raise ValueError("a sequence of names needs a sequence of as many arrays")
     if len(set(name)) != len(name):
         raise ValueError("a name appears twice in one call")
     return name, tensor
+
+
+def _what_else(tensor: object) -> str:
+    """Say what somebody gave who did not give an array, and what to do about it."""
+    home = type(tensor).__module__.partition(".")[0]
+    face = {"torch": "torch", "jaxlib": "jax", "jax": "jax", "tensorflow": "tensorflow"}.get(home)
+    cure = "pass np.asarray(...)"
+    if face is not None:
+        cure = f"import fastps.{face} in the place of fastps, or pass np.asarray(...)"
+    return f"a {home}.{type(tensor).__name__}, not a NumPy array: {cure}"
 
 
 def outputs_of(arrays: Sequence[Array], out: Arrays | None, *, is_single: bool) -> Sequence[Array]:
@@ -111,13 +121,14 @@ def make_spec(
     config: Config, chunk_bytes: int, name: str, shape: tuple[int, ...], dtype: DType, *,
     is_sent: bool, policy: Policy = Policy.SUM, staleness: int = 0, coding: Coding | None = None,
     partition_bytes: int = 0, rule: Rule | None = None, n: int = 1,
-    compensation: Compensation = PROMPT,
+    compensation: Compensation = PROMPT, givers: Givers = Givers.WORKERS,
+    gathering: Gathering = ALONE,
 ) -> TensorSpec:  # fmt: skip
     """Say what is declared. is_sent: to servers; only then, and if it pays, it is compressed.
 
-    staleness, compensation: of the policy. partition_bytes: 0 takes what settings say. n: workers.
-    ConfigError for a codec or a rule under another policy than SUM, both at once, and a rule that
-    n workers cannot have; TypeError for elements that have no rules.
+    staleness, compensation, givers, gathering: of the contract. partition_bytes: 0 takes what
+    settings say. n: workers. ConfigError for a codec or a rule under a policy that has none, and
+    a rule that n workers cannot have; TypeError for elements that have no rules.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if policy is not Policy.SUM and coding not in (None, PLAIN):
@@ -133,21 +144,38 @@ def make_spec(
     if coding.is_whole:
         partition_bytes = min(partition_bytes, MAX_WHOLE_BYTES)
     if rule is not None and rule.has_meaning():
-        is_plain = policy is Policy.SUM and coding == PLAIN
-        check_rule(name, rule, dtype, n, is_sent=is_sent, is_plain=is_plain)
+        is_summed = policy in (Policy.SUM, Policy.GATHERED)
+        check_rule(name, rule, dtype, n, is_sent=is_sent, is_summed=is_summed)
         partition_bytes = _piece_bytes(name, rule, nbytes, partition_bytes)
     return TensorSpec(
         name, int(dtype), shape, nbytes, partition_bytes, chunk_bytes, policy, staleness, coding,
-        SUMMED if rule is None else rule, compensation,
+        SUMMED if rule is None else rule, compensation, givers, gathering,
     )  # fmt: skip
 
 
+def check_taking_part(name: str, above: int, config: Config) -> None:
+    """Refuse what all workers make together where some may be missing, or this is none of them.
+
+    above: by how much its number is above the workers'; a validator has one from 0 on.
+    """
+    if above >= 0:
+        raise ConfigError(
+            f"tensor {name!r}: push_pull() and broadcasts are the workers', and this is validator "
+            f"{above}; see fastps.HeldParameters"
+        )
+    if config.goes_on:
+        raise ConfigError(
+            f"tensor {name!r}: push_pull() and what is declared need all workers, and "
+            "FASTPS_ON_LOSS=reweight goes on without some; use allreduce()"
+        )
+
+
 def check_rule(
-    name: str, rule: Rule, dtype: DType, n: int, *, is_sent: bool, is_plain: bool
+    name: str, rule: Rule, dtype: DType, n: int, *, is_sent: bool, is_summed: bool
 ) -> None:
     """Raise ConfigError or TypeError where a tensor of n workers cannot be under a rule."""
-    if not is_plain:
-        raise ConfigError(f"{name!r} is {rule}: without compression, and by push_pull() alone")
+    if not is_summed:
+        raise ConfigError(f"{name!r} is {rule}: by push_pull() alone")
     if n > 1 and not is_sent:
         raise ConfigError(
             f"{name!r} is {rule}, which needs servers that are trusted; this job does without: "

@@ -25,7 +25,7 @@ import hmac
 import secrets
 import struct
 from collections.abc import Callable, Collection, Generator
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError
 
@@ -71,6 +71,24 @@ class Status(enum.IntEnum):
     WRONG_TOKEN = 2
     WRONG_PURPOSE = 3
     NO_PLACE = 4
+
+
+class Claim(NamedTuple):
+    """Who somebody says to be, and the key by which that is proven."""
+
+    key: bytes
+    who: str = ""
+
+    @property
+    def unproven(self) -> str:
+        """Say that it is not proven."""
+        if not self.who:
+            return f"the peer does not know the job token; {_TOKEN_ADVICE}"
+        return f"it says to be {self.who}, and does not know that token; {_TOKEN_ADVICE}"
+
+
+# What a door goes by: purpose, sender and lane of a hello make a claim. AuthError: nobody's.
+ClaimOf: TypeAlias = Callable[["Purpose", int, int], Claim]
 
 
 def derive_key(token: bytes, purpose: str, job_id: str) -> bytes:
@@ -137,20 +155,22 @@ class ClientHandshake:
 class ServerHandshake:
     """Lead the accepting side through one handshake: `challenge`, `accept`, or `steps`.
 
-    `purposes` are those that this port serves. After an error `refusal` holds what to send
-    before closing; it is empty where the other side does not look like one of ours, so that a
-    port scanner learns nothing. `purpose`, `sender` and `lane` are true only after `accept`; from
-    then on `refusal` says that there is no place for one who knows the token.
+    `key` is that of all who come, or says whose a newcomer must know. `purposes` are those that
+    this port serves. After an error `refusal` holds what to send before closing; it is empty where
+    the other side does not look like one of ours, so that a port scanner learns nothing.
+    `purpose`, `sender` and `lane` are true only after `accept`; from then on `refusal` says that
+    there is no place for one who knows the token.
     """
 
     def __init__(
         self,
-        key: bytes,
+        key: bytes | ClaimOf,
         *,
         purposes: Collection[Purpose] = tuple(Purpose),
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self._key = key
+        self._claim = Claim(b"")
         self._purposes = purposes
         self._random_bytes = random_bytes
         self._step = "challenge"
@@ -175,13 +195,21 @@ class ServerHandshake:
             self.refusal = _challenge_refusal(Status.WRONG_PURPOSE)
             raise ProtocolError(f"purpose {purpose} is not served on this port")
         self.purpose, self.sender, self.lane = Purpose(purpose), sender, lane
+        self.refusal = _challenge_refusal(Status.WRONG_TOKEN)
+        self._claim = self._claimed()
+        self.refusal = b""
         return self._make_challenge(hello)
+
+    def _claimed(self) -> Claim:
+        if isinstance(self._key, bytes):
+            return Claim(self._key)
+        return self._key(self.purpose, self.sender, self.lane)
 
     def _make_challenge(self, hello: bytes) -> bytes:
         nonce = self._random_bytes(NONCE_BYTES)
         head = _CHALLENGE.pack(MAGIC, PROTOCOL_VERSION, Status.OK, nonce, b"")[:-PROOF_BYTES]
-        challenge = head + _prove(self._key, b"server", hello, head)
-        self._expected = _prove(self._key, b"client", hello, challenge)
+        challenge = head + _prove(self._claim.key, b"server", hello, head)
+        self._expected = _prove(self._claim.key, b"client", hello, challenge)
         return challenge
 
     def accept(self, proof: bytes) -> bytes:
@@ -192,7 +220,7 @@ class ServerHandshake:
         self._step = _advance(self._step, "accept", "done")
         if not hmac.compare_digest(proof, self._expected):
             self.refusal = _ACCEPT.pack(MAGIC, PROTOCOL_VERSION, Status.WRONG_TOKEN)
-            raise AuthError(f"the peer does not know the job token; {_TOKEN_ADVICE}")
+            raise AuthError(self._claim.unproven)
         self.refusal = _ACCEPT.pack(MAGIC, PROTOCOL_VERSION, Status.NO_PLACE)
         return _ACCEPT.pack(MAGIC, PROTOCOL_VERSION, Status.OK)
 

@@ -20,9 +20,11 @@ def describe(session: Session) -> str:
     job = session.connections.job
     apart = len(job.members) - job.size
     joint = 0 if job.is_local else len(job.owners) - apart
-    who = [count(job.size, "worker")]
+    who = [count(job.n_workers, "worker")]
+    who += [count(job.validators, "validator")] if job.validators else []
     who += [count(apart, "server")] if apart else []
-    who += [f"{count(joint, 'server')} in workers"] if joint else []
+    where = "validators" if job.validators else "workers"
+    who += [f"{count(joint, 'server')} in {where}"] if joint else []
     machines = count(len({item.host_id for item in job.members}), "machine")
     return (
         f"{versions.describe()}: {', '.join(who)} on {machines}\n"

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fastps.errors import ConfigError, NotInitializedError
+from fastps import tracebacks
+from fastps.errors import ConfigError, FastPSError, NotInitializedError
 
 if TYPE_CHECKING:
+    from fastps.config import Config
+    from fastps.control.launched import Meeting
     from fastps.session import Session
 
 _current: Session | None = None
+_met: Meeting | None = None  # with workers that another launcher started; as long as the process
 
 
 def init(settings: Mapping[str, object]) -> Session:
@@ -29,21 +35,58 @@ def init(settings: Mapping[str, object]) -> Session:
         return _current
     from fastps.config import load  # noqa: PLC0415
     from fastps.config.token import hide_token  # noqa: PLC0415
-    from fastps.session import Session  # noqa: PLC0415
 
     hide_token()
     config = load(settings)
     _show_logs(config.log_level)
-    if config.role != "worker":
+    tracebacks.hook(_report_failure, is_brief=config.log_level != "DEBUG")
+    if config.role not in ("worker", "validator"):
         raise ConfigError(
-            f"init() makes a worker, and FASTPS_ROLE or DMLC_ROLE says that this is a "
-            f"{config.role}: start `fastps-server --role {config.role}`, or unset them"
+            f"init() makes a worker or a validator, and FASTPS_ROLE or DMLC_ROLE says that this "
+            f"is a {config.role}: start `fastps-server --role {config.role}`, or unset them"
         )
-    _current = Session(config)
+    _current = _join(config, settings)
     atexit.register(shutdown)
     if config.banner and _current.rank == 0 and hasattr(_current, "connections"):
         _say_banner(_current)
     return _current
+
+
+def _join(config: Config, settings: Mapping[str, object]) -> Session:
+    """Make the session, in the job of a launcher of ours or of another."""
+    from fastps.config import launchers, load  # noqa: PLC0415
+    from fastps.session import Session  # noqa: PLC0415
+
+    if not launchers.is_left_alone(config):
+        return Session(config)
+    from fastps.control import launched  # noqa: PLC0415
+
+    global _met
+    met = _met or launched.meet(config)
+    try:
+        session = Session(load({**settings, **met.settings}))
+    except BaseException:
+        _met = None
+        met.close()
+        raise
+    finally:
+        met.board.clear()  # all are in, or none will be
+    _met = met
+    return session
+
+
+def check_compiled() -> None:
+    """Raise ImportError where mere sources, in the working directory say, hide what is installed.
+
+    So that nobody finds out by an import that fails deep inside, in some of a job's processes.
+    """
+    if importlib.util.find_spec("fastps._core") is None:
+        folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        raise ImportError(
+            f"{folder} has the sources of fastps without what is compiled of them, and hides a "
+            "fastps that is installed: work in another directory, or compile them where they are, "
+            "with python setup.py build_ext --inplace"
+        )
 
 
 def shutdown() -> None:
@@ -53,6 +96,14 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
     if session is not None:
         session.close()
+
+
+def _report_failure(text: str) -> None:
+    """Let the others know why this program ends, before it leaves as if all were well."""
+    session = _current
+    if session is not None and session.is_ours and hasattr(session, "connections"):
+        with contextlib.suppress(FastPSError):
+            session.connections.client.report_lost(session.rank, f"its program ended with {text}")
 
 
 def _say_banner(session: Session) -> None:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastps.collectives.group import Group, Promise
-from fastps.control.blame import stall_text
-from fastps.errors import FastPSError, StallError, Status, TransportError
+from fastps.errors import ConfigError, FastPSError, Status, TransportError
 from fastps.graph.neighbors import Neighbors
 from fastps.sets import gather_objects
+from fastps.stalls import pending_operation
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
@@ -35,15 +35,30 @@ class Groups:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.known: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
-        self.world = self._make(range(session.size))
+        self._world = self._make(self._everybody())
         # who was through with an operation of all when others failed has begun one more, so what
         # goes on without the lost is numbered apart
         goes_on = session.config.goes_on
-        group = self._make(range(session.size), "neighbors") if goes_on else self.world
+        group = self._make(self._everybody(), "neighbors") if goes_on else self._world
         self.neighbors = Neighbors(group, self.pair, living=self.living, goes_on=goes_on)
         self._keys = itertools.count()
         self._pairs: dict[int, Group] = {}
         self._windows: WindowTable | None = None
+
+    def _everybody(self) -> Sequence[int]:
+        """List the workers; a validator is not among them, and has none."""
+        size, me = self._session.size, self._session.rank
+        return range(size) if me < size else (me,)
+
+    @property
+    def world(self) -> Group:
+        """The group of all workers; ConfigError where this is none."""
+        if self.me >= self._session.size:
+            raise ConfigError(
+                f"this is validator {self.me - self._session.size}: collective operations are the "
+                "workers'; see fastps.HeldParameters"
+            )
+        return self._world
 
     def group(self, ranks: Sequence[int], key: str = "") -> Group:
         """Make the group of some workers, this one among them; the same on all of them.
@@ -62,9 +77,9 @@ class Groups:
         return group
 
     def pair(self, rank: int) -> Group:
-        """Give the group of this worker and another; the same each time."""
+        """Give the group of this worker, or validator, and another; the same each time."""
         if rank not in self._pairs:
-            self._pairs[rank] = self.group(sorted((self.me, rank)), "pair")
+            self._pairs[rank] = self._make(sorted((self.me, rank)), "pair")
         return self._pairs[rank]
 
     def living(self) -> Group:
@@ -178,9 +193,5 @@ class Groups:
     def explain(self, operation: Operation, status: int | None, timeout_s: float) -> FastPSError:
         """Word the error of an operation that failed, or, if status is None, did not end."""
         if status is None:
-            missing = (
-                ", ".join(f"worker {rank}" for rank in operation.awaited) or "nobody we know of"
-            )
-            what = f"{operation.name} was not complete, and waits for {missing},"
-            return StallError(stall_text(what, timeout_s))
+            return self._session.stalls.error(pending_operation(operation), timeout_s)
         return self._session.blame(operation.name, status, culprit=operation.culprit)

@@ -13,7 +13,7 @@ import hmac
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from fastps import _core
@@ -21,7 +21,7 @@ from fastps.affinity import parse_cpu_list
 from fastps.coding import Codec, wire_chunk
 from fastps.collectives._exchange import Exchange
 from fastps.config import Config
-from fastps.contract import pusher_of
+from fastps.contract import Policy, pusher_of
 from fastps.control.blame import Failure
 from fastps.control.client import ControlClient
 from fastps.control.doors import Doors, open_doors
@@ -39,9 +39,11 @@ from fastps.control.protocol import (
 from fastps.errors import FastPSError, Status, TransportError
 from fastps.links import Links
 from fastps.partition import link_counts
+from fastps.telemetry.status import StatusService, links_of
 from fastps.transport import rdma, shm
 from fastps.transport.node import Node
 from fastps.transport.tcp import choose_chunk
+from fastps.transport.traffic import Traffic
 from fastps.types import DType
 from fastps.worker._codec import Decoding, Encoding
 from fastps.worker._engine import WorkerEngine
@@ -59,6 +61,8 @@ log = logging.getLogger(__name__)
 
 def _shares(config: Config) -> bool:
     """Tell whether this worker shares memory with others of its machine; log why it does not."""
+    if config.num_validators:
+        return False  # whoever may lie may write to what others read
     is_wanted = config.shared_memory and config.size > 1
     reason = shm.can_share(config.shared_memory_bytes) if is_wanted else ""
     if reason:
@@ -68,6 +72,8 @@ def _shares(config: Config) -> bool:
 
 def may_serve(config: Config) -> bool:
     """Tell whether the scheduler may appoint this worker as a server, as far as settings say."""
+    if config.num_validators and config.role == "worker":
+        return False
     if config.colocate != "auto":
         return config.colocate == "on"
     has_enough = 0 < config.size <= config.num_servers
@@ -101,6 +107,7 @@ class Connections:
         _core.arm_fault(config.fault)
         self.node: Node | None = None
         self.recorder: Recorder | None = None
+        self._status: StatusService | None = None
         doors = open_doors(config, port=0)
         try:
             self.client = self._join(doors)
@@ -138,7 +145,7 @@ class Connections:
         self._device = rdma.look_up(self._config)
         return ControlClient.connect(
             self._config,
-            role="worker",
+            role=self._config.role,
             data_address=doors.address,
             unix=doors.unix,
             serves=may_serve(self._config),
@@ -149,7 +156,7 @@ class Connections:
 
     def _make(self, doors: Doors) -> None:
         self.node = Node(
-            self._config, doors.sockets, key=self.client.data_key, device=self._device
+            self._config, doors.sockets, key_of=self.client.keys.of, device=self._device
         )
         self.node.join(self.job.members, me=self.job.me, generation=self.job.generation)
         if self.job.me in self.job.owners:
@@ -158,7 +165,11 @@ class Connections:
         self.exchange.pin = self.node.hold
         self.node.start()
         self._links = Links(
-            self._config, self.job, self.engine, key=self.client.data_key, device=self._device
+            self._config,
+            self.job,
+            self.engine,
+            key_of=self.client.keys.of,
+            device=self._device,
         )
         own = None if self._server is None else self._server.store
         self._links.connect(self._lanes, own)
@@ -182,7 +193,7 @@ class Connections:
         """Make a key that no other job or generation has, also without a token."""
         members = ",".join(f"{item.host}/{item.pid}" for item in self.job.workers)
         words = f"memory {self.job.generation} {members}"
-        return hmac.digest(self.client.data_key, words.encode(), "sha256")
+        return hmac.digest(self.client.keys.memory, words.encode(), "sha256")
 
     def _make_server(self, node: Node) -> DataPlane:
         # imported here: a worker that only sends needs neither the kernels nor the store
@@ -206,7 +217,24 @@ class Connections:
                 ping=self.client.clock_ns,
             )  # fmt: skip
 
+    def begin_status(self, tell: Callable[[], dict[str, float]]) -> None:
+        """Let others ask what `tell` gives; leaves with ConfigError where that cannot be."""
+        try:
+            self._status = StatusService(
+                self._config, role=self._config.role, rank=self.job.me, slot=self.job.local_rank,
+                tell=tell, links=lambda: links_of(self._traffic(), self.job.members),
+            )  # fmt: skip
+        except FastPSError:
+            self.close()
+            raise
+
     # ---- at work ----
+
+    def _traffic(self) -> Iterator[Traffic]:
+        """Tell of each link of this process, those of the server in it too."""
+        for part in (self._links, self.node, self._group, self._server):
+            if part is not None:
+                yield from part.traffic()
 
     def describe_links(self) -> str:
         """Say by which way tensors go to those who sum them, and why."""
@@ -251,8 +279,9 @@ class Connections:
             coders=self._coders(spec, answer),
             frame_bytes=wire_chunk(spec.coding, spec.chunk_bytes),
             is_ruled=spec.rule.has_meaning(),
+            is_late=spec.rule.wants_whole or spec.policy is Policy.GATHERED,
         )
-        tensor.is_compensated = spec.compensation.strength > 0
+        tensor.is_compensated = spec.compensation.strength > 0 or spec.policy is Policy.GATHERED
         return tensor
 
     def _coders(self, spec: TensorSpec, answer: DeclaredTensor) -> list[Coder | None] | None:
@@ -269,7 +298,7 @@ class Connections:
                 spec.coding, DType(spec.dtype), nbytes=nbytes, chunk_bytes=spec.chunk_bytes,
                 name=spec.name, partition=index, rank=self.job.me, pushes=True,
             )
-            if pusher_of(ranks, index) == self.job.me
+            if spec.rule.has_meaning() or pusher_of(ranks, index) == self.job.me
             else None
             for index, (nbytes, _) in enumerate(answer.pieces)
         ]  # fmt: skip
@@ -383,7 +412,7 @@ class Connections:
 
     def _lose(self, lost: PeerLost) -> None:
         """End everything, or go on without the one that is lost, or without the scheduler."""
-        if not self._config.goes_on or (lost.role, lost.rank) == ("worker", self.client.job.me):
+        if not lost.goes_on or (lost.role, lost.rank) == ("worker", self.client.job.me):
             self._fail(Status.PEER_LOST)
         elif lost.role == "worker":
             self._lost.append(lost.rank)
@@ -408,6 +437,9 @@ class Connections:
         BYE; then all links have ended, and only then their memory goes.
         """
         timeout_s = self._config.shutdown_timeout_s
+        if self._status is not None:
+            self._status.close()
+            self._status = None  # which knows its session, as that knows us
         if self.recorder is not None:
             self.recorder.stop_clock()
         self.exchange.leave()
@@ -451,6 +483,6 @@ class Connections:
 
     def abandon(self) -> None:
         """Close the links' descriptors in a forked child, so that our death stays visible."""
-        for item in (self._links, self._server, self.node, self.recorder):
+        for item in (self._links, self._server, self.node, self.recorder, self._status):
             if item is not None:
                 item.abandon()

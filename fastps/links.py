@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fastps.config import Config
@@ -22,6 +22,7 @@ from fastps.transport.inproc._transport import InprocTransport
 from fastps.transport.rdma import Capability
 from fastps.transport.tcp import REMOTE_CREDIT_BYTES, choose_credit, dial, pack_lane
 from fastps.transport.tcp._transport import TcpTransport
+from fastps.transport.traffic import Traffic, traffic
 from fastps.worker._engine import WorkerEngine
 
 if TYPE_CHECKING:
@@ -37,12 +38,18 @@ class Links:
     """The links of one worker; connect() makes them, close() waits for their end."""
 
     def __init__(
-        self, config: Config, job: Job, engine: WorkerEngine, *, key: bytes, device: Capability
+        self,
+        config: Config,
+        job: Job,
+        engine: WorkerEngine,
+        *,
+        key_of: Callable[[int], bytes],
+        device: Capability,
     ) -> None:
         self._config = config
         self._job = job
         self._engine = engine
-        self._key = key
+        self._key_of = key_of
         self._device = device
         self._host_id = job.members[job.me].host_id
         self._tcp: TcpTransport | None = None
@@ -111,7 +118,7 @@ class Links:
         return dial(
             (member.host, member.port),
             self._config,
-            key=self._key,
+            key=self._key_of(owner),
             sender=self._job.me,
             lane=pack_lane(self._job.generation, lane),
             what=self._job.owner_name(owner),
@@ -203,12 +210,18 @@ class Links:
         counts: Counter[str] = Counter({"bytes_sent": 0})
         transports = [each for each in (self._tcp, self._rdma) if each is not None]
         counts["credit_bytes"] = max(
-            (max(each.credits(), default=0) for each in transports), default=0
+            (one[-1] for each in transports for one in each.each()), default=0
         )
         for transport in (self._tcp, self._rdma):
             if transport is not None:
                 counts.update(transport.statistics())
         return dict(counts)
+
+    def traffic(self) -> Iterator[Traffic]:
+        """Tell of each link."""
+        yield from traffic(self._tcp)
+        yield from traffic(self._rdma, "RDMA")
+        yield from traffic(self._memory)
 
     # ---- the end ----
 

@@ -59,10 +59,11 @@ def join(device: int = -1, *, timeout_s: float | None = None) -> int:
     For a worker that has run out of data: the others' allreduce, reduce and broadcasts, those of
     optimizers and of process sets too, go on without it. An average is over those who take part
     (n / k times the average over all: the last digit may differ from a sum that is divided). What
-    else they start raises MismatchError, as the average of integers raises FastPSError. Waits for
-    this worker's own operations first. Gives the rank of the last one to come. device: accepted
-    for Horovod's sake. timeout_s: from one operation of others to the next (default:
-    op_timeout_s); then StallError says who is at work, and join() may be called again.
+    else they start raises MismatchError; the average of integers raises FastPSError, and so does
+    join() while settings are tuned. Waits for this worker's own operations first. Gives the rank
+    of the last one to come. device: accepted for Horovod's sake. timeout_s: from one operation of
+    others to the next (default: op_timeout_s); then StallError says who is at work, and join()
+    may be called again.
     """
     session = current()
     if session.size == 1:

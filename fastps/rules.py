@@ -132,6 +132,15 @@ class Rule(NamedTuple):
             return 4 * f + 3
         return 2 * f + 1 if self.kind in TRIMMING else 1
 
+    @property
+    def full(self) -> int:
+        """The fewest updates among which all f may be lies, and of which something is made."""
+        least = self.least(self.f)
+        return next(
+            m for m in range(1, MAX_VOICES + 1)
+            if self.voices(m) >= least and not self.gives_nothing(m)
+        )  # fmt: skip
+
     def most(self, m: int) -> int:
         """Give the most lies that m updates stand; below 0: not even without any."""
         if self.kind in KRUMS:

@@ -2,25 +2,27 @@
 """Which setting makes steps shortest: a search that is told what steps took, and asks for more.
 
 Decides what is tried next; never knows what a setting does or how time is taken. One knob after
-another is searched by golden section over its values (Kiefer, Proc. AMS 1953), in an order that
-the seed gives, until a sweep over all of them finds nothing better. Then the best is compared
-with the start in turns, and taken only where it wins: ByteScheduler (Peng et al., SOSP 2019,
-section 4.3) takes what was best once, and once is often luck. Pure: the same seed and the same
-measurements give the same choices.
+another is searched, in an order that the seed gives, until a sweep over all of them finds nothing
+better: first the ends and the middle of its values, as a line may have two valleys, then by golden
+section around the best of these (Kiefer, Proc. AMS 1953). Then the best few and the start take
+turns, and what wins is taken only where it beats the start clearly: ByteScheduler (Peng et al.,
+SOSP 2019, section 4.3) takes what was best once, and once is often luck. Pure: the same seed and
+the same measurements give the same choices.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeAlias
 
 Setting: TypeAlias = tuple[int, ...]  # a value of each knob
 Asking: TypeAlias = Generator[Setting, float, Setting]  # which yields what to measure
 
 MAX_SWEEPS = 2
-DUELS = 4  # turns of the best and the start
+FINALISTS = 3  # besides the start
+TURNS = 4  # of each of them
 GAIN = 0.02  # smaller gains are noise
 
 
@@ -55,7 +57,7 @@ class Search:
     def most_trials(self) -> int:
         """Bound the measurements: those of each line are fewer than its values."""
         lines = MAX_SWEEPS * sum(len(knob.values) for knob in self.knobs)
-        return 1 + lines + 2 * DUELS
+        return 1 + lines + TURNS * (FINALISTS + 1)
 
     def measured(self, seconds: float) -> None:
         """Tell how long a step takes with `setting`; the next one stands there then."""
@@ -73,7 +75,7 @@ class Search:
                 yield from self._line(place)
             if self._best == before:
                 break
-        return (yield from self._duel())
+        return (yield from self._final())
 
     def _ask(self, setting: Setting) -> Generator[Setting, float, float]:
         """Give the seconds of a setting, measured unless it was before."""
@@ -90,7 +92,11 @@ class Search:
         def at(index: int) -> Setting:
             return (*base[:place], values[index], *base[place + 1 :])
 
-        first, last = 0, len(values) - 1
+        probes = sorted({0, len(values) // 2, len(values) - 1})
+        seconds = []
+        for index in probes:
+            seconds.append((yield from self._ask(at(index))))
+        first, last = _around(probes, seconds.index(min(seconds)))
         while last - first > 1:
             near, far = _sections(first, last)
             near_s = yield from self._ask(at(near))
@@ -99,18 +105,28 @@ class Search:
         for index in range(first, last + 1):
             yield from self._ask(at(index))
 
-    def _duel(self) -> Asking:
-        """Measure the best and the start in turns; the best has to win clearly."""
+    def _final(self) -> Asking:
+        """Measure the best few and the start in turns; who wins has to win clearly."""
+        best = sorted(self._seconds, key=self._seconds.__getitem__)[:FINALISTS]
         if self._best == self.start:
             return self.start
-        found: dict[Setting, list[float]] = {self._best: [], self.start: []}
-        for setting in _turns(self._best, self.start):
-            found[setting].append((yield setting))
-        best_s, start_s = (statistics.median(found[each]) for each in (self._best, self.start))
-        if best_s > (1 - GAIN) * start_s:
+        found: dict[Setting, list[float]] = {setting: [] for setting in (*best, self.start)}
+        for turn in range(TURNS):  # a drift helps none
+            for setting in list(found)[:: -1 if turn % 2 else 1]:
+                found[setting].append((yield setting))
+        seconds = {setting: statistics.median(each) for setting, each in found.items()}
+        winner = min(seconds, key=seconds.__getitem__)
+        if seconds[winner] > (1 - GAIN) * seconds[self.start]:
             return self.start
-        self.gain = 1 - best_s / start_s
-        return self._best
+        self.gain = 1 - seconds[winner] / seconds[self.start]
+        return winner
+
+
+def _around(probes: Sequence[int], best: int) -> tuple[int, int]:
+    """Give the places between the neighbours of the best probe."""
+    first = probes[best - 1] + 1 if best else probes[0]
+    last = probes[best + 1] - 1 if best + 1 < len(probes) else probes[-1]
+    return first, last
 
 
 def _sections(first: int, last: int) -> tuple[int, int]:
@@ -118,9 +134,3 @@ def _sections(first: int, last: int) -> tuple[int, int]:
     near = first + round(0.382 * (last - first))
     far = last - round(0.382 * (last - first))
     return (near, far) if near < far else (near, near + 1)
-
-
-def _turns(one: Setting, other: Setting) -> Iterator[Setting]:
-    """Take turns, each beginning as often, so that a drift helps neither."""
-    for turn in range(DUELS):
-        yield from (one, other) if turn % 2 else (other, one)

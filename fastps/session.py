@@ -28,6 +28,7 @@ from fastps.arrays import (
     Arrays,
     Names,
     check_arrays,
+    check_taking_part,
     checked_priorities,
     checked_shape,
     make_spec,
@@ -37,11 +38,12 @@ from fastps.arrays import (
 from fastps.byzantine import rules
 from fastps.compression import Choice, coding_of
 from fastps.config import Config
-from fastps.contract import Policy
+from fastps.contract import Givers, Policy
 from fastps.control.blame import VERDICT_WAIT_S, Failure, Witness
 from fastps.control.protocol import (
     Event,
     JobOver,
+    Locate,
     PeerLost,
     TensorPoisoned,
     TensorSpec,
@@ -58,9 +60,9 @@ from fastps.errors import (
     Status,
 )
 from fastps.objects import decode_object, encode_object
-from fastps.progress import Progress
 from fastps.rules import SUMMED, Rule
 from fastps.rules import Choice as RuleChoice
+from fastps.stalls import StallWatch, dispute
 from fastps.steps import Steps
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
@@ -97,11 +99,13 @@ class Session:
         self.wait_seconds, self.is_suspended = [0.0], False  # by the user, for a while
         self._client: ControlClient | None = None
         self._groups: Groups | None = None
-        self.uneven, self.progress, self.steps = Uneven(self), Progress(self), Steps(self)
-        self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
+        self.uneven, self.stalls, self.steps = Uneven(self), StallWatch(self), Steps(self)
+        self._chunk_bytes, self._alone = config.chunk_bytes or LOCAL_CHUNK_BYTES, alone.Flights()
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
+        self.held: dict[str, Any] = {}  # by name: see held.py
+        self.tallies: list[Callable[[], dict[str, float]]] = []  # what else statistics() counts
         forked.sessions.add(self)
-        if config.num_servers or config.size > 1 or config.force_distributed:
+        if config.num_servers or config.n_programs > 1 or config.force_distributed:
             self._join()
 
     def _join(self) -> None:
@@ -111,10 +115,12 @@ class Session:
         self.connections = Connections(self.config, self._on_event)
         self._client, self._engine = self.connections.client, self.connections.engine
         job = self.connections.job
-        self.rank, self.size = job.me, job.size
+        self.rank, self.size = job.me, job.n_workers
         self._witness.me = job.me
         self.local_rank, self.local_size = job.local_rank, job.local_size
         self._chunk_bytes = self.connections.chunk_bytes
+        self.stalls.begin(self._client)
+        self.connections.begin_status(self.statistics)
 
     # ---- declaring ----
 
@@ -168,11 +174,8 @@ class Session:
         )
 
     def _declare_specs(self, wanted: Sequence[TensorSpec]) -> None:
-        if self.config.goes_on:
-            raise ConfigError(
-                f"tensor {wanted[0].name!r}: push_pull() and what is declared need all workers, "
-                "and FASTPS_ON_LOSS=reweight goes on without some; use allreduce()"
-            )
+        if wanted and wanted[0].givers is Givers.WORKERS:
+            check_taking_part(wanted[0].name, self.rank - self.size, self.config)
         with self._lock:
             # a known name with another shape goes to the scheduler too, so that all hear of it
             fresh = [spec for spec in wanted if self._specs.get(spec.name) != spec]
@@ -395,6 +398,7 @@ class Session:
         compression: Choice = None,
         learning_rate: float | None = None,
         rule: RuleChoice = None,
+        gives: bool = True,
     ) -> Handle:
         """Begin to sum tensor over all workers; a sequence of tensors travels as one submit.
 
@@ -402,11 +406,13 @@ class Session:
         makes new ones, tensor itself works in place). name: the same on all workers, one
         operation in flight each. priority: larger leaves first. dtype: BFLOAT16 with uint16
         arrays. NaN and infinities pass through. compression, learning_rate, rule: of push_pull().
-        Does not block, except to declare new names. Raises ValueError, TypeError, MismatchError,
+        gives: False leaves this worker out of a round under a rule, zeros if nobody gives. Does
+        not block, except to declare new names. Raises ValueError, TypeError, MismatchError,
         PeerLostError, FastPSError (name in flight).
         """
-        known, is_plain = None, compression is None and learning_rate is None and rule is None
-        if dtype is None and is_plain:
+        known = None
+        is_plain = compression is None and learning_rate is None and rule is None
+        if dtype is None and is_plain and gives:
             known = self._start_known(tensor, name, average, priority, out)
         if known is not None:
             assert isinstance(tensor, np.ndarray)
@@ -423,22 +429,22 @@ class Session:
         found = rules.rule_of(rule)
         for label in () if average else names:
             rules.check_sum(label, found or self._rule_of(label))
+        if self._client is None and not gives:
+            arrays = [np.zeros_like(array) for array in arrays]
         if self._client is None:
             return self._finish_locally(names, arrays, outputs, dtype, found, is_single=is_single)
         if not is_plain:
             self._agree(names, arrays, dtype, compression, learning_rate, rule)
         if tensors is None:
             tensors = self._find(names, arrays, dtype)
-        if is_single:
+        if is_single and gives:
             self._submit(
                 names, self._engine.start, tensors[0], arrays[0], outputs[0], average=average,
                 priority=priorities[0],
             )  # fmt: skip
-        else:
-            self._submit(
-                names, self._engine.start_many, tensors, arrays, outputs, average=average,
-                priorities=priorities,
-            )  # fmt: skip
+            return self._handle(tensors, outputs, _reduction(average), is_single=True)
+        how: dict[str, Any] = {"average": average, "gives": gives, "priorities": priorities}
+        self._submit(names, self._engine.start_many, tensors, arrays, outputs, **how)
         return self._handle(tensors, outputs, _reduction(average), is_single=is_single)
 
     def broadcast_async(
@@ -460,16 +466,23 @@ class Session:
         )  # fmt: skip
         return self._handle(tensors, arrays, root_rank, is_single=is_single)
 
-    def _finish_locally(
-        self,
-        names: Sequence[str],
-        arrays: Sequence[Array],
-        outputs: Sequence[Array],
-        dtype: DType | None,
-        rule: Rule | None,
-        *,
-        is_single: bool,
+    def start_held(
+        self, verb: str, names: Sequence[str], arrays: Sequence[Array], **options: Any
     ) -> Handle:
+        """Begin what an engine does with values that servers hold: start_pull, start_broadcast."""
+        self.check_usable()
+        tensors = [self._tensors[name] for name in names]
+        self._submit(names, getattr(self._engine, verb), tensors, arrays, **options)
+        return self._handle(tensors, arrays, options.get("root", SUM), is_single=False)
+
+    def stamp_of(self, names: Sequence[str]) -> int:
+        """Count the changes that all values which came last have seen; see HeldParameters."""
+        return min((self._tensors[name].stamp for name in names), default=0)
+
+    def _finish_locally(
+        self, names: Sequence[str], arrays: Sequence[Array], outputs: Sequence[Array],
+        dtype: DType | None, rule: Rule | None, *, is_single: bool,
+    ) -> Handle:  # fmt: skip
         wanted = [
             self._spec(
                 name, array.shape, dtype_of(array.dtype) if dtype is None else dtype,
@@ -478,27 +491,19 @@ class Session:
             for name, array in zip(names, arrays, strict=True)
         ]  # fmt: skip
         alone.declare(self._specs, wanted)
+        flights = self._alone.begin(names)
         alone.finish(wanted, arrays, outputs)
-        return self._handle((), outputs, SUM, is_single=is_single)
+        return self._handle(flights, outputs, SUM, is_single=is_single)
 
     def _handle(
-        self,
-        tensors: Sequence[PlannedTensor],
-        outputs: Sequence[Array],
-        operation: int,
-        *,
-        is_single: bool,
-    ) -> Handle:
+        self, tensors: Sequence[PlannedTensor | alone.Flight], outputs: Sequence[Array],
+        operation: int, *, is_single: bool,
+    ) -> Handle:  # fmt: skip
         return Handle(
-            tensors,
-            outputs,
-            is_single=is_single,
-            operation=operation,
-            explain=self._explain,
-            timeout_s=self.config.op_timeout_s,
-            seconds=self.wait_seconds,
+            tensors, outputs, is_single=is_single, operation=operation, explain=self._explain,
+            timeout_s=self.config.op_timeout_s, seconds=self.wait_seconds,
             spin_us=self.config.spin_us,
-        )
+        )  # fmt: skip
 
     # ---- groups ----
 
@@ -518,7 +523,7 @@ class Session:
         found = []
         for name in list(self._tensors) if names is None else names:
             tensor, spec = self._tensors.get(name), self._specs.get(name)
-            if tensor is not None and spec is not None and (names or not tensor.is_done):
+            if tensor is not None and spec is not None and (names or tensor.is_in_flight):
                 found.append(StartedTensor(tensor, spec))
         return found
 
@@ -589,6 +594,8 @@ class Session:
         numbers = {"wait_seconds": self.wait_seconds[0], **self.steps.statistics()}
         if self._client is not None:
             numbers |= self.connections.statistics()
+        for tally in self.tallies:
+            numbers |= tally()
         return numbers
 
     # ---- failures ----
@@ -613,11 +620,10 @@ class Session:
     ) -> FastPSError:
         """Word the error of an operation that failed, or, if status is None, did not end."""
         if status is None:
-            others = {*range(self.size)} - {self.rank, *self._witness.left}
-            spec = self._specs.get(tensor.name)
-            return self.progress.stall(tensor.name, spec, operation, others, timeout_s)
+            return self.stalls.error(self.stalls.pending_of(tensor), timeout_s)
         if status == Status.MISMATCH and tensor.name not in self._poisoned:
-            error = self._dispute(tensor, operation)
+            started = _OPERATIONS.get(operation, f"a broadcast from worker {operation}")
+            error = dispute(self._client, tensor.name, tensor.version, started)
             if tensor.name not in self._poisoned:  # who heard of that before us disputes nothing
                 return error
         culprit = tensor.culprit
@@ -627,19 +633,6 @@ class Session:
         """Word the error of a group's operation that failed; see Connections.failure()."""
         failure = self.connections.failure(name, status, said=said, culprit=culprit)
         return self._blame(replace(failure, is_operation=True))
-
-    def _dispute(self, tensor: PlannedTensor, operation: int) -> FastPSError:
-        """Have the scheduler ask all workers what they started: no server knows who is right."""
-        started = _OPERATIONS.get(operation, f"a broadcast from worker {operation}")
-        if (client := self._client) is not None:
-            with contextlib.suppress(FastPSError):
-                return client.dispute(
-                    tensor.name, tensor.version, started, timeout_s=VERDICT_WAIT_S
-                )
-        return MismatchError(
-            f"tensor {tensor.name!r}: the workers started different operations, this one "
-            f"{started}; make all workers call the same"
-        )
 
     def _blame(self, failure: Failure) -> FastPSError:
         """Tell the scheduler what was seen, and ask it who was lost first."""
@@ -662,10 +655,11 @@ class Session:
         if isinstance(event, TensorPoisoned):
             self.connections.fail_tensor(event.tensor_id, Status.MISMATCH)
         elif isinstance(event, Told):
-            if not self.progress.hear(event):
-                self.uneven.hear(event)
+            self.uneven.hear(event)
+        elif isinstance(event, Locate):
+            self.stalls.answer(event)
         elif isinstance(event, PeerLost):
-            log.error("%s", event)
+            log.info("%s", event)  # the scheduler warns of it, and operations raise it
             if not self.config.goes_on:
                 self.uneven.end(Status.PEER_LOST)
         elif isinstance(event, JobOver):

@@ -62,6 +62,11 @@ class Steps:
         if self._tuner is not None:
             self._tuner.offer(exchange)
 
+    @property
+    def is_tuning(self) -> bool:
+        """Tell whether settings are still being tried, which takes all workers."""
+        return self._tuner is not None and not self._tuner.is_over and self._session.size > 1
+
     def speed(self) -> tuple[int, float] | None:
         """Take the oldest measurement of what is pushed; see fastps.get_pushpull_speed()."""
         engine = self._engine

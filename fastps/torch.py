@@ -128,6 +128,7 @@ from fastps.frameworks.torch.decentralized import (
     DistributedGradientTrackingOptimizer,
     DistributedNoLoCoOptimizer,
 )
+from fastps.frameworks.torch.local_async import AsyncLocalSGD
 from fastps.frameworks.torch.local_sgd import LocalSGD
 from fastps.frameworks.torch.neighbors import (
     average_parameters,
@@ -181,6 +182,7 @@ __all__ = [
     "BXOR",
     "AdaptiveClipping",
     "Adasum",
+    "AsyncLocalSGD",
     "Average",
     "CommunicationType",
     "Compression",

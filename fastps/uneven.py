@@ -173,6 +173,11 @@ class Uneven:
     def join(self, timeout_s: float) -> int:
         """Take part until all have joined; give the last one. See fastps.join()."""
         current, size = self._rounds[self._number], self._session.size
+        if self._session.steps.is_tuning:  # which broadcasts, and lays gradients out anew
+            raise FastPSError(
+                "join(): tuning, which takes all workers, is not over; call it when "
+                "statistics()['autotune_is_over'], or set FASTPS_AUTOTUNE=0"
+            )
         if not self._has_joined:  # a second call after a StallError just goes on
             self._finish_own(timeout_s)
             self._has_joined = True

@@ -9,8 +9,10 @@ the sum itself is free.
 links: processes in pairs or a ring, one stream socket for each direction: Unix sockets with large
 buffers, or TCP tuned as fastps tunes its own. Small messages are exchanged, as no call can end
 before it has heard of the others; larger ones stream, a thread sends and another receives without
-waiting for anybody. A stream flows in bursts as large as the sockets' buffers, so a value is the
-mean over a group of calls. network: such a ring between machines, in one worker of each.
+waiting for anybody. In a pair one is a server: what it gets, and what it sends, passes through
+memory that stays in its cache, as nobody has to keep it there. A stream flows in bursts as large
+as the sockets' buffers, so a value is the mean over a group of calls. network: such a ring between
+machines, in one worker of each.
 
 A floor is measured in the workers of a job, one of its own or, because only the job reaches its
 machines, the user's. Places and a secret for the connections travel through fastps; a stranger
@@ -29,6 +31,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,6 +47,7 @@ PIECE = 256 << 10  # bytes; half of it read, half written, all of it in a second
 ALIGNMENT = 64
 EXCHANGE_BYTES = 64 << 10  # what every socket's buffer takes without a reader
 BUFFER_BYTES = 4 << 20  # of a Unix socket; the kernel gives less where it allows less
+PASSING_BYTES = 256 << 10  # what a server holds at a time: it stays in its cache
 GROUP_BYTES = 16 << 20  # several times what the buffers of a connection hold
 # The wire paces what arrives, so that a mean needs fewer bytes than between buffers of one host.
 NETWORK_GROUP_BYTES = 1 << 20
@@ -117,9 +121,15 @@ def _share_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 class LinkFloor:
     """One process of a ring or a pair; owns its two sockets until it ends."""
 
-    def __init__(self, sender: socket.socket, receiver: socket.socket, group_bytes: int) -> None:
-        """Take over the sockets; the kernel's timeouts keep an operation one system call."""
+    def __init__(
+        self, sender: socket.socket, receiver: socket.socket, group_bytes: int, keeps: bool = True
+    ) -> None:
+        """Take over the sockets; the kernel's timeouts keep an operation one system call.
+
+        keeps: the bytes have places of their own, as in a worker; else they pass through.
+        """
         self._sender, self._receiver, self._group_bytes = sender, receiver, group_bytes
+        self._keeps = keeps
         for sock in (sender, receiver):
             sock.settimeout(None)
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -127,14 +137,15 @@ class LinkFloor:
 
     def calls(self, moved: int, count: int) -> list[float]:
         """Send and receive so many bytes count times; give the seconds of each."""
-        ours, theirs = memoryview(bytearray(moved)), memoryview(bytearray(moved))
+        held = moved if self._keeps else min(moved, PASSING_BYTES)
+        ours, theirs = _Bytes(moved, held), _Bytes(moved, held)
         if moved <= EXCHANGE_BYTES:
             return [self._exchange(ours, theirs) for _ in range(count)]
         return self._stream(ours, theirs, count)
 
-    def _stream(self, ours: memoryview, theirs: memoryview, count: int) -> list[float]:
+    def _stream(self, ours: _Bytes, theirs: _Bytes, count: int) -> list[float]:
         """Time groups of calls; the first group fills the buffers and is not counted."""
-        group, groups = groups_of(len(ours), count, self._group_bytes)
+        group, groups = groups_of(ours.nbytes, count, self._group_bytes)
         sends = group * (groups + 1)
         thread = threading.Thread(target=self._send, args=(ours, sends), daemon=True)
         thread.start()
@@ -148,23 +159,42 @@ class LinkFloor:
             raise BenchError("another process of the floor reads no more")
         return [(end - begin) / group for begin, end in itertools.pairwise(ends)]
 
-    def _exchange(self, ours: memoryview, theirs: memoryview) -> float:
+    def _exchange(self, ours: _Bytes, theirs: _Bytes) -> float:
         began = time.perf_counter()
-        self._sender.sendall(ours)
+        self._send_once(ours)
         self._receive(theirs)
         return time.perf_counter() - began
 
-    def _send(self, ours: memoryview, count: int) -> None:
+    def _send(self, ours: _Bytes, count: int) -> None:
         with contextlib.suppress(OSError):  # the receiver's side says what is wrong
             for _ in range(count):
-                self._sender.sendall(ours)
+                self._send_once(ours)
 
-    def _receive(self, into: memoryview) -> None:
-        while into:
-            got = self._receiver.recv_into(into, 0, socket.MSG_WAITALL)
-            if not got:
-                raise BenchError("another process of the floor has ended")
-            into = into[got:]
+    def _send_once(self, ours: _Bytes) -> None:
+        for part in ours:
+            self._sender.sendall(part)
+
+    def _receive(self, theirs: _Bytes) -> None:
+        for part in theirs:
+            into = part
+            while into:
+                got = self._receiver.recv_into(into, 0, socket.MSG_WAITALL)
+                if not got:
+                    raise BenchError("another process of the floor has ended")
+                into = into[got:]
+
+
+class _Bytes:
+    """What one call moves: parts of some memory, which is used again where it is smaller."""
+
+    def __init__(self, nbytes: int, held: int) -> None:
+        self.nbytes = nbytes
+        self._memory = memoryview(bytearray(held))
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """Give the parts in turn."""
+        for at in range(0, self.nbytes, len(self._memory)):
+            yield self._memory[: self.nbytes - at]
 
 
 def share_of(rank: int, workers: int, nbytes: int) -> tuple[int, int]:
@@ -196,7 +226,8 @@ def make_floor(kind: str, ranks: list[int], config: Config) -> MemoryFloor | Lin
             return None
         sender = _dial(config, *places[(ranks.index(fastps.rank()) + step) % len(ranks)])
         receiver = accept_known(doors.sockets[-1 if unix else 0], ours[-1])
-        return LinkFloor(sender, receiver, group_bytes)
+        is_server = kind == APART_LINKS and ranks.index(fastps.rank()) >= step
+        return LinkFloor(sender, receiver, group_bytes, keeps=not is_server)
 
 
 def _dial(config: Config, host: str, port: int, unix: str, token: str) -> socket.socket:

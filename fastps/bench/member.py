@@ -19,6 +19,7 @@ import fastps
 from fastps import config
 from fastps.bench import conditions
 from fastps.bench.floors import LinkFloor, MemoryFloor, least_bytes, make_floor
+from fastps.bench.gloo import GLOO, Gloo
 from fastps.bench.options import FLOORS, MEMORY, MODES, NETWORK
 from fastps.bench.teams import Message, connect, serve
 
@@ -46,6 +47,7 @@ class Member:
         self._pids = conditions.processes_of(self._settings.job_id) if is_leader else ()
         local_ranks = self._gather(fastps.local_rank())
         self._machines = [rank for rank, local in enumerate(local_ranks) if local == 0]
+        self._gloo: Gloo | None = None
         self._floors: dict[str, MemoryFloor | LinkFloor | None] = {}
         # What is slowest decides. Memory is handed on where all see each other's processes.
         is_shared = self.size > 1 and len(set(marks)) == 1
@@ -65,7 +67,9 @@ class Member:
             return self._floor_turn(command["runner"], command)
         key = tuple(command[name] for name in _KEY)
         self.calls = {known: calls for known, calls in self.calls.items() if known[:2] == key[:2]}
-        calls = self.calls.get(key) or self.calls.setdefault(key, Calls(*key))
+        if command["runner"] == GLOO:
+            self._gloo = self._gloo or Gloo()
+        calls = self.calls.get(key) or self.calls.setdefault(key, Calls(*key, gloo=self._gloo))
         return self._turn(calls, command["calls"])
 
     def _floor_turn(self, kind: str, command: Message) -> dict[str, Any]:
@@ -111,10 +115,17 @@ def _sum(values: Array, name: str) -> Array:
 
 
 class Calls:
-    """One push_pull call, repeated in place on the same tensors."""
+    """One push_pull call, repeated in place on the same tensors; or what gloo has for it."""
 
     def __init__(
-        self, nbytes: int, count: int, dtype: str, is_registered: bool, is_average: bool
+        self,
+        nbytes: int,
+        count: int,
+        dtype: str,
+        is_registered: bool,
+        is_average: bool,
+        *,
+        gloo: Gloo | None = None,
     ) -> None:
         self._is_average = is_average
         make = fastps.empty if is_registered else np.empty
@@ -122,6 +133,8 @@ class Calls:
         self._arrays: list[Array] = [make(shape, dtype) for _ in range(count)]
         name = f"bench.{nbytes}.{count}.{dtype}.{is_registered}.{is_average}"
         self._names = [f"{name}.{i}" for i in range(count)]
+        self._gloo = gloo
+        self._tensors = gloo.tensors(self._arrays) if gloo else []
         self._clear()
 
     def _clear(self) -> None:
@@ -130,7 +143,9 @@ class Calls:
 
     def call(self) -> None:
         """Sum once, in place."""
-        if len(self._arrays) == 1:
+        if self._gloo is not None:
+            self._gloo.reduce(self._tensors, is_average=self._is_average)
+        elif len(self._arrays) == 1:
             array, name = self._arrays[0], self._names[0]
             fastps.push_pull(array, name, average=self._is_average, out=array)
         else:

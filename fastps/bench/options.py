@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fastps.bench import gloo
+from fastps.bench.gloo import GLOO
 from fastps.config.words import add_words, count, number, word
 from fastps.versions import ShowVersion
 
@@ -46,6 +48,9 @@ MODES = {
     "apart": Mode(
         APART_LINKS, "sockets; servers are processes of their own",
         {**MACHINES, "colocate": "off"}, has_servers=True),
+    GLOO: Mode(
+        "", "torch.distributed's all_reduce, to compare; TCP; where PyTorch is installed",
+        ONE_MACHINE),
 }  # fmt: skip
 
 EPILOG = """\
@@ -162,7 +167,7 @@ class Options:
     many: tuple[Work, ...] = word("what", "--many", (), parse_many, "LIST",
         "many tensors in one call, as 100x4K (default: none)")
     modes: tuple[str, ...] = word("what", "--modes", (), _modes, "LIST",
-        f"some of {','.join(MODES)} (default: all)")
+        f"some of {','.join(MODES)} (default: all that can be)")
     dtype: str = word("what", "--dtype", "float32", str, "TYPE",
         f"element type: {', '.join(DTYPES)} (default float32)", choices=DTYPES)
     is_average: bool = word("what", "--average", False, bool, "", "average instead of summing")
@@ -193,12 +198,12 @@ class Options:
 
 def jobs_of(options: Options) -> list[tuple[list[str], Mode, int]]:
     """List the jobs to start: the names of what each measures, its mode, how many workers."""
-    modes = options.modes or tuple(MODES)
+    modes = options.modes or tuple(name for name in MODES if name != GLOO or gloo.is_there())
     needed = {MODES[name].floor for name in modes}
     floors = [name for name in FLOORS if name in needed]
-    workers = options.workers * max(FLOORS[name] for name in floors)
+    workers = options.workers * max((FLOORS[name] for name in floors), default=0)
     jobs = [([name], MODES[name], options.workers) for name in modes]
-    return [(floors, FLOOR_JOB, workers), *jobs]
+    return [(floors, FLOOR_JOB, workers), *jobs] if floors else jobs
 
 
 def parse(arguments: Sequence[str]) -> Options:

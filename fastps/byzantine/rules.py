@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import ml_dtypes
 import numpy as np
 
 from fastps.byzantine import reference
@@ -145,7 +144,7 @@ def Own(place: str | Callable[..., Any]) -> Rule:
 
     Servers import it by that name, if their FASTPS_RULES lists it: no code comes from workers. It
     gets what is not refused, in rank order, and must give the same for the same. Python
-    runs on the server's thread for rules and takes the GIL there, a Numba cfunc with the
+    runs on a server's threads for rules and takes the GIL there, a Numba cfunc with the
     signature of fastps.reduce does not.
     """
     if not isinstance(place, str):
@@ -213,7 +212,11 @@ def apply_alone(rule: Rule, update: Array, dtype: DType) -> None:
     """Make of the only worker's update what servers would, in place."""
     if not rule.has_meaning():
         return
-    values = update.view(ml_dtypes.bfloat16) if dtype is DType.BFLOAT16 else update
+    values = update
+    if dtype is DType.BFLOAT16:
+        import ml_dtypes  # noqa: PLC0415  (this type alone needs it)
+
+        values = update.view(ml_dtypes.bfloat16)
     values[...] = reference.combine(rule, [values])
 
 

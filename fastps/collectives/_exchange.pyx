@@ -28,9 +28,10 @@ from cpython.buffer cimport (
 )
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy, memmove, memset
+from libc.string cimport memmove, memset
 
 from fastps._atomic cimport fps_add32, fps_add64, fps_load32
+from fastps._copy cimport fps_copy
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, BufferPool,
     completion_is_done, completion_part_done, completion_reset, completion_wait_signals,

@@ -62,7 +62,7 @@ cdef int fold_lies(State* state, Fold* fold, uint64_t chunk, uint32_t source,
     loan = <char*>(<BufferPool>state.pool).c_loan(CHUNK_BYTES)
     if loan == NULL:
         return E_NOMEM
-    memcpy(loan, payload, chunk_length(fold, chunk))
+    fps_copy(loan, payload, chunk_length(fold, chunk), 0)
     return fold_came(state, fold, chunk, source, loan)
 
 

@@ -73,7 +73,7 @@ cdef int announce(State* state, Link* link, const Header* header) noexcept nogil
 cdef void* guest_landing(State* state, Link* link, const Header* header,
                          int* status) noexcept nogil:
     """Ask whoever has windows where the bytes of a frame go."""
-    if state.guest.landing == NULL or header.length > CHUNK_BYTES:
+    if state.guest.landing == NULL:
         status[0] = E_PROTOCOL
         return NULL
     return state.guest.landing(state.guest.context, link, header, status)
@@ -110,15 +110,15 @@ cdef int exchange_adopt(void* context, Link* link, const Header* header,
     if header.kind == KIND_WINDOW:
         place = guest_landing(state, link, header, &status)
         if status == OK:
-            memcpy(place, payload, header.length)
+            fps_copy(place, payload, header.length, 0)
         return status
     status = announce(state, link, header)
     if status != OK:
         return status
     if peer.landing == IN_LEG:
-        memcpy(peer.leg.address + header.offset, payload, header.length)
+        fps_copy(peer.leg.address + header.offset, payload, header.length, peer.leg.task.nbytes)
     elif peer.landing == IN_EARLY:
-        memcpy(peer.early.payload, payload, header.length)
+        fps_copy(peer.early.payload, payload, header.length, 0)
     elif peer.landing == IN_LOAN:
         peer.landing = IN_FOLD
         peer.result = fold_lies(state, peer.leg.fold, header.offset / CHUNK_BYTES,

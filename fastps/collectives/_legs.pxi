@@ -250,7 +250,7 @@ cdef void give_early(State* state, Leg* leg, Entry* early, Work* work) noexcept 
         leg.state = GOING
         add_leg(work, leg)
     else:
-        memcpy(leg.address, early.payload, early.nbytes)
+        fps_copy(leg.address, early.payload, early.nbytes, 0)
         taken_unasked(state, early, work)
         end_leg(state, leg, work)
     free(early.payload)
@@ -348,9 +348,13 @@ cdef void fold_early(State* state, Leg* leg, Work* work) noexcept nogil:
 
 cdef int do_own(State* state, Leg* leg) noexcept nogil:
     """Do what needs nobody else."""
+    cdef int64_t distance
     if leg.kind == LEG_FOLD:
         return fold_alone(state, leg.fold)
-    if leg.address != leg.item.payload:
+    distance = leg.address - leg.item.payload
+    if distance >= <int64_t>leg.nbytes or -distance >= <int64_t>leg.nbytes:
+        fps_copy(leg.address, leg.item.payload, leg.nbytes, leg.task.nbytes)
+    elif distance:
         memmove(leg.address, leg.item.payload, leg.nbytes)
     return OK
 

@@ -573,7 +573,7 @@ class Group:
             program.offer()
         address, mix, itemsize = 0, 0, 1 if dtype is None else dtype.itemsize
         if rule is not None:
-            from fastps.reduce import reduce_kernel  # noqa: PLC0415  (imports Numba)
+            from fastps.reduce import reduce_kernel  # noqa: PLC0415  (few need kernels)
 
             address = reduce_kernel(rule, DType(dtype or 0))
             if is_weighted:

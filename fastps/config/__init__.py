@@ -43,7 +43,7 @@ MAX_PROCESSES = 65535
 MAX_POOL_BYTES = 1 << 50
 MAX_VERSION = (1 << 32) - 1
 DAY_S = 86400.0
-ROLES = ("worker", "server", "scheduler")
+ROLES = ("worker", "server", "scheduler", "validator")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -81,8 +81,22 @@ def _size_of_machines(environ: Environ, values: Values) -> int | None:
     return None if machines is None else machines * (values["local_size"] or 1)
 
 
+def _role_of_zenops(environ: Environ, values: Values) -> str | None:
+    """ZenoPS's validators are a kind of worker."""
+    is_worker = environ.get("DMLC_ROLE", "").strip() in ("", "worker")
+    kind = environ.get("DMLC_WORKER_TYPE", "").strip()
+    return "validator" if is_worker and kind == "validator" else None
+
+
+def _rank_of_validator(environ: Environ, values: Values) -> int | None:
+    """ZenoPS numbers validators apart from workers."""
+    return _number(environ, "DMLC_VALIDATOR_ID") if values["role"] == "validator" else None
+
+
 def _rank_of_machine(environ: Environ, values: Values) -> int | None:
     machine = _number(environ, "DMLC_WORKER_ID")
+    if machine is None and _number(environ, "DMLC_NUM_WORKER") == 1:
+        return values["local_rank"]  # type: ignore[no-any-return]
     if machine is None:
         return None
     return machine * (values["local_size"] or 1) + (values["local_rank"] or 0)
@@ -221,26 +235,32 @@ class Config:
     """Hold every setting of one process; made by `load`. The fields are the table of settings."""
 
     # fmt: off
-    role: str = _set(JOB, "worker", "DMLC_ROLE", allowed=ROLES, text="What this process is.")
+    role: str = _set(JOB, "worker", Derived("DMLC_WORKER_TYPE=validator", _role_of_zenops),
+        "DMLC_ROLE", allowed=ROLES, text="What this process is.")
     job_id: str = _set(JOB, "", "BYTEPS_JOB_ID",
         text="Name of the job; processes of different jobs never join each other.")
-    local_rank: int | None = _set(JOB, None, "LOCAL_RANK", "BYTEPS_LOCAL_RANK", "SLURM_LOCALID",
-        "OMPI_COMM_WORLD_LOCAL_RANK", allowed=(0, MAX_PROCESSES - 1),
+    local_rank: int | None = _set(JOB, None, "LOCAL_RANK", "BYTEPS_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", allowed=(0, MAX_PROCESSES - 1),
         text="Number of this worker among the workers of its machine; given by the scheduler if "
              "unset.")
     local_size: int | None = _set(JOB, None, "LOCAL_WORLD_SIZE", "BYTEPS_LOCAL_SIZE",
         "OMPI_COMM_WORLD_LOCAL_SIZE", unit="processes", allowed=(1, MAX_PROCESSES),
         text="Number of workers on this machine; counted by the scheduler if unset.")
     size: int = _set(JOB, 1, "FASTPS_NUM_WORKERS", "WORLD_SIZE",
-        Derived("DMLC_NUM_WORKER x local size", _size_of_machines), "SLURM_NTASKS",
-        "OMPI_COMM_WORLD_SIZE", unit="processes", allowed=(1, MAX_PROCESSES),
+        Derived("DMLC_NUM_WORKER x local size", _size_of_machines), "OMPI_COMM_WORLD_SIZE",
+        "SLURM_NTASKS", unit="processes", allowed=(1, MAX_PROCESSES),
         text="Number of worker processes of the job.")
     num_servers: int = _set(JOB, 0, "DMLC_NUM_SERVER", unit="processes",
         allowed=(0, MAX_PROCESSES), text="Number of server processes of the job.")
-    rank: int | None = _set(JOB, None, "RANK", "BYTEPS_GLOBAL_RANK",
-        Derived("DMLC_WORKER_ID x local size + local rank", _rank_of_machine), "SLURM_PROCID",
-        "OMPI_COMM_WORLD_RANK", allowed=(0, MAX_PROCESSES - 1),
-        text="Number of this worker in the job; given by the scheduler if unset.")
+    num_validators: int = _set(JOB, 0, "DMLC_NUM_VALIDATOR", unit="processes",
+        allowed=(0, 256),
+        text="Number of validators of the job, which run the workers' program and are trusted; "
+             "see docs/byzantine.md. The same in all processes.")
+    rank: int | None = _set(JOB, None, Derived("DMLC_VALIDATOR_ID", _rank_of_validator),
+        "RANK", "BYTEPS_GLOBAL_RANK",
+        Derived("DMLC_WORKER_ID x local size + local rank", _rank_of_machine),
+        "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", allowed=(0, MAX_PROCESSES - 1),
+        text="Number of this worker, or validator, in the job; given by the scheduler if unset.")
     force_distributed: bool = _set(JOB, False, "BYTEPS_FORCE_DISTRIBUTED",
         text="Use the servers even when all workers are on one machine.")
     machine: str = _set(JOB, "",
@@ -252,13 +272,21 @@ class Config:
              "there are fewer servers than worker machines.")
     on_loss: str = _set(JOB, "fail", allowed=("fail", "reweight"),
         text="What the loss of a worker means: the end of the job, or, without servers, that "
-             "neighbors leave it out, weigh the others anew and go on; the same on all workers.")
+             "neighbors leave it out, weigh the others anew and go on; with validators, that "
+             "these do without it. The same on all workers.")
+    check_weights: bool = _set(JOB, True,
+        text="Compare the weights of all workers before the first step of a DistributedOptimizer, "
+             "so that a forgotten broadcast_parameters() is an error; off where local models are "
+             "to differ.")
     enable_async: bool = _set(JOB, False, "BYTEPS_ENABLE_ASYNC",
         text="Let optimizers train asynchronously unless told otherwise.")
     scheduler_host: str = _set(ADDRESS, "", "DMLC_PS_ROOT_URI", "MASTER_ADDR",
         text="Name or address of the scheduler.")
     scheduler_port: int = _set(ADDRESS, 0, "DMLC_PS_ROOT_PORT", allowed=(0, 65535),
         text="Port of the scheduler; as the scheduler's own setting, 0 takes any free port.")
+    meeting_dir: str = _set(ADDRESS, "", parse=as_path,
+        text="Directory that all machines share, where workers of torchrun, mpirun or srun find "
+             "rank 0, which hosts the scheduler; see docs/launchers.md.")
     interface: str = _set(ADDRESS, "", "DMLC_INTERFACE",
         text="Network to listen on: name of an interface, an address, or a network as "
              "10.0.0.0/24; if unset, the one that leads to the scheduler.")
@@ -372,6 +400,10 @@ class Config:
     start_watch_s: float = _set(TIMES, 5.0, unit="seconds", allowed=(0.0, 86400.0),
         text="How long the start may take before the scheduler says who is missing; it says so "
              "again after twice that time, and so on. 0 says nothing.")
+    stall_watch_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.0, DAY_S),
+        text="How long an operation may take before the scheduler says who holds it up, and where "
+             "that worker's program is; it says so again after twice that time, and so on. 0 says "
+             "nothing.")
     connect_timeout_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.1, DAY_S),
         text="How long one connection may take to be made.")
     handshake_timeout_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.1, DAY_S),
@@ -400,6 +432,14 @@ class Config:
     trace_dir: str = _set(TRACING, "./trace", "BYTEPS_TRACE_DIR", parse=as_path,
         text="Directory of what processes trace; the last of those that share it to end makes "
              "timeline.json there.")
+    status: bool = _set(TRACING, True,
+        text="Answer `fastps top` and fastps-run, over a Unix socket, for the same user alone.")
+    metrics_port: int = _set(TRACING, 0, allowed=(0, 65000),
+        text="Serve /metrics and /status.json at this port plus the local rank; 0: nowhere.")
+    metrics_host: str = _set(TRACING, "127.0.0.1",
+        text="Address to serve them at; any but the loopback needs a token.")
+    metrics_token_file: str = _set(TRACING, "", parse=as_path,
+        text="File of mode 0600 with what a Bearer must show there; not the job's token.")
     trace_file: str = _set(TRACING, "", parse=as_path,
         text="Timeline that fastps-run will make of the traces of this job; set by it.")
     telemetry_on: bool = _set(TRACING, True, "BYTEPS_TELEMETRY_ON",
@@ -420,6 +460,11 @@ class Config:
     def goes_on(self) -> bool:
         """Whether the job goes on without workers that are lost."""
         return self.on_loss == "reweight"
+
+    @property
+    def n_programs(self) -> int:
+        """How many processes run the user's program: workers, then validators."""
+        return self.size + self.num_validators
 
     def token_bytes(self) -> bytes:
         """Give the job token from `token`, else from `token_file`.
@@ -625,10 +670,17 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             f"FASTPS_RANK={config.rank} needs FASTPS_SIZE above it, but FASTPS_SIZE={config.size}"
         )
-    if config.goes_on and (config.num_servers or config.colocate == "on"):
+    if config.role == "validator" and 0 < config.num_validators <= (config.rank or 0):
         raise ConfigError(
-            "FASTPS_ON_LOSS=reweight is for jobs without servers: what these sum needs everybody. "
-            "Start none (`fastps-run -s 0`), and leave FASTPS_COLOCATE alone"
+            f"FASTPS_RANK={config.rank} of a validator needs FASTPS_NUM_VALIDATORS above it, but "
+            f"FASTPS_NUM_VALIDATORS={config.num_validators}"
+        )
+    serves = config.num_servers or config.colocate == "on"
+    if config.goes_on and serves and not config.num_validators:
+        raise ConfigError(
+            "FASTPS_ON_LOSS=reweight is for jobs without servers, or with validators: what "
+            "servers sum needs everybody. Start none (`fastps-run -s 0`), and leave "
+            "FASTPS_COLOCATE alone"
         )
     if 0 < config.chunk_bytes < MIN_CHUNK_BYTES:
         raise ConfigError(

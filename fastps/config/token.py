@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+from collections.abc import Mapping, Sequence
 
 from fastps.errors import ConfigError
 
@@ -20,7 +21,7 @@ MIN_BYTES = 16  # shorter tokens can be guessed by whoever saw one handshake
 
 def read_token(token: str, path: str, *, is_needed: bool) -> bytes:
     """Give a token, else what a file holds; nothing if there is none and none is needed."""
-    secret = token.encode().strip() or _read_file(path)
+    secret = token.encode().strip() or read_secret(path, "FASTPS_TOKEN_FILE")
     if not secret and is_needed:
         raise ConfigError(
             "this job has no token; start it with fastps-run, or set FASTPS_TOKEN_FILE to a "
@@ -37,35 +38,34 @@ def read_token(token: str, path: str, *, is_needed: bool) -> bytes:
     return secret
 
 
-def _read_file(path: str) -> bytes:
-    """Read the token from a private file; no path gives no token."""
+def read_secret(path: str, setting: str) -> bytes:
+    """Read a secret from a private file that a setting names; no path gives none."""
     if not path:
         return b""
     try:
         with open(path, "rb") as file:
-            _check_private(path, os.fstat(file.fileno()))
+            _check_private(path, setting, os.fstat(file.fileno()))
             text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"FASTPS_TOKEN_FILE={path!r} cannot be read: {error}") from error
+        raise ConfigError(f"{setting}={path!r} cannot be read: {error}") from error
     secret = text.strip()
     is_utf8 = secret.decode(errors="ignore").encode() == secret
     if not secret or len(text) > MAX_FILE_BYTES or not is_utf8:
         raise ConfigError(
-            f"FASTPS_TOKEN_FILE={path!r} must hold {MIN_BYTES} to {MAX_FILE_BYTES} bytes of UTF-8"
+            f"{setting}={path!r} must hold {MIN_BYTES} to {MAX_FILE_BYTES} bytes of UTF-8"
         )
     return secret
 
 
-def _check_private(path: str, status: os.stat_result) -> None:
+def _check_private(path: str, setting: str, status: os.stat_result) -> None:
     """Refuse a token file that others may read or that somebody else wrote."""
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o177:
         raise ConfigError(
-            f"FASTPS_TOKEN_FILE={path!r} has mode {mode:04o}: others may use it; "
-            f"run `chmod 600 {path}`"
+            f"{setting}={path!r} has mode {mode:04o}: others may use it; run `chmod 600 {path}`"
         )
     if status.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(f"FASTPS_TOKEN_FILE={path!r} belongs to user {status.st_uid}")
+        raise ConfigError(f"{setting}={path!r} belongs to user {status.st_uid}")
 
 
 def hold_token(token: str) -> tuple[str, str]:
@@ -92,3 +92,19 @@ def hide_token() -> None:
     if token:
         name, value = hold_token(token)
         os.environ[name] = value
+
+
+def enter_environment(variables: Mapping[str, str]) -> None:
+    """Let `load` find settings that came by a message."""
+    os.environ.update(variables)
+    hide_token()
+
+
+def leave_environment(names: Sequence[str]) -> None:
+    """Forget what enter_environment() was told by these names, and the token with it."""
+    kept = os.environ.pop("FASTPS_TOKEN_FILE", "")
+    ours = f"/proc/{os.getpid()}/fd/"
+    if kept.startswith(ours):
+        os.close(int(kept.removeprefix(ours)))
+    for name in names:
+        os.environ.pop(name, None)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastps.config import Config
-from fastps.control.collectives import join_names
+from fastps.control.blame import join_names
 from fastps.control.identity import host_of
 from fastps.control.protocol import AwaitStart, Job, Join, Leave, Member
 from fastps.errors import ConfigError
@@ -42,7 +42,7 @@ class Peer:
     @property
     def is_worker(self) -> bool:
         """Tell whether it takes part in collectives and declarations."""
-        return self.join.role == "worker"
+        return self.join.role in ("worker", "validator")
 
     @property
     def name(self) -> str:
@@ -60,6 +60,8 @@ def places(config: Config, role: str) -> tuple[int, str]:
     """Give the number of members of a role, and the setting that says so."""
     if role == "worker":
         return config.size, "FASTPS_SIZE"
+    if role == "validator":
+        return config.num_validators, "FASTPS_NUM_VALIDATORS"
     return config.num_servers, "FASTPS_NUM_SERVERS"
 
 
@@ -77,15 +79,20 @@ def refuse(
 
 
 def _refuse_size(join: Join, config: Config) -> str | None:
-    if join.role == "worker" and join.size not in (0, config.size):
+    if join.role != "server" and join.size not in (0, config.size):
         return (
-            f"this worker expects {join.size} worker(s), the scheduler {config.size}; "
+            f"this {join.role} expects {join.size} worker(s), the scheduler {config.size}; "
             "set FASTPS_SIZE to the same number everywhere"
         )
-    if join.role == "worker" and join.num_servers not in (0, config.num_servers):
+    if join.role != "server" and join.num_servers not in (0, config.num_servers):
         return (
-            f"this worker expects {join.num_servers} server(s), the scheduler "
+            f"this {join.role} expects {join.num_servers} server(s), the scheduler "
             f"{config.num_servers}; set FASTPS_NUM_SERVERS to the same number everywhere"
+        )
+    if join.role != "server" and join.num_validators != config.num_validators:
+        return (
+            f"this {join.role} expects {join.num_validators} validator(s), the scheduler "
+            f"{config.num_validators}; set FASTPS_NUM_VALIDATORS to the same number everywhere"
         )
     return None
 
@@ -134,10 +141,10 @@ def _refuse_links(join: Join, members: Sequence[Peer]) -> str | None:
 def _refuse_on_loss(join: Join, members: Sequence[Peer]) -> str | None:
     """Keep out who would end where the others go on, or the other way round."""
     for other in members:
-        if other.is_worker and join.role == "worker" and other.join.goes_on != join.goes_on:
+        if other.is_worker and join.role != "server" and other.join.goes_on != join.goes_on:
             return (
-                f"this worker and {other.full_name} differ in what the loss of a worker means; "
-                "set FASTPS_ON_LOSS to the same everywhere"
+                f"this {join.role} and {other.full_name} differ in what the loss of a worker "
+                "means; set FASTPS_ON_LOSS to the same everywhere"
             )
     return None
 
@@ -188,17 +195,19 @@ class Plan:
             config.job_id,
             generation,
             item.number or 0,
-            config.size,
+            config.n_programs,
             *local,
             self.members,
             self.owners,
             self.is_local,
+            config.num_validators,
         )
 
 
 def plan_job(config: Config, workers: list[Peer], servers: list[Peer]) -> Plan:
     """Number the machines and appoint joint servers; both groups are in rank order.
 
+    workers: and after them the validators, who alone are trusted to serve where there are some.
     Raises ConfigError when nobody can serve.
     """
     machines = _number_machines(workers + servers)
@@ -208,6 +217,9 @@ def plan_job(config: Config, workers: list[Peer], servers: list[Peer]) -> Plan:
     is_local = len(firsts) == 1 and not config.force_distributed
     joint: list[Peer] = []
     goes_on = workers[0].join.goes_on
+    judges = [item for item in workers if item.join.role == "validator"]
+    if judges:
+        return _plan_judged(config, workers, judges, servers, machines)
     if goes_on and servers:
         raise ConfigError("FASTPS_ON_LOSS=reweight is for jobs without servers: start none")
     if not (is_local or goes_on) and _wants_joint(config, list(firsts.values()), len(servers)):
@@ -223,6 +235,20 @@ def plan_job(config: Config, workers: list[Peer], servers: list[Peer]) -> Plan:
         server_weights(len(firsts), len(servers), is_colocated=bool(joint)),
         is_local,
     )
+
+
+def _plan_judged(
+    config: Config, workers: list[Peer], judges: list[Peer], servers: list[Peer],
+    machines: dict[str, int],
+) -> Plan:  # fmt: skip
+    """Let servers of their own, or else validators, serve: workers are trusted with nothing."""
+    is_joint = config.colocate == "on" or (config.colocate == "auto" and not servers)
+    joint = judges if is_joint else []
+    _check_serving(config, joint, len(servers), n_machines=len(machines), is_local=False)
+    peers = workers + servers
+    owners = tuple(peers.index(item) for item in servers + joint)
+    faces = tuple(_face(item, machines) for item in peers)
+    return Plan(tuple(peers), faces, owners, (1,) * len(owners), is_local=False)
 
 
 def _number_machines(members: list[Peer]) -> dict[str, int]:

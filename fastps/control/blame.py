@@ -21,9 +21,11 @@ from fastps.control.protocol import (
 )
 from fastps.errors import FastPSError, MismatchError, Status, error_of
 
+MISSED_BEATS = 3  # so many heartbeats without a sign of life are worth telling
 SUSPICION_S = 1.0  # how long a reported member may take to turn out dead by itself
 VERDICT_WAIT_S = 2.0  # how long a failed operation waits to hear who is to blame
 
+LEFT = "left the job while others still had work"
 # How an operation can have ended, where nobody knows more.
 ENDINGS = {
     Status.SHUTDOWN: "shutdown() was called before it was complete",
@@ -33,6 +35,12 @@ ENDINGS = {
     Status.SYS: "a system call on a link failed",
     Status.LINK_TIMEOUT: "a server's machine, or the network to it, is gone",
 }
+
+
+def join_names(names: list[str]) -> str:
+    """Write a list of members so that a thousand of them stay readable."""
+    shown = ", ".join(names[:16])
+    return shown if len(names) <= 16 else f"{shown} and {len(names) - 16} more"
 
 
 # ---- the scheduler ----
@@ -52,13 +60,17 @@ class Suspicion:
 class Suspicions:
     """Members, by peer number, that others cannot reach: they may turn out dead, or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_judged: bool = False) -> None:
+        """Begin; is_judged: workers may lie, and are not believed of others."""
+        self._is_judged = is_judged
         self._all: list[Suspicion] = []
 
     def add(
         self, suspect: tuple[int, str], reporter: tuple[int, str], report: str, now: float
     ) -> None:
         """Suspect a member, (peer, name), because another one reports a lost connection."""
+        if self._is_judged and reporter[1].startswith("worker"):
+            suspect, reporter = reporter, suspect
         (peer, name), (other, name_of_other) = suspect, reporter
         text = f"{name_of_other} lost its data connection to it: {report}"
         own = f"it lost its data connection to {name}: {report}"
@@ -89,6 +101,29 @@ class Suspicions:
     def clear(self) -> None:
         """Suspect nobody any more."""
         self._all.clear()
+
+
+def life_text(silent_s: float, *, heartbeat_s: float) -> str:
+    """Say whether a member that others cannot reach gives signs of life."""
+    if silent_s < MISSED_BEATS * heartbeat_s:
+        return "it is alive otherwise"
+    return f"it has given no sign of life for {silent_s:.1f} s"
+
+
+def start_text(missing: str, timeout_s: float) -> str:
+    """Say that a job cannot start in time; missing: who has joined, and who has not."""
+    return (
+        f"the job did not start within {round(timeout_s, 1):g} s: {missing}; start the missing "
+        "processes, or raise FASTPS_START_TIMEOUT_S if they are only slow"
+    )
+
+
+def silence_text(lease_s: float) -> str:
+    """Say that a member is taken for dead."""
+    return (
+        f"it was silent for longer than its lease of {lease_s:g} s (stopped, swapped out or cut "
+        "off); raise FASTPS_LEASE_S if such pauses are normal"
+    )
 
 
 # ---- a server ----
@@ -192,6 +227,8 @@ class Witness:
         )
         is_ours = seen == ENDINGS[Status.SHUTDOWN]
         cure = ". Restart the job" if failure.is_loss and not is_ours else ""
+        if LEFT in seen:
+            cure = f"; let all workers call join() where numbers of steps differ{cure}"
         if failure.culprit in self.lost:
             cure = "; what does not need it goes on, as do process sets without it"
         what = f"tensor {failure.tensor!r} cannot be reduced"
@@ -216,13 +253,14 @@ def _seen_here(failure: Failure) -> str:
 
 def left_text(rank: int | None) -> str:
     """Say that a worker left too early."""
-    return f"worker {rank} left the job while others still had work"
+    return f"worker {rank} {LEFT}"
 
 
-def stall_text(what: str, timeout_s: float) -> str:
-    """Say that an operation is not complete and nobody is lost."""
+def stall_text(what: str, why: str, timeout_s: float) -> str:
+    """Say that an operation is not complete and nobody is lost; why: what is known of that."""
     return (
-        f"{what} within {timeout_s:g} s although no process was reported lost: at least one "
-        "worker has not started this operation. Compare the names and the number of steps of all "
-        "workers, or raise FASTPS_OP_TIMEOUT_S"
+        f"{what} was not complete within {timeout_s:g} s: "
+        f"{why or 'the scheduler does not say who holds it up'}. Let all workers call the same "
+        "in the same order and equally often, or join() where they have different numbers of "
+        "steps; raise FASTPS_OP_TIMEOUT_S if they are only slow"
     )

@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import logging
 import os
+import select
 import socket
 import threading
 import time
@@ -31,13 +32,11 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from fastps._core import Pulse
-from fastps.auth import Purpose, derive_key
+from fastps.auth import Purpose
 from fastps.config import Config
-from fastps.control.dialling import dial
+from fastps.control.dialling import dial, dial_control, token_of
 from fastps.control.identity import host_id, machine_name
 from fastps.control.protocol import (
-    KEY_PURPOSE_CONTROL,
-    KEY_PURPOSE_DATA,
     LENGTH,
     MAX_BLOB_BYTES,
     Answer,
@@ -66,10 +65,13 @@ from fastps.control.protocol import (
     PeerLost,
     ReportLost,
     Request,
+    StallTold,
     Started,
     Tell,
     TensorSpec,
     ToScheduler,
+    Waiting,
+    Whereabouts,
     body_nbytes,
     check_name,
     failure_of,
@@ -77,6 +79,7 @@ from fastps.control.protocol import (
     text_of,
     unpack_to_member,
 )
+from fastps.control.stalls import ANSWER_S
 from fastps.errors import (
     ConfigError,
     FastPSError,
@@ -87,6 +90,7 @@ from fastps.errors import (
     ShutdownError,
     StallError,
 )
+from fastps.tokens import CONTROL, Keys, Token, make_keys, unseal_keys
 from fastps.transport import sockets
 from fastps.types import checked_seconds
 
@@ -95,6 +99,8 @@ log = logging.getLogger(__name__)
 GRACE_S = 2.0  # how much longer the client waits than the scheduler
 NOTICE_S = 5.0  # for each message that nobody waits for: to be written, not answered
 PULSE_PAYLOAD = b"\x01"
+LOOKS = 4  # at what waits, within the time of the stall watch
+MAX_LOOK_S = 2.5
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 
@@ -118,7 +124,7 @@ class ControlClient:
         self,
         config: Config,
         sock: socket.socket,
-        token: bytes,
+        token: Token,
         on_event: Callable[[Event], None],
     ) -> None:
         """Take over an authenticated connection; use connect() instead."""
@@ -141,9 +147,10 @@ class ControlClient:
         self._write_failure = ""
         self._pulse: Pulse | None = None
         self._job: Job | None = None
+        self.watch: Callable[[], None] = _nothing  # called now and then on the reader thread
         self.local_address: str = sock.getsockname()[0]
-        self.data_key: bytes = derive_key(token, KEY_PURPOSE_DATA, config.job_id)
-        self._control_key = derive_key(token, KEY_PURPOSE_CONTROL, config.job_id)
+        self.keys: Keys  # once the job has started
+        self._token = token
         sock.settimeout(None)
         _clients.add(self)
         self._reader = threading.Thread(target=self._read, name="fastps:control", daemon=True)
@@ -174,13 +181,14 @@ class ControlClient:
         TransportTimeout (no scheduler), StallError (members missing), PeerLostError.
         """
         deadline = time.monotonic() + config.start_timeout_s
-        token = config.token_bytes()
-        key = derive_key(token, KEY_PURPOSE_CONTROL, config.job_id)
-        sock = dial(config, key, purpose=Purpose.CONTROL, sender=0, deadline=deadline)
+        token = token_of(config)
+        sock = dial_control(config, token, deadline=deadline)
         client = cls(config, sock, token, on_event)
         try:
             join = _make_join(config, next(client._numbers), role, data_address, client)
             machine = machine or machine_name(config, is_shared=True)
+            if token.is_own and join.rank is None:
+                join = replace(join, rank=token.rank)
             join = replace(
                 join, unix=unix, machine=text_of(machine), gid=text_of(gid), serves=serves
             )
@@ -259,6 +267,12 @@ class ControlClient:
             return error
         raise ProtocolError("a dispute has no good end")
 
+    def who_stalls(self, waiting: Waiting) -> str:
+        """Ask who holds up an operation; blocks while others are asked where they are."""
+        message = replace(waiting, request=next(self._numbers))
+        what = f"asking who holds up {waiting.what}"
+        return self._ask(message, StallTold, what=what, timeout_s=2 * ANSWER_S).text
+
     def clock_ns(self) -> int:
         """Ask what time it is at the scheduler, on its CLOCK_MONOTONIC; nanoseconds."""
         message = AskClock(next(self._numbers))
@@ -286,6 +300,14 @@ class ControlClient:
     def tell(self, members: Sequence[int], data: bytes) -> None:
         """Let workers know something, as the event Told."""
         self._tell(Tell(tuple(members), data))
+
+    def tell_waiting(self, waiting: Waiting) -> None:
+        """Let the scheduler find out, and log, who holds up an operation."""
+        self._tell(waiting)
+
+    def tell_where(self, answer: Whereabouts) -> None:
+        """Answer a Locate."""
+        self._tell(answer)
 
     def verdict(
         self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False
@@ -339,6 +361,7 @@ class ControlClient:
             self._sock.close()
         _clients.discard(self)
         self._on_event = _ignore  # whoever owns us is in no cycle and goes at once
+        self.watch = _nothing
 
     # ---- joining ----
 
@@ -350,11 +373,18 @@ class ControlClient:
         wait = AwaitStart(next(self._numbers), remaining_s)
         started = self._ask(wait, Started, what="the start of the job", timeout_s=remaining_s)
         self._job = started.job
+        self.keys = self._make_keys(started)
+
+    def _make_keys(self, started: Started) -> Keys:
+        job, job_id = started.job, self._config.job_id
+        if self._token.is_own:
+            return unseal_keys(self._token, job_id, started.keys)
+        return make_keys(self._token, job_id, job.me, job.members[job.me].machine)
 
     def _start_pulse(self, member: int, deadline: float) -> None:
         with dial(
             self._config,
-            self._control_key,
+            self._token.key(CONTROL, self._config.job_id),
             purpose=Purpose.PULSE,
             sender=member,
             deadline=deadline,
@@ -385,8 +415,8 @@ class ControlClient:
             answer = future.result(max(deadline - time.monotonic(), 0))
         except TimeoutError as error:
             raise StallError(
-                f"{what}: the scheduler did not answer within {timeout_s:g} s; is its process or "
-                "machine stopped or overloaded? Raise the timeout if it is only slow"
+                f"{what}: the scheduler did not answer within {round(timeout_s, 1):g} s; is its "
+                "process or machine stopped or overloaded? Raise the timeout if it is only slow"
             ) from error
         finally:
             with self._lock:
@@ -458,7 +488,21 @@ class ControlClient:
             cause = f"the connection broke: {error.strerror or error}"
         self._scheduler_lost(cause)
 
+    def _watch_until_readable(self) -> None:
+        """Look at what waits, every now and then, until there is something to read."""
+        look_s = min(self._config.stall_watch_s / LOOKS, MAX_LOOK_S)
+        poll = select.poll()
+        with contextlib.suppress(ValueError):  # we were closed meanwhile: so reading will say
+            poll.register(self._sock, select.POLLIN)
+        while self._sock.fileno() >= 0 and not poll.poll(look_s * 1000):
+            try:
+                self.watch()
+            except Exception:
+                log.exception("looking at what waits failed")
+
     def _read_body(self) -> bytes | bytearray | None:
+        if self._config.stall_watch_s:
+            self._watch_until_readable()
         prefix = sockets.read_blocking(self._sock, LENGTH.size)
         if not prefix:
             return None
@@ -513,7 +557,8 @@ class ControlClient:
             self._deliver(lost)
 
     def _lost_scheduler(self, cause: str) -> PeerLost:
-        return PeerLost("scheduler", 0, self._config.scheduler_host, 0, cause)
+        goes_on = self._config.goes_on and not self._config.num_validators
+        return PeerLost("scheduler", 0, self._config.scheduler_host, 0, cause, goes_on=goes_on)
 
     def _end(self, cause: FastPSError) -> bool:
         """Fail what waits now and later; False if that was done before."""
@@ -549,6 +594,10 @@ def _ignore(event: Event) -> None:
     """Take an event that nobody waits for any more."""
 
 
+def _nothing() -> None:
+    """Look at nothing."""
+
+
 def _make_join(
     config: Config,
     number: int,
@@ -557,7 +606,7 @@ def _make_join(
     client: ControlClient,
 ) -> Join:
     host, port = data_address or (client.local_address, 0)
-    is_worker = role == "worker"
+    is_worker = role != "server"
     return Join(
         request=number,
         role=role,
@@ -575,4 +624,5 @@ def _make_join(
         unix="",
         links_per_peer=config.links_per_peer,
         goes_on=config.goes_on,
+        num_validators=config.num_validators if is_worker else 0,
     )

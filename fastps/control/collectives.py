@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from fastps.control.blame import join_names
 from fastps.control.protocol import (
     MAX_BLOB_BYTES,
     Blob,
@@ -22,19 +23,15 @@ from fastps.control.protocol import (
     Forget,
     Meeting,
     ToMember,
+    Waiting,
 )
+from fastps.control.stalls import LEAST_S, Stalls
 
 Answers: TypeAlias = list[tuple[int, ToMember]]
 Key: TypeAlias = tuple[str, str]  # kind and name
 
 MAX_BLOBS_HELD_BYTES = 4 * MAX_BLOB_BYTES  # objects of roots that wait for the others
 MAX_MEETINGS = 4096  # names in use at once; more is a run-away program
-
-
-def join_names(names: list[str]) -> str:
-    """Write a list of members so that a thousand of them stay readable."""
-    shown = ", ".join(names[:16])
-    return shown if len(names) <= 16 else f"{shown} and {len(names) - 16} more"
 
 
 def workers_text(ranks: list[int]) -> str:
@@ -56,6 +53,8 @@ Farewell: TypeAlias = Callable[[Mapping[int, Entry]], Answers]
 
 @dataclass
 class _Meeting:
+    began: float
+    watch_s: float  # when next to say who is missing
     entries: dict[int, Entry] = field(default_factory=dict)  # by rank
 
     def deadline(self) -> float:
@@ -65,11 +64,22 @@ class _Meeting:
 class Collectives:
     """All barriers and blobs in progress."""
 
-    def __init__(self, size: int, forget: Farewell, *, goes_on: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        forget: Farewell,
+        *,
+        goes_on: bool = False,
+        watch_s: float = 0.0,
+        peers: Mapping[int, tuple[int, str]] | None = None,
+    ) -> None:
         """Serve `size` workers; forget: called with who asked, once all have.
 
-        goes_on: who is gone is not waited for.
+        goes_on: who is gone is not waited for. watch_s: a meeting that takes longer is told of; 0:
+        none. peers: connection and full name of each worker, by rank.
         """
+        self.stalls = Stalls(peers or {}, self._elsewhere)
+        self._watch_s = watch_s or float("inf")
         self._size = size
         self._goes_on = goes_on
         self._forget = forget
@@ -78,15 +88,17 @@ class Collectives:
         self._held_bytes = 0
         self._settled: dict[Key, tuple[set[int], str]] = {}  # disputes, and who has yet to hear
 
-    def enter(self, rank: int, peer: int, asked: Meeting, now: float) -> Answers:
-        """Let a worker wait in a meeting; give what this decides."""
+    def enter(self, rank: int, peer: int, asked: Meeting | Waiting, now: float) -> Answers:
+        """Let a worker wait in a meeting, or say what it waits for; give what this decides."""
+        if isinstance(asked, Waiting):
+            return self.stalls.ask(rank, peer, asked, now)
         key = _key(asked)
         if rank in self._settled.get(key, ((), ""))[0]:
             return [(peer, Failed(asked.request, "mismatch", self._hear(key, rank)))]
         refusal = self._refuse(key, rank, asked)
         if refusal is not None:
             return [(peer, refusal)]
-        meeting = self._meetings.setdefault(key, _Meeting())
+        meeting = self._meetings.setdefault(key, _Meeting(now, self._watch_s))
         meeting.entries[rank] = Entry(peer, asked, now + asked.timeout_s)
         if isinstance(asked, Blob):
             self._held_bytes += len(asked.data or b"")
@@ -109,6 +121,7 @@ class Collectives:
     def remove(self, rank: int) -> Answers:
         """Forget a worker that left; meetings that need it fail."""
         self._gone.add(rank)
+        self.stalls.remove(rank)
         for meeting in self._meetings.values():
             meeting.entries.pop(rank, None)
         return [answer for key in list(self._meetings) for answer in self._decide(key)]
@@ -119,13 +132,34 @@ class Collectives:
         return [answer for key in keys for answer in self._end(key, kind, message)]
 
     def expire(self, now: float) -> Answers:
-        """End the meetings that somebody has waited for too long."""
+        """End the meetings that somebody has waited for too long; look into long ones."""
         late = [key for key, meeting in self._meetings.items() if meeting.deadline() <= now]
-        return [answer for key in late for answer in self._end(key, "stall", self._late_text(key))]
+        found = [
+            answer for key in late for answer in self._end(key, "stall", self._late_text(key))
+        ]
+        for key, meeting in self._meetings.items():
+            if meeting.began + meeting.watch_s <= now:
+                meeting.watch_s *= 2
+                found += self.stalls.look(_what(key), meeting.entries, now - meeting.began, now)
+        return found + self.stalls.expire(now)
+
+    def look(self, now: float) -> Answers:
+        """Find out, and log, why meetings that have gone on for a while are not complete."""
+        return [
+            answer
+            for key, meeting in self._meetings.items()
+            if now - meeting.began >= LEAST_S
+            for answer in self.stalls.look(_what(key), meeting.entries, now - meeting.began, now)
+        ]
 
     def next_deadline(self) -> float | None:
         """Give the time when expire() has something to do."""
-        return min((meeting.deadline() for meeting in self._meetings.values()), default=None)
+        times = [
+            min(meeting.deadline(), meeting.began + meeting.watch_s)
+            for meeting in self._meetings.values()
+        ]
+        inquiry = self.stalls.next_deadline()
+        return min(times if inquiry is None else [*times, inquiry], default=None)
 
     def waiting(self) -> Iterator[tuple[int, int]]:
         """List (peer, request) of everybody who waits."""

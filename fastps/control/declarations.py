@@ -4,6 +4,8 @@
 Decides the id, the pieces and their servers of each tensor, runs the job's only Placement, and
 compares what each worker declares with what the first one declared. Pure: time is an argument,
 answers are returned as (peer, message) pairs. Knows nothing of connections.
+Of names whose values validators give, their word counts: workers wait for it, and who says
+something else is refused alone.
 A name that all workers forget is free when every server has dropped its keys; its id is used
 again, with versions that go on, when every worker has said that it dropped it too.
 Invariants: a declaration is answered exactly once, when every server holds all its keys or when
@@ -13,6 +15,7 @@ some server has not dropped in time: nobody knows who still holds it.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +26,9 @@ from msgspec.structs import astuple
 
 from fastps.coding import PLAIN, Coding
 from fastps.config import Config
-from fastps.contract import PROMPT, Compensation, Policy
-from fastps.control.collectives import Answers, Entry, join_names, workers_text
+from fastps.contract import ALONE, PROMPT, Compensation, Gathering, Givers, Policy
+from fastps.control.blame import join_names
+from fastps.control.collectives import Answers, Entry, workers_text
 from fastps.control.protocol import (
     Code,
     Declare,
@@ -49,6 +53,7 @@ from fastps.partition import MAX_PIECES, Placement, check_tensor, cut_tensor, mo
 from fastps.rules import SUMMED, Rule
 from fastps.types import DType
 
+_EARLY = -1  # a batch that no server has, of declarations for which validators have no word yet
 MAX_POISON_LINES = 4  # tensors named in one MismatchError; the rest are counted
 MAX_VERSION = 1 << 31  # an id that has come so far is not used again: versions have 32 bits
 _ITEMSIZES = {int(code): code.itemsize for code in DType}
@@ -66,9 +71,11 @@ class _Terms(msgspec.Struct, frozen=True, array_like=True):
     coding: Coding = PLAIN
     rule: Rule = SUMMED
     compensation: Compensation = PROMPT
+    givers: Givers = Givers.WORKERS
+    gathering: Gathering = ALONE
 
 
-_USUAL = (Policy.SUM, 0, PLAIN, SUMMED, PROMPT)
+_USUAL = (Policy.SUM, 0, PLAIN, SUMMED, PROMPT, Givers.WORKERS, ALONE)
 
 
 def _short(layout: Layout) -> tuple[Any, ...]:
@@ -88,6 +95,7 @@ class _Facts(msgspec.Struct, frozen=True, array_like=True):
     version: int  # that the tensors with this id before have reached
 
 
+log = logging.getLogger(__name__)
 _pack = msgspec.msgpack.Encoder().encode
 _unpack_facts = msgspec.msgpack.Decoder(_Facts).decode
 
@@ -123,6 +131,7 @@ class _Waiting:
     tensors: tuple[_Tensor, ...]
     batches: frozenset[int]
     is_farewell: bool = False
+    early: Declare | None = None  # of a worker, for which validators have no word yet
 
 
 class Declarations:
@@ -153,13 +162,21 @@ class Declarations:
         self._unready: dict[int, set[int]] = {}  # batch -> owners that have not answered
         self._batches = 0
         self._waiting: list[_Waiting] = []
+        self._n_workers = config.size
+        self._judged: set[str] = set()  # names that validators have declared to be theirs
+        self.refused = 0  # declarations of workers, against the validators' word
 
     def declare(self, rank: int, peer: int, asked: Declare, now: float) -> Answers:
         """Take a batch of a worker; answer it now or when the servers are ready."""
         refusal = self._refuse(asked)
         if refusal is not None:
             return [(peer, Failed(asked.request, "config", refusal))]
-        out: Answers = []
+        if rank < self._n_workers and (wrong := self._otherwise(rank, asked)):
+            return [(peer, Failed(asked.request, "mismatch", wrong))]
+        if rank < self._n_workers and self._is_early(asked):
+            self._wait_for_validators(rank, peer, asked, now)
+            return []
+        out = self._make_way(asked) if rank >= self._n_workers else []
         new: list[KeySpec] = []
         tensors: list[_Tensor] = []
         for spec in asked.specs:
@@ -179,7 +196,54 @@ class Declarations:
         self._waiting.append(
             _Waiting(rank, peer, asked.request, asked.timeout_s, deadline, tuple(tensors), batches)
         )
-        return out + self._settle()
+        return out + self._settle() + (self._resume() if rank >= self._n_workers else [])
+
+    # ---- names of validators ----
+
+    def _otherwise(self, rank: int, asked: Declare) -> str:
+        """Say what a worker declares that is the validators', and not as they do."""
+        for spec in asked.specs:
+            if spec.name in self._judged and not self._tensors[spec.name].is_like(spec):
+                text = self._mismatch_text(self._tensors[spec.name], rank, spec)
+                self.refused += 1
+                log.warning("refused a declaration (%d so far): %s", self.refused, text)
+                return text
+        return ""
+
+    def _is_early(self, asked: Declare) -> bool:
+        return any(
+            spec.givers is Givers.VALIDATORS and spec.name not in self._judged
+            for spec in asked.specs
+        )
+
+    def _wait_for_validators(self, rank: int, peer: int, asked: Declare, now: float) -> None:
+        self._unready[_EARLY] = set()
+        self._waiting.append(
+            _Waiting(rank, peer, asked.request, asked.timeout_s, now + asked.timeout_s, (),
+                     frozenset([_EARLY]), early=asked)
+        )  # fmt: skip
+
+    def _make_way(self, asked: Declare) -> Answers:
+        """Take names for a validator, also from workers that have declared them before."""
+        out: Answers = []
+        for spec in asked.specs:
+            if spec.givers is Givers.VALIDATORS and spec.name not in self._judged:
+                self._judged.add(spec.name)
+                tensor = self._tensors.pop(spec.name, None)
+                if tensor is not None:
+                    text = f"tensor {spec.name!r} is the validators', who have declared it"
+                    out += self._poison(tensor, "mismatch", text)
+        return out
+
+    def _resume(self) -> Answers:
+        """Take up the declarations that waited for validators, as of when they came."""
+        early = [item for item in self._waiting if item.early is not None]
+        self._waiting = [item for item in self._waiting if item.early is None]
+        out: Answers = []
+        for item in early:
+            assert item.early is not None
+            out += self.declare(item.rank, item.peer, item.early, item.deadline - item.timeout_s)
+        return out
 
     def keys_ready(self, owner: int, batch: int) -> Answers:
         """Note that an owner holds the keys of a batch."""
@@ -275,6 +339,7 @@ class Declarations:
         usable = [item for item in self._leaving.pop(batch, ()) if item[0].poison is None]
         for tensor, version in usable:
             del self._tensors[tensor.name]
+            self._judged.discard(tensor.name)
             facts = tensor.facts
             for nbytes, owner in facts.pieces:
                 self._placement.add_load(self._numbers.index(owner), -nbytes)
@@ -317,6 +382,7 @@ class Declarations:
         try:
             spec.coding.check()
             spec.rule.check()
+            spec.gathering.check()
         except ValueError as error:
             raise ConfigError(f"{error}") from None
         if spec.name in self._tensors:
@@ -345,7 +411,8 @@ class Declarations:
         packed = _pack((_short(spec.layout), pieces, tensor_id, version))
         tensor = _Tensor(spec.name, packed, self._batches)
         self._tensors[spec.name] = tensor
-        terms = (spec.policy, spec.staleness, version, spec.coding, spec.rule, spec.compensation)
+        terms = (spec.policy, spec.staleness, version, spec.coding, spec.rule, spec.compensation,
+                 spec.givers, spec.gathering)  # fmt: skip
         return tensor, KeySpec(tensor_id, spec.name, spec.dtype, spec.chunk_bytes, pieces, *terms)
 
     def _announce(self, keys: DeclareKeys | ForgetKeys) -> Answers:
@@ -399,6 +466,12 @@ class Declarations:
         )
 
     def _late_text(self, item: _Waiting) -> str:
+        if item.early is not None:
+            wanted = join_names([repr(spec.name) for spec in item.early.specs])
+            return (
+                f"declaring {wanted} timed out after {item.timeout_s:g} s; no validator has "
+                "declared them; do they make the same HeldParameters?"
+            )
         owners = sorted(set().union(*(self._unready.get(batch, ()) for batch in item.batches)))
         names = [repr(tensor.name) for tensor in item.tensors]
         what = "forgetting" if item.is_farewell else "declaring"
@@ -428,4 +501,5 @@ def _full_side(layout: Layout) -> str:
         f" under {layout[4].name} (staleness {layout[5]}), {layout[6]}"
         + (f", {layout[7]}" if layout[7].has_meaning() else "")
         + (f", {layout[8]}" if layout[8].strength else "")
+        + (f", {layout[10]}" if layout[4] is Policy.GATHERED else "")
     )

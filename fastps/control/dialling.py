@@ -12,19 +12,28 @@ import logging
 import socket
 import time
 
-from fastps.auth import ClientHandshake, Purpose, derive_key
+from fastps.auth import ClientHandshake, Purpose
 from fastps.config import Config
-from fastps.control.protocol import KEY_PURPOSE_CONTROL, Absent, pack_to_scheduler
+from fastps.control.protocol import Absent, pack_to_scheduler
 from fastps.errors import AuthError, ConfigError, FastPSError, ProtocolError, TransportTimeout
+from fastps.tokens import CONTROL, Token, parse
 from fastps.transport import sockets
 
 log = logging.getLogger(__name__)
 
 
 def dial(
-    config: Config, key: bytes, *, purpose: Purpose, sender: int, deadline: float
+    config: Config,
+    key: bytes,
+    *,
+    purpose: Purpose,
+    sender: int,
+    deadline: float,
+    lane: int = 0,
 ) -> socket.socket:
     """Give an authenticated connection to the scheduler.
+
+    sender, lane: of a member's own token, its rank and Token.lane.
 
     Raises ConfigError (no address, unknown host), AuthError and ProtocolError at once,
     TransportTimeout when nobody could be reached before the deadline.
@@ -39,9 +48,8 @@ def dial(
     last = ""
     for _ in sockets.attempts(deadline):
         try:
-            return _dial_once(
-                config, ClientHandshake(key, purpose=purpose, sender=sender), deadline
-            )
+            handshake = ClientHandshake(key, purpose=purpose, sender=sender, lane=lane)
+            return _dial_once(config, handshake, deadline)
         except socket.gaierror as error:
             last = f"unknown host ({error.strerror})"
             if time.monotonic() >= name_deadline:
@@ -52,14 +60,26 @@ def dial(
     raise _unreachable(config, last, time.monotonic() - began)
 
 
+def dial_control(config: Config, token: Token, *, deadline: float) -> socket.socket:
+    """Give a control connection, of who the token proves; see dial()."""
+    return dial(
+        config, token.key(CONTROL, config.job_id), purpose=Purpose.CONTROL, sender=token.rank,
+        lane=token.lane, deadline=deadline,
+    )  # fmt: skip
+
+
+def token_of(config: Config) -> Token:
+    """Give this process's token. Raises ConfigError."""
+    return parse(config.token_bytes(), config.role, config.rank)
+
+
 def tell_absent(config: Config, message: Absent, *, timeout_s: float) -> None:
     """Tell the scheduler, from another machine, that a process has ended; blocks to timeout_s.
 
     Raises as dial() does, and OSError.
     """
-    key = derive_key(config.token_bytes(), KEY_PURPOSE_CONTROL, config.job_id)
-    deadline = time.monotonic() + timeout_s
-    with dial(config, key, purpose=Purpose.CONTROL, sender=0, deadline=deadline) as sock:
+    token = parse(config.token_bytes(), message.role, message.rank)
+    with dial_control(config, token, deadline=time.monotonic() + timeout_s) as sock:
         sock.settimeout(timeout_s)
         sock.sendall(pack_to_scheduler(message))
 

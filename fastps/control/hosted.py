@@ -40,6 +40,11 @@ class HostedScheduler:
         self._thread.start()
         self._is_up.wait(_END_S)
 
+    @property
+    def members(self) -> int:
+        """Count who has joined and not left."""
+        return self._scheduler.statistics().members
+
     def close(self, timeout_s: float) -> None:
         """Wait up to timeout_s seconds until all members have left, then end the thread."""
         with contextlib.suppress(RuntimeError):  # the job is over, and the loop with it

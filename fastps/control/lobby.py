@@ -7,9 +7,11 @@ connection tells; where that process has a rank, nobody else will come in its pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+from fastps.control.admission import Peer
+from fastps.control.blame import join_names
 from fastps.control.protocol import Absent
 
 Place: TypeAlias = tuple[str, int]  # role and rank
@@ -58,6 +60,16 @@ class Absentees:
     def first(self, present: set[Place]) -> Absent | None:
         """Give the first one that has ended and is not, or no longer, a member."""
         return next((self._ended[place] for place in self._ended if place not in present), None)
+
+    def describe(self, role: str, total: int, present: Sequence[Peer]) -> Iterator[str]:
+        """Count who is there; name the missing ranks if the ranks are known already."""
+        yield f"{len(present)} of {total} {role}s joined"
+        known = {item.rank for item in present}
+        if len(present) < total and present and None not in known:
+            absent = [self.name(role, rank) for rank in range(total) if rank not in known]
+            yield f"missing: {join_names(absent)}"
+        if present and len(present) < total:
+            yield f"here: {join_names([item.full_name for item in present])}"
 
     def name(self, role: str, rank: int) -> str:
         """Name who is missing, with the machine where that is known."""

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from fastps.config import Config
 from fastps.control.admission import Peer, Plan, local_ranks, number, places, plan_job, refuse
-from fastps.control.blame import Suspicions
-from fastps.control.collectives import Answers, Collectives, join_names
+from fastps.control.blame import Suspicions, join_names, life_text, silence_text, start_text
+from fastps.control.collectives import Answers, Collectives
 from fastps.control.declarations import Declarations
 from fastps.control.lobby import Absentees, Place, StartWatch
 from fastps.control.protocol import (
@@ -46,6 +46,7 @@ from fastps.control.protocol import (
     KeysFailed,
     KeysReady,
     Leave,
+    Locate,
     Malformed,
     Meeting,
     NewGeneration,
@@ -59,12 +60,13 @@ from fastps.control.protocol import (
     Told,
     ToMember,
     ToScheduler,
+    Waiting,
+    Whereabouts,
 )
 from fastps.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MISSED_BEATS = 3  # so many heartbeats without a sign of life are worth telling
 MAX_NOTES = 8  # departures before the start that are told to those who wait
 
 
@@ -115,9 +117,11 @@ class Membership:
         self.first_cause: PeerLost | None = None
         self._config = config
         self._peers: dict[int, Peer] = {}
-        self._suspicions = Suspicions()
+        self._suspicions = Suspicions(is_judged=config.num_validators > 0)
         self._departure = ""  # who stopped serving while others were at work
         self._notes: list[str] = []
+        self._to_end: set[Place] = set()  # by their launcher
+        self._why_to_end = ""
         self._out: list[Action] = []
         self._idle_until = now + config.start_timeout_s
         self._watch = StartWatch(config.start_watch_s, now=now)
@@ -127,7 +131,7 @@ class Membership:
         self._end_reason = ""
         self._end_code = 0
         self._declarations = Declarations(config, owners={})
-        self._collectives = Collectives(config.size, self._declarations.forget)
+        self._collectives = Collectives(config.n_programs, self._declarations.forget)
 
     # ---- what happened ----
 
@@ -157,6 +161,8 @@ class Membership:
             self._pass_on(member, message)
         elif isinstance(message, Dropped):
             self._declarations.dropped(peer, message.request)
+        elif isinstance(message, Whereabouts):
+            self._send_all(self._collectives.stalls.told(member.number, message))
         else:
             self._collective(member, message, now)
         return self._drain(now)
@@ -193,11 +199,28 @@ class Membership:
             self._end(reason, 0 if self.first_cause is None else 1, now)
         return self._drain(now)
 
+    def inquire(self, now: float) -> list[Action]:
+        """Find out, and log, who waits for whom."""
+        workers = self._of_role("worker")
+        self._out += [Send(item.peer, Locate(0, "")) for item in workers if item.is_working]
+        self._send_all(self._collectives.look(now))
+        return self._drain(now)
+
+    @property
+    def inquiries(self) -> int:
+        """Count the operations of which workers are asked just now."""
+        return self._collectives.stalls.count
+
+    def expect_ends(self, places: Iterable[Place], why: str) -> None:
+        """Take a launcher's word that it ends these processes, and why."""
+        self._to_end.update(places)
+        self._why_to_end = why
+
     def tick(self, now: float) -> list[Action]:
         """Do what is due; to be called at next_deadline()."""
         for member in list(self._peers.values()):
             if member.lease_until <= now:
-                self._drop(member.peer, self._silence_text(), now)
+                self._drop(member.peer, silence_text(self._config.lease_s), now)
         for suspicion in self._suspicions.due(now):
             text = f"{suspicion.text}; {self._life_text(suspicion.suspect, now)}"
             self._drop(suspicion.suspect, text, now)
@@ -213,8 +236,7 @@ class Membership:
         if self._idle_until <= now:
             self._idle_timed_out(now)
         if self._watch.due <= now:
-            waited_s = self._watch.say(now)
-            log.warning("no start after %.0f s: %s", waited_s, self.missing_text())
+            log.warning("no start after %.0f s: %s", self._watch.say(now), self.missing_text())
         return self._drain(now)
 
     def next_deadline(self) -> float | None:
@@ -236,11 +258,9 @@ class Membership:
     def pending(self) -> set[tuple[int, int]]:
         """List (peer, request) of all unanswered requests."""
         waiting = set(self._collectives.waiting()) | set(self._declarations.waiting())
-        for member in self._peers.values():
-            for asked in (member.start_request, member.leave_request):
-                if asked is not None:
-                    waiting.add((member.peer, asked.request))
-        return waiting
+        asked = ((one.peer, what) for one in self._peers.values()
+                 for what in (one.start_request, one.leave_request))  # fmt: skip
+        return waiting | {(peer, what.request) for peer, what in asked if what is not None}
 
     def members(self) -> tuple[tuple[int, str, int | None], ...]:
         """List (peer, role, rank) of everybody in the job or its lobby."""
@@ -249,11 +269,13 @@ class Membership:
     def missing_text(self) -> str:
         """Say who has joined, who has not, and who came and went."""
         if self.phase is Phase.RUNNING:
-            running = [item.full_name for item in self._of_role("worker") if item.is_working]
+            running = [item.full_name for item in self._programs() if item.is_working]
             return f"the job's earlier run goes on: {join_names(running)} did not leave it"
+        judges = ["validator"] if self._config.num_validators else []
         parts: list[str] = []
-        for role in ("worker", "server"):
-            parts += self._missing_of_role(role)
+        for role in ("worker", *judges, "server"):
+            total = places(self._config, role)[0]
+            parts += self._absentees.describe(role, total, self._of_role(role))
         return "; ".join(parts + [f"earlier: {note}" for note in self._notes])
 
     # ---- joining ----
@@ -271,7 +293,7 @@ class Membership:
             return
         lease = now + self._config.lease_s + self._config.handshake_timeout_s
         self._peers[peer] = Peer(peer, join, join.rank, lease)
-        if join.role == "worker" or self.generation == 1:
+        if join.role != "server" or self.generation == 1:
             self._idle_until = float("inf")
         self._send(peer, Joined(join.request, peer))
 
@@ -289,14 +311,14 @@ class Membership:
 
     def _rivals(self, role: str) -> list[Peer]:
         """List those who compete with a newcomer for places and ranks."""
-        if role == "worker" and self._has_worker_left():
+        if role != "server" and self._has_worker_left():
             return [item for item in self._of_role(role) if not item.has_started]
         return self._of_role(role)
 
     def _has_worker_left(self) -> bool:
         """Tell whether some, not all, workers of this generation have left."""
-        working = [item for item in self._of_role("worker") if item.is_working]
-        return self.phase is Phase.RUNNING and len(working) < self._config.size
+        working = [item for item in self._programs() if item.is_working]
+        return self.phase is Phase.RUNNING and len(working) < self._config.n_programs
 
     def _await_start(self, member: Peer, message: AwaitStart, now: float) -> None:
         if member.has_started or member.start_request is not None:
@@ -328,12 +350,13 @@ class Membership:
     def _start_if_complete(self, now: float) -> None:
         if self.phase is not Phase.LOBBY:
             return
-        workers, servers = self._of_role("worker"), self._of_role("server")
-        if len(workers) < self._config.size or len(servers) < self._config.num_servers:
+        workers, servers = self._programs(), self._of_role("server")
+        if len(workers) < self._config.n_programs or len(servers) < self._config.num_servers:
             return
         if any(not item.has_started and item.start_request is None for item in workers + servers):
             return
-        self._start(number(workers), number(servers), now)
+        judges = number(self._of_role("validator"))
+        self._start(number(self._of_role("worker")) + judges, number(servers), now)
 
     def _start(self, workers: list[Peer], servers: list[Peer], now: float) -> None:
         try:
@@ -355,8 +378,10 @@ class Membership:
         )
         self._goes_on = workers[0].join.goes_on
         self._collectives = Collectives(
-            self._config.size, self._declarations.forget, goes_on=self._goes_on
-        )
+            self._config.n_programs, self._declarations.forget, goes_on=self._goes_on,
+            watch_s=self._config.stall_watch_s,
+            peers={item.number or 0: (item.peer, item.full_name) for item in workers},
+        )  # fmt: skip
         for group in (servers, workers):
             self._tell_started(plan, group)
 
@@ -374,20 +399,17 @@ class Membership:
     def _start_timed_out(self, member: Peer, now: float) -> None:
         request = member.start_request
         assert request is not None
-        text = (
-            f"the job did not start within {request.timeout_s:g} s: {self.missing_text()}; start "
-            "the missing processes, or raise FASTPS_START_TIMEOUT_S if they are only slow"
-        )
+        text = start_text(self.missing_text(), request.timeout_s)
         self._send(member.peer, Failed(request.request, "stall", text))
         member.start_request = None
         self._drop(member.peer, "gave up waiting for the job to start", now)
 
     # ---- at work ----
 
-    def _collective(self, member: Peer, message: Declare | Meeting, now: float) -> None:
+    def _collective(self, member: Peer, message: Declare | Meeting | Waiting, now: float) -> None:
         if self._answer_ended(member, message.request):
             return
-        rank = member.rank
+        rank = member.number
         if not (member.is_worker and member.is_working) or rank is None:
             text = f"{type(message).__name__.lower()} is for workers of a started job"
             self._fail(member, message.request, "protocol", text)
@@ -453,7 +475,7 @@ class Membership:
         assert member.number is not None
         self._out += [
             Send(item.peer, OwnerLeft(member.number))
-            for item in self._of_role("worker")
+            for item in self._programs()
             if item.is_working
         ]
         if not self._departure:
@@ -486,7 +508,7 @@ class Membership:
         return (
             self.phase is Phase.RUNNING
             and owner.is_owner
-            and any(item.is_working for item in self._of_role("worker"))
+            and any(item.is_working for item in self._programs())
         )
 
     def _drop(self, peer: int, cause: str, now: float) -> None:
@@ -495,13 +517,15 @@ class Membership:
         if member is None:
             return
         is_first = self.first_cause is None and self.phase is not Phase.OVER
+        if (member.join.role, member.rank) in self._to_end:
+            is_first, cause = False, self._why_to_end
         log.log(
             logging.WARNING if is_first else logging.INFO,
             "%s is lost: %s",
             member.full_name,
             cause,
         )
-        if member.has_started and self.phase is Phase.RUNNING and self._goes_on:
+        if member.has_started and self.phase is Phase.RUNNING and self._can_spare(member):
             self._lose(member, cause)
         elif member.has_started and self.phase is Phase.RUNNING:
             self._break(member, cause)
@@ -513,9 +537,12 @@ class Membership:
 
     def _lost(self, member: Peer, cause: str) -> PeerLost:
         text, join = self._suspicions.cause(member.peer, cause), member.join
-        return PeerLost(
-            join.role, member.rank or 0, join.hostname, join.pid, text, goes_on=self._goes_on
-        )
+        goes_on = self._can_spare(member)
+        return PeerLost(join.role, member.rank or 0, join.hostname, join.pid, text, goes_on)
+
+    def _can_spare(self, member: Peer) -> bool:
+        """Tell whether the job goes on without a member; not without one that is trusted."""
+        return self._goes_on and member.join.role == "worker"
 
     def _lose(self, member: Peer, cause: str) -> None:
         """Let the others go on without a worker: tell everybody, the lost one included."""
@@ -550,14 +577,12 @@ class Membership:
 
     def _after_departure(self, now: float) -> None:
         """Begin what comes when the last worker or the last member has gone."""
-        if self.phase is Phase.RUNNING and not any(
-            item.is_working for item in self._of_role("worker")
-        ):
+        if self.phase is Phase.RUNNING and not any(item.is_working for item in self._programs()):
             self._dismiss(self._leaving())
             self._next_generation(now)
-        if self.phase is Phase.BROKEN and not self._of_role("worker"):
+        if self.phase is Phase.BROKEN and not self._programs():
             self._end(f"the job is broken: {self.first_cause}", 1, now)
-        if self.phase is Phase.LOBBY and not self._of_role("worker"):
+        if self.phase is Phase.LOBBY and not self._programs():
             if self.generation > 1:
                 self._idle_until = min(self._idle_until, now + self._config.linger_s)
             elif not self._peers:
@@ -596,7 +621,7 @@ class Membership:
         if member.number is None or self.phase is not Phase.RUNNING:
             return
         told = Told(member.number, message.data)
-        for item in self._of_role("worker"):
+        for item in self._programs():
             if item.is_working and item.number in message.members:
                 self._send(item.peer, told)
 
@@ -604,15 +629,7 @@ class Membership:
         """Say whether a suspect gives signs of life; its machine may be off."""
         member = self._peers.get(peer)
         silent_s = now - member.lease_until + self._config.lease_s if member else 0.0
-        if silent_s < MISSED_BEATS * self._config.heartbeat_s:
-            return "it is alive otherwise"
-        return f"it has given no sign of life for {silent_s:.1f} s"
-
-    def _silence_text(self) -> str:
-        return (
-            f"it was silent for longer than its lease of {self._config.lease_s:g} s (stopped, "
-            "swapped out or cut off); raise FASTPS_LEASE_S if such pauses are normal"
-        )
+        return life_text(silent_s, heartbeat_s=self._config.heartbeat_s)
 
     # ---- the end ----
 
@@ -623,13 +640,10 @@ class Membership:
         elif self.generation > 1:
             self._end("all workers left", 0, now)
         else:
-            self._end(
-                f"nobody joined within {self._config.start_timeout_s:g} s; give servers and "
-                "workers this scheduler's address in FASTPS_SCHEDULER_HOST and "
-                "FASTPS_SCHEDULER_PORT, or raise FASTPS_START_TIMEOUT_S if they start late",
-                1,
-                now,
-            )
+            why = f"nobody joined within {self._config.start_timeout_s:g} s; give servers and "
+            why += "workers this scheduler's address in FASTPS_SCHEDULER_HOST and "
+            why += "FASTPS_SCHEDULER_PORT, or raise FASTPS_START_TIMEOUT_S if they start late"
+            self._end(why, 1, now)
 
     def _end(self, reason: str, code: int, now: float) -> None:
         """Tell everybody that the job is over and wait for them to leave."""
@@ -677,17 +691,9 @@ class Membership:
         if request is not None:
             self._fail(member, request.request, kind, text)
 
+    def _programs(self) -> list[Peer]:
+        """List the workers, and the validators."""
+        return [item for item in self._peers.values() if item.is_worker]
+
     def _of_role(self, role: str) -> list[Peer]:
         return [item for item in self._peers.values() if item.join.role == role]
-
-    def _missing_of_role(self, role: str) -> Iterator[str]:
-        """Count who is there; name the missing ranks if the ranks are known already."""
-        total, _ = places(self._config, role)
-        present = self._of_role(role)
-        yield f"{len(present)} of {total} {role}s joined"
-        known = {item.rank for item in present}
-        if len(present) < total and present and None not in known:
-            absent = [self._absentees.name(role, r) for r in range(total) if r not in known]
-            yield f"missing: {join_names(absent)}"
-        if present and len(present) < total:
-            yield f"here: {join_names([item.full_name for item in present])}"

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from fastps.coding import PLAIN, Coding
 from fastps.config import MIN_CHUNK_BYTES
-from fastps.contract import PROMPT, Compensation, Policy
+from fastps.contract import ALONE, PROMPT, Compensation, Gathering, Givers, Policy
 from fastps.errors import (
     ConfigError,
     FastPSError,
@@ -33,11 +33,8 @@ from fastps.errors import (
 )
 from fastps.partition import ALIGNMENT, MAX_PARTITION_BYTES, server_weights
 from fastps.rules import SUMMED, Rule
+from fastps.tokens import KEY_BYTES
 from fastps.types import MAX_SECONDS
-
-# What fastps.auth.derive_key makes the keys of the two kinds of connections for.
-KEY_PURPOSE_CONTROL = "control"
-KEY_PURPOSE_DATA = "data"
 
 LENGTH = struct.Struct("<I")
 MAX_BLOB_BYTES = 64 << 20  # a broadcast object; larger ones go as tensors
@@ -49,7 +46,7 @@ MAX_MEMBERS = 1 << 16
 
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
-Role: TypeAlias = Annotated[str, Meta(pattern=r"\A(worker|server|scheduler)\Z")]
+Role: TypeAlias = Annotated[str, Meta(pattern=r"\A(worker|server|scheduler|validator)\Z")]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_MEMBERS)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
@@ -61,14 +58,13 @@ Version: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]  # a field of the fr
 Code: TypeAlias = Annotated[int, Meta(ge=1, le=255)]
 Shape: TypeAlias = Annotated[tuple[Nbytes, ...], Meta(max_length=MAX_DIMENSIONS)]
 # The bounds of the settings: the scheduler does what other members ask for.
-PartBytes: TypeAlias = Annotated[
-    int, Meta(ge=MIN_CHUNK_BYTES, le=MAX_PARTITION_BYTES, multiple_of=ALIGNMENT)
-]
+_Part = Meta(ge=MIN_CHUNK_BYTES, le=MAX_PARTITION_BYTES, multiple_of=ALIGNMENT)
+PartBytes: TypeAlias = Annotated[int, _Part]
 Staleness: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]  # operations
 Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and owner of each partition
-# all but name and nbytes of a spec
-Layout: TypeAlias = tuple[
-    Code, Shape, PartBytes, PartBytes, Policy, Staleness, Coding, Rule, Compensation
+Layout: TypeAlias = tuple[  # all but name and nbytes of a spec
+    Code, Shape, PartBytes, PartBytes, Policy, Staleness, Coding, Rule, Compensation, Givers,
+    Gathering,
 ]  # fmt: skip
 
 
@@ -81,8 +77,6 @@ class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 # ---- values ----
-
-
 class Member(_Record, frozen=True):
     """One worker or server of the job, and where its data connections arrive.
 
@@ -106,10 +100,12 @@ class Member(_Record, frozen=True):
 class Job(_Record, frozen=True):
     """What a member knows of its job once everybody joined; me is its own number.
 
-    members: every process but the scheduler, by number: the workers by rank, then the servers
-    that are processes of their own. owners: numbers of those who can own keys: these servers,
-    then, in a job with joint servers, the lowest rank of every machine. is_local: all workers
-    share one machine, so that nobody need own anything.
+    size: who runs the user's program: the workers, and so many validators.
+    members: every process but the scheduler, by number: the workers by rank, then the validators,
+    then the servers that are processes of their own. owners: numbers of those who can own keys:
+    these servers, then, in a job with joint servers, the lowest rank of every machine, or, where
+    there are validators, each of them. is_local: all workers share one machine, so that nobody
+    need own anything.
     """
 
     job_id: Text
@@ -121,10 +117,16 @@ class Job(_Record, frozen=True):
     members: tuple[Member, ...]
     owners: tuple[Rank, ...]
     is_local: bool
+    validators: Count = 0
+
+    @property
+    def n_workers(self) -> int:
+        """How many workers there are."""
+        return self.size - self.validators
 
     @property
     def workers(self) -> tuple[Member, ...]:
-        """The workers by rank."""
+        """The workers by rank, then the validators: all that run the user's program."""
         return self.members[: self.size]
 
     @property
@@ -134,22 +136,25 @@ class Job(_Record, frozen=True):
 
     @property
     def machines(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of the workers of each machine, in the order of both."""
+        """Numbers of the workers of each machine, in the order of both; and of validators."""
         found: dict[int, list[int]] = {}
-        for worker in self.workers:
-            found.setdefault(worker.machine, []).append(worker.rank)
+        for number, worker in enumerate(self.workers):
+            found.setdefault(worker.machine, []).append(number)
         return tuple(tuple(found[machine]) for machine in sorted(found))
 
     @property
     def weights(self) -> tuple[int, ...]:
         """How much each owner owns, relative to the others."""
+        if self.validators:
+            return (1,) * len(self.owners)
         n_apart = len(self.members) - self.size
         is_colocated = len(self.owners) > n_apart
         return server_weights(len(self.machines), n_apart, is_colocated=is_colocated)
 
     def owner_name(self, number: int) -> str:
         """Name an owner for an error, with the worker whose process it is in."""
-        where = f" (in worker {number})" if number < self.size else ""
+        host = self.members[number]
+        where = f" (in {host.role} {host.rank})" if number < self.size else ""
         return f"server {self.owners.index(number)}{where}"
 
 
@@ -157,7 +162,7 @@ class TensorSpec(_Record, frozen=True):
     """What a worker declares; dtype is a code of fastps.types.DType.
 
     partition_bytes: the most that one partition may have; the scheduler cuts. policy, staleness,
-    coding, rule, compensation: of fastps.contract.
+    coding, rule, compensation, givers, gathering: of fastps.contract.
     """
 
     name: Name
@@ -171,21 +176,17 @@ class TensorSpec(_Record, frozen=True):
     coding: Coding = PLAIN
     rule: Rule = SUMMED
     compensation: Compensation = PROMPT
+    givers: Givers = Givers.WORKERS
+    gathering: Gathering = ALONE
 
     @property
     def layout(self) -> Layout:
         """Give what all workers must declare alike."""
         return (
-            self.dtype,
-            self.shape,
-            self.partition_bytes,
-            self.chunk_bytes,
-            self.policy,
-            self.staleness,
-            self.coding,
-            self.rule,
-            self.compensation,
-        )
+            self.dtype, self.shape, self.partition_bytes, self.chunk_bytes, self.policy,
+            self.staleness, self.coding, self.rule, self.compensation, self.givers,
+            self.gathering,
+        )  # fmt: skip
 
 
 class DeclaredTensor(_Record, frozen=True):
@@ -210,6 +211,8 @@ class KeySpec(_Record, frozen=True):
     coding: Coding = PLAIN
     rule: Rule = SUMMED
     compensation: Compensation = PROMPT
+    givers: Givers = Givers.WORKERS
+    gathering: Gathering = ALONE
 
 
 # ---- member to scheduler ----
@@ -221,7 +224,7 @@ class Join(_Message, frozen=True):
     host_id: equal for processes that reach each other by Unix sockets. machine: equal for workers
     that can share memory; what follows a # tells apart those of one machine that cannot. serves:
     whether it would own keys. gid: see Member. links_per_peer: 0 if it does not say. goes_on:
-    whether it does without workers that are lost.
+    whether it does without workers that are lost. size: of the workers alone.
     """
 
     request: Id
@@ -242,6 +245,7 @@ class Join(_Message, frozen=True):
     links_per_peer: Count = 0
     serves: bool = True
     goes_on: bool = False
+    num_validators: Count = 0
 
 
 class Absent(_Message, frozen=True):
@@ -359,6 +363,33 @@ class Tell(_Message, frozen=True):
     data: Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]
 
 
+class Waiting(_Message, frozen=True):
+    """Say what this worker has waited for, and for how long; answered by StallTold.
+
+    place: what counts operations, empty where nothing does; number: so many must all members have
+    begun. request: 0 for the scheduler's log alone, without an answer.
+    """
+
+    request: Id
+    place: Text
+    number: Id
+    what: Text
+    members: Annotated[tuple[Rank, ...], Meta(max_length=MAX_MEMBERS)]
+    seconds: Seconds
+
+
+class Whereabouts(_Message, frozen=True):
+    """Answer a Locate: how many operations of its place this worker has begun, and where it is.
+
+    waits: for what, if it waits; stack: innermost first, of the main thread.
+    """
+
+    inquiry: Id
+    count: Id
+    waits: Text
+    stack: Text
+
+
 class Leave(_Message, frozen=True):
     """Leave in order; answered by Done.
 
@@ -378,8 +409,11 @@ class Malformed(_Record, frozen=True):
 
 
 Meeting: TypeAlias = Barrier | Blob | Forget | Dispute  # all workers must come
-Request: TypeAlias = Join | AwaitStart | AskClock | Declare | Meeting | Leave  # are answered
-ToScheduler: TypeAlias = Request | Absent | Dropped | KeysReady | KeysFailed | ReportLost | Tell
+# these are answered
+Request: TypeAlias = Join | AwaitStart | AskClock | Declare | Meeting | Waiting | Leave
+ToScheduler: TypeAlias = (
+    Request | Absent | Dropped | KeysReady | KeysFailed | ReportLost | Tell | Whereabouts
+)
 
 # ---- scheduler to member: answers ----
 
@@ -392,10 +426,11 @@ class Joined(_Message, frozen=True):
 
 
 class Started(_Message, frozen=True):
-    """The job is complete."""
+    """The job is complete. keys: of fastps.tokens, sealed; of who has the job's token none."""
 
     request: Id
     job: Job
+    keys: Annotated[bytes, Meta(max_length=(MAX_MEMBERS + 1) * KEY_BYTES)] = b""
 
 
 class ClockTold(_Message, frozen=True):
@@ -423,6 +458,13 @@ class Done(_Message, frozen=True):
     """A request without result has been fulfilled."""
 
     request: Id
+
+
+class StallTold(_Message, frozen=True):
+    """Who holds up an operation."""
+
+    request: Id
+    text: str
 
 
 class Failed(_Message, frozen=True):
@@ -484,6 +526,13 @@ class Told(_Message, frozen=True):
     data: bytes
 
 
+class Locate(_Message, frozen=True):
+    """Say how far you are with a place, by Whereabouts; inquiry 0: say what you wait for."""
+
+    inquiry: Id
+    place: Text
+
+
 class DeclareKeys(_Message, frozen=True):
     """Servers only: make ready for these keys, then say KeysReady or KeysFailed."""
 
@@ -522,13 +571,14 @@ Event: TypeAlias = (
     | OwnerLeft
     | TensorPoisoned
     | Told
+    | Locate
     | DeclareKeys
     | ForgetKeys
     | NewGeneration
     | NewJob
     | JobOver
 )
-Answer: TypeAlias = Joined | Started | ClockTold | Declared | BlobData | Done | Failed
+Answer: TypeAlias = Joined | Started | ClockTold | Declared | BlobData | Done | StallTold | Failed
 ToMember: TypeAlias = Event | Answer
 
 FAILURES: dict[str, type[FastPSError]] = {
@@ -629,15 +679,13 @@ def text_of(text: str) -> str:
 def check_name(name: str, *, dimensions: int = 0) -> None:
     """Raise ConfigError for a name or a number of dimensions that cannot travel."""
     if len(name) > MAX_NAME_CHARS:
-        raise ConfigError(
-            f"the name {name[:40]!r}... has {len(name)} characters, {MAX_NAME_CHARS} are allowed"
-        )
+        text = f"{len(name)} characters, {MAX_NAME_CHARS} are allowed"
+        raise ConfigError(f"the name {name[:40]!r}... has {text}")
     if name != text_of(name):
         raise ConfigError(f"the name {name!r} is not valid Unicode")
     if dimensions > MAX_DIMENSIONS:
-        raise ConfigError(
-            f"tensor {name!r} has {dimensions} dimensions, {MAX_DIMENSIONS} are allowed"
-        )
+        text = f"{dimensions} dimensions, {MAX_DIMENSIONS} are allowed"
+        raise ConfigError(f"tensor {name!r} has {text}")
 
 
 def failure_of(answer: Failed) -> FastPSError:

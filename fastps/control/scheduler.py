@@ -19,23 +19,28 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from fastps.auth import Purpose, ServerHandshake, derive_key
+from msgspec.structs import replace
+
+from fastps.auth import Claim, Purpose, ServerHandshake
 from fastps.config import Config
 from fastps.control.lobby import Place
 from fastps.control.membership import Action, Close, Finish, Membership, Phase, Send
 from fastps.control.protocol import (
-    KEY_PURPOSE_CONTROL,
     LENGTH,
     MAX_FRAME_BYTES,
     Absent,
+    Failed,
     Join,
     Malformed,
+    Started,
+    ToMember,
     ToScheduler,
     body_nbytes,
     pack,
     unpack_to_scheduler,
 )
-from fastps.errors import ProtocolError
+from fastps.errors import ConfigError, ProtocolError
+from fastps.tokens import CONTROL, Token, parse, sealed_keys, whose
 from fastps.transport import sockets
 from fastps.transport.gate import Gate
 
@@ -82,13 +87,24 @@ class Scheduler:
         self._config = config
         self._on_ready = on_ready
         self._listeners = list(listeners)
-        self._key = derive_key(config.token_bytes(), KEY_PURPOSE_CONTROL, config.job_id)
+        self._token = _job_token(config)
+        self._tokens: dict[int, Token] = {}  # by which members have proven who they are, by peer
         self._next_peer = 1
+        self._has_launcher_ended = False  # any process, or is about to
         self._controls: dict[int, asyncio.StreamWriter] = {}
         self._pulses: dict[int, asyncio.StreamWriter] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.address: tuple[str, int] = ("", 0)  # listened on, once run() has started
+
+    def numbers(self) -> dict[str, float]:
+        """Give what of statistics() is a number, once run() has started."""
+        if not hasattr(self, "_gate"):
+            return {}
+        now = self.statistics()
+        refused = sum(now.refused.values())
+        return {"generation": now.generation, "members": now.members,
+                "half_open": now.half_open, "refused": refused}  # fmt: skip
 
     def statistics(self) -> SchedulerStatistics:
         """Give the state of the moment."""
@@ -100,6 +116,16 @@ class Scheduler:
             MappingProxyType(dict(self._gate.refused)),
         )
 
+    @property
+    def has_been_joined(self) -> bool:
+        """Tell whether anybody has ever come to join."""
+        return self._next_peer > 1
+
+    @property
+    def inquiries(self) -> int:
+        """Count the operations of which workers are asked just now."""
+        return self._membership.inquiries
+
     async def run(self) -> int:
         """Listen and serve until the job is over; give the exit status of the process."""
         self._loop = asyncio.get_running_loop()
@@ -108,7 +134,7 @@ class Scheduler:
         listeners = self._listeners or self._listen()
         self._gate = Gate(
             listeners,
-            key=self._key,
+            key=self._claim,
             purposes=(Purpose.CONTROL, Purpose.PULSE),
             timeout_s=self._config.handshake_timeout_s,
             welcome=self._welcome,
@@ -124,7 +150,9 @@ class Scheduler:
         finally:
             await self._gate.close()
             await self._close_connections()
-        level = logging.ERROR if finish.code else logging.INFO
+        was_told = self._has_launcher_ended or self._membership.first_cause is not None
+        is_news = finish.code and not was_told
+        level = logging.ERROR if is_news else logging.INFO
         log.log(level, "scheduler ends: %s", finish.reason)
         return finish.code
 
@@ -132,6 +160,16 @@ class Scheduler:
         """End the job in order; a second call ends it at once. From any thread, after run()."""
         with contextlib.suppress(RuntimeError):  # the loop has ended by itself
             self._loop.call_soon_threadsafe(self._stop, reason)
+
+    def expect_ends(self, places: Sequence[Place], why: str) -> None:
+        """Take a launcher's word that it ends these processes. From any thread, after run()."""
+        self._has_launcher_ended = True
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._membership.expect_ends, places, why)
+
+    def inquire(self) -> None:
+        """Log who waits for whom, as soon as workers have said it. From the loop's thread."""
+        self._do(self._membership.inquire(self._loop.time()))
 
     def tell_absent(self, message: Absent) -> None:
         """Take a launcher's word that a process has ended. From any thread, after run()."""
@@ -172,13 +210,37 @@ class Scheduler:
             handshake.refusal = b""  # from now on messages say what there is to say
             is_pulse = handshake.purpose is Purpose.PULSE
             join = None if is_pulse else await self._read_join(reader)
+            token = whose(self._token, 0 if is_pulse else handshake.lane, handshake.sender)
+            if join is not None and not self._is_its_own(join, token, writer):
+                writer.close()
+                return
         except BaseException:
             writer.close()
             raise
-        task = self._loop.create_task(self._serve(handshake.sender, join, reader, writer))
+        task = self._loop.create_task(self._serve(handshake.sender, token, join, reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
         task.add_done_callback(lambda _: writer.close())
+
+    def _claim(self, purpose: Purpose, sender: int, lane: int) -> Claim:
+        """Say what has to be proven by who comes: a pulse is of who has a control connection."""
+        is_pulse = purpose is Purpose.PULSE
+        token = (self._tokens.get(sender, self._token) if is_pulse
+                 else whose(self._token, lane, sender))  # fmt: skip
+        return Claim(token.key(CONTROL, self._config.job_id), token.who if token.is_own else "")
+
+    def _is_its_own(self, join: Join | Absent, token: Token, writer: asyncio.StreamWriter) -> bool:
+        """Tell whether somebody joins as who it has proven to be; refuse it where not."""
+        if not token.is_own or (join.role, join.rank) == (token.role, token.rank):
+            return True
+        said = f"{join.role} {join.rank}"
+        text = f"{token.who} says to be {said}, which its token does not prove"
+        host, *_ = writer.get_extra_info("peername") or ("unknown",)
+        self._gate.refuse("another's place", host, text)
+        if isinstance(join, Join):
+            cure = "set FASTPS_ROLE and FASTPS_RANK to what FASTPS_TOKEN_FILE is for"
+            writer.write(pack(Failed(join.request, "config", f"{text}; {cure}")))
+        return False
 
     async def _read_join(self, reader: asyncio.StreamReader) -> Join | Absent:
         message = await _read_message(reader)
@@ -191,6 +253,7 @@ class Scheduler:
     async def _serve(
         self,
         sender: int,
+        token: Token,
         join: Join | Absent | None,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
@@ -201,15 +264,20 @@ class Scheduler:
             elif isinstance(join, Absent):
                 self._tell_absent(join)
             else:
-                await self._serve_control(join, reader, writer)
+                await self._serve_control(token, join, reader, writer)
         except Exception:
             log.exception("a connection failed in an unforeseen way")
 
     async def _serve_control(
-        self, join: Join, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        token: Token,
+        join: Join,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         peer, self._next_peer = self._next_peer, self._next_peer + 1
         self._controls[peer] = writer
+        self._tokens[peer] = token
         cause = "its control connection closed: it crashed, was killed or ended without shutdown()"
         try:
             self._do(self._membership.receive(peer, join, self._loop.time()))
@@ -220,7 +288,7 @@ class Scheduler:
         except OSError as error:
             cause = f"its control connection broke: {error.strerror or error}"
         finally:
-            del self._controls[peer]
+            del self._controls[peer], self._tokens[peer]
             self._do(self._membership.closed(peer, cause, self._loop.time()))
 
     async def _serve_pulse(
@@ -262,10 +330,22 @@ class Scheduler:
             transport.abort()
             return
         try:
-            writer.write(pack(action.message))
+            writer.write(pack(self._sealed(action)))
         except ProtocolError:
             log.exception("a message to peer %d is too large", action.peer)
             transport.abort()
+
+    def _sealed(self, action: Send) -> ToMember:
+        """Give the message, with the keys of a member that begins and cannot make them."""
+        message, own = action.message, self._tokens[action.peer]
+        if not (isinstance(message, Started) and own.is_own):
+            return message
+        job = message.job
+        keys = sealed_keys(
+            self._token, own, self._config.job_id, me=job.me, machine=job.members[job.me].machine,
+            n=len(job.members),
+        )  # fmt: skip
+        return replace(message, keys=keys)
 
     def _close(self, peer: int) -> None:
         """Close what a peer has open; a peer that does not read is cut off later."""
@@ -316,6 +396,16 @@ class Scheduler:
             writer.transport.abort()
 
 
+def _job_token(config: Config) -> Token:
+    token = parse(config.token_bytes())
+    if token.is_own:
+        raise ConfigError(
+            f"this token is that of {token.who} alone; the scheduler proves all members, "
+            "so its FASTPS_TOKEN_FILE has to hold the job's"
+        )
+    return token
+
+
 async def _read_message(reader: asyncio.StreamReader) -> ToScheduler | Malformed:
     try:
         prefix = await reader.readexactly(LENGTH.size)
@@ -338,13 +428,19 @@ def serve(
     *,
     on_ready: Callable[[str, int], None] | None = None,
     listeners: Sequence[socket.socket] = (),
+    beside: Callable[[Scheduler], contextlib.AbstractContextManager[object]] = (
+        contextlib.nullcontext
+    ),
 ) -> int:
     """Run a scheduler in this process until its job is over; give the exit status.
 
-    Arguments are those of Scheduler. SIGTERM and SIGINT end the job in order, a second one at
-    once. Errors of the set-up are raised. Main thread only.
+    Arguments are those of Scheduler; beside: what is to be there as long as it is. SIGTERM and
+    SIGINT end the job in order, a second one at once. Errors of the set-up are raised. Main
+    thread only.
     """
-    return asyncio.run(_serve(Scheduler(config, on_ready=on_ready, listeners=listeners)))
+    scheduler = Scheduler(config, on_ready=on_ready, listeners=listeners)
+    with beside(scheduler):
+        return asyncio.run(_serve(scheduler))
 
 
 async def _serve(scheduler: Scheduler) -> int:

@@ -65,6 +65,13 @@ def check_op(op: object) -> Op:
     return Op(op)
 
 
+def op_of(average: object) -> Op:
+    """Give Average for True and Sum for False, or raise ValueError: an op in its place is true."""
+    if not isinstance(average, bool):
+        raise ValueError(f"average is True or False, not {average!r}; Sum is average=False")
+    return Average if average else Sum
+
+
 def check_name(name: str | None, call: str) -> str:
     """Give the name back, or raise ValueError that shows how to give one.
 

@@ -101,7 +101,6 @@ cdef int send_part(Action* action, Part* part) noexcept nogil:
     part.item.header.dtype = window.dtype
     part.item.payload = payload
     part.item.nbytes = window.nbytes
-    part.item.chunk_bytes = FRAME_BYTES
     part.item.sent = part_sent
     part.item.context = part
     part.is_lent = True

@@ -56,6 +56,7 @@ cdef int send_to(Windows_* home, uint32_t peer, SendItem* item) noexcept nogil:
     cdef int status
     if link == NULL:
         return E_PEER_LOST
+    item.chunk_bytes = WRITE_BYTES if link.capabilities & LINK_CAN_PROMISE else FRAME_BYTES
     status = link.send(link, item, KICK_FULL)
     slot_release(slot)
     return status

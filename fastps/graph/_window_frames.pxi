@@ -69,7 +69,9 @@ cdef void* windows_landing(void* context, Link* link, const Header* header,
     cdef Windows_* home = <Windows_*>context
     cdef int32_t what = header.flags & ~WITH_P
     cdef void* place
-    status[0] = OK
+    status[0] = OK if header.length <= WRITE_BYTES else E_PROTOCOL
+    if status[0] != OK:
+        return NULL
     if what not in (PUT, ADD, GOT):
         home.members[link.peer].window = NULL
         if header.length or not PUT <= what <= UNLOCK:
@@ -148,7 +150,6 @@ cdef void give_own(Windows_* home, Shape* window, uint32_t peer, uint32_t number
     reply.item.header.dtype = window.dtype
     reply.item.payload = reply.payload
     reply.item.nbytes = window.nbytes
-    reply.item.chunk_bytes = FRAME_BYTES
     reply.item.sent = reply_sent
     reply.item.context = reply
     if status != OK or send_to(home, peer, &reply.item) != OK:

@@ -65,7 +65,7 @@ cdef int scale(Shape* window, const char* source, char* target, double weight) n
     cdef const void* sources[1]
     if weight == 1.0:
         if source != target:
-            memcpy(target, source, window.nbytes)
+            fps_copy(target, source, window.nbytes, window.nbytes)
         return OK
     sources[0] = source
     if window.mix == NULL:

@@ -31,6 +31,7 @@ from posix.time cimport timespec
 from fastps._atomic cimport (
     fps_add32, fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
 )
+from fastps._copy cimport fps_copy
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK,
     completion_is_done, completion_part_done, completion_reset, completion_wait_signals,
@@ -42,7 +43,7 @@ from fastps._posix cimport (
 )
 from fastps.collectives._exchange cimport Exchange
 from fastps.transport._link cimport (
-    KICK_FULL, Link, LinkSlot, SendItem, slot_acquire, slot_release,
+    KICK_FULL, LINK_CAN_PROMISE, Link, LinkSlot, SendItem, slot_acquire, slot_release,
 )
 from fastps.wire cimport KIND_WINDOW, Header
 from fastps.worker._stage cimport Plan
@@ -63,6 +64,7 @@ cdef extern from "<linux/futex.h>" nogil:
 
 cdef enum:
     FRAME_BYTES = 128 << 10     # of a frame
+    WRITE_BYTES = 16 << 20      # of one over RDMA: a write, which nobody has to look at on its way
     STEP_BYTES = 64 << 10       # of what is computed before the next is looked at
     SMALL_BYTES = 256 << 10     # is put at once, if nobody has the buffer just now
     SLEEPERS = 1 << 30          # of a lock's futex: somebody may sleep
@@ -117,7 +119,7 @@ cdef class Windows:
         home.n_members = exchange.state.n_members
         home.culprit = -1
         home.members = <Member*>calloc(home.n_members + 1, sizeof(Member))
-        home.discard = <char*>malloc(FRAME_BYTES)
+        home.discard = <char*>malloc(WRITE_BYTES)     # touched by what nobody wants alone
         if home.members == NULL or home.discard == NULL:
             raise MemoryError("no memory for windows")
         pthread_mutex_init(&home.lock, NULL)

@@ -401,7 +401,7 @@ def _finish_mix(
     code: DType, *, is_mean: bool,
 ) -> Array:  # fmt: skip
     """Combine arrays that are there, as folds do while they come."""
-    from fastps.reduce import reduce_kernel  # noqa: PLC0415  (imports Numba)
+    from fastps.reduce import reduce_kernel  # noqa: PLC0415  (few need kernels)
 
     if isinstance(rule, ClippingRule):
         return _clip(rule, arrays, own, weights, out, code)
@@ -422,7 +422,7 @@ def _clip(
     code: DType,
 ) -> Array:  # fmt: skip
     """Mix with the weights that clipping makes, whatever cannot be used left out."""
-    from fastps.reduce import distance_kernel, reduce_kernel  # noqa: PLC0415  (imports Numba)
+    from fastps.reduce import distance_kernel, reduce_kernel  # noqa: PLC0415  (few need kernels)
 
     squares = (ctypes.c_double * len(arrays))()
     _run(distance_kernel(code), arrays, squares, out.size, ctypes.c_int64(own))
@@ -445,7 +445,7 @@ def _alone(group: Group, how: Mixing, array: Array, out: Array, code: DType) -> 
     """Do the operation of a job of one: what is our own has a weight too."""
     promise = group.allreduce(array, out, dtype=code)  # copies
     if how.weights:
-        from fastps.reduce import reduce_kernel  # noqa: PLC0415  (imports Numba)
+        from fastps.reduce import reduce_kernel  # noqa: PLC0415  (few need kernels)
 
         kernel, weight = reduce_kernel(ReduceOp.MIX, code), ctypes.c_double(how.weights[0])
         _run(kernel, [out], out.ctypes.data, out.size, weight)

@@ -147,7 +147,7 @@ class WindowTable:
         self, name: str, array: Array, room: Array, sources: Sequence[int], code: DType, *,
         zero_init: bool,
     ) -> Window:  # fmt: skip
-        from fastps.reduce import reduce_kernel  # noqa: PLC0415  (imports Numba)
+        from fastps.reduce import reduce_kernel  # noqa: PLC0415  (few need kernels)
 
         mix = reduce_kernel(ReduceOp.MIX, code) if ReduceOp.MIX.has_meaning(code) else 0
         words = f"window {self._lives[name]} {name}".encode()

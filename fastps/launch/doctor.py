@@ -3,7 +3,7 @@
 
 Changes nothing, but for --link-pyverbs, which makes one symbolic link. What it tries are real jobs
 of two workers, one for each way between them. `fastps graph` stands in graph.py, `fastps timeline`
-in timeline.py. Threads: those of the jobs it tries.
+in timeline.py, `fastps top` in live.py. Threads: those of the jobs it tries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import fastps
 from fastps import config, versions
 from fastps.errors import FastPSError
-from fastps.launch import graph, team, timeline
+from fastps.launch import graph, live, team, timeline
 from fastps.transport import rdma, shm, sockets
 
 CPU_TABLE = Path("/proc/cpuinfo")
@@ -53,6 +53,9 @@ def make_parser() -> argparse.ArgumentParser:
     merged = commands.add_parser("timeline", help="merge what the processes of a job traced")
     timeline.add_options(merged)
     merged.set_defaults(run=timeline.run)
+    shown = commands.add_parser("top", help="show what the processes of a running job do")
+    live.add_options(shown)
+    shown.set_defaults(run=live.run)
     return parser
 
 

@@ -14,6 +14,7 @@ when `run` returns no process of the job is left.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -25,6 +26,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import TypeAlias
 
+from fastps.launch.live import PERIOD_S, LiveLine
+from fastps.launch.machine import Machine
 from fastps.launch.output import Screen, Stream
 from fastps.launch.processes import Child, sweep
 from fastps.launch.scheduler import ENDED_BY, SchedulerThread
@@ -32,7 +35,8 @@ from fastps.launch.scheduler import ENDED_BY, SchedulerThread
 EXIT_TIMEOUT = 124
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANGUP = signal.SIGHUP  # stays ignored where nohup had it ignored
-_STOP_ORDER = ("worker", "server", "scheduler")
+_PROGRAMS = ("worker", "validator", "machine")  # who runs the user's command
+_STOP_ORDER = (*_PROGRAMS, "server", "scheduler")
 _TICK_S = 10.0  # the longest sleep; everything of interest wakes the loop earlier
 _DRAIN_S = 1.0  # pipes that a vanished process left open are read this long
 _KILL_WAIT_S = 10.0  # SIGKILL that does not end a process: it hangs in the kernel
@@ -40,7 +44,7 @@ _SETTLE_S = 2.0  # who lost a peer may be seen to end before the peer itself is
 _READ_BYTES = 64 * 1024
 _LAST_WORDS_BYTES = 1 << 20  # of parts that end, kept for a reader who is behind
 
-Part: TypeAlias = Child | SchedulerThread
+Part: TypeAlias = Child | SchedulerThread | Machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Cause:
 
 class SignalInbox:
     """Turn signals into bytes that `select` sees, while the context lasts."""
+
+    is_users = True  # who is told what the first signal does, and a second
 
     def __enter__(self) -> SignalInbox:
         """Install the handlers; only the main thread of a process may."""
@@ -107,12 +113,14 @@ class Job:
         is_spread: bool = False,
         goes_on: bool = False,
         on_end: Callable[[Child], None] = lambda _: None,
+        on_cause: Callable[[Cause], None] = lambda _: None,
     ) -> None:
         """Begin without parts; `add` them in the order of starting.
 
         is_spread: there are other machines, whose workers may need our servers and scheduler.
         goes_on: a worker that fails is no cause to end the others; all of them are.
-        on_end: is told of every process that ends by itself, well or not.
+        on_end: is told of every process that ends by itself, well or not. on_cause: is told why
+        the job ends, as soon as that is known, but for a signal.
         """
         self.parts: list[Part] = []
         self.cause: Cause | None = None
@@ -126,6 +134,8 @@ class Job:
         self._is_spread = is_spread
         self._goes_on = goes_on
         self._on_end = on_end
+        self._on_cause = on_cause
+        self._live: LiveLine | None = None
         self._scheduler: SchedulerThread | None = None
         self._failed: list[Part] = []  # in the order of being noticed
         self._lost: list[Part] = []  # workers without which the others go on
@@ -145,10 +155,15 @@ class Job:
         self._scheduler = scheduler
         self.add(scheduler)
 
+    def show_live(self, line: LiveLine) -> None:
+        """Show a line about the pace of the job while there is work; it is closed with that."""
+        self._live = line
+
     def run(self) -> Cause | None:
         """Wait until the job is over and everything is ended; give the first cause, if any."""
         try:
             self._wait_while(self._has_work)
+            self._end_live()
             self._judge(is_late=True)
             if self._is_spread and self.cause is None:
                 self._wait_for_other_machines()
@@ -158,15 +173,23 @@ class Job:
             self._set_cause(Cause("nobody reads the output any more", 128 + signal.SIGPIPE))
             self._kill_all()
         finally:
+            self._end_live()
             self._finish()
         return self.cause
+
+    def _end_live(self) -> None:
+        line, self._live = self._live, None
+        if line is not None:
+            line.close()
+            with contextlib.suppress(BrokenPipeError):
+                self._screen.live("")
 
     def abandon(self, cause: Cause) -> None:
         """Give the job a first cause from outside, e.g. a program that cannot be started."""
         self._set_cause(cause)
 
     def _has_work(self) -> bool:
-        return self.cause is None and bool(self._alive("worker"))
+        return self.cause is None and any(map(self._alive, _PROGRAMS))
 
     def _alive(self, role: str) -> list[Part]:
         return [part for part in self.parts if part.role == role and part.is_alive]
@@ -177,7 +200,7 @@ class Job:
         The scheduler knows when it is over, by leases if need be, and the servers hear it from
         the scheduler, or notice that they lost it.
         """
-        if self._scheduler is not None and any(part.role == "worker" for part in self.parts):
+        if self._scheduler is not None and any(part.role in _PROGRAMS for part in self.parts):
             self._scheduler.end_when_left("its workers have left")
         role = "server" if self._scheduler is None else "scheduler"
         awaited = self._alive(role)
@@ -188,6 +211,7 @@ class Job:
     def _set_cause(self, cause: Cause) -> None:
         if self.cause is None:
             self.cause = cause
+            self._on_cause(cause)
 
     # ---- waiting ----
 
@@ -198,6 +222,8 @@ class Job:
             if until is not None and now >= until:
                 return
             self._serve(self._sleep_s(now, until))
+            if self._live is not None:
+                self._screen.live(self._live.text)
             self._notice_ends()
             self._judge(is_late=self._has_settled())
             self._check_timeout()
@@ -206,7 +232,7 @@ class Job:
         return self._settled_at is not None and time.monotonic() >= self._settled_at
 
     def _sleep_s(self, now: float, until: float | None) -> float:
-        waits = [_TICK_S]
+        waits = [_TICK_S if self._live is None else PERIOD_S]
         deadlines = [until, self._deadline, self._settled_at if self.cause is None else None]
         waits.extend(deadline - now for deadline in deadlines if deadline is not None)
         for stream in self._streams(self.parts):
@@ -266,8 +292,10 @@ class Job:
         for part in ended if self.cause is None and not self._is_stopping else ():
             if isinstance(part, Child):
                 self._on_end(part)
-        if self._is_stopping or not failed:
-            return
+        if not self._is_stopping and failed:
+            self._take_failed(failed)
+
+    def _take_failed(self, failed: Sequence[Part]) -> None:
         self._drain(self._streams(failed))
         if self._goes_on and all(part.role == "worker" for part in failed):
             self._do_without(failed)
@@ -313,8 +341,11 @@ class Job:
             return
         self._is_interrupted = True
         name = signal.Signals(number).name
-        self._screen.say(f"{name}: ending the workers; once more ends everything at once")
-        self._signal(self._alive("worker"), number)
+        if self._inbox.is_users:
+            self._screen.say(f"{name}: ending the workers; once more ends everything at once")
+        if self._scheduler is not None:
+            self._scheduler.inquire()
+        self._signal([*self._alive("worker"), *self._alive("machine")], number)
 
     def _stop_in_order(self) -> None:
         """End workers, then servers, then the scheduler, each with a grace period."""
@@ -322,7 +353,7 @@ class Job:
         self._deadline = None
         for role in _STOP_ORDER:
             group = self._alive(role)
-            if not (self._is_interrupted and role == "worker"):  # they have the user's signal
+            if not (self._is_interrupted and role in _PROGRAMS):  # they have the user's signal
                 self._signal(group, signal.SIGTERM)
             self._wait_for(group, self._grace_s)
             late = self._alive(role)
@@ -334,6 +365,9 @@ class Job:
 
     def _signal(self, group: Sequence[Part], number: int) -> None:
         why = "all its workers have ended" if self.cause is None else self.cause.text
+        if self._scheduler is not None:
+            places = [(part.role, part.rank) for part in group if isinstance(part, Child)]
+            self._scheduler.expect_ends(places, why)
         for part in group:
             part.send(number, why=why)
 
@@ -373,9 +407,16 @@ class Job:
                 return
 
     def _report_disorder(self) -> None:
-        """Say which servers failed to end well after a job that went well."""
+        """Say what is odd about a job that went well: nobody joined it, servers ended badly."""
         if self.cause is not None:
             return
+        workers = [part for part in self.parts if part.role == "worker"]
+        if workers and self._scheduler is not None and not self._scheduler.has_been_joined:
+            self._screen.say(
+                f"no worker called fastps.init(): these were {len(workers)} separate runs of the "
+                "same program. Call init() before the training, or run it without fastps-run",
+                is_alarm=True,
+            )
         for part in self.parts:
             if part.exit_code not in (0, -signal.SIGTERM) and part not in self._lost:
                 self._screen.say(f"{part.name} {part.describe_end()} while stopping")
@@ -398,29 +439,40 @@ def first_of(failed: Sequence[Part]) -> Part:
 
 def blames_another(part: Part) -> bool:
     """Tell whether a part ended because another one had."""
-    says = b"PeerLostError" if part.role == "worker" else b"is lost"  # as they log it
+    if isinstance(part, Machine):
+        return part.blames
+    says = (b"PeerLostError",) if part.role in _PROGRAMS else (b"is lost", b"cannot start")
+    words = (*says, ENDED_BY.encode())  # as they log it
     has_given_up = (part.exit_code or 0) > 0
-    return has_given_up and any(
-        says in line or ENDED_BY.encode() in line for line in part.stderr.tail
-    )
+    return has_given_up and any(word in line for line in part.stderr.tail for word in words)
 
 
 def report(screen: Screen, cause: Cause, *, output_dir: pathlib.Path | None) -> None:
     """Print the first cause, last and plainly."""
     part = cause.part
-    if part is not None and part.stderr.tail:
-        screen.say(f"last lines of {part.name} on stderr:")
-        for line in part.stderr.tail:
-            screen.say("    " + line.decode(errors="replace"))
-    if part is not None and output_dir is not None:
+    if isinstance(part, Machine) and not part.has_culprit:
+        part = None
+    if isinstance(part, Child) and output_dir is not None:
         screen.say(f"the whole output: {output_dir}/{part.name.replace(' ', '-')}.stderr")
     if part is None:
         ending = f"exit code {cause.exit_code}"
     elif blames_another(part):
-        ending = "it gave up first, and blames the process named above"
+        ending = f"it gave up first, and blames the process named above{last_words(part)}"
     else:
-        ending = "it failed first, so the job was ended"
+        ending = f"it failed first, so the job was ended{last_words(part)}"
     screen.say(f"{cause.text}; {ending}", is_alarm=True)
+
+
+def last_words(part: Part) -> str:
+    """Give the last line of a part on stderr, which is on the screen already, with the rest."""
+    if isinstance(part, Machine):
+        return part.last_words
+    if (part.exit_code or 0) < 0:
+        return ""
+    lines = [line.decode(errors="replace").strip() for line in part.stderr.tail]
+    theirs = [line for line in lines if line and not line.startswith("[fastps] ")]
+    last = theirs[-1] if theirs else ""
+    return f". Its last words: {last}" if last else ""
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

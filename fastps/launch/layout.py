@@ -14,11 +14,13 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Numbers of workers and servers by machine, and which of the machines this one is."""
+    """Numbers of workers, servers and validators by machine, and which machine this one is."""
 
     workers: tuple[int, ...] = (1,)
     servers: tuple[int, ...] = (0,)
     machine: int = 0
+    validators: tuple[int, ...] = (0,)
+    names: tuple[str, ...] = ()  # of the machines, where they are known
 
     @property
     def is_spread(self) -> bool:
@@ -36,6 +38,11 @@ class Layout:
         return sum(self.servers)
 
     @property
+    def num_validators(self) -> int:
+        """Give the number of validators of the whole job."""
+        return sum(self.validators)
+
+    @property
     def worker_ranks(self) -> range:
         """Give the ranks of this machine's workers."""
         return _share(self.workers, self.machine)
@@ -46,9 +53,14 @@ class Layout:
         return _share(self.servers, self.machine)
 
     @property
+    def validator_ranks(self) -> range:
+        """Give the ranks of this machine's validators."""
+        return _share(self.validators, self.machine)
+
+    @property
     def has_meeting(self) -> bool:
         """Tell whether the job has anybody to meet; one worker alone has not."""
-        return self.size > 1 or self.num_servers > 0
+        return self.size > 1 or self.num_servers > 0 or self.num_validators > 0
 
     @property
     def has_scheduler(self) -> bool:
@@ -59,20 +71,26 @@ class Layout:
         """Name the machine of every process, by role and rank, where there are several."""
         found: dict[tuple[str, int], str] = {}
         for machine in range(len(self.workers)) if self.is_spread else ():
-            for role, counts in (("worker", self.workers), ("server", self.servers)):
-                found |= {(role, rank): f"machine {machine}" for rank in _share(counts, machine)}
+            for role, counts in (
+                ("worker", self.workers), ("server", self.servers), ("validator", self.validators)
+            ):  # fmt: skip
+                name = self.names[machine] if self.names else f"machine {machine}"
+                found |= {(role, rank): name for rank in _share(counts, machine)}
         return found
 
     def describe(self) -> str:
         """Say what of the job is on this machine."""
         workers = _words("worker", self.worker_ranks, self.size)
         servers = _words("server", self.server_ranks, self.num_servers)
-        return f"machine {self.machine} of {len(self.workers)}: {workers}, {servers}"
+        judges = _words("validator", self.validator_ranks, self.num_validators)
+        words = f"machine {self.machine} of {len(self.workers)}: {workers}, {servers}"
+        return f"{words}, {judges}" if self.num_validators else words
 
 
 def make_layout(
     workers: Sequence[int],
     servers: Sequence[int],
+    validators: Sequence[int] = (0,),
     *,
     machines: int | None = None,
     machine: int | None = None,
@@ -82,9 +100,12 @@ def make_layout(
     machines: how many there are, None to take it from the counts. machine: this one, which may be
     None where there is only one. Raises ValueError with a sentence for the user.
     """
-    number = machines or max(len(workers), len(servers))
+    number = machines or max(len(workers), len(servers), len(validators))
     layout = Layout(
-        _spread(workers, number, option="-np"), _spread(servers, number, option="-s"), machine or 0
+        _spread(workers, number, option="-np"),
+        _spread(servers, number, option="-s"),
+        machine or 0,
+        _spread(validators, number, option="-v"),
     )
     if layout.size == 0:
         raise ValueError("the job has no worker; -np says how many: a whole number from 1")
@@ -95,7 +116,8 @@ def make_layout(
         )
     if layout.machine >= number:
         raise ValueError(f"--machine-rank {machine} is not 0 to {number - 1}")
-    if not (layout.worker_ranks or layout.server_ranks or layout.has_scheduler):
+    ours = (layout.worker_ranks, layout.server_ranks, layout.validator_ranks)
+    if not (any(ours) or layout.has_scheduler):
         raise ValueError(
             f"machine {machine} has neither workers nor servers; give it some, or leave it out"
         )
@@ -116,7 +138,7 @@ def _spread(counts: Sequence[int], machines: int, *, option: str) -> tuple[int, 
 
 def _share(counts: Sequence[int], machine: int) -> range:
     first = sum(counts[:machine])
-    return range(first, first + counts[machine])
+    return range(first, first + sum(counts[machine : machine + 1]))
 
 
 def _words(role: str, ranks: range, total: int) -> str:

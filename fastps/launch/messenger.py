@@ -34,15 +34,20 @@ class Messenger:
     ) -> None:
         """Begin with the start of the job; plan: its processes on this machine."""
         self.scheduler: SchedulerThread | None = None
-        self._settings: Config | None = None
-        if options.layout.has_meeting and plan:
-            self._settings = load(environ={**inherited, **plan[0].environment})
-        self._until = time.monotonic() + (self._settings.start_timeout_s if self._settings else 0)
+        self._environs = {
+            (spec.role, spec.rank): {**inherited, **spec.environment}
+            for spec in plan
+            if options.layout.has_meeting
+        }
+        first = next(iter(self._environs.values()), None)
+        timeout_s = 0.0 if first is None else load(environ=first).start_timeout_s
+        self._until = time.monotonic() + timeout_s
         self._threads: list[threading.Thread] = []
 
     def tell_end(self, child: Child) -> None:
         """Tell that a process has ended by itself, well or not."""
-        if self._settings is None or time.monotonic() > self._until:
+        environ = self._environs.get((child.role, child.rank))
+        if environ is None or time.monotonic() > self._until:
             return
         cause = f"it {child.describe_end()} before the job had started"
         message = Absent(
@@ -52,7 +57,10 @@ class Messenger:
             self.scheduler.tell_absent(message)
             return
         thread = threading.Thread(
-            target=self._tell_far, args=(self._settings, message), name="fastps:tell", daemon=True
+            target=self._tell_far,
+            args=(load(environ=environ), message),
+            name="fastps:tell",
+            daemon=True,
         )
         thread.start()
         self._threads.append(thread)

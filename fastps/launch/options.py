@@ -13,11 +13,29 @@ import pathlib
 from collections.abc import Sequence
 
 from fastps.config.words import add_words, count, number, word
+from fastps.launch.foreign import (
+    ADVICE,
+    HOSTFILE,
+    MACHINES_TOO,
+    PER_MACHINE,
+    RANK_TOO,
+    add_advice,
+    field_of,
+)
+from fastps.launch.hosts import (
+    Host,
+    check_all_have_work,
+    parse_hostfile,
+    parse_hosts,
+    place,
+    share,
+)
 from fastps.launch.layout import Layout, make_layout
 from fastps.versions import ShowVersion
 
 HOW_MANY, MACHINES = "how many", "several machines"  # titles in the help
-_NOT_OPTIONS = ("command", "hosts", "workers", "servers", "machines", "machine_rank")
+_NOT_OPTIONS = ("command", "workers", "servers", "validators", "machines", "machine_rank",
+                "host_list", "hostfile", "total")  # fmt: skip
 EPILOG = """\
 one machine:
   fastps-run -np 4 python train.py --epochs 3
@@ -37,8 +55,19 @@ one machine with servers, as on a network, over TCP:
   fastps-run -np 2 -s 2 --env FASTPS_SHARED_MEMORY=0 python train.py
       two workers, their gradients added up by two server processes
 
-several machines: make a secret token once, copy it to all of them (it must keep mode 0600), then
-run the same command on each, with its own number; machine 0 is the one of --scheduler-host:
+several machines by one command, over ssh, which must get in without a question (ssh-copy-id), with
+the same folder and the same Python on all; the token goes through ssh's standard input:
+  fastps-run -H a:4,b:4,c:0+1 python train.py
+      four workers on a and on b, and one server on c, which only adds; lines come as [b worker 5],
+      and what ends one machine's share ends all
+  fastps-run --hostfile hosts python train.py
+      the same from a file with a line for each host, such as `a slots=4`
+  fastps-run -np 4 python train.py
+      within salloc or sbatch of several nodes: four on each of them, started by srun
+
+several machines, each with a command of its own: make a secret token once, copy it to all of them
+(it must keep mode 0600), then run it on each, with its own number; machine 0 is the one of
+--scheduler-host:
   (umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > job.token)
   fastps-run --machines 2 --machine-rank 0 --scheduler-host 10.0.0.1 --scheduler-port 7654 \\
       --token-file job.token -np 4 python train.py
@@ -59,17 +88,6 @@ ended, and what it last wrote to stderr. The exit code is that process's code, o
 that ended it; 124 after --timeout; 127 for a command that does not exist; 2 for wrong settings.
 Ctrl-C goes to the workers; a second Ctrl-C ends everything at once.
 """
-# bfrun's flags that are none here, and what to do instead
-BFRUN = {
-    "--hostfile": "run fastps-run on every machine, with its --machine-rank; --help has examples",
-    "--ssh-port": "fastps-run is started on every machine, and uses no ssh",
-    "--use-infiniband": "RDMA is used where there is a device; FASTPS_TRANSPORT=rdma insists",
-    "--extra-mpi-flags": "there is no MPI",
-    "--prefix": "give the path of the program, or --env PATH=...",
-    "--timeline-filename": "there is no timeline; fastps.statistics() counts",
-    "--ipython-profile": "use %load_ext fastps.notebook in a notebook",
-    "--enable-heartbeat": "leases are always on: FASTPS_HEARTBEAT_S, FASTPS_LEASE_S",
-}
 TOKEN_RECIPE = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > job.token)"
 
 
@@ -103,10 +121,24 @@ class Options:
         "fail or reweight: end the job when a worker fails (default), or let the others, who "
         "average with neighbors, go on without it; of a job without servers (FASTPS_ON_LOSS)",
         choices=("fail", "reweight"))
-    scheduler_host: str = word(MACHINES, "--scheduler-host", "", str, "HOST",
-        "name or address of machine 0, the same on all machines")
-    scheduler_port: int = word(MACHINES, "--scheduler-port", 0, count(1, 65535), "PORT",
-        "a port that is free on machine 0, the same on all machines")
+    scheduler_host: str = word(MACHINES, "--scheduler-host --master-addr --master_addr", "",
+        str, "HOST",
+        "name or address of machine 0, the same on all machines (-H finds one)")
+    scheduler_port: int = word(MACHINES, "--scheduler-port --master-port --master_port", 0,
+        count(1, 65535), "PORT",
+        "a port that is free on machine 0, the same on all machines (-H finds one)")
+    hosts: tuple[Host, ...] = ()
+    is_placed: bool = True  # the user has said which machines
+    is_counted: bool = True  # the user has said how many workers
+    has_srun: bool = False  # the hosts are nodes of our allocation
+    ssh_port: int | None = word(MACHINES, "--ssh-port", None, count(1, 65535), "PORT",
+        "port of the ssh servers of -H")
+    ssh_identity: pathlib.Path | None = word(MACHINES, "--ssh-identity-file", None, pathlib.Path,  # noqa: RUF009
+        "FILE", "private key that ssh shall use for -H")
+    ssh_args: str = word(MACHINES, "--ssh-args", "", str, "WORDS",
+        "more words for ssh, as one, e.g. --ssh-args='-F my_config'")
+    remote_python: str = word(MACHINES, "--remote-python", "", str, "PATH",
+        "the Python of the hosts of -H (default: this one's path)")
     job_id: str = word(MACHINES, "--job-id", "", str, "ID",
         "name of the job, the same on all machines (default: made from the port)")
     token_file: pathlib.Path | None = word(MACHINES, "--token-file", None, pathlib.Path, "FILE",  # noqa: RUF009
@@ -115,6 +147,11 @@ class Options:
         "containers of their own cannot read")
     timeout_s: float | None = word("time limits", "--timeout", None, _seconds, "S",
         "end the whole job with code 124 after so many seconds (default: no limit)")
+    has_gdb: bool = word(HOW_MANY, "--gdb", False, bool, "",
+        "run the workers under gdb, which shows where one crashed (FASTPS_ENABLE_GDB)")
+    restarts: int = word(HOW_MANY, "--restarts", 0, count(0, 1000000), "N",
+        "start the whole job again when a process of it fails, up to so many times, after 1 s, "
+        "2 s, 4 s and so on; the program goes on from its own checkpoint (one machine, or -H)")
     start_timeout_s: float | None = word("time limits", "--start-timeout", None, _seconds, "S",
         "how long processes wait for each other at the start (FASTPS_START_TIMEOUT_S)")
     grace_s: float = word("time limits", "--grace", 5.0, _seconds, "S",
@@ -123,6 +160,8 @@ class Options:
         "also write DIR/worker-0.stdout, DIR/worker-0.stderr, DIR/server-0.stdout ...")
     timeline: pathlib.Path | None = word("output", "--timeline", None, pathlib.Path, "FILE",  # noqa: RUF009
         "write a timeline of every stage of the job, for ui.perfetto.dev or chrome://tracing")
+    has_no_live: bool = word("output", "--no-live", False, bool, "",
+        "show no line about the pace of the job on a terminal; `fastps top` tells more")
     log_level: str = word("output", "--log-level", "WARNING", str.upper, "LEVEL",
         "DEBUG, INFO, WARNING, ERROR or CRITICAL, for every process (default WARNING)",
         choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"))
@@ -143,27 +182,38 @@ def parse(arguments: Sequence[str]) -> Options:
     """Make Options of the words after `fastps-run`; SystemExit(2) with the reason if wrong."""
     parser = make_parser()
     found = vars(parser.parse_args(arguments))
-    command, hosts, workers, servers, machines, machine = map(found.pop, _NOT_OPTIONS)
+    for flag, advice in ADVICE.items():
+        if found.pop(field_of(flag), None) is not None:
+            parser.error(f"{flag} is not needed here: {advice}")
+    command, workers, servers, judges, machines, machine, listed, hostfile, total = map(
+        found.pop, _NOT_OPTIONS
+    )
     command = command[1:] if command[:1] == ["--"] else command
-    for flag in BFRUN:
-        if found.pop(_field_of(flag), None) is not None:
-            parser.error(f"bfrun's {flag} is not needed here: {BFRUN[flag]}")
-    if found.pop("network_interface", None) is not None:
-        parser.error("--network-interface is --env FASTPS_INTERFACE=NAME here")
-    if hosts is not None:
-        parser.error(
-            "-H is not supported: run fastps-run on every machine, with its --machine-rank; "
-            "fastps-run --help has examples"
-        )
     if not command:
         parser.error("no command given; try: fastps-run -np 2 python train.py")
     if command[0].endswith(".py"):
         parser.error(f"a command is expected, not a script; try: python {command[0]}")
     try:
-        layout = make_layout(workers, servers, machines=machines, machine=machine)
+        hosts = _hosts(listed, hostfile)
+        if hosts:
+            _check_alone(machines, machine, hosts)
+            layout = place(hosts, workers, servers, judges, total=total)
+            hosts = hosts[: len(layout.workers)]
+            check_all_have_work(layout, hosts)
+            layout = dataclasses.replace(layout, names=tuple(host.address for host in hosts))
+        else:
+            workers = share(total, workers, machines or 1) if total is not None else workers
+            counts = (workers or (1,), servers or (0,), judges or (0,))
+            layout = make_layout(*counts, machines=machines, machine=machine)
     except ValueError as error:
         parser.error(str(error))
+    is_placed = bool(hosts) or machine is not None or machines is not None or layout.is_spread
+    found |= {"hosts": hosts, "is_placed": is_placed, "is_counted": workers is not None}
     options = Options(command=tuple(command), layout=layout, **found)
+    if hosts:
+        return options
+    if layout.is_spread and options.restarts:
+        parser.error("--restarts is for one machine; let what starts the launchers restart them")
     if layout.is_spread and not (options.scheduler_host and options.scheduler_port):
         parser.error(
             "several machines need --scheduler-host, an address of machine 0 that the others can "
@@ -173,8 +223,28 @@ def parse(arguments: Sequence[str]) -> Options:
     return options
 
 
-def _field_of(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
+def _hosts(listed: str | None, hostfile: pathlib.Path | None) -> tuple[Host, ...]:
+    """Read -H or --hostfile; ValueError says what is wrong with it."""
+    if listed is not None and hostfile is not None:
+        raise ValueError("-H and --hostfile both name the hosts: give one of them")
+    if listed is not None:
+        return parse_hosts(listed)
+    if hostfile is None:
+        return ()
+    try:
+        return parse_hostfile(hostfile.read_text("utf-8"), str(hostfile))
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--hostfile {hostfile} cannot be read: {error}") from None
+
+
+def _check_alone(machines: int | None, machine: int | None, hosts: Sequence[Host]) -> None:
+    if machine is not None:
+        raise ValueError(
+            "-H starts all machines from here; --machine-rank is for one command on each: leave "
+            "one of them out"
+        )
+    if machines not in (None, len(hosts)):
+        raise ValueError(f"--machines {machines}, but there are {len(hosts)} hosts: leave it out")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -183,7 +253,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="fastps-run",
         usage="fastps-run [-np N] [-s N] [options] command [arguments ...]",
         description="Run a training program as several processes that add up their gradients:\n"
-        "on this machine, or on several when started on each of them.",
+        "on this machine, on several over ssh, or on several when started on each.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -192,28 +262,41 @@ def make_parser() -> argparse.ArgumentParser:
     # what becomes the layout
     here, all_of_them = parser.add_argument_group(HOW_MANY), parser.add_argument_group(MACHINES)
     here.add_argument(
-        "-np", "--workers", type=_counts, default=(1,), metavar="N",
+        "-np", "--workers", *PER_MACHINE, type=_counts, default=None, metavar="N",
         help="worker processes of each machine, copies of the command (default 1); a list such "
         "as 4,4,2 has one number for each machine",
     )  # fmt: skip
     here.add_argument(
-        "-s", "--servers", type=_counts, default=(0,), metavar="N",
+        "-s", "--servers", type=_counts, default=None, metavar="N",
         help="server processes of each machine, or a list (default 0)",
     )  # fmt: skip
-    here.add_argument("-H", "--hosts", default=None, help=argparse.SUPPRESS)
-    for flag in (*BFRUN, "--network-interface"):
-        if flag in ("--use-infiniband", "--enable-heartbeat"):
-            here.add_argument(flag, action="store_const", const=True, help=argparse.SUPPRESS)
-        else:
-            here.add_argument(flag, help=argparse.SUPPRESS)
+    here.add_argument(
+        "-v", "--validators", type=_counts, default=None, metavar="N",
+        help="validators of each machine, or a list (default 0): trusted copies of the command, "
+        "which judge what workers send (docs/byzantine.md)",
+    )  # fmt: skip
+    here.add_argument(
+        "-n", "--num-proc", dest="total", type=count(1, 4096), default=None, metavar="N",
+        help="worker processes of the whole job, for mpirun's and horovodrun's users",
+    )  # fmt: skip
+    add_advice(here)
     here.add_argument("--verbose", dest="log_level", action="store_const", const="INFO",
                       default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
     all_of_them.add_argument(
-        "--machines", type=count(1, 4096), default=None, metavar="N",
+        "-H", "--hosts", "--host", dest="host_list", default=None, metavar="LIST",
+        help="start the job on these machines by ssh: a:4,b:4,c:0+1 is HOST:WORKERS, or "
+        "HOST:WORKERS+SERVERS; also user@host and [fd00::1]:4",
+    )  # fmt: skip
+    all_of_them.add_argument(
+        *HOSTFILE, dest="hostfile", type=pathlib.Path, default=None, metavar="FILE",
+        help="the same from a file with a host on each line: a slots=4, or a:4",
+    )  # fmt: skip
+    all_of_them.add_argument(
+        "--machines", *MACHINES_TOO, type=count(1, 4096), default=None, metavar="N",
         help="number of machines (default: as many as the lists of -np and -s have numbers)",
     )  # fmt: skip
     all_of_them.add_argument(
-        "--machine-rank", type=count(0, 4095), default=None, metavar="N",
+        "--machine-rank", *RANK_TOO, type=count(0, 4095), default=None, metavar="N",
         help="number of this machine, from 0; machine 0 has the scheduler",
     )  # fmt: skip
     add_words(parser, Options)

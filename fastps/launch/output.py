@@ -5,7 +5,8 @@ Decides how bytes become lines and how a line is marked; never which process to 
 `Stream` belongs to one pipe, a `Screen` to the two standard outputs of the launcher, each of them
 an `Outlet`. One thread. Invariants: no byte of a child is lost or reordered within its stream, a
 line is written whole, no write waits for a reader, and memory stays bounded however long a line or
-a silence is, if nothing more is read while the screen has a backlog.
+a silence is, if nothing more is read while the screen has a backlog. But for one case: a traceback
+that another process has written word for word is shown as one line that says so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import functools
 import os
 import re
 import select
+import selectors
 import socket
 import stat
 from collections.abc import Callable, Sequence
@@ -23,11 +25,14 @@ from typing import BinaryIO
 
 MAX_LINE_BYTES = 64 * 1024  # a longer line is shown in pieces
 PARTIAL_LINE_S = 1.0  # an unfinished line is shown when its writer was silent this long
+MAX_TRACEBACK_LINES = 200
+MAX_TRACEBACKS = 64  # that are remembered
 TAIL_LINES = 20  # kept of each stderr, for the report of the first cause
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 _BOLD_RED = b"\x1b[1;31m"
 _DIM = b"\x1b[2m"
 _RESET = b"\x1b[0m"
+_ERASE = b"\r\x1b[K"
 _COLOURS = {"scheduler": (b"\x1b[35m",), "server": (b"\x1b[36m", b"\x1b[96m")}
 _WORKER_COLOURS = (b"\x1b[32m", b"\x1b[33m", b"\x1b[34m", b"\x1b[92m", b"\x1b[93m", b"\x1b[94m")
 
@@ -64,6 +69,45 @@ class LineSplitter:
         """Give the unfinished line, if there is one, as a line."""
         line, self._pending = self._pending.rstrip(b"\r"), b""
         return [line] if line else []
+
+
+class Repeats:
+    """Find tracebacks in the lines of one process that another one has written before."""
+
+    def __init__(self, name: str, seen: dict[tuple[bytes, ...], str]) -> None:
+        """Share `seen`, who wrote which traceback first, with all streams of a screen."""
+        self._name = name
+        self._seen = seen
+        self._held: list[bytes] = []
+
+    @property
+    def has_held(self) -> bool:
+        """Tell whether a traceback has begun and not ended."""
+        return bool(self._held)
+
+    def pass_on(self, line: bytes) -> list[bytes]:
+        """Take a line; give those that are to be shown now."""
+        if not self._held and line != b"Traceback (most recent call last):":
+            return [line]
+        is_last = self.has_held and not line.startswith(b" ")
+        self._held.append(line)
+        if is_last:
+            return self._ended()
+        return self.give_up() if len(self._held) > MAX_TRACEBACK_LINES else []
+
+    def give_up(self) -> list[bytes]:
+        """Give what was kept of a traceback that does not end."""
+        lines, self._held = self._held, []
+        return lines
+
+    def _ended(self) -> list[bytes]:
+        lines = self.give_up()
+        if len(self._seen) == MAX_TRACEBACKS:
+            self._seen.clear()
+        first = self._seen.setdefault(tuple(lines), self._name)
+        if first == self._name:
+            return lines
+        return [f"as {first}: ".encode() + lines[-1]]
 
 
 class Outlet:
@@ -149,7 +193,9 @@ class Screen:
 
     def __init__(self, stdout: Outlet, stderr: Outlet, *, has_colour: bool) -> None:
         """Write to two outlets, which may be one."""
+        self.tracebacks: dict[tuple[bytes, ...], str] = {}  # of all streams: who wrote it first
         self._outlets = (stdout, stderr)
+        self._live = b""  # the line below all others, on a terminal
         self._has_colour = has_colour
 
     @property
@@ -173,15 +219,21 @@ class Screen:
         one of the descriptors or_readable can be read before that.
         """
         while unread := self.unread():
-            readable, writable, _ = select.select(or_readable, unread, [], patience_s)
-            if readable or not writable:
-                return not readable
+            with selectors.EpollSelector() as selector:
+                for outlet in unread:
+                    selector.register(outlet, selectors.EVENT_WRITE)
+                for descriptor in or_readable:
+                    selector.register(descriptor, selectors.EVENT_READ)
+                ready = selector.select(patience_s)
+            is_told = any(events & selectors.EVENT_READ for _, events in ready)
+            if is_told or not ready:
+                return not is_told
             self.flush()
         return True
 
-    def show(self, role: str, rank: int, line: bytes, *, is_error: bool) -> None:
+    def show(self, role: str, rank: int, line: bytes, *, is_error: bool, host: str = "") -> None:
         """Write one line of one process after its name; BrokenPipeError when nobody reads."""
-        mark = b"[" + name_of(role, rank).encode() + b"]"
+        mark = b"[" + name_of(role, rank, host).encode() + b"]"
         if self._has_colour:
             mark = _colour_of(role, rank) + mark + _RESET
         self._write(mark + b" " + line + b"\n", is_error=is_error)
@@ -193,21 +245,44 @@ class Screen:
             line = (_BOLD_RED if is_alarm else _DIM) + line + _RESET
         self._write(line + b"\n", is_error=True)
 
+    def tell(self, line: bytes) -> None:
+        """Write a line without a mark on standard output, for a program that reads it."""
+        self._write(line + b"\n", is_error=False)
+
+    def live(self, text: str) -> None:
+        """Show a line below all that is written, in the place of the last; none if empty."""
+        line = f"[fastps-run] {text}"[: _columns(self._outlets[1])].encode() if text else b""
+        if line != self._live and not self.backlog:
+            self._live = line
+            self._outlets[1].write(_ERASE + line)
+
     def _write(self, data: bytes, *, is_error: bool) -> None:
-        self._outlets[is_error].write(data)
+        outlet = self._outlets[is_error]
+        if self._live and outlet is self._outlets[1]:
+            data = _ERASE + data + self._live
+        outlet.write(data)
 
 
 class Stream:
     """Carry one pipe of one process to the screen, to its log file and to the kept tail."""
 
     def __init__(
-        self, screen: Screen, role: str, *, rank: int, is_error: bool, log: BinaryIO | None
+        self,
+        screen: Screen,
+        role: str,
+        *,
+        rank: int,
+        is_error: bool,
+        log: BinaryIO | None,
+        host: str = "",
     ) -> None:
-        """Own `log`, which may be None; it is closed with the stream."""
+        """Own `log`, which may be None; it is closed with the stream. host: of the process."""
         self.tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
         self._splitter = LineSplitter()
+        self._repeats = Repeats(name_of(role, rank, host), screen.tracebacks)
         self._screen = screen
         self._name = (role, rank)
+        self._host = host
         self._is_error = is_error
         self._log = log
         self._silent_since = 0.0
@@ -221,33 +296,55 @@ class Stream:
         self._show(self._splitter.feed(data))
 
     def flush_silent(self, *, now: float) -> None:
-        """Show an unfinished line whose writer has been silent for PARTIAL_LINE_S."""
-        if self._splitter.has_partial and now - self._silent_since >= PARTIAL_LINE_S:
-            self._show(self._splitter.flush())
+        """Show what is unfinished, a line or a traceback, after PARTIAL_LINE_S of silence."""
+        if self._is_unfinished and now - self._silent_since >= PARTIAL_LINE_S:
+            self._show_all()
 
     def wait_s(self, *, now: float) -> float | None:
         """Give the seconds until flush_silent has something to do; None for never."""
-        if not self._splitter.has_partial:
+        if not self._is_unfinished:
             return None
         return max(0.0, self._silent_since + PARTIAL_LINE_S - now)
 
     def close(self) -> None:
         """Show what is left and close the log file. Idempotent."""
-        self._show(self._splitter.flush())
+        self._show_all()
         if self._log is not None:
             self._log.close()
             self._log = None
 
+    @property
+    def _is_unfinished(self) -> bool:
+        return self._splitter.has_partial or self._repeats.has_held
+
+    def _show_all(self) -> None:
+        self._show(self._splitter.flush())
+        self._write(self._repeats.give_up())
+
     def _show(self, lines: list[bytes]) -> None:
-        role, rank = self._name
         for line in lines:
             self.tail.append(line)
-            self._screen.show(role, rank, line, is_error=self._is_error)
+            self._write(self._repeats.pass_on(line))
+
+    def _write(self, lines: list[bytes]) -> None:
+        role, rank = self._name
+        for line in lines:
+            self._screen.show(role, rank, line, is_error=self._is_error, host=self._host)
 
 
-def name_of(role: str, rank: int) -> str:
-    """Give the name a process is shown under; there is one scheduler, so it has no number."""
-    return role if role == "scheduler" else f"{role} {rank}"
+def name_of(role: str, rank: int, host: str = "") -> str:
+    """Give the name a process is shown under; what there is once has no number."""
+    name = role if role in ("scheduler", "fastps-run", "") else f"{role} {rank}"
+    return f"{host} {name}".strip()
+
+
+def _columns(terminal: Outlet) -> int:
+    """Count what a line of a terminal holds, but for the last place, which might wrap."""
+    try:
+        columns = os.get_terminal_size(terminal.fileno()).columns
+    except OSError:
+        columns = 0
+    return max(columns or 80, 2) - 1
 
 
 def _colour_of(role: str, rank: int) -> bytes:

@@ -24,6 +24,10 @@ SERVER_COMMAND = (sys.executable, "-m", "fastps.server.main")
 # A value of these must not reach the children from the caller's environment: each process needs
 # its own, or the launcher gives a new one.
 NOT_INHERITED = ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE", "FASTPS_PORT", "FASTPS_ROLE", "FASTPS_RANK")
+# What gdb is told: to run the program and end with its code, or to show where it was stopped by a
+# signal, and end as a shell does. A line that has nothing to say fails, and gdb takes the next.
+GDB = ("set confirm off", "run", "quit $_exitcode", "bt", "quit 128 + $_exitsignal",
+       "quit 128 + $_siginfo.si_signo")  # fmt: skip
 _GDB = ("FASTPS_ENABLE_GDB", "BYTEPS_ENABLE_GDB")
 _SECRET = re.compile("token|secret|passw|pwd|credential|auth|key", re.IGNORECASE)
 
@@ -87,19 +91,24 @@ def make_plan(
     for rank in options.layout.server_ranks:
         environment = {**common, "FASTPS_ROLE": "server", "FASTPS_RANK": str(rank)}
         plan.append(ProcessSpec("server", rank, tuple(server_command), environment))
+    command = _under_gdb(options, {**inherited, **dict(options.environment)})
     for rank in options.layout.worker_ranks:
         environment = common | _worker(options, rank, cpus=cpus, inherited=inherited)
-        command = _under_gdb(options.command, {**inherited, **dict(options.environment)})
         is_alone = not options.layout.has_meeting
         plan.append(ProcessSpec("worker", rank, command, environment, has_stdin=is_alone))
+    for rank in options.layout.validator_ranks:
+        environment = {**common, "FASTPS_ROLE": "validator", "FASTPS_RANK": str(rank)}
+        plan.append(ProcessSpec("validator", rank, command, environment))
     return tuple(plan)
 
 
-def _under_gdb(command: tuple[str, ...], given: Mapping[str, str]) -> tuple[str, ...]:
-    """Let gdb run a worker where settings ask for it, and show where it crashed."""
-    if not load({}, {name: given[name] for name in _GDB if name in given}).enable_gdb:
-        return command
-    return ("gdb", "-quiet", "-batch", "-ex", "run", "-ex", "bt", "--args", *command)
+def _under_gdb(options: Options, given: Mapping[str, str]) -> tuple[str, ...]:
+    """Let gdb run a worker where it is asked for, and show where it crashed."""
+    is_set = load({}, {name: given[name] for name in _GDB if name in given}).enable_gdb
+    if not (options.has_gdb or is_set):
+        return options.command
+    words = [word for line in GDB for word in ("-ex", line)]
+    return ("gdb", "-quiet", "-batch", *words, "--args", *options.command)
 
 
 def scheduler_environment(options: Options, identity: Identity) -> dict[str, str]:
@@ -146,6 +155,7 @@ def _common(options: Options, identity: Identity) -> dict[str, str]:
         "FASTPS_JOB_ID": identity.job_id,
         "FASTPS_SIZE": str(options.layout.size),
         "FASTPS_NUM_SERVERS": str(options.layout.num_servers),
+        **_judged(options),
         "FASTPS_LOG_LEVEL": options.log_level,
         "PYTHONUNBUFFERED": "1",
     }
@@ -162,6 +172,11 @@ def _common(options: Options, identity: Identity) -> dict[str, str]:
     settings |= _asked(options)
     settings.update({name: f"{value:g}" for name, value in optional.items() if value is not None})
     return settings | dict(options.environment)
+
+
+def _judged(options: Options) -> dict[str, str]:
+    count = options.layout.num_validators
+    return {"FASTPS_NUM_VALIDATORS": str(count)} if count else {}
 
 
 def _asked(options: Options) -> dict[str, str]:

@@ -186,7 +186,7 @@ def _start(spec: ProcessSpec, *, inherited: Mapping[str, str]) -> subprocess.Pop
             stderr=subprocess.PIPE,
             bufsize=0,
             process_group=0,
-            preexec_fn=_die_with_parent(os.getpid(), has_terminal),  # safe: no thread yet
+            preexec_fn=die_with_parent(os.getpid(), has_terminal),  # safe: no thread yet
         )
     except OSError as error:
         code = 127 if isinstance(error, FileNotFoundError) else 126
@@ -209,7 +209,7 @@ def give_terminal(group: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
-def _die_with_parent(parent: int, has_terminal: bool) -> Callable[[], None]:
+def die_with_parent(parent: int, has_terminal: bool) -> Callable[[], None]:
     """Make the function that runs in the child before its program."""
 
     def prepare() -> None:

@@ -13,7 +13,6 @@ import functools
 import os
 import pathlib
 import secrets
-import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +21,15 @@ from fastps.config import Config, load, process_environment
 from fastps.config.token import hold_token
 from fastps.errors import ConfigError, FastPSError
 from fastps.launch import timeline
-from fastps.launch.job import Cause, Job, SignalInbox, interrupted, report
+from fastps.launch.allocation import spread
+from fastps.launch.ending import STDERR, make_screen, run_again, show_end
+from fastps.launch.job import Cause, Job, SignalInbox
+from fastps.launch.lead import lead
 from fastps.launch.limits import StartError, hold_standard_streams, provide_descriptors
+from fastps.launch.live import LiveLine
 from fastps.launch.messenger import Messenger
 from fastps.launch.options import TOKEN_RECIPE, Options, parse
-from fastps.launch.output import Screen, Stream, outlets
+from fastps.launch.output import Screen, Stream
 from fastps.launch.plan import (
     SERVER_COMMAND,
     Identity,
@@ -46,13 +49,12 @@ from fastps.launch.processes import (
     open_stream,
 )
 from fastps.launch.scheduler import SchedulerThread
+from fastps.launch.secrets import Handout
 from fastps.transport import sockets
 
 EXIT_SETTINGS = 2
 _TOKEN_BYTES = 32
-_HURRY_S = 1.0  # without a byte read, once the job was told to end
 _LOOPBACK = "127.0.0.1"
-STDOUT, STDERR = 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and give the exit code."""
     hold_standard_streams()
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    return launch(options, environment=process_environment())
+    environment = process_environment()
+    try:
+        options = spread(options, environment)
+    except ConfigError as error:
+        make_screen(options, environment).say(str(error), is_alarm=True)
+        return EXIT_SETTINGS
+    if options.hosts:
+        return lead(options, environment=environment)
+    return launch(options, environment=environment)
 
 
 def launch(
@@ -80,7 +90,7 @@ def launch(
 
     server_command stands for the server program. Blocks until every process has ended.
     """
-    screen = _screen(options, environment)
+    screen = make_screen(options, environment)
     inherited = inherited_environment(environment)
     identity = _identity(options, environment)
     plan_of = functools.partial(
@@ -95,30 +105,44 @@ def launch(
             return _dry_run(options, identity, plan_of)
         if identity.secret is not None and identity.secret[0] == "FASTPS_TOKEN":
             identity = dataclasses.replace(identity, secret=hold_token(identity.secret[1]))
-        identity, meeting = _prepare(options, identity, inherited)
+        identity, meeting = prepare(options, identity, inherited)
+        handout = Handout(_token_of(options, identity, inherited))
     except FastPSError as error:
         screen.say(str(error), is_alarm=True)
         return EXIT_SETTINGS
     with SignalInbox() as inbox:  # to the end: a handler that raises can be lost on its way
-        cause = _run(options, plan_of(identity), screen, inbox, inherited, meeting)
+        cause = run_plan(
+            options, handout.hand_out(plan_of(identity)), screen, inbox, inherited, meeting
+        )
+
+        def run() -> Cause | None:
+            fresh, meets = prepare(options, identity, inherited)  # a port of its own
+            plan = handout.hand_out(plan_of(fresh))
+            return run_plan(options, plan, screen, inbox, inherited, meets)
+
+        cause = run_again(run, cause, screen, inbox, options.restarts)
         if options.timeline is not None:
-            _make_timeline(screen, options.timeline, is_whole=not options.layout.is_spread)
-        return _show_end(screen, inbox, cause, options)
+            make_timeline(screen, options.timeline, is_whole=not options.layout.is_spread)
+        return show_end(screen, inbox, cause, options)
 
 
-def _run(
+def run_plan(
     options: Options,
     plan: Sequence[ProcessSpec],
     screen: Screen,
     inbox: SignalInbox,
     inherited: Mapping[str, str],
     meeting: Meeting | None,
+    *,
+    on_cause: Callable[[Cause], None] = lambda _: None,
 ) -> Cause | None:
     """Start the parts of a plan, the scheduler last, and watch them to their end."""
     try:
         provide_descriptors(options.layout, n_children=len(plan))
     except StartError as error:
-        return Cause(str(error), error.exit_code)
+        refusal = Cause(str(error), error.exit_code)
+        on_cause(refusal)
+        return refusal
     become_subreaper()
     messenger = Messenger(options, inherited, plan)
     job = Job(
@@ -129,6 +153,7 @@ def _run(
         is_spread=options.layout.is_spread,
         goes_on=goes_on(options, inherited),
         on_end=messenger.tell_end,
+        on_cause=on_cause,
     )
     try:
         folder = hold_folder(options.output_dir) if options.output_dir else None
@@ -143,6 +168,8 @@ def _run(
             stderr = open_stream(screen, "scheduler", rank=0, output_dir=folder, is_error=True)
             messenger.scheduler = _start_scheduler(options, meeting, stderr)
             job.add_scheduler(messenger.scheduler)
+        if options.layout.has_meeting and not options.has_no_live and os.isatty(STDERR):
+            job.show_live(LiveLine(plan[0].environment["FASTPS_JOB_ID"]))
     except StartError as error:
         job.abandon(Cause(str(error), error.exit_code))
     except OSError as error:  # of the output files
@@ -154,7 +181,7 @@ def _run(
     return cause
 
 
-def _make_timeline(screen: Screen, target: pathlib.Path, *, is_whole: bool) -> None:
+def make_timeline(screen: Screen, target: pathlib.Path, *, is_whole: bool) -> None:
     """Merge what the processes traced, however they ended."""
     try:
         screen.say(timeline.describe(target, timeline.collect(target, is_whole=is_whole)))
@@ -177,27 +204,6 @@ def _start_scheduler(options: Options, meeting: Meeting, stderr: Stream) -> Sche
     return thread
 
 
-def _show_end(screen: Screen, inbox: SignalInbox, cause: Cause | None, options: Options) -> int:
-    """Report the first cause, let the output be read to its end, and give the exit code.
-
-    Nothing else is left of the job, so the reader has all the time it wants, but after a signal or
-    the time limit; a signal ends the wait.
-    """
-    for number in inbox.take():  # they came while everything was being cleared away
-        cause = interrupted(cause, number)
-    code = 0 if cause is None else cause.exit_code
-    patience_s = None if cause is None or cause.has_time else _HURRY_S
-    try:
-        if cause is not None:
-            report(screen, cause, output_dir=options.output_dir)
-        while not screen.finish(patience_s=patience_s, or_readable=(inbox.fileno(),)):
-            if numbers := inbox.take():
-                return code or 128 + numbers[0]
-    except BrokenPipeError:
-        return code or 128 + signal.SIGPIPE
-    return code
-
-
 def _identity(options: Options, environment: Mapping[str, str]) -> Identity:
     """Choose name and token; the port of one machine's scheduler is yet to be found."""
     address = None
@@ -212,7 +218,7 @@ def _identity(options: Options, environment: Mapping[str, str]) -> Identity:
     )
 
 
-def _prepare(
+def prepare(
     options: Options, identity: Identity, inherited: Mapping[str, str]
 ) -> tuple[Identity, Meeting | None]:
     """Check the settings and hold the scheduler's port; ConfigError says what is wrong."""
@@ -230,6 +236,13 @@ def _prepare(
     port = listeners[0].getsockname()[1]
     identity = dataclasses.replace(identity, scheduler=(identity.scheduler[0], port))
     return identity, Meeting(settings, listeners)
+
+
+def _token_of(options: Options, identity: Identity, inherited: Mapping[str, str]) -> bytes:
+    """Read the token that the launcher has; nothing where nobody meets anybody."""
+    if identity.scheduler is None:
+        return b""
+    return load(environ={**inherited, **scheduler_environment(options, identity)}).token_bytes()
 
 
 def _check_reach(host: str, bound: Sequence[str]) -> None:
@@ -285,13 +298,6 @@ def _describe_meeting(options: Options, identity: Identity) -> str:
     if options.layout.has_scheduler:
         return f"# scheduler: a thread of this fastps-run, at {where}"
     return f"# scheduler: a thread of fastps-run on machine 0, at {where}"
-
-
-def _screen(options: Options, environment: Mapping[str, str]) -> Screen:
-    wants = options.colour == "always" or (
-        options.colour == "auto" and os.isatty(STDOUT) and not environment.get("NO_COLOR")
-    )
-    return Screen(*outlets(STDOUT, STDERR), has_colour=wants)
 
 
 if __name__ == "__main__":

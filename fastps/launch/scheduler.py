@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 EXIT_DIED = 1
 ENDED_BY = "fastps-run on the scheduler's machine ended it"  # how other machines hear of a cause
+INQUIRY_S = 1.5  # for workers to say what they wait for, and where they are
+_ANSWERS_S = 0.1  # for the first of them
 _START_S = 10.0  # for the thread to come up
 _TOLD_S = 1.0  # a process has ended: its connection's end is seen well within this time
 _LOOK_S = 0.02  # how often the state of the job is looked at while a change is due
@@ -123,9 +125,26 @@ class SchedulerThread:
         with contextlib.suppress(AttributeError):  # the thread never came up
             self._scheduler.tell_absent(message)
 
+    def expect_ends(self, places: Sequence[tuple[str, int]], why: str) -> None:
+        """Say which processes, by role and rank, the launcher is about to end, and why."""
+        with contextlib.suppress(AttributeError):  # the thread never came up
+            self._scheduler.expect_ends(places, f"{ENDED_BY}: {why}")
+
+    def inquire(self) -> None:
+        """Log who waits for whom; blocks a moment, INQUIRY_S at most."""
+        is_done = threading.Event()
+        self._order(functools.partial(self._inquire, is_done))
+        is_done.wait(INQUIRY_S)
+
     def end_when_left(self, why: str) -> None:
         """End the job as soon as no worker is at work in it: no other one can begin."""
         self._order(functools.partial(self._end_when_left, why))
+
+    @property
+    def has_been_joined(self) -> bool:
+        """Tell whether anybody has come to join the job; True where that is not known."""
+        scheduler: Scheduler | None = getattr(self, "_scheduler", None)
+        return scheduler is None or scheduler.has_been_joined
 
     def describe(self) -> str:
         """Say what this is."""
@@ -195,6 +214,13 @@ class SchedulerThread:
         now = self._scheduler.statistics()
         has_begun = now.generation > 1 or now.phase != "lobby"
         return has_begun or now.members >= self._others
+
+    async def _inquire(self, is_done: threading.Event) -> None:
+        if self._phase() == "running":
+            self._scheduler.inquire()
+            await asyncio.sleep(_ANSWERS_S)
+            await self._wait_until(lambda: not self._scheduler.inquiries, timeout_s=INQUIRY_S)
+        is_done.set()
 
     async def _end_when_left(self, why: str) -> None:
         while self._phase() == "running":  # leases bound this: whoever is silent is lost

@@ -25,7 +25,6 @@ from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
 from fastps.config import child_environment, load, process_environment
-from fastps.config.token import hold_token
 from fastps.control.hosted import HostedScheduler
 from fastps.errors import FastPSError, PeerLostError, ShutdownError, StallError
 from fastps.launch.layout import Layout
@@ -38,6 +37,7 @@ from fastps.launch.plan import (
     scheduler_environment,
 )
 from fastps.launch.processes import describe_exit
+from fastps.launch.secrets import Handout
 from fastps.launch.team_words import hear, pack, unpack
 
 T = TypeVar("T")
@@ -116,6 +116,7 @@ class Team:
         self._given = dict(environment or {}) | child_environment(settings)
         self._workers: list[Worker] = []
         self._scheduler: HostedScheduler | None = None
+        self._handout = Handout(b"")
         self._start()
 
     # ---- what users call ----
@@ -174,6 +175,7 @@ class Team:
         if self._scheduler is not None:
             self._scheduler.close(0)
             self._scheduler = None
+        self._handout.close()
 
     def __enter__(self) -> Team:
         """Be a context."""
@@ -204,15 +206,14 @@ class Team:
             f"team-{secrets.token_hex(4)}", ("FASTPS_TOKEN", secret), ("127.0.0.1", 0)
         )
         config = load(environ={**inherited, **scheduler_environment(options, identity)})
+        self._handout = Handout(secret.encode())
         self._start_timeout_s = config.start_timeout_s
         try:
             self._scheduler = HostedScheduler(config)
             self._scheduler.start()
-            identity = dataclasses.replace(
-                identity, secret=hold_token(secret), scheduler=self._scheduler.address
-            )
+            identity = dataclasses.replace(identity, scheduler=self._scheduler.address)
             plan = make_plan(options, identity, cpus=os.cpu_count() or 1, inherited=inherited)
-            self._workers = [Worker(spec, inherited) for spec in plan]
+            self._workers = [Worker(spec, inherited) for spec in self._handout.hand_out(plan)]
             self._ask(("path", (list(sys.path),)), config.start_timeout_s, recovers=False)
             self._ask(("join", ()), config.start_timeout_s, recovers=False)
         except BaseException:

@@ -29,9 +29,33 @@ cdef struct Combining:          # a rule for one partition; fixed but for what `
     kernel_fn own               # a user's machine code; NULL
     void* python                # a user's function; borrowed, NULL
     char* last                  # of centered clipping: the last result; NULL
+    char* fresh                 # and what there is yet of the next one
     int32_t lies[SLOTS]         # by updates that came: f, or -1: the result is zeros
+    bint is_weighed             # it looks at whole updates first: look(), weigh(), finish()
     uint32_t slots              # of scratch: workers, and the last result
     uint64_t scratch_bytes
+
+cdef struct Table:              # the updates that count, and what is known of them
+    const void* rows[SLOTS]     # of rules that look at nothing before
+    int32_t who[SLOTS]          # of those that do: by place in the sources; n: the last result
+    int32_t m
+    int32_t f
+    double* norms               # squares of lengths
+    double* squares             # of distances between all pairs
+    double* part                # as squares, of one part
+    double* weights
+
+# Give a table room: scratch_bytes, aligned to 64.
+cdef void lay_out(Combining* how, Table* table, char* room) noexcept nogil
+
+# Of a rule that is_weighed, without buckets: look at elements first to first + count - 1 of n
+# updates, part by part from 0 on (sources[count]); then decide, refused as in combine(); then make
+# these elements of the result, dst[count], apart from all sources. One thread at a time.
+cdef int64_t look(Combining* how, const void* const* sources, int64_t n, uint64_t first,
+                  uint64_t count, Table* table) noexcept nogil
+cdef void weigh(Combining* how, int64_t n, Table* table, uint8_t* refused) noexcept nogil
+cdef int64_t finish(Combining* how, const void* const* sources, int64_t n, void* dst,
+                    uint64_t first, uint64_t count, Table* table) noexcept nogil
 
 # Make dst[count], apart from all sources, of n sources[count]; refused[n] gets 1 for each that has
 # NaN or infinity, which counts as if it had not come. scratch: scratch_bytes, aligned to 64. OK is

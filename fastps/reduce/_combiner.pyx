@@ -3,10 +3,11 @@
 
 Knows neither keys nor peers. Rules that look at each element by itself take one pass, in which
 NaN and infinity are noticed; then the sources that have them are found and left out, and what is
-left goes another way, for any number. All other rules end in a mix of the updates by weights, and
-these follow from norms or from distances between all pairs alone, so that one pass over the
-sources in memory finds them, however many iterations a rule has. With z = sum of w_j u_j, where
-the w_j add up to 1,
+left goes another way, for any number. All other rules end in a mix of the updates by weights (or,
+Bulyan, in a rule by element of some of them), and these follow from norms or from distances
+between all pairs alone. So a rule looks at each part of the updates once, when it comes (look),
+then decides (weigh), however many iterations it has, and makes the result part by part (finish).
+With z = sum of w_j u_j, where the w_j add up to 1,
 
     |u_i - z|^2 = sum_j w_j D_ij - 1/2 sum_jk w_j w_k D_jk,    D_jk = |u_j - u_k|^2
 
@@ -41,26 +42,14 @@ cdef double FARTHEST = 1e300    # of squares of distances: their sums stay finit
 cdef double TINY = 1e-300       # in the place of a length of 0
 
 cdef int AVERAGE = Kind.AVERAGE
-cdef int TRIMMED_MEAN = Kind.TRIMMED_MEAN
-cdef int PHOCAS = Kind.PHOCAS
 cdef int MEAN_AROUND_MEDIAN = Kind.MEAN_AROUND_MEDIAN
 cdef int MEDIAN = Kind.MEDIAN
-cdef int SIGN_MAJORITY = Kind.SIGN_MAJORITY
 cdef int NORM_CLIPPING = Kind.NORM_CLIPPING
 cdef int CENTERED_CLIPPING = Kind.CENTERED_CLIPPING
 cdef int GEOMETRIC_MEDIAN = Kind.GEOMETRIC_MEDIAN
 cdef int KRUM = Kind.KRUM
-cdef int MULTI_KRUM = Kind.MULTI_KRUM
 cdef int BULYAN = Kind.BULYAN
 cdef int OWN = Kind.OWN
-
-cdef struct Table:              # the updates that count, and what is known of them
-    const void* rows[SLOTS]
-    int32_t m
-    int32_t f
-    double* squares             # of norms: m, or of distances: (m + 1)^2
-    double* weights             # m + 1
-
 
 cdef inline uint64_t mixed(uint64_t x) noexcept nogil:
     """Steele et al.'s splitmix64 (OOPSLA 2014)."""
@@ -74,17 +63,24 @@ cdef inline uint64_t round_up(uint64_t nbytes) noexcept nogil:
     return (nbytes + LINE_BYTES - 1) & ~<uint64_t>(LINE_BYTES - 1)
 
 
+cdef void lay_out(Combining* how, Table* table, char* room) noexcept nogil:
+    """Put a table's numbers into room of scratch_bytes."""
+    table.squares = <double*>room
+    table.part = table.squares + how.slots * how.slots
+    table.norms = table.part + how.slots * how.slots
+    table.weights = table.norms + how.slots
+
+
 # ---------------------------------------------------------------- who counts
 
 cdef int64_t refuse(Combining* how, const void* const* sources, int64_t n, Table* table,
                     uint8_t* refused) noexcept nogil:
     """List the sources whose norms are numbers."""
-    cdef int64_t j, status = how.norms(sources, n, table.squares, how.count, NULL)
+    cdef int64_t j, status = how.norms(sources, n, table.norms, how.count, NULL)
     table.m = 0
     for j in range(n):
-        refused[j] = not isfinite(table.squares[j])
+        refused[j] = not isfinite(table.norms[j])
         if not refused[j]:
-            table.squares[table.m] = table.squares[j]
             table.rows[table.m] = sources[j]
             table.m += 1
     return status
@@ -123,20 +119,56 @@ cdef int64_t fill_buckets(Combining* how, Table* table, uint32_t version,
         n += 1
     table.m = n
     memcpy(table.rows, means, n * sizeof(void*))
-    return how.norms(table.rows, n, table.squares, how.count, NULL)
+    return DONE
+
+
+# ---------------------------------------------------------------- looking at whole updates
+
+cdef int32_t gather_rows(Combining* how, const void* const* sources, int64_t n, uint64_t first,
+                         const void** rows) noexcept nogil:
+    """List what distances are between: the updates, and the last result if the rule wants it."""
+    memcpy(rows, sources, n * sizeof(void*))
+    if how.last == NULL:
+        return <int32_t>n
+    rows[n] = how.last + first * how.itemsize
+    return <int32_t>n + 1
+
+
+cdef int64_t look(Combining* how, const void* const* sources, int64_t n, uint64_t first,
+                  uint64_t count, Table* table) noexcept nogil:
+    cdef const void* rows[SLOTS]
+    cdef int32_t i, all = gather_rows(how, sources, n, first, rows)
+    cdef int64_t status = how.norms(rows, n, table.part, count, NULL)
+    for i in range(<int32_t>n):
+        table.norms[i] = table.part[i] + (table.norms[i] if first else 0)
+    if status != DONE or how.kind == NORM_CLIPPING:
+        return status
+    status = how.distances(rows, all, table.part, count, NULL)
+    for i in range(all * all):
+        table.squares[i] = table.part[i] + (table.squares[i] if first else 0)
+    return status
+
+
+cdef void keep_sound(Combining* how, int32_t n, Table* table, uint8_t* refused) noexcept nogil:
+    """List the updates whose norms are numbers, and put their distances together."""
+    cdef int32_t i, j, all = n + (how.last != NULL)
+    table.m = 0
+    for i in range(n):
+        refused[i] = not isfinite(table.norms[i])
+        if not refused[i]:
+            table.norms[table.m] = table.norms[i]
+            table.who[table.m] = i
+            table.m += 1
+    table.who[table.m] = n
+    n = table.m + (how.last != NULL)
+    for i in range(n):
+        for j in range(n):
+            table.part[i * n + j] = fmin(table.squares[table.who[i] * all + table.who[j]],
+                                         FARTHEST)
+    table.squares, table.part = table.part, table.squares
 
 
 # ---------------------------------------------------------------- weights from distances
-
-cdef int64_t measure(Combining* how, Table* table, int32_t n) noexcept nogil:
-    """Find the distances between the first n rows."""
-    cdef int64_t status = how.distances(table.rows, n, table.squares, how.count, NULL)
-    cdef int32_t i
-    for i in range(n * n):
-        if not table.squares[i] < FARTHEST:
-            table.squares[i] = FARTHEST
-    return status
-
 
 cdef double to_mean(Table* table, int32_t n, int32_t i) noexcept nogil:
     """Sum the weighted distances of one row to all."""
@@ -229,7 +261,7 @@ cdef void choose(Table* table, int32_t keep, bint scores_anew) noexcept nogil:
     """Keep the rows that Krum scores best, the best first; scores_anew: among those left."""
     cdef double scores[MAX_VOICES]
     cdef uint8_t is_out[MAX_VOICES]
-    cdef const void* chosen[MAX_VOICES]
+    cdef int32_t chosen[MAX_VOICES]
     cdef int32_t i, best, n
     memset(is_out, 0, sizeof(is_out))
     for n in range(keep):
@@ -239,78 +271,105 @@ cdef void choose(Table* table, int32_t keep, bint scores_anew) noexcept nogil:
                     scores[i] = krum_score(table, i, is_out, table.m - n, table.f)
         best = best_left(table, scores, is_out)
         is_out[best] = True
-        chosen[n] = table.rows[best]
-    memcpy(table.rows, chosen, keep * sizeof(void*))
+        chosen[n] = table.who[best]
+    memcpy(table.who, chosen, keep * sizeof(int32_t))
     table.m = keep
+
+
+cdef void weigh_evenly(Table* table) noexcept nogil:
+    cdef int32_t i
+    for i in range(table.m):
+        table.weights[i] = 1.0 / table.m
+
+
+cdef void weigh_chosen(Combining* how, Table* table) noexcept nogil:
+    """Choose by Krum's score; Bulyan's scores are of those that are left each time."""
+    cdef int32_t keep = how.keep if how.keep else table.m - table.f
+    if how.kind == KRUM:
+        keep = 1
+    elif how.kind == BULYAN:
+        keep = table.m - 2 * table.f
+    choose(table, min(keep, table.m), how.kind == BULYAN)
+    weigh_evenly(table)
+
+
+cdef void weigh_clipped(Combining* how, Table* table) noexcept nogil:
+    cdef int32_t i
+    for i in range(table.m):
+        table.weights[i] = fmin(1.0, how.radius / fmax(sqrt(table.norms[i]), TINY)) / table.m
+
+
+cdef void weigh(Combining* how, int64_t n, Table* table, uint8_t* refused) noexcept nogil:
+    keep_sound(how, <int32_t>n, table, refused)
+    table.f = how.lies[table.m]
+    if table.f < 0:
+        table.m = 0
+    elif how.kind == NORM_CLIPPING:
+        weigh_clipped(how, table)
+    elif how.kind == GEOMETRIC_MEDIAN:
+        weigh_geometric(how, table)
+    elif how.kind == CENTERED_CLIPPING:
+        weigh_centered(how, table)
+    else:
+        weigh_chosen(how, table)
 
 
 # ---------------------------------------------------------------- results
 
-cdef int64_t average_rows(Combining* how, Table* table, void* dst) noexcept nogil:
-    cdef int32_t i
-    if table.m == 1:
-        memcpy(dst, table.rows[0], how.count * how.itemsize)
+cdef int64_t mix_rows(Combining* how, const void* const* rows, int32_t m, const double* weights,
+                      void* dst, uint64_t count) noexcept nogil:
+    if m == 1 and weights[0] == 1:
+        memcpy(dst, rows[0], count * how.itemsize)
         return DONE
-    for i in range(table.m):
-        table.weights[i] = 1.0 / table.m
-    return how.mix(table.rows, table.m, dst, how.count, table.weights)
+    return how.mix(rows, m, dst, count, weights)
 
 
-cdef int64_t by_element(Combining* how, Table* table, void* dst) noexcept nogil:
+cdef int64_t by_element(Combining* how, const void* const* rows, int32_t m, int32_t f, void* dst,
+                        uint64_t count) noexcept nogil:
     """Make each element by itself, of any number of updates."""
     cdef int64_t args[2]
-    args[0] = table.f
-    args[1] = table.m - table.f
-    if how.kind in (MEDIAN, MEAN_AROUND_MEDIAN):
-        args[0] = (table.m - 1) // 2
-    return how.plain(table.rows, table.m, dst, how.count, args)
+    args[0] = f
+    args[1] = m - f
+    if how.kind in (MEDIAN, MEAN_AROUND_MEDIAN, BULYAN):
+        args[0] = (m - 1) // 2
+    if how.kind == BULYAN:
+        args[1] = m - 2 * f
+    return how.plain(rows, m, dst, count, args)
 
 
-cdef int64_t bulyan(Combining* how, Table* table, void* dst) noexcept nogil:
-    cdef int64_t args[2]
-    cdef int64_t status = measure(how, table, table.m)
-    if status != DONE:
-        return status
-    choose(table, table.m - 2 * table.f, True)
-    args[0] = (table.m - 1) // 2
-    args[1] = table.m - 2 * table.f
-    if how.ordered != NULL and table.m == how.n_ordered and table.f == how.f:
-        status = how.ordered(table.rows, table.m, dst, how.count, NULL)
-        return DONE if status == NOT_FINITE else status     # a sum of large numbers
-    return how.plain(table.rows, table.m, dst, how.count, args)
-
-
-cdef int64_t clip_norms(Combining* how, Table* table, void* dst) noexcept nogil:
-    cdef int32_t i
-    for i in range(table.m):
-        table.weights[i] = fmin(
-            1.0, how.radius / fmax(sqrt(table.squares[i]), TINY)) / table.m
-    return how.mix(table.rows, table.m, dst, how.count, table.weights)
-
-
-cdef int64_t clip_centered(Combining* how, Table* table, void* dst) noexcept nogil:
-    cdef int64_t status
-    table.rows[table.m] = how.last
-    status = measure(how, table, table.m + 1)
-    if status != DONE:
-        return status
-    weigh_centered(how, table)
-    status = how.mix(table.rows, table.m + 1, dst, how.count, table.weights)
-    memcpy(how.last, dst, how.count * how.itemsize)
+cdef int64_t finish(Combining* how, const void* const* sources, int64_t n, void* dst,
+                    uint64_t first, uint64_t count, Table* table) noexcept nogil:
+    cdef const void* all[SLOTS]
+    cdef const void* rows[SLOTS]
+    cdef int64_t status = NOT_FINITE
+    cdef int32_t i, m = table.m + (how.last != NULL)
+    if table.m == 0:
+        memset(dst, 0, count * how.itemsize)
+        return DONE
+    gather_rows(how, sources, n, first, all)
+    for i in range(m):
+        rows[i] = all[table.who[i]]
+    if how.kind != BULYAN:
+        status = mix_rows(how, rows, m, table.weights, dst, count)
+    elif how.ordered != NULL and m == how.n_ordered and table.f == how.f:
+        status = how.ordered(rows, m, dst, count, NULL)     # NOT_FINITE: a sum of large numbers
+    if status == NOT_FINITE:
+        status = by_element(how, rows, m, table.f, dst, count)
+    if how.last != NULL:
+        memcpy(how.fresh + first * how.itemsize, dst, count * how.itemsize)
+        if first + count == how.count:      # a round that fails on the way leaves the last whole
+            how.last, how.fresh = how.fresh, how.last
     return status
 
 
-cdef int64_t by_distances(Combining* how, Table* table, void* dst) noexcept nogil:
-    cdef int64_t status = measure(how, table, table.m)
-    cdef int32_t keep
+cdef int64_t at_once(Combining* how, const void* const* sources, int64_t n, void* dst,
+                     uint8_t* refused, Table* table) noexcept nogil:
+    """Look at whole updates, decide, and make the result."""
+    cdef int64_t status = look(how, sources, n, 0, how.count, table) if n else DONE
     if status != DONE:
         return status
-    if how.kind == GEOMETRIC_MEDIAN:
-        weigh_geometric(how, table)
-        return how.mix(table.rows, table.m, dst, how.count, table.weights)
-    keep = how.keep if how.keep else table.m - table.f
-    choose(table, 1 if how.kind == KRUM else min(keep, table.m), False)
-    return average_rows(how, table, dst)
+    weigh(how, n, table, refused)
+    return finish(how, sources, n, dst, 0, how.count, table)
 
 
 cdef int64_t call_python(Combining* how, Table* table, void* dst) noexcept with gil:
@@ -336,48 +395,43 @@ cdef object numpy_of(Combining* how):
 
 
 cdef int64_t make(Combining* how, Table* table, void* dst, uint32_t version) noexcept nogil:
+    """Make the result of the rows of a table, all of which count."""
+    cdef uint8_t none[MAX_VOICES]
     cdef int64_t number = version
+    if how.is_weighed:
+        return at_once(how, table.rows, table.m, dst, none, table)
+    table.f = how.lies[table.m]
+    if table.f < 0:
+        memset(dst, 0, how.count * how.itemsize)
+        return DONE
     if how.kind == OWN and how.own != NULL:
         return how.own(table.rows, table.m, dst, how.count, &number)
     if how.kind == OWN:
         return call_python(how, table, dst)
     if how.kind == AVERAGE:
-        return average_rows(how, table, dst)
-    if how.kind == NORM_CLIPPING:
-        return clip_norms(how, table, dst)
-    if how.kind == CENTERED_CLIPPING:
-        return clip_centered(how, table, dst)
-    if how.kind == BULYAN:
-        return bulyan(how, table, dst)
-    if how.plain != NULL:
-        return by_element(how, table, dst)
-    return by_distances(how, table, dst)
+        weigh_evenly(table)
+        return mix_rows(how, table.rows, table.m, table.weights, dst, how.count)
+    return by_element(how, table.rows, table.m, table.f, dst, how.count)
 
 
 cdef int64_t combine(Combining* how, const void* const* sources, int64_t n, void* dst,
                      uint32_t version, uint8_t* refused, char* scratch) noexcept nogil:
     cdef Table table
     cdef int64_t status
-    cdef bint is_simple = how.kind != BULYAN and not how.bucket
     memset(refused, 0, n)
-    if is_simple and how.ordered != NULL and n == how.n_ordered:
+    lay_out(how, &table, scratch)
+    if how.is_weighed and not how.bucket:
+        return at_once(how, sources, n, dst, refused, &table)
+    if not how.is_weighed and how.ordered != NULL and n == how.n_ordered:
         status = how.ordered(sources, n, dst, how.count, NULL)
         if status != NOT_FINITE:
             return status
-    table.squares = <double*>scratch
     table.m = 0
-    table.weights = table.squares + how.slots * how.slots
     status = refuse(how, sources, n, &table, refused) if n else DONE
+    if status == DONE and how.bucket and table.m:
+        status = fill_buckets(how, &table, version, <char*>(table.weights + how.slots))
     if status != DONE:
         return status
-    if how.bucket and table.m:
-        status = fill_buckets(how, &table, version, <char*>(table.weights + how.slots))
-        if status != DONE:
-            return status
-    table.f = how.lies[table.m] if n else -1
-    if table.f < 0:
-        memset(dst, 0, how.count * how.itemsize)
-        return DONE
     return make(how, &table, dst, version)
 
 
@@ -417,10 +471,12 @@ cdef class Combiner:
             self.adopt(function)
         if rule.kind is Kind.CENTERED_CLIPPING:
             self.how.last = <char*>calloc(max(count, 1), code.itemsize)
-            if self.how.last == NULL:
+            self.how.fresh = <char*>calloc(max(count, 1), code.itemsize)
+            if self.how.last == NULL or self.how.fresh == NULL:
                 raise MemoryError(f"no memory for the last result of {count} elements")
+        self.how.is_weighed = rule.wants_whole and rule.kind is not Kind.OWN
         self.how.slots = n + 1
-        self.how.scratch_bytes = 8 * self.how.slots * (self.how.slots + 1)
+        self.how.scratch_bytes = round_up(16 * self.how.slots * (self.how.slots + 1))
         if rule.bucket:
             self.how.scratch_bytes += rule.voices(n) * round_up(count * code.itemsize)
 
@@ -480,3 +536,4 @@ cdef class Combiner:
 
     def __dealloc__(self):
         free(self.how.last)
+        free(self.how.fresh)

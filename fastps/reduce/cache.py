@@ -1,114 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where compiled kernels are kept between processes.
+"""Where machine code of kernels is kept between processes.
 
-One directory per kernel: <cache_dir>/numba-<version>/<digest>/<op>_<dtype>, where the digest
-covers the source of kernels, the element table and the processor. So whatever is in a directory
-was made from this very source for this very processor: two processes may fill it at the same time,
-hosts of different kinds may share a home, and a new release never meets an old entry. (Numba's own
-index would allow all three to mix: it writes index and code in two steps.)
+One file per kernel: <cache_dir>/code-<digest>/<name>, where the digest covers the sources that
+make it, Numba's version and the processor. So whatever is in a directory was made from this very
+source for this very processor: hosts of different kinds may share a home, and a new release never
+meets an old entry. Of processes that lack the same kernel at the same time one makes it, and the
+others wait a while. Nothing here imports Numba.
 
 Loading an entry runs code, so nobody else may be able to put one there or to swap a directory on
-the way there; otherwise, or when it cannot be written, nothing is kept. Called under library.py's
-lock.
+the way there; otherwise, or when it cannot be written, nothing is kept. A file has a digest of its
+own, which tells what is damaged. Called under library.py's lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import hashlib
-import inspect
 import logging
 import os
-import shutil
+import platform
 import stat
-from collections.abc import Callable, Iterator
+import time
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-import numba
-from numba.core.registry import cpu_target
-
-from fastps import config, types
-from fastps.reduce import kernels
-from fastps.types import DType, ReduceOp
+from fastps import config
+from fastps.reduce.machine_code import Code
 
 _log = logging.getLogger(__name__)
-_settings: Any = numba.config  # has no type hints
 _PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+PATIENCE_S = 10.0  # with one who compiles the same kernel: half a second where nothing else runs
+LOOK_S = 0.01
 MAX_STEPS = 256  # names on a path; links may lead in a circle
 
 
-def load_kernel(op: ReduceOp, dtype: DType) -> Any:
-    """Load the sum, or so, of one element type from the cache, or compile and keep it."""
-    if op is ReduceOp.TRIMMED_MEAN:
-        return _load_robust("trimmed_mean", dtype)
-    compile_it = functools.partial(kernels.compile_kernel, op, dtype)
-    return _load(f"{op.name}_{dtype.name}".lower(), compile_it, (kernels, types))
+HERE = Path(__file__).parent
+SHARED = ("kernels.py", "compiler.py", "machine_code.py", "../types.py")
+SOURCES = {  # of each family of kernels, besides
+    "reduce": (),
+    "robust": ("robust.py",),
+    "ordered": ("robust.py", "ordered.py"),
+    "codec": ("codec/kernels.py", "codec/words.py"),
+    "byteps": ("codec/kernels.py", "codec/words.py", "codec/byteps.py"),
+}
+WHO = ("vendor_id", "cpu family", "model", "stepping", "flags")  # of /proc/cpuinfo
+ANY_PROCESSOR = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")  # where both name another than this one
+CPU_BYTES = 8192  # which the first processor's lines do not exceed
 
 
-def load_distances(dtype: DType) -> Any:
-    """Load the kernel of square distances between arrays, as load_kernel() does."""
-    return _load_robust("square_distances", dtype)
-
-
-def load_robust(what: str, dtype: DType) -> Any:
-    """Load a kernel of robust.py by its name, as load_kernel() does."""
-    return _load_robust(what, dtype)
-
-
-def load_ordered(kind: str, dtype: DType, n: int, trim: int) -> Any:
-    """Load what a rule makes of n sources, as load_kernel() does; see ordered.py."""
-    from fastps.reduce import ordered, robust  # noqa: PLC0415
-
-    compile_it = functools.partial(ordered.compile_ordered, kind, dtype, n, trim)
-    name = f"{kind}_{n}_{trim}_{dtype.name}".lower()
-    return _load(name, compile_it, (kernels, robust, ordered, types))
-
-
-def _load_robust(what: str, dtype: DType) -> Any:
-    from fastps.reduce import robust  # noqa: PLC0415  (few jobs need it)
-
-    compile_it = functools.partial(getattr(robust, f"compile_{what}"), dtype)
-    return _load(f"{what}_{dtype.name}".lower(), compile_it, (kernels, robust, types))
-
-
-def load_codec(verb: str, what: str, does: bool) -> Any:
-    """Load a kernel of a codec, as load_kernel() does; see codec.kernels.compile_codec()."""
-    from fastps.reduce.codec import kernels as codec  # noqa: PLC0415  (most jobs need none)
-    from fastps.reduce.codec import words  # noqa: PLC0415
-
-    sources: tuple[ModuleType, ...] = (kernels, codec, words, types)
-    compile_it = functools.partial(codec.compile_codec, verb, what, does)
-    if what.startswith("byteps_"):
-        from fastps.reduce.codec import byteps  # noqa: PLC0415  (fewer still)
-
-        sources = (*sources, byteps)
-        compile_it = functools.partial(byteps.compile_codec, verb, what, does)
-    return _load(f"{verb}_{what}_{does:d}", compile_it, sources)
-
-
-def _load(name: str, compile_it: Callable[..., Any], sources: tuple[ModuleType, ...]) -> Any:
+def read(family: str, name: str) -> Code | None:
+    """Give what was kept of a kernel; None: nothing, or nothing that is whole."""
     root = _root()
     if root is None:
-        return compile_it(is_cached=False)
-    place = root / _generation(sources) / name
+        return None
+    place = root / _generation(family) / name
     try:
-        with _numba_cache_at(place):
-            return compile_it(is_cached=True)
-    except Exception as error:  # a damaged entry may raise anything; a full disk OSError
-        _log.warning(
-            "kernel cache %s is not usable (%r); compiling without it", config.cache_dir(), error
-        )
-        shutil.rmtree(place, ignore_errors=True)
-        return compile_it(is_cached=False)
+        return Code.unpack(place.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _log.warning("%s in %s is not usable: %s", name, config.cache_dir(), error)
+        with contextlib.suppress(OSError):
+            place.unlink()
+        return None
+
+
+class Draft:
+    """A kernel about to be kept: a file that one process at a time has locked.
+
+    Leaving the context takes away what has not been kept. Without a draft (nothing can be kept
+    here, or who has it takes too long) keep() does nothing.
+    """
+
+    def __init__(self, family: str, name: str) -> None:
+        root = _root()
+        self.name = name
+        self._place = None if root is None else root / _generation(family) / name
+        self._file = -1
+
+    def __enter__(self) -> Draft:
+        if self._place is None:
+            return self
+        try:
+            self._place.parent.mkdir(exist_ok=True)
+            self._file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._lock()
+        except OSError as error:
+            _log.warning("%s cannot be kept: %s", self.name, error.strerror)
+            self._close()
+        return self
+
+    def keep(self, code: Code) -> None:
+        """Keep the machine code; who reads meanwhile finds all of it or nothing."""
+        if self._file < 0 or self._place is None:
+            return
+        try:
+            os.ftruncate(self._file, 0)  # of one who died
+            os.write(self._file, code.pack())
+            os.replace(self._path, self._place)
+        except OSError as error:
+            _log.warning("%s is not kept: %s", self.name, error.strerror)
+
+    def __exit__(self, *_: object) -> None:
+        if self._file >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)  # it is nobody's now: who comes finds the kernel, or begins
+        self._close()
+
+    @property
+    def _path(self) -> str:
+        return f"{self._place}.draft"
+
+    def _lock(self) -> None:
+        """Wait for the lock; give the file up after PATIENCE_S. No system call has a deadline."""
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(LOOK_S)
+        self._close()
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
 
 
 @functools.cache
 def _root() -> Path | None:
     """Hold the cache directory open for good; its path is by descriptor, so nobody can swap it."""
+    if platform.machine() != "x86_64":  # machine_code.py links no other: each process compiles
+        return None
     wanted = config.cache_dir()
     try:
         return Path(f"/proc/self/fd/{open_private(wanted)}")
@@ -170,22 +196,30 @@ def _name(folder: int) -> str:
 
 
 @functools.cache
-def _generation(sources: tuple[ModuleType, ...]) -> Path:
+def _generation(family: str) -> str:
     """Name everything the machine code depends on apart from what it is asked to be."""
     digest = hashlib.sha256()
-    for module in sources:
-        digest.update(Path(inspect.getfile(module)).read_bytes())
-    digest.update(repr(cpu_target.target_context.codegen().magic_tuple()).encode())
-    return Path(f"numba-{numba.__version__}") / digest.hexdigest()[:16]
+    for name in (*SHARED, *SOURCES[family]):
+        digest.update((HERE / name).read_bytes())
+    for package in ("numba", "llvmlite"):
+        found = find_spec(package)
+        version = "" if found is None else str(found.origin).replace("__init__", "_version")
+        digest.update(Path(version).read_bytes() if version else b"")
+    environment = config.process_environment()
+    settings = {name: value for name, value in environment.items() if name.startswith("NUMBA_")}
+    digest.update(repr(sorted(settings.items())).encode())
+    digest.update(platform.machine().encode())
+    if not settings.keys() >= set(ANY_PROCESSOR):
+        digest.update(_processor().encode())
+    return f"code-{digest.hexdigest()[:16]}"
 
 
-@contextlib.contextmanager
-def _numba_cache_at(place: Path) -> Iterator[None]:
-    """Point Numba's cache at a directory, and nowhere else, while one kernel is compiled."""
-    place.mkdir(parents=True, exist_ok=True)
-    before = _settings.CACHE_DIR, getattr(_settings, "CACHE_LOCATOR_CLASSES", "")
-    _settings.CACHE_DIR, _settings.CACHE_LOCATOR_CLASSES = str(place), "UserProvidedCacheLocator"
+def _processor() -> str:
+    """Name the processor with all that it can do."""
     try:
-        yield
-    finally:
-        _settings.CACHE_DIR, _settings.CACHE_LOCATOR_CLASSES = before
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            lines = file.read(CPU_BYTES).split("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    told = [line for line in lines if line.split("\t")[0].strip(" :") in WHO]
+    return "\n".join(told)

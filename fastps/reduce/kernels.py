@@ -16,8 +16,8 @@ float16 and bfloat16 are stored as 16-bit words and accumulated in float32 over 
 Without fastmath: NaN and inf pass through, -0.0 and subnormals are kept.
 
 Everything that decides what the machine code does must stay in this file: the cache is keyed by
-its content (see cache.py), and Numba does not notice a changed helper elsewhere. Importing this
-module imports Numba (about 60 MB); only library.py may do so. Kernels run on any thread, without
+its content (see cache.py). Importing this module imports Numba (118 MB); only compiler.py
+may do so. Kernels run on any thread, without
 the GIL, allocate nothing and never raise.
 """
 
@@ -510,14 +510,14 @@ def _reduce(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
     return OK
 
 
-def compile_kernel(op: ReduceOp, code: DType, *, is_cached: bool) -> Any:
-    """Compile a kernel for one element type (or load it) and give Numba's callback object.
+def compile_kernel(op: ReduceOp, code: DType) -> Any:
+    """Compile a kernel for one element type and give Numba's callback object.
 
     The address is valid as long as the object lives. Takes about 0.1 s, the first time in a
-    process about 0.6 s; from the cache a few milliseconds.
+    process about 0.6 s.
     """
     pointer = _Pointer(Element(op, code))
     args = _Pointer(types.int64)
     signature = types.int64(_Pointer(pointer), types.int64, pointer, types.int64, args)
-    make = _cfunc(signature, cache=is_cached, error_model="numpy", boundscheck=False, _nrt=False)
+    make = _cfunc(signature, error_model="numpy", boundscheck=False, _nrt=False)
     return make(_reduce)

@@ -14,8 +14,10 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from enum import Enum
 from typing import Any
 
+from fastps.reduce import cache, machine_code
 from fastps.types import DType, ReduceOp
 
 _log = logging.getLogger(__name__)
@@ -27,13 +29,14 @@ MOST_ORDERED = 32  # sources of a network; ordered.py says why
 def reduce_kernel(op: ReduceOp, dtype: DType) -> int:
     """Give the address of an n-way operation on one element type, compiling it if need be.
 
-    The address stays valid until the process ends. Blocks for under a second: the first call
-    imports Numba and reads the cache directory, or compiles and fills it. Raises TypeError where
-    the operation has no meaning.
+    The address stays valid until the process ends. Blocks for a millisecond, or, where the cache
+    directory has not got it, for under a second: then it imports Numba and compiles. Raises
+    TypeError where the operation has no meaning.
     """
     op.check(dtype)
-    with _lock:
-        return int(_compiled(op, DType(dtype)).address)
+    if op is ReduceOp.TRIMMED_MEAN:
+        return robust_kernel("trimmed_mean", dtype)
+    return _address("reduce", op, DType(dtype))
 
 
 def sum_kernel(dtype: DType) -> int:
@@ -43,28 +46,28 @@ def sum_kernel(dtype: DType) -> int:
 
 def distance_kernel(dtype: DType) -> int:
     """Give the address of the square distances between floats, as reduce_kernel does."""
-    ReduceOp.MIX.check(dtype)
-    with _lock:
-        return int(_compiled_distances(DType(dtype)).address)
+    return robust_kernel("square_distances", dtype)
 
 
 def robust_kernel(what: str, dtype: DType) -> int:
-    """Give the address of a kernel of robust.py for floats, as reduce_kernel does.
-
-    what: trimmed_mean, nearest_mean, sign_majority, pair_distances or square_norms.
-    """
+    """Give the address of a kernel of robust.py for floats, by its name, as reduce_kernel does."""
     ReduceOp.MIX.check(dtype)
-    with _lock:
-        return int(_compiled_robust(what, DType(dtype)).address)
+    return _address("robust", what, DType(dtype))
 
 
 def ordered_kernel(kind: str, dtype: DType, n: int, trim: int) -> int:
     """Give the address of a kernel of ordered.py for n sources of floats; 0 for too many."""
     ReduceOp.MIX.check(dtype)
-    if n > MOST_ORDERED:
-        return 0
-    with _lock:
-        return int(_compiled_ordered(kind, DType(dtype), n, trim).address)
+    return _address("ordered", kind, DType(dtype), n, trim) if n <= MOST_ORDERED else 0
+
+
+def codec_kernel(verb: str, what: str, does: bool = False) -> int:
+    """Give the address of a kernel of a codec; blocks as reduce_kernel() does.
+
+    verb, what, does: of codec.kernels.compile_codec().
+    """
+    family = "byteps" if what.startswith("byteps_") else "codec"
+    return _address(family, verb, what, bool(does))
 
 
 def warm(dtypes: Iterable[DType] = tuple(DType)) -> None:
@@ -85,65 +88,42 @@ def warm_codec(what: str) -> None:
     codec_kernel("prepare", "scale")
 
 
-def codec_kernel(verb: str, what: str, does: bool = False) -> int:
-    """Give the address of a kernel of a codec; blocks as reduce_kernel() does.
-
-    verb, what, does: of codec.kernels.compile_codec().
-    """
+def _address(family: str, *what: Any) -> int:
     with _lock:
-        return int(_compiled_codec(verb, what, does).address)
+        return int(_kernel(family, *what).address)
 
 
 @functools.cache  # under _lock: a second object would let the first one's address dangle
-def _compiled(op: ReduceOp, dtype: DType) -> Any:
+def _kernel(family: str, *what: Any) -> Any:
+    """Load what was kept, or compile and keep it; what has an address is kept for ever."""
     started = time.perf_counter()
-    from fastps.reduce import cache  # noqa: PLC0415  (imports Numba)
-
-    kernel = cache.load_kernel(op, dtype)
-    _tell(f"{op.name} kernel for {dtype.name}".lower(), kernel, started)
+    name = "_".join(one.name if isinstance(one, Enum) else str(one) for one in what).lower()
+    kernel = _kept(family, name)
+    how = "loaded"
+    if kernel is None:
+        with cache.Draft(family, name) as draft:  # which another process may have kept by now
+            kernel = _kept(family, name)
+            if kernel is None:
+                kernel, how = _compiled(family, what, draft), "compiled"
+    _log.info("kernel %s %s in %.0f ms", name, how, 1e3 * (time.perf_counter() - started))
     return kernel
 
 
-@functools.cache
-def _compiled_distances(dtype: DType) -> Any:
-    started = time.perf_counter()
-    from fastps.reduce import cache  # noqa: PLC0415
-
-    kernel = cache.load_distances(dtype)
-    _tell(f"distances kernel for {dtype.name}".lower(), kernel, started)
-    return kernel
+def _kept(family: str, name: str) -> Any:
+    code = cache.read(family, name)
+    return None if code is None else machine_code.Loaded(code)
 
 
-@functools.cache
-def _compiled_robust(what: str, dtype: DType) -> Any:
-    started = time.perf_counter()
-    from fastps.reduce import cache  # noqa: PLC0415
+def _compiled(family: str, what: tuple[Any, ...], draft: cache.Draft) -> Any:
+    """Compile a kernel, and keep its machine code; where that is no use, Numba's callback."""
+    from fastps.reduce import compiler  # noqa: PLC0415  (imports Numba)
 
-    kernel = cache.load_robust(what, dtype)
-    _tell(f"{what} kernel for {dtype.name}".lower(), kernel, started)
-    return kernel
-
-
-@functools.cache
-def _compiled_ordered(kind: str, dtype: DType, n: int, trim: int) -> Any:
-    started = time.perf_counter()
-    from fastps.reduce import cache  # noqa: PLC0415
-
-    kernel = cache.load_ordered(kind, dtype, n, trim)
-    _tell(f"{kind} kernel for {n} of {dtype.name}".lower(), kernel, started)
-    return kernel
-
-
-@functools.cache
-def _compiled_codec(verb: str, what: str, does: bool) -> Any:
-    started = time.perf_counter()
-    from fastps.reduce import cache  # noqa: PLC0415
-
-    kernel = cache.load_codec(verb, what, does)
-    _tell(f"{verb} kernel for {what}", kernel, started)
-    return kernel
-
-
-def _tell(what: str, kernel: Any, started: float) -> None:
-    how = "loaded" if kernel.cache_hits else "compiled"
-    _log.info("%s %s in %.0f ms", what, how, 1e3 * (time.perf_counter() - started))
+    kernel = compiler.compile_kernel(family, *what)
+    try:
+        code = compiler.code_of(kernel)
+        loaded = machine_code.Loaded(code)
+    except (machine_code.CannotLink, OSError) as error:
+        _log.info("kernel %s is not kept: %s", draft.name, error)
+        return kernel
+    draft.keep(code)
+    return loaded

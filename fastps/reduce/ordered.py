@@ -214,7 +214,7 @@ def _ordered(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
     return NOT_FINITE
 
 
-def compile_ordered(kind: str, code: DType, n: int, trim: int, *, is_cached: bool) -> Any:
+def compile_ordered(kind: str, code: DType, n: int, trim: int) -> Any:
     """Compile what a rule makes of n sources, as kernels.compile_kernel() does a sum."""
     pointer = _Pointer(Ordered(kind, code, n, trim))
-    return robust._compile(_ordered, pointer, pointer, is_cached=is_cached)
+    return robust._compile(_ordered, pointer, pointer)

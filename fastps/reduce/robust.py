@@ -422,49 +422,27 @@ def _square_norms(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> in
     return OK
 
 
-def compile_trimmed_mean(code: DType, *, is_cached: bool) -> Any:
-    """Compile a trimmed mean for one element type, as kernels.compile_kernel() does a sum."""
-    pointer = _Pointer(Element(ReduceOp.TRIMMED_MEAN, code))
-    return _compile(_trimmed_mean, pointer, pointer, is_cached=is_cached)
+# By name: the function, what its sources are taken for, and whether it fills in float64.
+_ROBUST: dict[str, tuple[Any, ReduceOp, bool]] = {
+    "trimmed_mean": (_trimmed_mean, ReduceOp.TRIMMED_MEAN, False),
+    "nearest_mean": (_nearest_mean, ReduceOp.TRIMMED_MEAN, False),
+    "sign_majority": (_sign_majority, ReduceOp.TRIMMED_MEAN, False),
+    "square_distances": (_square_distances, ReduceOp.MIX, True),
+    "pair_distances": (_pair_distances, ReduceOp.MIX, True),
+    "square_norms": (_square_norms, ReduceOp.MIX, True),
+}
 
 
-def compile_square_distances(code: DType, *, is_cached: bool) -> Any:
-    """Compile square distances for one element type."""
-    pointer = _Pointer(Element(ReduceOp.MIX, code))
-    target = _Pointer(Element(ReduceOp.MIX, DType.FLOAT64))
-    return _compile(_square_distances, pointer, target, is_cached=is_cached)
+def compile_robust(what: str, code: DType) -> Any:
+    """Compile one of these for one element type, as kernels.compile_kernel() does a sum."""
+    function, op, is_measure = _ROBUST[what]
+    pointer = _Pointer(Element(op, code))
+    target = _Pointer(Element(ReduceOp.MIX, DType.FLOAT64)) if is_measure else pointer
+    return _compile(function, pointer, target)
 
 
-def compile_nearest_mean(code: DType, *, is_cached: bool) -> Any:
-    """Compile a mean of what is near, for one element type."""
-    pointer = _Pointer(Element(ReduceOp.TRIMMED_MEAN, code))
-    return _compile(_nearest_mean, pointer, pointer, is_cached=is_cached)
-
-
-def compile_sign_majority(code: DType, *, is_cached: bool) -> Any:
-    """Compile a majority of signs for one element type."""
-    pointer = _Pointer(Element(ReduceOp.TRIMMED_MEAN, code))
-    return _compile(_sign_majority, pointer, pointer, is_cached=is_cached)
-
-
-def compile_pair_distances(code: DType, *, is_cached: bool) -> Any:
-    """Compile square distances between all pairs for one element type."""
-    target = _Pointer(Element(ReduceOp.MIX, DType.FLOAT64))
-    pointer = _Pointer(Element(ReduceOp.MIX, code))
-    return _compile(_pair_distances, pointer, target, is_cached=is_cached)
-
-
-def compile_square_norms(code: DType, *, is_cached: bool) -> Any:
-    """Compile square norms for one element type."""
-    target = _Pointer(Element(ReduceOp.MIX, DType.FLOAT64))
-    pointer = _Pointer(Element(ReduceOp.MIX, code))
-    return _compile(_square_norms, pointer, target, is_cached=is_cached)
-
-
-def _compile(function: Any, pointer: Any, target: Any, *, is_cached: bool) -> Any:
+def _compile(function: Any, pointer: Any, target: Any) -> Any:
     args = _Pointer(types.int64)
     signature = types.int64(_Pointer(pointer), types.int64, target, types.int64, args)
-    make = kernels._cfunc(
-        signature, cache=is_cached, error_model="numpy", boundscheck=False, _nrt=False
-    )
+    make = kernels._cfunc(signature, error_model="numpy", boundscheck=False, _nrt=False)
     return make(function)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # The layout of the asynchronous sum: one value per key, one operation at a time per member.
-from libc.stdint cimport int32_t, uint8_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 
 from fastps.server._policy cimport Entry, Job, Policy
 from fastps.transport._link cimport SendItem
@@ -20,7 +20,8 @@ cdef struct Caller:             # one member; entry.lock unless said otherwise
     int status                  # OK, or why the operation failed
     bint is_open                # a push: bytes are still to come
     bint is_landing
-    bint is_waiting             # a pull: there is no value yet
+    bint is_waiting             # a pull: there is no value yet, or not the one it wants
+    uint32_t wanted             # a pull: changes that the value has to have seen
     uint32_t n_taken            # units of a bounded push that took effect
     uint32_t n_answered         # of those; the others wait for the slowest
     int32_t in_flight           # turns, answers and errors not yet over; atomic
@@ -29,6 +30,8 @@ cdef struct Caller:             # one member; entry.lock unless said otherwise
     float rate                  # learning rate of a push; 0: none, and nothing is compensated
     bint has_backup             # backups hold what it was answered last
     char** backups              # per unit, where delays are compensated: a loan for good
+    uint32_t seen               # stamp of the value that it was answered last
+    char* kept                  # what it gives to the round that is gathered; a loan, or NULL
     SendItem error
 
 cdef struct Turn:               # what waits to be added, or to be answered
@@ -45,8 +48,19 @@ cdef struct Value:              # one block with its arrays, made at the first u
     bint is_working             # one thread works on turns; the value is its alone; entry.lock
     bint is_moved               # somebody left: who was held may go on; entry.lock
     uint32_t n_seeded           # units that have a value; entry.lock
+    uint32_t stamp              # changes that all units have seen since; entry.lock
     char** sums                 # per unit: a loan for as long as the entry lives
     char** squares              # per unit: means of the squares of gradients, where they count
     Caller* callers             # one per member
+    bint is_open                # somebody takes part in the round that is gathered; entry.lock
+    bint is_over                # its deadline is over; entry.lock
+    int64_t due                 # when that will be; 0: never, or it is; entry.lock
+    int seeds_left              # of a seed: moments that are still to come
+    int64_t steps               # of the outer optimizer
+    char* moments[2]            # what it keeps: loans for good; NULL: zeros
+
+# Look whether the round of a key that gathers ends, if its deadline is over now. Gives when to
+# look again, INT64_MAX: not by itself.
+cdef int64_t look_at_deadline(Entry* entry, int64_t now) noexcept nogil
 
 cdef Policy ACCUMULATE_POLICY

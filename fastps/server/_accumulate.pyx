@@ -16,34 +16,44 @@ entry.lock. The buffer in which a push landed carries the answer back: a copy of
 others add to it while that is on its way. Memory: the value, and what members have in flight.
 
 A member's next operation is put off (E_TIMEOUT) until all answers to the one before have left.
+
+A value has a stamp: how many changes it has seen. It comes with every answer (header.status), and
+a pull may ask for one that has seen so many: it waits for that.
+
+Accepted, the third policy, is the same but for what a change is: contributors go in step, and what
+they push for one operation does not add to the value, but its mean, in their order, becomes it.
+Who only reads waits for nobody but them, and holds nobody up.
+
+Gathered, the fourth, is in rounds that may end without the late: see _gather.pxi.
 """
 
-from libc.stdint cimport UINT32_MAX, int32_t, int64_t, uint32_t, uint64_t
-from libc.math cimport sqrt, sqrtf
+from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.math cimport pow as power, sqrt, sqrtf
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from fastps._atomic cimport fps_add32, fps_add64, fps_load32
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_RESULT, PROBE_SERVER_SUM, OK,
-    probe_hit,
+    now_ns, probe_hit,
 )
 from fastps._posix cimport pthread_mutex_lock, pthread_mutex_unlock
 from fastps.server._policy cimport (
-    Compensation, Entry, Job, fill_header, give_back, hand_to_engine, has_links, is_gone, lend,
-    slot_of, unit_length,
+    Cast, Compensation, Entry, Gathering, Job, RuleArgs, blame, fill_header, give_back,
+    hand_to_engine, has_links, is_gone, lend, ring_news, slot_of, unit_length,
 )
 from fastps.transport._link cimport (
     KICK_WAKE, Link, LinkSlot, SendItem, sent_fn, slot_acquire, slot_release,
 )
 from fastps.wire cimport (
-    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KIND_ERROR, KIND_PULL, KIND_PUSH, KIND_RESULT,
-    Header,
+    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KEY_BITS, KIND_ERROR, KIND_PULL, KIND_PUSH,
+    KIND_RESULT, Header,
 )
 
 
 cdef enum:
     ANY_STALENESS = 0x7FFFFFFF      # that of contract.py: nobody waits for anybody
+    MAX_SETTLERS = 256              # of contract.py: their table lies on the stack
 
 include "_compensate.pxi"
 
@@ -95,10 +105,15 @@ cdef void send_answer(Turn* turn) noexcept nogil:
     probe_hit(PROBE_SERVER_RESULT, entry.key, caller.version)
     fill_header(entry, &item.header, KIND_RESULT, caller.version)
     item.header.flags = caller.flags
+    item.header.status = <int32_t>caller.value.stamp
     item.nbytes = unit_length(entry, turn.unit) if is_wanted else 0
     item.base = turn.unit * entry.unit_bytes if is_wanted else 0
+    item.chunk_bytes = entry.chunk_bytes
     item.payload = caller.buffers[turn.unit]
-    memcpy(caller.buffers[turn.unit], caller.value.sums[turn.unit], item.nbytes)
+    if entry.gathers:
+        fill_gathered(caller, item)
+    else:
+        memcpy(caller.buffers[turn.unit], caller.value.sums[turn.unit], item.nbytes)
     if is_wanted:
         keep_backup(caller, turn.unit)
     send_item(caller, item, answer_sent, turn)
@@ -120,11 +135,18 @@ cdef void queue_turn(Caller* caller, uint32_t unit) noexcept nogil:
     value.last = turn
 
 
+cdef inline bint has_wanted(Caller* caller) noexcept nogil:
+    """Tell whether a pull can be answered."""
+    cdef Value* value = caller.value
+    return value.n_seeded == value.entry.n_units and (
+        value.stamp >= caller.wanted or (value.entry.gathers and caller.wanted >= ASIDE))
+
+
 cdef void wake_waiting(Value* value) noexcept nogil:
-    """Let those who pulled before there was a value have it."""
+    """Let those who pulled before there was what they want have it."""
     cdef uint32_t index
     for index in range(value.entry.cast.n_members):
-        if value.callers[index].is_waiting:
+        if value.callers[index].is_waiting and has_wanted(&value.callers[index]):
             value.callers[index].is_waiting = False
             queue_turn(&value.callers[index], 0)
 
@@ -167,12 +189,51 @@ cdef void release_unit(Value* value, uint32_t unit) noexcept nogil:
 
 cdef void release_all(Value* value) noexcept nogil:
     cdef uint32_t unit
-    if value.entry.staleness != ANY_STALENESS:
+    if value.entry.staleness != ANY_STALENESS and not value.entry.gathers:
         for unit in range(value.entry.n_units):
             release_unit(value, unit)
 
 
 # ---------------------------------------------------------------- taking turns; one thread at once
+
+cdef int settle(Value* value, Turn* turn) noexcept nogil:
+    """Make the value of what all contributors have pushed, if this was the last of them.
+
+    They wait for each other's, so what they pushed lies where their answers will.
+    """
+    cdef Entry* entry = value.entry
+    cdef Cast* cast = entry.cast
+    cdef const void* sources[MAX_SETTLERS]
+    cdef uint32_t index, length = unit_length(entry, turn.unit)
+    cdef Caller* caller
+    for index in range(cast.n_contributors):
+        caller = &value.callers[index]
+        if caller != turn.caller and (caller.version != turn.caller.version
+                                      or caller.n_taken <= turn.unit):
+            return OK
+        sources[index] = caller.buffers[turn.unit]
+    probe_hit(PROBE_SERVER_SUM, entry.key, turn.caller.version)
+    if entry.rule(sources, cast.n_contributors, value.sums[turn.unit], length / entry.itemsize,
+                  &cast.divisor) != 1:
+        return E_PROTOCOL
+    count_work(entry, length)
+    if turn.unit + 1 == entry.n_units:
+        stamp_value(value)
+    return OK
+
+
+cdef inline void count_work(Entry* entry, uint32_t length) noexcept nogil:
+    fps_add64(<int64_t*>&entry.store.stats.chunks_summed, 1)
+    fps_add64(<int64_t*>&entry.store.stats.bytes_summed, length)
+
+
+cdef void stamp_value(Value* value) noexcept nogil:
+    """Note that the value has seen one more change."""
+    pthread_mutex_lock(&value.entry.lock)
+    value.stamp += 1
+    wake_waiting(value)
+    pthread_mutex_unlock(&value.entry.lock)
+
 
 cdef int add(Value* value, Turn* turn) noexcept nogil:
     """Add what landed to the value; the first, or a broadcast, becomes it."""
@@ -182,6 +243,10 @@ cdef int add(Value* value, Turn* turn) noexcept nogil:
     cdef char** sum = &value.sums[turn.unit]
     cdef int64_t divisor = 1
     cdef bint is_first = sum[0] == NULL
+    if is_first and entry.settles and not turn.caller.flags & FLAG_BROADCAST:
+        return E_PROTOCOL           # nothing was there before for the others to go by
+    if entry.gathers:
+        return gather(turn.caller)
     if is_first:
         sum[0] = lend(entry, length)
     if sum[0] == NULL:
@@ -192,13 +257,16 @@ cdef int add(Value* value, Turn* turn) noexcept nogil:
         memcpy(sum[0], sources[1], length)
         keep_backup(turn.caller, turn.unit)
         return count_seed(value) if is_first else OK
+    if entry.settles:
+        return settle(value, turn)
     probe_hit(PROBE_SERVER_SUM, entry.key, turn.caller.version)
     if is_delayed(turn.caller):
         compensate(turn.caller, turn.unit)
     elif entry.rule(sources, 2, sum[0], length / entry.itemsize, &divisor) != 1:
         return E_PROTOCOL
-    fps_add64(<int64_t*>&entry.store.stats.chunks_summed, 1)
-    fps_add64(<int64_t*>&entry.store.stats.bytes_summed, length)
+    count_work(entry, length)
+    if turn.unit + 1 == entry.n_units:
+        stamp_value(value)
     return OK
 
 
@@ -267,6 +335,8 @@ cdef void take_turn(Value* value, Turn* turn) noexcept nogil:
         pthread_mutex_unlock(&entry.lock)
     elif caller.kind == KIND_PULL:
         end_operation(caller)
+    elif entry.gathers:
+        end_gathered(turn)
     elif entry.staleness == ANY_STALENESS or caller.flags & FLAG_BROADCAST:
         end_free_unit(turn)
     else:
@@ -282,6 +352,10 @@ cdef void work(Value* value) noexcept nogil:
         if value.is_moved:
             value.is_moved = False
             release_all(value)
+            if value.entry.gathers and may_end(value):
+                pthread_mutex_unlock(&value.entry.lock)
+                end_round(value)
+                continue
         turn = value.first
         if turn == NULL:
             value.is_working = False
@@ -354,14 +428,21 @@ cdef int begin(Caller* caller, const Header* header) noexcept nogil:
         status = prepare(caller, header)
         if status != OK:
             return status
+    if entry.gathers and not takes_part(caller, header):
+        return E_PROTOCOL
     caller.version = header.key_version
     caller.kind = header.kind
     caller.flags = header.flags
     caller.priority = header.priority
     caller.cursor = caller.n_taken = caller.n_answered = 0
+    caller.wanted = (<uint32_t>header.status
+                     if header.kind == KIND_PULL and not header.flags & FLAG_BROADCAST else 0)
+    if entry.gathers and caller.wanted == JOIN:
+        caller.wanted = caller.seen + 1
     caller.is_open = header.kind == KIND_PUSH
     caller.status = OK
-    if entry.failed or header.flags & FLAG_AVERAGE:     # there is no number to divide by
+    if entry.failed or (header.flags & FLAG_AVERAGE and not entry.gathers):
+        # an average has no number here to divide by
         send_error(caller, entry.failed if entry.failed else E_MISMATCH)
     return OK
 
@@ -378,10 +459,12 @@ cdef int enter(Caller* caller, const Header* header) noexcept nogil:
 
 cdef int place_frame(Caller* caller, const Header* header, char** place) noexcept nogil:
     cdef Entry* entry = caller.value.entry
-    cdef char** buffer = &caller.buffers[header.offset / entry.unit_bytes]
+    cdef uint32_t unit = header.offset / entry.unit_bytes
+    cdef char** buffer = &caller.buffers[unit]
     if buffer[0] == NULL:
-        buffer[0] = lend(entry, header.length)
-    place[0] = buffer[0]
+        buffer[0] = lend(entry, unit_length(entry, unit))
+    if buffer[0] != NULL:
+        place[0] = buffer[0] + (header.offset - unit * entry.unit_bytes)
     caller.is_landing = buffer[0] != NULL
     return OK if buffer[0] != NULL else E_NOMEM
 
@@ -409,12 +492,15 @@ cdef void accumulate_landed(Entry* entry, uint32_t index, const Header* header) 
     caller.is_landing = False
     caller.cursor += header.length
     caller.is_open &= caller.cursor < entry.nbytes
-    if caller.status != OK:
+    if header.kind == KIND_PUSH and caller.is_open and caller.cursor % entry.unit_bytes:
+        pass                    # of a unit of several frames: not the last
+    elif caller.status != OK:
         give_back(entry, &caller.buffers[unit])
-    elif header.kind == KIND_PUSH or value.n_seeded == entry.n_units:
+    elif header.kind == KIND_PUSH or has_wanted(caller):
         queue_turn(caller, unit)
     else:
         caller.is_waiting = True
+        value.is_moved |= entry.gathers     # a round may end that it joins
     unlock_and_work(value, header.priority)
 
 
@@ -494,7 +580,12 @@ cdef void accumulate_free(Entry* entry) noexcept nogil:
         for index in range(entry.cast.n_members):
             give_back(entry, &value.callers[index].buffers[unit])
             give_back(entry, &value.callers[index].backups[unit])
+    if entry.gathers:
+        free_gathered(value)
     free(value)
+
+
+include "_gather.pxi"
 
 
 ACCUMULATE_POLICY.make = accumulate_make

@@ -30,6 +30,7 @@ cdef struct RuleArgs:           # what a rule may want besides its sources
     int64_t divisor
     uint32_t unit               # number of what it works on,
     uint32_t version            # and its round
+    uint64_t first              # and its first element
     void* state                 # Entry.rule_state
     void* pool                  # BufferPool, for scratch
     uint8_t* refused            # of a rule that may refuse sources: gets 1 for each that it did
@@ -38,6 +39,15 @@ cdef struct Compensation:       # of fastps.contract
     double strength             # 0: none
     double decay
     bint is_adaptive
+
+cdef struct Gathering:          # of fastps.contract
+    int64_t deadline_ns         # 0: rounds wait for all
+    int step
+    double lr
+    double first
+    double second
+    double eps
+    uint32_t least              # updates without which no deadline ends a round
 
 cdef struct Entry
 cdef struct Store
@@ -85,6 +95,7 @@ cdef struct Entry:              # one partition; fixed after declare but for sta
     Cast* cast
     void* state                 # the policy's; entry.lock
     rule_fn rule
+    rule_fn look                # gets each unit, in order, before any is made; dst NULL; or NULL
     void* rule_state            # of a rule that keeps something for this key; the store holds it
     uint64_t key
     uint32_t nbytes
@@ -95,6 +106,9 @@ cdef struct Entry:              # one partition; fixed after declare but for sta
     int32_t engine              # index of the engine thread that works on it, -1: the I/O thread
     uint32_t staleness          # of the contract
     Compensation compensation
+    bint settles                # contributors' mean becomes the value
+    bint gathers                # what came of a round moves the value, as this says:
+    Gathering gathering
     uint32_t born               # last version of the tensors that had this id before
     int32_t is_leaving          # frames are put off: the key may be forgotten soon; atomic
     int failed                  # OK, or why nothing can succeed any more; entry.lock
@@ -142,6 +156,7 @@ cdef struct Store:
     StoreStats stats            # atomic adds
     int64_t* refused            # by sender: updates that rules refused; atomic
     int64_t* refused_key        # by sender: of the first of them
+    int64_t* absences           # by sender, two each: rounds without it, and late updates; or NULL
 
 
 cdef inline uint32_t length_at(Entry* entry, uint32_t offset, uint32_t most) noexcept nogil:

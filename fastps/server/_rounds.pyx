@@ -11,6 +11,9 @@ has to ask for it. The last link that has sent it gives its buffer back. So memo
 have pushed and others have not, at most 2 x contributors x the bytes owned, usually a few units;
 and the buffers lent are those used last, which the processor still has in its cache.
 
+A rule may want to look at all units before it makes any. Then a unit that is ready is looked at,
+and kept; with the last one the first is made, and each that is made lets the next one be.
+
 A pusher in the store's own process lends its memory instead (adopt): it is read once, by the
 sum, and never written. It stays readable until the pusher got the result of its last unit, by
 when every unit was summed; or the ERROR of the round, which is held back while a sum reads and
@@ -39,7 +42,9 @@ or all when there are no engines, on the I/O thread that brought the last arriva
 the only lock; no sum happens under it and nothing waits under it.
 """
 
-from libc.stdint cimport int8_t, int32_t, int64_t, uint16_t, uint32_t
+from libc.stdint cimport (
+    int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t,
+)
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
@@ -55,7 +60,7 @@ from fastps._trace cimport (
     SPAN_RECEIVE, SPAN_RESULT, SPAN_SUM, is_traced, trace_span, tracing,
 )
 from fastps.server._policy cimport (
-    MAX_CAST, NOBODY, Cast, Entry, Job, RuleArgs, Store, blame, fill_header, give_back,
+    MAX_CAST, NOBODY, Cast, Entry, Job, RuleArgs, job_fn, Store, blame, fill_header, give_back,
     hand_to_engine, has_links, lend, slot_of, unit_length,
 )
 from fastps.transport._link cimport (

@@ -105,6 +105,15 @@ cdef void blame_refused(Round* round, const uint8_t* refused) noexcept nogil:
             n += 1
 
 
+cdef void tell(Round* round, uint32_t unit, RuleArgs* args) noexcept nogil:
+    """Fill in what any rule may want to know."""
+    cdef Entry* entry = round.sum.entry
+    args.divisor = 1            # an average is over all, however many of them one speaks for
+    args.unit, args.version = unit, round.version
+    args.first = unit * <uint64_t>entry.unit_bytes / entry.itemsize
+    args.state, args.pool = entry.rule_state, entry.store.pool
+
+
 cdef int combine_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
     """Make one unit by a rule that trusts nobody; apart from its sources, in the cast's order."""
     cdef const void* sources[MAX_RULED]
@@ -116,8 +125,8 @@ cdef int combine_unit(Round* round, uint32_t unit, uint32_t length) noexcept nog
     if entry.cast.n_contributors > MAX_RULED:
         return E_MISMATCH
     n = gather(round, unit, sources, &ours, &keeper)
-    args.divisor, args.unit, args.version = 1, unit, round.version
-    args.state, args.pool, args.refused = entry.rule_state, entry.store.pool, refused
+    tell(round, unit, &args)
+    args.refused = refused
     round.sums[unit] = lend(entry, length)
     if round.sums[unit] == NULL:
         return E_NOMEM
@@ -143,9 +152,7 @@ cdef int sum_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
     cdef int64_t n = gather(round, unit, sources, &ours, &keeper)
     cdef int64_t made
     cdef RuleArgs args
-    args.divisor = 1            # an average is over all, however many of them one speaks for
-    args.unit, args.version = unit, round.version
-    args.state, args.pool = entry.rule_state, entry.store.pool
+    tell(round, unit, &args)
     if round.flags & FLAG_AVERAGE and not round.flags & FLAG_BROADCAST:
         args.divisor = entry.cast.divisor
     if n == 0 or (n > 1 and round.flags & FLAG_BROADCAST):
@@ -215,6 +222,17 @@ cdef void complete_unit(Round* round, uint32_t unit, int kick) noexcept nogil:
     unit_sent(round, unit)
 
 
+cdef void hand_job(Round* round, uint32_t unit, job_fn run) noexcept nogil:
+    """Let the key's engine thread work on a unit."""
+    cdef SumJob* job = &round.jobs[unit]
+    job.base.run = run
+    job.round = round
+    job.unit = unit
+    fps_add32(&round.in_flight, 1)
+    if hand_to_engine(round.sum.entry, round.priority, &job.base) != OK:
+        fps_add32(&round.in_flight, -1)
+
+
 cdef void run_job(Job* job) noexcept nogil:
     cdef SumJob* ours = <SumJob*>job
     cdef Round* round = ours.round
@@ -222,18 +240,69 @@ cdef void run_job(Job* job) noexcept nogil:
     let_go(round)
 
 
+cdef void run_next(Job* job) noexcept nogil:
+    """Make a unit of those that were all looked at, and let the next one be made."""
+    cdef SumJob* ours = <SumJob*>job
+    cdef Round* round = ours.round
+    cdef uint32_t next = ours.unit + 1
+    complete_unit(round, ours.unit, KICK_FULL)
+    if next < round.sum.entry.n_units:
+        hand_job(round, next, run_next)
+    let_go(round)
+
+
+cdef int look_at(Round* round, uint32_t unit) noexcept nogil:
+    """Let the rule look at a unit; what was contributed stays."""
+    cdef const void* sources[MAX_RULED]
+    cdef uint8_t refused[MAX_RULED]
+    cdef Entry* entry = round.sum.entry
+    cdef int64_t ours, n, status
+    cdef uint32_t keeper
+    cdef RuleArgs args
+    if entry.cast.n_contributors > MAX_RULED:
+        return E_MISMATCH
+    n = gather(round, unit, sources, &ours, &keeper)
+    tell(round, unit, &args)
+    args.refused = refused
+    status = entry.look(sources, n, NULL, unit_length(entry, unit) / entry.itemsize, &args)
+    if status != 1:
+        return <int>status if status < 0 else E_PROTOCOL
+    blame_refused(round, refused)
+    return OK
+
+
+cdef bint end_look(Round* round, int status) noexcept nogil:
+    """Let go of what was contributed; False: the round failed."""
+    cdef bint is_open
+    pthread_mutex_lock(&round.sum.entry.lock)
+    fps_add32(&round.summing, -1)
+    if status != OK:
+        fail_round(round, status, 0)
+    is_open = round.state != FAILED
+    pay_errors(round.sum)
+    pthread_mutex_unlock(&round.sum.entry.lock)
+    return is_open
+
+
+cdef void run_look(Job* job) noexcept nogil:
+    """Look at a unit; after the last one all are made, one after the other."""
+    cdef SumJob* ours = <SumJob*>job
+    cdef Round* round = ours.round
+    if begin_sum(round) and end_look(round, look_at(round, ours.unit)):
+        if ours.unit + 1 == round.sum.entry.n_units:
+            hand_job(round, 0, run_next)
+    let_go(round)
+
+
 cdef void begin_unit(Round* round, uint32_t unit) noexcept nogil:
     """Sum here if the unit is small or there is no engine, else on the key's engine thread."""
-    cdef SumJob* job = &round.jobs[unit]
-    if round.sum.entry.engine < 0:
+    cdef Entry* entry = round.sum.entry
+    if entry.engine < 0:
         complete_unit(round, unit, KICK_WAKE)
-        return
-    job.base.run = run_job
-    job.round = round
-    job.unit = unit
-    fps_add32(&round.in_flight, 1)
-    if hand_to_engine(round.sum.entry, round.priority, &job.base) != OK:
-        fps_add32(&round.in_flight, -1)
+    elif entry.look != NULL and not round.flags & FLAG_BROADCAST:
+        hand_job(round, unit, run_look)
+    else:
+        hand_job(round, unit, run_job)
 
 
 cdef void hand_on(Round* round) noexcept nogil:

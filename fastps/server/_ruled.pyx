@@ -1,38 +1,126 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rule of a key whose workers may lie: what a combiner makes of their contributions.
 
-A rule like any other: the store hands it units, which are whole partitions, and what it keeps of
-the key. It works on the store's thread for rules, without the GIL unless it is a function of the
-user's in Python.
+A rule like any other: the store hands it units, and what it keeps of the key. Units are whole
+partitions; or, under a rule that decides by lengths or distances, frames: it looks at each when
+all have sent it, while others still come, and after the last one makes them one by one. It works
+on the store's threads for rules, without the GIL unless it is a function of the user's in Python.
+Where a key has a codec, the rule sees what was decoded, and what it makes is encoded once; what
+that loses is kept for the next round (error feedback), as for a sum.
 """
 
 cimport cython
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
 
 from fastps._core cimport E_NOMEM, BufferPool
-from fastps.reduce._combiner cimport Combiner, Combining, combine
+from fastps.reduce._combiner cimport (
+    MAX_VOICES, Combiner, combine, finish, lay_out, look, weigh,
+)
+from fastps.reduce.codec._coder cimport Code, Coder, code_decode, code_encode
 from fastps.server._policy cimport RuleArgs
+
+
+cdef enum:
+    LINE_BYTES = 64
+
+
+cdef inline uint64_t round_up(uint64_t nbytes) noexcept nogil:
+    return (nbytes + LINE_BYTES - 1) & ~<uint64_t>(LINE_BYTES - 1)
+
+
+cdef inline uint64_t plain_bytes(Code* code) noexcept nogil:
+    """Give the room of a partition that is decoded."""
+    return round_up(<uint64_t>code.count * code.itemsize)
+
+
+cdef uint64_t scratch_bytes(Ruled* ruled, int64_t n) noexcept nogil:
+    """Give the scratch for n contributions: the rule's, the codec's, n + 1 decoded partitions."""
+    cdef uint64_t nbytes = round_up(ruled.how.scratch_bytes)
+    if ruled.code != NULL:
+        nbytes += round_up(ruled.code.scratch_bytes) + (n + 1) * plain_bytes(ruled.code)
+    return nbytes
+
+
+cdef int64_t combine_coded(Ruled* ruled, const void* const* sources, int64_t n, char* dst,
+                           RuleArgs* told, char* scratch) noexcept nogil:
+    """Decode what each contributed, make one of it, and encode that."""
+    cdef const void* decoded[MAX_VOICES]
+    cdef Code* code = ruled.code
+    cdef char* work = scratch + round_up(ruled.how.scratch_bytes)
+    cdef char* made = work + round_up(code.scratch_bytes)
+    cdef float ratio = (<const float*>sources[0])[1] if n else 1.0
+    cdef uint32_t unit
+    cdef int64_t i, status
+    for i in range(n):
+        decoded[i] = made + (i + 1) * plain_bytes(code)
+        for unit in range(code.n_units):
+            code_decode(code, unit, told.version, <const char*>sources[i] + unit * code.unit_bytes,
+                        <char*>decoded[i], work)
+    status = combine(ruled.how, decoded, n, made, told.version, told.refused, scratch)
+    for unit in range(code.n_units):
+        code_encode(code, unit, told.version, made, ratio, dst + unit * code.unit_bytes, work)
+    return status
+
+
+cdef int64_t look_by_rule(const void* const* sources, int64_t n, void* dst, int64_t count,
+                          const void* args) noexcept nogil:
+    """Look at a unit; dst is NULL. With the last one all is decided."""
+    cdef RuleArgs* told = <RuleArgs*>args
+    cdef Ruled* ruled = <Ruled*>told.state
+    cdef int64_t status = 1
+    memset(told.refused, 0, n)
+    if n:
+        status = look(ruled.how, sources, n, told.first, count, ruled.table)
+    if status == 1 and told.first + <uint64_t>count == ruled.how.count:
+        weigh(ruled.how, n, ruled.table, told.refused)
+    return status
 
 
 cdef int64_t make_by_rule(const void* const* sources, int64_t n, void* dst, int64_t count,
                           const void* args) noexcept nogil:
     cdef RuleArgs* told = <RuleArgs*>args
-    cdef Combining* how = <Combining*>told.state
-    cdef char* scratch = <char*>(<BufferPool>told.pool).c_loan(how.scratch_bytes)
+    cdef Ruled* ruled = <Ruled*>told.state
+    cdef char* scratch
     cdef int64_t made
+    if ruled.table != NULL:
+        memset(told.refused, 0, n)      # was told with the look
+        return finish(ruled.how, sources, n, dst, told.first, count, ruled.table)
+    scratch = <char*>(<BufferPool>told.pool).c_loan(scratch_bytes(ruled, n))
     if scratch == NULL:
         return E_NOMEM
-    made = combine(how, sources, n, dst, told.version, told.refused, scratch)
+    if ruled.code != NULL:
+        made = combine_coded(ruled, sources, n, <char*>dst, told, scratch)
+    else:
+        made = combine(ruled.how, sources, n, dst, told.version, told.refused, scratch)
     (<BufferPool>told.pool).c_give_back(scratch)
     return made
 
 
 @cython.final
 cdef class RuledRule:
-    """What a store is given for a partition under a rule: the rule, and what it keeps."""
+    """What a store is given for a partition under a rule: the rule, and what it keeps.
 
-    def __cinit__(self, Combiner combiner not None):
+    coder: of a partition that travels encoded. is_at_once: units are partitions for
+    all rules.
+    """
+
+    def __cinit__(self, Combiner combiner not None, Coder coder=None, bint is_at_once=False):
         self.combiner = combiner
+        self.coder = coder
+        self.ruled.how = &combiner.how
+        self.ruled.code = NULL if coder is None else &coder.code
+        if (coder is None and combiner.how.is_weighed and not combiner.how.bucket
+                and not is_at_once):
+            self.room = <char*>calloc(1, combiner.how.scratch_bytes)
+            if self.room == NULL:
+                raise MemoryError("no memory for what a rule keeps of a round")
+            lay_out(&combiner.how, &self.table, self.room)
+            self.ruled.table = &self.table
+
+    def __dealloc__(self):
+        free(self.room)
 
     @property
     def kernel(self):
@@ -40,6 +128,11 @@ cdef class RuledRule:
         return <uintptr_t>make_by_rule
 
     @property
+    def look(self):
+        """Address of what looks at all units before any is made; 0: units are partitions."""
+        return <uintptr_t>look_by_rule if self.ruled.table != NULL else 0
+
+    @property
     def state(self):
         """Address of what it keeps."""
-        return <uintptr_t>&self.combiner.how
+        return <uintptr_t>&self.ruled

@@ -12,6 +12,7 @@ cdef class ServerStore(LinkOwner):
     cdef dict casts             # fastps.contract.Cast -> address of a Cast; face_lock
     cdef dict states            # of rules, by tensor id; face_lock
     cdef list engine_bytes      # bytes of keys given to each engine; face_lock
+    cdef uint64_t n_ruled       # keys given to threads for rules; face_lock
     cdef uint64_t n_tensors     # face_lock
     cdef object face_lock       # one thread declares, fails or forgets at a time
     cdef bint is_closed

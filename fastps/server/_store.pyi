@@ -3,7 +3,7 @@ from collections.abc import Mapping, Sequence
 from typing import Self, final
 
 from fastps._core import BufferPool
-from fastps.contract import Cast, Compensation
+from fastps.contract import Cast, Compensation, Gathering
 from fastps.server._coded import CodedRule
 from fastps.server._ruled import RuledRule
 from fastps.transport._link import LinkOwner
@@ -37,6 +37,9 @@ class ServerStore(LinkOwner):
         unit: int = ...,
         states: Mapping[int, CodedRule] | Mapping[int, RuledRule] | None = None,
         is_ruled: bool = False,
+        look: int = 0,
+        gathering: Gathering = ...,
+        least: int = 1,
     ) -> None: ...
     def keep_buffers(self, limit_bytes: int) -> None: ...
     def take_back_idle(self) -> None: ...

@@ -259,14 +259,7 @@ cdef Entry* make_entry(const Entry* model, uint32_t nbytes, bint is_whole) noexc
     return entry
 
 
-cdef int set_compensation(Entry* model, how, dtype) except -1:
-    """Note how delays are made up for; ValueError for elements for which there is no formula."""
-    if how.strength and dtype not in (DType.FLOAT32, DType.FLOAT64):
-        raise ValueError("delays are compensated for float32 and float64 alone")
-    model.compensation.strength = how.strength
-    model.compensation.is_adaptive = how.is_adaptive
-    model.compensation.decay = how.decay
-    return 0
+include "_terms.pxi"
 
 
 cdef bint is_idle(Tensor* tensor) noexcept nogil:
@@ -374,7 +367,7 @@ cdef class ServerStore(LinkOwner):
         self.store.links_open = <int32_t*>calloc(n_members, sizeof(int32_t))
         self.store.refused = <int64_t*>calloc(n_members, sizeof(int64_t))
         self.store.refused_key = <int64_t*>calloc(n_members, sizeof(int64_t))
-        self.store.engines = <Engine*>calloc(engine_threads + 1, sizeof(Engine))
+        self.store.engines = <Engine*>calloc(2 * engine_threads + 1, sizeof(Engine))
         if (self.store.tensors == NULL or self.store.seats == NULL or self.store.gone == NULL
                 or self.store.links_open == NULL or self.store.engines == NULL
                 or self.store.refused == NULL or self.store.refused_key == NULL):
@@ -420,16 +413,17 @@ cdef class ServerStore(LinkOwner):
                 uint8_t itemsize, uint32_t chunk_bytes, uintptr_t kernel,
                 uint32_t inline_bytes, uint32_t version=0, int policy=contract.Policy.SUM,
                 uint32_t staleness=0, int unit=contract.Unit.CHUNK, states=None,
-                bint is_ruled=False, compensation=contract.PROMPT):
+                bint is_ruled=False, uintptr_t look=0, compensation=contract.PROMPT,
+                gathering=contract.ALONE, uint32_t least=1):
         """Make the entries of one tensor: partitions are (index, nbytes, cast) owned here.
 
         kernel: address of the rule that makes one of many (see fastps.reduce), unit by unit.
         Units of at most inline_bytes bytes are worked on by the I/O thread. policy, staleness,
-        compensation: of the contract; the last one for float32 and float64 alone. version: its
-        operations count on from here, where the id was used before.
+        compensation, gathering: of the contract; these for float32 and float64 alone. least: see
+        set_gathering(). version: operations count on from here, where the id was used before.
         states: by index, objects whose `state` is the address of what the rule keeps of a key.
-        is_ruled: the rule may refuse sources, wants them in the order of the cast, and works on a
-        thread that is there for such rules alone.
+        is_ruled: the rule may refuse sources, wants them in the order of the cast, and works on
+        threads that are there for rules alone; look: gets all units before it makes the first.
         Declaring a tensor twice is allowed and does nothing. Raises ValueError, MemoryError.
         """
         cdef bint is_whole = unit == contract.Unit.PARTITION
@@ -437,15 +431,16 @@ cdef class ServerStore(LinkOwner):
         cdef Entry model
         if tensor_id >= MAX_RECORDS:
             raise FastPSError(f"more than {MAX_RECORDS} tensors were declared")
-        if is_whole and policy != contract.Policy.SUM:
-            raise ValueError("only sums go by whole partitions")
+        contract.check_policy(policy, is_whole, staleness, [cast for _, _, cast in partitions])
         memset(&model, 0, sizeof(model))
         model.store = self.store
-        model.policy = &ACCUMULATE_POLICY if policy == contract.Policy.ACCUMULATE else &SUM_POLICY
-        model.rule = <rule_fn>kernel
+        model.policy = &SUM_POLICY if policy == contract.Policy.SUM else &ACCUMULATE_POLICY
+        model.settles = policy in contract.SETTLING
+        model.rule, model.look = <rule_fn>kernel, <rule_fn>look
         model.chunk_bytes = chunk_bytes
         model.staleness = staleness
         set_compensation(&model, compensation, DType(dtype))
+        set_gathering(&model, policy, gathering, DType(dtype), least)
         model.born = version
         model.dtype = dtype
         model.itemsize = itemsize
@@ -565,11 +560,12 @@ cdef class ServerStore(LinkOwner):
         return 0
 
     cdef int engine_of_rules(self) except -2:
-        """Start the thread that works on rules, after those that sum, with the first of them."""
-        cdef int index = len(self.engine_bytes)
-        if self.store.n_engines == index:
-            self.start_engine(index)
-        return index
+        """Start as many threads for rules as sum, after these; keys take them in turn."""
+        cdef int first = len(self.engine_bytes), n = max(first, 1)
+        for i in range(self.store.n_engines, first + n):
+            self.start_engine(i)
+        self.n_ruled += 1
+        return first + self.n_ruled % n
 
     cdef int choose_engine(self, uint32_t unit, uint32_t inline_bytes, uint64_t nbytes) except -2:
         if unit <= inline_bytes or not self.engine_bytes:
@@ -690,5 +686,6 @@ cdef class ServerStore(LinkOwner):
         free(self.store.links_open)
         free(self.store.refused)
         free(self.store.refused_key)
+        free(self.store.absences)
         free(self.store.engines)
         free(self.store)

@@ -15,21 +15,32 @@ import os
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fastps import _core
 from fastps.coding import Codec, wire_chunk
 from fastps.config import Config
-from fastps.contract import Cast, Unit, cast_apart, cast_of
+from fastps.contract import (
+    Cast,
+    Givers,
+    Policy,
+    Unit,
+    cast_apart,
+    cast_judged,
+    cast_of,
+    trim_of,
+)
 from fastps.control.blame import cause_of_link
 from fastps.control.client import ControlClient
 from fastps.control.protocol import DeclareKeys, ForgetKeys, Job, KeySpec
 from fastps.errors import FastPSError, StallError, Status, TransportError
 from fastps.partition import link_counts, tensor_of
-from fastps.reduce import sum_kernel
+from fastps.reduce import robust_kernel, sum_kernel
 from fastps.reduce._combiner import Combiner
 from fastps.reduce.codec._coder import Coder
 from fastps.server._coded import CodedRule
+from fastps.server._deadlines import absences, end_late_rounds
 from fastps.server._ruled import RuledRule
 from fastps.server._store import ServerStore
 from fastps.server.owned import find_own
@@ -39,6 +50,7 @@ from fastps.transport.node import Node
 from fastps.transport.sockets import watch_closely
 from fastps.transport.tcp import unpack_lane
 from fastps.transport.tcp._transport import TcpTransport
+from fastps.transport.traffic import Traffic, traffic
 from fastps.types import DType
 
 if TYPE_CHECKING:
@@ -51,6 +63,16 @@ CPUS_PER_ENGINE = 4  # the rest moves bytes; a chunk just read is summed fastest
 MAX_AUTO_ENGINES = 4  # two threads sum at the speed of memory
 NEWS_SLICE_S = 5.0  # how often the news thread looks whether it should end
 FAREWELL_SLICE_S = 0.001  # how often it tries to forget what is still in use
+
+
+def _counted(absent: dict[int, tuple[int, int]]) -> dict[str, int]:
+    """Name counts of absences as statistics() does."""
+    sums = [sum(column) for column in zip(*absent.values(), strict=True)] or [0, 0]
+    found = {"rounds_missed": sums[0], "updates_late": sums[1]}
+    for worker, (missed, late) in absent.items():
+        found[f"rounds_missed_of_worker_{worker}"] = missed
+        found[f"updates_late_of_worker_{worker}"] = late
+    return found
 
 
 def _engine_threads(config: Config) -> int:
@@ -76,6 +98,8 @@ class DataPlane:
         self._has_warned = False
         self._names: dict[int, str] = {}  # of tensors under rules, by id
         self._blamed: set[int] = set()
+        self._named: dict[int, int] = {}  # rounds that a worker had missed when we said so
+        self._refused = 0  # members cut off for what they sent
         self.recorder: Recorder | None = None  # of a server that is a process of its own
         self._rdma = self._open_rdma()
         self._pool = _core.BufferPool(
@@ -148,14 +172,27 @@ class DataPlane:
         """Tell the scheduler of links that broke; it decides who is to blame."""
         reported: set[int] = set()
         while not self._ending.is_set():
-            gone = self.store.wait_news(timeout_s=self._try_farewells())
+            pause_s = min(self._try_farewells(), end_late_rounds(self.store))
+            gone = self.store.wait_news(timeout_s=pause_s)
             self._blame()
+            self._name_absent()
             reported &= gone.keys()
             for member in gone.keys() - reported:
                 reported.add(member)
                 # no BYE; a worker in this process speaks for itself
                 if gone[member] != Status.SHUTDOWN and member != self._me:
+                    self._note_refused(member, gone[member])
                     self._report(member, gone[member])
+
+    def _note_refused(self, member: int, status: int) -> None:
+        """Count and name a member that sent what it has no business to send."""
+        if status == Status.PROTOCOL:
+            self._refused += 1
+            who = self._job.members[member]
+            log.warning(
+                "%s refuses %s %d: what it sent is malformed, or to a key that is not its own to "
+                "write or read; its link is cut", self.name, who.role, who.rank,
+            )  # fmt: skip
 
     def _report(self, member: int, status: int) -> None:
         failure = "" if self._rdma is None else self._rdma.failure_of(member)
@@ -237,14 +274,14 @@ class DataPlane:
             spec.tensor_id,
             n_partitions=len(spec.pieces),
             partitions=[
-                (index, rules[index].wire_bytes if rules else nbytes, self._cast(index))
+                (index, rules[index].wire_bytes if rules else nbytes, self._cast(spec, index))
                 for index, (nbytes, owner) in enumerate(spec.pieces)
                 if owner == self._me
             ],
             dtype=dtype,
             itemsize=dtype.itemsize,
             chunk_bytes=wire_chunk(spec.coding, spec.chunk_bytes),
-            kernel=next(iter(rules.values())).kernel if rules else sum_kernel(dtype),
+            kernel=next(iter(rules.values())).kernel if rules else self._kernel(spec),
             unit=Unit.PARTITION if spec.coding.is_whole else Unit.CHUNK,
             states=rules,
             inline_bytes=self._config.inline_sum_bytes,
@@ -257,31 +294,42 @@ class DataPlane:
     def _declare_ruled(self, spec: KeySpec, dtype: DType) -> None:
         """Make room for partitions of which a rule sees what each worker gives."""
         job = self._job
+        is_coded = spec.coding.codec is not Codec.NONE
         rules = {
             index: RuledRule(
                 Combiner(
-                    spec.rule, dtype, n=len(job.workers), count=nbytes // dtype.itemsize,
+                    spec.rule, dtype, n=job.n_workers, count=nbytes // dtype.itemsize,
                     function=find_own(spec.rule, self._config.rules),
-                )
+                ),
+                self._coder(spec, index, nbytes) if is_coded else None,
+                is_at_once=spec.policy is Policy.GATHERED,
             )
             for index, (nbytes, owner) in enumerate(spec.pieces)
             if owner == self._me
         }  # fmt: skip
-        cast = cast_apart(len(job.workers), job.generation)
+        looks = {one.look for one in rules.values()}.pop() if rules else 0
+        cast = cast_apart(job.n_workers, job.generation)
         self._names[spec.tensor_id] = spec.name
         self.store.declare(
             spec.tensor_id,
             n_partitions=len(spec.pieces),
-            partitions=[(index, spec.pieces[index][0], cast) for index in rules],
+            partitions=[
+                (index, spec.pieces[index][0] if one.coder is None else one.coder.wire_bytes, cast)
+                for index, one in rules.items()
+            ],
             dtype=dtype,
             itemsize=dtype.itemsize,
-            chunk_bytes=spec.chunk_bytes,
+            chunk_bytes=wire_chunk(spec.coding, spec.chunk_bytes),
             kernel=next(iter(rules.values())).kernel if rules else 0,
-            unit=Unit.PARTITION,
+            unit=Unit.CHUNK if looks else Unit.PARTITION,
             states=rules,
             is_ruled=True,
+            look=looks,
             inline_bytes=0,
             version=spec.version,
+            policy=spec.policy,
+            gathering=spec.gathering,
+            least=spec.rule.full,
         )
 
     def _blame(self) -> None:
@@ -296,25 +344,48 @@ class DataPlane:
                 self.name, worker, self._names.get(tensor_of(key), "a tensor"),
             )  # fmt: skip
 
+    def _name_absent(self) -> None:
+        """Say without whom rounds end: of each worker at the first, and at twice as many."""
+        for worker, (missed, late) in absences(self.store).items():
+            if missed < max(2 * self._named.get(worker, 0), 1):
+                continue
+            self._named[worker] = missed
+            log.warning(
+                "%s: worker %d missed the deadline of %d rounds; %d updates of it came late, and "
+                "count in the round after", self.name, worker, missed, late,
+            )  # fmt: skip
+
     def _coded_rules(self, spec: KeySpec) -> dict[int, CodedRule]:
         """Give the rules of our partitions, by index; none where elements travel as they are."""
         if spec.coding.codec is Codec.NONE:
             return {}
         return {
-            index: CodedRule(
-                Coder(
-                    spec.coding, DType(spec.dtype), nbytes=nbytes, chunk_bytes=spec.chunk_bytes,
-                    name=spec.name, partition=index, rank=self._me,
-                )
-            )
+            index: CodedRule(self._coder(spec, index, nbytes))
             for index, (nbytes, owner) in enumerate(spec.pieces)
             if owner == self._me
-        }  # fmt: skip
+        }
 
-    def _cast(self, index: int) -> Cast:
-        """Give the cast of a partition, the same for all tensors."""
+    def _coder(self, spec: KeySpec, index: int, nbytes: int) -> Coder:
+        return Coder(
+            spec.coding, DType(spec.dtype), nbytes=nbytes, chunk_bytes=spec.chunk_bytes,
+            name=spec.name, partition=index, rank=self._me,
+        )  # fmt: skip
+
+    def _kernel(self, spec: KeySpec) -> int:
+        dtype = DType(spec.dtype)
+        if trim_of(spec.policy, self._job.validators):
+            return robust_kernel("trimmed_mean", dtype)
+        return sum_kernel(dtype)
+
+    def _cast(self, spec: KeySpec, index: int) -> Cast:
+        """Give the cast of a partition, the same for all tensors of the same givers."""
+        job = self._job
+        if spec.givers is Givers.VALIDATORS:
+            trim = trim_of(spec.policy, job.validators)
+            return cast_judged(job.n_workers, job.validators, job.generation, trim=trim)
         if index not in self._casts:
-            self._casts[index] = cast_of(self._job.machines, index, self._job.generation)
+            there = [ranks for ranks in job.machines if ranks[0] < job.n_workers]
+            self._casts[index] = cast_of(there, index, job.generation)
         return self._casts[index]
 
     # ---- generations ----
@@ -365,11 +436,19 @@ class DataPlane:
         if self._rdma is not None:
             self._rdma.abandon()
 
+    def traffic(self) -> Iterator[Traffic]:
+        """Tell of each link to a worker."""
+        yield from traffic(self._transport)
+        yield from traffic(self._rdma, "RDMA")
+
     def statistics(self) -> dict[str, int]:
         """Count what the store summed, the links moved and, in the end, the listener refused."""
         counts = Counter(self._transport.statistics())
         if self._rdma is not None:
             counts.update(self._rdma.statistics())
         return (
-            self.store.statistics() | dict(counts) | {"refused": sum(self._node.refused.values())}
+            self.store.statistics()
+            | dict(counts)
+            | _counted(absences(self.store))
+            | {"refused": sum(self._node.refused.values()) + self._refused}
         )

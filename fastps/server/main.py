@@ -8,14 +8,17 @@ writes what is logged.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import signal
 import sys
 from collections.abc import Sequence
 
 from fastps import _core, config
-from fastps.control.scheduler import serve
+from fastps.control.scheduler import Scheduler, serve
 from fastps.errors import ConfigError, FastPSError
 from fastps.server.logs import logging_to_reader
+from fastps.telemetry.status import StatusService
 from fastps.transport.sockets import inherit
 from fastps.versions import ShowVersion
 
@@ -90,6 +93,16 @@ def run_server(settings: config.Config) -> int:
     return server.run()
 
 
+def _status_of(
+    settings: config.Config, scheduler: Scheduler
+) -> contextlib.AbstractContextManager[object]:
+    """Let others ask the scheduler; its port follows those of the members."""
+    slot = settings.n_programs + settings.num_servers
+    return contextlib.closing(
+        StatusService(settings, role="scheduler", rank=0, slot=slot, tell=scheduler.numbers)
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; give the exit status: 0 in order, 1 for a lost peer, 2 for bad settings."""
     parsed = make_parser().parse_args(arguments)
@@ -98,7 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _core.arm_fault(settings.fault)
         with logging_to_reader(sys.stderr.fileno(), settings.log_level, role=settings.role):
             if settings.role == "scheduler":
-                return serve(settings, listeners=inherit(parsed.listen_fd))
+                return serve(
+                    settings,
+                    listeners=inherit(parsed.listen_fd),
+                    beside=functools.partial(_status_of, settings),
+                )
             return run_server(settings)
     except FastPSError as error:
         sys.stderr.write(f"fastps-server: {type(error).__name__}: {error}\n")

@@ -30,6 +30,7 @@ from fastps.control.protocol import (
 from fastps.errors import FastPSError
 from fastps.server.dataplane import DataPlane
 from fastps.telemetry.recorder import Recorder
+from fastps.telemetry.status import StatusService, links_of
 from fastps.transport import rdma, sockets
 from fastps.transport.node import Node
 
@@ -68,7 +69,7 @@ class Server:
             raise
         job = self._client.job
         device = rdma.look_up(config)
-        self._node = Node(config, doors.sockets, key=self._client.data_key, device=device)
+        self._node = Node(config, doors.sockets, key_of=self._client.keys.of, device=device)
         self._plane = DataPlane(config, self._client, node=self._node)
         self._meet(job)
         if config.trace_on:
@@ -80,6 +81,11 @@ class Server:
         self._is_ready.set()
         self._plane.start()
         self._node.start()
+        self._status = StatusService(
+            config, role="server", rank=job.me - job.size, slot=job.me,
+            tell=self._plane.statistics,
+            links=lambda: links_of(self._plane.traffic(), self._client.job.members),
+        )  # fmt: skip
         log.info(
             "%s of %d serves %d workers on %s",
             self._plane.name,
@@ -91,6 +97,7 @@ class Server:
     def run(self) -> int:
         """Wait until the job ends; stop everything; give the exit status."""
         self._stopped.wait()
+        self._status.close()
         recorder = self._plane.recorder
         if recorder is not None:
             recorder.stop_clock()
@@ -122,6 +129,9 @@ class Server:
             self._meet(event.job)
         elif isinstance(event, PeerLost):
             log.error("%s", event)
+            if event.goes_on:  # what it has not pushed nobody waits for
+                self._node.lose(event.rank)
+                return
             self._exit_status = EXIT_PEER_LOST
             self.stop()
         elif isinstance(event, JobOver):

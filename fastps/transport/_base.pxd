@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps._core cimport Queue, Thread
-from fastps._posix cimport pthread_mutex_t
+from fastps._posix cimport SO_DOMAIN, SOL_SOCKET, getsockopt, pthread_mutex_t
 from fastps.transport._link cimport Link, LinkOwner, LinkStats, SendItem, sent_fn
 from fastps.wire cimport Header
 
@@ -86,6 +86,12 @@ cdef struct IoThread:
 cdef inline uint32_t frame_bytes(const SendItem* item) noexcept nogil:
     cdef uint32_t left = item.nbytes - item.cursor
     return item.chunk_bytes if item.chunk_bytes and left > item.chunk_bytes else left
+
+# The family of a connection, AF_UNIX or one of the network; -1: it has none.
+cdef inline int family_of(int fd) noexcept nogil:
+    cdef int family = -1
+    cdef uint32_t size = sizeof(family)
+    return family if getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &family, &size) == 0 else -1
 
 # ---- a link's life: init, name, attach, list; settle or end; freed by its thread ----
 # OK or E_NOMEM. Fills in what owners call, but for `withdraw`; nobody kicks it before list_link().

@@ -577,9 +577,7 @@ cdef class BaseTransport:
                 add_stats(&total, &link.link.stats)
                 link = link.next
             pthread_mutex_unlock(&self.threads[i].lock)
-        result = dict(total)
-        result["links"] = links
-        return result
+        return dict(total) | {"links": links}
 
     def set_credit(self, uint64_t credit_bytes):
         """Give every link that has a credit another one, which nothing changes any more.
@@ -600,8 +598,8 @@ cdef class BaseTransport:
             pthread_mutex_unlock(&self.threads[i].lock)
             wake_io(&self.threads[i])
 
-    def credits(self):
-        """List the credit of every link that has one, in bytes."""
+    def each(self):
+        """List (peer, family of its socket, bytes sent and received, credit) of all links."""
         cdef BaseLink* link
         cdef int i
         found = []
@@ -609,8 +607,8 @@ cdef class BaseTransport:
             pthread_mutex_lock(&self.threads[i].lock)
             link = self.threads[i].links
             while link != NULL:
-                if link.credit_bytes:
-                    found.append(link.credit_bytes)
+                found.append((link.link.peer, family_of(link.fd), link.link.stats.bytes_sent,
+                              link.link.stats.bytes_received, link.credit_bytes))
                 link = link.next
             pthread_mutex_unlock(&self.threads[i].lock)
         return found

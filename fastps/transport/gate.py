@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeAlias
 
-from fastps.auth import NoPlaceError, Purpose, ServerHandshake, Steps
+from fastps.auth import ClaimOf, NoPlaceError, Purpose, ServerHandshake, Steps
 from fastps.errors import AuthError, FastPSError, ProtocolError
 from fastps.transport import sockets
 from fastps.transport.half_open import HalfOpen
@@ -47,7 +47,7 @@ class Gate:
         self,
         listeners: Sequence[socket.socket],
         *,
-        key: bytes,
+        key: bytes | ClaimOf,
         purposes: Collection[Purpose],
         timeout_s: float,
         welcome: Welcome,

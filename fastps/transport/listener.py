@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from fastps.auth import Purpose, ServerHandshake
+from fastps.auth import ClaimOf, Purpose, ServerHandshake
 from fastps.config import Config
 from fastps.transport import sockets
 from fastps.transport.gate import Gate, GateThread
@@ -43,7 +43,7 @@ class Listener(GateThread):
         listeners: Sequence[socket.socket],
         config: Config,
         *,
-        key: bytes,
+        key: bytes | ClaimOf,
         admit: Mapping[Purpose, Admit],
     ) -> None:
         for sock in listeners:

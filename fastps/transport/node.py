@@ -19,10 +19,10 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from fastps.auth import NoPlaceError, Purpose
+from fastps.auth import Claim, NoPlaceError, Purpose
 from fastps.config import Config
 from fastps.errors import FastPSError, ProtocolError, TransportError, TransportTimeout
 from fastps.transport import rdma
@@ -31,6 +31,7 @@ from fastps.transport.listener import Admit, Listener, NotYet
 from fastps.transport.rdma import Capability
 from fastps.transport.tcp import choose_credit, dial, pack_lane, unpack_lane
 from fastps.transport.tcp._transport import TcpTransport
+from fastps.transport.traffic import Traffic, traffic
 
 if TYPE_CHECKING:
     import socket
@@ -127,15 +128,21 @@ class PeerTable:
 class Node:
     """This process's doors and peer links; made before it joins, closed when it has left.
 
-    sockets: bound, of Unix and TCP. key: of data connections. serve() says whose doors these are
-    before start(); join() whom there is to reach, again for each generation. Thread-safe.
+    sockets: bound, of Unix and TCP. key_of: that of the links with a member. serve() says whose
+    doors these are before start(); join() whom there is to reach, again for each generation.
+    Thread-safe.
     """
 
     def __init__(
-        self, config: Config, sockets: Sequence[socket.socket], *, key: bytes, device: Capability
+        self,
+        config: Config,
+        sockets: Sequence[socket.socket],
+        *,
+        key_of: Callable[[int], bytes],
+        device: Capability,
     ) -> None:
         self._config = config
-        self._key = key
+        self._key_of = key_of
         self._device = device
         self._places: Sequence[_Place] = ()
         self._me = self._generation = 0
@@ -148,7 +155,7 @@ class Node:
         self._by_tcp: set[int] = set()  # peers to which RDMA carried nothing
         self._admit_data: Admit = _refuse
         admit: dict[Purpose, Admit] = {Purpose.DATA: self._take_data, Purpose.PEER: self.admit}
-        self._listener = Listener(sockets, config, key=key, admit=admit)
+        self._listener = Listener(sockets, config, key=self._claim, admit=admit)
 
     # ---- doors ----
 
@@ -176,6 +183,10 @@ class Node:
     def start(self) -> None:
         """Open the doors."""
         self._listener.start()
+
+    def _claim(self, _: Purpose, sender: int, lane: int) -> Claim:
+        """Say what a member has to prove who comes to our doors."""
+        return Claim(self._key_of(sender), f"member {sender}")
 
     def _take_data(self, descriptor: int, sender: int, lane: int) -> Callable[[], None] | None:
         return self._admit_data(descriptor, sender, lane)
@@ -278,7 +289,7 @@ class Node:
         descriptor = dial(
             (member.host, member.port),
             self._config,
-            key=self._key,
+            key=self._key_of(peer),
             purpose=Purpose.PEER,
             sender=self._me,
             lane=pack_lane(self._generation, rdma.RDMA_LANE if is_rdma else 0),
@@ -398,6 +409,11 @@ class Node:
             if transport is not None:
                 counts.update(transport.statistics())
         return dict(counts)
+
+    def traffic(self) -> Iterator[Traffic]:
+        """Tell of each peer link."""
+        yield from traffic(self._tcp)
+        yield from traffic(self._rdma, "RDMA")
 
     @property
     def refused(self) -> dict[str, int]:

@@ -141,17 +141,23 @@ def listen_unix() -> tuple[socket.socket, str]:
     namespace alone. Anybody there may connect, so who listens has to ask is_own_user().
     """
     name = UNIX_PREFIX + secrets.token_hex(UNIX_NAME_BYTES)
+    sock = listen_unix_at(name)
+    sock.setblocking(False)
+    return sock, name
+
+
+def listen_unix_at(name: str) -> socket.socket:
+    """Listen on an abstract Unix socket of a given name; it blocks."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind("\0" + name)
         sock.listen(BACKLOG)
-        sock.setblocking(False)
     except OSError as error:
         sock.close()
         raise ConfigError(
             f"cannot listen on a Unix socket: {error.strerror}; set FASTPS_UNIX_SOCKETS=0"
         ) from error
-    return sock, name
+    return sock
 
 
 def connect_unix(name: str, *, deadline: float) -> socket.socket:

@@ -19,6 +19,7 @@ from fastps._core cimport (
 from fastps._trace cimport SPAN_DECODE, SPAN_ENCODE, is_traced, trace_span
 from fastps.reduce.codec._coder cimport Code, code_decode, code_encode
 from fastps.worker._stage cimport CODED, SPEAKS, Part, Record, Stage, stage_done
+from fastps.wire cimport KIND_PULL
 from fastps.worker._tensor cimport StageHolder
 
 from fastps.errors import FastPSError
@@ -87,7 +88,11 @@ cdef void hand_over(Stage* stage, Part* part) noexcept nogil:
 
 
 cdef void encode_run(Stage* stage, Part* part) noexcept nogil:
+    """Encode what is pushed; what is left out of a round leaves what the codec keeps as it is."""
     part.is_back = False
+    if part.record.kind == KIND_PULL:
+        stage_done(part, part.status)
+        return
     hand_over(stage, part)
 
 

@@ -31,6 +31,7 @@ class WorkerEngine(LinkOwner):
         coders: Sequence[Coder | None] | None = None,
         frame_bytes: int = 0,
         is_ruled: bool = False,
+        is_late: bool = False,
     ) -> PlannedTensor: ...
     def forget(self, tensor: PlannedTensor) -> None: ...
     def start(
@@ -50,6 +51,7 @@ class WorkerEngine(LinkOwner):
         *,
         average: bool = False,
         priorities: Sequence[int],
+        gives: bool = True,
     ) -> None: ...
     def start_broadcast(
         self,
@@ -58,6 +60,14 @@ class WorkerEngine(LinkOwner):
         *,
         root: int,
         machine: int | None = None,
+        priority: int = 0,
+    ) -> None: ...
+    def start_pull(
+        self,
+        tensors: Sequence[PlannedTensor],
+        outputs: Sequence[np.ndarray[Any, Any]],
+        *,
+        stamp: int = 0,
         priority: int = 0,
     ) -> None: ...
     def hold_with(self, holder: Callable[[Any], object] | None) -> None: ...

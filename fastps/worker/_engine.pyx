@@ -151,7 +151,7 @@ cdef class WorkerEngine(LinkOwner):
     def declare(self, uint64_t tensor_id, str name, *, uint64_t nbytes, uint8_t dtype,
                 uint32_t chunk_bytes=0, partitions=(), uint32_t itemsize=1, uintptr_t kernel=0,
                 uint32_t version=0, coders=None, uint32_t frame_bytes=0,
-                bint is_ruled=False):
+                bint is_ruled=False, bint is_late=False):
         """Make the records of one tensor.
 
         partitions: (offset, nbytes, owner) of each; without servers none. itemsize, kernel:
@@ -159,7 +159,8 @@ cdef class WorkerEngine(LinkOwner):
         from here; for an id that was forgotten, the largest version that any member had reached.
         coders: of the partitions, None where we do not push, of a tensor that travels encoded, in
         frames of frame_bytes. is_ruled: servers are to see what each worker of a machine gives,
-        and make something else of it than a sum.
+        and make something else of it than a sum; is_late: of whole tensors, so that no result
+        comes while the rest is still to be pushed.
         Raises ProtocolError when the pieces do not fit the tensor.
         """
         cdef PlannedTensor tensor = PlannedTensor()
@@ -179,6 +180,7 @@ cdef class WorkerEngine(LinkOwner):
         record.nbytes = nbytes
         record.dtype = dtype
         record.chunk_bytes = frame_bytes or chunk_bytes
+        record.is_late = is_late
         record.ratio = 1.0
         record.born = record.version = version
         completion_reset(&record.done, 0)
@@ -295,14 +297,23 @@ cdef class WorkerEngine(LinkOwner):
         self.begin(tensor, KIND_PUSH, FLAG_AVERAGE if average else 0, priority,
                    KICK_INLINE if tensor.nbytes <= INLINE_START_BYTES else KICK_WAKE)
 
-    def start_many(self, tensors, arrays, outputs, *, bint average=False, priorities):
-        """Begin several operations as one: their frames leave in common writes."""
+    def start_many(self, tensors, arrays, outputs, *, bint average=False, priorities,
+                   bint gives=True):
+        """Begin several operations as one: their frames leave in common writes.
+
+        gives: False takes part in rounds under rules without giving anything to them.
+        """
         cdef PlannedTensor tensor
         cdef int64_t before = self.bytes_started
+        cdef uint8_t kind = KIND_PUSH if gives else KIND_PULL
         urgencies = checked_priorities(priorities, len(tensors))
-        self.prepare(tensors, arrays, outputs)
+        for tensor in tensors:
+            if not gives and not tensor.is_ruled:
+                raise ValueError(
+                    f"tensor {tensor.name!r} is the sum of all; one under a rule can be skipped")
+        self.prepare(tensors, arrays if gives else [None] * len(outputs), outputs)
         for tensor, urgency in zip(tensors, urgencies, strict=True):
-            self.begin(tensor, KIND_PUSH, FLAG_AVERAGE if average else 0, urgency, KICK_NONE)
+            self.begin(tensor, kind, FLAG_AVERAGE if average else 0, urgency, KICK_NONE)
         kick_links(self.remote, KICK_INLINE if self.bytes_started - before <= INLINE_START_BYTES
                    else KICK_WAKE)
 
@@ -331,6 +342,15 @@ cdef class WorkerEngine(LinkOwner):
             tensor.record.place = place
             tensor.record.root_rank = <int32_t>root
             self.begin(tensor, KIND_PUSH if is_here else KIND_PULL, flags, priority, KICK_NONE)
+        kick_links(self.remote, KICK_WAKE)
+
+    def start_pull(self, tensors, outputs, *, int32_t stamp=0, int32_t priority=0):
+        """Begin to read values that their owners keep, once they have seen `stamp` changes."""
+        cdef PlannedTensor tensor
+        self.prepare(tensors, [None] * len(outputs), outputs)
+        for tensor in tensors:
+            tensor.record.root_rank = stamp
+            self.begin(tensor, KIND_PULL, 0, priority, KICK_NONE)
         kick_links(self.remote, KICK_WAKE)
 
     cdef int prepare(self, tensors, arrays, outputs) except -1:

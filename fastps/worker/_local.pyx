@@ -28,13 +28,13 @@ cimport cython
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy
 from posix.time cimport timespec
 
 from fastps._atomic cimport (
     fps_add32, fps_cas32, fps_cas64, fps_cas_ptr, fps_fence, fps_load32, fps_load64, fps_load_ptr,
     fps_store32, fps_store64, fps_swap32, fps_swap_ptr,
 )
+from fastps._copy cimport fps_copy
 from fastps._core cimport (
     E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, PROBE_LOCAL_ARRIVE, PROBE_LOCAL_CHUNK,
     PROBE_LOCAL_STAGE, OK, completion_is_done, deadline_of, probe_hit, now_ns, thread_create,
@@ -363,7 +363,7 @@ cdef class LocalStages:
         base = self.local.arenas[self.local.me] + mine.shadow
         if tensor.record.input != NULL:
             with nogil:
-                memcpy(base, tensor.record.input, tensor.nbytes)
+                fps_copy(base, tensor.record.input, tensor.nbytes, 0)
         return base
 
     cdef uint32_t place_of(self, uint32_t rank):

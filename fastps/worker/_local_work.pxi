@@ -26,8 +26,8 @@ cdef void take_result(Local* local, Part* part) noexcept nogil:
     """Bring a private tensor what is in its copy."""
     cdef LocalRecord* mine = local_of(part.record)
     if mine.is_shadowed and part.record.output != NULL:
-        memcpy(part.record.output + part.offset,
-               local.arenas[local.me] + mine.shadow + part.offset, part.nbytes)
+        fps_copy(part.record.output + part.offset,
+                 local.arenas[local.me] + mine.shadow + part.offset, part.nbytes, 0)
 
 
 cdef void act_on(Local* local, Record* record, Task* task) noexcept nogil:
@@ -72,7 +72,7 @@ cdef void copy_to_others(Local* local, Arrival* arrivals, const char* source, ui
     cdef uint32_t rank
     for rank in range(local.n):
         if rank != owner:
-            memcpy(output_of(local, arrivals, rank) + offset, source, nbytes)
+            fps_copy(output_of(local, arrivals, rank) + offset, source, nbytes, 0)
 
 
 cdef int sum_inputs(Local* local, LocalRecord* mine, Arrival* arrivals, char* result,
@@ -180,8 +180,8 @@ cdef bint stage_in(Local* local, Record* record, Task* task) noexcept nogil:
     local.stage_in += 1
     if task.flags & FLAG_BROADCAST or stage_owner(local, task, chunk) == local.me:
         return True
-    memcpy(stage_slot(local, local.me, number, False),
-           record.input + <uint64_t>chunk * task.chunk_bytes, stage_length(task, chunk))
+    fps_copy(stage_slot(local, local.me, number, False),
+             record.input + <uint64_t>chunk * task.chunk_bytes, stage_length(task, chunk), 0)
     probe_hit(PROBE_LOCAL_STAGE, task.tensor_id << KEY_BITS, task.version)
     fps_store64(stage_flag(local, local.me, number, False), number + 1)
     return True
@@ -221,7 +221,7 @@ cdef bint stage_sum(Local* local, Record* record, Task* task) noexcept nogil:
         return False
     nbytes = stage_length(task, chunk)
     if task.flags & FLAG_BROADCAST:
-        memcpy(result, record.input + offset, nbytes)
+        fps_copy(result, record.input + offset, nbytes, 0)
     else:
         for rank in range(local.n):
             sources[rank] = (<const void*>(record.input + offset) if rank == local.me
@@ -229,7 +229,7 @@ cdef bint stage_sum(Local* local, Record* record, Task* task) noexcept nogil:
         if mine.kernel(sources, local.n, result, nbytes / mine.itemsize, &divisor) != 1:
             fps_cas32(&local.plan.status, OK, E_PROTOCOL)
             return False
-        memcpy(record.output + offset, result, nbytes)
+        fps_copy(record.output + offset, result, nbytes, task.nbytes)
     fps_store64(stage_flag(local, local.me, number, True), number + 1)
     local.stage_sum += 1
     return True
@@ -248,8 +248,9 @@ cdef bint stage_out(Local* local, Record* record, Task* task) noexcept nogil:
     elif fps_load64(stage_flag(local, owner, number, True)) != number + 1:
         return False
     else:
-        memcpy(record.output + <uint64_t>chunk * task.chunk_bytes,
-               stage_slot(local, owner, number, True), stage_length(task, chunk))
+        fps_copy(record.output + <uint64_t>chunk * task.chunk_bytes,
+                 stage_slot(local, owner, number, True), stage_length(task, chunk),
+                 task.nbytes)
     local.stage_out += 1
     fps_store64(&cell_of(local, local.me).staged_out, number + 1)
     return True

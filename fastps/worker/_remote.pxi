@@ -145,7 +145,9 @@ cdef void take_in(Part* part, Link* link, const Header* header) noexcept nogil:
     if header.kind == KIND_ERROR:
         part.record.culprit = header.subject
         finish_part(part, link, header.status)
-    elif part.received == part.wire_bytes or part.item.header.flags & FLAG_NO_RESULT:
+        return
+    part.stamp = <uint32_t>header.status
+    if part.received == part.wire_bytes or part.item.header.flags & FLAG_NO_RESULT:
         finish_part(part, link, OK)
 
 
@@ -277,14 +279,17 @@ cdef void fill_part(Part* part, Remote* remote) noexcept nogil:
     header.key_version = record.version
     header.sender = remote.me
     header.subject = record.root if header.flags & FLAG_BROADCAST else 0
-    header.status = record.root_rank if header.flags & FLAG_BROADCAST else record.rate_bits
+    header.status = record.rate_bits if record.kind == KIND_PUSH else record.root_rank
+    if header.flags & FLAG_BROADCAST:
+        header.status = record.root_rank
     part.item.payload = NULL
     if is_push:
         part.item.payload = record.source + part.offset
         if part.wire != NULL:
             part.item.payload = part.wire
     part.item.nbytes = part.wire_bytes if is_push else 0
-    part.item.is_credited = is_push and not record.flags & FLAG_BROADCAST
+    part.item.is_credited = (is_push and not record.is_late
+                             and not record.flags & FLAG_BROADCAST)
     part.received = 0
     part.is_withdrawn = False
     fps_store32(&part.ends, 0)

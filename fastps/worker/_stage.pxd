@@ -60,10 +60,11 @@ cdef struct Record:             # one declared tensor and its operation in fligh
     int kick
     uint32_t root               # of a broadcast: number of the root's machine,
     int32_t rate_bits           # learning rate of a push that delays; a float32; else 0
-    int32_t root_rank           # the root's own,
+    int32_t root_rank           # the root's own; of a pull: the stamp that it waits for,
     uint32_t place              # and its place in our machine
     uint32_t culprit            # rank that made the operation fail
     bint is_timed               # counts in plan.flying
+    bint is_late                # no result begins before all is pushed: takes no credit
     float ratio                 # of the last learning rate to that of the operation in flight
     void* local                 # LocalRecord, NULL on a machine of our own
 
@@ -88,6 +89,7 @@ cdef struct Part:               # one partition, a task of BytePS; or a whole te
     uint32_t owner
     char* promised              # where its owner knows that results land
     uint32_t received           # result bytes landed; I/O thread
+    uint32_t stamp              # of the value that landed: see server/_accumulate; I/O thread
     int outcome                 # OK, or why there is no result
     int32_t ends                # has left, has an outcome: 2 when both; atomic
     int32_t is_waiting          # a result or an error is still to come; atomic

@@ -105,6 +105,21 @@ cdef class PlannedTensor:
         """Tell whether it travels encoded."""
         return self.coders is not None
 
+    def kept(self):
+        """Copy what the codec of each partition keeps, residual and momentum, as bytes or None."""
+        return [None if coder is None else
+                tuple(None if one is None else bytes(one) for one in coder.kept())
+                for coder in self.coders or ()]
+
+    def restore(self, kept):
+        """Take what kept() gave; ValueError if it is of another tensor, or one is in flight."""
+        coders = self.coders or []
+        if len(kept) != len(coders) or not self.is_done:
+            raise ValueError(f"tensor {self.name!r} has {len(coders)} codecs, not {len(kept)}")
+        for coder, one in zip(coders, kept):
+            if coder is not None and one is not None:
+                coder.restore(one)
+
     @property
     def is_done(self):
         """Tell whether no operation is in flight; may do a little of the work, never waits."""
@@ -115,9 +130,19 @@ cdef class PlannedTensor:
         return not self.is_busy or completion_is_done(&self.record.done)
 
     @property
+    def is_in_flight(self):
+        """Tell whether an operation is in flight; only looks."""
+        return self.is_busy and not completion_is_done(&self.record.done)
+
+    @property
     def version(self):
         """Count the operations started on this tensor."""
         return self.record.version
+
+    @property
+    def stamp(self):
+        """Count the changes that the value which came last has seen; see server/_accumulate."""
+        return min((self.record.parts[i].stamp for i in range(self.record.n_parts)), default=0)
 
     @property
     def operation(self):

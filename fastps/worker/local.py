@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fastps.config import Config
 from fastps.errors import TransportError
 from fastps.transport import shm
 from fastps.transport._link import LinkOwner
 from fastps.transport._shm import Block, Mapping
+from fastps.transport.traffic import Traffic, traffic
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._local import LocalStages, control_bytes, stage_area_bytes
 
@@ -84,6 +85,10 @@ class LocalGroup:
             "pipes": piped["links"],
             "pipe_bytes": piped["bytes_sent"],
         }
+
+    def traffic(self) -> Iterator[Traffic]:
+        """Tell of each pipe that carried something."""
+        return (one for one in traffic(self._pipes, "pipe") if one.sent or one.received)
 
     def close(self, *, timeout_s: float) -> None:
         """End the group's thread; arrays in its memory live on. Blocks to timeout_s.

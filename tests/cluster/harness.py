@@ -13,13 +13,14 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# Put before each script, in one line so that line numbers in a traceback move by one only.
+# Put before each script; line numbers in a traceback move by two.
 PRELUDE = (
+    "import warnings; warnings.simplefilter('error', FutureWarning)\n"
     "def report(value): import json, os; "
     "f = open(__file__ + '.' + os.environ['FASTPS_RANK'], 'a'); "
     "f.write(json.dumps(value) + '\\n'); f.close()"
@@ -48,6 +49,7 @@ def run_workers(
     *,
     workers: int = 2,
     servers: int = 2,
+    validators: int = 0,
     timeout_s: float = 90.0,
     environ: Mapping[str, str] | None = None,
 ) -> JobResult:
@@ -56,26 +58,45 @@ def run_workers(
     folder: where the script is written. environ: more settings for every process. Blocks; ends
     the job after timeout_s (code 124).
     """
-    path = folder / "worker.py"
-    path.write_text(PRELUDE + "\n" + textwrap.dedent(script), encoding="utf-8")
-    command = [
-        sys.executable, "-m", "fastps.launch.run", "-np", str(workers), "-s", str(servers),
-        "--timeout", str(timeout_s), sys.executable, "-W", "error::FutureWarning", str(path),
-    ]  # fmt: skip
+    path = write_script(script, folder)
+    counts = ["-np", str(workers), "-s", str(servers), "-v", str(validators)]
+    result = _launched([*counts, sys.executable, str(path)], timeout_s, environ or {})
+    return replace(result, reports=tuple(reports_of(path, rank) for rank in range(workers)))
+
+
+def run_example(
+    program: str,
+    *arguments: str,
+    timeout_s: float = 150.0,
+    environ: Mapping[str, str] | None = None,
+) -> JobResult:
+    """Run a program of the tree as two workers; raises AssertionError where it fails."""
+    command = ["-np", "2", sys.executable, str(ROOT / program), *arguments]
+    patience = {"FASTPS_START_TIMEOUT_S": str(timeout_s)}  # frameworks take long to import
+    return _launched(command, timeout_s, patience | dict(environ or {})).check()
+
+
+def _launched(command: list[str], timeout_s: float, environ: Mapping[str, str]) -> JobResult:
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "fastps.launch.run", "--timeout", str(timeout_s), *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=clean_environ() | {"PYTHONPATH": str(ROOT), **(environ or {})},
+        env=clean_environ() | {"PYTHONPATH": str(ROOT), **environ},
     )
     try:
         stdout, stderr = process.communicate(timeout=timeout_s + SPARE_S)
     finally:
         process.kill()  # the kernel ends its children with it
         process.wait()
-    reports = tuple(reports_of(path, rank) for rank in range(workers))
-    return JobResult(process.returncode, stdout, stderr, reports)
+    return JobResult(process.returncode, stdout, stderr, ())
+
+
+def write_script(script: str, folder: Path) -> Path:
+    """Write a script with report() before it, in which a FutureWarning is an error."""
+    path = folder / "worker.py"
+    path.write_text(PRELUDE + "\n" + textwrap.dedent(script), encoding="utf-8")
+    return path
 
 
 def clean_environ() -> dict[str, str]:

@@ -24,9 +24,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
-from harness import ROOT, clean_environ
+from fork_server import Forked, is_forkable, the_server
+from harness import ROOT, JobResult, clean_environ, reports_of, write_script
 
 from fastps.launch.layout import Layout
 from fastps.launch.options import Options
@@ -37,6 +38,7 @@ from fastps.launch.plan import (
     make_plan,
     scheduler_environment,
 )
+from fastps.launch.secrets import Handout
 
 RUNNER = Path(__file__).with_name("run_program.py")
 BACKLOG = 512
@@ -44,6 +46,23 @@ BACKLOG = 512
 WAIT_S = 60.0 * float(os.environ.get("TEST_PATIENCE", "1"))
 RESULT = "RESULT "
 Environments = Mapping[tuple[str, int], Mapping[str, str | None]]  # None takes one away
+
+
+def start(
+    argv: Sequence[str], environ: Mapping[str, str], stderr: IO[bytes], fds: Sequence[int]
+) -> Forked | subprocess.Popen[str]:
+    """Start a process with its stdout in a pipe, without a wait for imports where that can be."""
+    if is_forkable(argv, environ):
+        return the_server().start(argv, environ, stderr, fds)
+    return subprocess.Popen(
+        argv,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        pass_fds=fds,
+    )
 
 
 class Process:
@@ -57,15 +76,7 @@ class Process:
         self._heard = threading.Condition()
         self._has_ended = False
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
-        self.popen = subprocess.Popen(
-            spec.argv,
-            env={**environ, **spec.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            pass_fds=fds,
-        )
+        self.popen = start(spec.argv, {**environ, **spec.environment}, self._stderr, fds)
         self._reader = threading.Thread(target=self._read, name=f"reader of {spec.name}")
         self._reader.start()
 
@@ -149,29 +160,33 @@ class Process:
         self.popen.wait(WAIT_S)
         self._reader.join(WAIT_S)
         assert self.popen.stdout is not None
-        self.popen.stdout.close()
+        if not self._reader.is_alive():  # else what it forked lives and has the pipe
+            self.popen.stdout.close()
         self._stderr.close()
 
 
 class Job:
     """The processes of one job, as a context; leaving it kills what is left.
 
-    program: function of the workers. arguments: its keywords. environment: settings of all.
-    each: more for single ones, by (role, rank). skip: processes not to be started. host: the
-    address of this machine that the scheduler listens on.
+    program: function of the workers, or a command. arguments: its keywords. environment: settings
+    of all. each: more for single ones, by (role, rank). skip: processes not to be started.
+    host: the address of this machine that the scheduler listens on. own_tokens: as fastps-run
+    hands them out; else all have the job's.
     """
 
     def __init__(
         self,
-        program: Callable[..., Any],
+        program: Callable[..., Any] | Sequence[str],
         *,
         workers: int = 2,
         servers: int = 2,
+        validators: int = 0,
         arguments: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         each: Environments | None = None,
         skip: Sequence[tuple[str, int]] = (),
         host: str = "127.0.0.1",
+        own_tokens: bool = False,
     ) -> None:
         self.processes: dict[tuple[str, int], Process] = {}
         self.token = secrets.token_hex(16)
@@ -179,8 +194,8 @@ class Job:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._held = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         self.scheduler_port: int = self._held.getsockname()[1]
-        self._n_workers, self._n_servers = workers, servers
-        self._command = command_of(program, arguments or {})
+        self._n_workers, self._n_servers, self._n_validators = workers, servers, validators
+        self._command = command_of(program, arguments or {}) if callable(program) else program
         self._environment = {
             "FASTPS_LINGER_S": "30",
             "FASTPS_SCHEDULER_HOST": host,
@@ -188,6 +203,7 @@ class Job:
         }
         self._each = each or {}
         self._skip = set(skip)
+        self._handout = Handout(self.token.encode() if own_tokens else b"")
 
     def __enter__(self) -> Job:
         """Start everything."""
@@ -214,7 +230,9 @@ class Job:
         """Plan as the launcher does, but with the scheduler as a process of its own."""
         options = Options(
             command=self._command,
-            layout=Layout((self._n_workers,), (self._n_servers,)),
+            layout=Layout(
+                (self._n_workers,), (self._n_servers,), validators=(self._n_validators,)
+            ),
             environment=tuple(self._environment.items()),
             log_level="WARNING",
         )
@@ -222,7 +240,8 @@ class Job:
         identity = Identity(self.job_id, ("FASTPS_TOKEN", self.token), address)
         argv = (*SERVER_COMMAND, "--role", "scheduler", "--listen-fd", str(self._held.fileno()))
         scheduler = ProcessSpec("scheduler", 0, argv, scheduler_environment(options, identity))
-        return (scheduler, *make_plan(options, identity, cpus=2, inherited={}))
+        plan = make_plan(options, identity, cpus=2, inherited={})
+        return (scheduler, *self._handout.hand_out(plan))
 
     def start(self, spec: ProcessSpec) -> Process:
         """Start one more process."""
@@ -259,9 +278,9 @@ class Job:
         return [item for item in self.processes.values() if item not in victims]
 
     def results(self, timeout_s: float = WAIT_S) -> list[Any]:
-        """Wait for the workers and give what they returned, by rank; show all on failure."""
+        """Wait for workers and validators and give what they returned; show all on failure."""
         try:
-            return [worker.result(timeout_s) for worker in self.workers]
+            return [one.result(timeout_s) for one in self.workers + self.of_role("validator")]
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.report()}") from None
 
@@ -285,6 +304,7 @@ class Job:
             process.popen.kill()
         for process in self.processes.values():
             process.close()
+        self._handout.close()
 
 
 def command_of(program: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -298,16 +318,18 @@ def run_job(
     *,
     workers: int = 2,
     servers: int = 2,
+    validators: int = 0,
     timeout_s: float = WAIT_S,
     arguments: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     each: Environments | None = None,
 ) -> list[Any]:
-    """Run a job to its orderly end; give the workers' results by rank."""
+    """Run a job to its orderly end; give the workers' results by rank, then the validators'."""
     with Job(
         program,
         workers=workers,
         servers=servers,
+        validators=validators,
         arguments=arguments,
         environment=environment,
         each=each,
@@ -315,3 +337,30 @@ def run_job(
         results = job.results(timeout_s)
         job.end_in_order()
         return results
+
+
+def run_workers(
+    script: str,
+    folder: Path,
+    *,
+    workers: int = 2,
+    servers: int = 2,
+    timeout_s: float = 90.0,
+    environ: Mapping[str, str] | None = None,
+) -> JobResult:
+    """Do what the launcher's run_workers() of harness.py does, without a launcher: faster.
+
+    returncode is that of the first worker that failed.
+    """
+    path = write_script(script, folder)
+    command = (sys.executable, str(path))
+    with Job(command, workers=workers, servers=servers, environment=environ) as job:
+        deadline = time.monotonic() + timeout_s
+        codes = [worker.wait(max(deadline - time.monotonic(), 0)) for worker in job.workers]
+        if not any(codes):
+            job.end_in_order()
+        lines = [line for worker in job.workers for line in worker.lines]
+        texts = [process.stderr() for process in job.processes.values()]
+    reports = tuple(reports_of(path, rank) for rank in range(workers))
+    code = next((code for code in codes if code), 0)
+    return JobResult(code, "\n".join(lines), "\n".join(texts), reports)

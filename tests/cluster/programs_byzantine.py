@@ -9,7 +9,11 @@ import pytest
 import fastps
 from fastps import byzantine as bz
 from fastps.byzantine import attacks
+from fastps.coding import Coding
+from fastps.current import current
 from fastps.errors import ConfigError, MismatchError
+from fastps.reduce.codec._coder import Coder
+from fastps.types import DType
 
 COUNT = 40_003  # three pieces of 64 KiB
 RULES: dict[str, bz.Choice] = {
@@ -61,6 +65,7 @@ def rules() -> str:
             last = wanted
     halves(rank, size)
     attacked(rank, size)
+    at_once(rank, size)
     fastps.shutdown()
     return "done"
 
@@ -85,6 +90,15 @@ def attacked(rank: int, size: int) -> None:
     scale = np.linalg.norm(truth)
     assert np.linalg.norm(plain - truth) > 10 * scale
     assert np.linalg.norm(found - truth) < scale
+
+
+def at_once(rank: int, size: int) -> None:
+    """Push more than a link's credit by a rule that answers nothing before all is there."""
+    before = fastps.statistics().get("loans", 0)
+    given = [update(worker, 7, 1 << 18) for worker in range(size)]
+    found = fastps.push_pull(given[rank], "large", rule=bz.Bulyan(0))
+    same(found, bz.combine(bz.Bulyan(0), given), "large")
+    assert fastps.statistics().get("loans", 0) == before  # it would wait for each of them
 
 
 def refusals() -> tuple[list[str], dict[str, float]]:
@@ -140,3 +154,75 @@ def without_servers() -> str:
         fastps.push_pull(np.ones(3, np.float32), "a", rule="median")
     fastps.shutdown()
     return str(caught.value)
+
+
+CODECS = {
+    "int8": fastps.Compression.int8(),
+    "onebit": fastps.Compression.onebit(),
+    "topk": fastps.Compression.topk(0.1),
+    "fp16": fastps.Compression.fp16(),
+}
+
+
+def decoded(array: np.ndarray, coding: Coding) -> np.ndarray:
+    """Give what a codec makes of an array, in one piece as this file's tensors travel."""
+    coder = Coder(coding, DType.FLOAT32, nbytes=array.nbytes, chunk_bytes=1 << 16, pushes=True)
+    found = np.empty_like(array)
+    coder.decode(coder.encode(array.view(np.uint8)), found.view(np.uint8))
+    return found
+
+
+def coded() -> str:
+    """Push through codecs under rules, which see what was decoded; one worker gives NaN."""
+    fastps.init(min_compress_bytes=0)
+    rank, size = fastps.rank(), fastps.size()
+    for name, coding in CODECS.items():
+        for rule in ("median", bz.Krum(1), "average"):
+            given = [update(worker, 1, 5000) for worker in range(size)]
+            given[3][:] = np.nan
+            seen = [decoded(one, coding) for one in given]
+            label = f"{name} {rule}"
+            found = fastps.push_pull(given[rank], label, rule=rule, compression=coding)
+            wanted = decoded(bz.combine(rule, seen).astype(np.float32), coding)
+            near = 0.02 if name in ("int8", "fp16") else 1e-5  # of a step, where sums are rounded
+            np.testing.assert_allclose(found, wanted, atol=near, rtol=1e-5, err_msg=label)
+    feedback(rank, size)
+    skips(rank, size)
+    counts = fastps.statistics()
+    assert counts["bytes_after_compression"] < 0.5 * counts["bytes_before_compression"]
+    fastps.shutdown()
+    return "done"
+
+
+def feedback(rank: int, size: int) -> None:
+    """Push the same through one bit: over rounds, with error feedback, nothing is lost."""
+    given = [update(worker, 2, 2000) for worker in range(size)]
+    total = np.zeros(2000)
+    for _ in range(200):
+        total += fastps.push_pull(
+            given[rank], "fed", rule="average", compression=fastps.Compression.int4(ef="vanilla")
+        )
+    np.testing.assert_allclose(total / 200, np.mean(given, axis=0), atol=0.01)
+
+
+def skips(rank: int, size: int) -> None:
+    """Leave workers out of rounds: the rule sees what the others give, of none it gives zeros."""
+    session = current()
+    session.declare([("skipped", (3000,), DType.FLOAT32)], rule="average")
+    session.declare(
+        [("skipped too", (3000,), DType.FLOAT32)],
+        rule="median",
+        compression=fastps.Compression.int8(),
+    )
+    for step, away in enumerate([{0}, set(range(size)), {1, 2}, set(), {size - 1}]):
+        given = [update(worker, step, 3000) for worker in range(size)]
+        some = [one for worker, one in enumerate(given) if worker not in away]
+        out = [np.full(3000, 7, np.float32) for _ in range(2)]
+        session.push_pull_async(
+            [given[rank]] * 2, ["skipped", "skipped too"], out=out, gives=rank not in away
+        ).wait()
+        for found, rule, near in zip(out, ("average", "median"), (1e-6, 0.05), strict=True):
+            wanted = bz.combine(rule, some) if some else np.zeros(3000)
+            np.testing.assert_allclose(found, wanted, atol=near, err_msg=f"{rule} {away}")
+    with pytest.raises(ValueError, match="is the sum of all"):
+        session.push_pull_async(out[0], "plain", gives=False)

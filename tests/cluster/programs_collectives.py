@@ -337,3 +337,23 @@ def leave_at_once(rounds: int = 10) -> str:
         assert world.allreduce(array, op=Op.SUM).wait(WAIT_S)[0] == world.size
         fastps.shutdown()
     return "done"
+
+
+def past_caches() -> str:
+    """Move arrays of more than 8 MiB, whose copies go past the caches; ends at odd places."""
+    fastps.init()
+    world, count = current.current().groups.world, 2_200_003
+    for where in (np.copy, shared):
+        moves(world, where, count)
+        reductions(world, where, count, "float32", Op.SUM)
+        whole = np.arange(4 * count + 5, dtype=np.uint8)
+        mine = where(whole)[fastps.rank() + 1 :][: 4 * count]
+        found = fastps.allgather(mine)
+        wanted = [whole[rank + 1 :][: 4 * count] for rank in range(fastps.size())]
+        assert np.array_equal(found, np.concatenate(wanted))
+    total = sum(array_of(rank, count) for rank in range(fastps.size()))
+    for turn in range(2):
+        found = fastps.push_pull(array_of(fastps.rank(), count), "large", average=False)
+        assert np.array_equal(found, total), turn
+    fastps.shutdown()
+    return "done"

@@ -94,8 +94,8 @@ def shares() -> dict[str, Any]:
     client.declare = note  # type: ignore[method-assign]
     arrays = [np.full(LARGE + 1000 * index, 1.0, np.float32) for index in range(3)]
     names = [f"large {index}" for index in range(3)]
-    fastps.barrier()
     before = session.current().statistics()
+    fastps.barrier()  # then the others may begin
     sums = fastps.push_pull(arrays, names, average=False)
     fastps.barrier()
     after = session.current().statistics()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -10,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT, clean_environ, run_workers
+from harness import ROOT, clean_environ
+from job import run_workers
 
 from fastps.bench.figures import read
 from fastps.bench.options import APART_LINKS, COLOCATED_LINKS, NETWORK
@@ -70,6 +72,21 @@ def test_a_job_of_its_own_is_measured_beside_its_floor(tmp_path):
     for label in ("4K", "256K", "3x4K"):
         assert re.search(rf"^{label} +apart +[0-9.]+ (µs|ms|s) ", ended.stdout, re.MULTILINE)
     assert "not measured" not in ended.stdout
+    assert not processes_with(str(path))
+
+
+def test_gloo_is_measured_beside_us(tmp_path):
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("PyTorch is not here")
+    path = tmp_path / "found.json"
+    words = ["--modes", "private,gloo", "--sizes", "4K", "--many", "3x4K", "--average"]
+    ended = run([*BENCH, *words, "--dtype", "int32", "--json", str(path), *SMALL], tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = {(row.label, row.mode): row for row in read(path).rows}
+    assert sorted(found) == [
+        ("3x4K", "gloo"), ("3x4K", "private"), ("4K", "gloo"), ("4K", "private")]  # fmt: skip
+    assert found["4K", "gloo"].floor is None
+    assert found["4K", "private"].floor_percent > 0
     assert not processes_with(str(path))
 
 
@@ -149,7 +166,8 @@ def test_the_error_of_any_worker_is_the_reason(rank, tmp_path):
     assert ended.returncode == 1, ended.stdout + ended.stderr
     (line,) = re.findall(r"^not measured: (.*)$", ended.stdout, re.MULTILINE)
     assert line.startswith("apart: 4K: ")
-    assert f"MemoryError: no room; worker {rank} " in line
+    assert f"worker {rank} (pid" in line
+    assert line.endswith("Its last words: MemoryError: no room")
     assert re.search(r"^4K +floor: links apart ", ended.stdout, re.MULTILINE), "it goes on"
 
 

@@ -57,3 +57,11 @@ def test_workers_that_reduce_among_themselves_have_nobody_to_trust():
     shared = {"FASTPS_SHARED_MEMORY": "1"}
     found = run_job(programs.without_servers, workers=2, servers=0, environment=shared)
     assert all("needs servers that are trusted" in text for text in found)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "joint"])
+def test_rules_see_what_codecs_leave_and_workers_may_skip_rounds(kind):
+    options = KINDS[kind]
+    environment = SMALL | options["environment"]
+    found = run_job(programs.coded, workers=6, **options | {"environment": environment})
+    assert found == ["done"] * 6

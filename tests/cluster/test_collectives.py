@@ -76,3 +76,10 @@ def test_a_worker_among_many_costs_what_it_costs_among_few(way):
 @pytest.mark.parametrize("way", ["memory", "unix"])
 def test_who_is_done_leaves_and_harms_nobody(way):
     run_job(programs_collectives.leave_at_once, workers=3, servers=0, environment=WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_no_cache_holds(way):
+    settings = WAYS[way]
+    found = run_job(programs_collectives.past_caches, workers=2, servers=0, environment=settings)
+    assert found == ["done"] * 2

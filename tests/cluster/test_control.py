@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import logging
 import os
@@ -28,7 +29,6 @@ from control_cluster import (
 )
 
 from aids.faces import threads_alive
-from fastps.auth import derive_key
 from fastps.control.client import NOTICE_S, ControlClient
 from fastps.control.protocol import (
     MAX_BLOB_BYTES,
@@ -60,7 +60,7 @@ def make_specs(count: int, extent: int = 10) -> list[TensorSpec]:
 
 class TestWork:
     def test_job_of_two_workers_and_two_servers(self) -> None:
-        with started_job() as (scheduler, workers, servers):
+        with started_job() as (_, workers, servers):
             everybody = [*workers, *servers]
             assert [member.client.job.me for member in everybody] == [0, 1, 2, 3]
             job = workers[0].client.job
@@ -69,8 +69,10 @@ class TestWork:
             assert {member.pid for member in job.workers} == {os.getpid()}
             assert (workers[1].client.job.local_rank, job.local_size) == (1, 2)
             assert workers[0].client.local_address == "127.0.0.1"
-            expected = derive_key(scheduler.config().token_bytes(), "data", "job")
-            assert all(member.client.data_key == expected for member in workers + servers)
+            for one, other in itertools.combinations(everybody, 2):
+                here, there = one.client, other.client
+                assert here.keys.of(there.job.me) == there.keys.of(here.job.me)
+            assert len({member.client.keys.of(0) for member in everybody[1:]}) == 3
 
     def test_a_server_that_is_sending_answers_all_the_same(self) -> None:
         """What the reader tells meanwhile is sent after it, and keeps nobody: it was dropped."""

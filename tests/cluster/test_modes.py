@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from harness import run_workers
+from job import run_workers
 
 SCRIPT = """
 import hashlib

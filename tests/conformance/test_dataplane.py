@@ -33,8 +33,6 @@ def make_job(machines: list[int], generation: int = 1) -> Job:
 class Client:
     """Stands for the control client; keeps what the plane says."""
 
-    data_key = b"k" * 32
-
     def __init__(self, job: Job) -> None:
         self.job = job
         self.ready: list[int] = []
@@ -60,7 +58,7 @@ def config() -> Config:
 def plane(config: Config) -> Iterator[tuple[DataPlane, Client]]:
     client = Client(make_job([0, 1, 0]))
     doors = open_doors(config, port=0)
-    node = Node(config, doors.sockets, key=client.data_key, device=look_up(config))
+    node = Node(config, doors.sockets, key_of=lambda _: b"k" * 32, device=look_up(config))
     made = DataPlane(config, client, node=node)  # type: ignore[arg-type]
     made.start()
     node.start()

@@ -95,7 +95,7 @@ class LongLink:
         return output
 
     def credit(self) -> int:
-        (found,) = self.transport.credits()
+        (found,) = [one[-1] for one in self.transport.each() if one[-1]]
         return found
 
     def close(self) -> None:

@@ -54,7 +54,9 @@ class Party:
         """Make one member's doors."""
         listeners = sockets.listen(self.host, 0)
         unix, name = sockets.listen_unix()
-        self.nodes.append(Node(self.config, [*listeners, unix], key=key, device=self.device))
+        self.nodes.append(
+            Node(self.config, [*listeners, unix], key_of=lambda _: key, device=self.device)
+        )
         port = listeners[0].getsockname()[1]
         gid = self.device.usable_gid
         host_id = f"host {rank}" if BY_RDMA else "host"

@@ -320,7 +320,7 @@ def fork_and_train() -> dict[str, Any]:
         child = os.fork()
         if child == 0:
             be_a_child()
-        mark("CHILD", child)
+        mark("FORKED", child)
         quick = os.fork()
         if quick == 0:
             raise SystemExit(7)  # the usual end, with everything that runs at exit

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,15 @@ COUNT = 100_000  # elements: a message that is asked for, in several chunks
 PAUSE_S = 0.002  # between operations, as computation would be
 
 
-def begin(deaths: dict[str, float]) -> int:
+def begin(deaths: dict[str, float], codecs: Iterable[Any] = ()) -> int:
     """Join, and die later if we are told to, at no point in particular."""
     fastps.init()
     rank = fastps.rank()
     for dtype in (np.float32, np.float64):  # kernels are loaded at their first use
         fastps.neighbor_allreduce(np.zeros(9, dtype))
         fastps.neighbor_allreduce(np.zeros(9, dtype), self_weight=1.0, src_weights={})
+    for codec in codecs:
+        fastps.neighbor_allreduce(np.zeros(COUNT, np.float32), name="kernels", compression=codec)
     fastps.barrier()
     if str(rank) in deaths:
         die_after(deaths[str(rank)])
@@ -172,8 +174,12 @@ def trains(*, steps: int, optimizers: dict[str, int], deaths: dict[str, float]) 
     return [losses, lost]
 
 
-def waits() -> dict[str, Any]:
-    """Mix until told to end; who is stopped and comes back is not wanted any more."""
+def waits(*, asks: bool = False) -> dict[str, Any]:
+    """Mix until told to end; who is stopped and comes back is not wanted any more.
+
+    asks: the scheduler, at the end: whose links ended while it was stopped may have hastened
+    through the rest alone before it heard why.
+    """
     fastps.init()
     for step in range(100_000):
         fastps.neighbor_allreduce(np.ones(9))
@@ -181,21 +187,24 @@ def waits() -> dict[str, Any]:
         time.sleep(PAUSE_S)
         if len(fastps.lost_ranks()) == fastps.size() - 1:
             break
+    if asks:
+        fastps.barrier()
     fastps.shutdown()
     return {}
 
 
 def mixes_coded(*, steps: int, graph: str, deaths: dict[str, float]) -> dict[str, Any]:
     """Mix what travels encoded, with error feedback and without; those that are left agree."""
-    rank = begin(deaths)
+    ef, plain = fastps.Compression.int4(ef="vanilla"), fastps.Compression.int8
+    rank = begin(deaths, (ef, plain))
     x = np.random.default_rng(rank).standard_normal(COUNT).astype(np.float32)
-    how, ef = edges(graph, rank, fastps.size()), fastps.Compression.int4(ef="vanilla")
+    how = edges(graph, rank, fastps.size())
     slowest = 0.0
     for step in range(steps):
         before, keywords = now(), next(how)
         x = fastps.neighbor_allreduce(x, name="x", compression=ef, **keywords)
         y = fastps.neighbor_allreduce(np.full(COUNT, 3, np.float32), **keywords,
-                                      compression=fastps.Compression.int8)  # fmt: skip
+                                      compression=plain)  # fmt: skip
         slowest = max(slowest, now() - before)
         assert np.isfinite(x).all()
         assert np.allclose(y, 3, rtol=1e-6), f"step {step}: {y.min()} to {y.max()}"
@@ -240,6 +249,7 @@ def puts(*, deaths: dict[str, float]) -> dict[str, Any]:
     share = 1 / (len(left) + 1)
     fastps.win_update("x", share, dict.fromkeys(left, share))
     found["value"] = [float(x.min()), float(x.max())]
+    fastps.barrier()  # until then others may not have taken what the accumulate adds to
     with fastps.win_mutex("x", ranks=left):
         fastps.win_accumulate(x, "x", dst_weights=left)
     fastps.barrier()

@@ -53,7 +53,8 @@ def test_who_leaves_is_named(way):
 def test_who_never_begins_makes_it_stall():
     found = run_job(programs_lost.stall, workers=2, servers=0)
     assert "lonely" in found[0], found
-    assert "waits for worker 1" in found[0], found
+    assert "worker 1 (" in found[0], found
+    assert "has not begun it" in found[0], found
 
 
 def test_roots_that_differ_are_an_error_for_everybody():

@@ -163,7 +163,7 @@ def test_child_of_a_fork_hides_nothing():
     """A data loader's process that outlives its parent must not keep the parent's links open."""
     with Job(programs_faults.fork_and_train) as job:
         victim = job.workers[0]
-        child = int(victim.wait_line("CHILD ").split()[1])
+        child = int(victim.wait_line("FORKED ").split()[1])
         try:
             saw = victim.wait_line("CHILD SAW")
             assert saw == "CHILD SAW NotInitializedError True 0"

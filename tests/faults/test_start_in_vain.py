@@ -91,8 +91,12 @@ def test_a_worker_of_another_machine_that_never_joins_ends_the_start(tmp_path):
 
 
 def test_the_launcher_shows_who_is_missing(tmp_path):
-    shown, _ = run(
-        tmp_path, "-np", "2", "--env", "FASTPS_START_WATCH_S=0.2", how="time.sleep(1); sys.exit(5)"
-    )
+    told = """
+while "here: worker 0" not in "".join(p.read_text() for p in mark.parent.glob("logs/*")):
+    time.sleep(0.05)
+sys.exit(5)
+"""
+    logs = ["--output-dir", str(tmp_path / "logs")]
+    shown, _ = run(tmp_path, "-np", "2", "--env", "FASTPS_START_WATCH_S=0.2", *logs, how=told)
     assert "scheduler WARNING" in shown
     assert "missing: worker 1; here: worker 0 (" in shown

@@ -31,6 +31,7 @@ from fastps.auth import (
 from fastps.config import load
 from fastps.control.client import ControlClient
 from fastps.errors import AuthError
+from fastps.tokens import Token, make_keys
 from fastps.transport.tcp import dial, pack_lane
 from fastps.types import DType
 
@@ -217,8 +218,9 @@ def test_nobody_takes_the_place_of_a_worker():
     with Job(programs_faults.train_with_addresses, arguments={"steps": 1}) as job:
         host, port = job.workers[0].wait_line("SERVER").split()[1:]
         job.workers[0].wait_line("STEP")
-        key = derive_key(job.token.encode(), "data", job.job_id)
+        token = Token(job.token.encode())
         for sender, lane in ((0, 1 << 8), (7, 1 << 8), (0, (1 << 8) + 9)):
+            key = make_keys(token, job.job_id, sender, 0).of(2)
             handshake = ClientHandshake(key, purpose=Purpose.DATA, sender=sender, lane=lane)
             with connected((host, int(port))) as sock:
                 sock.sendall(handshake.hello())
@@ -270,9 +272,9 @@ def test_member_that_sends_nonsense_is_cut_off_and_named(kind):
             config, role="worker", data_address=None, on_event=lambda event: None
         )
         with contextlib.closing(client):
-            server = client.job.servers[0]
+            server, server_number = client.job.servers[0], client.job.owners[0]
             descriptor = dial(
-                (server.host, server.port), config, key=client.data_key, sender=1,
+                (server.host, server.port), config, key=client.keys.of(server_number), sender=1,
                 lane=pack_lane(client.job.generation, 0), what="server",
             )  # fmt: skip
             with socket.socket(fileno=descriptor) as sock:

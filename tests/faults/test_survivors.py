@@ -142,7 +142,7 @@ def test_optimizers_go_on_training():
 
 def test_who_was_stopped_for_too_long_is_left_out_and_hears_of_it():
     lease = {"FASTPS_LEASE_S": "1", "FASTPS_HEARTBEAT_S": "0.2"}
-    with Job(programs_survivors.waits, workers=3, servers=0,
+    with Job(programs_survivors.waits, workers=3, servers=0, arguments={"asks": True},
              environment=WAYS["memory"] | REWEIGHT | lease) as job:  # fmt: skip
         job.workers[2].wait_line("STEP", times=3)
         job.workers[2].send(signal.SIGSTOP)

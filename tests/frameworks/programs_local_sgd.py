@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import fastps
 import fastps.torch as fps
+from fastps import outer
 
 STEPS = 13
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -141,11 +143,18 @@ def checkpoints() -> str:
     """Go on from a state as if nothing had happened, with a fragment under way."""
     rank, _ = start()
 
-    def make(prefix: str) -> tuple[nn.Module, fps.LocalSGD]:
+    go_on(rank, lambda model: nesterov(model.parameters()))
+    return end()
+
+
+def go_on(rank: int, optimizer: Any, *, prefix: str = "", **words: Any) -> None:
+    """Train on from a state, beside one who was not interrupted."""
+
+    def make(label: str) -> tuple[nn.Module, fps.LocalSGD]:
         model = net(torch.float32)
         return model, fps.LocalSGD(
-            model, torch.optim.AdamW(model.parameters(), lr=0.01), nesterov(model.parameters()),
-            sync_every=4, fragments=2, delay=2, prefix=prefix,
+            model, torch.optim.AdamW(model.parameters(), lr=0.01), optimizer(model),
+            sync_every=4, fragments=2, delay=2, prefix=prefix + label, **words,
         )  # fmt: skip
 
     def train(model: nn.Module, local: fps.LocalSGD, steps: range) -> None:
@@ -157,7 +166,11 @@ def checkpoints() -> str:
     model, local = make("first.")
     train(model, local, range(9))
     saved = copy.deepcopy((model.state_dict(), local.state_dict()))
-    assert any(due is not None for _, due, _ in saved[1]["under_way"])
+    assert any(one["numbers"][2] is not None for one in saved[1]["fragments"])
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    saved = torch.load(file)
     train(model, local, range(9, 20))
     again, second = make("second.")
     again.load_state_dict(saved[0])
@@ -165,10 +178,9 @@ def checkpoints() -> str:
     train(again, second, range(9, 20))
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
-    whole = fps.LocalSGD(again, sgd(again.parameters()), sync_every=4, prefix="third.")
+    whole = fps.LocalSGD(again, sgd(again.parameters()), sync_every=4, prefix=f"{prefix}third.")
     with pytest.raises(ValueError, match="as many fragments"):
         whole.load_state_dict(saved[1])
-    return end()
 
 
 class WithBuffers(nn.Module):
@@ -214,12 +226,62 @@ def kinds() -> str:
         local.step()
     sent = fastps.statistics()["bytes_sent"] - before
     assert 0 < sent < 2 * 4 * 512 * 513 * 0.2, sent  # twice the model, an eighth of it each time
+    go_on(rank, lambda _: outer.Adam(0.05), outer_on="servers", prefix="held.")
     kept = [one.detach().clone() for one in wide.parameters()]
     local.synchronize()  # nothing has changed since
     assert all(map(torch.equal, kept, wide.parameters()))
     refused()
     outvoted(rank)
+    left_out(rank)
+    at_its_own_pace(rank)
     return end()
+
+
+def train(model: nn.Module, local: Any, rank: int, steps: int) -> float:
+    """Train, and give the loss on the worker's own data."""
+    for step in range(steps):
+        local.zero_grad()
+        loss_of(model, rank, step).backward()
+        local.step()
+    return loss_of(model, rank, 1000).item()
+
+
+def everybody(model: nn.Module) -> torch.Tensor:
+    """Give the parameters of all workers' models."""
+    return fps.allgather(nn.utils.parameters_to_vector(model.parameters())[None].detach())
+
+
+def left_out(rank: int) -> None:
+    """Leave workers and tensors out of exchanges, through a codec and under a rule."""
+    model = net(torch.float32)
+    before = loss_of(model, 0, 1000).item()
+    local = fps.LocalSGD(
+        model, sgd(model.parameters()), nesterov(model.parameters()), sync_every=3,
+        participation=0.7, sparsity=0.3, rule="median", compression=fastps.Compression.int8(),
+        prefix="left out.",
+    )  # fmt: skip
+    train(model, local, 0, 60)
+    local.synchronize()
+    found = everybody(model)
+    assert bool((found == found[:1]).all())
+    assert loss_of(model, 0, 1000).item() < before
+
+
+def at_its_own_pace(rank: int) -> None:
+    """Add to what servers hold, without rounds."""
+    model = net(torch.bfloat16)
+    before = loss_of(model, 0, 1000).item()
+    local = fps.AsyncLocalSGD(
+        model, sgd(model.parameters()), sync_every=2, alpha=0.3, proximal=0.1
+    )
+    train(model, local, 0, 20 + 10 * rank)
+    fps.barrier()
+    local.exchange()
+    assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
+    assert loss_of(model, 0, 1000).item() < before
+    state = local.state_dict()
+    local.load_state_dict(copy.deepcopy(state))
+    assert local.steps == 20 + 10 * rank
 
 
 def outvoted(rank: int) -> None:
@@ -256,11 +318,14 @@ def refused() -> None:
          {"sync_every": 2, "outer": nesterov([torch.zeros(2, requires_grad=True)])}),
         ("fastps.Compression.fp16", TypeError,
          {"sync_every": 2, "compression": fps.Compression.fp16}),
+        ("outer_on='servers'", TypeError, {"sync_every": 2, "outer": outer.Nesterov()}),
+        ("servers have no SGD", TypeError,
+         {"sync_every": 2, "outer": sgd(model.parameters()), "deadline_s": 1.0}),
     ]:  # fmt: skip
         with pytest.raises(error, match=match):
             fps.LocalSGD(model, inner, prefix=f"refused {match}", **words)  # type: ignore[arg-type]
-    outer = nesterov(model.parameters())
+    stepped = nesterov(model.parameters())
     loss_of(model, 0, 0).backward()
-    outer.step()
+    stepped.step()
     with pytest.raises(ValueError, match="has stepped already"):
-        fps.LocalSGD(model, inner, outer, sync_every=2, prefix="stepped.")
+        fps.LocalSGD(model, inner, stepped, sync_every=2, prefix="stepped.")

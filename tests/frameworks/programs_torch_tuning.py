@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import logging
 
+import pytest
 import torch
 from torch import nn
 
 import fastps.torch as fps
 from fastps.current import current
+from fastps.errors import FastPSError
 
 MOST_STEPS = 400
 WIDTH = 640
@@ -66,8 +68,11 @@ def everything(is_wrapped: bool) -> dict[str, float]:
     fps.init()
     torch.set_num_threads(1)
     one, other = make_model(), make_model()
+    with pytest.raises(FastPSError, match="tuning"):
+        fps.join()
     steps, seen = tuned(one, is_wrapped)
     counts = dict(current().statistics())
+    fps.join()
     plain(other, steps)
     for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)

@@ -15,6 +15,7 @@ passes for both, so it has to do what either does on CPU.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -203,6 +204,8 @@ def main() -> int:
 
         register()
     case = make_case(module)
+    gc.collect()
+    gc.freeze()  # else every collection in a rank copies the memory of what was imported
     wanted = read_list(args.list, args.world_size) if args.list else None
     names = [name for name in sorted(dir(case)) if name.startswith("test_")]
     names = [name for name in names if re.search(args.match, name)]

@@ -23,7 +23,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE.parent / "cluster"))
 
-from harness import clean_environ, run_workers  # noqa: E402
+from harness import clean_environ  # noqa: E402
+from job import run_workers  # noqa: E402
 
 PROGRAM = HERE / "programs_torch_backend.py"
 CASES = re.findall(r"^@case\ndef (\w+)", PROGRAM.read_text(encoding="utf-8"), re.MULTILINE)
@@ -107,9 +108,10 @@ def test_job_of_the_launcher(tmp_path):
 def test_who_cannot_host_the_scheduler_tells_the_others(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "import torch.distributed as dist, fastps.torch\n"
+        "import sys, torch.distributed as dist, fastps.torch\n"
         "try: dist.init_process_group('fastps')\n"
-        "except Exception as error: print('REFUSED', type(error).__name__, error)\n"
+        "except Exception as error:\n"
+        "    sys.stdout.write(f'REFUSED {type(error).__name__} {error}\\n')  # in one piece\n"
     )
     job = torchrun(2, str(program), FASTPS_HOST="203.0.113.7")
     refused = [line for line in job.stdout.splitlines() if "REFUSED ConfigError" in line]

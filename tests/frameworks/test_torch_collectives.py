@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 
-from harness import run_workers  # noqa: E402
+from job import run_workers  # noqa: E402
 
 CHECKS = """
 import argparse

@@ -112,13 +112,23 @@ def quantised() -> torch.Tensor:
         (quantised, "qint8; supported"),
         (lambda: torch.ones(2, device="meta"), "is on meta"),
         (lambda: [1.0, 2.0], "must be a torch.Tensor, not list"),
+        (lambda: torch.ones(2).numpy(), r"not ndarray: pass torch.from_numpy\(array\)"),
     ],
-    ids=["sparse", "complex", "quantised", "meta", "list"],
+    ids=["sparse", "complex", "quantised", "meta", "list", "array"],
 )
 def test_what_cannot_be_added(alone: FakeCluster, call: object, make: object, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         call(make(), True, "x")
     assert not alone.events
+
+
+def test_the_name_may_come_second(alone: FakeCluster) -> None:
+    for call in (ops.push_pull, ops.push_pull_inplace):
+        assert call(torch.ones(2), "x").tolist() == [1, 1]
+    for call in (ops.push_pull_async, ops.push_pull_async_inplace):
+        assert ops.synchronize(call(torch.ones(2), "x")).tolist() == [1, 1]
+    with pytest.raises(TypeError, match="average='x' is a text, and the name is 'y'"):
+        ops.push_pull(torch.ones(2), "x", "y")
 
 
 def test_non_contiguous(cluster: FakeCluster) -> None:

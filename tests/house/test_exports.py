@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from house_source import PACKAGE, FunctionNode, module_of, name_of, python_files, tree_of
 
-FACES = [PACKAGE / f"{name}.py" for name in ("torch", "jax", "keras", "tensorflow", "mxnet")]
+FACES = [
+    PACKAGE / f"{name}.py" for name in ("torch", "jax", "keras", "tensorflow", "mxnet", "ray")
+]
 # All operations that Horovod, BlueFog and MPI have, most of them in two forms, and their ops.
 MAX_PUBLIC_NAMES = 160  # those of Horovod, BytePS and BlueFog in one face
 

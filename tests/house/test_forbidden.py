@@ -183,6 +183,8 @@ def uncompared_constants(node: ast.AST) -> Iterator[ast.Constant]:
 # Files that may sleep, because there is nothing to wait on; each sleep has a deadline around it.
 SLEEPERS = (
     "transport/sockets.py",  # pause before the next attempt to reach somebody
+    "reduce/cache.py",  # no lock of a file has a deadline
+    "launch/live.py",  # between two looks at a job, which nothing ends but the user
     "launch/processes.py",  # orphans are not our children until their parent has died
 )
 

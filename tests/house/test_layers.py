@@ -53,6 +53,7 @@ FLOORS = {
 }
 # Modules that are part of another room: faces, and files that a room had to keep beside itself.
 PART_OF = {
+    "fastps.tokens": "fastps.auth",
     "fastps.coding": "fastps.contract",
     "fastps.compression": "fastps.contract",
     "fastps.rules": "fastps.contract",
@@ -64,7 +65,9 @@ PART_OF = {
     "fastps.keras": "fastps.frameworks",
     "fastps.tensorflow": "fastps.frameworks",
     "fastps.mxnet": "fastps.frameworks",
+    "fastps.ray": "fastps.frameworks",
     "fastps._atomic": "fastps._core",
+    "fastps._copy": "fastps._core",
     "fastps._trace": "fastps._core",
     "fastps._posix": "fastps._core",
     "fastps.adasum": "fastps.session",
@@ -79,8 +82,17 @@ PART_OF = {
     "fastps.operations": "fastps.session",
     "fastps.sets": "fastps.session",
     "fastps.uneven": "fastps.session",
-    "fastps.progress": "fastps.session",
+    "fastps.stalls": "fastps.session",
+    "fastps.tracebacks": "fastps.session",
     "fastps.asynchronous": "fastps.session",
+    "fastps.held": "fastps.session",
+    "fastps.inbox": "fastps.session",
+    "fastps.validators": "fastps.session",
+    "fastps.local_async": "fastps.session",
+    "fastps.local_sgd": "fastps.session",
+    "fastps.gathered": "fastps.session",
+    "fastps.local_steps": "fastps.session",
+    "fastps.outer": "fastps.session",
     "fastps.steps": "fastps.session",
     "fastps.tuning": "fastps.session",
     "fastps.alone": "fastps.session",
@@ -95,10 +107,17 @@ CORE_PART = re.compile(r"fastps\._core(_\w+)?$")
 RESTRICTED = {
     "numba": ("fastps.reduce",),
     "llvmlite": ("fastps.reduce",),
-    "socket": ("fastps.transport", "fastps.control", "fastps.launch", "fastps.bench"),
+    "socket": (
+        "fastps.transport",
+        "fastps.control",
+        "fastps.telemetry",
+        "fastps.launch",
+        "fastps.bench",
+    ),
     "select": ("fastps.transport", "fastps.control", "fastps.launch"),
     "selectors": ("fastps.transport", "fastps.control", "fastps.launch"),
     "ssl": ("fastps.transport", "fastps.control", "fastps.launch"),
+    "prometheus_client": ("fastps.telemetry",),
     "asyncio": ("fastps.transport", "fastps.control", "fastps.server", "fastps.launch"),
     "pyverbs": ("fastps.transport",),
     "msgspec": ("fastps.objects", "fastps.control", "fastps.telemetry", "fastps.bench"),
@@ -109,17 +128,23 @@ RESTRICTED = {
     "subprocess": ("fastps.launch", "fastps.bench"),
     "multiprocessing": (),
     "http": ("fastps.telemetry",),
-    "torch": ("fastps.frameworks.torch", "fastps.torch", "fastps.bluefog.torch"),
+    "torch": (
+        "fastps.frameworks.torch",
+        "fastps.torch",
+        "fastps.bluefog.torch",
+        "fastps.bench.gloo",  # what is compared with
+    ),
     "jax": ("fastps.frameworks.jax", "fastps.jax"),
     "tensorflow": ("fastps.frameworks.tensorflow", "fastps.tensorflow"),
     "keras": ("fastps.frameworks.keras", "fastps.keras"),
     "mxnet": ("fastps.frameworks.mxnet", "fastps.mxnet"),
+    "ray": ("fastps.frameworks.ray", "fastps.ray"),
 }
 DECLARED = {"numpy", "ml_dtypes", "cython", *RESTRICTED}
 # Floors 0 and 1 are pure.
 IMPURE = ("threading", "time", "asyncio", "socket", "select", "selectors", "subprocess", "signal")
 PURE_FLOOR = 1
-FRAMEWORKS = ("torch", "jax", "tensorflow", "keras", "mxnet")
+FRAMEWORKS = ("torch", "jax", "tensorflow", "keras", "mxnet", "ray")
 
 CYTHON_FROM = re.compile(r"^\s*from\s+([\w.]+)\s+c?import\s+(.+)")
 CYTHON_IMPORT = re.compile(r"^\s*c?import\s+([\w.]+)")

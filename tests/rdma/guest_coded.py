@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from guest_jobs import JOB_TIMEOUT_S, RDMA, ROOT
-from harness import run_workers
+from job import run_workers
 
 SCRIPT = """
 import sys
@@ -35,6 +35,24 @@ WINDOWS = """
 import programs_windows as programs
 report(programs.everything())
 """
+WRITES = """
+import numpy as np
+fastps.init()
+me, found = fastps.rank(), []
+for nbytes in (1 << 20, 20 << 20):
+    array = np.full(nbytes // 4, me + 1, np.float32)
+    fastps.win_create(array, str(nbytes), zero_init=True)
+    fastps.barrier()
+    before = fastps.statistics()["announced"]
+    fastps.win_put(array, str(nbytes))
+    found.append(fastps.statistics()["announced"] - before)
+    fastps.barrier()
+    assert np.all(fastps.win_update(str(nbytes)) == 1.5)
+    fastps.barrier()
+    fastps.win_free(str(nbytes))
+fastps.shutdown()
+report(found)
+"""
 
 
 def run(body: str, folder: Path, **options: Any) -> tuple[Any, ...]:
@@ -59,3 +77,9 @@ def test_neighbors_mix_what_is_encoded(tmp_path):
 @pytest.mark.timeout(200)
 def test_windows(tmp_path):
     assert run(WINDOWS, tmp_path, servers=0) == (("done",), ("done",))
+
+
+@pytest.mark.timeout(100)
+def test_a_put_is_one_write(tmp_path):
+    """Up to 16 MiB: each is announced, and no byte is looked at before the last has come."""
+    assert run(WRITES, tmp_path, servers=0) == (([1, 2],), ([1, 2],))

@@ -11,8 +11,8 @@ from typing import Any
 
 import programs_rdma
 import pytest
-from harness import ROOT, clean_environ, run_workers
-from job import Job
+from harness import ROOT, clean_environ
+from job import Job, run_workers
 
 HERE = Path(__file__).parent
 SLOW = {"FASTPS_START_TIMEOUT_S": "150", "FASTPS_HANDSHAKE_TIMEOUT_S": "60"}

@@ -239,7 +239,7 @@ class Worker:
         monkeypatch.setattr(links, "dial", self.dial)
         engine: Any = SimpleNamespace(hold_with=self.held.append)
         config = settings(transport=transport)
-        self.links = links.Links(config, job, engine, key=b"k", device=DEVICE)  # type: ignore[arg-type]
+        self.links = links.Links(config, job, engine, key_of=lambda _: b"k", device=DEVICE)  # type: ignore[arg-type]
         monkeypatch.setattr(links.Links, "_link_by_socket", self.link_by_socket)
 
     def dial(self, address: tuple[str, int], config: Config, **options: Any) -> int:

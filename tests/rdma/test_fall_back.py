@@ -50,7 +50,7 @@ class Party:
     def open(self, rank: int) -> Member:
         """Make one member's doors."""
         (listener,) = sockets.listen("127.0.0.1", 0)
-        self.nodes.append(Node(self.config, [listener], key=KEY, device=DEVICE))
+        self.nodes.append(Node(self.config, [listener], key_of=lambda _: KEY, device=DEVICE))
         port = listener.getsockname()[1]
         return Member("worker", rank, "127.0.0.1", port, 1, "here", rank, "", f"host {rank}", GID)
 

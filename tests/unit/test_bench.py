@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import math
@@ -140,7 +141,7 @@ def test_the_help_teaches(capsys):
 def test_the_settings_of_a_mode_are_settings(name, is_tcp):
     config = load(environ=job_environment(MODES[name], Options(is_tcp=is_tcp)))
     assert config.unix_sockets is not is_tcp
-    assert config.shared_memory is (MODES[name].floor == MEMORY)
+    assert config.shared_memory is (MODES[name].floor in (MEMORY, ""))
 
 
 def servers_of(mode, **options):
@@ -150,10 +151,16 @@ def servers_of(mode, **options):
 
 def test_only_apart_has_servers():
     counts = {name: servers_of(mode) for name, mode in MODES.items()}
-    assert counts == {"registered": 0, "private": 0, "colocated": 0, "apart": 3}
+    assert counts == {"registered": 0, "private": 0, "colocated": 0, "apart": 3, "gloo": 0}
     assert servers_of(MODES["apart"], servers=5) == 5
     assert servers_of(MODES["colocated"], servers=5) == 0
     assert servers_of(FLOOR_JOB, servers=5) == 0
+
+
+def test_what_is_compared_has_no_floor_and_is_left_out_where_it_is_not():
+    assert [names for names, _, _ in jobs_of(Options(modes=("gloo",)))] == [["gloo"]]
+    every = [name for names, _, _ in jobs_of(Options()) for name in names]
+    assert ("gloo" in every) is (importlib.util.find_spec("torch") is not None)
 
 
 def test_one_job_measures_all_floors_that_the_modes_need():

@@ -10,7 +10,7 @@ import sys
 
 import msgspec.structs
 import pytest
-from bench_results import make_floor, make_result, make_row
+from bench_results import make_floor, make_result, make_row, make_times
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -170,6 +170,12 @@ def test_a_picture_shows_modes_floors_and_conditions(tmp_path):
                  "a processor", "GB/s", "ms"):  # fmt: skip
         assert word in text
     assert "10x4K" not in text  # calls with many tensors are no size
+
+
+def test_a_floor_is_drawn_at_its_best_round():
+    floor = make_floor(times=make_times(5e-4, (4e-4, 2e-4, 9e-4)))
+    assert plot._seconds(floor) == 2e-4
+    assert plot._seconds(make_row("1M", 1 << 20, "apart", 3e-4)) == 3e-4
 
 
 def test_a_picture_of_nothing_is_still_a_picture(tmp_path):

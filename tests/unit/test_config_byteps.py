@@ -68,3 +68,17 @@ def test_roles():
     assert config.role_given({"DMLC_ROLE": "server", "FASTPS_ROLE": "worker"}) == "worker"
     with pytest.raises(ConfigError, match="one of worker, server, scheduler"):
         config.role_given({"DMLC_ROLE": "joint"})
+
+
+def test_zenops_names_its_validators():
+    environ = {
+        "DMLC_ROLE": "worker", "DMLC_WORKER_TYPE": "validator", "DMLC_NUM_VALIDATOR": "2",
+        "DMLC_VALIDATOR_ID": "1", "DMLC_NUM_WORKER": "4", "DMLC_NUM_SERVER": "1",
+    }  # fmt: skip
+    found = config.load({}, environ)
+    assert (found.role, found.rank, found.size, found.num_validators) == ("validator", 1, 4, 2)
+    assert found.n_programs == 6
+    workers = environ | {"DMLC_WORKER_TYPE": "worker", "DMLC_WORKER_ID": "3"}
+    assert (config.load({}, workers).role, config.load({}, workers).rank) == ("worker", 3)
+    with pytest.raises(ConfigError, match="FASTPS_NUM_VALIDATORS above it"):
+        config.load({}, environ | {"DMLC_VALIDATOR_ID": "2"})

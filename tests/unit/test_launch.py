@@ -14,13 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.launch.job import first_of
+from fastps.launch.job import first_of, last_words
 from fastps.launch.layout import Layout, make_layout
 from fastps.launch.options import EPILOG, parse
 from fastps.launch.output import (
     MAX_LINE_BYTES,
     PARTIAL_LINE_S,
     LineSplitter,
+    Repeats,
     Screen,
     Stream,
     outlets,
@@ -85,7 +86,6 @@ def test_a_double_dash_ends_the_options():
         (["--timeout", "-3", "true"], "positive number of seconds"),
         (["--env", "NAME", "true"], "NAME=VALUE"),
         (["--env", "FASTPS_TOKEN=0123456789abcdef", "true"], "use --token-file"),
-        (["-H", "a:2,b:2", "true"], "run fastps-run on every machine"),
         (["--log-level", "loud", "true"], "invalid choice"),
         (["--unknown", "true"], "unknown"),
     ],
@@ -327,6 +327,38 @@ def test_an_unfinished_line_is_shown_when_its_writer_falls_silent(pipe_screen):
     assert stream.wait_s(now=20.0) is None
 
 
+TRACEBACK = [b"Traceback (most recent call last):", b'  File "x.py", line 4, in f', b"    1 / 0",
+             b"ZeroDivisionError: division by zero"]  # fmt: skip
+
+
+def passed_on(repeats, lines):
+    return [out for line in lines for out in repeats.pass_on(line)]
+
+
+def test_a_traceback_that_another_one_wrote_is_one_line():
+    seen = {}
+    first, second, third = (Repeats(f"worker {rank}", seen) for rank in range(3))
+    assert passed_on(first, [b"a", *TRACEBACK, b"b"]) == [b"a", *TRACEBACK, b"b"]
+    assert passed_on(second, [b"a", *TRACEBACK, b"b"]) == [
+        b"a",
+        b"as worker 0: " + TRACEBACK[-1],
+        b"b",
+    ]
+    other = [*TRACEBACK[:-1], b"OSError: else"]
+    assert passed_on(second, other) == other
+    assert passed_on(first, TRACEBACK) == TRACEBACK  # its own, once more
+    assert passed_on(third, TRACEBACK[:2]) == []
+    assert third.has_held
+    assert third.give_up() == TRACEBACK[:2]  # silent, or at its end
+    assert passed_on(third, [b"  indented", *TRACEBACK[3:]]) == [b"  indented", *TRACEBACK[3:]]
+
+
+@given(st.lists(st.sampled_from([*TRACEBACK, b"", b" x"]), max_size=600))
+def test_of_one_process_no_line_is_lost(lines):
+    repeats = Repeats("worker 0", {})
+    assert passed_on(repeats, lines) + repeats.give_up() == lines
+
+
 def test_colour_marks_the_name_only(pipe_screen):
     shown, screen = pipe_screen(has_colour=True)
     screen.show("server", 0, b"text", is_error=False)
@@ -452,8 +484,10 @@ def test_log_without_a_reader_never_blocks_and_says_what_is_missing():
     assert logging.getLogger().handlers == former
 
 
-def test_help_names_only_what_exists():
+def test_help_names_only_what_exists(tmp_path, monkeypatch):
     """Every command line of the help is understood as written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a slots=4\n")
     text = EPILOG.replace("\\\n", " ")
     commands = [line.split() for line in text.splitlines() if line.startswith("  fastps-run ")]
     assert len(commands) >= 9
@@ -465,10 +499,9 @@ def test_help_names_only_what_exists():
     ("words", "answer"),
     [
         (["--use-infiniband"], "FASTPS_TRANSPORT=rdma"),
-        (["--hostfile", "hosts"], "--machine-rank"),
         (["--extra-mpi-flags", "-x A"], "there is no MPI"),
         (["--network-interface", "eth0"], "FASTPS_INTERFACE"),
-        (["--timeline-filename", "a"], "fastps.statistics"),
+        (["--timeline-filename", "a"], "--timeline"),
     ],
 )
 def test_flags_of_bfrun_are_answered(capsys, words, answer):
@@ -481,3 +514,23 @@ def test_verbose_is_a_log_level_and_a_loss_is_a_setting():
     assert parse(["--verbose", "python", "a.py"]).log_level == "INFO"
     worker = plan_of("-np", "2", "--on-loss", "reweight")[0]
     assert worker.environment["FASTPS_ON_LOSS"] == "reweight"
+
+
+def test_last_words_are_what_a_program_said_and_not_what_we_did():
+    part = failed("worker", 1, b"[fastps] hello\nTraceback:\nValueError: no data\n\n")
+    assert last_words(part) == ". Its last words: ValueError: no data"
+    assert last_words(failed("worker", 1, b"[fastps] hello\n")) == ""
+    assert last_words(failed("worker", -9, b"half a line")) == ""
+
+
+def test_validators_are_planned_after_the_workers():
+    options = parse(["-np", "3", "-s", "1", "-v", "2", "python", "train.py"])
+    assert options.layout.num_validators == 2
+    identity = Identity("job", None, ("127.0.0.1", 7654))
+    plan = make_plan(options, identity, cpus=4, inherited={})
+    names = ["server 0", "worker 0", "worker 1", "worker 2", "validator 0", "validator 1"]
+    assert [one.name for one in plan] == names
+    assert plan[-1].environment["FASTPS_ROLE"] == "validator"
+    assert plan[-1].environment["FASTPS_RANK"] == "1"
+    assert {one.environment["FASTPS_NUM_VALIDATORS"] for one in plan} == {"2"}
+    assert {one.environment["FASTPS_SIZE"] for one in plan} == {"3"}

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from fastps.reduce import cache
 from fastps.reduce.__main__ import main
 from fastps.reduce.cache import open_private
+from fastps.reduce.machine_code import Code
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent, HERE)))
-CPU_LIMIT_S = 4.0  # processor time, so that a loaded machine changes little; measured 0.4 to 0.9
+COLD_S, WARM_S = 4.0, 0.2  # of processor time; measured 0.4 to 0.9, and 0.01 without Numba
+TRIES = 5  # another machine's guests only make it longer
 
 LIGHT = "import sys, fastps.reduce; assert 'numba' not in sys.modules; import fastps.types"
 SUM = """
@@ -42,6 +45,7 @@ test.test_every_half_with_every_neighbour_in_size(DType.FLOAT16)
 test.test_halves_are_rounded_once(DType.FLOAT16)
 print("same")
 """
+CODE = Code(bytes(range(64)), 8)
 COMMAND = "from fastps.reduce.__main__ import main; main(['int32'])"
 
 
@@ -73,22 +77,76 @@ def test_float16_on_a_processor_without_its_instructions(tmp_path):
 
 def test_two_processes_fill_a_cold_cache_and_a_third_finds_it_warm(tmp_path):
     cold, command = start(SUM, tmp_path), start(COMMAND, tmp_path)
-    assert float(finish(cold).split("seconds ")[1]) < CPU_LIMIT_S
+    finish(cold)
     assert "int32 " in finish(command)
     assert (tmp_path / "fastps").stat().st_mode & 0o777 == 0o700
-    text = finish(start(SUM, tmp_path))
+    text = finish(start(SUM + LIGHT, tmp_path))
     assert "int32 loaded in" in text
-    assert float(text.split("seconds ")[1]) < CPU_LIMIT_S
+    assert not [path for path in tmp_path.rglob("*.*") if path.is_file()]  # no drafts are left
+
+
+@pytest.mark.alone
+def test_a_kernel_costs_little_cold_and_next_to_nothing_warm(tmp_path):
+    def seconds(home: Path) -> float:
+        return float(finish(start(SUM, home)).split("seconds ")[1])
+
+    homes = [tmp_path / str(i) for i in range(TRIES)]
+    for home in homes:
+        home.mkdir()
+    assert any(seconds(home) < COLD_S for home in homes)
+    assert any(seconds(homes[0]) < WARM_S for _ in range(TRIES))
+
+
+def test_one_of_several_compiles_and_a_dead_one_s_draft_is_no_obstacle(tmp_path):
+    finish(start(SUM, tmp_path))
+    (entry,) = tmp_path.rglob("sum_int32")
+    entry.rename(entry.with_name("sum_int32.draft"))  # as one leaves it that is killed
+    texts = [finish(one) for one in [start(SUM, tmp_path) for _ in range(4)]]
+    assert sum("compiled in" in text for text in texts) == 1
+    assert [path.name for path in entry.parent.iterdir()] == ["sum_int32"]
+
+
+def test_who_is_stopped_with_the_lock_holds_nobody_up_for_ever(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(cache, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(cache, "_root", lambda: tmp_path)
+    with cache.Draft("reduce", "sum_int32") as first, cache.Draft("reduce", "sum_int32") as second:
+        second.keep(CODE)
+        assert cache.read("reduce", "sum_int32") is None
+        first.keep(CODE)
+    assert cache.read("reduce", "sum_int32") == CODE
+    assert not caplog.records
+
+
+def test_code_for_a_named_processor_serves_on_every_host(monkeypatch):
+    """So a cache filled on one host serves in a virtual machine or on a cluster's older nodes."""
+    for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"):
+        monkeypatch.delenv(name, raising=False)
+    find = cache._generation.__wrapped__
+
+    def generations() -> set[str]:
+        found = set()
+        for processor in ("one", "another"):
+            monkeypatch.setattr(cache, "_processor", lambda told=processor: told)
+            found.add(find("reduce"))
+        return found
+
+    assert len(generations()) == 2
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    assert len(generations()) == 2
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "")
+    assert len(generations()) == 1
 
 
 def test_a_damaged_entry_is_thrown_away(tmp_path):
     finish(start(SUM, tmp_path))
-    (entry,) = tmp_path.rglob("*.nbc")
-    entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
-    text = finish(start(SUM, tmp_path))
-    assert "is not usable" in text
-    assert "compiled in" in text
-    assert not list(tmp_path.rglob("*.nbc"))  # so the next process fills it again
+    (entry,) = tmp_path.rglob("sum_int32")
+    whole = entry.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:-1] + b"?", b""):
+        entry.write_bytes(damaged)
+        text = finish(start(SUM, tmp_path))
+        assert "is not usable" in text
+        assert "compiled in" in text
+        assert entry.read_bytes() == whole  # kept again, and the same
 
 
 def give_away(path: Path) -> None:

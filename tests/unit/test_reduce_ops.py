@@ -140,5 +140,5 @@ def test_what_users_ask_for_has_a_kernel():
 def test_hot_loops_call_nothing(op, code):
     if not llvmlite.binding.get_host_cpu_features().get("avx2"):
         pytest.skip("whole vectors are known to be enough for AVX2 and above only")
-    text = kernels.compile_kernel(op, code, is_cached=False)._library.get_asm_str()
+    text = kernels.compile_kernel(op, code)._library.get_asm_str()
     assert not re.findall(r"^\s*call\w*\s+[^*%].*", text, re.MULTILINE)

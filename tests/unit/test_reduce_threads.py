@@ -120,7 +120,7 @@ def test_hot_loops_are_vectorised(code):
     features = llvmlite.binding.get_host_cpu_features()
     if not features.get("avx2"):
         pytest.skip("the names of packed instructions are known for AVX2 and above only")
-    text = kernels.compile_kernel(ReduceOp.SUM, code, is_cached=False)._library.get_asm_str()
+    text = kernels.compile_kernel(ReduceOp.SUM, code)._library.get_asm_str()
     packed = re.findall(rf"^\s*(?:{PACKED[code]})\s.*%[yz]mm", text, re.MULTILINE)
     assert len(packed) >= 4
     named_calls = re.findall(r"^\s*call\w*\s+[^*%].*", text, re.MULTILINE)

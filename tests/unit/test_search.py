@@ -78,6 +78,13 @@ def test_where_nothing_helps_what_was_there_stays(seed, luck):
     assert search.gain == 0
 
 
+def test_the_better_of_two_valleys_is_found():
+    seconds = {18: 0.8, 19: 0.9, 20: 1.0, 21: 0.97, 22: 0.95, 23: 0.93}
+    search = Search((KNOBS[2],))
+    run(search, lambda setting: seconds[setting[0].bit_length() - 1])
+    assert search.setting == (1 << 18,)
+
+
 def test_luck_in_one_measurement_does_not_win():
     lucky = (1 << 20, 4096000, 1 << 20)
     seen = []

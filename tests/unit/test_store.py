@@ -329,7 +329,7 @@ def test_pushers_that_cannot_be_are_refused(make):
     ]:
         with pytest.raises(ValueError, match=complaint):
             declare_with(server, contributors, readers, options)
-    for quorum, divisor in [(0, 1), (3, 1), (2, 0)]:
+    for quorum, divisor in [(-1, 1), (3, 1), (2, 0)]:
         with pytest.raises(ValueError, match="the quorum and the divisor"):
             Cast((0, 1), (), quorum, divisor)
     for n_members in (0, 5000):

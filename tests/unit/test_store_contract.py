@@ -176,7 +176,7 @@ def test_every_state_can_be_reached_and_left():
 # ---- forgetting ----
 
 
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", [Policy.SUM, Policy.ACCUMULATE])
 def test_a_name_can_be_forgotten_and_its_id_used_again(make, policy):  # noqa: F811
     server = make(2)
     for turn, nbytes in enumerate([3 * CHUNK, CHUNK, 5 * CHUNK + 4]):
@@ -244,7 +244,7 @@ def test_names_are_forgotten_while_others_are_pushed(make):  # noqa: F811
     thread.start()
     try:
         for turn in range(200):
-            policy = list(Policy)[turn % 2]
+            policy = (Policy.SUM, Policy.ACCUMULATE)[turn % 2]
             server.declare(5, CHUNK, policy=policy)
             for rank in range(2):
                 server.post(rank, bytes(CHUNK), key=5 << 16)

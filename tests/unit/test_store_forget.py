@@ -19,7 +19,7 @@ KEY = 1 << 16
 LANDINGS = 300
 
 
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", [Policy.SUM, Policy.ACCUMULATE])
 @pytest.mark.parametrize("version", [0, 1, 2, 7])
 def test_versions_go_on_where_an_id_is_used_again(make, policy, version):  # noqa: F811
     server = make(2)
@@ -35,7 +35,7 @@ def test_versions_go_on_where_an_id_is_used_again(make, policy, version):  # noq
                 assert np.array_equal(server.result(rank, version + step), given[0] + given[1])
 
 
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", [Policy.SUM, Policy.ACCUMULATE])
 @pytest.mark.parametrize("kind", [FrameKind.PUSH, FrameKind.PULL])
 @pytest.mark.parametrize("late", [1, 4, 5])
 def test_frames_of_the_tensor_before_are_refused(make, policy, kind, late):  # noqa: F811

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,12 +33,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fastps.torch as fps
 from fastps import topology
 from fastps.frameworks.torch.decentralized import bucketed
+from tools.bench._hosts import on_hosts
 from tools.bench._waiting import Layer
-from tools.bench.collectives import SCHEDULER, environment_of
-from tools.netlab import NetLab, ended_by_signals, missing
 
 WIDTH, LAYERS = 1024, 24  # 25.2 million parameters
-Turns = Any
 
 
 def make_model(layer_s: float) -> torch.nn.Sequential:
@@ -66,7 +63,7 @@ def make_systems(layer_s: float) -> dict[str, tuple[torch.nn.Module, Any]]:
     return systems
 
 
-def turn(system: tuple[torch.nn.Module, Any], steps: int, peers: Turns) -> float:
+def turn(system: tuple[torch.nn.Module, Any], steps: int, peers: Any) -> float:
     """Give the seconds of one step of several."""
     model, optimizer = system
     x = torch.ones(4, WIDTH)
@@ -114,15 +111,18 @@ def work(options: argparse.Namespace) -> None:
 def report(rounds: list[dict[str, float]], transfer_s: float, ready_s: float) -> None:
     """Print medians over the rounds."""
     middle = {way: statistics.median(one[way] for one in rounds) for way in rounds[0]}
+
+    def bound(alone: float) -> float:
+        return max(alone, ready_s + transfer_s)
+
     hidden = []
     for one in rounds:
-        bound = max(one["alone"], ready_s + transfer_s)
         both = one["alone"] + transfer_s
-        hidden.append((both - one["one peer"]) / (both - bound))
-    bound = max(middle["alone"], ready_s + transfer_s)
+        hidden.append((both - one["one peer"]) / (both - bound(one["alone"])))
     sys.stdout.write(
-        f"M/B {transfer_s:.2f} s, alone {middle['alone']:.2f} s, bound {bound:.2f} s; step with "
-        f"one peer {middle['one peer']:.2f} s, all-reduced {middle['all-reduce']:.2f} s; "
+        f"M/B {transfer_s:.2f} s, alone {middle['alone']:.2f} s, "
+        f"bound {bound(middle['alone']):.2f} s; step with one peer {middle['one peer']:.2f} s, "
+        f"all-reduced {middle['all-reduce']:.2f} s; "
         f"hidden {statistics.median(hidden):.3f} of what the bound allows "
         f"({min(hidden):.3f} to {max(hidden):.3f})\n"
     )
@@ -142,18 +142,8 @@ def main() -> None:
     if options.worker:
         work(options)
         return
-    if lack := missing():
-        raise SystemExit(f"atc: {lack}")
-    with ended_by_signals(), NetLab(hosts=options.hosts, rate=options.rate, cc="cubic") as lab:
-        environment = environment_of(options.hosts, lab.address(0))
-        environment["BENCH_BYTES_PER_S"] = str(lab.bytes_per_s)
-        worker = [sys.executable, *sys.argv, "--worker"]
-        started: list[subprocess.Popen[bytes]] = []
-        for number, command in enumerate([SCHEDULER, *[worker] * options.hosts]):
-            host = max(number - 1, 0)
-            started.append(lab.popen(host, command, env=environment | {
-                "FASTPS_HOST": lab.address(host)}))  # fmt: skip
-        raise SystemExit(sum(process.wait() for process in started[1:]))
+    worker = [sys.executable, *sys.argv, "--worker"]
+    raise SystemExit(on_hosts(options.hosts, options.rate, worker))
 
 
 if __name__ == "__main__":

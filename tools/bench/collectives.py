@@ -16,7 +16,8 @@ against the other's result in every round. Columns: median time of fastps, of th
 median of their ratios within a round; with --hosts then the time of fastps over the least that
 the links allow (docs/collectives.md, floor). "one peer" is the mean of ours and the worker's
 before us: by isend, irecv and a sum with gloo; "peer or all" stands it beside the other's
-all-reduce, in whose place it is taken.
+all-reduce, in whose place it is taken; "exponential" is the mean of ours and of those 1, 2, 4, ...
+before us, with gloo alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import secrets
 import statistics
 import subprocess
 import sys
@@ -44,16 +44,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fastps
 from fastps import current
 from fastps.types import Op
+from tools.bench._hosts import SCHEDULER, environment_of, on_hosts
 from tools.bench.peers import _places, _systems
 from tools.bench.peers._systems import AS_ROOT, MPIRUN
 from tools.bench.push_pull import format_size, parse_size
-from tools.netlab import NetLab, ended_by_signals, missing
 
 ROUND_BYTES = 1e8  # of what is moved by one system in a round, at most 300 times
 PATIENCE = timedelta(minutes=5)
-ROOT = Path(__file__).parents[2]
-SCHEDULER = [sys.executable, "-m", "fastps.server.main", "--role", "scheduler"]
-SCHEDULER_PORT = 7600  # of a lab's host its ports are all free
 # What the busiest link carries one way, in arrays of a worker (n: workers).
 LINK_ARRAYS: dict[str, Callable[[int], float]] = {
     "allreduce": lambda n: 2 * (n - 1) / n,
@@ -64,9 +61,15 @@ LINK_ARRAYS: dict[str, Callable[[int], float]] = {
     "send, receive": lambda n: 1,
     "one peer": lambda n: 1,
     "peer or all": lambda n: 1,
+    "exponential": lambda n: len(distances(n)),
 }
 
 Run = Callable[[], Any]
+
+
+def distances(size: int) -> list[int]:
+    """Give the powers of two below size: how far the neighbours of an exponential graph are."""
+    return [1 << bit for bit in range((size - 1).bit_length())]
 
 
 class Arrays:
@@ -115,8 +118,26 @@ class Gloo:
             torch.add(theirs, one, out=theirs)
             theirs.mul_(0.5)
 
+        rank, size, steps = fastps.rank(), fastps.size(), distances(fastps.size())
+        rows = [torch.empty_like(one) for _ in steps]
+
+        def mix_some() -> None:
+            works = [
+                work
+                for row, step in zip(rows, steps, strict=True)
+                for work in (dist.irecv(row, (rank - step) % size),
+                             dist.isend(one, (rank + step) % size))
+            ]  # fmt: skip
+            for work in works:
+                work.wait()
+            torch.add(rows[0], one, out=theirs)
+            for row in rows[1:]:
+                theirs.add_(row)
+            theirs.mul_(1 / (len(rows) + 1))
+
         parts = list(all_.chunk(fastps.size()))
         return {
+            "exponential": mix_some,
             "allreduce": allreduce,
             "allgather": lambda: dist.all_gather(chunks, one),
             "reducescatter": lambda: dist.reduce_scatter(theirs, parts),
@@ -247,6 +268,17 @@ def own_runs(arrays: Arrays) -> dict[str, tuple[Run, np.ndarray[Any, Any], torch
     def mix() -> None:
         neighbors.allreduce(arrays.one, arrays.other, **peer).wait()
 
+    size, steps = world.size, distances(world.size)
+    share = 1 / (len(steps) + 1)
+    some = {
+        "self_weight": share,
+        "src_weights": {(world.rank - step) % size: share for step in steps},
+        "dst_weights": [(world.rank + step) % size for step in steps],
+    }
+
+    def mix_some() -> None:
+        neighbors.allreduce(arrays.one, arrays.other, **some).wait()
+
     theirs, all_theirs = arrays.theirs, arrays.all_theirs
     mean = torch.from_numpy((2 * arrays.one - world.rank + arrays.before) * np.float32(0.5))
     is_root = world.rank == 0
@@ -271,6 +303,7 @@ def own_runs(arrays: Arrays) -> dict[str, tuple[Run, np.ndarray[Any, Any], torch
         "send, receive": (exchange, arrays.other, theirs),
         "one peer": (mix, arrays.other, theirs),
         "peer or all": (mix, arrays.other, mean),
+        "exponential": (mix_some, arrays.other, theirs),
     }  # fmt: skip
 
 
@@ -291,6 +324,8 @@ def compare(nbytes: int, kind: str, rounds: int, only: str, other: Other) -> Non
     runs = other.runs(arrays)
     wanted = {name: how for name, how in own_runs(arrays).items() if only in name}
     for name, (ours, result, expected) in wanted.items():
+        if name not in runs:
+            continue
         seconds = []
         for _ in range(rounds):
             both = [time_of(run, times, other.barrier) for run in (ours, runs[name])]
@@ -310,36 +345,6 @@ def bound(name: str, nbytes: int, microseconds: float) -> str:
         return ""
     least = LINK_ARRAYS[name](fastps.size()) * nbytes / rate
     return f"  {microseconds * 1e-6 / least:.3f}"
-
-
-def environment_of(size: int, host: str) -> dict[str, str]:
-    """Give what the workers of a job without a launcher need."""
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "FASTPS_SIZE": str(size),
-        "FASTPS_NUM_SERVERS": "0",
-        "FASTPS_SCHEDULER_HOST": host,
-        "FASTPS_SCHEDULER_PORT": str(SCHEDULER_PORT),
-        "FASTPS_TOKEN": secrets.token_hex(32),
-        "FASTPS_JOB_ID": "collectives",
-    }
-
-
-def on_hosts(options: argparse.Namespace, worker: list[str]) -> int:
-    """Run this program as a worker on each host of a lab; give the sum of their exit codes."""
-    if lack := missing():
-        raise SystemExit(f"collectives: {lack}")
-    with ended_by_signals(), NetLab(hosts=options.hosts, rate=options.rate, cc="cubic") as lab:
-        environment = environment_of(options.hosts, lab.address(0)) | {
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "BENCH_BYTES_PER_S": str(lab.bytes_per_s),
-        }
-        started: list[subprocess.Popen[bytes]] = []
-        for number, command in enumerate([SCHEDULER, *[worker] * options.hosts]):
-            host = max(number - 1, 0)
-            own = environment | {"FASTPS_HOST": lab.address(host)}
-            started.append(lab.popen(host, command, env=own))
-        return sum(process.wait() for process in started[1:])
 
 
 def under_mpirun(options: argparse.Namespace, worker: list[str]) -> int:
@@ -373,7 +378,7 @@ def main() -> None:
     same = [f"--{name}={getattr(options, name)}" for name in ("sizes", "kinds", "rounds", "only")]
     worker = [sys.executable, __file__, *same]
     if options.hosts:
-        raise SystemExit(on_hosts(options, worker))
+        raise SystemExit(on_hosts(options.hosts, options.rate, worker))
     if options.mpi:
         raise SystemExit(under_mpirun(options, worker))
     torch.set_num_threads(1)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fastps
 import fastps.torch as fps
-from tools.bench.collectives import SCHEDULER, environment_of
-from tools.netlab import NetLab, ended_by_signals, missing
+from tools.bench._hosts import on_hosts
 
 WIDTH, LAYERS = 2048, 6  # 25.2 million parameters
 
@@ -96,18 +94,8 @@ def main() -> None:
     if options.worker:
         work(options)
         return
-    if lack := missing():
-        raise SystemExit(f"slow_links: {lack}")
-    with ended_by_signals(), NetLab(hosts=options.hosts, rate=options.rate, cc="cubic") as lab:
-        environment = environment_of(options.hosts, lab.address(0))
-        environment["BENCH_BYTES_PER_S"] = str(lab.bytes_per_s)
-        worker = [sys.executable, *sys.argv, "--worker"]
-        started: list[subprocess.Popen[bytes]] = []
-        for number, command in enumerate([SCHEDULER, *[worker] * options.hosts]):
-            host = max(number - 1, 0)
-            started.append(lab.popen(host, command, env=environment | {
-                "FASTPS_HOST": lab.address(host)}))  # fmt: skip
-        raise SystemExit(sum(process.wait() for process in started[1:]))
+    worker = [sys.executable, *sys.argv, "--worker"]
+    raise SystemExit(on_hosts(options.hosts, options.rate, worker))
 
 
 if __name__ == "__main__":

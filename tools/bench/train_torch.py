@@ -57,8 +57,6 @@ class Team:
     ) -> None:
         self.name = name
         self.system, _, own = name.partition(":")
-        if self.system not in (*FASTPS, *OTHERS):
-            raise SystemExit(f"no system is called {self.system!r}")
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.listener.settimeout(START_S)
         environment = {
@@ -70,10 +68,10 @@ class Team:
             "WORLD_SIZE": str(workers),
             **dict(item.split("=", 1) for item in [*settings, *own.split("+")] if item),
         }
-        peer = [sys.executable, str(PEER), self.system]
         self.processes = []
         self.files: list[Any] = []
-        if self.system in FASTPS:
+        peer, is_job = self.peer()
+        if is_job:
             options = ["-np", str(workers), "-s", str(servers), *launch]
             commands = [([sys.executable, "-m", "fastps.launch.run", *options, *peer], {})]
         else:
@@ -83,6 +81,12 @@ class Team:
                 subprocess.Popen(command, env=environment | extra, start_new_session=True)
             )
         self._accept(workers)
+
+    def peer(self) -> tuple[list[str], bool]:
+        """Give the command of one process, and whether fastps-run starts it."""
+        if self.system not in (*FASTPS, *OTHERS):
+            raise SystemExit(f"no system is called {self.system!r}")
+        return [sys.executable, str(PEER), self.system], self.system in FASTPS
 
     def _accept(self, workers: int) -> None:
         files: dict[int, Any] = {}

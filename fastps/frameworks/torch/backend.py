@@ -13,6 +13,8 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+from fastps.config.launchers import CARRIERS, Launcher
+
 NAME = "fastps"  # torch is imported below: it loads this file at the end of its own import
 
 
@@ -23,6 +25,14 @@ def register() -> None:
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
         _meet_by_job(dist.default_pg_timeout)
+        CARRIERS["torchrun"] = _agent_board
+
+
+def _agent_board(launcher: Launcher) -> Any:
+    """Let fastps.init() use the store that torchrun has."""
+    from fastps.frameworks.torch.meeting import agent_board  # noqa: PLC0415
+
+    return agent_board(launcher)
 
 
 def _meet_by_job(patience: timedelta) -> None:

@@ -293,6 +293,7 @@ class CrossBarrierOptimizer(SynchronizedOptimizer):
         if closure is not None:
             raise FastPSError(_CLOSURE)
         crossing, exchange = self._crossing, self._exchange
+        exchange.check_weights()
         crossing.settle_all()
         groups = self.__dict__["param_groups"]
         exchange.send_missing()

@@ -34,7 +34,7 @@ from fastps.frameworks._adapter import (
     plan_buckets,
     wait_all,
 )
-from fastps.frameworks.torch.agreement import Entry, check_alike
+from fastps.frameworks.torch.agreement import Entry, check_alike, check_weights
 from fastps.frameworks.torch.buckets import (
     ALIGNMENT,
     Bucket,
@@ -126,7 +126,7 @@ class GradientExchange:
         self._hooked: list[bool] = []
         self._hooks: list[RemovableHandle] = []
         self._home = weakref.ref(session.current())
-        self._is_released = False
+        self._is_released = self._has_compared = False
         self._memory: Memory = {}
         self._momenta: dict[int, torch.Tensor] = {}  # of weights that decay, by their ids
         self._sums = None if self._average else EarlierSums(self._parameters)
@@ -220,6 +220,18 @@ class GradientExchange:
         """Be told that all gradients are zeroed, perhaps in place."""
         if self._sums is not None:
             self._sums.forget()
+
+    def check_weights(self) -> None:
+        """Compare the weights of all workers, once; MismatchError on all. Blocks.
+
+        Not under a rule: there nobody is believed, and one who lies would stop all.
+        """
+        is_wanted = self._rule is None and session.current().config.check_weights
+        if self._has_compared or not is_wanted:
+            return
+        self._has_compared = True
+        weights = [real_of(parameter) for parameter in self._parameters]
+        check_weights(weights, f"{self._prefix}parameters", self._process_set)
 
     def finish(self) -> None:
         """Send what was not sent yet, wait for everything, and write the results."""

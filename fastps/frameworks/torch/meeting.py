@@ -4,31 +4,27 @@
 After fastps.init() it belongs to the session that is there. Under fastps-run it joins that job,
 and torch's store, which torch wants in any case, is hosted by rank 0 and found through the job.
 Otherwise, as under plain torchrun, rank 0 hosts the scheduler, and its address and a fresh token
-travel through torch's store. That token is worth what the store is: torch's TCPStore asks nobody
-who he is and encrypts nothing, so whoever reaches its port can read the token and join the job.
-Where that matters start with fastps-run, whose token never travels.
+travel through torch's store; so they do for fastps.init() where torchrun has several machines.
+That token is worth what the store is: torch's TCPStore asks nobody who he is and encrypts nothing,
+so whoever reaches its port can read the token and join the job. Where that matters start with
+fastps-run, whose token never travels.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import dataclasses
-import json
-import secrets
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from fastps import current
-from fastps.config import Config, load, process_environment
-from fastps.control.hosted import HostedScheduler
+from fastps.config import load, process_environment
+from fastps.config.launchers import Launcher
+from fastps.control import meeting
 from fastps.errors import ConfigError
-from fastps.transport import sockets
 from fastps.transport.interfaces import own_address
 
-_TOKEN_BYTES = 32
 _LOOPBACK = "127.0.0.1"
 _STORE = "torch.distributed's store"
 
@@ -85,19 +81,23 @@ def _begin(store: Store, rank: int, size: int) -> Callable[[], None]:
 
 def _begin_by_store(store: Store, rank: int, size: int) -> Callable[[], None]:
     """Join a job whose scheduler rank 0 hosts; a store may see several, one after the other."""
-    key = f"fastps/job/{store.add(f'fastps/turn/{rank}', 1)}"
-    close = _host(store, key, size) if rank == 0 else lambda: None
+    board = StoreBoard(store, f"fastps/job/{store.add(f'fastps/turn/{rank}', 1)}")
+    mine: dict[str, object] = {"rank": rank, "size": size, "num_servers": 0}
+    close: Callable[[], None] = _nothing
+    config = load(mine)
+    if rank == 0:
+        job, close = meeting.host(
+            config, board, at=_host_of(store), is_one_machine=config.local_size == size
+        )
+    else:
+        job = meeting.find(board, timeout_s=config.start_timeout_s)
     try:
-        job = json.loads(store.get(key))
-        if "error" in job:
-            raise ConfigError(f"rank 0 could not host the job's scheduler: {job['error']}")
-        current.init({**job, "rank": rank, "size": size, "num_servers": 0})
+        current.init({**job, **mine})
     except BaseException:
         close()
         raise
     if rank == 0:  # all are in: nobody needs it any more
-        with contextlib.suppress(RuntimeError):  # a store that cannot forget
-            store.delete_key(key)
+        board.clear()
 
     def leave() -> None:
         current.shutdown()
@@ -106,44 +106,38 @@ def _begin_by_store(store: Store, rank: int, size: int) -> Callable[[], None]:
     return leave
 
 
-def _host(store: Store, key: str, size: int) -> Callable[[], None]:
-    """Host a scheduler and tell the others through the store; give what ends it."""
-    token = secrets.token_hex(_TOKEN_BYTES)
-    try:
-        config = _scheduler_config(_host_of(store), size, token)
-        hosted = HostedScheduler(config)
-    except Exception as error:
-        store.set(key, json.dumps({"error": str(error)}))
-        raise
-    hosted.start()
-    host, port = hosted.address
-    store.set(key, json.dumps({"scheduler_host": host, "scheduler_port": port, "token": token}))
-
-    def close() -> None:
-        atexit.unregister(close)
-        hosted.close(config.shutdown_timeout_s)
-
-    atexit.register(close)  # before the session's: it runs after that
-    return close
+def _nothing() -> None:
+    """End nothing: another rank hosts."""
 
 
-def _scheduler_config(host: str, size: int, token: str) -> Config:
-    """Choose where to listen: on the loopback if no other machine can be meant."""
-    settings = {
-        "role": "scheduler", "size": size, "num_servers": 0, "token": token,
-        "scheduler_host": host, "scheduler_port": 0,
-    }  # fmt: skip
-    config = load(settings)
-    is_one_machine = config.local_size == size
-    if is_one_machine and not (config.host or config.interface):
-        return dataclasses.replace(config, host=_LOOPBACK)
-    address = own_address(config)
-    if sockets.is_loopback(address) and not (host == "localhost" or sockets.is_loopback(host)):
-        raise ConfigError(
-            f"{host} leads to the loopback on its own machine, where other machines cannot come; "
-            "set FASTPS_HOST or FASTPS_INTERFACE for rank 0"
-        )
-    return dataclasses.replace(config, host=address)
+class StoreBoard:
+    """A text for the job's processes in a store of torch.distributed; see control/meeting.py."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key = store, key
+
+    def post(self, text: str) -> None:
+        """Leave the text."""
+        self._store.set(self._key, text)
+
+    def read(self, *, timeout_s: float) -> str:
+        """Wait for the text, as long as the store does."""
+        self._store.wait([self._key], timedelta(seconds=timeout_s))
+        return self._store.get(self._key).decode()
+
+    def clear(self) -> None:
+        """Take it away."""
+        with contextlib.suppress(RuntimeError):  # a store that cannot forget
+            self._store.delete_key(self._key)
+
+
+def agent_board(launcher: Launcher) -> StoreBoard | None:
+    """Leave the text in the store that torchrun's agents have, where they have one."""
+    environment = process_environment()
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False)
+    return StoreBoard(store, f"fastps/init/{launcher.run}")
 
 
 def _host_of(store: Store) -> str:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """push_pull on torch tensors: four forms, handles, and the gradient through the first.
 
-Positional order is that of BytePS: tensor, average, name, version, priority. A name is required:
+Positional order is that of BytePS: tensor, average, name, version, priority; a text in the second
+place is the name, as in the NumPy face. A name is required:
 it is how workers agree on which tensors belong together, and a made-up one would differ between
 ranks or cost server memory at each call. Out-of-place forms accept any dense CPU tensor and copy
 what is not contiguous; in-place forms write where the tensor is and refuse what is not.
@@ -58,7 +59,7 @@ def declare(name: str, tensor: torch.Tensor) -> None:
 
 def push_pull_async(
     tensor: torch.Tensor,
-    average: bool = True,
+    average: bool | str = True,
     name: str | None = None,
     version: int = 0,
     priority: int = 0,
@@ -69,7 +70,7 @@ def push_pull_async(
     needed. Do not write to a contiguous tensor before the operation has ended. The result does
     not take part in autograd; push_pull() does. NaN and infinity pass through.
     """
-    name = check_name(name, "push_pull_async")
+    average, name = _named(average, name, "push_pull_async")
     _checked(tensor, name, average)
     if is_sendable(tensor):
         output = torch.empty_like(tensor, requires_grad=False)
@@ -80,7 +81,7 @@ def push_pull_async(
 
 def push_pull_async_inplace(
     tensor: torch.Tensor,
-    average: bool = True,
+    average: bool | str = True,
     name: str | None = None,
     version: int = 0,
     priority: int = 0,
@@ -91,7 +92,7 @@ def push_pull_async_inplace(
     (ValueError) and no intermediate result that autograd follows (ValueError). On a parameter it
     acts on the data, as an operation under torch.no_grad() does.
     """
-    name = check_name(name, "push_pull_async_inplace")
+    average, name = _named(average, name, "push_pull_async_inplace")
     _check_in_place(_checked(tensor, name, average), name)
     mark_written(tensor)
     return _start(tensor, tensor, name, average, priority)
@@ -99,7 +100,7 @@ def push_pull_async_inplace(
 
 def push_pull(
     tensor: torch.Tensor,
-    average: bool = True,
+    average: bool | str = True,
     name: str | None = None,
     version: int = 0,
     priority: int = 0,
@@ -113,20 +114,20 @@ def push_pull(
     it: the gradient is the push_pull of the results' gradients, with
     the same operation, under the name '<name>.gradient'; all workers must run backward then.
     """
-    name = check_name(name, "push_pull")
+    average, name = _named(average, name, "push_pull")
     _checked(tensor, name, average)
     return _apply(tensor, average, name, priority, compressor_of(compression), rule)
 
 
 def push_pull_inplace(
     tensor: torch.Tensor,
-    average: bool = True,
+    average: bool | str = True,
     name: str | None = None,
     version: int = 0,
     priority: int = 0,
 ) -> torch.Tensor:
     """Add a tensor over all workers in place; blocks and gives the tensor back."""
-    check_name(name, "push_pull_inplace")
+    average, name = _named(average, name, "push_pull_inplace")
     pending = push_pull_async_inplace(tensor, average, name, version, priority)
     pending.handle.wait()
     return tensor
@@ -213,6 +214,15 @@ def _check_in_place(tensor: torch.Tensor, name: str) -> None:
             f"tensor {name!r} is a result that autograd follows, which would not see an "
             "in-place change: use push_pull(), or tensor.detach()"
         )
+
+
+def _named(average: bool | str, name: str | None, call: str) -> tuple[bool, str]:
+    """Tell average and name apart; ValueError without a name."""
+    if isinstance(average, str) and name is None:
+        return True, check_name(average, call)
+    if isinstance(average, str):
+        raise TypeError(f"{call}: average={average!r} is a text, and the name is {name!r}")
+    return average, check_name(name, call)
 
 
 def _pending(handle: Pending) -> Pending:

@@ -132,6 +132,7 @@ class PipelinedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         exchange = self._exchange
+        exchange.check_weights()
         averages = exchange.land()
         exchange.start()
         if self._warmup > 0:

@@ -184,6 +184,7 @@ def _before_step(
     assert isinstance(optimizer, SynchronizedOptimizer)
     exchange = optimizer._exchange
     _check_groups(vars(optimizer)["param_groups"], exchange)
+    exchange.check_weights()
     if optimizer._is_skipping:
         exchange.round.check_idle("step() within skip_synchronize()")
         exchange.round.reopen()

@@ -38,7 +38,10 @@ def wire_dtype(dtype: torch.dtype, name: str) -> DType:
 def check_tensor(tensor: object, name: str) -> torch.Tensor:
     """Give the tensor back if its memory can be sent: dense, on the CPU, of a known dtype."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name!r} must be a torch.Tensor, not {type(tensor).__name__}")
+        cure = ""
+        if isinstance(tensor, np.ndarray):
+            cure = ": pass torch.from_numpy(array), or use fastps.push_pull of `import fastps`"
+        raise TypeError(f"{name!r} must be a torch.Tensor, not {type(tensor).__name__}{cure}")
     check_memory(tensor, name)
     wire_dtype(tensor.dtype, name)
     return tensor

@@ -3,6 +3,7 @@ from typing import Self, final
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Buffer
 
 from fastps.coding import Coding
 from fastps.types import DType
@@ -42,3 +43,4 @@ class Coder:
         version: int = 1,
     ) -> None: ...
     def kept(self) -> tuple[memoryview | None, memoryview | None]: ...
+    def restore(self, kept: tuple[Buffer | None, Buffer | None]) -> None: ...

@@ -10,6 +10,7 @@ the layout of units.
 cimport cython
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy
 
 from fastps import coding as rules
 from fastps.coding import Codec, Option
@@ -242,6 +243,20 @@ cdef class Coder:
             None if address == 0 else
             memoryview(bytes((<char*>address)[:4 * self.code.count])).cast("f")
             for address in (<uintptr_t>self.code.residual, <uintptr_t>self.code.momentum))
+
+    def restore(self, kept):
+        """Take what kept() gave of a coder of as many elements, in the place of what is kept."""
+        cdef const unsigned char[::1] given
+        cdef float* own
+        for place, one in enumerate(kept):
+            own = self.code.momentum if place else self.code.residual
+            if one is None and own == NULL:
+                continue
+            given = memoryview(b"" if one is None else one).cast("B")
+            if own == NULL or len(given) != 4 * self.code.count:
+                raise ValueError(f"what is kept of {self.code.count} elements is something else")
+            if len(given):
+                memcpy(own, &given[0], len(given))
 
     def __dealloc__(self):
         free(self.scratch)

@@ -358,7 +358,7 @@ DECODERS: dict[str, Callable[[bool], Callable[..., int]]] = {
 }
 
 
-def compile_codec(verb: str, what: str, does: bool, *, is_cached: bool) -> Any:
+def compile_codec(verb: str, what: str, does: bool) -> Any:
     """Compile one kernel, as compile_codec() of kernels.py does."""
     make = ENCODERS if verb == "encode" else DECODERS
-    return compile_coder(make[what](does), is_cached=is_cached)
+    return compile_coder(make[what](does))

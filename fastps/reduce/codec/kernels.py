@@ -644,21 +644,21 @@ def source_of(verb: str, what: str, does: bool) -> tuple[Any, Callable[..., int]
     return _CONVERTER, convert(DType[what.upper()])
 
 
-def compile_codec(verb: str, what: str, does: bool, *, is_cached: bool) -> Any:
-    """Compile one kernel, or load it, and give Numba's callback object.
+def compile_codec(verb: str, what: str, does: bool) -> Any:
+    """Compile one kernel and give Numba's callback object.
 
     encode a codec, and keep what is lost; decode it, and add; prepare plain or nesterov, and add
     the residual; widen or narrow an element type.
     """
     signature, function = source_of(verb, what, does)
-    return _compile(signature, function, is_cached=is_cached)
+    return _compile(signature, function)
 
 
-def compile_coder(function: Callable[..., int], *, is_cached: bool) -> Any:
+def compile_coder(function: Callable[..., int]) -> Any:
     """Compile an encoder or a decoder."""
-    return _compile(_CODER, function, is_cached=is_cached)
+    return _compile(_CODER, function)
 
 
-def _compile(signature: Any, function: Callable[..., int], *, is_cached: bool) -> Any:
-    make = _cfunc(signature, cache=is_cached, error_model="numpy", boundscheck=False, _nrt=False)
+def _compile(signature: Any, function: Callable[..., int]) -> Any:
+    make = _cfunc(signature, error_model="numpy", boundscheck=False, _nrt=False)
     return make(function)

@@ -20,9 +20,9 @@ Invariants. Both links of a pair end together, and are freed together.
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy
 
 from fastps._atomic cimport fps_cas32, fps_load32
+from fastps._copy cimport fps_copy
 from fastps._core cimport (
     E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, PROBE_LINK_RECV, PROBE_LINK_SEND, OK,
     probe_hit,
@@ -58,7 +58,7 @@ cdef int land(InprocLink* link, const Header* header, const char* payload) noexc
         return ask_adopt(&link.base, header, payload)
     place = ask_landing(&link.base, header, &status)
     if status == OK and header.length:
-        memcpy(place, payload, header.length)
+        fps_copy(place, payload, header.length, 0)
     return status
 
 

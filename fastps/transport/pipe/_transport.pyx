@@ -16,12 +16,13 @@ Memory of a pipe is touched when it is used, so a rank pays for whom it talks to
 cimport cython
 from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memset
+from libc.string cimport memset
 
 from fastps._atomic cimport (
     fps_add32, fps_cas32, fps_fence, fps_load32, fps_load64, fps_or64, fps_store32, fps_store64,
     fps_swap32, fps_swap64,
 )
+from fastps._copy cimport fps_copy
 from fastps._core cimport (
     E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, OK, PROBE_LINK_RECV, PROBE_LINK_SEND, probe_hit,
     queue_close, queue_create, queue_free, queue_pop_nowait, queue_push,
@@ -137,7 +138,7 @@ cdef bint write_frame(PipeLink* link, SendItem* item, int64_t* end) noexcept nog
     if link.is_current_lent:
         place.offset = item.payload + item.cursor - link.pipes.arenas[link.pipes.me]
     elif length:
-        memcpy(<char*>place + LINE, item.payload + item.cursor, length)
+        fps_copy(<char*>place + LINE, item.payload + item.cursor, length, 0)
     probe_hit(PROBE_LINK_SEND, item.header.key, item.header.key_version)
     fps_store64(&link.out.tail, end[0])
     item.cursor += length
@@ -296,7 +297,7 @@ cdef int hand_up(PipeLink* link, const Header* header, const char* payload) noex
     else:
         place = link.link.owner.landing(link.link.owner.context, &link.link, header, &status)
         if status == OK and header.length:
-            memcpy(place, payload, header.length)
+            fps_copy(place, payload, header.length, 0)
     return status if status != OK else link.link.owner.deliver(
         link.link.owner.context, &link.link, header)
 
@@ -559,6 +560,17 @@ cdef class PipeTransport:
             sums.frames_sent += self.pipes.links[i].link.stats.frames_sent
             sums.frames_received += self.pipes.links[i].link.stats.frames_received
         return sums
+
+    def each(self):
+        """List (peer, no socket, bytes sent and received, no credit) of all links."""
+        cdef Link* link
+        cdef uint32_t i
+        found = []
+        for i in range(self.pipes.n):
+            link = &self.pipes.links[i].link
+            if self.pipes.links[i].is_attached:
+                found.append((link.peer, -1, link.stats.bytes_sent, link.stats.bytes_received, 0))
+        return found
 
     def statistics(self):
         """Sum the counters of all links, as a dict; `links` counts those that carried frames."""

@@ -52,8 +52,9 @@ CAP_IPC_LOCK = 14  # the right to pin without limit
 ROLES = 2  # worker and server may be one process
 CREDIT_PARTITIONS = 4  # that a link may push before the first result; chunks are partitions
 INSTALL = (
-    "apt-get install ibverbs-providers libibverbs-dev and build fastps again, or apt-get install "
-    "ibverbs-providers python3-pyverbs and let this Python see it: fastps doctor --link-pyverbs"
+    "apt-get install ibverbs-providers; where fastps was built without libibverbs-dev, build it "
+    "again with it, or apt-get install python3-pyverbs and let this Python see it: fastps doctor "
+    "--link-pyverbs"
 )
 
 

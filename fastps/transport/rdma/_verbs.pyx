@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native data path of RDMA: calls of libibverbs, none of which takes the GIL.
 
-Built only where the header of libibverbs is found. A device is opened by name; its queue pairs,
+Built only where the header of libibverbs is found; the library itself is looked for at import,
+which raises ImportError where it is missing. A device is opened by name; its queue pairs,
 completion queues and regions are made here, because the pointers inside pyverbs' objects cannot
 be reached from other modules.
 """
@@ -29,7 +30,8 @@ cdef extern from "<fcntl.h>" nogil:
     int F_SETFL
     int O_NONBLOCK
 
-cdef extern from "<infiniband/verbs.h>" nogil:
+cdef extern from "ibverbs.h" nogil:
+    const char* fps_find_verbs()
     struct ibv_device:
         pass
     struct ibv_context:
@@ -581,6 +583,11 @@ cdef const char* verbs_explain(int status) noexcept nogil:
 
 
 # ---------------------------------------------------------------- Python face
+
+cdef const char* missing = fps_find_verbs()
+if missing != NULL:
+    raise ImportError(f"{missing.decode()}; apt-get install ibverbs-providers (rdma-core 35)")
+
 
 cdef int protect_forks() except -1:
     """Keep pinned pages ours when this process forks; kernels from 5.12 do so by themselves."""

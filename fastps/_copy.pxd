@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copies of arrays. Into one that no cache holds: written past the caches, so that memory is not
+# read first only to be overwritten, a third less traffic. Into others: by a loop of our own, for
+# many a C library's memcpy() is one instruction (rep movsb) that some processors do ten times
+# slower where the target lies a few bytes further into its page than the source: as an array of
+# malloc() beside memory that is shared. Compiled into each user.
+from libc.stdint cimport uint64_t
+
+cdef extern from *:
+    """
+    #include <stdint.h>
+    #include <string.h>
+    #define FPS_PAST_CACHES (8ul << 20)  /* what follows finds a smaller array in the cache */
+    #if defined(__x86_64__)
+    #include <immintrin.h>
+    __attribute__((target("avx2"), unused))
+    static void fps_stream(char *to, const char *from, uint64_t n) {
+        uint64_t head = -(uintptr_t)to & 31, i = 0;
+        if (head > n) head = n;
+        memcpy(to, from, head);
+        to += head, from += head, n -= head;
+        for (; i + 128 <= n; i += 128) {
+            __m256i a = _mm256_loadu_si256((const __m256i *)(from + i));
+            __m256i b = _mm256_loadu_si256((const __m256i *)(from + i + 32));
+            __m256i c = _mm256_loadu_si256((const __m256i *)(from + i + 64));
+            __m256i d = _mm256_loadu_si256((const __m256i *)(from + i + 96));
+            _mm256_stream_si256((__m256i *)(to + i), a);
+            _mm256_stream_si256((__m256i *)(to + i + 32), b);
+            _mm256_stream_si256((__m256i *)(to + i + 64), c);
+            _mm256_stream_si256((__m256i *)(to + i + 96), d);
+        }
+        memcpy(to + i, from + i, n - i);
+        _mm_sfence();
+    }
+    #define FPS_SHORT 1024  /* bytes that memcpy() copies as well */
+    __attribute__((target("avx2"), unused))
+    static void fps_move(char *to, const char *from, uint64_t n) {
+        uint64_t i = 0;
+        for (; i + 128 <= n; i += 128) {
+            __m256i a = _mm256_loadu_si256((const __m256i *)(from + i));
+            __m256i b = _mm256_loadu_si256((const __m256i *)(from + i + 32));
+            __m256i c = _mm256_loadu_si256((const __m256i *)(from + i + 64));
+            __m256i d = _mm256_loadu_si256((const __m256i *)(from + i + 96));
+            _mm256_storeu_si256((__m256i *)(to + i), a);
+            _mm256_storeu_si256((__m256i *)(to + i + 32), b);
+            _mm256_storeu_si256((__m256i *)(to + i + 64), c);
+            _mm256_storeu_si256((__m256i *)(to + i + 96), d);
+        }
+        memcpy(to + i, from + i, n - i);
+    }
+    static inline void fps_copy(void *to, const void *from, uint64_t n, uint64_t whole) {
+        if (n < FPS_SHORT || !__builtin_cpu_supports("avx2"))
+            memcpy(to, from, n);
+        else if (whole >= FPS_PAST_CACHES)
+            fps_stream((char *)to, (const char *)from, n);
+        else
+            fps_move((char *)to, (const char *)from, n);
+    }
+    #else
+    static inline void fps_copy(void *to, const void *from, uint64_t n, uint64_t whole) {
+        memcpy(to, from, n);
+    }
+    #endif
+    """
+    # memcpy() of n bytes into an array of `whole` bytes; 0: one that is soon read.
+    void fps_copy(void* to, const void* source, uint64_t n, uint64_t whole) noexcept nogil

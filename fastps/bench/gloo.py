@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The alternative that everybody with PyTorch has, measured in the same rounds: gloo.
+
+Its workers are those of a job of fastps, which brings them together and tells them what to do;
+what is timed is torch.distributed alone. Threads: gloo's own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import tempfile
+from typing import Any
+
+import fastps
+
+GLOO = "gloo"
+
+
+def is_there() -> bool:
+    """Tell whether PyTorch is installed; does not import it."""
+    return importlib.util.find_spec("torch") is not None
+
+
+class Gloo:
+    """The process group of the workers of this job."""
+
+    def __init__(self) -> None:
+        """Meet the others by a file that this user alone can read."""
+        self._torch = importlib.import_module("torch")
+        self._dist = importlib.import_module("torch.distributed")
+        folder = tempfile.TemporaryDirectory(prefix="fastps-bench-")
+        atexit.register(folder.cleanup)
+        place = fastps.broadcast_object(folder.name, name="fastps.bench.gloo")
+        store = self._dist.FileStore(f"{place}/store", fastps.size())
+        self._dist.init_process_group(
+            GLOO, store=store, rank=fastps.rank(), world_size=fastps.size()
+        )
+        atexit.register(self._dist.destroy_process_group)
+
+    def tensors(self, arrays: list[Any]) -> list[Any]:
+        """Show arrays to torch; they share their memory."""
+        return [self._torch.from_numpy(array) for array in arrays]
+
+    def reduce(self, tensors: list[Any], *, is_average: bool) -> None:
+        """Sum tensors over all workers in place, all of them in flight at once."""
+        works = [self._dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for work, tensor in zip(works, tensors, strict=True):
+            work.wait()
+            if is_average:
+                tensor.div_(
+                    fastps.size(), rounding_mode=None if tensor.is_floating_point() else "floor"
+                )

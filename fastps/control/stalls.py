@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who waits for whom: what the scheduler finds out about an operation that does not end.
+
+A worker says what it waits for; each other one that has to begin it is asked how often it has, and
+where its program is; the text that follows is logged once, and again after twice the time, and
+goes to who asked for it. Pure: time is an argument, messages are returned as (peer, message)
+pairs. Invariant: an inquiry ends when all have answered, or ANSWER_S after it began.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from fastps.control.blame import join_names
+from fastps.control.protocol import Locate, StallTold, ToMember, Waiting, Whereabouts
+
+Answers: TypeAlias = list[tuple[int, ToMember]]
+Elsewhere: TypeAlias = Callable[[list[int]], str]
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 1.0  # for control threads to answer, which only wait for their interpreter
+LEAST_S = 1.0  # who has waited for less is no news when a job is interrupted
+AGAIN = 1.9  # a wait so many times as long is news; the clocks of workers differ a little
+MAX_PLACES = 1024  # remembered as said; then all are forgotten
+
+
+@dataclass
+class _Inquiry:
+    """One operation that does not end: who waits, who was asked, what they said."""
+
+    asked: Waiting
+    due: float
+    is_news: bool
+    in_it: set[int]
+    missing: set[int]  # from whom there is no answer
+    late: dict[int, Whereabouts] = field(default_factory=dict)
+    waiters: list[tuple[int, int]] = field(default_factory=list)  # peer and request
+
+
+class Stalls:
+    """All inquiries of one generation."""
+
+    def __init__(self, peers: Mapping[int, tuple[int, str]], elsewhere: Elsewhere) -> None:
+        """Know the workers: peer and full name by rank. elsewhere: names meetings they are in."""
+        self._peers = dict(peers)
+        self._elsewhere = elsewhere
+        self._numbers = itertools.count(1)
+        self._inquiries: dict[int, _Inquiry] = {}
+        self._said: dict[str, tuple[int, float]] = {}  # number and seconds, by place
+
+    @property
+    def count(self) -> int:
+        """Count the inquiries under way."""
+        return len(self._inquiries)
+
+    def ask(self, rank: int, peer: int, asked: Waiting, now: float) -> Answers:
+        """Take the word of a worker that waits; request 0 wants no answer."""
+        waiter = [(peer, asked.request)] if asked.request else []
+        for inquiry in self._inquiries.values():
+            if asked.place and (inquiry.asked.place, inquiry.asked.number) == (
+                asked.place, asked.number
+            ):  # fmt: skip
+                inquiry.waiters += waiter
+                inquiry.in_it.add(rank)
+                return []
+        is_news = not asked.request and self._is_news(asked)
+        if not waiter and not is_news:
+            return []
+        return self._open(asked, {rank}, waiter, now, is_news=is_news)
+
+    def look(self, what: str, present: Iterable[int], seconds: float, now: float) -> Answers:
+        """Find out why a meeting waits for workers that are not in it."""
+        members = tuple(self._peers)
+        asked = Waiting(0, "", 1, what, members, seconds)
+        return self._open(asked, set(present), [], now, is_news=True)
+
+    def _open(
+        self,
+        asked: Waiting,
+        in_it: set[int],
+        waiters: list[tuple[int, int]],
+        now: float,
+        *,
+        is_news: bool,
+    ) -> Answers:
+        others = [rank for rank in asked.members if rank in self._peers and rank not in in_it]
+        number = next(self._numbers)
+        self._inquiries[number] = _Inquiry(
+            asked, now + ANSWER_S, is_news, in_it, set(others), waiters=waiters
+        )
+        if not others:
+            return self._end(number)
+        return [(self._peers[rank][0], Locate(number, asked.place)) for rank in others]
+
+    def _is_news(self, asked: Waiting) -> bool:
+        number, seconds = self._said.get(asked.place, (-1, 0.0))
+        if number == asked.number and asked.seconds < AGAIN * seconds:
+            return False
+        if len(self._said) >= MAX_PLACES:
+            self._said.clear()
+        self._said[asked.place] = asked.number, asked.seconds
+        return True
+
+    def told(self, rank: int | None, answer: Whereabouts) -> Answers:
+        """Take an answer; give what it completes."""
+        inquiry = self._inquiries.get(answer.inquiry)
+        if inquiry is None or rank is None or rank not in inquiry.missing:
+            return []
+        inquiry.missing.discard(rank)
+        if inquiry.asked.place and answer.count >= inquiry.asked.number:
+            inquiry.in_it.add(rank)
+        else:
+            inquiry.late[rank] = answer
+        return [] if inquiry.missing else self._end(answer.inquiry)
+
+    def remove(self, rank: int) -> None:
+        """Ask a worker that has left no more."""
+        self._peers.pop(rank, None)
+
+    def expire(self, now: float) -> Answers:
+        """End the inquiries whose time is over."""
+        late = [number for number, inquiry in self._inquiries.items() if inquiry.due <= now]
+        return [answer for number in late for answer in self._end(number)]
+
+    def next_deadline(self) -> float | None:
+        """Give the time when expire() has something to do."""
+        return min((inquiry.due for inquiry in self._inquiries.values()), default=None)
+
+    def _end(self, number: int) -> Answers:
+        inquiry = self._inquiries.pop(number)
+        text = self._text(inquiry)
+        if inquiry.is_news:
+            asked = inquiry.asked
+            log.warning("%s waits for %.0f s: %s", asked.what, asked.seconds, text)
+        return [(peer, StallTold(request, text)) for peer, request in inquiry.waiters]
+
+    def _text(self, inquiry: _Inquiry) -> str:
+        """Say who waits, who does not take part yet, and where those are."""
+        lines = []
+        silent = [self._name(rank) for rank in sorted(inquiry.missing - inquiry.in_it)]
+        for words, ranks in _alike(inquiry).items():
+            lines.append(f"{join_names([self._name(rank) for rank in ranks])} {words}")
+        if silent:
+            verb = "do" if len(silent) > 1 else "does"
+            lines.append(
+                f"{join_names(silent)} {verb} not answer: stopped, or something there holds "
+                "Python's interpreter lock"
+            )
+        gone = [f"worker {rank}" for rank in inquiry.asked.members if rank not in self._peers]
+        lines += [f"{join_names(gone)} left the job"] * bool(gone)
+        if not lines:
+            return "all workers have begun it; servers or links are slow"
+        elsewhere = self._elsewhere(sorted(inquiry.late))
+        lines += [elsewhere] * bool(elsewhere)
+        waiting = join_names([f"worker {rank}" for rank in sorted(inquiry.in_it)])
+        return f"{'; '.join(lines)}; in it: {waiting}"
+
+    def _name(self, rank: int) -> str:
+        return self._peers.get(rank, (0, f"worker {rank}"))[1]
+
+
+def _alike(inquiry: _Inquiry) -> dict[str, list[int]]:
+    """Put together the workers of which the same is to be said, in the order of ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, answer in sorted(inquiry.late.items()):
+        if rank not in inquiry.in_it:
+            found.setdefault(_words(inquiry.asked, answer), []).append(rank)
+    return found
+
+
+def _words(asked: Waiting, answer: Whereabouts) -> str:
+    """Say how far a worker is that others wait for, and what it is at."""
+    if not asked.place:
+        how = "is not in it"
+    elif answer.count:
+        how = f"has begun {answer.count} operations on it"
+    else:
+        how = "has not begun it"
+    waits = f", waits for {answer.waits}" if answer.waits else ""
+    return f"{how}{waits}, is at {answer.stack}" if answer.stack else f"{how}{waits}"

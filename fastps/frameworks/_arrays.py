@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What plugins share whose framework hands over memory: sums of a list of arrays, and calls.
+
+An ArrayExchange adds the same list of arrays once per step, small ones side by side, and lets
+the start be apart from the finish, so that what lies between is hidden. A Calls table gives
+compiled programs of a framework, which can hold a number but no object, a way to Python. Must
+never know a framework: arrays are NumPy's, over the framework's own memory wherever it allows
+that. Threads: one at a time for each exchange; calls come from threads of the framework.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from fastps import session
+from fastps.asynchronous import ServerParameters
+from fastps.compression import Choice, is_own
+from fastps.errors import FastPSError
+from fastps.flights import Flight, correction_of, start_allreduce
+from fastps.frameworks._adapter import (
+    BUCKET_BYTES,
+    Average,
+    check_op,
+    plan_buckets,
+    wait_all,
+)
+from fastps.frameworks._lent import Lent
+from fastps.sets import ProcessSet, global_process_set
+from fastps.types import DType, Op, dtype_of, numpy_dtype
+from fastps.worker.handle import Array
+
+Arrays: TypeAlias = Sequence[Array] | Lent
+ALIGNMENT = 64  # bytes, of each array in a bucket: what the processor loads at once
+_BFLOAT16 = np.dtype(np.uint16)
+
+
+class Spec(NamedTuple):
+    """What all workers know of one array."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def wire_view(array: Array) -> Array:
+    """Give an array's memory as the session takes it: bfloat16 as uint16."""
+    return array.view(_BFLOAT16) if array.dtype.name == "bfloat16" else array
+
+
+def spec_of(name: str, shape: Sequence[int], dtype: Any) -> Spec:
+    """Describe an array; TypeError for a dtype that does not travel."""
+    return Spec(name, tuple(map(int, shape)), dtype_of(np.dtype(dtype)))
+
+
+class _Bucket:
+    """What travels under one name: one array where it lies, or several side by side."""
+
+    def __init__(self, specs: Sequence[Spec], places: Sequence[int]) -> None:
+        self.specs = specs
+        self.places = places  # in the list of all arrays
+        self.code = specs[0].dtype
+        self.is_loose = len(specs) == 1
+        self.name = _bucket_name(specs)
+        self._slots: list[Array] = []
+        self._flat: Array
+        self._own: Array  # what to copy: (place, offset, nbytes) of each array
+        self._whole: Array  # the same by places in the list of all arrays
+        self._out: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what travels."""
+        return self.specs[0].shape if self.is_loose else (sum(self._counts()),)
+
+    def _counts(self) -> list[int]:
+        unit = ALIGNMENT // self.code.itemsize
+        return [-(-math.prod(spec.shape) // unit) * unit for spec in self.specs]
+
+    def make_room(self, home: session.Session) -> None:
+        """Make memory for arrays side by side, which workers of a machine share if they can."""
+        if self.is_loose:
+            return
+        self._flat = home.empty(self.shape, self.code)
+        self._flat.fill(0)
+        self._slots, first = [], 0
+        rows = []
+        for spec, count in zip(self.specs, self._counts(), strict=True):
+            part = self._flat[first : first + math.prod(spec.shape)]
+            self._slots.append(part.reshape(spec.shape))
+            rows.append((first * self.code.itemsize, spec.nbytes))
+            first += count
+        self._bytes = self._flat.view(np.int8)
+        self._own = self._table(range(len(rows)), rows)
+        self._whole = self._table(self.places, rows)
+
+    @staticmethod
+    def _table(places: Sequence[int], rows: Sequence[tuple[int, int]]) -> Array:
+        return np.array([(p, *row) for p, row in zip(places, rows, strict=True)], np.int64)
+
+    def memory(self, home: session.Session) -> list[Array]:
+        """Give memory for each array: its place in the bucket, or of its own."""
+        return [home.empty(self.shape, self.code)] if self.is_loose else self._slots
+
+    def load(self, sources: Arrays, outs: Arrays | None) -> tuple[Array, Array]:
+        """Give what is read and what is written by the operation."""
+        if self.is_loose:
+            source = sources[0]
+            self._out = source if outs is None else outs[0]
+            return source, self._out
+        if isinstance(sources, Lent):
+            sources.gather(self._bytes, self._own)
+        else:
+            for source, slot in zip(sources, self._slots, strict=True):
+                if source is not slot:
+                    np.copyto(slot, source)
+        return self._flat, self._flat
+
+    def store(self, outs: Arrays, factor: float) -> None:
+        """Write the result to the bucket's arrays, times a factor."""
+        self._store(outs, range(len(self.specs)), factor)
+
+    def store_among(self, outs: Arrays, factor: float) -> None:
+        """Write the result to its places among all arrays, times a factor."""
+        self._store(outs, self.places, factor)
+
+    def _store(self, outs: Arrays, places: Sequence[int], factor: float) -> None:
+        if self.is_loose:
+            self._check_place(outs[places[0]])
+        elif isinstance(outs, Lent):
+            outs.scatter(self._bytes, self._whole if places is self.places else self._own)
+        else:
+            for slot, place in zip(self._slots, places, strict=True):
+                if (out := outs[place]) is not slot:
+                    np.copyto(out, slot)
+        if factor != 1.0:
+            for place in places:
+                scale(outs[place], self.code, factor)
+
+    def _check_place(self, out: Array) -> None:
+        """Refuse a result that the framework has moved away while it was being made."""
+        made, self._out = self._out, None
+        if made is None or (made.size and made.ctypes.data != out.ctypes.data):
+            raise FastPSError(
+                f"{self.name!r}: the framework moved the array between start and finish, so its "
+                "sum is not there; use push_pull(), which does both at once"
+            )
+
+
+class _Started(NamedTuple):
+    """A bucket under way, and what keeps its memory alive."""
+
+    flight: Flight
+    bucket: _Bucket
+    outs: Arrays
+    keep: Any
+
+    @property
+    def factor(self) -> float:
+        """What its results are to be multiplied by, where workers are missing."""
+        return correction_of(self.flight, self.bucket.code)
+
+
+class ArrayExchange:
+    """Add a fixed list of arrays over all workers, once per step.
+
+    specs: in the order of the layers; priorities fall along it. compression: of
+    fastps.push_pull(); integers travel as they are. Arrays up to 64 KiB of one dtype travel
+    together, up to bucket_bytes. Declares its names, blocking, at the first start in each
+    session; raises MismatchError there where workers differ. ValueError for another op than
+    Average and Sum.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        *,
+        op: Op = Average,
+        compression: Choice = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        self.specs = list(specs)
+        self._op = check_op(op)
+        self._set = process_set
+        self._choice = compression
+        is_by_name = callable(compression) and not is_own(compression)
+        self.plan = plan_buckets(
+            [spec.dtype for spec in specs],
+            [-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in specs],
+            bucket_bytes=0 if is_by_name else bucket_bytes,
+        )
+        self._buckets = [_Bucket([specs[i] for i in places], places) for places in self.plan]
+        self._home: Callable[[], session.Session | None] = lambda: None
+        self._started: dict[int, _Started] = {}
+
+    def memory(self, number: int) -> list[Array]:
+        """Give arrays, of this session, for those of a bucket to lie in, which saves copies.
+
+        They are shared by the workers of a machine if they can; start() and finish() are to be
+        given these very objects.
+        """
+        self.bind()
+        return self._buckets[number].memory(session.current())
+
+    def start(
+        self,
+        number: int,
+        sources: Arrays,
+        outs: Arrays | None = None,
+        *,
+        keep: Any = None,
+    ) -> None:
+        """Begin the sum of a bucket; the arrays are those of plan[number], C-contiguous.
+
+        sources: read; outs: where finish() will want the result, None for in place. Both are
+        used until then where the bucket is one array alone, and otherwise only now. keep: what
+        lets their memory live. FastPSError where the bucket is under way already.
+        """
+        self.bind()
+        bucket = self._buckets[number]
+        if number in self._started:
+            raise FastPSError(
+                f"{bucket.name!r} was started twice without a finish: use another name for "
+                "another sum, and finish each before the next of its name starts"
+            )
+        read, written = bucket.load(sources, outs)
+        if not written.size and not read.size:
+            written = read = np.empty(bucket.shape, numpy_dtype(bucket.code))
+        flight = start_allreduce(
+            read, written, self._op, bucket.name, self._set, dtype=bucket.code,
+            priority=-self.plan[number][0],
+        )  # fmt: skip
+        self._started[number] = _Started(
+            flight, bucket, sources if outs is None else outs, (keep, read, written)
+        )
+
+    def finish(self, outs: Arrays) -> None:
+        """Wait for all buckets and write all results, in the order of specs; no GIL meanwhile.
+
+        Waits for all also where one fails, and raises what went wrong: as fastps.synchronize().
+        """
+        for one in self._wait(range(len(self.plan))):
+            one.bucket.store_among(outs, one.factor)
+
+    def finish_bucket(self, number: int) -> None:
+        """Wait for one bucket and write its results where start() was told; as finish()."""
+        for one in self._wait([number]):
+            one.bucket.store(one.outs, one.factor)
+
+    def _wait(self, numbers: Sequence[int]) -> list[_Started]:
+        missing = [number for number in numbers if number not in self._started]
+        if missing:
+            raise FastPSError(f"{self._buckets[missing[0]].name!r} was finished but not started")
+        taken = [self._started.pop(number) for number in numbers]
+        wait_all([one.flight for one in taken])
+        return taken
+
+    def add(self, sources: Arrays, outs: Arrays) -> None:
+        """Do the whole: add all arrays, in the order of specs, into others; blocks."""
+        for number, places in enumerate(self.plan):
+            self.start(number, [sources[i] for i in places], [outs[i] for i in places])
+        self.finish(outs)
+
+    def bind(self) -> None:
+        """Make memory and names in the session, once; start() does it too. Blocks."""
+        current = session.current()
+        if self._home() is not current:
+            self._started.clear()
+            for bucket in self._buckets:
+                bucket.make_room(current)
+            if self._set is global_process_set and not current.config.goes_on:
+                self._declare(current)
+            self._home = weakref.ref(current)
+
+    def _declare(self, home: session.Session) -> None:
+        """Declare all buckets at once; those of integers without compression."""
+        for is_float, choice in ((True, self._choice), (False, None)):
+            specs = [
+                (bucket.name, bucket.shape, bucket.code)
+                for bucket in self._buckets
+                if (bucket.code <= DType.BFLOAT16) is is_float
+            ]
+            if specs:
+                home.declare(specs, compression=choice)
+
+
+def broadcast_in_place(arrays: Sequence[Array], names: Sequence[str], root_rank: int) -> None:
+    """Overwrite arrays with the root's, in one submit for each dtype; blocks.
+
+    Names that stand for other arrays already get a number: of a model, then of its optimizer.
+    """
+    current = session.current()
+    codes = [dtype_of(one.dtype) for one in arrays]
+    shapes = [one.shape for one in arrays]
+    labels, number = list(names), 1
+    is_asked = not current.config.goes_on  # then nothing is declared
+    while is_asked and not all(map(current.is_free_for, labels, shapes, codes)):
+        number += 1
+        labels = [f"{name} ({number})" for name in names]
+    kinds: dict[DType, list[int]] = {}
+    for place, code in enumerate(codes):
+        kinds.setdefault(code, []).append(place)
+    wait_all(
+        [
+            current.broadcast_async(
+                [wire_view(arrays[i]) for i in places], root_rank, [labels[i] for i in places],
+                dtype=code,
+            )
+            for code, places in kinds.items()
+        ]
+    )  # fmt: skip
+
+
+class AsynchronousSteps:
+    """Parameters that servers hold, for a program that steps by itself between two calls.
+
+    As ServerParameters, whose terms these are. Of float32, float64, float16 (TypeError).
+    """
+
+    def __init__(self, prefix: str, staleness: float | None = None) -> None:
+        self._prefix = prefix
+        self._staleness = staleness
+        self._home: Callable[[], session.Session | None] = lambda: None
+        self._server: ServerParameters
+
+    def exchange(self, before: Sequence[Array], changes: Sequence[Array]) -> list[Array]:
+        """Push what a step has changed and give what servers hold then, as new arrays; blocks.
+
+        before: what the step began with; rank 0's is what servers hold at first.
+        """
+        for one in before:
+            if one.dtype.kind != "f" or wire_view(one) is not one:
+                raise TypeError(f"servers add to floats, not to {one.dtype}: hold it in float32")
+        current = session.current()
+        if self._home() is not current:
+            arrays = {str(place): np.array(one) for place, one in enumerate(before)}
+            self._server = ServerParameters(arrays, prefix=self._prefix, staleness=self._staleness)
+            self._home = weakref.ref(current)
+        held = self._server.push([np.ascontiguousarray(one) for one in changes])
+        return [np.array(one) for one in held]
+
+
+class Exchanges:
+    """The exchanges of a plugin whose programs are traced anew: one for the same arrays and terms.
+
+    They live as long as the process, as programs that a framework has traced may.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[Hashable, ArrayExchange] = {}
+
+    def get(
+        self,
+        specs: Sequence[Spec],
+        *,
+        op: Op,
+        compression: Choice = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        process_set: ProcessSet = global_process_set,
+    ) -> ArrayExchange:
+        """Give the exchange of these arrays; options of ArrayExchange."""
+        key = (tuple(specs), op, repr(compression), bucket_bytes, process_set)
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = ArrayExchange(
+                    specs, op=op, compression=compression, bucket_bytes=bucket_bytes,
+                    process_set=process_set,
+                )  # fmt: skip
+            return self._known[key]
+
+
+Call = Callable[[int, Arrays, Arrays], None]
+
+
+class Calls:
+    """Functions by number, for programs that a framework has compiled.
+
+    The same key always has the same number, so that tracing a program again adds nothing; a
+    function lives as long as the process, as such programs may.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: dict[Hashable, int] = {}
+        self._functions: list[Call] = []
+
+    def number_of(self, key: Hashable, make: Callable[[], Call]) -> int:
+        """Give the number of a function, made at the first use of its key."""
+        with self._lock:
+            if key not in self._numbers:
+                self._functions.append(make())
+                self._numbers[key] = len(self._functions) - 1
+            return self._numbers[key]
+
+    def run(self, number: int, device: int, inputs: Arrays, outputs: Arrays) -> None:
+        """Call a function: with the device of this process, what it reads and what it writes."""
+        self._functions[number](device, inputs, outputs)
+
+
+def _bucket_name(specs: Sequence[Spec]) -> str:
+    """Name a bucket by its first array, and so that only the same arrays give the same."""
+    if len(specs) == 1:
+        return specs[0].name
+    text = repr([(spec.name, spec.shape) for spec in specs])
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{specs[0].name} and {len(specs) - 1} more ({digest})"
+
+
+def scale(array: Array, code: DType, factor: float) -> None:
+    """Multiply in place, half types in float32; bfloat16 as uint16."""
+    if code is not DType.BFLOAT16:
+        np.multiply(array, factor, out=array, casting="same_kind")
+        return
+    wide = (array.astype(np.uint32) << np.uint32(16)).view(np.float32) * np.float32(factor)
+    bits = wide.view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)  # ties go to even
+    array[...] = np.where(
+        np.isnan(wide), np.uint32(0x7FC0), (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+    ).astype(np.uint16)

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a framework's arrays, lent for one call."""
+
+from typing_extensions import disjoint_base
+
+from fastps.worker.handle import Array
+
+@disjoint_base
+class Lent:
+    def __len__(self) -> int: ...
+    def __getitem__(self, place: int) -> Array: ...
+    def gather(self, flat: Array, table: Array) -> None: ...
+    def scatter(self, flat: Array, table: Array) -> None: ...

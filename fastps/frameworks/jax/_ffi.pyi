@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+# The Python face of _ffi; stubtest compares it with the module. The docstrings are there.
+
+from collections.abc import Callable
+from typing import Any
+
+from typing_extensions import disjoint_base
+
+from fastps.frameworks._lent import Lent
+
+@disjoint_base
+class Buffers(Lent): ...
+
+def handler(run: Callable[..., None]) -> Any: ...

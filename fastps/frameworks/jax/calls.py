@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a program that XLA has compiled calls Python, with its buffers as NumPy arrays.
+
+On a CPU by XLA's foreign function interface, without a copy; elsewhere by jax.io_callback(),
+which copies. Knows nothing of what is called.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from fastps.frameworks._arrays import Call, Calls, wire_view
+from fastps.frameworks.jax import _ffi
+from fastps.worker.handle import Array
+
+Shapes: TypeAlias = Sequence[jax.ShapeDtypeStruct]
+
+TARGET = "fastps_call"
+calls = Calls()
+
+
+@functools.cache
+def _register() -> None:
+    """Make the target known to XLA; once for each process."""
+    jax.ffi.register_ffi_target(TARGET, _ffi.handler(calls.run), platform="cpu")
+
+
+def is_native() -> bool:
+    """Tell whether XLA's buffers can be lent: its default device is a CPU."""
+    return str(jax.default_backend()) == "cpu"
+
+
+def call(
+    key: Hashable,
+    make: Callable[[], Call],
+    operands: Sequence[Any],
+    shapes: Shapes,
+    *,
+    is_in_place: bool = False,
+    is_pure: bool = False,
+) -> list[Any]:
+    """Add a call of a function to the program that is traced, or do it now.
+
+    key: the function's, which make() makes. shapes: of the results. is_in_place: each result
+    takes the memory of the operand at its place. is_pure: a program may leave the call out where
+    nothing needs its results; JAX starts a program with other calls from Python, which takes it
+    microseconds for each of the program's arrays.
+    """
+    number = calls.number_of(key, make)
+    if not is_native():
+        return _call_back(number, operands, shapes)
+    _register()
+    places = {place: place for place in range(len(operands))} if is_in_place else {}
+    run = jax.ffi.ffi_call(
+        TARGET, tuple(shapes), has_side_effect=not is_pure,
+        input_output_aliases=places, vmap_method="sequential",
+    )  # fmt: skip
+    return list(run(*operands, number=np.int64(number)))
+
+
+def _call_back(number: int, operands: Sequence[Any], shapes: Shapes) -> list[Any]:
+    """Do the same where the buffers are a device's: they are copied to the host and back."""
+
+    def run(*inputs: Array) -> tuple[Array, ...]:
+        found = [np.empty(shape.shape, shape.dtype) for shape in shapes]
+        sources = [wire_view(np.ascontiguousarray(one)) for one in inputs]
+        calls.run(number, 0, sources, [wire_view(one) for one in found])
+        return tuple(found)
+
+    return list(jax.experimental.io_callback(run, tuple(shapes), *operands, ordered=False))
+
+
+def shapes_of(leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Give shape and dtype of each array."""
+    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Horovod's operations on JAX arrays, under jit too.
+
+Results under jit have shapes that are known when the program is traced: first dimensions are the
+same on all workers there, and only outside of it may they differ. What a name is for, and which
+bytes travel: docs/collectives.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fastps
+from fastps.flights import (
+    correction_of,
+    start_allgather,
+    start_allreduce,
+    start_alltoall,
+    start_broadcast,
+    start_reducescatter,
+)
+from fastps.frameworks._adapter import Average, check_name
+from fastps.frameworks._arrays import scale, wire_view
+from fastps.frameworks.jax.calls import call
+from fastps.sets import ProcessSet, global_process_set
+from fastps.types import DType, Op, dtype_of
+from fastps.worker.handle import Array
+
+
+def allreduce(
+    tensor: Any, name: str, *, op: Op = Average, process_set: ProcessSet = global_process_set
+) -> jax.Array:
+    """Give the average, or another op, of everybody's array; blocks the program there.
+
+    op: as for fastps.allreduce(). Not differentiated: push_pull() is.
+    """
+    array = jnp.asarray(tensor)
+    label, code = check_name(name, "allreduce"), dtype_of(array.dtype)
+
+    def run(_: int, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+        flight = start_allreduce(inputs[0], None, op, label, process_set, dtype=code)
+        found = flight.wait()
+        factor = correction_of(flight, code)
+        np.copyto(outputs[0], found.reshape(outputs[0].shape))
+        if factor != 1.0:
+            scale(outputs[0], code, factor)
+
+    return _once(("allreduce", label, op, id(process_set)), run, array, array.shape)
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int = 0,
+    *,
+    name: str,
+    process_set: ProcessSet = global_process_set,
+) -> jax.Array:
+    """Give everybody the root's array, bit by bit; blocks the program there."""
+    array = jnp.asarray(tensor)
+    label, code = check_name(name, "broadcast"), dtype_of(array.dtype)
+
+    def run(_: int, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+        np.copyto(outputs[0], inputs[0])
+        start_broadcast(outputs[0], root_rank, label, process_set, dtype=code).wait()
+
+    return _once(("broadcast", label, root_rank, id(process_set)), run, array, array.shape)
+
+
+def allgather(
+    tensor: Any, name: str, *, process_set: ProcessSet = global_process_set
+) -> jax.Array:
+    """Give everybody's array, one after the other along the first dimension.
+
+    First dimensions may differ outside of jit, and there alone. Blocks the program there.
+    """
+    array = jnp.atleast_1d(jnp.asarray(tensor))
+    label, code = check_name(name, "allgather"), dtype_of(array.dtype)
+    if not _is_traced(array):
+        flight, _ = start_allgather(_host(array), label, process_set, dtype=code)
+        return _device(flight.wait(), code)
+    size = process_set.size()
+    counts = [len(array)] * size
+
+    def run(_: int, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+        flight = start_allgather(inputs[0], label, process_set, dtype=code, counts=counts)[0]
+        np.copyto(outputs[0], flight.wait())
+
+    shape = (size * len(array), *array.shape[1:])
+    return _once(("allgather", label, id(process_set)), run, array, shape)
+
+
+def reducescatter(
+    tensor: Any, name: str, *, op: Op = Average, process_set: ProcessSet = global_process_set
+) -> jax.Array:
+    """Give each member its rows of the allreduce(); under jit they divide evenly (ValueError)."""
+    array = jnp.asarray(tensor)
+    label, code = check_name(name, "reducescatter"), dtype_of(array.dtype)
+
+    def start(source: Array) -> Array:
+        flight = start_reducescatter(source, op, label, process_set, dtype=code)
+        found: Array = flight.wait()
+        return found
+
+    if not _is_traced(array):
+        return _device(start(_host(array)), code)
+    shape = (_share(array, process_set), *array.shape[1:])
+    run = _copying(start)
+    return _once(("reducescatter", label, op, id(process_set)), run, array, shape)
+
+
+def alltoall(
+    tensor: Any,
+    splits: Sequence[int] | None = None,
+    *,
+    name: str,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send rows to each member, and give what came from each, in the order of members.
+
+    splits: how many rows go to each, outside of jit (ValueError under it); then the array and how
+    many rows came from each come back. None: the same number for all.
+    """
+    array = jnp.asarray(tensor)
+    label, code = check_name(name, "alltoall"), dtype_of(array.dtype)
+    if not _is_traced(array):
+        flight, received = start_alltoall(_host(array), splits, label, process_set, dtype=code)
+        found = _device(flight.wait(), code)
+        return found if splits is None else (found, np.array(received))
+    if splits is not None:
+        raise ValueError("alltoall with splits has no fixed shape: call it outside of jit")
+    _share(array, process_set)
+
+    def exchange(source: Array) -> Array:
+        flight = start_alltoall(source, None, label, process_set, dtype=code)[0]
+        found: Array = flight.wait()
+        return found
+
+    return _once(("alltoall", label, id(process_set)), _copying(exchange), array, array.shape)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str = "object") -> Any:
+    """Give everybody the root's object, made of plain values and arrays, which come as NumPy's."""
+    plain = jax.tree.map(lambda leaf: np.asarray(leaf) if _is_array(leaf) else leaf, obj)
+    return fastps.broadcast_object(plain, root_rank, name=name)
+
+
+def _once(key: Any, run: Any, array: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Call a function of one array that gives one of the same dtype and this shape."""
+    wanted = jax.ShapeDtypeStruct(tuple(shape), array.dtype)
+    whole = (key, array.shape, str(array.dtype), tuple(shape))
+    found: jax.Array = call(whole, lambda: run, [array], [wanted])[0]
+    return found
+
+
+def _copying(start: Callable[[Array], Array]) -> Any:
+    def run(_: int, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+        np.copyto(outputs[0], start(inputs[0]))
+
+    return run
+
+
+def _share(array: jax.Array, process_set: ProcessSet) -> int:
+    """Give how many rows each member gets, where they divide evenly."""
+    size = process_set.size()
+    if not array.ndim or len(array) % size:
+        raise ValueError(f"{array.shape} has no rows that divide among {size} workers under jit")
+    return len(array) // size
+
+
+def _host(array: jax.Array) -> Array:
+    """Give an array's memory, on a CPU without a copy."""
+    return wire_view(np.asarray(array))
+
+
+def _device(found: Array, code: DType) -> jax.Array:
+    is_half = code is DType.BFLOAT16
+    return jnp.asarray(found.view(jnp.bfloat16.dtype) if is_half else found)
+
+
+def _is_traced(array: object) -> bool:
+    return isinstance(array, jax.core.Tracer)
+
+
+def _is_array(leaf: object) -> bool:
+    return isinstance(leaf, jax.Array)

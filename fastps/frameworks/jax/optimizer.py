@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""distributed(): an optax transformation that steps with averages; trees of one worker for all.
+
+Knows optax by the form of its transformations alone: a named tuple of init and update.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fastps import session
+from fastps.frameworks._adapter import BUCKET_BYTES, Average, check_op
+from fastps.frameworks._arrays import broadcast_in_place
+from fastps.frameworks.jax.sums import names_of, push_pull_finish, push_pull_start
+from fastps.sets import ProcessSet, global_process_set
+from fastps.types import Op
+
+
+def distributed(
+    optimizer: Any,
+    *,
+    op: Op = Average,
+    compression: Any = None,
+    prefix: str = "Gradient",
+    bucket_bytes: int = BUCKET_BYTES,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Make an optax transformation step with gradients averaged (or summed) over all workers.
+
+    optimizer: an optax.GradientTransformation; one of the same type comes back, whose state is
+    the optimizer's own. Its update() may be compiled: then every bucket of gradients leaves when
+    it is there, and the rest of the program that does not need the averages goes on.
+    compression, bucket_bytes, process_set: of push_pull(). Give a second optimizer whose
+    gradients have the same paths another prefix. For several passes per step wrap the result in
+    optax.MultiSteps, which calls it once per step. TypeError for what is no transformation.
+    """
+    average = check_op(op) is Average
+    update = getattr(optimizer, "update", None)
+    if update is None or not hasattr(optimizer, "_replace"):
+        raise TypeError(
+            f"an optax transformation is needed, not {type(optimizer).__name__}: for example "
+            "distributed(optax.sgd(0.1))"
+        )
+
+    def step(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        started = push_pull_start(
+            gradients, prefix, average=average, compression=compression,
+            bucket_bytes=bucket_bytes, process_set=process_set,
+        )  # fmt: skip
+        return update(push_pull_finish(started), state, params, **extra)
+
+    return optimizer._replace(update=step)
+
+
+def broadcast_parameters(tree: Any, root_rank: int = 0, prefix: str = "Parameter") -> Any:
+    """Give every worker the root's pytree: parameters, or the state of an optimizer.
+
+    Arrays travel in one submit for each dtype, and other leaves as broadcast_object() carries
+    them. Shapes and dtypes are the same on all workers (MismatchError). Not under jit. Blocks.
+    """
+    current = session.current()
+    leaves, structure = jax.tree.flatten(tree)
+    names = names_of(tree, prefix)
+    is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
+    copies = {i: np.array(leaf) for i, leaf in enumerate(leaves) if is_array[i]}
+    broadcast_in_place(list(copies.values()), [names[i] for i in copies], root_rank)
+    others = [leaf for leaf, it in zip(leaves, is_array, strict=True) if not it]
+    if others:
+        others = current.broadcast_object(others, root_rank, f"{prefix} others")
+    rest = iter(others)
+    found = [jnp.asarray(copies[i]) if it else next(rest) for i, it in enumerate(is_array)]
+    return jax.tree.unflatten(structure, found)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""push_pull of pytrees, at once or as a start and a finish, under every transformation of JAX.
+
+A tree is one submit: its leaves are named by their paths, small ones travel side by side, and
+priorities fall along the tree. Under jit a program calls us from within, with XLA's own memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fastps.frameworks._adapter import BUCKET_BYTES, check_name, op_of
+from fastps.frameworks._arrays import ArrayExchange, Arrays, Spec, spec_of
+from fastps.frameworks.jax.calls import call, is_native, shapes_of
+from fastps.sets import ProcessSet, global_process_set
+from fastps.types import Op
+
+
+@dataclass(frozen=True)
+class How:
+    """What is done to the leaves of a tree, as a program is compiled for it; hashable."""
+
+    names: tuple[str, ...]
+    op: Op
+    bucket_bytes: int
+    label: str  # of the compression, which may not be hashable
+    compression: Any = field(compare=False)
+    process_set: ProcessSet = field(hash=False)
+
+    @property
+    def of_gradient(self) -> How:
+        """The same for the gradients of the results, under names of their own."""
+        return replace(self, names=tuple(f"{name}.gradient" for name in self.names))
+
+
+class Plan:
+    """The exchanges of one list of leaves: one for each device of this process."""
+
+    def __init__(self, how: How, specs: Sequence[Spec]) -> None:
+        self._how = how
+        self._specs = specs
+        self._on: dict[int, ArrayExchange] = {}
+        self.buckets = self.on(0).plan
+
+    def on(self, device: int) -> ArrayExchange:
+        """Give the exchange of a device; devices of one number belong together in the job."""
+        if device not in self._on:
+            mark = f"@{device}" if device else ""
+            self._on[device] = ArrayExchange(
+                [spec._replace(name=spec.name + mark) for spec in self._specs],
+                op=self._how.op, compression=self._how.compression,
+                bucket_bytes=self._how.bucket_bytes, process_set=self._how.process_set,
+            )  # fmt: skip
+        return self._on[device]
+
+    def add(self, device: int, inputs: Arrays, outputs: Arrays) -> None:
+        """Do the whole at once."""
+        self.on(device).add(inputs, outputs)
+
+    def start(self, bucket: int, device: int, inputs: Arrays, outputs: Arrays) -> None:
+        """Begin with a bucket, in the memory that XLA keeps until the finish."""
+        self.on(device).start(bucket, inputs, outputs)
+
+    def finish(self, device: int, inputs: Arrays, outputs: Arrays) -> None:
+        """End with all buckets."""
+        self.on(device).finish(outputs)
+
+
+@functools.cache
+def plan_of(how: How, specs: tuple[Spec, ...]) -> Plan:
+    """Give the plan for leaves; the same for the same, in all programs."""
+    return Plan(how, specs)
+
+
+def _specs(how: How, leaves: Sequence[Any]) -> tuple[Spec, ...]:
+    return tuple(
+        spec_of(name, leaf.shape, leaf.dtype) for name, leaf in zip(how.names, leaves, strict=True)
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _add_now(how: How, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
+    specs = _specs(how, leaves)
+    plan = plan_of(how, specs)
+    key = ("add", how, specs)
+    return tuple(call(key, lambda: plan.add, leaves, shapes_of(leaves), is_pure=True))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add(how: How, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = _add_now(how, leaves)
+    return found
+
+
+def _forward(how: How, leaves: tuple[Any, ...]) -> tuple[tuple[Any, ...], None]:
+    return _add(how, leaves), None
+
+
+def _backward(how: How, _: None, gradients: tuple[Any, ...]) -> tuple[tuple[Any, ...]]:
+    """Add the gradients of the results; those of integers are no numbers and stay."""
+    floats = [i for i, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
+    back = how.of_gradient
+    some = replace(back, names=tuple(back.names[i] for i in floats))
+    added = iter(_add(some, tuple(gradients[i] for i in floats)))
+    return (tuple(next(added) if i in floats else one for i, one in enumerate(gradients)),)
+
+
+_add.defvjp(_forward, _backward)
+
+
+def push_pull(
+    tree: Any,
+    name: str,
+    *,
+    average: bool = True,
+    compression: Any = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Average (or sum) every array of a pytree over all workers.
+
+    name: the same on all workers, of one operation at a time; a leaf's is it and the leaf's path.
+    compression: of fastps.push_pull(). Works under jit, grad, scan,
+    cond, vmap (one after the other) and shard_map, where the devices of one number in all
+    processes add among themselves, and jax.checkpoint. Its gradient is the push_pull of
+    the results' gradients, under '<name>.gradient'. Blocks the program at that point. A compiled
+    program leaves it out where nothing needs the result: let all workers need it, or none. Errors
+    arrive as jax.errors.JaxRuntimeError with our text.
+    """
+    leaves, structure, how = _taken_apart(
+        tree, name, average, compression, bucket_bytes, process_set
+    )
+    return jax.tree.unflatten(structure, _add(how, tuple(leaves)) if leaves else ())
+
+
+@jax.tree_util.register_pytree_node_class
+class InFlight:
+    """A tree under way, from push_pull_start() to push_pull_finish(); look at nothing in it."""
+
+    def __init__(self, leaves: Sequence[Any], how: How, structure: Any) -> None:
+        self.leaves, self.how, self.structure = leaves, how, structure
+
+    def tree_flatten(self) -> tuple[Sequence[Any], tuple[How, Any]]:
+        """Take apart for JAX."""
+        return self.leaves, (self.how, self.structure)
+
+    @classmethod
+    def tree_unflatten(cls, how: tuple[How, Any], leaves: Sequence[Any]) -> InFlight:
+        """Put together for JAX."""
+        return cls(leaves, *how)
+
+
+def push_pull_start(
+    tree: Any,
+    name: str,
+    *,
+    average: bool = True,
+    compression: Any = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    process_set: ProcessSet = global_process_set,
+) -> InFlight:
+    """Begin push_pull(); what the program does before push_pull_finish() goes on beside it.
+
+    Each bucket leaves as soon as its arrays are there. Start and finish belong into one compiled
+    function. Not to be differentiated: it is for gradients.
+    """
+    leaves, structure, how = _taken_apart(
+        tree, name, average, compression, bucket_bytes, process_set
+    )
+    if not is_native():
+        return InFlight(leaves, how, structure)
+    specs = _specs(how, leaves)
+    plan = plan_of(how, specs)
+    flying = list(leaves)
+    for number, places in enumerate(plan.buckets):
+        some = [leaves[i] for i in places]
+        key = ("start", number, how, specs)
+        make = functools.partial(functools.partial, plan.start, number)
+        found = call(key, make, some, shapes_of(some), is_in_place=True, is_pure=True)
+        for place, one in zip(places, found, strict=True):
+            flying[place] = one
+    return InFlight(flying, how, structure)
+
+
+def push_pull_finish(started: InFlight) -> Any:
+    """Wait for what push_pull_start() has begun, and give the tree of results."""
+    how, leaves = started.how, list(started.leaves)
+    if not is_native():
+        return jax.tree.unflatten(started.structure, _add_now(how, tuple(leaves)))
+    return jax.tree.unflatten(started.structure, _finish_now(how, leaves) if leaves else ())
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _finish_now(how: How, leaves: list[Any]) -> list[Any]:
+    """End with all leaves, where they are: outside of a compiled function too."""
+    specs = _specs(how, leaves)
+    plan = plan_of(how, specs)
+    key = ("finish", how, specs)
+    return call(
+        key, lambda: plan.finish, leaves, shapes_of(leaves), is_in_place=True, is_pure=True
+    )
+
+
+def names_of(tree: Any, name: str) -> tuple[str, ...]:
+    """Name the leaves of a tree by their paths."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return tuple(name + jax.tree_util.keystr(path) for path in paths)
+
+
+def _taken_apart(
+    tree: Any, name: str, average: bool, compression: Any, bucket_bytes: int, who: ProcessSet
+) -> tuple[list[Any], Any, How]:
+    """Give leaves, structure and what is to be done with them."""
+    label = check_name(name, "push_pull")
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+    op = op_of(average)
+    how = How(names_of(tree, label), op, bucket_bytes, repr(compression), compression, who)
+    return leaves, structure, how

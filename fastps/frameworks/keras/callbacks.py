@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks for model.fit(), by Horovod's and BytePS's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+import fastps
+from fastps.frameworks.keras.variables import broadcast_variables, host_of
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Let all workers begin with one worker's model and state of the optimizer."""
+
+    def __init__(self, root_rank: int = 0) -> None:
+        """Note whose; does not communicate."""
+        super().__init__()
+        self._root_rank = root_rank
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast the variables that there are; blocks."""
+        optimizer = getattr(self.model, "optimizer", None)
+        slots = [] if optimizer is None else list(optimizer.variables)
+        broadcast_variables([*self.model.variables, *slots], self._root_rank, "fit")
+
+
+class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Average the metrics of an epoch over all workers; put it before what reads them."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Average the numbers in logs, in place; blocks."""
+        names = sorted(name for name, value in (logs or {}).items() if np.isscalar(value))
+        if not names:
+            return
+        values = np.array([logs[name] for name in names], np.float64)
+        label = f"metrics of {len(names)}"
+        found = fastps.push_pull(values, label)
+        logs.update(zip(names, map(float, found), strict=True))
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Multiply the initial learning rate, from one epoch on to another.
+
+    multiplier: a number, or f(epoch), which gets fractions of an epoch where staircase is False;
+    steps_per_epoch is needed then where fit() does not know it. momentum_correction: scale a
+    momentum with the rate for the first batch of a new rate. Source: P. Goyal et al., Accurate,
+    Large Minibatch SGD, 2017, section 2.1.
+    """
+
+    def __init__(
+        self,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        initial_lr: float | None = None,
+    ) -> None:
+        """Note the schedule; initial_lr: None for the optimizer's at the beginning."""
+        super().__init__()
+        self._multiplier = multiplier
+        self._epochs = (start_epoch, end_epoch)
+        self._staircase = staircase if callable(multiplier) else True
+        self._corrects = momentum_correction
+        self._steps = steps_per_epoch
+        self._initial = initial_lr
+        self._epoch = 0
+        self._momentum: float | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Note the rate that is multiplied; ValueError where steps_per_epoch is missing."""
+        if self._initial is None:
+            self._initial = _rate(self.model.optimizer)
+        if self._steps is None and not self._staircase:
+            self._steps = self.params.get("steps")
+            if not self._steps:
+                raise ValueError("fit() does not know steps_per_epoch: give it to the callback")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the rate, at the first batch of an epoch or at each."""
+        start, end = self._epochs
+        if self._epoch < start or (end is not None and self._epoch >= end):
+            return
+        if self._staircase and batch == 0:
+            self._adjust(self._epoch)
+        elif not self._staircase:
+            self._adjust(self._epoch + batch / (self._steps or 1))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Give the momentum back."""
+        if self._momentum is not None:
+            self.model.optimizer.momentum = self._momentum
+            self._momentum = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Tell the rate among the metrics."""
+        if logs is not None:
+            logs["lr"] = _rate(self.model.optimizer)
+
+    def _adjust(self, epoch: float) -> None:
+        optimizer, made = self.model.optimizer, self._multiplier
+        old = _rate(optimizer)
+        new = (self._initial or 0.0) * (made(epoch) if callable(made) else made)
+        if new == old:
+            return
+        optimizer.learning_rate = new
+        momentum = getattr(optimizer, "momentum", 0.0)
+        is_eager = getattr(self.model, "run_eagerly", False)  # a compiled step has its own copy
+        if self._corrects and momentum and old and is_eager:
+            self._momentum = momentum
+            optimizer.momentum = momentum * new / old
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Let the rate rise from 1 / size() of it to itself, over the first epochs.
+
+    rate = initial_lr / size * (epoch * (size - 1) / warmup_epochs + 1), a little at each batch.
+    Source: P. Goyal et al., Accurate, Large Minibatch SGD, 2017, section 2.2.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float | None = None,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        """Note how long it takes; verbose: accepted for Horovod's sake."""
+        del verbose
+
+        def rise(epoch: float) -> float:
+            size = fastps.size()
+            part = min(epoch + 1.0 / (self._steps or 1), warmup_epochs)
+            return (part * (size - 1) / warmup_epochs + 1) / size
+
+        end = int(np.ceil(warmup_epochs))
+        super().__init__(rise, 0, end, False, momentum_correction, steps_per_epoch, initial_lr)
+
+
+def _rate(optimizer: Any) -> float:
+    return float(host_of(optimizer.learning_rate))

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DistributedOptimizer for Keras 3: apply() on averages, with whatever back end there is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from fastps.compression import Choice
+from fastps.frameworks._adapter import BUCKET_BYTES, Average, check_op, check_passes
+from fastps.frameworks._arrays import AsynchronousSteps
+from fastps.frameworks.keras.variables import exchange_of_backend, step_apart
+from fastps.sets import ProcessSet, global_process_set
+from fastps.types import Op
+
+MARK = "Distributed"
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    *,
+    op: Op = Average,
+    compression: Choice = None,
+    prefix: str = "Gradient",
+    sparse_as_dense: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+    process_set: ProcessSet = global_process_set,
+    backward_passes_per_step: int = 1,
+    asynchronous: bool = False,
+    staleness: float | None = None,
+) -> Any:
+    """Make a Keras optimizer step with gradients averaged (or summed) over all workers.
+
+    A new optimizer comes back, of a subclass of the optimizer's with its configuration, whose
+    apply() exchanges first, so that model.compile(), fit() and loops of one's own stay as they
+    are. Compile with jit_compile=False where the back end is TensorFlow. name: the new
+    optimizer's. op, compression, bucket_bytes, process_set: of fastps.torch's. sparse_as_dense:
+    tf.IndexedSlices travel with all their zeros. Gradients are named by prefix and place: give a
+    second model another prefix. backward_passes_per_step: gradients are accumulated so often, by
+    Keras's gradient_accumulation_steps, and the mean travels; with JAX, every gradient does.
+    asynchronous: gradients stay here, and servers add up what each worker's steps change, as for
+    fastps.ServerParameters, whose staleness it takes. TypeError for what is no Keras optimizer,
+    ValueError for one that is distributed already.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(f"optimizer must be a Keras optimizer, not {type(optimizer).__name__}")
+    base = type(optimizer)
+    if base.__name__.startswith(MARK):
+        raise ValueError("the optimizer is a DistributedOptimizer already")
+    options: dict[str, Any] = {
+        "op": check_op(op), "compression": compression, "prefix": prefix,
+        "sparse_as_dense": sparse_as_dense, "bucket_bytes": bucket_bytes,
+        "process_set": process_set,
+    }  # fmt: skip
+    steps = AsynchronousSteps(f"{prefix} apart.", staleness) if asynchronous else None
+    config = dict(optimizer.get_config()) | ({} if name is None else {"name": name})
+    if check_passes(backward_passes_per_step) > 1:
+        config["gradient_accumulation_steps"] = backward_passes_per_step
+    is_late = bool(config.get("gradient_accumulation_steps"))
+    if steps is None:
+        words = {"_clip_gradients" if is_late else "apply": _exchanging(base, is_late, options)}
+    else:
+        words = {"apply": _apart(base, steps)}
+    words |= {"__doc__": base.__doc__, "__module__": base.__module__}
+    kind: Any = type(MARK + base.__name__, (base,), words)
+    return kind.from_config(config)
+
+
+def _exchanging(base: Any, is_late: bool, options: Mapping[str, Any]) -> Any:
+    """Give the method that exchanges: of what was accumulated, or of all gradients."""
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        """Average the gradients, and apply them."""
+        found = exchange_of_backend()(list(grads), **options)
+        return base.apply(self, found, trainable_variables)
+
+    def clip(self: Any, grads: Any) -> Any:
+        """Average the accumulated gradients, and clip them."""
+        return base._clip_gradients(self, exchange_of_backend()(list(grads), **options))
+
+    return clip if is_late else apply
+
+
+def _apart(base: Any, steps: AsynchronousSteps) -> Any:
+    """Give the method that steps by itself, and lets servers add that up."""
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        """Apply this worker's gradients, and take what servers hold then."""
+        given = None if trainable_variables is None else list(trainable_variables)
+        variables = self._trainable_variables if given is None else given
+        return step_apart(steps, variables, lambda: base.apply(self, grads, given))
+
+    return apply
+
+
+def load_model(filepath: Any, custom_objects: Any = None, **options: Any) -> Any:
+    """Load a model that was saved with any optimizer, and distribute that.
+
+    custom_objects: of keras.models.load_model(). options: of DistributedOptimizer(). The
+    optimizer's state is kept.
+    """
+    own = {
+        MARK + kind.__name__: kind
+        for kind in vars(keras.optimizers).values()
+        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer)
+    }
+    model = keras.models.load_model(filepath, custom_objects={**own, **(custom_objects or {})})
+    optimizer = model.optimizer
+    if optimizer is None:
+        return model
+    wrapped = DistributedOptimizer(optimizer, **options)
+    wrapped.build(model.trainable_variables)
+    for new, old in zip(wrapped.variables, optimizer.variables, strict=True):
+        new.assign(old)
+    model.optimizer = wrapped
+    return model

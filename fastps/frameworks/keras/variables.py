@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What depends on Keras's back end: how gradients are exchanged, and how variables are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from fastps.frameworks._adapter import Average
+from fastps.frameworks._arrays import AsynchronousSteps, Exchanges, broadcast_in_place, spec_of
+
+Exchange = Callable[..., list[Any]]
+
+exchanges = Exchanges()
+
+
+def exchange_of_backend() -> Exchange:
+    """Give f(gradients, prefix=, op=, ...) that averages a list of gradients, None among them."""
+    name = keras.backend.backend()
+    if name == "tensorflow":
+        from fastps.frameworks.tensorflow.training import exchange_gradients  # noqa: PLC0415
+
+        return exchange_gradients
+    return _with_jax if name == "jax" else _on_host
+
+
+def _with_jax(gradients: Sequence[Any], *, prefix: str, op: Any = Average, **options: Any) -> Any:
+    """Average within the compiled step."""
+    from fastps.frameworks.jax.sums import push_pull_finish, push_pull_start  # noqa: PLC0415
+
+    options.pop("sparse_as_dense", None)
+    average = op is Average
+    started = push_pull_start(list(gradients), prefix, average=average, **options)
+    return push_pull_finish(started)
+
+
+def _on_host(gradients: Sequence[Any], *, prefix: str, op: Any = Average, **options: Any) -> Any:
+    """Average in place, in the gradients' own memory; torch's tensors, contiguous or not."""
+    options.pop("sparse_as_dense", None)
+    found = list(gradients)
+    places = [i for i, one in enumerate(found) if one is not None]
+    for place in places:
+        found[place] = found[place].detach().contiguous()
+    arrays = [found[i].numpy() for i in places]
+    specs = [
+        spec_of(f"{prefix}.{i}", one.shape, one.dtype)
+        for i, one in zip(places, arrays, strict=True)
+    ]
+    if specs:
+        exchanges.get(specs, op=op, **options).add(arrays, arrays)
+    return found
+
+
+def step_apart(steps: AsynchronousSteps, variables: Sequence[Any], step: Callable[[], Any]) -> Any:
+    """Step, give servers what that has changed of variables, and these what servers hold then."""
+    before = [keras.ops.copy(one) for one in variables]
+    found = step()
+    changes = [one - old for one, old in zip(variables, before, strict=True)]
+    for one, held in zip(variables, _held(steps, before, changes), strict=True):
+        one.assign(held)
+    return found
+
+
+def _held(steps: AsynchronousSteps, before: list[Any], changes: list[Any]) -> list[Any]:
+    """Call for what servers hold, within a compiled step too."""
+    count, name = len(before), keras.backend.backend()
+    if name == "tensorflow":
+        from fastps.frameworks.tensorflow.calls import call  # noqa: PLC0415
+
+        def run(*arrays: Any) -> list[Any]:
+            return steps.exchange(arrays[:count], arrays[count:])
+
+        kinds, shapes = [one.dtype for one in before], [one.shape for one in before]
+        return call(run, [*before, *changes], kinds, shapes)
+    if name == "jax":
+        from fastps.frameworks.jax.calls import call as call_xla  # noqa: PLC0415
+        from fastps.frameworks.jax.calls import shapes_of  # noqa: PLC0415
+
+        def write(_: int, inputs: Any, outputs: Any) -> None:
+            arrays = list(inputs)
+            for out, one in zip(outputs, steps.exchange(*halves(arrays)), strict=True):
+                np.copyto(out, one)
+
+        def halves(arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+            return arrays[:count], arrays[count:]
+
+        key = ("apart", steps, count)
+        return call_xla(key, lambda: write, [*before, *changes], shapes_of(before))
+    arrays = [one.detach().numpy() for one in (*before, *changes)]
+    return steps.exchange(arrays[:count], arrays[count:])
+
+
+def host_of(variable: Any) -> Any:
+    """Give what a variable holds as an array; Keras's own way warns with NumPy 2."""
+    inner = getattr(variable, "value", None)
+    value = variable if inner is None or callable(inner) else inner
+    if hasattr(value, "detach"):
+        return value.detach().numpy()
+    return value.numpy() if hasattr(value, "numpy") else np.asarray(value)
+
+
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int = 0, prefix: str = "Variable"
+) -> None:
+    """Overwrite Keras's variables on all workers with those of the root; one submit per dtype.
+
+    Blocks; not within a compiled step.
+    """
+    listed = [one for one in variables if "seed" not in str(one.dtype)]
+    arrays = [np.array(host_of(one)) for one in listed]
+    whole = {
+        i: one for i, one in enumerate(arrays) if one.dtype not in (np.uint32, np.uint64)
+    }  # seeds of random layers are each worker's own
+    broadcast_in_place(list(whole.values()), [f"{prefix}.{i}" for i in whole], root_rank)
+    for place, array in whole.items():
+        listed[place].assign(array)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations of ours in MXNet's own engine, so that nothing blocks and order is MXNet's.
+
+MXNet calls `start` in one of its threads as soon as what was pushed before on the arrays is done,
+and what is pushed on them afterwards waits until `finish` has returned in a thread of ours: MXNet
+has few threads, and they are never kept waiting. An exception of either becomes one of MXNet,
+which it raises where somebody waits for one of the arrays. Invariant: every operation is completed
+exactly once.
+
+The C++ objects that MXNet hands over are those of 1.9 (include/mxnet/engine.h): a completion is
+three pointers, to be copied, and an error a std::runtime_error. Threads: push() in any.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mxnet as mx
+import numpy as np
+from mxnet.base import _LIB, MXNetError, check_call
+from mxnet.ndarray.ndarray import DLManagedTensor
+
+from fastps.worker.handle import Array
+
+_log = logging.getLogger(__name__)
+
+_PRIORITIZED = 3  # FnProperty::kCPUPrioritized: threads beside those that compute
+_CPU = 1  # Context: type and number of the device
+_CPUS = ("cpu", "cpu_pinned", "cpu_shared")
+_LABEL = b"fastps"  # of what we push, in MXNet's profiler
+_ERROR_BYTES = 64  # of a std::runtime_error, generously
+
+_Start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_Complete = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class _Completion(ctypes.Structure):
+    """MXNet's CallbackOnComplete."""
+
+    _fields_ = (
+        ("call", ctypes.c_void_p),
+        ("engine", ctypes.c_void_p),
+        ("operation", ctypes.c_void_p),
+    )
+
+    def complete(self, error: BaseException | None = None) -> None:
+        """Tell MXNet that the operation is done, or what went wrong."""
+        done = _Complete(self.call)
+        if error is None:
+            done(self.engine, self.operation, None)
+            return
+        library = ctypes.CDLL("libstdc++.so.6")
+        made = ctypes.create_string_buffer(_ERROR_BYTES)
+        text = f"{type(error).__name__}: {error}".encode()
+        library._ZNSt13runtime_errorC1EPKc(made, text)
+        done(self.engine, self.operation, made)  # MXNet copies it
+        library._ZNSt13runtime_errorD1Ev(made)
+
+
+class _Operation(NamedTuple):
+    """What was pushed, and the arrays that live until it is done."""
+
+    start: Callable[[], object]
+    finish: Callable[[], object]
+    arrays: Sequence[Any]
+
+
+class Engine:
+    """MXNet's engine as we see it, and our thread that waits for what was started in it."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._pushed: dict[int, _Operation] = {}
+        self._started: queue.SimpleQueue[tuple[_Operation, _Completion]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiter: threading.Thread | None = None
+        self._is_naive = mx.util.getenv("MXNET_ENGINE_TYPE") == "NaiveEngine"
+        self._entry = _Start(self._enter)
+
+    def push(
+        self,
+        start: Callable[[], object],
+        finish: Callable[[], object],
+        *,
+        reads: Sequence[Any] = (),
+        writes: Sequence[Any],
+        priority: int = 0,
+    ) -> None:
+        """Have start() and then finish() called when the arrays are free; returns at once.
+
+        reads, writes: NDArrays, none of them twice. finish() may block; it is called in the order
+        of starts, and not where start() has failed. After an error of an earlier operation on an
+        array MXNet calls neither.
+        """
+        self._prepare()
+        number = next(self._numbers)
+        self._pushed[number] = _Operation(start, finish, (reads, writes))
+        device, kind = (ctypes.c_int * 2)(_CPU, 0), ctypes.c_int(_PRIORITIZED)
+        check_call(
+            _LIB.MXEnginePushAsyncND(
+                self._entry, ctypes.c_void_p(number), None, device,
+                _handles(reads), len(reads), _handles(writes), len(writes),
+                ctypes.byref(kind), priority, _LABEL, False,
+            )
+        )  # fmt: skip
+
+    def wait_idle(self) -> None:
+        """Wait for everything that was pushed; errors have been, or will be, seen elsewhere."""
+        if self._waiter is None:
+            return
+        try:
+            mx.nd.waitall()
+        except MXNetError as error:
+            _log.debug("an operation had failed: %s", error)
+
+    def _prepare(self) -> None:
+        with self._lock:
+            if self._waiter is None:
+                self._waiter = threading.Thread(
+                    target=self._wait_always, name="fastps-mxnet", daemon=True
+                )
+                self._waiter.start()
+                atexit.register(self.wait_idle)
+
+    def _enter(self, _: int, completion: int, number: int) -> None:
+        """Begin an operation, in a thread of MXNet's, which must get no exception."""
+        operation = self._pushed.pop(number)
+        done = _Completion.from_buffer_copy(_Completion.from_address(completion))
+        try:
+            operation.start()
+        except BaseException as error:
+            done.complete(error)
+            return
+        if self._is_naive:  # wants it done when this returns
+            _finish(operation, done)
+        else:
+            self._started.put((operation, done))
+
+    def _wait_always(self) -> None:
+        while True:
+            _finish(*self._started.get())
+
+
+def _finish(operation: _Operation, done: _Completion) -> None:
+    """Wait for an operation, and tell MXNet how it has ended."""
+    try:
+        operation.finish()
+    except BaseException as error:
+        done.complete(error)
+    else:
+        done.complete()
+
+
+def _handles(arrays: Sequence[Any]) -> Any:
+    return (ctypes.c_void_p * len(arrays))(*[array.handle for array in arrays])
+
+
+def check_array(array: Any) -> None:
+    """Raise TypeError for what does not lie in the memory of a CPU in one piece."""
+    if array.stype != "default" or array.context.device_type not in _CPUS:
+        raise TypeError(
+            f"fastps takes dense arrays of a CPU, not {array.stype} ones of {array.context}: "
+            "use tostype('default') or as_in_context(mx.cpu())"
+        )
+
+
+def memory_of(array: Any) -> Array:
+    """Give an NDArray's memory as an array; when what was pushed on it is done, not before.
+
+    Before, MXNet may be giving it memory in another thread. MXNDArrayGetData() would wait for
+    the array where it has a layout of MKLDNN's, for ever where start() asks; this way it is an
+    error of MXNet's.
+    """
+    kind, shape, count = np.dtype(array.dtype), array.shape, array.size
+    if not count:
+        return np.empty(shape, kind)
+    lent = ctypes.c_void_p()
+    check_call(_LIB.MXNDArrayToDLPack(array.handle, ctypes.byref(lent)))
+    address = DLManagedTensor.from_address(lent.value).dl_tensor.data
+    check_call(_LIB.MXNDArrayCallDLPackDeleter(lent))
+    memory = (ctypes.c_char * (count * kind.itemsize)).from_address(address)
+    return np.frombuffer(memory, kind, count).reshape(shape)
+
+
+def array_over(memory: Array) -> Any:
+    """Give an NDArray that lies in an array's memory, which it keeps alive."""
+    return mx.nd.from_numpy(memory.view())
+
+
+engine = Engine()

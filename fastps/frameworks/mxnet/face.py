@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All names of the plugin that need MXNet; fastps.mxnet imports this when one is used."""
+
+from __future__ import annotations
+
+from fastps.frameworks.mxnet.store import FastPS, init, shutdown
+from fastps.frameworks.mxnet.sums import (
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    byteps_declare_tensor,
+    byteps_push_pull,
+    push_pull,
+    reducescatter,
+)
+from fastps.frameworks.mxnet.training import (
+    DistributedOptimizer,
+    DistributedTrainer,
+    broadcast_parameters,
+)
+from fastps.frameworks.mxnet.validated import ValidatedTrainer, validator_of
+
+__all__ = [
+    "DistributedOptimizer",
+    "DistributedTrainer",
+    "FastPS",
+    "ValidatedTrainer",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "broadcast_parameters",
+    "byteps_declare_tensor",
+    "byteps_push_pull",
+    "init",
+    "push_pull",
+    "reducescatter",
+    "shutdown",
+    "validator_of",
+]

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer and Gluon's trainer whose gradients are averages; parameters of one for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import mxnet as mx
+
+from fastps.compression import Choice
+from fastps.frameworks._adapter import BUCKET_BYTES, Average
+from fastps.frameworks._arrays import ArrayExchange, spec_of
+from fastps.frameworks.mxnet.engine import array_over
+from fastps.frameworks.mxnet.sums import add_in_place, broadcast_arrays, push_bucket
+from fastps.sets import ProcessSet, global_process_set
+from fastps.worker.handle import Array
+
+_PLACED = ("float16", "float32", "float64")  # MXNet takes others' memory for these
+
+
+class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
+    """An optimizer that averages each gradient over all workers, in place, before it updates.
+
+    For Module and for programs that call update(); with Gluon take DistributedTrainer.
+    compression: of fastps.push_pull(). prefix: another one for a second optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        compression: Choice = None,
+        prefix: str = "gradient_",
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        """Wrap an optimizer of MXNet's, which keeps all that it has."""
+        self._optimizer = optimizer
+        self._prefix = prefix
+        self._terms: dict[str, Any] = {"compression": compression, "process_set": process_set}
+
+    def __getattr__(self, name: str) -> Any:
+        """Find what else the optimizer has."""
+        if name == "_optimizer":  # not there yet, where it is unpickled
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def create_state(self, index: int, weight: Any) -> Any:
+        """Create the optimizer's state of a weight."""
+        return self._optimizer.create_state(index, weight)
+
+    def create_state_multi_precision(self, index: int, weight: Any) -> Any:
+        """Create the optimizer's state of a weight of half precision."""
+        return self._optimizer.create_state_multi_precision(index, weight)
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Average the gradients, and update the weights; returns at once."""
+        self._average(index, grad)
+        self._optimizer.update(index, weight, grad, state)
+
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Average the gradients, and update weights of half precision; returns at once."""
+        self._average(index, grad)
+        self._optimizer.update_multi_precision(index, weight, grad, state)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Change how far the optimizer goes."""
+        self._optimizer.set_learning_rate(lr)
+
+    def set_lr_mult(self, args_lr_mult: Mapping[Any, float]) -> None:
+        """Set factors of the learning rate for some weights."""
+        self._optimizer.set_lr_mult(args_lr_mult)
+
+    def set_wd_mult(self, args_wd_mult: Mapping[Any, float]) -> None:
+        """Set factors of the weight decay for some weights."""
+        self._optimizer.set_wd_mult(args_wd_mult)
+
+    def _average(self, index: Any, grad: Any) -> None:
+        several = isinstance(index, list | tuple)
+        for place, one in zip(*((index, grad) if several else ([index], [grad])), strict=True):
+            add_in_place(one, f"{self._prefix}{place}", priority=-place, **self._terms)
+
+
+class _Placed:
+    """The gradients of parameters, in memory that workers share, in buckets."""
+
+    def __init__(self, params: Sequence[Any], names: Sequence[str], **terms: Any) -> None:
+        specs = [
+            spec_of(name, param.shape, param.dtype)
+            for name, param in zip(names, params, strict=True)
+        ]
+        self._params = params
+        self._exchange = ArrayExchange(specs, **terms)
+        self._memory: list[list[Array] | None] = [None for _ in self._exchange.plan]
+        self._arrays: list[list[Any]] = [[] for _ in self._exchange.plan]
+
+    def push(self) -> None:
+        """Begin the sums of all buckets; the front ones are the most urgent."""
+        for number in reversed(range(len(self._arrays))):
+            self._place(number)
+            first = self._exchange.plan[number][0]
+            push_bucket(self._exchange, number, self._arrays[number], self._memory[number], -first)
+
+    def _place(self, number: int) -> None:
+        """Move gradients into the bucket's memory, unless they lie there."""
+        params = [self._params[i] for i in self._exchange.plan[number]]
+        arrays = self._arrays[number]
+        if arrays and all(p._grad[0] is a for p, a in zip(params, arrays, strict=True)):
+            return
+        memory = self._exchange.memory(number)
+        if all(str(one.dtype) in _PLACED and one.size for one in memory):
+            for param, one in zip(params, memory, strict=True):
+                _move_gradient(param, array_over(one))
+            self._memory[number] = memory
+        self._arrays[number] = [param._grad[0] for param in params]
+
+
+def _move_gradient(param: Any, place: Any) -> None:
+    """Let a parameter's gradient lie elsewhere from now on, with what it holds."""
+    data = param.data()
+    place[:] = param._grad[0]
+    is_fresh = data._fresh_grad
+    param._grad = [place]
+    mx.autograd.mark_variables([data], param._grad, param.grad_req)
+    data._fresh_grad = is_fresh
+
+
+class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
+    """A gluon.Trainer that averages gradients over all workers; step(batch_size of this worker).
+
+    Everybody gets the parameters of root_rank: here, which blocks, or when they are made. Sums are
+    operations of MXNet's engine: step() returns before they are done, and those of the back layers
+    go while the front ones are computed. compression_params: BytePS's {"compressor": "onebit",
+    "ef": "vanilla", "momentum": "nesterov", ...}, or another compression of fastps.push_pull(); a
+    momentum there takes the place of the optimizer's. prefix: another one for a second trainer.
+    Gradients are moved into memory that workers share; TypeError for sparse ones, or on several
+    devices.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: Any,
+        optimizer_params: Mapping[str, Any] | None = None,
+        root_rank: int = 0,
+        compression_params: Choice = None,
+        *,
+        prefix: str = "Gradient",
+        bucket_bytes: int = BUCKET_BYTES,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer = optimizer._optimizer
+        given = dict(optimizer_params or {})
+        compression = _with_momentum(compression_params, given)
+        super().__init__(params, optimizer, given or None, kvstore=None)
+        self._prefix = prefix
+        self._terms: dict[str, Any] = {
+            "op": Average, "compression": compression, "bucket_bytes": bucket_bytes,
+            "process_set": process_set,
+        }  # fmt: skip
+        self._placed: _Placed | None = None
+        mine = {str(place): param for place, param in enumerate(self._params)}
+        broadcast_parameters(mine, root_rank, prefix=f"Parameter of {prefix}.")
+
+    def _allreduce_grads(self) -> None:
+        """Begin to average all gradients; called by step()."""
+        if self._placed is None:
+            self._placed = self._begin()
+        self._placed.push()
+
+    def _begin(self) -> _Placed:
+        for param in self._params:
+            _check(param)
+        places = [i for i, param in enumerate(self._params) if param.grad_req != "null"]
+        return _Placed(
+            [self._params[i] for i in places], [f"{self._prefix}.{i}" for i in places],
+            **self._terms,
+        )  # fmt: skip
+
+
+def _check(param: Any) -> None:
+    """Raise TypeError for a parameter whose gradient cannot be added."""
+    if param.grad_req == "null":
+        return
+    if param._grad_stype != "default":
+        raise TypeError(
+            f"the gradient of {param.name!r} is {param._grad_stype}: make the layer without "
+            "sparse_grad=True"
+        )
+    if len(param.list_ctx()) > 1:
+        raise TypeError(
+            f"{param.name!r} is on {len(param.list_ctx())} devices: start a worker for each"
+        )
+
+
+def _with_momentum(compression: Choice, optimizer_params: dict[str, Any]) -> Choice:
+    """Move an optimizer's momentum to a compression that has one, as BytePS does."""
+    if not isinstance(compression, Mapping) or not compression.get("momentum"):
+        return compression
+    found = dict(compression)
+    if "momentum" in optimizer_params:
+        found["mu"] = optimizer_params.pop("momentum")
+    return found
+
+
+def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str = "Parameter.") -> None:
+    """Overwrite parameters on all workers with those of the root, in one submit; blocks.
+
+    params: a dict of NDArrays or of Gluon's Parameters, or a ParameterDict. Parameters whose
+    shape is not known yet are overwritten when they are made, by all workers in the same order.
+    """
+    if not isinstance(params, Mapping | mx.gluon.ParameterDict):
+        raise TypeError(f"params is a dict of arrays or parameters, not {type(params).__name__}")
+    arrays, names = [], []
+    for name, param in sorted(params.items()):
+        if isinstance(param, mx.gluon.Parameter) and param._data is None:
+            _broadcast_when_made(param, f"{prefix}{name}", root_rank)
+            continue
+        arrays.append(param.data() if isinstance(param, mx.gluon.Parameter) else param)
+        names.append(f"{prefix}{name}")
+    if arrays:
+        broadcast_arrays(arrays, names, root_rank)
+
+
+def _broadcast_when_made(param: Any, name: str, root_rank: int) -> None:
+    """Let a parameter get the root's values when it gets its shape."""
+    make = param._init_impl
+
+    def made(self: Any, *args: Any, **options: Any) -> None:
+        make(*args, **options)
+        vars(self).pop("_init_impl", None)  # once: it may be made anew
+        broadcast_arrays([self.data()], [name], root_rank)
+
+    param._init_impl = MethodType(made, param)

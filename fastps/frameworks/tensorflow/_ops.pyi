@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+# The Python face of _ops; stubtest compares it with the module. The docstrings are there.
+
+from collections.abc import Callable, Sequence
+
+from typing_extensions import disjoint_base
+
+from fastps.frameworks._lent import Lent
+from fastps.worker.handle import Array
+
+FUNCTIONS: tuple[str, ...]
+MAX_RANK: int
+
+@disjoint_base
+class Tensors(Lent): ...
+
+@disjoint_base
+class Outputs(Tensors):
+    def give(self, place: int, slot: Slot) -> None: ...
+
+@disjoint_base
+class Slot:
+    def __init__(self, array: Array) -> None: ...
+    @property
+    def array(self) -> Array: ...
+    @property
+    def is_busy(self) -> bool: ...
+
+def register(
+    addresses: Sequence[int],
+    run: Callable[[int, Tensors, Outputs], None],
+    outputs_of: Callable[[int], Sequence[tuple[int, Sequence[int], bool]]],
+) -> None: ...

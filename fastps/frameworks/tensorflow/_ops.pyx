@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An operation of TensorFlow's that calls Python, with its tensors' memory: "FastpsCall".
+
+TensorFlow exports a stable C interface for operations and kernels (tensorflow/c/ops.h, kernels.h);
+what of it is used is declared here, and its functions are found by name in the library that is
+loaded, so that neither header nor library is needed to build. A node has a number, which chooses
+the Python function and what it gives. Inputs are held as long as Python holds them; outputs are
+allocated by TensorFlow, or are slots: memory of ours that TensorFlow says when it has done with,
+by a flag that needs no GIL. The GIL is held while Python runs, except where it copies or waits.
+"""
+
+from libc.stdint cimport int32_t, int64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+
+from fastps._atomic cimport fps_load32, fps_store32
+from fastps.frameworks._lent cimport Lent, array_at
+
+import numpy as np
+
+ctypedef void *Pointer
+
+cdef extern from *:
+    """
+    #include <stddef.h>
+    #include <stdint.h>
+    typedef struct {
+        void *(*new_status)(void);
+        void (*delete_status)(void *);
+        void (*set_status)(void *, int, const char *);
+        int (*get_code)(const void *);
+        const char *(*message)(const void *);
+        void *(*new_definition)(const char *);
+        void (*add_attribute)(void *, const char *);
+        void (*add_input)(void *, const char *);
+        void (*add_output)(void *, const char *);
+        void (*set_stateful)(void *, _Bool);
+        void (*set_shapes)(void *, void (*)(void *, void *));
+        void (*register_definition)(void *, void *);
+        void (*unknown_shape)(void *, void *);
+        void *(*new_kernel)(const char *, const char *, void *(*)(void *),
+                            void (*)(void *, void *), void (*)(void *));
+        void (*register_kernel)(const char *, void *, void *);
+        void (*get_number)(void *, const char *, int64_t *, void *);
+        void (*fail_construction)(void *, void *);
+        void (*fail_call)(void *, void *);
+        int (*inputs)(void *);
+        void (*get_input)(void *, int, void **, void *);
+        void *(*allocate)(void *, int, int, const int64_t *, int, size_t, void *);
+        void (*set_output)(void *, int, const void *, void *);
+        void *(*new_tensor)(int, const int64_t *, int, void *, size_t,
+                            void (*)(void *, size_t, void *), void *);
+        void (*delete_tensor)(void *);
+        void *(*data)(const void *);
+        size_t (*nbytes)(const void *);
+        int (*type)(const void *);
+        int (*rank)(const void *);
+        int64_t (*extent)(const void *, int);
+    } TensorflowApi;
+    """
+    ctypedef struct TensorflowApi:
+        void *(*new_status)() noexcept nogil
+        void (*delete_status)(void *) noexcept nogil
+        void (*set_status)(void *, int, const char *) noexcept nogil
+        int (*get_code)(const void *) noexcept nogil
+        const char *(*message)(const void *) noexcept nogil
+        void *(*new_definition)(const char *) noexcept nogil
+        void (*add_attribute)(void *, const char *) noexcept nogil
+        void (*add_input)(void *, const char *) noexcept nogil
+        void (*add_output)(void *, const char *) noexcept nogil
+        void (*set_stateful)(void *, bint) noexcept nogil
+        void (*set_shapes)(void *, void (*)(void *, void *) noexcept nogil) noexcept nogil
+        void (*register_definition)(void *, void *) noexcept nogil
+        void (*unknown_shape)(void *, void *) noexcept nogil
+        void *(*new_kernel)(
+            const char *, const char *, void *(*)(void *) noexcept nogil,
+            void (*)(void *, void *) noexcept nogil, void (*)(void *) noexcept nogil,
+        ) noexcept nogil
+        void (*register_kernel)(const char *, void *, void *) noexcept nogil
+        void (*get_number)(void *, const char *, int64_t *, void *) noexcept nogil
+        void (*fail_construction)(void *, void *) noexcept nogil
+        void (*fail_call)(void *, void *) noexcept nogil
+        int (*inputs)(void *) noexcept nogil
+        void (*get_input)(void *, int, void **, void *) noexcept nogil
+        void *(*allocate)(
+            void *, int, int, const int64_t *, int, size_t, void *
+        ) noexcept nogil
+        void (*set_output)(void *, int, const void *, void *) noexcept nogil
+        void *(*new_tensor)(
+            int, const int64_t *, int, void *, size_t,
+            void (*)(void *, size_t, void *) noexcept nogil, void *,
+        ) noexcept nogil
+        void (*delete_tensor)(void *) noexcept nogil
+        void *(*data)(const void *) noexcept nogil
+        size_t (*nbytes)(const void *) noexcept nogil
+        int (*type)(const void *) noexcept nogil
+        int (*rank)(const void *) noexcept nogil
+        int64_t (*extent)(const void *, int) noexcept nogil
+
+# In the order of the struct.
+FUNCTIONS = (
+    "TF_NewStatus", "TF_DeleteStatus", "TF_SetStatus", "TF_GetCode", "TF_Message",
+    "TF_NewOpDefinitionBuilder", "TF_OpDefinitionBuilderAddAttr",
+    "TF_OpDefinitionBuilderAddInput", "TF_OpDefinitionBuilderAddOutput",
+    "TF_OpDefinitionBuilderSetIsStateful",
+    "TF_OpDefinitionBuilderSetShapeInferenceFunction", "TF_RegisterOpDefinition",
+    "TF_ShapeInferenceContextSetUnknownShape",
+    "TF_NewKernelBuilder", "TF_RegisterKernelBuilder", "TF_OpKernelConstruction_GetAttrInt64",
+    "TF_OpKernelConstruction_Failure", "TF_OpKernelContext_Failure", "TF_NumInputs",
+    "TF_GetInput", "TF_AllocateOutput", "TF_SetOutput", "TF_NewTensor", "TF_DeleteTensor",
+    "TF_TensorData", "TF_TensorByteSize", "TF_TensorType", "TF_NumDims", "TF_Dim",
+)  # fmt: skip
+
+cdef enum:
+    RANK = 16  # dimensions of an output, at most; tensors of more go another way
+    INVALID_ARGUMENT = 3
+
+MAX_RANK = RANK
+
+cdef struct Output:
+    int type  # TensorFlow's number
+    int rank
+    int64_t[RANK] extents
+    int64_t nbytes
+    bint is_slot  # Python gives it
+
+cdef struct Kernel:
+    int64_t number
+    int count
+    Output *outputs
+
+cdef TensorflowApi api
+cdef object _run = None  # f(number, inputs, outputs)
+cdef object _outputs_of = None  # f(number) -> (type, shape, is_slot) of each output
+# TF_DataType as NumPy types; bfloat16 as the 16 bits that it is.
+_DTYPES = {
+    1: np.dtype(np.float32), 2: np.dtype(np.float64), 3: np.dtype(np.int32),
+    4: np.dtype(np.uint8), 5: np.dtype(np.int16), 6: np.dtype(np.int8), 9: np.dtype(np.int64),
+    10: np.dtype(np.bool_), 14: np.dtype(np.uint16), 17: np.dtype(np.uint16),
+    19: np.dtype(np.float16), 22: np.dtype(np.uint32), 23: np.dtype(np.uint64),
+}
+
+
+def register(addresses, run, outputs_of):
+    """Make the operation known to TensorFlow; once for each process.
+
+    addresses: of FUNCTIONS. run: f(number, inputs, outputs), called in threads of TensorFlow.
+    outputs_of: f(number) gives for each output (TensorFlow's type, shape, whether run gives a
+    slot for it). RuntimeError where TensorFlow refuses it.
+    """
+    global _run, _outputs_of
+    cdef Pointer *table = <Pointer *>&api
+    cdef Py_ssize_t place
+    if len(addresses) * sizeof(Pointer) != sizeof(api):
+        raise ValueError(f"{len(addresses)} functions do not fill the table")
+    for place in range(len(addresses)):
+        table[place] = <void *><uintptr_t>addresses[place]
+    _run, _outputs_of = run, outputs_of
+    cdef void *status = api.new_status()
+    cdef void *built = api.new_definition(b"FastpsCall")
+    for attribute in (b"number: int", b"Tin: list(type) >= 0", b"Tout: list(type) >= 0"):
+        api.add_attribute(built, attribute)
+    api.add_input(built, b"inputs: Tin")
+    api.add_output(built, b"outputs: Tout")
+    api.set_stateful(built, True)
+    api.set_shapes(built, api.unknown_shape)
+    api.register_definition(built, status)
+    if api.get_code(status) == 0:
+        built = api.new_kernel(b"FastpsCall", b"CPU", create, compute, destroy)
+        api.register_kernel(b"FastpsCall", built, status)
+    text = api.message(status).decode() if api.get_code(status) else ""
+    api.delete_status(status)
+    if text:
+        raise RuntimeError(text)
+
+
+cdef class Tensors(Lent):
+    """Tensors of one call, held until this is collected."""
+
+    cdef void **tensors
+    cdef bint is_writable
+
+    def __cinit__(self):
+        self.tensors = NULL
+
+    def __dealloc__(self):
+        cdef Py_ssize_t place
+        if self.tensors == NULL:
+            return
+        for place in range(self.count):
+            if self.tensors[place] != NULL:
+                api.delete_tensor(self.tensors[place])
+        free(self.tensors)
+
+    cdef int reserve(self, Py_ssize_t count) except -1:
+        self.tensors = <void **>calloc(max(count, 1), sizeof(void *))
+        if self.tensors == NULL:
+            raise MemoryError
+        self.make_room(count)
+        return 0
+
+    cdef int take(self, Py_ssize_t place, void *tensor) except -1:
+        self.tensors[place] = tensor
+        self.addresses[place] = api.data(tensor)
+        self.sizes[place] = <int64_t>api.nbytes(tensor)
+        return 0
+
+    cdef object array(self, Py_ssize_t place):
+        cdef int axis
+        cdef void *tensor = self.tensors[place]
+        if tensor == NULL:
+            raise ValueError(f"output {place} was not given")
+        shape = tuple([api.extent(tensor, axis) for axis in range(api.rank(tensor))])
+        dtype = _DTYPES.get(api.type(tensor))
+        if dtype is None:
+            raise TypeError(f"TensorFlow's data type {api.type(tensor)} does not travel")
+        return array_at(self.addresses[place], dtype, shape, self.is_writable)
+
+
+cdef class Outputs(Tensors):
+    """Outputs of one call; those that are slots are given by Python."""
+
+    cdef Kernel *kernel
+    cdef dict slots  # by place
+
+    def give(self, Py_ssize_t place, Slot slot):
+        """Let a slot be an output, without a copy; it is busy until TensorFlow has done with it.
+
+        What is written to it until the function returns counts.
+        """
+        if not 0 <= place < self.count or not self.kernel.outputs[place].is_slot:
+            raise IndexError(place)
+        cdef int64_t nbytes = self.kernel.outputs[place].nbytes
+        if slot.nbytes != nbytes:
+            raise ValueError(f"output {place} has {nbytes} bytes, the slot {slot.nbytes}")
+        self.slots[place] = slot
+        self.addresses[place], self.sizes[place] = slot.address, nbytes
+
+    cdef object array(self, Py_ssize_t place):
+        cdef Slot slot = self.slots.get(place)
+        return Tensors.array(self, place) if slot is None else slot.array
+
+    cdef int hand_over(self, void *context, void *status) except -1:
+        """Make tensors of the slots; TensorFlow copies what is not aligned as it likes."""
+        cdef Output *output
+        cdef Slot slot
+        cdef Py_ssize_t place
+        for place, slot in self.slots.items():
+            output = &self.kernel.outputs[place]
+            fps_store32(slot.flag, 1)
+            self.tensors[place] = api.new_tensor(
+                output.type, output.extents, output.rank, slot.address, output.nbytes, done_with,
+                slot.flag,
+            )
+            api.set_output(context, <int>place, self.tensors[place], status)
+            check(status)
+        return 0
+
+
+cdef int check(void *status) except -1:
+    """Raise RuntimeError where a status is bad."""
+    if api.get_code(status):
+        raise RuntimeError(api.message(status).decode("utf-8", "replace"))
+    return 0
+
+
+cdef void done_with(void *data, size_t nbytes, void *flag) noexcept nogil:
+    """Note, in any thread of TensorFlow's, that it has done with a slot."""
+    fps_store32(<int32_t *>flag, 0)
+
+
+cdef class Slot:
+    """An array that may be lent to TensorFlow as a tensor again and again; lives for ever."""
+
+    cdef readonly object array  # keeps the memory
+    cdef void *address
+    cdef int64_t nbytes
+    cdef int32_t *flag  # 1 while TensorFlow has it; never freed: TensorFlow may outlive us
+
+    def __init__(self, array):
+        cdef uintptr_t address = array.ctypes.data
+        self.array = array
+        self.address = <void *>address
+        self.nbytes = array.nbytes
+        self.flag = <int32_t *>calloc(1, sizeof(int32_t))
+        if self.flag == NULL:
+            raise MemoryError
+
+    @property
+    def is_busy(self):
+        """Whether TensorFlow still reads it."""
+        return fps_load32(self.flag) != 0
+
+
+cdef void *create(void *construction) noexcept nogil:
+    """Make what a node needs: its number, and what its outputs are."""
+    cdef void *status = api.new_status()
+    cdef Kernel *kernel = NULL
+    cdef int64_t number = -1
+    api.get_number(construction, b"number", &number, status)
+    if api.get_code(status) == 0:
+        kernel = described(number, status)
+    if kernel == NULL:
+        api.fail_construction(construction, status)
+    api.delete_status(status)
+    return kernel
+
+
+cdef Kernel *described(int64_t number, void *status) noexcept with gil:
+    """Ask Python what the outputs of a number are."""
+    cdef Kernel *kernel = <Kernel *>calloc(1, sizeof(Kernel))
+    cdef Output *output
+    try:
+        listed = _outputs_of(number)
+        if max([len(shape) for _, shape, _ in listed], default=0) > RANK:
+            raise ValueError(f"tensors have at most {RANK} dimensions")
+        kernel.number = number
+        kernel.count = len(listed)
+        kernel.outputs = <Output *>calloc(max(len(listed), 1), sizeof(Output))
+        for place, (kind, shape, is_slot) in enumerate(listed):
+            output = &kernel.outputs[place]
+            output.type, output.rank, output.is_slot = kind, len(shape), is_slot
+            output.nbytes = _DTYPES[kind].itemsize
+            for axis, extent in enumerate(shape):
+                output.extents[axis] = extent
+                output.nbytes *= extent
+    except BaseException as error:
+        tell(status, error)
+        destroy(kernel)
+        return NULL
+    return kernel
+
+
+cdef void destroy(void *kernel) noexcept nogil:
+    if kernel != NULL:
+        free((<Kernel *>kernel).outputs)
+        free(kernel)
+
+
+cdef void compute(void *kernel, void *context) noexcept nogil:
+    """Run a node."""
+    cdef void *status = api.new_status()
+    if kernel == NULL or not ran(<Kernel *>kernel, context, status):
+        api.fail_call(context, status)
+    api.delete_status(status)
+
+
+cdef bint ran(Kernel *kernel, void *context, void *status) noexcept with gil:
+    """Call Python; False where it raised, with the status told."""
+    cdef Outputs outputs
+    try:
+        outputs = outputs_of(kernel, context, status)
+        _run(kernel.number, inputs_of(context, status), outputs)
+        outputs.hand_over(context, status)
+    except BaseException as error:
+        tell(status, error)
+        return False
+    return True
+
+
+cdef void tell(void *status, object error) noexcept:
+    text = f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+    api.set_status(status, INVALID_ARGUMENT, text)
+
+
+cdef Tensors inputs_of(void *context, void *status):
+    cdef Tensors found = Tensors.__new__(Tensors)
+    cdef int place
+    cdef void *tensor
+    found.reserve(api.inputs(context))
+    for place in range(found.count):
+        api.get_input(context, place, &tensor, status)
+        check(status)
+        found.take(place, tensor)
+    return found
+
+
+cdef Outputs outputs_of(Kernel *kernel, void *context, void *status):
+    """Allocate the outputs of a call, but those that are slots."""
+    cdef Outputs found = Outputs.__new__(Outputs)
+    cdef int place
+    cdef void *tensor
+    cdef Output *output
+    found.reserve(kernel.count)
+    found.kernel, found.slots = kernel, {}
+    found.is_writable = True
+    for place in range(kernel.count):
+        output = &kernel.outputs[place]
+        if output.is_slot:
+            continue
+        tensor = api.allocate(
+            context, place, output.type, output.extents, output.rank, output.nbytes, status
+        )
+        check(status)
+        found.take(place, tensor)
+    return found

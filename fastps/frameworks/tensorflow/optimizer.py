@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DistributedOptimizer for what TensorFlow calls an optimizer: Keras 3's, or tf.compat.v1's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from fastps.frameworks._adapter import Average, check_op, check_passes
+from fastps.frameworks.tensorflow.sessions import SessionOptimizer
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    *,
+    backward_passes_per_step: int = 1,
+    asynchronous: bool = False,
+    **options: Any,
+) -> Any:
+    """Make an optimizer step with gradients averaged over all workers.
+
+    optimizer: of Keras 3, then this is fastps.keras.DistributedOptimizer() with all its options,
+    or of tf.compat.v1.train, then its compute_gradients() gives averages, use_locking is its own,
+    and options are those of exchange_gradients(). backward_passes_per_step, asynchronous: Keras's
+    alone, ValueError else. TypeError for another optimizer.
+    """
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        if check_passes(backward_passes_per_step) > 1 or asynchronous:
+            raise ValueError(
+                "an optimizer of tf.compat.v1 steps at every pass and in step with all workers: "
+                "for backward_passes_per_step and asynchronous take one of tf.keras.optimizers"
+            )
+        check_op(options.get("op", Average))
+        return SessionOptimizer(optimizer, name, use_locking, **options)
+    if not isinstance(optimizer, tf.keras.optimizers.Optimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} is no optimizer of Keras 3 or tf.compat.v1.train; "
+            "tf.keras.optimizers.legacy are Keras 2's, which this TensorFlow does not have"
+        )
+    from fastps.frameworks.keras.optimizer import DistributedOptimizer as wrap  # noqa: PLC0415
+
+    return wrap(
+        optimizer, name, backward_passes_per_step=backward_passes_per_step,
+        asynchronous=asynchronous, **options,
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient tape whose gradients are averages, and variables of one worker for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from fastps.compression import Choice
+from fastps.frameworks._adapter import BUCKET_BYTES, Average, check_op
+from fastps.frameworks._arrays import broadcast_in_place
+from fastps.frameworks.tensorflow.sums import add_all, add_slices, as_it_is
+from fastps.sets import ProcessSet, global_process_set
+from fastps.types import Op
+
+
+@as_it_is
+def exchange_gradients(
+    gradients: Sequence[Any],
+    *,
+    op: Op = Average,
+    compression: Choice = None,
+    prefix: str = "Gradient",
+    sparse_as_dense: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Average or sum gradients over all workers, named by their places; None stays None.
+
+    All workers have the same list: the same places are None, sparse and dense.
+    """
+    found = list(gradients)
+    sparse = [i for i, one in enumerate(found) if isinstance(one, tf.IndexedSlices)]
+    if sparse_as_dense:
+        for place in sparse:
+            found[place] = tf.convert_to_tensor(found[place])
+        sparse = []
+    dense = [i for i, one in enumerate(found) if one is not None and i not in sparse]
+    added = add_all(
+        [found[i] for i in dense], [f"{prefix}.{i}" for i in dense], op=op,
+        compression=compression, bucket_bytes=bucket_bytes, process_set=process_set,
+    )  # fmt: skip
+    for place, one in zip(dense, added, strict=True):
+        found[place] = one
+    last = added[-1:]  # in a session nothing else says what comes first
+    for place in sparse:
+        with tf.control_dependencies(last):
+            one = add_slices(found[place], f"{prefix}.{place}", check_op(op), process_set)
+        found[place], last = one, [one.values]
+    return found
+
+
+class DistributedGradientTape:
+    """A tf.GradientTape whose gradient() gives averages (or sums) over all workers.
+
+    tape: what records; everything else than gradient() is its own. op, compression, prefix,
+    sparse_as_dense, bucket_bytes, process_set: of exchange_gradients(). A second tape of one step
+    wants another prefix. Within a tf.function the sums begin as gradients come, back ones first.
+    """
+
+    def __init__(self, tape: Any, **options: Any) -> None:
+        """Wrap a tape; ValueError for another op than Average and Sum."""
+        check_op(options.get("op", Average))
+        self._tape = tape
+        self._options = options
+
+    def __enter__(self) -> DistributedGradientTape:
+        """Begin to record."""
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        """End recording."""
+        self._tape.__exit__(*reason)
+
+    def __getattr__(self, name: str) -> Any:
+        """Find what else a tape has."""
+        return getattr(self._tape, name)
+
+    def gradient(self, target: Any, sources: Any, **options: Any) -> Any:
+        """Give the gradients of target, as tf.GradientTape does, averaged; blocks."""
+        found = self._tape.gradient(target, sources, **options)
+        flat = exchange_gradients(tf.nest.flatten(found), **self._options)
+        return tf.nest.pack_sequence_as(found, flat)
+
+
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int = 0, prefix: str = "Variable"
+) -> None:
+    """Overwrite variables on all workers with those of the root, in one submit for each dtype.
+
+    variables: tf.Variable or Keras's, in the same order everywhere. Blocks; not in tf.function.
+    """
+    listed = list(variables)
+    arrays = [np.array(one.numpy()) for one in listed]
+    names = [f"{prefix}.{place}" for place in range(len(listed))]
+    broadcast_in_place(arrays, names, root_rank)
+    for one, array in zip(listed, arrays, strict=True):
+        one.assign(array)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AsyncLocalSGD of PyTorch, with any inner optimizer. See local_async.py of fastps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fastps.frameworks.torch.inner import InnerSteps
+from fastps.frameworks.torch.tensors import check_tensor, view_of
+from fastps.local_async import AsyncSteps, Schedule
+from fastps.worker.handle import Array
+
+
+class AsyncLocalSGD(AsyncSteps, InnerSteps):
+    """Train with steps of one's own, and add what they change to what servers hold."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner: torch.optim.Optimizer,
+        *,
+        sync_every: int,
+        alpha: float | Schedule = 0.8,
+        proximal: float = 0.0,
+        prefix: str = "AsyncLocalSGD",
+    ) -> None:
+        """Let servers hold rank 0's parameters and take them over; blocks.
+
+        model: its parameters that train are exchanged. inner: any optimizer of them; its state
+        stays each worker's own. sync_every: H, steps from one exchange to the next. alpha: the
+        share of an update that is added, or a function of its staleness: Constant, Polynomial and
+        Hinge of fastps.local_async. proximal: rho, by how much each step pulls back to what the
+        worker had from servers last, 0 to below 1. prefix: another one for a second model.
+        Changes add up over workers: n of them with alpha=1 move n times as far as one. Raises
+        ValueError, TypeError, and ConfigError where no server holds the model.
+        """
+        self.inner = inner
+        named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        for name, one in named:
+            check_tensor(one, name)
+        with torch.no_grad():
+            super().__init__(
+                named, sync_every=sync_every, alpha=alpha, proximal=proximal, prefix=prefix
+            )
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Count a step that was done; every sync_every-th adds what changed. Blocks for that."""
+        super().advance()
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Add what has changed since the last exchange, and go on from what servers hold then."""
+        super().exchange()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what AsyncSteps does, and the state of the inner optimizer."""
+        with torch.no_grad():
+            return super().state_dict() | {"inner": self.inner.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state_dict(), with servers that were seeded by rank 0. ValueError else."""
+        super().load_state_dict(state)
+        self.inner.load_state_dict(state["inner"])
+
+    def _widen(self, own: torch.Tensor) -> torch.Tensor:
+        half = own.dtype in (torch.float16, torch.bfloat16)
+        dtype = torch.float32 if half else own.dtype
+        return own.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def _view(self, base: torch.Tensor) -> Array:
+        return view_of(base.contiguous())

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each process of a job gets its own token, and none that of the others.
+
+`python -m fastps.launch.secrets ROLE RANK` prints one, for a machine that shall not have the
+job's. Made from the job's, which stays with the launcher. What is handed out is held in memory
+files of the launcher, one for each process, as long as it lives. Used from its main thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+
+from fastps.config import load
+from fastps.config.token import hold_token
+from fastps.errors import ConfigError
+from fastps.launch.plan import ProcessSpec
+from fastps.tokens import ROLES, Token, parse
+
+TOKEN_NAMES = ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE")
+
+
+class Handout:
+    """The tokens of a job's processes; the same again when they are started again."""
+
+    def __init__(self, secret: bytes) -> None:
+        """Begin with what the launcher has: the job's token, own ones, or nothing."""
+        token = parse(secret)
+        self._job = None if token.is_own or not secret else token
+        self._held: dict[Token, tuple[str, str]] = {}
+
+    def hand_out(self, plan: Sequence[ProcessSpec]) -> tuple[ProcessSpec, ...]:
+        """Give the same processes, each with its own token if the launcher can make it."""
+        if self._job is None:
+            return tuple(plan)
+        return tuple(self._with_own(spec, self._job) for spec in plan)
+
+    def close(self) -> None:
+        """Hold nothing any more: nobody can join with what was handed out; idempotent."""
+        for name, value in self._held.values():
+            if name == "FASTPS_TOKEN_FILE":
+                os.close(int(value.rpartition("/")[2]))
+        self._held.clear()
+
+    def _with_own(self, spec: ProcessSpec, job: Token) -> ProcessSpec:
+        own = job.own(spec.role, spec.rank)
+        if own not in self._held:
+            self._held[own] = hold_token(own.text())
+        name, value = self._held[own]
+        rest = {key: it for key, it in spec.environment.items() if key not in TOKEN_NAMES}
+        return dataclasses.replace(spec, environment=rest | {name: value})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the token of one member; FASTPS_TOKEN_FILE has the job's. Give the exit status."""
+    role, rank, *_ = [*(sys.argv[1:] if arguments is None else arguments), "", ""]
+    try:
+        job = parse(load().token_bytes())
+        if job.is_own or role not in ROLES or not rank.isdecimal():
+            raise ConfigError(
+                f"give a role, {', '.join(ROLES)}, and a rank, and set FASTPS_TOKEN_FILE to "
+                "a file with the job's token"
+            )
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{job.own(role, int(rank)).text()}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fastps for MXNet 1.9. Only hands names on; the first that needs MXNet imports it.
+
+import fastps.mxnet as fps
+
+fps.compat()  # where NumPy is 1.24 or newer, before `import mxnet`
+fps.init()
+trainer = fps.DistributedTrainer(model.collect_params(), "sgd", {"learning_rate": 0.1})
+with mx.autograd.record():
+    loss = loss_of(model(images), labels)
+loss.backward()
+trainer.step(len(images))  # averages of all workers
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastps import (
+    BAND,
+    BOR,
+    BXOR,
+    Adasum,
+    Compression,
+    Max,
+    Min,
+    ProcessSet,
+    Product,
+    add_process_set,
+    allgather_object,
+    barrier,
+    broadcast_object,
+    forget,
+    global_process_set,
+    is_initialized,
+    join,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    size,
+)
+from fastps.frameworks._adapter import (
+    Average,
+    Sum,
+)
+from fastps.frameworks.mxnet.aliases import (
+    compat,
+)
+
+if TYPE_CHECKING:
+    from fastps.frameworks.mxnet.face import (
+        DistributedOptimizer,
+        DistributedTrainer,
+        FastPS,
+        ValidatedTrainer,
+        allgather,
+        allreduce,
+        alltoall,
+        broadcast,
+        broadcast_parameters,
+        byteps_declare_tensor,
+        byteps_push_pull,
+        init,
+        push_pull,
+        reducescatter,
+        shutdown,
+        validator_of,
+    )
+
+__all__ = [
+    "BAND",
+    "BOR",
+    "BXOR",
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "DistributedTrainer",
+    "FastPS",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "ValidatedTrainer",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_parameters",
+    "byteps_declare_tensor",
+    "byteps_push_pull",
+    "compat",
+    "forget",
+    "global_process_set",
+    "init",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "push_pull",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "shutdown",
+    "size",
+    "validator_of",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Find what needs MXNet, which is imported now."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    from fastps.frameworks.mxnet import face  # noqa: PLC0415  (after compat())
+
+    return getattr(face, name)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this worker waits for, and where its program is: its part in finding who holds others up.
+
+Looks now and then at what is in flight, which costs operations nothing; what has waited for long
+it tells the scheduler, which asks those who have not begun it (control/stalls.py). The same is
+asked when an operation has timed out. Threads: look() and answer() run on the control thread,
+which answers also while its program is at something else; error() on users'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastps.contract import ANY_STALENESS, Policy
+from fastps.control.blame import VERDICT_WAIT_S, stall_text
+from fastps.control.protocol import Waiting, Whereabouts, text_of
+from fastps.control.stalls import LEAST_S
+from fastps.errors import FastPSError, MismatchError, StallError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from fastps.collectives._exchange import Operation
+    from fastps.control.client import ControlClient
+    from fastps.control.protocol import Locate, TensorSpec
+    from fastps.session import Session
+    from fastps.worker._tensor import PlannedTensor
+
+FRAMES = 8  # of a stack, innermost first
+_HERE = os.path.dirname(__file__) + os.sep
+_TENSOR, _CHANNEL = "tensor ", "channel "
+
+
+class Pending(NamedTuple):
+    """An operation in flight: what counts it, and how many all of its members must have begun.
+
+    number: at least; version: which one it is; both from 1.
+    """
+
+    place: str
+    number: int
+    version: int
+    what: str
+    members: tuple[int, ...]
+
+
+class StallWatch:
+    """What one worker waits for; one for each session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session: Session = weakref.proxy(session)  # which goes at once when it ends
+        self._watch_s = session.config.stall_watch_s
+        self._next_s = self._watch_s
+        self._since: dict[tuple[str, int], float] = {}  # when place and version were first seen
+        self._client: ControlClient | None = None
+
+    def begin(self, client: ControlClient) -> None:
+        """Look at what is in flight from now on, until the client is closed."""
+        self._client, client.watch = client, self.look
+
+    # ---- on the control thread ----
+
+    def look(self) -> None:
+        """See what is in flight; tell of what has been for too long."""
+        now = time.monotonic()
+        pending = list(self._in_flight())
+        seen = [(one.place, one.version) for one in pending]
+        self._since = {key: self._since.get(key, now) for key in seen}
+        oldest = self._oldest(pending)
+        waited_s = 0.0 if oldest is None else now - self._since[oldest.place, oldest.version]
+        if oldest is None or waited_s < self._watch_s:
+            self._next_s = self._watch_s
+        elif waited_s >= self._next_s:
+            self._next_s = 2 * waited_s
+            self._tell(oldest, waited_s, len(pending))
+
+    def answer(self, asked: Locate) -> None:
+        """Say how far this worker is; or, where no place is named, what it waits for."""
+        pending = list(self._in_flight())
+        oldest = self._oldest(pending)
+        if not asked.inquiry:
+            since = oldest and self._since.get((oldest.place, oldest.version))
+            if oldest and since and time.monotonic() - since >= LEAST_S:
+                self._tell(oldest, time.monotonic() - since, len(pending))
+            return
+        waits = "" if oldest is None else oldest.what
+        if (client := self._client) is not None:
+            client.tell_where(
+                Whereabouts(
+                    asked.inquiry, self._count(asked.place), text_of(waits), text_of(_stack())
+                )
+            )
+
+    def _tell(self, oldest: Pending, waited_s: float, count: int) -> None:
+        if (client := self._client) is not None:
+            more = f" and {count - 1} more" if count > 1 else ""
+            client.tell_waiting(self._waiting(oldest, waited_s, more))
+
+    def _waiting(self, pending: Pending, waited_s: float, more: str = "") -> Waiting:
+        place, number, _, what, members = pending
+        return Waiting(0, text_of(place), number, text_of(what + more), members, waited_s)
+
+    def _oldest(self, pending: list[Pending]) -> Pending | None:
+        """Give what has been in flight the longest; of several the first by name."""
+        return min(
+            pending,
+            key=lambda one: (self._since.get((one.place, one.version), 1e300), one.place),
+            default=None,
+        )
+
+    def _count(self, place: str) -> int:
+        """Count the operations begun."""
+        if place.startswith(_TENSOR):
+            return self._session.version_of(place.removeprefix(_TENSOR))
+        if place and hasattr(self._session, "connections"):
+            return self._session.connections.exchange.count(int(place.removeprefix(_CHANNEL)))
+        return 0
+
+    def _in_flight(self) -> Iterator[Pending]:
+        """List what is in flight, tensors first."""
+        for tensor, spec in self._session.started():
+            yield self._pending_tensor(tensor, spec)
+        if hasattr(self._session, "connections"):  # else it is not whole yet
+            for operation in self._session.connections.exchange.operations:
+                if not operation.is_done:
+                    yield pending_operation(operation)
+
+    def _pending_tensor(self, tensor: PlannedTensor, spec: TensorSpec | None) -> Pending:
+        """Say for whom an operation waits: where workers may be ahead of others not for all."""
+        number, members = tensor.version, tuple(range(self._session.size))
+        if spec is not None and spec.policy == Policy.ACCUMULATE:
+            if tensor.operation >= 0:
+                members = (tensor.operation,)
+            elif spec.staleness == ANY_STALENESS:
+                members = ()
+            else:
+                number = max(number - spec.staleness, 0)
+        what = f"tensor {tensor.name!r} (operation {tensor.version} on it{self._step()})"
+        return Pending(_TENSOR + tensor.name, number, tensor.version, what, members)
+
+    def _step(self) -> str:
+        """Name the step of the training, where steps are marked."""
+        count = self._session.steps.count
+        return f", in step {count}" if count else ""
+
+    # ---- for users' threads ----
+
+    def pending_of(self, tensor: PlannedTensor) -> Pending:
+        """Say what waits of an operation on a tensor."""
+        known = dict(self._session.started([tensor.name]))
+        return self._pending_tensor(tensor, known.get(tensor))
+
+    def error(self, pending: Pending, timeout_s: float) -> StallError:
+        """Word the error of an operation that did not end; blocks while the others are asked."""
+        why = ""
+        with contextlib.suppress(FastPSError):
+            if (client := self._client) is not None:
+                why = client.who_stalls(self._waiting(pending, timeout_s))
+        return StallError(stall_text(pending.what, why, timeout_s))
+
+
+def pending_operation(operation: Operation) -> Pending:
+    """Say for whom an operation of a group waits, or a message."""
+    if operation.about is None:
+        awaited = tuple(operation.awaited)
+        return Pending("", 1, operation.number, operation.name, awaited)
+    group, name, _, _ = operation.about
+    number = operation.number
+    what = f"{operation.name} (operation {number} of this name)" if name else (
+        f"{operation.name} (operation {number} without a name)"
+    )  # fmt: skip
+    return Pending(f"{_CHANNEL}{group.channels[name or '']}", number, number, what, group.ranks)
+
+
+def _stack() -> str:
+    """Say where the program is: the main thread, without what is ours."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    places: list[str] = []
+    while frame is not None and len(places) < FRAMES:
+        code = frame.f_code
+        if not code.co_filename.startswith(_HERE):
+            where = _short(code.co_filename)
+            places.append(f"{where}:{frame.f_lineno} in {code.co_name}")
+        frame = frame.f_back
+    return " < ".join(places)
+
+
+def _short(path: str) -> str:
+    """Give a path as users know it: what is below the working directory from there."""
+    with contextlib.suppress(OSError):
+        path = path.removeprefix(os.getcwd() + os.sep)
+    return path
+
+
+def dispute(client: ControlClient | None, name: str, version: int, started: str) -> FastPSError:
+    """Have the scheduler ask all workers what they started: no server knows who is right."""
+    if client is not None:
+        with contextlib.suppress(FastPSError):
+            return client.dispute(name, version, started, timeout_s=VERDICT_WAIT_S)
+    return MismatchError(
+        f"tensor {name!r}: the workers started different operations, this one {started}; make "
+        "all workers call the same"
+    )

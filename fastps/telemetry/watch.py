@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of this user and machine that tell of themselves, and what changed between two looks.
+
+Finds the sockets of `status.py` in the kernel's table and asks each for /status.json. Pure but for
+that. Threads: the caller's; a look blocks as long as LOOK_S for a process that is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastps.telemetry.status import PREFIX
+from fastps.transport import sockets
+
+TABLE = Path("/proc/net/unix")
+LOOK_S = 0.5
+_MAX_BYTES = 1 << 20
+_REQUEST = b"GET /status.json HTTP/1.0\r\n\r\n"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one process said, and when."""
+
+    at: float
+    about: Mapping[str, Any]
+    numbers: Mapping[str, float]
+    links: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Give what tells processes apart, in the order of a table: workers first."""
+        return self.about["job"], {"worker": ""}.get(self.about["role"], self.about["role"]), (
+            int(self.about["rank"])
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What one process did between two looks, by the second."""
+
+    about: Mapping[str, Any]
+    steps: float
+    operations: float
+    bytes_started: float
+    bytes_sent: float
+    bytes_received: float
+    waiting: float  # share of the time
+    links: int
+    flows: Sequence[Flow] = ()
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What went over the links to one peer by one way, by the second."""
+
+    peer: str
+    way: str
+    bytes_sent: float
+    bytes_received: float
+
+
+def names(table: str, job: str = "") -> list[str]:
+    """List the sockets of a job, or of all, in the kernel's table."""
+    start = f"@{PREFIX}/{job}/" if job else f"@{PREFIX}/"
+    found = {line.split()[-1] for line in table.splitlines() if start in line}
+    return sorted(name[1:] for name in found if name.startswith(start))
+
+
+def look(job: str = "") -> list[Look]:
+    """Ask all processes of this user, of a job or of all, what they have to tell."""
+    found = []
+    for name in names(TABLE.read_text(), job):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            said = json.loads(_ask(name))
+            numbers, links = said.pop("numbers"), said.pop("links", ())
+            found.append(Look(time.monotonic(), said, numbers, links))
+    return sorted(found, key=lambda one: one.key)
+
+
+def _ask(name: str) -> bytes:
+    deadline = time.monotonic() + LOOK_S
+    with sockets.connect_unix(name, deadline=deadline) as sock:
+        if not sockets.is_own_user(sock):
+            raise OSError("of another user")
+        sock.sendall(_REQUEST)
+        data = b""
+        while len(data) < _MAX_BYTES and (part := sock.recv(_MAX_BYTES)):
+            data += part
+    return data.partition(b"\r\n\r\n")[2]
+
+
+def paces(before: Sequence[Look], after: Sequence[Look]) -> list[Pace]:
+    """Say what those did who were there both times."""
+    earlier = {one.key: one for one in before}
+    return [_pace(earlier[one.key], one) for one in after if one.key in earlier]
+
+
+def _pace(before: Look, after: Look) -> Pace:
+    seconds = max(after.at - before.at, 1e-9)
+
+    def rate(*names: str) -> float:
+        rise = sum(after.numbers.get(n, 0.0) - before.numbers.get(n, 0.0) for n in names)
+        return max(rise, 0.0) / seconds
+
+    return Pace(
+        after.about, rate("steps"), rate("operations"), rate("bytes_started"),
+        rate("bytes_sent", "server_bytes_sent"), rate("bytes_received", "server_bytes_received"),
+        min(rate("wait_seconds"), 1.0), int(after.numbers.get("links", 0)),
+        list(_flows(before, after, seconds)),
+    )  # fmt: skip
+
+
+def _flows(before: Look, after: Look, seconds: float) -> Iterator[Flow]:
+    """Say what each link moved; one that is new began with nothing."""
+    earlier = {(one["peer"], one["way"]): one for one in before.links}
+    for one in after.links:
+        former = earlier.get((one["peer"], one["way"]), {})
+        rises = [max(one[n] - former.get(n, 0), 0) / seconds
+                 for n in ("bytes_sent", "bytes_received")]  # fmt: skip
+        yield Flow(one["peer"], one["way"], *rises)
+
+
+def in_one_line(found: Sequence[Pace]) -> str:
+    """Tell of a whole job: its workers' pace, and which of them the others wait for.
+
+    Who waits least is the slowest: the others wait for that one.
+    """
+    workers = [one for one in found if one.about["role"] == "worker"]
+    if not workers:
+        return ""
+    pace = max(one.steps for one in workers)
+    what = f"{pace:.3g} steps/s" if pace else (
+        f"{max(one.operations for one in workers):.3g} operations/s")  # fmt: skip
+    nbytes = sum(one.bytes_started for one in workers) / len(workers)
+    waiting = sum(one.waiting for one in workers) / len(workers)
+    slowest = min(workers, key=lambda one: one.waiting)
+    is_told = len(workers) > 1 and waiting - slowest.waiting > 0.05
+    late = f", slowest worker {slowest.about['rank']}" if is_told else ""
+    return f"{what}, {in_bytes(nbytes)}/s reduced, {waiting:.0%} of the time waiting{late}"
+
+
+def in_bytes(number: float) -> str:
+    """Write bytes with a unit."""
+    for unit in ("B", "kB", "MB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} GB"

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start processes of Python without waiting for imports: fork them from one that has them.
+
+Importing torch takes a second and a half of a processor; a job of four workers would pay it four
+times. So each process that runs tests has at most one server, which imports what workers begin
+with and then only forks. What it forks is a program as any other, with arguments, environment and
+output of its own, and a Forked is used as a subprocess.Popen is. Who needs an environment that
+modules read while they are loaded gets a process started afresh.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+ALWAYS = ("numpy.random", "fastps", "fastps.server.main")
+TORCH = ("fastps.torch", "torch._dynamo", "torch.nn.parallel")
+LATE = ("FASTPS_", "DMLC_", "BYTEPS_")  # names of what is read when it is used
+# As the launcher sets it where workers are not fewer than processors. No thread may be there
+# when a process is forked, which OpenBLAS would start, too.
+OWN = {"OMP_NUM_THREADS": "1"}
+START_S = 60.0  # to import on a loaded machine
+MOST_BYTES = 100_000  # of arguments and environment; a socket takes that at once
+STATUS_BYTES = 4
+MOST_FDS = 8
+# Made before any test, of which each has to leave as many sockets as it found.
+PAIR = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class Forked:
+    """A process that the server forked: pid, poll(), wait(), kill() and stdout as of a Popen."""
+
+    def __init__(self, argv: Sequence[str], pid: int, status: int, stdout: IO[str]) -> None:
+        self.args, self.pid, self.stdout = argv, pid, stdout
+        self.returncode: int | None = None
+        self._status = status  # the server writes here how the process ended
+        self._lock = threading.Lock()
+
+    def _hear(self, timeout_s: float | None) -> int | None:
+        """Wait for the end, and give the exit code."""
+        with self._lock:
+            if self.returncode is None and select.select([self._status], [], [], timeout_s)[0]:
+                told = os.read(self._status, STATUS_BYTES)
+                os.close(self._status)
+                code = int.from_bytes(told, "little", signed=True)
+                self.returncode = code if told else -signal.SIGKILL  # with the server
+            return self.returncode
+
+    def poll(self) -> int | None:
+        """Give the exit code, negative for a signal; None while it lives."""
+        return self._hear(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code; subprocess.TimeoutExpired after timeout seconds."""
+        code = self._hear(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(list(self.args), timeout or 0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # its end is just being told
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """The process that forks, seen from the one that asks it to."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._socket, theirs = PAIR
+        self._socket.settimeout(START_S)
+        self._lock = threading.Lock()
+        command = [sys.executable, __file__, str(theirs.fileno()), *modules]
+        with theirs:
+            self._popen = subprocess.Popen(
+                command,
+                env=while_loading(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # so that buffers are those of a pipe
+                pass_fds=[theirs.fileno()],
+            )
+        atexit.register(self.close)
+
+    def start(
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        stderr: IO[bytes],
+        fds: Sequence[int] = (),
+    ) -> Forked:
+        """Run what `argv` would, python and a file or -m and a module; stdout is a pipe.
+
+        fds: descriptors that it has with the same numbers. Blocks until it is forked.
+        """
+        asked = json.dumps([list(argv[1:]), dict(environ), os.getcwd(), list(fds)]).encode()
+        assert len(asked) < MOST_BYTES, "too long"
+        lines, stdout = os.pipe()
+        status, told = os.pipe()
+        try:
+            with self._lock:
+                socket.send_fds(self._socket, [asked], [told, stdout, stderr.fileno(), *fds])
+                pid = int(self._socket.recv(64))
+        finally:
+            os.close(stdout)
+            os.close(told)
+        return Forked(argv, pid, status, os.fdopen(lines))
+
+    def close(self) -> None:
+        """End the server, which kills what is left of those it forked."""
+        self._socket.close()
+        self._popen.wait()
+
+
+@functools.cache
+def the_server() -> ForkServer:
+    """Give this process's server, with torch where this process has it."""
+    return ForkServer(ALWAYS + (TORCH if "torch" in sys.modules else ()))
+
+
+def while_loading(environ: Mapping[str, str]) -> dict[str, str]:
+    """Give what of an environment modules may read while they are loaded, as in the server."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(LATE)}
+    return kept | OWN | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+
+
+def is_forkable(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Tell whether the server can start it: python itself, with nothing that loading reads."""
+    given = {name: value for name, value in environ.items() if not name.startswith(LATE)}
+    is_plain = argv[0] == sys.executable and (argv[1] == "-m" or argv[1].endswith(".py"))
+    return is_plain and OWN | given == while_loading(os.environ)
+
+
+class Nursery:
+    """In the server: what it has forked, and who wants to know how that ends."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._told: dict[int, tuple[int, int]] = {}  # by descriptor of a process: pid, status
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
+
+    def serve(self) -> bytes:
+        """Fork whenever asked to; returns only in the process that was forked, what is asked."""
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd != self._control.fileno():
+                    self._tell(fd)
+                elif asked := self._fork():
+                    return asked
+
+    def _tell(self, fd: int) -> None:
+        """Tell how a process ended."""
+        self._poll.unregister(fd)
+        pid, status = self._told.pop(fd)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(BrokenPipeError):
+            os.write(status, code.to_bytes(STATUS_BYTES, "little", signed=True))
+        os.close(status)
+        os.close(fd)
+
+    def _fork(self) -> bytes:
+        """Fork as asked: what is asked in the new process, nothing here."""
+        asked, fds, _, _ = socket.recv_fds(self._control, MOST_BYTES, MOST_FDS)
+        if not asked:
+            self._end()
+        status, *given = fds
+        pid = os.fork()
+        if pid == 0:
+            self._become(given, [1, 2, *json.loads(asked)[3]])
+            return asked
+        fd = os.pidfd_open(pid)
+        self._told[fd] = pid, status
+        self._poll.register(fd, select.POLLIN)
+        for one in given:
+            os.close(one)
+        self._control.send(str(pid).encode())
+        return b""
+
+    def _become(self, given: Sequence[int], wanted: Sequence[int]) -> None:
+        """Keep nothing of the server in the new process but what it has imported."""
+        free = max(*wanted, *given, *self._told, self._control.detach()) + 1
+        for number, fd in enumerate(given):
+            os.dup2(fd, free + number)
+        os.closerange(3, free)
+        for number, fd in enumerate(wanted):
+            os.dup2(free + number, fd)
+        os.closerange(free, free + len(given))
+
+    def _end(self) -> None:
+        for pid, _ in self._told.values():
+            os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+
+def run(words: list[str], environ: dict[str, str], folder: str, _: list[int]) -> None:
+    """Run a file or a module as python would."""
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    random.seed()
+    sys.modules["numpy"].random.seed()
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = words
+        sys.path[0] = str(Path(words[0]).parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def end() -> None:
+    """End well, as the interpreter does, but do not take apart one by one what was imported."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    """Import, fork, and run in what was forked."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    gc.freeze()  # what is there stays, and is shared
+    asked = Nursery(control).serve()
+    run(*json.loads(asked))
+    end()
+
+
+if __name__ == "__main__":
+    main()

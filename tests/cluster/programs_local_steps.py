@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers of test_local_steps.py do: NumPy's LocalSGD beside the algorithm in a loop."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps import outer
+from fastps.local_async import Polynomial
+from fastps.local_steps import Terms
+
+STEPS, EVERY = 13, 3
+SHAPES = {"a": (5, 4), "b": (7,), "c": (2, 3), "d": ()}
+
+
+def start() -> tuple[int, int]:
+    fastps.init(min_compress_bytes=0)
+    return fastps.rank(), fastps.size()
+
+
+def end() -> str:
+    fastps.barrier()
+    fastps.shutdown()
+    return "done"
+
+
+def model(dtype: Any = np.float64) -> dict[str, np.ndarray]:
+    """Make parameters, the same on all workers."""
+    random = np.random.default_rng(5)
+    return {name: np.asarray(random.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+
+
+def do_step(arrays: list[np.ndarray], rank: int, step: int) -> None:
+    """Do a step of a worker's own: towards values that are each worker's own, with noise."""
+    random = np.random.default_rng([rank, step])
+    for place, one in enumerate(arrays):
+        goal = 1.0 + rank + place
+        one -= np.asarray(0.1 * (one - goal + random.normal(size=one.shape)), one.dtype)
+
+
+# ---- against the algorithm, all workers of it in one process ----
+
+
+def simulate(size: int, terms: Terms, optimizer: outer.Outer) -> list[list[np.ndarray]]:
+    """Give the workers' parameters in the end, of one fragment without delay."""
+    own = [list(model().values()) for _ in range(size)]
+    base, agreed = copy.deepcopy(own), list(model().values())
+    for step in range(1, STEPS + 1):
+        for rank in range(size):
+            do_step(own[rank], rank, step)
+        if step % terms.sync_every:
+            continue
+        lots = terms.draw(size, 0, step // terms.sync_every - 1, len(agreed))
+        if not terms.sparsity:
+            lots = np.repeat(terms.draw(size, 0, step // terms.sync_every - 1, 1), 4, axis=1)
+        for place, one in enumerate(agreed):
+            givers = [rank for rank in range(size) if lots[rank, place]]
+            if not givers:
+                continue
+            last = one.copy()
+            optimizer.step(place, one, np.mean([base[r][place] - own[r][place] for r in givers],
+                                               axis=0))  # fmt: skip
+            for rank in range(size):
+                own[rank][place][...] += one - last if rank not in givers else 0
+                if rank in givers:
+                    own[rank][place][...] = one
+                    base[rank][place][...] = one
+                elif terms.error_reset == "literal":
+                    base[rank][place][...] = own[rank][place]
+                else:
+                    base[rank][place][...] = one
+    return own
+
+
+def recursions(outer_on: str = "workers") -> str:
+    """Follow the algorithm, with whoever takes part and whatever is left out."""
+    rank, size = start()
+    cases = [
+        ({}, outer.Outer),
+        ({}, outer.Nesterov),
+        ({"participation": 0.5}, outer.Nesterov),
+        ({"sparsity": 0.4}, outer.Adam),
+        ({"participation": 0.6, "sparsity": 0.3, "seed": 3}, outer.Nesterov),
+        ({"participation": 0.6, "sparsity": 0.3, "error_reset": "literal"}, outer.Nesterov),
+    ]
+    for number, (words, make) in enumerate(cases):
+        expected = simulate(size, Terms(EVERY, **words), make())
+        parameters = model()
+        if rank:
+            for one in parameters.values():
+                one.fill(0)  # what rank 0 has is what counts
+        local = fastps.LocalSGD(
+            parameters, make(), sync_every=EVERY, prefix=f"{number}.", outer_on=outer_on, **words
+        )
+        for step in range(1, STEPS + 1):
+            do_step(list(parameters.values()), rank, step)
+            local.step()
+        for found, one in zip(parameters.values(), expected[rank], strict=True):
+            np.testing.assert_allclose(found, one, atol=1e-12, err_msg=str(words))
+        local.synchronize()
+        flat = np.concatenate([one.ravel() for one in parameters.values()])
+        everybody = fastps.allgather(flat[None])
+        assert (everybody == everybody[:1]).all(), words
+    return end()
+
+
+# ---- what is lost, and what travels ----
+
+
+def conserved() -> str:
+    """Change each tensor by known steps: what is left out comes later, unless that is literal."""
+    rank, size = start()
+    for reset in ("kept", "literal"):
+        parameters = {"w": np.zeros(1000), "v": np.zeros(10)}
+        local = fastps.LocalSGD(
+            parameters, sync_every=1, participation=0.5, sparsity=0.3, error_reset=reset,
+            prefix=f"{reset}.",
+        )  # fmt: skip
+        blocks = local._fragments[0].blocks
+        sent = np.zeros(2)
+        for exchange in range(40):
+            for one in parameters.values():
+                one += 1.0 + rank
+            pending = [float((block.own - block.base)[0]) for block in blocks]
+            local.step()
+            sent += local._terms.draw(size, 0, exchange, 2)[rank] * pending
+        found = sent + [float((block.own - block.base)[0]) for block in blocks]
+        made = 40 * (1.0 + rank)
+        if reset == "kept":
+            np.testing.assert_allclose(found, made)
+        else:
+            assert (found < 0.7 * made).all(), found  # 0.35 of 40 exchanges are sent: 3 sigma
+        local.synchronize()
+        assert np.ptp(parameters["w"]) == 0
+    return end()
+
+
+def uploads() -> dict[str, float]:
+    """Count what leaves on the links: p (1 - s) of the model, and indicators."""
+    rank, size = start()
+    shapes = {f"p{i}": (20_000 + 1000 * i,) for i in range(8)}
+    parameters = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    terms = Terms(1, participation=0.5, sparsity=0.25, seed=11)
+    local = fastps.LocalSGD(parameters, sync_every=1, participation=0.5, sparsity=0.25, seed=11)
+    local.step()  # what is made at the first use
+    fastps.barrier()
+    before, expected, frames = fastps.statistics(), 0.0, 0
+    for exchange in range(1, 41):
+        lots = terms.draw(size, 0, exchange, 8)[rank]
+        sizes = [one.nbytes for one in parameters.values()]
+        expected += sum(nbytes for nbytes, gives in zip(sizes, lots, strict=True) if gives)
+        local.step()
+    after = fastps.statistics()
+    frames = after["frames_sent"] - before["frames_sent"]
+    found = {
+        "sent": after["bytes_sent"] - before["bytes_sent"], "expected": expected,
+        "frames": frames, "whole": 40.0 * sum(one.nbytes for one in parameters.values()),
+    }  # fmt: skip
+    end()
+    return found
+
+
+# ---- codecs, rules, checkpoints ----
+
+
+def coded() -> str:
+    """Leave out and compress at once, under a rule too; end near what all agree is best."""
+    rank, _ = start()
+    for number, (compression, rule, words) in enumerate([
+        (fastps.Compression.int4(ef="vanilla"), None, {"participation": 0.7, "sparsity": 0.2}),
+        (fastps.Compression.int8(), "median", {"fragments": 2, "delay": 1}),
+        (fastps.Compression.onebit(ef="vanilla"), None, {"sparsity": 0.5}),
+        (fastps.Compression.topk(0.5, ef="vanilla"), "average", {}),
+        (fastps.Compression.fp16(), None, {"participation": 0.5}),
+    ]):  # fmt: skip
+        parameters = {"w": np.zeros(512, np.float32), "h": np.zeros((16, 16), np.float16)}
+        local = fastps.LocalSGD(
+            parameters, sync_every=4, compression=compression, rule=rule, prefix=f"{number}.",
+            **words,
+        )  # fmt: skip
+        for _ in range(160):
+            for one in parameters.values():
+                one -= np.asarray(0.05 * (one - 2.0), one.dtype)
+            local.step()
+        local.synchronize()
+        for one in parameters.values():
+            assert abs(float(one.mean()) - 2.0) < 0.1, (compression, rule, one.mean())
+    resumed(rank)
+    return end()
+
+
+def resumed(rank: int) -> None:
+    """Go on from a state as if nothing had happened, with what was left out and codecs keep."""
+    saved = go_on(
+        rank, lambda: outer.Nesterov(), participation=0.6, sparsity=0.3,
+        compression=fastps.Compression.fp16(),
+    )  # fmt: skip
+    keeps = fastps.LocalSGD(
+        {"w": np.zeros(512, np.float32)}, sync_every=1, prefix="keeps.",
+        compression=fastps.Compression.onebit(ef="vanilla"),
+    )  # fmt: skip
+    keeps._fragments[0].blocks[0].own += np.arange(512) * 0.01
+    keeps.step()
+    state = keeps.state_dict()
+    (((residual, _),),) = (one["kept"][0] for one in state["fragments"])
+    assert np.abs(np.frombuffer(residual, np.float32)).sum() > 0
+    keeps._fragments[0].blocks[0].own += 1.0
+    keeps.step()
+    keeps.load_state_dict(state)
+    assert keeps.state_dict()["fragments"][0]["kept"][0][0][0] == residual
+    with pytest.raises(ValueError, match="as many fragments"):
+        keeps.load_state_dict(saved)
+
+
+def go_on(rank: int, optimizer: Any, **words: Any) -> dict[str, Any]:
+    """Train on from a state, beside one who was not interrupted; give the state."""
+
+    def make(prefix: str) -> tuple[dict[str, np.ndarray], fastps.LocalSGD]:
+        parameters = model(np.float32)
+        return parameters, fastps.LocalSGD(
+            parameters, optimizer(), sync_every=4, fragments=2, delay=2,
+            prefix=f"{optimizer().__class__.__name__}.{prefix}", **words,
+        )  # fmt: skip
+
+    def train(parameters: dict[str, np.ndarray], local: fastps.LocalSGD, steps: range) -> None:
+        for step in steps:
+            do_step(list(parameters.values()), rank, step)
+            local.step()
+
+    parameters, local = make("first.")
+    train(parameters, local, range(9))
+    saved = copy.deepcopy((parameters, local.state_dict()))
+    train(parameters, local, range(9, 25))
+    again, second = make("second.")
+    for name, one in saved[0].items():
+        again[name][...] = one
+    second.load_state_dict(saved[1])
+    train(again, second, range(9, 25))
+    for name, one in parameters.items():
+        np.testing.assert_array_equal(one, again[name])
+    return dict(saved[1])
+
+
+# ---- without rounds ----
+
+
+def asynchronous() -> tuple[list[float], float, list[float]]:
+    """Train at one's own pace: what servers hold in the end is the sum of what was added."""
+    rank, _ = start()
+    parameters = {"w": np.full(50, 0.5 if rank == 0 else 9.0), "v": np.zeros((2, 2))}
+    local = fastps.AsyncLocalSGD(
+        parameters, sync_every=2, alpha=Polynomial(0.5), proximal=0.1, prefix="paced"
+    )
+    # rank 0's, with what others may have added by now
+    assert 0.5 <= parameters["w"].min() == parameters["w"].max() < 9.0
+    added, seen = 0.0, []
+    for _ in range(20 * (1 + rank)):
+        base = float(local._base[0][0])
+        parameters["w"] += 0.01 * (rank + 1)
+        local.step()
+        if local.steps % 2 == 0:
+            moved = (0.01 * (rank + 1)) * (1 - 0.1) * (1 + (1 - 0.1))
+            assert 0 < local.share <= 0.5
+            added += local.share * moved
+            seen.append(local.staleness)
+        else:
+            moved = 0.01 * (rank + 1) * 0.9
+            np.testing.assert_allclose(parameters["w"][0], base + moved)
+    fastps.barrier()
+    state = local.state_dict()
+    local.exchange()  # nothing has changed since: gives what is there
+    held = float(parameters["w"][0])
+    local.load_state_dict(state)
+    with pytest.raises(ValueError, match="no state of an AsyncLocalSGD"):
+        local.load_state_dict({"changes": []})
+    for words in ({"sync_every": 0}, {"sync_every": 1, "proximal": 1.0}):
+        with pytest.raises(ValueError, match="sync_every="):
+            fastps.AsyncLocalSGD(parameters, prefix="wrong", **words)
+    with pytest.raises(ValueError, match="no share"):
+        fastps.AsyncLocalSGD(parameters, sync_every=1, alpha=lambda _: -1.0, prefix="wrong")
+    end()
+    return [held], added, seen
+
+
+def stopped() -> dict[str, list[float]]:
+    """Exchange while another worker's process is stopped for three seconds."""
+    rank, _ = start()
+    parameters = {"w": np.zeros(20_000)}
+    local = fastps.AsyncLocalSGD(parameters, sync_every=1, alpha=0.5, prefix="stopped")
+    took: dict[str, list[float]] = {"before": [], "during": []}
+    their = Path(f"/proc/{fastps.broadcast_object(os.getpid(), 2)}/stat")
+    for phase in took:
+        fastps.barrier()
+        if phase == "during" and rank == 2:
+            me = os.getpid()
+            subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 3; kill -CONT {me}"]).wait()
+            continue
+        while phase == "during" and their.read_text().rpartition(") ")[2][0] != "T":
+            os.sched_yield()
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            parameters["w"] += 0.001
+            began = time.monotonic()
+            local.step()
+            took[phase].append(time.monotonic() - began)
+    end()
+    return took

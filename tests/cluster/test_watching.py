@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a running job tells: a live line, `fastps top`, and what Prometheus and Grafana read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from harness import ROOT, clean_environ
+
+from fastps.config import load
+from fastps.errors import ConfigError
+from fastps.launch.doctor import main as fastps_command
+from fastps.launch.output import Outlet, Screen
+from fastps.telemetry import watch
+from fastps.telemetry.status import StatusService
+
+LIMIT_S = 100
+TRAIN = """
+import os, sys, numpy as np, fastps
+fastps.init()
+goes_on = True
+while goes_on:
+    fastps.push_pull(np.zeros(1000), "gradient")
+    fastps.mark_step()
+    goes_on = fastps.push_pull(np.array([float(os.path.exists(sys.argv[1]))]), "end")[0] == 0
+fastps.shutdown()
+"""
+
+
+class Terminal:
+    """A command on a terminal, and all that it has written there."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self.text = ""
+        self._mine, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+        )
+        os.close(theirs)
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # the other end has gone
+            while data := os.read(self._mine, 65536):
+                self.text += data.decode(errors="replace")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(LIMIT_S)
+        self._thread.join(LIMIT_S)
+        os.close(self._mine)
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)  # other processes are watched from outside
+
+
+def free_ports() -> int:
+    """Find three ports in a row."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as probe, contextlib.suppress(OSError):
+            first = probe.getsockname()[1]
+            for port in (first + 1, first + 2):
+                socket.create_server(("127.0.0.1", port)).close()
+            return first
+
+
+def get(port: int, path: str, token: str = "", method: str = "GET") -> str:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
+    request.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+        return answer.read().decode()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("watched")
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "token").write_text("a token of scrapers")
+    (folder / "token").chmod(0o600)
+    port, job_id = free_ports(), f"watched-{os.getpid()}"
+    settings = {"FASTPS_METRICS_PORT": str(port), "FASTPS_METRICS_TOKEN_FILE": f"{folder}/token"}
+    launch = [sys.executable, "-m", "fastps.launch.run", "-np", "2", "-s", "1"]
+    train = [sys.executable, f"{folder}/train.py", f"{folder}/end"]
+    command = [*launch, "--job-id", job_id, *train]
+    terminal = Terminal(command, clean_environ() | {"PYTHONPATH": str(ROOT), **settings})
+    try:
+        wait_until(lambda: "steps/s" in terminal.text or terminal.process.poll() is not None)
+        yield terminal, job_id, port
+        (folder / "end").touch()
+        assert terminal.process.wait(LIMIT_S) == 0, terminal.text
+    finally:
+        terminal.close()
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_a_live_line(job):
+    terminal, job_id, _ = job
+    assert re.search(
+        r"\r\x1b\[K\[fastps-run\] [\d.e+]+ steps/s, [\d.]+ k?M?B/s reduced, \d+% of the time wait",
+        terminal.text,
+    ), terminal.text
+    found = watch.look(job_id)
+    assert [(one.about["role"], one.about["rank"]) for one in found] == [
+        ("worker", 0), ("worker", 1), ("server", 0)]  # fmt: skip
+    assert all(one.numbers["steps"] > 0 for one in found[:2])
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_top(job, capsys):
+    _, job_id, _ = job
+    assert fastps_command(["top", "--job", job_id, "--once", "--every", "0.2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{job_id}: ")
+    rows = [(line[:23].rstrip(), line[23:].split()) for line in lines[2:]]
+    assert [name for name, _ in rows] == [
+        "worker 0", "  to server 0, Unix", "worker 1", "  to server 0, Unix",
+        "server 0", "  to worker 0, Unix", "  to worker 1, Unix"]  # fmt: skip
+    for _, (number, unit, *rest) in [row for row in rows if row[0].startswith("  ")]:
+        assert float(number) > 0
+        assert unit in ("B", "kB", "MB")
+        assert len(rest) == 2
+    assert fastps_command(["top", "--job", "nobody", "--once"]) == 1
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_what_prometheus_reads(job):
+    parser = pytest.importorskip("prometheus_client.parser")
+    _, job_id, port = job
+    samples = {}
+    for slot, role in enumerate(("worker", "worker", "server")):
+        text = get(port + slot, "/metrics", "a token of scrapers")
+        for family in parser.text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples[sample.name, sample.labels["role"], sample.labels["rank"]] = sample.value
+                assert (sample.labels["job"], sample.labels["role"]) == (job_id, role)
+    assert samples["fastps_operations_total", "worker", "1"] > 0
+    assert samples["fastps_bytes_summed_total", "server", "0"] > 0
+    said = json.loads(get(port, "/status.json", "a token of scrapers"))
+    assert samples["fastps_link_bytes_sent_total", "server", "0"] > 0
+    assert [(one["peer"], one["way"]) for one in said["links"]] == [("server 0", "Unix")]
+    assert said["numbers"]["steps"] >= samples["fastps_steps_total", "worker", "0"]
+    board = json.loads((ROOT / "deploy/grafana/fastps.json").read_text())
+    shown = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    names = {name for name, _, _ in samples}
+    assert {name for expr in shown for name in re.findall(r"fastps_\w+", expr)} <= names
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.parametrize(
+    ("path", "token", "method", "code"),
+    [
+        ("/metrics", "", "GET", 401),
+        ("/status.json", "wrong", "GET", 401),
+        ("/", "a token of scrapers", "GET", 404),
+        ("/status.json", "a token of scrapers", "POST", 501),
+    ],
+)
+def test_who_is_told_nothing(job, path, token, method, code):
+    _, _, port = job
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        get(port, path, token, method)
+    assert refused.value.code == code
+    refused.value.close()
+
+
+def test_other_machines_need_a_token():
+    config = load({"metrics_port": 9400, "metrics_host": "0.0.0.0", "status": False}, {})
+    with pytest.raises(ConfigError, match="FASTPS_METRICS_TOKEN_FILE"):
+        StatusService(config, role="worker", rank=0, slot=0, tell=dict)
+
+
+def pace(rank: int, waiting: float, steps: float = 2.0) -> watch.Pace:
+    return watch.Pace({"role": "worker", "rank": rank}, steps, 8.0, 1.5e6, 0, 0, waiting, 1)
+
+
+def test_words():
+    assert watch.in_one_line([]) == ""
+    assert watch.in_one_line([pace(0, 0.5), pace(1, 0.1)]) == (
+        "2 steps/s, 1.5 MB/s reduced, 30% of the time waiting, slowest worker 1")  # fmt: skip
+    assert watch.in_one_line([pace(0, 0.5, 0), pace(1, 0.5, 0)]) == (
+        "8 operations/s, 1.5 MB/s reduced, 50% of the time waiting")  # fmt: skip
+    table = "x: 1 @fastps-status/a/worker/0/7\nx: 1 @fastps-status/b/server/0/8\nx: 1 /run/s\n"
+    assert watch.names(table) == ["fastps-status/a/worker/0/7", "fastps-status/b/server/0/8"]
+    assert watch.names(table, "b") == ["fastps-status/b/server/0/8"]
+
+
+def test_the_line_stays_below_all_others():
+    reader, writer = os.pipe()
+    outlet = Outlet(writer)
+    screen = Screen(outlet, outlet, has_colour=False)
+    screen.live("fast")
+    screen.show("worker", 0, b"loss 1", is_error=False)
+    screen.live("")
+    line, erase = b"[fastps-run] fast", b"\r\x1b[K"
+    assert os.read(reader, 4096) == erase + line + erase + b"[worker 0] loss 1\n" + line + erase
+    os.close(reader)
+    os.close(writer)

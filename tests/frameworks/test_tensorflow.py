@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TensorFlow plugin in real jobs, each of many checks; the values are NumPy's."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("tensorflow") is None:
+    pytest.skip("TensorFlow is not here: make test-frameworks", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "cluster"))
+
+from harness import JobResult, clean_environ, run_example, run_workers  # noqa: E402
+
+HEAD = """
+import numpy as np, pytest
+import tensorflow as tf
+import fastps.tensorflow as fps
+from fastps.frameworks.tensorflow.calls import is_native
+fps.init()
+rank = fps.rank()
+def same(found, wanted):
+    found, wanted = [np.asarray(one.numpy() if hasattr(one, "numpy") else one)
+                     for one in (found, wanted)]
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape, (found, wanted)
+    assert found.tobytes() == wanted.tobytes(), (found, wanted)
+"""
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "FASTPS_SHARED_MEMORY": "1"}
+
+
+def run(script: str, folder: Path, **options: Any) -> JobResult:
+    environ = QUIET | options.pop("environ", {})
+    return run_workers(HEAD + textwrap.dedent(script), folder, environ=environ, **options).check()
+
+
+OPERATIONS = """
+    for dtype in "float32 float16 bfloat16 int8 int32 uint8".split():
+        for shape in [(), (0,), (3, 5), (40_001,)]:
+            x = tf.cast(tf.fill(shape, 3 + rank), dtype)
+            half = tf.cast(tf.fill(shape, 3.5 if "float" in dtype else 3), dtype)
+            name = f"{dtype}{shape}"
+            same(fps.push_pull(x, name), half)
+            graph = tf.function(lambda x: fps.push_pull(x, name, average=False))
+            same(graph(x), tf.cast(tf.fill(shape, 7), dtype))
+    for wrap in (lambda f: f, tf.function):
+        run = wrap(lambda x: fps.allreduce(x, "max", op=fps.Max))
+        same(run(tf.range(3) * (1 - 2 * rank)), np.array([0, 1, 2], "i4"))
+        same(wrap(lambda x: fps.broadcast(x, 1, name="b"))(tf.fill((2, 2), rank)),
+             np.full((2, 2), 1, "i4"))
+        for dtype in (tf.float32, tf.bfloat16):
+            same(wrap(lambda x: fps.allgather(x, f"ag {dtype}"))(tf.cast(tf.fill((rank + 1, 2),
+                 rank), dtype)), tf.cast(tf.constant([[0, 0], [1, 1], [1, 1]]), dtype))
+        same(wrap(lambda x: fps.reducescatter(x, "rs", op=fps.Sum))(tf.range(4) + rank),
+             np.array([[1, 3], [5, 7]], "i4")[rank])
+        same(wrap(lambda x: fps.alltoall(x, name="aa"))(tf.range(2) + 10 * rank),
+             np.array([rank, 10 + rank], "i4"))
+        found, counts = wrap(lambda x: fps.alltoall(x, [1, 2], name="as"))(tf.range(3) + 10 * rank)
+        same(found, np.array([[0, 10], [1, 2, 11, 12]][rank], "i4"))
+        same(counts, np.array([[1, 1], [2, 2]][rank]))
+        x = tf.Variable(tf.range(6.0) * (rank + 1))
+        def square(x):
+            with tf.GradientTape() as tape:
+                y = tf.reduce_sum(fps.push_pull(x, "g") ** 2)
+            return tape.gradient(y, x)
+        same(wrap(square)(x), np.arange(6, dtype="f4") * 3)
+        deep = tf.reshape(tf.range(2.0) + rank, (2, *[1] * 17))  # more than our operation takes
+        same(wrap(lambda x: fps.push_pull(x, "deep"))(deep),
+             np.array([0.5, 1.5], "f4").reshape(deep.shape))
+        slices = tf.IndexedSlices(tf.fill((1, 2), 2.0 + rank), tf.constant([rank]),
+                                  tf.constant([4, 2]))
+        found = wrap(lambda v, i: fps.push_pull(tf.IndexedSlices(v, i, tf.constant([4, 2])), "s"))(
+            slices.values, slices.indices)
+        same(found.values, np.array([[1, 1], [1.5, 1.5]], "f4"))
+        same(found.indices, np.array([0, 1], "i4"))
+    same(fps.push_pull(slices, "dense", average=False, sparse_as_dense=True),
+         np.array([[2, 2], [3, 3], [0, 0], [0, 0]], "f4"))
+    variables = [tf.Variable(tf.cast(tf.fill((3,), rank), kind)) for kind in
+                 (tf.float32, tf.bfloat16, tf.int64)]
+    fps.broadcast_variables(variables, 1)
+    for variable in variables:
+        same(variable, tf.cast(tf.ones(3), variable.dtype))
+    other = tf.Variable(tf.fill((2, 2), rank))  # of an optimizer, as Horovod's programs have it
+    fps.broadcast_variables([other], 1)
+    same(other, np.ones((2, 2), "i4"))
+    some = fps.add_process_set([1])
+    if rank == 1:
+        same(fps.push_pull(tf.ones(3), "alone", process_set=some), np.ones(3, "f4"))
+    assert fps.broadcast_object({"a": rank}) == {"a": 0}
+    assert is_native()
+    with pytest.raises(ValueError, match="average is True or False"):
+        fps.push_pull(np.ones(3, "f4"), "x", average=fps.Sum)
+    with pytest.raises(ValueError, match="needs a name"):
+        fps.push_pull(tf.ones(3), "")
+    with pytest.raises(Exception, match="MismatchError.*'differ'|'differ'"):
+        tf.function(lambda x: fps.push_pull(x, "differ"))(tf.ones(3 + rank))
+"""
+
+
+def test_operations_are_those_of_numpy(tmp_path):
+    run(OPERATIONS, tmp_path)
+
+
+TRAINING = """
+    def begin(seed):
+        draw = np.random.default_rng(seed)
+        shapes = [(8, 300), (300,), (300, 200)]
+        return [tf.Variable(draw.normal(size=shape).astype("f4")) for shape in shapes]
+    def batch(step, part, parts):
+        x = np.random.default_rng(step).normal(size=(8, 8)).astype("f4")
+        y = np.repeat(x.sum(1, keepdims=True), 200, 1)
+        return x[part::parts], y[part::parts]
+    def train(tape_of, weights, part, parts, wrap):
+        def step(x, y):
+            with tape_of() as tape:
+                h = tf.tanh(x @ weights[0] + weights[1])
+                loss = tf.reduce_mean((h @ weights[2] - y) ** 2)
+            for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
+                weight.assign_sub(0.1 * gradient)
+        step = wrap(step)
+        for number in range(5):
+            step(*batch(number, part, parts))
+    alone = begin(0)
+    train(tf.GradientTape, alone, 0, 1, tf.function)
+    for way in ({}, {"bucket_bytes": 0}, {"compression": fps.Compression.fp16}):
+        for wrap in (lambda f: f, tf.function):
+            weights = begin(rank)
+            fps.broadcast_variables(weights)
+            def tape_of():
+                return fps.DistributedGradientTape(tf.GradientTape(), prefix=" ".join(way), **way)
+            train(tape_of, weights, rank, 2, wrap)
+            for one, two in zip(weights, alone, strict=True):
+                np.testing.assert_allclose(one, two, rtol=0.02, atol=0.02)
+            report([weight.numpy().tobytes().hex() for weight in weights])
+"""
+
+
+GRADIENTS = """
+    def back(f, x):  # the gradient of what f gives, weighted by 1, 2, 3...
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+            weights = tf.reshape(tf.range(1.0, 1.0 + tf.cast(tf.size(y), tf.float32)), tf.shape(y))
+            loss = tf.reduce_sum(y * weights * (rank + 1))
+        return tape.gradient(loss, x)
+    for wrap in (lambda f: f, tf.function):
+        x = tf.fill((rank + 1, 2), 1.0)  # gathered: three rows; ranks weigh them by 1 and 2
+        same(wrap(lambda x: back(lambda x: fps.allgather(x, "ag"), x))(x),
+             np.arange(1, 7, dtype="f4").reshape(3, 2)[rank : 1 + 2 * rank] * np.float32(1.5))
+        x = tf.fill((2, 2), 1.0)
+        same(wrap(lambda x: back(lambda x: fps.broadcast(x, 1, name="b"), x))(x),
+             np.arange(1, 5, dtype="f4").reshape(2, 2) * np.float32(1.5 * rank))
+        whole = np.array([[1, 2], [2, 4]], "f4")  # what each rank's row is weighed by
+        same(wrap(lambda x: back(lambda x: fps.reducescatter(x, "rs", op=fps.Sum), x))(x),
+             2 * whole)
+        same(wrap(lambda x: back(lambda x: fps.reducescatter(x, "rm"), x))(x), whole)
+        x = tf.fill((3, 1), 1.0)  # one row goes to rank 0, two to rank 1
+        same(wrap(lambda x: back(lambda x: fps.alltoall(x, [1, 2], name="as")[0], x))(x),
+             np.array([[[1], [2], [4]], [[2], [6], [8]]], "f4")[rank])
+        x = tf.fill((2, 1), 1.0)
+        same(wrap(lambda x: back(lambda x: fps.alltoall(x, name="aa"), x))(x),
+             np.array([[[1], [2]], [[2], [4]]], "f4")[rank])
+"""
+
+
+def test_operations_have_gradients(tmp_path):
+    run(GRADIENTS, tmp_path)
+
+
+OPTIMIZERS = """
+    for passes in (1, 2):
+        for asynchronous in (False, True):
+            weight = tf.Variable(tf.fill((3,), float(rank)))
+            fps.broadcast_variables([weight], 1)
+            optimizer = fps.DistributedOptimizer(tf.keras.optimizers.SGD(0.5), prefix=f"k{passes}",
+                backward_passes_per_step=passes, asynchronous=asynchronous, staleness=0)
+            step = tf.function(lambda g: optimizer.apply_gradients([(g, weight)]))
+            for gradient in (1.0, 3.0):
+                step(tf.fill((3,), gradient + 4 * rank))
+            each = np.array([1, 3, 5, 7]) * 0.5 * (1 if asynchronous else 0.5) / passes
+            same(weight, np.full(3, 1 - each.sum(), "f4"))
+    with pytest.raises(TypeError, match="legacy are Keras 2's"):
+        fps.DistributedOptimizer(3)
+    old = tf.compat.v1.train.GradientDescentOptimizer(0.5)
+    with pytest.raises(ValueError, match="tf.keras.optimizers"):
+        fps.DistributedOptimizer(old, backward_passes_per_step=2)
+    with pytest.raises(RuntimeError, match="broadcast_variables"):
+        fps.broadcast_global_variables(0)
+    v1 = tf.compat.v1
+    with tf.Graph().as_default():  # as programs of TensorFlow 1
+        w = v1.get_variable("w", initializer=tf.fill((2, 300), float(rank)))
+        rows = v1.get_variable("rows", initializer=tf.fill((4, 2), float(rank)))
+        half = v1.get_variable("half", initializer=tf.cast(tf.fill((2,), rank), tf.bfloat16))
+        step = v1.train.get_or_create_global_step()
+        x = v1.placeholder(tf.float32, (None, 2))
+        loss = tf.reduce_sum(x @ w) + 4 * tf.reduce_sum(tf.gather(rows, [rank, 3]))
+        plain = v1.train.MomentumOptimizer(0.5, 0.9)
+        optimizer = fps.DistributedOptimizer(plain, prefix="session")
+        train = optimizer.minimize(loss, global_step=step, var_list=[w, rows])
+        assert optimizer.get_slot(w, "momentum") is not None and optimizer.variables()
+        hook = fps.BroadcastGlobalVariablesHook(1)
+        options = v1.ConfigProto(inter_op_parallelism_threads=1, intra_op_parallelism_threads=1)
+        with v1.train.MonitoredTrainingSession(hooks=[hook], config=options) as sess:
+            same(sess.run(half).astype("f4"), np.ones(2, "f4"))
+            same(sess.run(w), np.ones((2, 300), "f4"))
+            sess.run(train, {x: np.full((1, 2), 1.0 + rank)})
+            same(sess.run(w), np.full((2, 300), 1 - 0.5 * 1.5, "f4"))
+            wanted = 1 - 0.5 * np.array([2, 2, 0, 4], "f4")
+            same(sess.run(rows), np.repeat(wanted[:, None], 2, 1))
+            assert sess.run(step) == 1
+"""
+
+
+def test_optimizers_of_keras_and_of_sessions(tmp_path):
+    run(OPTIMIZERS, tmp_path, environ={"FASTPS_SHARED_MEMORY": "0"})  # servers hold some
+
+
+MIRRORED = """
+    with strategy.scope():
+        weights = [tf.Variable(tf.fill((2, 2), float(rank))), tf.Variable(tf.zeros(100_000))]
+        optimizer = tf.keras.optimizers.SGD(0.5)
+        optimizer.build(weights)
+    fps.broadcast_variables(weights, 1)
+    def replica():
+        number = 2.0 * rank + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group,
+                                      tf.float32)
+        optimizer.apply_gradients([(tf.fill(w.shape, number), w) for w in weights])
+        return number
+    @tf.function
+    def step():
+        return strategy.reduce("MEAN", strategy.run(replica), axis=None)  # of this worker
+    same(fps.push_pull(step(), "mean"), np.float32(1.5))
+    for weight, first in zip(weights, (1, 0), strict=True):
+        for one in strategy.experimental_local_results(weight):
+            same(one, np.full(weight.shape, first - 0.5 * 6, "f4"))  # a sum of four
+"""
+DEVICES = """
+import tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+"""
+
+
+def test_mirrored_replicas_add_with_those_of_all_workers(tmp_path):
+    begin = '    strategy = fps.MirroredStrategy(["/cpu:0", "/cpu:1"])\n'
+    script = DEVICES + HEAD + textwrap.dedent(begin + MIRRORED.lstrip("\n"))
+    run_workers(script, tmp_path, environ=QUIET).check()
+
+
+def test_a_tape_gives_the_same_on_all_workers(tmp_path):
+    for environ in ({}, {"FASTPS_SHARED_MEMORY": "0"}):
+        one, two = run(TRAINING, tmp_path, environ=environ).reports
+        assert len(one) >= 6
+        assert one == two
+
+
+@pytest.mark.parametrize("program", ["digits", "synthetic_benchmark"])
+def test_examples_run(program):
+    words = run_example(f"examples/tensorflow_{program}.py", environ=QUIET).stdout.split()
+    assert float(words[-1].strip("+-")) > (0.9 if program == "digits" else -1)
+
+
+def test_nothing_but_tensorflow_is_imported():
+    script = (
+        "import sys, fastps.tensorflow; assert not {'torch', 'jax', 'mxnet'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], env=clean_environ(), cwd=ROOT, check=True)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A wheel for everybody's Linux: built, looked at, installed where nothing of this folder is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from house_source import ROOT
+
+pytest.importorskip("auditwheel")
+
+LIMIT_S = 280  # a cold compiler on two processors takes half a minute
+PROGRAM = """
+import numpy as np, fastps
+import fastps.transport.rdma._verbs  # where libibverbs is installed, as on the builder's machine
+assert "venv" in fastps.__file__, fastps.__file__
+fastps.init()
+total = fastps.push_pull(np.full(1000, fastps.rank() + 1.0, np.float32), "x", average=False)
+assert (total == 3).all()
+fastps.shutdown()
+print("summed by", fastps.__version__)
+"""
+
+
+def run(*command: object, folder: Path = ROOT, path: str = "") -> str:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(word) for word in command], cwd=folder, text=True, timeout=LIMIT_S, check=False,
+        env=kept | {"PATH": f"{path}:{kept['PATH']}"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "tools/wheels.py", "--python", sys.executable, "--to", folder)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_a_wheel_is_portable_small_and_links_nothing_that_is_not_everywhere(wheel):
+    said = run(sys.executable, "-m", "auditwheel", "show", wheel)
+    assert "manylinux" in wheel.name
+    assert "ibverbs" not in said
+    with zipfile.ZipFile(wheel) as archive:
+        extensions = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
+    assert len(extensions) > 20
+    assert not [code for code in extensions if b"\0.symtab\0" in code], "not stripped"
+    assert sum(map(len, extensions)) < 4e6
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_a_wheel_works_in_a_fresh_environment(wheel, tmp_path):
+    home = tmp_path / "venv"
+    venv.create(home)
+    python = home / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", wheel)
+    site = next((home / "lib").glob("python*/site-packages"))
+    # NumPy and its like from here: nothing is downloaded. What is editable there is not seen.
+    (site / "others.pth").write_text(f"{Path(np.__file__).parents[1]}\n")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    path = str(home / "bin")
+    said = run("fastps-run", "-np", "2", "python", program, folder=tmp_path, path=path)
+    assert said.count("summed by") == 2

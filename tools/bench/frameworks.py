@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what averaging gradients adds to a step in each framework, next to PyTorch.
+
+    make test-frameworks   # makes .venvs/
+    python tools/bench/frameworks.py [--frameworks torch,tensorflow,jax] [--runs 5]
+
+Each framework trains the same models (wide: 25 M parameters in 12 tensors; many: 400 small
+tensors) by plain SGD, two teams each: one of processes that do not know of each other, and one
+that averages; one thread computes per process. torch runs in the environment of this command,
+every other one in .venvs/NAME, keras with TensorFlow below it (keras:KERAS_BACKEND=jax: JAX).
+
+The teams take turns in every round. added = step - the same framework's step without an exchange
+in the same round; ratio = added / PyTorch's added in the same round; columns give medians over
+rounds, in ms. Before and after, all processes of a team must hold bitwise equal weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tools.bench import _common, train_torch
+
+PEER = Path(__file__).with_name("_framework_peer.py")
+VENVS = Path(__file__).parents[2] / ".venvs"
+MODELS = ("wide", "many")
+LOCAL = "-local"
+ALONE = {
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+    "NPROC": "1",  # of XLA's threads
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+
+
+class Team(train_torch.Team):
+    """The processes of one framework, with or without an exchange."""
+
+    def peer(self) -> tuple[list[str], bool]:
+        """Give the command of one process, in the framework's environment."""
+        name = self.system.removesuffix(LOCAL)
+        is_local = self.system != name
+        python = sys.executable if name == "torch" else str(VENVS / name / "bin" / "python")
+        return [python, str(PEER), name, *(["local"] if is_local else [])], not is_local
+
+
+@contextlib.contextmanager
+def teams(options: argparse.Namespace) -> Iterator[list[Team]]:
+    """Start two teams for each framework; end them whatever happens."""
+    started: list[Team] = []
+    settings = [f"{name}={value}" for name, value in ALONE.items()] + options.settings
+    try:
+        for name in options.frameworks.split(","):
+            plain, colon, own = name.partition(":")
+            for system in (f"{plain}{LOCAL}{colon}{own}", name):
+                started.append(Team(system, options.workers, 0, settings, ()))
+        yield started
+    finally:
+        for team in started:
+            team.close()
+
+
+def measure(
+    systems: Sequence[Team], model: str, options: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Take turns: the seconds of a step of each system in each round."""
+    for team in systems:
+        team.step_seconds(model, train_torch.WARM_UP[model])
+    found: dict[str, list[float]] = {team.name: [] for team in systems}
+    for _ in range(options.runs):
+        for team in systems:
+            steps = options.steps or train_torch.STEPS[model]
+            found[team.name].append(team.step_seconds(model, steps))
+    for team in systems:
+        answers = team.ask(op="describe", model=model)
+        if LOCAL not in team.name and len({answer["digest"] for answer in answers}) > 1:
+            raise SystemExit(f"{team.name}: the workers' weights of {model} differ")
+        team.ask(op="forget", model=model)
+    return found
+
+
+def add_rows(report: _common.Report, model: str, found: dict[str, list[float]]) -> None:
+    """Add one row per framework: its step, what it adds, and the ratio of that to the first's."""
+    names = [name for name in found if LOCAL not in name]
+    added = {}
+    for name in names:
+        plain, colon, own = name.partition(":")
+        local = found[f"{plain}{LOCAL}{colon}{own}"]
+        added[name] = [1e3 * (a - b) for a, b in zip(found[name], local, strict=True)]
+    for name in names:
+        pairs = zip(added[name], added[names[0]], strict=True)
+        ratios = [mine / base for mine, base in pairs if base > 0]
+        report.add(
+            name, [1e3 * one for one in found[name]], model=model,
+            added=statistics.median(added[name]),
+            ratio=statistics.median(ratios) if ratios else float("nan"),
+            best_ratio=min(ratios, default=float("nan")),
+            worst_ratio=max(ratios, default=float("nan")),
+        )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--frameworks", default="torch,tensorflow,jax", help="the first is base")
+    parser.add_argument("--workers", type=_common.positive, default=2)
+    parser.add_argument("--steps", type=_common.positive, help="steps of one turn")
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="NAME=VALUE"
+    )
+    _common.add_options(parser)
+    options = parser.parse_args(arguments)
+    report = _common.Report("frameworks", unit="ms")
+    report.conditions |= {"workers": options.workers, "settings": options.settings}
+    with teams(options) as systems:
+        for model in options.models.split(","):
+            add_rows(report, model, measure(systems, model, options))
+    report.finish(options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
