@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -84,15 +85,8 @@ class House:
 
 @pytest.fixture
 def build() -> Iterator[object]:
-    made: list[House] = []
-
-    def create(*args: object, **options: object) -> House:
-        made.append(House(*args, **options))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield create
-    for house in made:
-        house.close()
+    with ExitStack() as houses:
+        yield lambda *args, **options: houses.enter_context(closing(House(*args, **options)))
 
 
 def value_of(rank: int, step: int) -> np.ndarray:

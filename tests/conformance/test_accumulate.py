@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -93,15 +94,8 @@ Builder = Callable[..., House]
 @pytest.fixture
 def build() -> Iterator[Builder]:
     """Make houses; all are closed after the test."""
-    made: list[House] = []
-
-    def create(*args: object, **options: object) -> House:
-        made.append(House(*args, **options))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield create
-    for house in made:
-        house.close()
+    with ExitStack() as houses:
+        yield lambda *args, **options: houses.enter_context(closing(House(*args, **options)))
 
 
 def delta(rank: int, step: int) -> np.ndarray:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -106,18 +107,15 @@ class House:
 
 @pytest.fixture
 def build() -> Iterator[Callable[..., House]]:
-    made: list[House] = []
-
     def create(
         kind: str = "tcp4", optimizer: outer.Outer | None = None, rule: Rule | None = None,
         dtype: DType = DType.FLOAT32,
     ) -> House:  # fmt: skip
-        made.append(House(kind, optimizer or outer.Outer(), rule or byzantine.Average(), dtype))
-        return made[-1]
+        house = House(kind, optimizer or outer.Outer(), rule or byzantine.Average(), dtype)
+        return houses.enter_context(closing(house))
 
-    yield create
-    for house in made:
-        house.close()
+    with ExitStack() as houses:
+        yield create
 
 
 class Model:

@@ -3,11 +3,13 @@
 
 Started with a framework's name, and with "local" where nobody averages. All train the same models
 by plain SGD in their own usual way: PyTorch eagerly, TensorFlow in a tf.function, Keras by
-train_on_batch(), JAX under jit. One thread computes.
+train_on_batch(), JAX under jit, MXNet by Gluon. One thread computes. RIVALS are frameworks with
+an exchange of their own.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -120,6 +122,109 @@ def with_jax(model: str, rank: int, face: Any) -> tuple[Step, Weights]:
     return step, lambda: [np.asarray(one) for one in now]
 
 
+def with_strategy(model: str, rank: int, face: Any) -> tuple[Step, Weights]:
+    """Train in TensorFlow, whose own strategy averages over the processes."""
+    import tensorflow as tf  # noqa: PLC0415
+
+    strategy = _strategy()
+    with strategy.scope():
+        weights = [tf.Variable(one) for one in arrays_of(model)]
+    x = tf.constant(batch_of(model, rank))
+
+    def run() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(forward(model, weights, x, tf.nn.relu)))
+        gradients = tape.gradient(loss, weights)
+        context = tf.distribute.get_replica_context()
+        means = context.all_reduce(tf.distribute.ReduceOp.MEAN, gradients)
+        for weight, mean in zip(weights, means, strict=True):
+            # each replica has the same mean: nothing is left to be agreed on
+            weight.assign_sub(RATE * mean)
+
+    @tf.function
+    def step() -> None:
+        strategy.run(run)
+
+    return step, lambda: [strategy.experimental_local_results(one)[0].numpy() for one in weights]
+
+
+@functools.cache
+def _strategy() -> Any:
+    import tensorflow as tf  # noqa: PLC0415
+
+    return tf.distribute.MultiWorkerMirroredStrategy()
+
+
+def with_mxnet(model: str, rank: int, face: Any) -> tuple[Step, Weights]:
+    """Train in MXNet by Gluon."""
+    import mxnet as mx  # noqa: PLC0415
+
+    net = _gluon(model)
+    values = net.collect_params()
+    if face:
+        trainer = face.DistributedTrainer(values, "sgd", {"learning_rate": RATE}, prefix=model)
+    else:
+        trainer = mx.gluon.Trainer(values, "sgd", {"learning_rate": RATE}, kvstore=None)
+    return _gluon_step(net, trainer, model, rank), lambda: _gluon_weights(net)
+
+
+def with_mxnet_store(model: str, rank: int, face: Any) -> tuple[Step, Weights]:
+    """Train in MXNet by Gluon, over MXNet's own servers."""
+    import mxnet as mx  # noqa: PLC0415
+
+    net = _gluon(model)
+    settings = {"learning_rate": RATE, "rescale_grad": 1 / int(os.environ["WORLD_SIZE"])}
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", settings, kvstore="dist_sync")
+    return _gluon_step(net, trainer, model, rank), lambda: _gluon_weights(net)
+
+
+def _gluon(model: str) -> Any:
+    import mxnet as mx  # noqa: PLC0415
+
+    width, count = WIDTHS[model]
+
+    class Net(mx.gluon.nn.HybridBlock):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [mx.gluon.nn.Dense(width, in_units=width) for _ in range(count)]
+            for layer in self.layers:
+                self.register_child(layer)
+
+        def hybrid_forward(self, name_space: Any, x: Any) -> Any:
+            for layer in self.layers:
+                y = layer(x)
+                x = name_space.relu(y) if model == "wide" else x + 0.05 * y
+            return x
+
+    net = Net()
+    net.initialize()
+    arrays = arrays_of(model)
+    for layer, weight, bias in zip(net.layers, arrays[::2], arrays[1::2], strict=True):
+        layer.weight.set_data(mx.nd.array(weight.T))
+        layer.bias.set_data(mx.nd.array(bias))
+    net.hybridize()
+    return net
+
+
+def _gluon_step(net: Any, trainer: Any, model: str, rank: int) -> Step:
+    import mxnet as mx  # noqa: PLC0415
+
+    x = mx.nd.array(batch_of(model, rank))
+
+    def step() -> None:
+        with mx.autograd.record():
+            loss = net(x).square().mean()
+        loss.backward()
+        trainer.step(1)
+        mx.nd.waitall()
+
+    return step
+
+
+def _gluon_weights(net: Any) -> list[np.ndarray]:
+    return [one.data().asnumpy() for one in net.collect_params().values()]
+
+
 def with_keras(model: str, rank: int, face: Any) -> tuple[Step, Weights]:
     """Train in Keras, as its back end does."""
     import keras  # noqa: PLC0415
@@ -143,7 +248,9 @@ def with_keras(model: str, rank: int, face: Any) -> tuple[Step, Weights]:
 
 SYSTEMS = {
     "torch": with_torch, "tensorflow": with_tensorflow, "jax": with_jax, "keras": with_keras,
+    "mxnet": with_mxnet, "tensorflow-mwms": with_strategy, "mxnet-dist": with_mxnet_store,
 }  # fmt: skip
+RIVALS = ("tensorflow-mwms", "mxnet-dist")
 
 
 def _face_of(name: str) -> Any:
@@ -157,7 +264,11 @@ def _face_of(name: str) -> Any:
 
 def _one_thread(name: str) -> None:
     """Let one thread compute, where the environment does not say so."""
-    if name in ("tensorflow", "keras") and os.environ.get("KERAS_BACKEND") in (None, "tensorflow"):
+    framework = name.partition("-")[0]
+    if framework in ("tensorflow", "keras") and os.environ.get("KERAS_BACKEND") in (
+        None,
+        "tensorflow",
+    ):
         import tensorflow as tf  # noqa: PLC0415
 
         tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -186,7 +297,7 @@ def main() -> int:
     """Obey the driver until it hangs up."""
     name, is_local = sys.argv[1], sys.argv[2:] == ["local"]
     _one_thread(name)
-    face = None if is_local else _face_of(name)
+    face = None if is_local or name in RIVALS else _face_of(name)
     rank = face.rank() if face else int(os.environ["RANK"])
     host, _, port = os.environ["BENCH_DRIVER"].rpartition(":")
     with socket.create_connection((host, int(port)), timeout=60) as sock:

@@ -17,7 +17,7 @@ median of their ratios within a round; with --hosts then the time of fastps over
 the links allow (docs/collectives.md, floor). "one peer" is the mean of ours and the worker's
 before us: by isend, irecv and a sum with gloo; "peer or all" stands it beside the other's
 all-reduce, in whose place it is taken; "exponential" is the mean of ours and of those 1, 2, 4, ...
-before us, with gloo alone.
+before us, with gloo alone. "dist.all_reduce" is torch's call over the backend "fastps".
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ PATIENCE = timedelta(minutes=5)
 # What the busiest link carries one way, in arrays of a worker (n: workers).
 LINK_ARRAYS: dict[str, Callable[[int], float]] = {
     "allreduce": lambda n: 2 * (n - 1) / n,
+    "dist.all_reduce": lambda n: 2 * (n - 1) / n,
     "allgather": lambda n: n - 1,
     "reducescatter": lambda n: n - 1,
     "alltoall": lambda n: n - 1,
@@ -95,6 +96,7 @@ class Gloo:
         store = dist.FileStore(f"{folder}/gloo", size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
         self.barrier, self.end = dist.barrier, dist.destroy_process_group
+        self.ours = dist.new_group(backend="fastps")
 
     def runs(self, arrays: Arrays) -> dict[str, Run]:
         """Give by name what does an operation of these arrays."""
@@ -139,6 +141,7 @@ class Gloo:
         return {
             "exponential": mix_some,
             "allreduce": allreduce,
+            "dist.all_reduce": allreduce,
             "allgather": lambda: dist.all_gather(chunks, one),
             "reducescatter": lambda: dist.reduce_scatter(theirs, parts),
             "alltoall": lambda: dist.all_to_all_single(all_theirs, all_),
@@ -307,6 +310,19 @@ def own_runs(arrays: Arrays) -> dict[str, tuple[Run, np.ndarray[Any, Any], torch
     }  # fmt: skip
 
 
+def torch_runs(arrays: Arrays, other: Other) -> dict[str, tuple[Run, Any, torch.Tensor]]:
+    """Give what torch does over our backend, where it is compared with gloo."""
+    if not isinstance(other, Gloo):
+        return {}
+    one, ours = torch.from_numpy(arrays.one), torch.from_numpy(arrays.other)
+
+    def allreduce() -> None:
+        ours.copy_(one)
+        dist.all_reduce(ours, group=other.ours)
+
+    return {"dist.all_reduce": (allreduce, arrays.other, arrays.theirs)}
+
+
 def time_of(run: Run, times: int, barrier: Run) -> float:
     """Give the seconds of one run, after one that is not counted; all ranks begin together."""
     barrier()
@@ -322,7 +338,8 @@ def compare(nbytes: int, kind: str, rounds: int, only: str, other: Other) -> Non
     arrays = Arrays(max(nbytes // 4, 1), fastps.size(), is_shared=kind == "shared")
     times = max(1, min(300, int(ROUND_BYTES / (nbytes * fastps.size() ** 2 + 1e5))))
     runs = other.runs(arrays)
-    wanted = {name: how for name, how in own_runs(arrays).items() if only in name}
+    every = own_runs(arrays) | torch_runs(arrays, other)
+    wanted = {name: how for name, how in every.items() if only in name}
     for name, (ours, result, expected) in wanted.items():
         if name not in runs:
             continue

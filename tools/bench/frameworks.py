@@ -9,6 +9,12 @@ tensors) by plain SGD, two teams each: one of processes that do not know of each
 that averages; one thread computes per process. torch runs in the environment of this command,
 every other one in .venvs/NAME, keras with TensorFlow below it (keras:KERAS_BACKEND=jax: JAX).
 
+Two frameworks bring an exchange of their own: tensorflow-mwms is TensorFlow's
+MultiWorkerMirroredStrategy, mxnet-dist MXNet's dist_sync store with one server. Name one first,
+and the ratio is fastps's to it:
+
+    python tools/bench/frameworks.py --frameworks mxnet-dist,mxnet
+
 The teams take turns in every round. added = step - the same framework's step without an exchange
 in the same round; ratio = added / PyTorch's added in the same round; columns give medians over
 rounds, in ms. Before and after, all processes of a team must hold bitwise equal weights.
@@ -18,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,6 +38,7 @@ PEER = Path(__file__).with_name("_framework_peer.py")
 VENVS = Path(__file__).parents[2] / ".venvs"
 MODELS = ("wide", "many")
 LOCAL = "-local"
+RIVALS = ("tensorflow-mwms", "mxnet-dist")
 ALONE = {
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
     "NPROC": "1",  # of XLA's threads
@@ -41,12 +49,47 @@ ALONE = {
 class Team(train_torch.Team):
     """The processes of one framework, with or without an exchange."""
 
+    def commands(self, workers: int, servers: int, launch: Sequence[str]) -> train_torch.Commands:
+        """Give the commands of all processes; MXNet's store wants two more than its workers."""
+        if self.system not in RIVALS:
+            return super().commands(workers, servers, launch)
+        ports = [train_torch.free_port() for _ in range(workers)]
+        made = [(self.peer()[0], rival_settings(rank, ports)) for rank in range(workers)]
+        if self.system == "mxnet-dist":
+            run = [python_of("mxnet"), "-c", "import mxnet"]
+            base = rival_settings(0, ports)
+            made += [(run, base | {"DMLC_ROLE": role}) for role in ("scheduler", "server")]
+        return made
+
     def peer(self) -> tuple[list[str], bool]:
-        """Give the command of one process, in the framework's environment."""
+        """Give the command of one process, and whether fastps-run starts it."""
         name = self.system.removesuffix(LOCAL)
         is_local = self.system != name
-        python = sys.executable if name == "torch" else str(VENVS / name / "bin" / "python")
-        return [python, str(PEER), name, *(["local"] if is_local else [])], not is_local
+        command = [python_of(name), str(PEER), name, *(["local"] if is_local else [])]
+        return command, not is_local
+
+
+def python_of(system: str) -> str:
+    """Give the interpreter that has a system's framework."""
+    name = system.partition("-")[0]
+    return sys.executable if name == "torch" else str(VENVS / name / "bin" / "python")
+
+
+def rival_settings(rank: int, ports: Sequence[int]) -> dict[str, str]:
+    """Give what the frameworks' own exchanges want to know: one port for each worker."""
+    workers = [f"127.0.0.1:{port}" for port in ports]
+    task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
+    return {
+        "RANK": str(rank), "TF_CONFIG": json.dumps(task),
+        "DMLC_ROLE": "worker", "DMLC_NUM_WORKER": str(len(ports)), "DMLC_NUM_SERVER": "1",
+        "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(ports[0]),
+    }  # fmt: skip
+
+
+def local_of(name: str) -> str:
+    """Give the name of the team of the same framework without an exchange."""
+    plain, colon, own = name.partition(":")
+    return f"{plain.partition('-')[0]}{LOCAL}{colon}{own}"
 
 
 @contextlib.contextmanager
@@ -56,9 +99,9 @@ def teams(options: argparse.Namespace) -> Iterator[list[Team]]:
     settings = [f"{name}={value}" for name, value in ALONE.items()] + options.settings
     try:
         for name in options.frameworks.split(","):
-            plain, colon, own = name.partition(":")
-            for system in (f"{plain}{LOCAL}{colon}{own}", name):
-                started.append(Team(system, options.workers, 0, settings, ()))
+            for system in (local_of(name), name):
+                if system not in [team.name for team in started]:
+                    started.append(Team(system, options.workers, 0, settings, ()))
         yield started
     finally:
         for team in started:
@@ -89,8 +132,7 @@ def add_rows(report: _common.Report, model: str, found: dict[str, list[float]]) 
     names = [name for name in found if LOCAL not in name]
     added = {}
     for name in names:
-        plain, colon, own = name.partition(":")
-        local = found[f"{plain}{LOCAL}{colon}{own}"]
+        local = found[local_of(name)]
         added[name] = [1e3 * (a - b) for a, b in zip(found[name], local, strict=True)]
     for name in names:
         pairs = zip(added[name], added[names[0]], strict=True)

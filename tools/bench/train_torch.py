@@ -48,6 +48,8 @@ AGAINST = {"fsdp-gloo": "fsdp-gloo", "fsdp-backend": "fsdp-gloo"}  # the others:
 START_S, ANSWER_S = 120, 300
 NEARLY = 1e-5  # of the length of all weights
 
+Commands = list[tuple[list[str], dict[str, str]]]  # each with settings of its own
+
 
 class Team:
     """The processes of one system, obeying over one connection each."""
@@ -64,23 +66,25 @@ class Team:
             "OMP_NUM_THREADS": "1",
             "BENCH_DRIVER": f"127.0.0.1:{self.listener.getsockname()[1]}",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(workers),
             **dict(item.split("=", 1) for item in [*settings, *own.split("+")] if item),
         }
         self.processes = []
         self.files: list[Any] = []
-        peer, is_job = self.peer()
-        if is_job:
-            options = ["-np", str(workers), "-s", str(servers), *launch]
-            commands = [([sys.executable, "-m", "fastps.launch.run", *options, *peer], {})]
-        else:
-            commands = [(peer, {"RANK": str(rank)}) for rank in range(workers)]
-        for command, extra in commands:
+        for command, extra in self.commands(workers, servers, launch):
             self.processes.append(
                 subprocess.Popen(command, env=environment | extra, start_new_session=True)
             )
         self._accept(workers)
+
+    def commands(self, workers: int, servers: int, launch: Sequence[str]) -> Commands:
+        """Give the commands of all processes, each with settings of its own."""
+        peer, is_job = self.peer()
+        if is_job:
+            options = ["-np", str(workers), "-s", str(servers), *launch]
+            return [([sys.executable, "-m", "fastps.launch.run", *options, *peer], {})]
+        return [(peer, {"RANK": str(rank)}) for rank in range(workers)]
 
     def peer(self) -> tuple[list[str], bool]:
         """Give the command of one process, and whether fastps-run starts it."""
@@ -131,7 +135,8 @@ class Team:
                     process.wait(15)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Find a port that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
 
