@@ -7,13 +7,18 @@ One job of torchrun for each number of ranks runs all cases of programs_torch_ba
 from __future__ import annotations
 
 import configparser
+import functools
+import gc
+import importlib
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -186,6 +191,34 @@ def test_a_lost_rank_is_named_wherever_the_others_wait(tmp_path):
             rank.wait()
             rank.stdout.close()
     assert out.count("LOST True True") == 5, out
+
+
+def test_a_work_is_kept_for_a_torch_that_forgets_it(monkeypatch):
+    """Before 2.7 torch's C++ loses what Python adds to a Work, then its wait() has no end."""
+    module = importlib.import_module("fastps.frameworks.torch.work")
+    monkeypatch.setattr(module, "_MUST_KEEP", True)
+    for end in (module.Work.wait, module.Work.get_future, module.Work.is_completed):
+        work = module.Work(module.Operation([], None), [], module.Completer(), 1.0)
+        kept = weakref.ref(work)
+        del work
+        gc.collect()
+        end(kept())
+        gc.collect()
+        assert kept() is None, end
+
+
+def test_groups_end_with_a_torch_that_only_ends_nccl_s(monkeypatch):
+    """Before 2.7 destroy_process_group() calls this for each group, and shutdown() of none."""
+    backend = importlib.import_module("fastps.frameworks.torch.backend")
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    told = []
+    monkeypatch.setattr(c10d, "_shutdown_backend", told.append, raising=False)
+    backend._end_with_torch()
+    for name in ("fastps", "gloo"):
+        ended = functools.partial(told.append, f"{name} ended")
+        c10d._shutdown_backend(SimpleNamespace(name=lambda name=name: name, shutdown=ended))
+    assert told[0] == "fastps ended"
+    assert [group.name() for group in told[1:]] == ["gloo"]
 
 
 PROBE = """

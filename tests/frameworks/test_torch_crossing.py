@@ -212,7 +212,7 @@ def test_each_layer_waits_for_its_own(cluster: FakeCluster) -> None:
     held(cluster, body)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_what_is_compiled_waits_for_all_of_its_own(cluster: FakeCluster) -> None:
     models = [nn.Sequential(torch.jit.script(make_model())) for _ in range(2)]
     seen: list[Any] = [None, None]

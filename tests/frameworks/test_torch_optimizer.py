@@ -292,6 +292,7 @@ def test_closure(cluster: FakeCluster, by_keyword: bool) -> None:
     assert_same_weights(models, twin, 1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # in torch 2.8 LBFGS
 def test_lbfgs_with_closure(cluster: FakeCluster) -> None:
     models = make_models(cluster)
 

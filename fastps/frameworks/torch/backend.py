@@ -25,6 +25,7 @@ def register() -> None:
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
         _meet_by_job(dist.default_pg_timeout)
+        _end_with_torch()
         CARRIERS["torchrun"] = _agent_board
 
 
@@ -46,6 +47,22 @@ def _meet_by_job(patience: timedelta) -> None:
         return meet(timeout) if has_job() else theirs(url, timeout=timeout, **options)
 
     handlers["env"] = env
+
+
+def _end_with_torch() -> None:
+    """Let destroy_process_group() end our groups: before 2.7 torch ends those of NCCL alone."""
+    module = importlib.import_module("torch.distributed.distributed_c10d")
+    theirs = getattr(module, "_shutdown_backend", None)
+    if theirs is None:
+        return
+
+    def end(group: Any) -> None:
+        if group.name() == NAME:
+            group.shutdown()
+        else:
+            theirs(group)
+
+    module._shutdown_backend = end  # type: ignore[attr-defined]
 
 
 def create(options: Any, _: Any = None) -> Any:

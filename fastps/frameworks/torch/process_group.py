@@ -310,6 +310,8 @@ class Operations:
 class FastPSProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
     """For torch where only a ProcessGroup can be derived from."""
 
+    supports_splitting = False  # asked for before 2.6, where it has none to inherit
+
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]

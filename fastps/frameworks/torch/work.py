@@ -26,6 +26,10 @@ Future: TypeAlias = "torch.futures.Future[Any]"
 
 _IDLE_S = 10.0  # a thread without work ends after this time
 _DEFAULT = timedelta(0)  # what C++ passes for "as long as the group says"
+# Before 2.7 torch's C++ keeps of a Work made in Python only what is inherited, whose wait() has no
+# end. So Python's part is kept here until somebody waits, or asks for the Future instead.
+_MUST_KEEP = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
+_KEPT: set[Work] = set()
 
 
 class Operation:
@@ -134,9 +138,12 @@ class Work(dist.Work):
         self._completer = completer
         self._timeout_s = timeout_s
         self._future: Future | None = None
+        if _MUST_KEEP:
+            _KEPT.add(self)
 
     def wait(self, timeout: timedelta = _DEFAULT) -> bool:
         """Wait until the results are in their tensors; raises what made the operation fail."""
+        _KEPT.discard(self)
         self.operation.complete(timeout.total_seconds() or self._timeout_s)
         return True
 
@@ -146,6 +153,7 @@ class Work(dist.Work):
         """Tell whether the operation is over, well or not; then results are in their tensors."""
         if not self.operation.poll():
             return False
+        _KEPT.discard(self)
         with contextlib.suppress(Exception):
             self.operation.complete(self._timeout_s)
         return True
@@ -171,6 +179,7 @@ class Work(dist.Work):
 
     def get_future(self) -> Future:
         """Give a Future of the results; its callbacks may block and start operations."""
+        _KEPT.discard(self)
         if self._future is None:
             tensors = self.tensors
             self._future = self._completer.future(self.operation, self._timeout_s, lambda: tensors)
