@@ -30,6 +30,11 @@ def make_screen(options: Options, environment: Mapping[str, str]) -> Screen:
     return Screen(*outlets(STDOUT, STDERR), has_colour=wants)
 
 
+def wants_live(options: Options, *, is_shown_here: bool = True) -> bool:
+    """Tell whether a live line is to be made: on a terminal, unless --no-live."""
+    return not options.has_no_live and (not is_shown_here or os.isatty(STDERR))
+
+
 def run_again(
     run: Callable[[], Cause | None], cause: Cause | None, screen: Screen, inbox: SignalInbox,
     restarts: int,

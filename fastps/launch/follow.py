@@ -182,7 +182,7 @@ def _follow(request: Mapping[str, Any], orders: Orders, voice: Voice) -> int:
     with orders:
         cause = run_plan(
             options, Handout(token).hand_out(plan), voice.screen, orders, inherited, meeting,
-            on_cause=voice.tell_cause,
+            on_cause=voice.tell_cause, tell_live=lambda told: voice.tell(paces=told),
         )  # fmt: skip
         if options.timeline is not None:
             make_timeline(voice.screen, options.timeline, is_whole=not options.layout.is_spread)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import TypeAlias
 
-from fastps.launch.live import PERIOD_S, LiveLine
+from fastps.launch.live import PERIOD_S, JointLine, LiveLine
 from fastps.launch.machine import Machine
 from fastps.launch.output import Screen, Stream
 from fastps.launch.processes import Child, sweep
@@ -135,7 +135,7 @@ class Job:
         self._goes_on = goes_on
         self._on_end = on_end
         self._on_cause = on_cause
-        self._live: LiveLine | None = None
+        self._live: LiveLine | JointLine | None = None
         self._scheduler: SchedulerThread | None = None
         self._failed: list[Part] = []  # in the order of being noticed
         self._lost: list[Part] = []  # workers without which the others go on
@@ -155,7 +155,7 @@ class Job:
         self._scheduler = scheduler
         self.add(scheduler)
 
-    def show_live(self, line: LiveLine) -> None:
+    def show_live(self, line: LiveLine | JointLine) -> None:
         """Show a line about the pace of the job while there is work; it is closed with that."""
         self._live = line
 
@@ -180,8 +180,8 @@ class Job:
     def _end_live(self) -> None:
         line, self._live = self._live, None
         if line is not None:
-            line.close()
             with contextlib.suppress(BrokenPipeError):
+                line.close()
                 self._screen.live("")
 
     def abandon(self, cause: Cause) -> None:
@@ -223,7 +223,7 @@ class Job:
                 return
             self._serve(self._sleep_s(now, until))
             if self._live is not None:
-                self._screen.live(self._live.text)
+                self._live.show(self._screen)
             self._notice_ends()
             self._judge(is_late=self._has_settled())
             self._check_timeout()

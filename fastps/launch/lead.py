@@ -23,10 +23,11 @@ from typing import Any
 
 from fastps.config import load
 from fastps.errors import ConfigError
-from fastps.launch.ending import make_screen, run_again, show_end
+from fastps.launch.ending import make_screen, run_again, show_end, wants_live
 from fastps.launch.hosts import Host
 from fastps.launch.job import Cause, Job, Part, SignalInbox
 from fastps.launch.limits import StartError, provide_descriptors
+from fastps.launch.live import JointLine
 from fastps.launch.machine import Machine
 from fastps.launch.options import Options
 from fastps.launch.output import Screen
@@ -59,7 +60,11 @@ def lead(options: Options, *, environment: Mapping[str, str]) -> int:
     Blocks until everything has ended everywhere, or the ways there have.
     """
     screen = make_screen(options, environment)
-    options = dataclasses.replace(options, job_id=options.job_id or f"job-{secrets.token_hex(4)}")
+    options = dataclasses.replace(
+        options,
+        job_id=options.job_id or f"job-{secrets.token_hex(4)}",
+        has_no_live=not wants_live(options),
+    )
     if options.is_dry_run:
         sys.stdout.write("\n".join(_describe(options, environment)) + "\n")
         return 0
@@ -118,8 +123,11 @@ class Fleet(Job):
         )  # fmt: skip
         self._options = options
         self._machines: list[Machine] = []
+        self._line = JointLine()
         self._patience_s = options.start_timeout_s or START_S
         self._answer_by: float | None = time.monotonic() + self._patience_s
+        if not options.has_no_live:
+            self.show_live(self._line)
 
     def add_machine(self, machine: Machine) -> None:
         """Watch one more machine, and hear what it says."""
@@ -130,7 +138,9 @@ class Fleet(Job):
     def _hear(self, machine: Machine, news: Mapping[str, Any]) -> None:
         if self.cause is not None:
             return
-        if "bound" in news and machine.rank == 0:
+        if "paces" in news:
+            self._line.hear(machine.rank, news["paces"])
+        elif "bound" in news and machine.rank == 0:
             for other in self._machines[1:]:
                 other.begin({"host": self._meeting_host(), "port": news["bound"]})
         elif "ready" in news and self._are_all_there():

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a job of this machine is doing: one line under the output of fastps-run, and `fastps top`.
+"""How a job is doing: one line under the output of fastps-run, and `fastps top`.
 
-Both ask the processes themselves (telemetry/watch.py). Threads: fastps:live asks for the line, so
-that a process that is stopped holds nobody up; whoever writes on the terminal takes it from there.
+Both ask the processes of this machine themselves (telemetry/watch.py); of a job that was started
+on several from one command each machine tells its own, and the leader puts them together. Threads:
+fastps:live asks, so that a process that is stopped holds nobody up; the loop over the processes
+takes from there what it shows or tells.
 """
 
 from __future__ import annotations
@@ -11,27 +13,33 @@ import argparse
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fastps.config.words import number
+from fastps.launch.output import Screen
 from fastps.telemetry.watch import Flow, Pace, in_bytes, in_one_line, look, paces
 
 PERIOD_S = 2.0
 _STOP_S = 2.0
+_MOST_TOLD = 1000  # workers of one machine, so that a line to the leader stays whole
 _CLEAR = "\x1b[H\x1b[J"
 _ROW = "{:<23}{:>9}{:>9}{:>12}{:>12}{:>12}{:>9}{:>7}"
 _HEAD = ("process", "steps/s", "ops/s", "reduced/s", "sent/s", "received/s", "waiting", "links")
 
 
 class LiveLine:
-    """The line of a job, made anew every PERIOD_S seconds until close()."""
+    """The line of a job on this machine, made anew every PERIOD_S seconds until close()."""
 
     def __init__(self, job_id: str) -> None:
-        self.text = ""
+        self.paces: list[Pace] = []
         self._job_id = job_id
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="fastps:live", daemon=True)
         self._thread.start()
+
+    def show(self, screen: Screen) -> None:
+        """Put what is known now below the output."""
+        screen.live(in_one_line(self.paces))
 
     def close(self) -> None:
         """Stop; idempotent."""
@@ -42,8 +50,63 @@ class LiveLine:
         before = look(self._job_id)
         while not self._is_over.wait(PERIOD_S):
             after = look(self._job_id)
-            self.text = in_one_line(paces(before, after))
+            self.paces = paces(before, after)
             before = after
+
+
+class ToldLine(LiveLine):
+    """A machine's share of the line, told to who leads the job instead of shown."""
+
+    def __init__(self, job_id: str, tell: Callable[[list[list[float]]], None]) -> None:
+        """Tell: hands on what `JointLine.hear` takes; called in the thread that shows."""
+        super().__init__(job_id)
+        self._tell = tell
+        self._told = self.paces
+
+    def show(self, screen: Screen) -> None:
+        """Tell what has not been told."""
+        if self._told is not self.paces:
+            self._told = self.paces
+            self._tell(_told(self._told))
+
+    def close(self) -> None:
+        """Stop, and say that nobody works here any more; idempotent."""
+        super().close()
+        self._tell([])
+
+
+class JointLine:
+    """The line of a job on several machines, of what each of them tells last."""
+
+    def __init__(self) -> None:
+        self._paces: dict[int, list[Pace]] = {}
+
+    def hear(self, machine: int, told: Sequence[Sequence[float]]) -> None:
+        """Take what a machine has told, in the place of what it told before."""
+        self._paces[machine] = [_heard(*words) for words in told]
+
+    def show(self, screen: Screen) -> None:
+        """Put what is known now below the output."""
+        screen.live(in_one_line([one for found in self._paces.values() for one in found]))
+
+    def close(self) -> None:
+        """Do nothing: there is no thread."""
+
+
+def _told(found: Sequence[Pace]) -> list[list[float]]:
+    """Give of each worker, in numbers that JSON can carry, what the line is made of."""
+    return [
+        [one.about["rank"], *(float(f"{value:.4g}") for value in (
+            one.steps, one.operations, one.bytes_started, one.waiting))]
+        for one in found if one.about["role"] == "worker"
+    ][:_MOST_TOLD]  # fmt: skip
+
+
+def _heard(
+    rank: float, steps: float, operations: float, bytes_started: float, waiting: float
+) -> Pace:
+    about = {"role": "worker", "rank": int(rank)}
+    return Pace(about, steps, operations, bytes_started, 0.0, 0.0, waiting, 0)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -22,11 +22,11 @@ from fastps.config.token import hold_token
 from fastps.errors import ConfigError, FastPSError
 from fastps.launch import timeline
 from fastps.launch.allocation import spread
-from fastps.launch.ending import STDERR, make_screen, run_again, show_end
+from fastps.launch.ending import make_screen, run_again, show_end, wants_live
 from fastps.launch.job import Cause, Job, SignalInbox
 from fastps.launch.lead import lead
 from fastps.launch.limits import StartError, hold_standard_streams, provide_descriptors
-from fastps.launch.live import LiveLine
+from fastps.launch.live import LiveLine, ToldLine
 from fastps.launch.messenger import Messenger
 from fastps.launch.options import TOKEN_RECIPE, Options, parse
 from fastps.launch.output import Screen, Stream
@@ -135,8 +135,12 @@ def run_plan(
     meeting: Meeting | None,
     *,
     on_cause: Callable[[Cause], None] = lambda _: None,
+    tell_live: Callable[[list[list[float]]], None] | None = None,
 ) -> Cause | None:
-    """Start the parts of a plan, the scheduler last, and watch them to their end."""
+    """Start the parts of a plan, the scheduler last, and watch them to their end.
+
+    tell_live: takes this machine's share of the live line, where it is shown elsewhere.
+    """
     try:
         provide_descriptors(options.layout, n_children=len(plan))
     except StartError as error:
@@ -168,8 +172,9 @@ def run_plan(
             stderr = open_stream(screen, "scheduler", rank=0, output_dir=folder, is_error=True)
             messenger.scheduler = _start_scheduler(options, meeting, stderr)
             job.add_scheduler(messenger.scheduler)
-        if options.layout.has_meeting and not options.has_no_live and os.isatty(STDERR):
-            job.show_live(LiveLine(plan[0].environment["FASTPS_JOB_ID"]))
+        if options.layout.has_meeting and wants_live(options, is_shown_here=tell_live is None):
+            job_id = plan[0].environment["FASTPS_JOB_ID"]
+            job.show_live(ToldLine(job_id, tell_live) if tell_live else LiveLine(job_id))
     except StartError as error:
         job.abandon(Cause(str(error), error.exit_code))
     except OSError as error:  # of the output files

@@ -137,13 +137,13 @@ def in_one_line(found: Sequence[Pace]) -> str:
         return ""
     pace = max(one.steps for one in workers)
     what = f"{pace:.3g} steps/s" if pace else (
-        f"{max(one.operations for one in workers):.3g} operations/s")  # fmt: skip
+        f"{max(one.operations for one in workers):.3g} ops/s")  # fmt: skip
     nbytes = sum(one.bytes_started for one in workers) / len(workers)
     waiting = sum(one.waiting for one in workers) / len(workers)
     slowest = min(workers, key=lambda one: one.waiting)
     is_told = len(workers) > 1 and waiting - slowest.waiting > 0.05
     late = f", slowest worker {slowest.about['rank']}" if is_told else ""
-    return f"{what}, {in_bytes(nbytes)}/s reduced, {waiting:.0%} of the time waiting{late}"
+    return f"{what}, {in_bytes(nbytes)}/s reduced, {waiting:.0%} waiting{late}"
 
 
 def in_bytes(number: float) -> str:

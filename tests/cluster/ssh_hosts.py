@@ -106,7 +106,12 @@ class SshHosts:
 
     @contextlib.contextmanager
     def started(
-        self, *words: str, code: str = "", program: Sequence[str] = (), **more: str
+        self,
+        *words: str,
+        code: str = "",
+        program: Sequence[str] = (),
+        stderr: int = subprocess.PIPE,
+        **more: str,
     ) -> Iterator[subprocess.Popen[str]]:
         """Start a job from host a, whose name is not a."""
         path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -114,7 +119,7 @@ class SshHosts:
         environ.pop("FASTPS_SHARED_MEMORY", None)
         leader = self.lab.popen(
             0, self.command(*words, code=code, program=program), cwd=self.folder, env=environ,
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, stdout=subprocess.PIPE, stderr=stderr,
         )  # fmt: skip
         try:
             yield leader

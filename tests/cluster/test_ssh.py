@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
 import secrets
 import signal
@@ -34,10 +36,12 @@ for step in range(1_000_000):
         sys.exit("no more data")
 """
 STEPS = """
-import os, numpy as np, fastps
+import os, time, numpy as np, fastps
 fastps.init()
 for step in range(1_000_000):
     fastps.push_pull(np.ones(1000), "x")
+    if fastps.rank() == 2 and os.environ.get("SLOW"):
+        time.sleep(0.02)
     if step == 3:
         os.write(1, f"pid {os.getpid()}\\n".encode())
 """
@@ -133,6 +137,15 @@ def test_what_cannot_be_started_there_is_said_in_one_line(lab):
     assert "] b cannot go on: cannot start worker 0: '/no/such'" in stderr
 
 
+def read_to(terminal: int, pattern: str) -> str:
+    """Read what a terminal shows until a pattern is there, or to its end."""
+    shown = ""
+    with contextlib.suppress(OSError):  # the other end has gone
+        while not (pattern and re.search(pattern, shown)):
+            shown += os.read(terminal, 65536).decode()
+    return shown
+
+
 @pytest.mark.parametrize("how", ["ssh", "leader", "interrupt"])
 def test_nothing_is_left_when_a_connection_or_the_leader_goes(lab, how):
     with lab.started("-H", "a:1,b:2", code=STEPS) as leader:
@@ -148,3 +161,17 @@ def test_nothing_is_left_when_a_connection_or_the_leader_goes(lab, how):
     assert leader.returncode == {"ssh": 255, "leader": -9, "interrupt": 130}[how]
     if how == "ssh":
         assert "the connection to b was lost" in stderr.splitlines()[-1]
+
+
+def test_a_live_line_of_all_machines_on_a_terminal(lab):
+    mine, theirs = pty.openpty()
+    words = ("-H", "a:2,b:1", "--env", "SLOW=1")
+    with lab.started(*words, code=STEPS, stderr=theirs) as leader:
+        os.close(theirs)
+        shown = read_to(mine, "waiting, slowest worker 2")  # who is not on the leader's machine
+        line = r"\r\x1b\[K\[fastps-run\] [\d.e+]+ ops/s, [\d.]+ k?M?B/s reduced, \d+% waiting"
+        assert re.search(line, shown), shown
+        leader.send_signal(signal.SIGINT)
+        shown = read_to(mine, "")
+        assert leader.wait(LIMIT_S) == 130, shown
+    os.close(mine)

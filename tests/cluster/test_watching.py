@@ -22,6 +22,7 @@ from harness import ROOT, clean_environ
 from fastps.config import load
 from fastps.errors import ConfigError
 from fastps.launch.doctor import main as fastps_command
+from fastps.launch.live import JointLine
 from fastps.launch.output import Outlet, Screen
 from fastps.telemetry import watch
 from fastps.telemetry.status import StatusService
@@ -113,7 +114,7 @@ def job(tmp_path_factory: pytest.TempPathFactory):
 def test_a_live_line(job):
     terminal, job_id, _ = job
     assert re.search(
-        r"\r\x1b\[K\[fastps-run\] [\d.e+]+ steps/s, [\d.]+ k?M?B/s reduced, \d+% of the time wait",
+        r"\r\x1b\[K\[fastps-run\] [\d.e+]+ steps/s, [\d.]+ k?M?B/s reduced, \d+% waiting",
         terminal.text,
     ), terminal.text
     found = watch.look(job_id)
@@ -193,9 +194,9 @@ def pace(rank: int, waiting: float, steps: float = 2.0) -> watch.Pace:
 def test_words():
     assert watch.in_one_line([]) == ""
     assert watch.in_one_line([pace(0, 0.5), pace(1, 0.1)]) == (
-        "2 steps/s, 1.5 MB/s reduced, 30% of the time waiting, slowest worker 1")  # fmt: skip
+        "2 steps/s, 1.5 MB/s reduced, 30% waiting, slowest worker 1")  # fmt: skip
     assert watch.in_one_line([pace(0, 0.5, 0), pace(1, 0.5, 0)]) == (
-        "8 operations/s, 1.5 MB/s reduced, 50% of the time waiting")  # fmt: skip
+        "8 ops/s, 1.5 MB/s reduced, 50% waiting")  # fmt: skip
     table = "x: 1 @fastps-status/a/worker/0/7\nx: 1 @fastps-status/b/server/0/8\nx: 1 /run/s\n"
     assert watch.names(table) == ["fastps-status/a/worker/0/7", "fastps-status/b/server/0/8"]
     assert watch.names(table, "b") == ["fastps-status/b/server/0/8"]
@@ -210,5 +211,13 @@ def test_the_line_stays_below_all_others():
     screen.live("")
     line, erase = b"[fastps-run] fast", b"\r\x1b[K"
     assert os.read(reader, 4096) == erase + line + erase + b"[worker 0] loss 1\n" + line + erase
+    joint = JointLine()
+    for rank, waiting in ((0, 0.5), (1, 0.1)):
+        joint.hear(rank, [[rank, 2.0, 8.0, 1.5e6, waiting]])
+        joint.hear(7, [])  # a machine of servers alone
+    joint.show(screen)
+    assert os.read(reader, 4096) == (
+        erase + b"[fastps-run] 2 steps/s, 1.5 MB/s reduced, 30% waiting, slowest worker 1"
+    )
     os.close(reader)
     os.close(writer)

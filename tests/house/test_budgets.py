@@ -42,7 +42,7 @@ ROOMS = {
     "graph/": 3780,
     "byzantine/": 1040,
     "bluefog/": 480,
-    "launch/": 5120,
+    "launch/": 5220,
     "telemetry/": 1000,
     "topology": 420,
     "bench/": 1710,
