@@ -148,7 +148,7 @@ class ControlClient:
         self._pulse: Pulse | None = None
         self._job: Job | None = None
         self.watch: Callable[[], None] = _nothing  # called now and then on the reader thread
-        self.local_address: str = sock.getsockname()[0]
+        self.local_address = sockets.own_end(sock)
         self.keys: Keys  # once the job has started
         self._token = token
         sock.settimeout(None)

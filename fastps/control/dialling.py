@@ -8,6 +8,7 @@ Synchronous; called on the thread of connect(); every step ends at the deadline.
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import time
@@ -102,12 +103,7 @@ def wait_for_name(config: Config) -> None:
 
 def _dial_once(config: Config, handshake: ClientHandshake, deadline: float) -> socket.socket:
     now = time.monotonic()
-    sock = sockets.connect(
-        config.scheduler_host,
-        config.scheduler_port,
-        deadline=min(deadline, now + config.connect_timeout_s),
-        user_timeout_s=config.tcp_user_timeout_s,
-    )
+    sock = _connect(config, min(deadline, now + config.connect_timeout_s))
     try:
         limit = min(deadline, time.monotonic() + config.handshake_timeout_s)
         sockets.shake_hands(sock, handshake.steps(), deadline=limit)
@@ -118,6 +114,18 @@ def _dial_once(config: Config, handshake: ClientHandshake, deadline: float) -> s
         sock.close()
         raise
     return sock
+
+
+def _connect(config: Config, deadline: float) -> socket.socket:
+    host, port = config.scheduler_host, config.scheduler_port
+    try:
+        return sockets.connect(
+            host, port, deadline=deadline, user_timeout_s=config.tcp_user_timeout_s
+        )
+    except OSError as error:
+        if error.errno != errno.ENETUNREACH:
+            raise
+        return sockets.connect_stand_in(host, port, deadline=deadline)
 
 
 def _where(config: Config) -> str:

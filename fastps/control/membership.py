@@ -68,6 +68,8 @@ from fastps.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MAX_NOTES = 8  # departures before the start that are told to those who wait
+GAVE_UP = "gave up waiting for the job to start"
+TOGETHER_S = 10.0  # whose waiting for the start ends within this time of another's
 
 
 @dataclass(frozen=True)
@@ -271,11 +273,10 @@ class Membership:
         if self.phase is Phase.RUNNING:
             running = [item.full_name for item in self._programs() if item.is_working]
             return f"the job's earlier run goes on: {join_names(running)} did not leave it"
-        judges = ["validator"] if self._config.num_validators else []
         parts: list[str] = []
-        for role in ("worker", *judges, "server"):
-            total = places(self._config, role)[0]
-            parts += self._absentees.describe(role, total, self._of_role(role))
+        for role in ("worker", "validator", "server"):
+            if total := places(self._config, role)[0]:
+                parts += self._absentees.describe(role, total, self._of_role(role))
         return "; ".join(parts + [f"earlier: {note}" for note in self._notes])
 
     # ---- joining ----
@@ -397,12 +398,13 @@ class Membership:
                 self._send(item.peer, Started(request.request, job))
 
     def _start_timed_out(self, member: Peer, now: float) -> None:
-        request = member.start_request
-        assert request is not None
-        text = start_text(self.missing_text(), request.timeout_s)
-        self._send(member.peer, Failed(request.request, "stall", text))
-        member.start_request = None
-        self._drop(member.peer, "gave up waiting for the job to start", now)
+        """End the wait of a member, and of those whose own ends soon: they miss the same."""
+        assert member.start_request is not None
+        text = start_text(self.missing_text(), member.start_request.timeout_s)
+        for item in list(self._peers.values()):
+            if item.start_request is not None and item.start_deadline <= now + TOGETHER_S:
+                self._fail_start(item, "stall", text)
+                self._drop(item.peer, GAVE_UP, now)
 
     # ---- at work ----
 
@@ -516,15 +518,11 @@ class Membership:
         member = self._peers.get(peer)
         if member is None:
             return
-        is_first = self.first_cause is None and self.phase is not Phase.OVER
+        is_first = not (self.first_cause or self.phase is Phase.OVER or cause == GAVE_UP)
         if (member.join.role, member.rank) in self._to_end:
             is_first, cause = False, self._why_to_end
-        log.log(
-            logging.WARNING if is_first else logging.INFO,
-            "%s is lost: %s",
-            member.full_name,
-            cause,
-        )
+        level = logging.WARNING if is_first else logging.INFO
+        log.log(level, "%s is lost: %s", member.full_name, cause)
         if member.has_started and self.phase is Phase.RUNNING and self._can_spare(member):
             self._lose(member, cause)
         elif member.has_started and self.phase is Phase.RUNNING:
@@ -586,6 +584,7 @@ class Membership:
             if self.generation > 1:
                 self._idle_until = min(self._idle_until, now + self._config.linger_s)
             elif not self._peers:
+                self._watch.end()
                 self._idle_until = now + self._config.start_timeout_s
 
     def _next_generation(self, now: float) -> None:

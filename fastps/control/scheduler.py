@@ -133,7 +133,7 @@ class Scheduler:
         self._membership = Membership(self._config, now=self._loop.time(), machines=self._machines)
         listeners = self._listeners or self._listen()
         self._gate = Gate(
-            listeners,
+            [*listeners, *sockets.stand_in_for(listeners)],
             key=self._claim,
             purposes=(Purpose.CONTROL, Purpose.PULSE),
             timeout_s=self._config.handshake_timeout_s,
@@ -203,7 +203,8 @@ class Scheduler:
         self, sock: socket.socket, handshake: ServerHandshake, accept: bytes
     ) -> None:
         """Let a member in, whose Join must come within the time of its handshake, and serve it."""
-        sockets.tune(sock, self._config.tcp_user_timeout_s)
+        if not sockets.is_unix(sock):
+            sockets.tune(sock, self._config.tcp_user_timeout_s)
         reader, writer = await asyncio.open_connection(sock=sock.dup(), limit=READ_LIMIT_BYTES)
         try:
             writer.write(accept)

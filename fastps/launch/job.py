@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import re
 import selectors
 import signal
 import socket
@@ -42,6 +43,7 @@ _DRAIN_S = 1.0  # pipes that a vanished process left open are read this long
 _KILL_WAIT_S = 10.0  # SIGKILL that does not end a process: it hangs in the kernel
 _SETTLE_S = 2.0  # who lost a peer may be seen to end before the peer itself is
 _READ_BYTES = 64 * 1024
+_LOG_HEAD = re.compile(r"[-\d]+ [\d:,]+ \w+ [A-Z]+ [\w.]+: ")  # time, role, level and place
 _LAST_WORDS_BYTES = 1 << 20  # of parts that end, kept for a reader who is behind
 
 Part: TypeAlias = Child | SchedulerThread | Machine
@@ -471,7 +473,7 @@ def last_words(part: Part) -> str:
         return ""
     lines = [line.decode(errors="replace").strip() for line in part.stderr.tail]
     theirs = [line for line in lines if line and not line.startswith("[fastps] ")]
-    last = theirs[-1] if theirs else ""
+    last = _LOG_HEAD.sub("", theirs[-1]) if theirs else ""
     return f". Its last words: {last}" if last else ""
 
 

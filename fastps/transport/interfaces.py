@@ -93,14 +93,18 @@ def _route_to(host: str) -> str:
             "address that this machine can resolve"
         ) from error
     failure: OSError | None = None
+    own = ""
     for family, kind, _, _, address in found:
         with socket.socket(family, kind) as sock:
             try:
                 sock.connect(address)  # looks up the route, sends nothing
             except OSError as error:
                 failure = error
+                own = str(address[0]) if sockets.is_loopback(str(address[0])) else own
                 continue
             return str(sock.getsockname()[0])
+    if own:  # the loopback is down: others of this machine come by Unix sockets
+        return own
     raise ConfigError(
         f"no route to {host!r} ({failure}); set FASTPS_HOST or FASTPS_INTERFACE to the address "
         "or interface to use"

@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fastps.auth import Result, Steps
@@ -35,6 +35,8 @@ LOOKUP_S = 10.0  # for a name of this machine, or one that was found just before
 KEEPALIVE_IDLE_S = 10  # then probes; TCP_USER_TIMEOUT decides when to give up
 KEEPALIVE_INTERVAL_S = 5
 UNIX_PREFIX = "fastps-"
+_LOOPBACK = "127.0.0.1"
+_STAND_IN = "fastps-loopback-"  # and the port
 UNIX_NAME_BYTES = 16  # random ones, so that no two are equal; /proc/net/unix lists all names
 UNIX_BUFFER_BYTES = 4 << 20  # a Unix socket does not grow its buffer by itself as TCP does
 SO_SNDBUFFORCE = 32  # socket(7): beyond net.core.wmem_max, for the privileged
@@ -178,6 +180,32 @@ def tune_unix(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < UNIX_BUFFER_BYTES:
             sock.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, UNIX_BUFFER_BYTES)
+
+
+def stand_in_for(listeners: Sequence[socket.socket]) -> list[socket.socket]:
+    """Listen on a Unix socket too where sockets are of the loopback alone, and that is down.
+
+    As in a network namespace that nobody has set up. Who connects finds it by the port.
+    """
+    bound = [sock.getsockname()[:2] for sock in listeners if not is_unix(sock)]
+    if not bound or not all(is_loopback(str(host)) for host, _ in bound) or has_loopback():
+        return []
+    sock = listen_unix_at(f"{_STAND_IN}{bound[0][1]}")
+    sock.setblocking(False)
+    return [sock]
+
+
+def connect_stand_in(host: str, port: int, *, deadline: float) -> socket.socket:
+    """Connect to what stands in for a port of the loopback; OSError where nothing does."""
+    if not (host == "localhost" or is_loopback(host)):
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+    return connect_unix(f"{_STAND_IN}{port}", deadline=deadline)
+
+
+def has_loopback() -> bool:
+    """Tell whether the loopback interface is up."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        return sock.connect_ex((_LOOPBACK, DISCARD_PORT)) != errno.ENETUNREACH
 
 
 def is_unix(sock: socket.socket) -> bool:
@@ -356,6 +384,11 @@ def _wait_writable(sock: socket.socket, deadline: float) -> None:
     poll.register(sock, select.POLLOUT)
     if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
         raise TimeoutError("the other side does not read")
+
+
+def own_end(sock: socket.socket) -> str:
+    """Give our address of a connected socket; that of the loopback where a Unix socket is."""
+    return _LOOPBACK if is_unix(sock) else str(sock.getsockname()[0])
 
 
 def is_same_host(sock: socket.socket) -> bool:

@@ -9,6 +9,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import pytest
 from launched import JobRunner
 
 from fastps.launch import limits, processes
@@ -37,6 +38,22 @@ def test_a_soft_limit_is_raised(tmp_path):
     result = shell('ulimit -Sn 24; exec "$@"', *job.python("-np", "2", code=code))
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("True") == 2
+
+
+@pytest.mark.root
+def test_a_job_of_one_machine_needs_no_loopback(tmp_path):
+    if subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode:
+        pytest.skip("needs root, to have a network without a loopback")
+    job = JobRunner(tmp_path)
+    code = """
+import numpy, fastps
+fastps.init()
+print(fastps.push_pull(numpy.ones(3), 'x', average=False), flush=True)
+"""
+    for words in ("-np 2", "-np 2 -s 1 --env FASTPS_SHARED_MEMORY=0"):
+        result = shell('exec unshare -n "$@"', *job.python(*words.split(), code=code))
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("[2. 2. 2.]") == 2
 
 
 def test_closed_standard_streams_do_not_end_the_launcher(tmp_path):

@@ -146,6 +146,17 @@ class TestJoining:
             assert part in failed.message
         assert peer in driver.closed
 
+    def test_who_gives_up_soon_after_another_misses_the_same(self) -> None:
+        driver = Driver(size=3, num_servers=0)
+        first, second = driver.join(rank=0), driver.join(rank=2)
+        driver.wait(first, timeout_s=5.0)
+        driver.wait(second, timeout_s=7.0)
+        driver.advance(5.0)
+        told = [failure_of(driver, peer).message for peer in (first, second)]
+        assert told[0] == told[1]
+        assert "2 of 3 workers joined; missing: worker 1; here" in told[0]
+        assert "server" not in told[0]
+
     def test_place_of_a_process_that_died_early_is_free(self) -> None:
         driver = Driver(size=1, num_servers=0)
         first = driver.join(rank=0)
