@@ -18,6 +18,7 @@ from fastps.config import Config
 from fastps.contract import ALONE, PROMPT, Compensation, Gathering, Givers, Policy
 from fastps.control.protocol import TensorSpec
 from fastps.errors import ConfigError
+from fastps.given import what_else
 from fastps.partition import ALIGNMENT, MAX_PARTITION_BYTES
 from fastps.rules import SUMMED, Rule
 from fastps.types import DType, dtype_of
@@ -37,23 +38,23 @@ def pair(name: Names, tensor: Arrays) -> tuple[Sequence[str], Sequence[Array]]:
     """Make sequences of names and arrays; one name goes with one array."""
     if isinstance(name, str):
         if not isinstance(tensor, np.ndarray):
-            raise TypeError(f"tensor {name!r} is {_what_else(tensor)}")
+            raise TypeError(f"tensor {name!r} is {what_else(tensor)}")
         return (name,), (tensor,)
+    if isinstance(tensor, str) or not all(isinstance(one, str) for one in name):
+        raise TypeError("a tensor or a sequence of them comes first, then its name or their names")
     if isinstance(tensor, np.ndarray) or len(name) != len(tensor):
         raise ValueError("a sequence of names needs a sequence of as many arrays")
-    if len(set(name)) != len(name):
-        raise ValueError("a name appears twice in one call")
+    check_distinct(name)
     return name, tensor
 
 
-def _what_else(tensor: object) -> str:
-    """Say what somebody gave who did not give an array, and what to do about it."""
-    home = type(tensor).__module__.partition(".")[0]
-    face = {"torch": "torch", "jaxlib": "jax", "jax": "jax", "tensorflow": "tensorflow"}.get(home)
-    cure = "pass np.asarray(...)"
-    if face is not None:
-        cure = f"import fastps.{face} in the place of fastps, or pass np.asarray(...)"
-    return f"a {home}.{type(tensor).__name__}, not a NumPy array: {cure}"
+def check_distinct(names: Sequence[str]) -> None:
+    """Refuse a name that appears twice."""
+    if len(set(names)) != len(names):
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise ValueError(
+            f"the name {twice!r} appears twice in one call; each tensor needs its own"
+        )
 
 
 def outputs_of(arrays: Sequence[Array], out: Arrays | None, *, is_single: bool) -> Sequence[Array]:

@@ -17,6 +17,7 @@ from fastps.coding import PLAIN, Coding
 from fastps.compression import Choice, coding_of
 from fastps.current import current
 from fastps.flights import Flight, Later, labels_of
+from fastps.given import readable
 from fastps.graph.rules import AdaptiveClipping, Rule, SelfCentredClipping
 from fastps.sets import gather_objects
 from fastps.topology import Topology, with_destinations, with_sources
@@ -447,7 +448,7 @@ def neighbor_allgather_async(
     name: str | None = None,
 ) -> Flight:
     """Begin neighbor_allgather(); blocks until the sources have told their first dimensions."""
-    array = np.asarray(tensor, order="C")
+    array = readable(tensor, name)
     return start_neighbor_allgather(
         array, src_ranks, dst_ranks, name, is_checked=enable_topo_check
     )[0]
@@ -476,8 +477,7 @@ def neighbor_allgather(
 def _start_some(
     tensor: Array | Sequence[Array], name: str | None, start: Start, rule: Rule | None = None
 ) -> Later[Any]:
-    is_one = isinstance(tensor, np.ndarray | np.generic)
-    some = [tensor] if is_one else list(tensor)
-    arrays = [np.asarray(one, order="C") for one in some]
+    is_one = not isinstance(tensor, list | tuple)
+    arrays = [readable(one, name) for one in ([tensor] if is_one else tensor)]
     flight = start_fused(arrays, [None] * len(arrays), name, start, rule=rule)
     return Later([flight], lambda found: found[0][0] if is_one else found[0])

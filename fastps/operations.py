@@ -33,6 +33,7 @@ from fastps.flights import (
     start_reducescatter,
     width_of,
 )
+from fastps.given import readable
 from fastps.sets import ProcessSet, global_process_set, row_counts
 from fastps.types import Op, dtype_of
 from fastps.worker.handle import Array, Handle
@@ -83,7 +84,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array]:
     """Begin allreduce() and give a handle for synchronize(); the arrays must not be changed."""
-    source = _scaled(_array(tensor), prescale_factor)
+    source = _scaled(readable(tensor, name), prescale_factor)
     wire = _sum_wire(source, op)
     target = None if out is None else wire if out is source else _wire(out)
     flight = start_allreduce(wire, target, op, name, process_set, priority=priority)
@@ -115,7 +116,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[list[Array]]:
     """Begin grouped_allreduce() and give a handle for synchronize()."""
-    sources = [_scaled(_array(tensor), prescale_factor) for tensor in tensors]
+    sources = [_scaled(readable(tensor, name), prescale_factor) for tensor in tensors]
     wires = [_sum_wire(source, op) for source in sources]
     codes = [dtype_of(wire.dtype) for wire in wires]
     flight = start_grouped(wires, op, name, process_set, codes)
@@ -139,7 +140,7 @@ def allgather_async(
     tensor: Array, name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> Later[Array]:
     """Begin allgather(); blocks until all members have told their first dimensions."""
-    source = _array(tensor)
+    source = readable(tensor, name)
     flight, _ = start_allgather(_rows_wire(source), name, process_set)
     return _result(flight, source)
 
@@ -160,7 +161,7 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[list[Array]]:
     """Begin grouped_allgather(); blocks as allgather_async() does, once for all."""
-    sources = [_array(tensor) for tensor in tensors]
+    sources = [readable(tensor, name) for tensor in tensors]
     wires = [_rows_wire(source) for source in sources]
     parts = start_grouped_allgather(wires, name, process_set, dtypes=[None] * len(wires))
     flights = [flight for flight, _ in parts]
@@ -188,7 +189,7 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array]:
     """Begin reducescatter() and give a handle for synchronize()."""
-    source = _scaled(_array(tensor), prescale_factor)
+    source = _scaled(readable(tensor, name), prescale_factor)
     flight = start_reducescatter(_sum_wire(source, op), op, name, process_set)
     return _result(flight, source, postscale_factor)
 
@@ -233,7 +234,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[Any]:
     """Begin alltoall(); blocks until all members have told how many rows they send."""
-    source = _array(tensor)
+    source = readable(tensor, name)
     flight, received = start_alltoall(_rows_wire(source), splits, name, process_set)
     if splits is None:
         return _result(flight, source)
@@ -290,7 +291,7 @@ def reduce_to(
 
     Called reduce elsewhere; fastps.reduce is the room of kernels.
     """
-    source = _array(tensor)
+    source = readable(tensor, name)
     root = process_set.member(root_rank, "root_rank")
     group = process_set.group()
     promise = group.reduce(_sum_wire(source, op), root=root, op=op, name=name)
@@ -307,7 +308,7 @@ def gather(
     process_set: ProcessSet = global_process_set,
 ) -> Array | None:
     """Give the root the allgather(), and the others None; blocks."""
-    source = _array(tensor)
+    source = readable(tensor, name)
     rows = np.atleast_1d(_rows_wire(source))
     root, group = process_set.member(root_rank, "root_rank"), process_set.group()
     counts = row_counts(group, len(rows), name)
@@ -332,7 +333,7 @@ def scatter(
     out: C-contiguous, as large on all members. tensor: of the root, as large as all together.
     """
     root = process_set.member(root_rank, "root_rank")
-    wire = None if tensor is None else _wire(_array(tensor))
+    wire = None if tensor is None else _wire(readable(tensor, name))
     process_set.group().scatter(wire, _wire(out), root=root, name=name).wait()
     return out
 
@@ -342,7 +343,7 @@ def send_async(
 ) -> Handle:
     """Begin send() and give a handle for synchronize()."""
     member = process_set.member(target, "target")
-    return process_set.group().send(_wire(_array(tensor)), member, tag=tag)
+    return process_set.group().send(_wire(readable(tensor)), member, tag=tag)
 
 
 def send(
@@ -377,13 +378,6 @@ def receive(
     """Receive what a worker sends, or whoever sends first, into an array of just that size."""
     receive_async(out, source, tag=tag, process_set=process_set).wait()
     return out
-
-
-def _array(tensor: Array) -> Array:
-    """Give an array that can be read at one go."""
-    if not isinstance(tensor, np.ndarray | np.generic):
-        raise TypeError(f"a NumPy array is needed, not {type(tensor).__name__}")
-    return np.asarray(tensor, order="C")
 
 
 def _scaled(array: Array, factor: float) -> Array:

@@ -28,6 +28,7 @@ from fastps.arrays import (
     Arrays,
     Names,
     check_arrays,
+    check_distinct,
     check_taking_part,
     checked_priorities,
     checked_shape,
@@ -203,8 +204,7 @@ class Session:
         """Forget declared tensors on all workers and servers; see fastps.forget(). Blocks."""
         self.check_usable()
         names = (names,) if isinstance(names, str) else tuple(names)
-        if len(set(names)) != len(names):
-            raise ValueError("a name appears twice in one call")
+        check_distinct(names)
         self._check_poison(names)
         unknown = [name for name in names if name not in self._specs]
         if unknown:

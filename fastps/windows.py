@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastps.current import current
+from fastps.given import check_kind
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:  # importing fastps brings as little as it can
@@ -34,7 +35,7 @@ def win_create(tensor: Array, name: str, zero_init: bool = False) -> bool:
     one buffer for each in-neighbour, and over sockets one more where its puts land. An array of
     fastps.empty() is read by win_get() of its machine without its help.
     """
-    return current().groups.windows.create(tensor, name, zero_init=zero_init)
+    return current().groups.windows.create(check_kind(tensor, name), name, zero_init=zero_init)
 
 
 def win_free(name: str | None = None) -> bool:
@@ -62,8 +63,8 @@ def win_put_async(
 ) -> Promise:
     """Begin win_put() and give a handle; tensor must not be changed until it is done."""
     return current().groups.windows.put(
-        tensor, name, adds=False, self_weight=self_weight, dst_weights=dst_weights,
-        is_locked=require_mutex, is_waited=False,
+        check_kind(tensor, name), name, adds=False, self_weight=self_weight,
+        dst_weights=dst_weights, is_locked=require_mutex, is_waited=False,
     )  # fmt: skip
 
 
@@ -83,8 +84,8 @@ def win_put(
     StallError. Bytes on the wire: nbytes to each; in shared memory one copy.
     """
     current().groups.windows.put(
-        tensor, name, adds=False, self_weight=self_weight, dst_weights=dst_weights,
-        is_locked=require_mutex, is_waited=True,
+        check_kind(tensor, name), name, adds=False, self_weight=self_weight,
+        dst_weights=dst_weights, is_locked=require_mutex, is_waited=True,
     ).wait()  # fmt: skip
     return True
 
@@ -98,8 +99,8 @@ def win_accumulate_async(
 ) -> Promise:
     """Begin win_accumulate() and give a handle."""
     return current().groups.windows.put(
-        tensor, name, adds=True, self_weight=self_weight, dst_weights=dst_weights,
-        is_locked=require_mutex, is_waited=False,
+        check_kind(tensor, name), name, adds=True, self_weight=self_weight,
+        dst_weights=dst_weights, is_locked=require_mutex, is_waited=False,
     )  # fmt: skip
 
 
@@ -116,8 +117,8 @@ def win_accumulate(
     get_win_version().
     """
     current().groups.windows.put(
-        tensor, name, adds=True, self_weight=self_weight, dst_weights=dst_weights,
-        is_locked=require_mutex, is_waited=True,
+        check_kind(tensor, name), name, adds=True, self_weight=self_weight,
+        dst_weights=dst_weights, is_locked=require_mutex, is_waited=True,
     ).wait()  # fmt: skip
     return True
 

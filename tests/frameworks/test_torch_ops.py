@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import threading
 import weakref
 
@@ -14,6 +15,7 @@ from fastps.errors import MismatchError, NotInitializedError, PeerLostError
 
 torch = pytest.importorskip("torch")
 
+import fastps.torch as fps  # noqa: E402
 from fastps.frameworks.torch import ops  # noqa: E402
 from fastps.frameworks.torch.compression import Compression  # noqa: E402
 
@@ -129,6 +131,8 @@ def test_the_name_may_come_second(alone: FakeCluster) -> None:
         assert ops.synchronize(call(torch.ones(2), "x")).tolist() == [1, 1]
     with pytest.raises(TypeError, match="average='x' is a text, and the name is 'y'"):
         ops.push_pull(torch.ones(2), "x", "y")
+    with pytest.raises(TypeError, match="average is True or False, not of type Tensor"):
+        ops.push_pull("x", torch.ones(2))
 
 
 def test_non_contiguous(cluster: FakeCluster) -> None:
@@ -287,3 +291,27 @@ def test_synchronize_takes_handles_only(alone: FakeCluster) -> None:
 def test_handle_may_be_synchronized_twice(alone: FakeCluster) -> None:
     handle = ops.push_pull_async(torch.ones(2), name="x")
     assert ops.synchronize(handle) is ops.synchronize(handle)
+
+
+NEEDED = {"root_rank": 0, "destination": 0, "out": torch.ones(2), "name": "x", "target_rank": 0,
+          "target": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "cure"),
+    [(torch.ones(2).numpy(), "from_numpy"), ([1.0, 2.0], "as_tensor"), (7, "as_tensor")],
+    ids=["array", "list", "number"],
+)
+def test_every_operation_says_what_it_wants_in_the_place_of_a_tensor(given, cure) -> None:
+    found = [getattr(fps, name) for name in fps.__all__ if hasattr(getattr(fps, name), "__code__")]
+    firsts = {one: list(inspect.signature(one).parameters) for one in found}
+    fps.init(size=1, num_servers=0)
+    try:
+        for call, words in firsts.items():
+            if words[:1] in (["tensor"], ["tensors"]):
+                more = {word: NEEDED[word] for word in words if word in NEEDED}
+                with pytest.raises(TypeError, match=f"must be a torch.Tensor, not .*{cure}"):
+                    call([given] if words[0] == "tensors" else given, **more)
+    finally:
+        fps.shutdown()
+    assert len([words for words in firsts.values() if words[:1] == ["tensor"]]) > 30

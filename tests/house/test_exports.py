@@ -75,6 +75,14 @@ def fronts() -> list[Path]:
     return [path for path in found if tree_of(path).body]
 
 
+@pytest.mark.parametrize("name", ["__init__.py", "torch.py"])
+def test_all_errors_can_be_caught_by_the_name_of_a_face(name):
+    errors = {node.name for node in tree_of(PACKAGE / "errors.py").body
+              if isinstance(node, ast.ClassDef) and node.name != "Status"}  # fmt: skip
+    missing = errors - set(exports_of(PACKAGE / name) or [])
+    assert not missing, f"{name}: export {missing}"
+
+
 @pytest.mark.parametrize("path", fronts(), ids=name_of)
 def test_fronts_say_what_they_offer(path):
     tree = tree_of(path)

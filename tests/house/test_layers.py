@@ -91,6 +91,7 @@ PART_OF = {
     "fastps.local_async": "fastps.session",
     "fastps.local_sgd": "fastps.session",
     "fastps.gathered": "fastps.session",
+    "fastps.given": "fastps.session",
     "fastps.local_steps": "fastps.session",
     "fastps.outer": "fastps.session",
     "fastps.steps": "fastps.session",

@@ -30,6 +30,8 @@ def test_a_name_twice_in_flight():
     fastps.push_pull(np.ones(3), "x")
     fastps.push_pull_async(np.ones(3), "x")  # nobody can wait for that one
     fastps.push_pull(np.ones(3), "x")
+    with pytest.raises(ValueError, match="the name 'y' appears twice in one call"):
+        fastps.push_pull([np.ones(3)] * 3, ["x", "y", "y"])
 
 
 @pytest.mark.parametrize(
@@ -42,5 +44,18 @@ def test_a_name_twice_in_flight():
 )
 def test_what_other_frameworks_have_is_told_its_face(home, cure):
     made = types.new_class("Tensor", exec_body=lambda space: space.update(__module__=home))()
-    with pytest.raises(TypeError, match=f"'x' is a {home.partition('.')[0]}.Tensor, .*{cure}"):
+    with pytest.raises(
+        TypeError, match=f"'x' is of type {home.partition('.')[0]}.Tensor, .*{cure}"
+    ):
         fastps.push_pull(made, "x")
+    for call in (fastps.allreduce, fastps.allgather, fastps.neighbor_allreduce,
+                 fastps.neighbor_allgather, fastps.reducescatter, fastps.win_create):  # fmt: skip
+        with pytest.raises(
+            TypeError, match=f"'x' is of type .*Tensor, not a NumPy array: .*{cure}"
+        ):
+            call(made, name="x")
+
+
+def test_arguments_that_changed_places_are_told():
+    with pytest.raises(TypeError, match="a sequence of them comes first, then its name"):
+        fastps.push_pull("x", np.ones(3))

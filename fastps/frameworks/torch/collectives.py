@@ -27,6 +27,7 @@ from fastps.frameworks.torch.differentiable import (
 from fastps.frameworks.torch.sparse import start_rows
 from fastps.frameworks.torch.tensors import (
     Array,
+    check_kind,
     check_tensor,
     mark_written,
     sendable,
@@ -56,7 +57,7 @@ def allreduce_async(
 ) -> Promise:
     """Begin allreduce() into a new tensor; the tensor must not be changed meanwhile."""
     op = _op(op, average)
-    source = _wire(_scaled(tensor.detach(), prescale_factor), name, op)
+    source = _wire(_scaled(check_kind(tensor, name), prescale_factor), name, op)
     flight = _sum(source, None, op, name, process_set)
 
     def finish(found: list[Any]) -> torch.Tensor:
@@ -78,7 +79,7 @@ def allreduce_async_(
 ) -> Promise:
     """Begin allreduce() in place."""
     op = _op(op, average)
-    target = _target(tensor)
+    target = _target(tensor, name)
     source = _wire(_scaled(target, prescale_factor), name, op)
     in_place = _wire(target, name, op)
     same = in_place.data_ptr() == target.data_ptr()
@@ -114,7 +115,7 @@ def allreduce(
     fastps.allreduce(). Its gradient is the allreduce of gradients in the same way.
     """
     how: dict[str, Any] = {"op": _op(op, average), "process_set": process_set}
-    if tensor.is_sparse:
+    if check_kind(tensor, name).is_sparse:
         return sparse_allreduce_async(tensor, name, **how).wait()
     how |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
 
@@ -138,7 +139,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[list[torch.Tensor]]:
     """Begin allreduce_async() of several tensors, in one submit of a dtype."""
-    some = [tensor.detach() for tensor in tensors]
+    some = [check_kind(tensor, name).detach() for tensor in tensors]
     return _start_grouped(some, _op(op, average), name, prescale_factor, postscale_factor,
                           process_set, is_in_place=False)  # fmt: skip
 
@@ -153,7 +154,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Later[list[torch.Tensor]]:
     """Begin allreduce_async_() of several tensors, in one submit of a dtype."""
-    targets = [_target(tensor) for tensor in tensors]
+    targets = [_target(tensor, name) for tensor in tensors]
     flight = _start_grouped(targets, _op(op, average), name, prescale_factor, postscale_factor,
                             process_set, is_in_place=True)  # fmt: skip
 
@@ -311,7 +312,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Promise:
     """Begin reducescatter() and give a handle."""
-    source = _wire(_scaled(tensor.detach(), prescale_factor), name, op)
+    source = _wire(_scaled(check_kind(tensor, name), prescale_factor), name, op)
     flight = ops.start_reducescatter(
         view_of(source), op, name, process_set, dtype=wire_dtype(source.dtype, name or "tensor")
     )
@@ -430,7 +431,7 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
     """Begin to copy the root's tensor into everybody's."""
-    target = _target(tensor)
+    target = _target(tensor, name)
     wire = _wire(target, name)
     code = wire_dtype(wire.dtype, name or "tensor")
     flight = ops.start_broadcast(view_of(wire), root_rank, name, process_set, dtype=code)
@@ -450,7 +451,8 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
     """Begin to give everybody the root's tensor as a new one."""
-    return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
+    own = check_kind(tensor, name).detach().clone()
+    return broadcast_async_(own, root_rank, name, process_set)
 
 
 def broadcast(
@@ -526,8 +528,7 @@ def scatter(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Give each member its part of the root's tensor, in the order of members, in out; blocks."""
-    target = _target(out)
-    wire = _wire(target, name)
+    wire = _wire(target := _target(out, name), name)
     given = None if tensor is None else view_of(_wire(tensor, name)).reshape(-1)
     found = process_set.group().scatter(
         given, view_of(wire), root=process_set.member(root_rank, "root_rank"), name=name,
@@ -562,7 +563,7 @@ def receive_async(
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
     """Begin receive()."""
-    target = _target(tensor)
+    target = _target(tensor, None)
     wire = _wire(target, "tensor")
     member = None if source is None else process_set.member(source, "source")
     code = wire_dtype(wire.dtype, "tensor")
@@ -596,7 +597,7 @@ def _op(op: Op | None, average: bool | None) -> Op:
 
 def _wire(tensor: torch.Tensor, name: str | None, op: Op = Sum) -> torch.Tensor:
     """Give the tensor as it travels: contiguous, complex numbers as pairs of floats."""
-    label, plain = name or "tensor", tensor.detach()
+    label, plain = name or "tensor", check_kind(tensor, name).detach()
     if plain.is_complex():
         if op not in (Sum, Average):
             raise TypeError(f"{label!r} is complex, and complex numbers have no {op.value}")
@@ -604,9 +605,9 @@ def _wire(tensor: torch.Tensor, name: str | None, op: Op = Sum) -> torch.Tensor:
     return sendable(check_tensor(plain, label))
 
 
-def _target(tensor: torch.Tensor) -> torch.Tensor:
+def _target(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
     """Give a tensor to write to, or raise ValueError where autograd would not see it."""
-    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+    if check_kind(tensor, name).requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
         raise ValueError(
             "the tensor is a result that autograd follows, which would not see an in-place "
             "change: use the form without underscore, or tensor.detach()"
@@ -658,7 +659,7 @@ def _correction(flight: ops.Flight, wire: torch.Tensor) -> float:
 
 
 def _rows(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-    return _wire(tensor if tensor.dim() else tensor.reshape(1), name)
+    return _wire(tensor if check_kind(tensor, name).dim() else tensor.reshape(1), name)
 
 
 def _gathering(

@@ -13,6 +13,7 @@ import torch
 
 from fastps.flights import Later
 from fastps.frameworks.torch.compression import Compressor
+from fastps.frameworks.torch.tensors import check_kind
 
 
 class _Differentiable(torch.autograd.Function):
@@ -48,6 +49,7 @@ def differentiable_list(
     run: Callable[..., Any], back: Callable[..., Any], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Do an operation on several tensors so that autograd can go back through it."""
+    tensors = [check_kind(tensor) for tensor in tensors]
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return list(run(*tensors))
     return list(_Differentiable.apply(run, back, *tensors))  # type: ignore[no-untyped-call]

@@ -140,8 +140,8 @@ def start_mix(
 
     outs: where results go, as arrays; the promise then is of nothing new.
     """
-    is_one = isinstance(tensor, torch.Tensor)
-    some: list[torch.Tensor] = [tensor] if isinstance(tensor, torch.Tensor) else list(tensor)
+    is_one = not isinstance(tensor, Sequence)
+    some = [tensor] if isinstance(tensor, torch.Tensor) or is_one else list(tensor)
     sources = [sendable(check_tensor(one, name or "tensor")) for one in some]
     codes = [wire_dtype(one.dtype, name or "tensor") for one in sources]
 

@@ -222,6 +222,9 @@ def _named(average: bool | str, name: str | None, call: str) -> tuple[bool, str]
         return True, check_name(average, call)
     if isinstance(average, str):
         raise TypeError(f"{call}: average={average!r} is a text, and the name is {name!r}")
+    if not isinstance(average, bool | int):
+        what = type(average).__name__
+        raise TypeError(f"{call}(tensor, name): average is True or False, not of type {what}")
     return average, check_name(name, call)
 
 

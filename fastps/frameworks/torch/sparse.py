@@ -15,7 +15,7 @@ import torch
 
 from fastps import flights as ops
 from fastps.flights import Average, Later
-from fastps.frameworks.torch.tensors import check_tensor, tensor_over, view_of
+from fastps.frameworks.torch.tensors import check_kind, check_tensor, tensor_over, view_of
 from fastps.sets import ProcessSet
 from fastps.types import DType, Op
 
@@ -27,6 +27,9 @@ def start_rows(
 
     Blocks until all members have told how many values they have.
     """
+    if check_kind(gradient, name).layout is not torch.sparse_coo:
+        what = f"tensor {name!r}" if name else "the tensor"
+        raise TypeError(f"{what} is not sparse (torch.sparse_coo): use allreduce()")
     own = gradient.detach().coalesce()
     values = own.values().contiguous()
     wire = torch.view_as_real(values) if values.is_complex() else values

@@ -37,14 +37,21 @@ def wire_dtype(dtype: torch.dtype, name: str) -> DType:
 
 def check_tensor(tensor: object, name: str) -> torch.Tensor:
     """Give the tensor back if its memory can be sent: dense, on the CPU, of a known dtype."""
-    if not isinstance(tensor, torch.Tensor):
-        cure = ""
-        if isinstance(tensor, np.ndarray):
-            cure = ": pass torch.from_numpy(array), or use fastps.push_pull of `import fastps`"
-        raise TypeError(f"{name!r} must be a torch.Tensor, not {type(tensor).__name__}{cure}")
-    check_memory(tensor, name)
-    wire_dtype(tensor.dtype, name)
-    return tensor
+    found = check_kind(tensor, name)
+    check_memory(found, name)
+    wire_dtype(found.dtype, name)
+    return found
+
+
+def check_kind(tensor: object, name: str | None = None) -> torch.Tensor:
+    """Give back what is a tensor; TypeError says what to do with anything else."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    cure = "pass torch.as_tensor(...)"
+    if isinstance(tensor, np.ndarray):
+        cure = "pass torch.from_numpy(array), or use the operation of `import fastps`"
+    what = "the tensor" if name is None else f"{name!r}"
+    raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}: {cure}")
 
 
 def check_memory(tensor: torch.Tensor, name: str) -> None:

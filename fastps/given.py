@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What somebody handed in as a tensor: an array, or else a word about what to give instead.
+
+Imports nothing of the library, since every face does. Threads: any.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def check_kind(tensor: object, name: str | None = None) -> Array:
+    """Give back what is an array, or a scalar of one; TypeError says what else to give."""
+    if not isinstance(tensor, np.ndarray | np.generic):
+        what = "the tensor" if name is None else f"tensor {name!r}"
+        raise TypeError(f"{what} is {what_else(tensor)}")
+    return tensor  # type: ignore[return-value]
+
+
+def readable(tensor: object, name: str | None = None) -> Array:
+    """Give an array that can be read at one go; TypeError as check_kind()."""
+    return np.asarray(check_kind(tensor, name), order="C")
+
+
+def what_else(tensor: object) -> str:
+    """Say what somebody gave who did not give an array, and what to do about it."""
+    home = type(tensor).__module__.partition(".")[0]
+    face = {"torch": "torch", "jaxlib": "jax", "jax": "jax", "tensorflow": "tensorflow"}.get(home)
+    cure = "pass np.asarray(...)"
+    if face is not None:
+        cure = f"import fastps.{face} in the place of fastps, or pass np.asarray(...)"
+    kind = type(tensor).__name__ if home == "builtins" else f"{home}.{type(tensor).__name__}"
+    return f"of type {kind}, not a NumPy array: {cure}"
