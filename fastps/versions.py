@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which versions are installed: of this library, of Python, of what it stands on and beside.
 
+Also how to run a module of it in another process.
+
 Reads what the installation says of itself and imports nothing of it: to look at a framework costs
 seconds, and what is broken may not be importable. Threads: none.
 """
@@ -8,8 +10,10 @@ seconds, and what is broken may not be importable. Threads: none.
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 UNKNOWN = "unknown"
@@ -23,6 +27,17 @@ def version_of(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return UNKNOWN
+
+
+def command_of(module: str) -> tuple[str, ...]:
+    """Give the words that run a module of this very fastps.
+
+    The present folder is left out of where Python looks, since in a checkout it has the sources
+    of fastps and perhaps nothing compiled; unless this fastps itself is from there.
+    """
+    home = Path(__file__).resolve().parents[1]
+    is_here = os.path.samestat(os.stat("."), os.stat(home))
+    return sys.executable, *(() if is_here else ("-P",)), "-m", module
 
 
 def describe() -> str:

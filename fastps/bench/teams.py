@@ -13,7 +13,6 @@ import contextlib
 import json
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from fastps import config
 from fastps.bench import BenchError
 from fastps.bench.options import Mode, Options
 from fastps.transport import sockets
+from fastps.versions import command_of
 
 START_S = 120.0  # imports of many processes on a loaded machine
 ANSWER_S = 360.0  # above FASTPS_OP_TIMEOUT_S, so that a worker's own error comes first
@@ -162,8 +162,8 @@ def job_command(mode: Mode, workers: int, options: Options) -> list[str]:
     """Give the words that start the job of a mode or of the floors; a Team adds the last."""
     servers = (options.servers or options.workers) if mode.has_servers else 0
     return [
-        sys.executable, "-m", "fastps.launch.run", "--colour", "never",
-        "-np", str(workers), "-s", str(servers), sys.executable, "-m", "fastps.bench", "--obey",
+        *command_of("fastps.launch.run"), "--colour", "never",
+        "-np", str(workers), "-s", str(servers), *command_of("fastps.bench"), "--obey",
     ]  # fmt: skip
 
 

@@ -630,8 +630,8 @@ def _check_keywords(names: Mapping[str, object]) -> None:
 
 
 def _warn_unknown(environ: Environ) -> None:
-    """Say what comes of variables that no setting reads: ours, BytePS's and BlueFog's."""
-    for name in environ:
+    """Say what nobody reads, ours or others'; of the workers of a machine the first one does."""
+    for name in environ if environ.get("FASTPS_LOCAL_RANK") in (None, "", "0") else ():
         if name in _KNOWN_NAMES:
             continue
         if name in OF_BLUEFOG:
@@ -643,7 +643,7 @@ def _warn_unknown(environ: Environ) -> None:
             start = name[: name.index("_") + 1]
             known = [k for k in (*_KNOWN_NAMES, *byteps.INSTEAD) if k.startswith(start)]
             hint = _nearest(name, known)
-            log.warning("environment variable %s is unknown and ignored%s", name, hint)
+            _say_once(f"{name} is unknown and ignored{hint}")
 
 
 @functools.cache

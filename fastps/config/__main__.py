@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show the settings: the command `python -m fastps.config`.
+"""Show the settings: the command `fastps config`, or `python -m fastps.config`.
 
 --markdown prints docs/env.md, --explain what the present environment amounts to.
 Knows the form of the page and nothing else; every fact is in the table. Threads: one.
@@ -33,7 +33,7 @@ Aliases are variables of BytePS, BlueFog, torchrun, SLURM and Open MPI; an empty
 unset. Values out of bounds are an error; an unknown `FASTPS_`, `BYTEPS_` or `DMLC_` name is
 logged with the nearest known one, and one of BytePS's or BlueFog's that does nothing here, once,
 with what to use instead.
-`python -m fastps.config --explain` shows what the present environment amounts to.
+`fastps config --explain` shows what the present environment amounts to.
 """
 _TABLE_HEAD = "| variable | default | may be | aliases | meaning |\n|---|---|---|---|---|"
 
@@ -83,17 +83,26 @@ def _row(setting: Setting) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line of the settings table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fastps.config", description="Show the settings of fastps."
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options, also those of `fastps config`."""
     choice = parser.add_mutually_exclusive_group(required=True)
     choice.add_argument("--markdown", action="store_true", help="print docs/env.md")
     choice.add_argument(
         "--explain", action="store_true", help="print each setting, its value and where it is from"
     )
-    options = parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line of the settings table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fastps.config", description="Show the settings of fastps."
+    )
+    add_options(parser)
+    return run(parser.parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what was asked for; give 2 where a setting is wrong."""
     if options.markdown:
         sys.stdout.write(markdown())
         return 0

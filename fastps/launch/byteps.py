@@ -60,7 +60,7 @@ def _launch(command: list[str], environment: dict[str, str]) -> int:
         raise ConfigError("give the command that trains: bpslaunch python train.py")
     size = local_size(environment)
     if not is_spread:
-        run = [sys.executable, "-m", "fastps.launch.run", "-np", str(size), "--", *command]
+        run = [*versions.command_of("fastps.launch.run"), "-np", str(size), "--", *command]
         return subprocess.call(run)
     _count(environment, "DMLC_WORKER_ID")
     children = [

@@ -20,6 +20,7 @@ import numpy as np
 
 import fastps
 from fastps import config, versions
+from fastps.config import __main__ as of_config
 from fastps.errors import FastPSError
 from fastps.launch import graph, live, team, timeline
 from fastps.transport import rdma, shm, sockets
@@ -53,6 +54,9 @@ def make_parser() -> argparse.ArgumentParser:
     merged = commands.add_parser("timeline", help="merge what the processes of a job traced")
     timeline.add_options(merged)
     merged.set_defaults(run=timeline.run)
+    settings = commands.add_parser("config", help="show the settings, and what they are here")
+    of_config.add_options(settings)
+    settings.set_defaults(run=of_config.run)
     shown = commands.add_parser("top", help="show what the processes of a running job do")
     live.add_options(shown)
     shown.set_defaults(run=live.run)
@@ -123,7 +127,9 @@ def _ways(settings: config.Config) -> str:
     is_shared = settings.shared_memory and not shm.can_share(settings.shared_memory_bytes)
     sockets_here = "Unix sockets" if settings.unix_sockets else "TCP"
     here = "shared memory" if is_shared else sockets_here
-    there = "RDMA" if rdma.look_up(settings).is_usable else "TCP"
+    if rdma.look_up(settings).is_usable:
+        return f"{here} on this machine, RDMA to others"
+    there = "no way, for there is no RDMA," if settings.transport == "rdma" else "TCP"
     return f"{here} on this machine, {there} to others"
 
 

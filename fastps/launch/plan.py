@@ -12,15 +12,15 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 
 from fastps.config import load
 from fastps.launch.options import Options
 from fastps.launch.output import name_of
 from fastps.launch.timeline import variables
+from fastps.versions import command_of
 
-SERVER_COMMAND = (sys.executable, "-m", "fastps.server.main")
+SERVER_COMMAND = command_of("fastps.server.main")
 # A value of these must not reach the children from the caller's environment: each process needs
 # its own, or the launcher gives a new one.
 NOT_INHERITED = ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE", "FASTPS_PORT", "FASTPS_ROLE", "FASTPS_RANK")

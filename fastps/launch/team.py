@@ -39,6 +39,7 @@ from fastps.launch.plan import (
 from fastps.launch.processes import describe_exit
 from fastps.launch.secrets import Handout
 from fastps.launch.team_words import hear, pack, unpack
+from fastps.versions import command_of
 
 T = TypeVar("T")
 
@@ -197,7 +198,7 @@ class Team:
 
     def _start(self) -> None:
         inherited = inherited_environment(process_environment())
-        command = (sys.executable, "-m", "fastps.launch.team_member")
+        command = command_of("fastps.launch.team_member")
         options = Options(
             command, Layout((self.size,), (0,)), environment=tuple(self._given.items())
         )

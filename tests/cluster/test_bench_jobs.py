@@ -125,7 +125,7 @@ def test_a_mode_that_cannot_run_is_reported_and_the_others_go_on(tmp_path):
         "def half(mode, *rest):\n"
         "    words = whole(mode, *rest)\n"
         "    is_half = mode is options.MODES['colocated']\n"
-        "    return [*words[:3], '--nonsense'] if is_half else words\n"
+        "    return [*words[:words.index('--colour')], '--nonsense'] if is_half else words\n"
         "main.job_command = half\n"
         "sys.exit(main.main(sys.argv[1:]))\n"
     )

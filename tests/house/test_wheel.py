@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -16,6 +17,7 @@ from house_source import ROOT
 
 pytest.importorskip("auditwheel")
 
+NOT_IN_A_CHECKOUT = shutil.ignore_patterns("*.so", "*.c", "__pycache__")
 LIMIT_S = 280  # a cold compiler on two processors takes half a minute
 PROGRAM = """
 import numpy as np, fastps
@@ -75,3 +77,10 @@ def test_a_wheel_works_in_a_fresh_environment(wheel, tmp_path):
     path = str(home / "bin")
     said = run("fastps-run", "-np", "2", "python", program, folder=tmp_path, path=path)
     assert said.count("summed by") == 2
+    # In a checkout, whose sources are not compiled, no command takes them for what is installed.
+    shutil.copytree(ROOT / "fastps", tmp_path / "checkout/fastps", ignore=NOT_IN_A_CHECKOUT)
+    links = ("-s", "1", "--env", "FASTPS_SHARED_MEMORY=0", "python", program)
+    here = {"folder": tmp_path / "checkout", "path": path}
+    assert run("fastps-run", "-np", "2", *links, **here).count("summed by") == 2
+    assert run("fastps", "doctor", **here).count(": works\n") == 2
+    assert "FASTPS_TRANSPORT=auto" in run("fastps", "config", "--explain", **here)

@@ -25,8 +25,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.append(str(Path(__file__).parents[2]))  # last: fastps may be installed elsewhere
 
+from fastps.versions import command_of
 from tools.bench import _common
 
 PEER = Path(__file__).with_name("_peer.py")
@@ -85,7 +86,7 @@ class Team:
     ) -> list[tuple[list[str], dict[str, str]]]:
         peer = [sys.executable, str(PEER), self.system]
         if self.system == "fastps":
-            launch = [sys.executable, "-m", "fastps.launch.run", "-np", "2", "-s", str(servers)]
+            launch = [*command_of("fastps.launch.run"), "-np", "2", "-s", str(servers)]
             return [([*launch, *arguments, *peer], {})]
         return [(peer, {"RANK": str(rank)}) for rank in range(2)]
 
