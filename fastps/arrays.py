@@ -154,9 +154,10 @@ def make_spec(
     )  # fmt: skip
 
 
-def check_taking_part(name: str, above: int, config: Config) -> None:
+def check_taking_part(name: str, above: int, config: Config, policy: Policy) -> None:
     """Refuse what all workers make together where some may be missing, or this is none of them.
 
+    What servers hold (policy) does without those that are lost.
     above: by how much its number is above the workers'; a validator has one from 0 on.
     """
     if above >= 0:
@@ -164,10 +165,11 @@ def check_taking_part(name: str, above: int, config: Config) -> None:
             f"tensor {name!r}: push_pull() and broadcasts are the workers', and this is validator "
             f"{above}; see fastps.HeldParameters"
         )
-    if config.goes_on:
+    if config.goes_on and policy not in (Policy.GATHERED, Policy.ACCUMULATE):
         raise ConfigError(
             f"tensor {name!r}: push_pull() and what is declared need all workers, and "
-            "FASTPS_ON_LOSS=reweight goes on without some; use allreduce()"
+            "FASTPS_ON_LOSS=reweight goes on without some; use allreduce(), or let servers hold "
+            "what is trained (LocalSGD with deadline_s, AsyncLocalSGD)"
         )
 
 

@@ -61,8 +61,8 @@ log = logging.getLogger(__name__)
 
 def _shares(config: Config) -> bool:
     """Tell whether this worker shares memory with others of its machine; log why it does not."""
-    if config.num_validators:
-        return False  # whoever may lie may write to what others read
+    if config.num_validators or (config.goes_on and config.num_servers):
+        return False  # whoever may lie, or die, may write to what others read, or not at all
     is_wanted = config.shared_memory and config.size > 1
     reason = shm.can_share(config.shared_memory_bytes) if is_wanted else ""
     if reason:

@@ -66,10 +66,12 @@ class LocalSGD(LocalSteps):
         """Count a step that was done on the arrays; see advance()."""
         self.advance()
 
-    def _seed(self, named: Sequence[tuple[str, Array]]) -> None:
+    def _check(self, named: Sequence[tuple[str, Array]]) -> None:
         for name, array in named:
             if array.dtype.kind != "f":
                 raise TypeError(f"{name!r} is {array.dtype}; floats are trained")
+
+    def _seed(self, named: Sequence[tuple[str, Array]]) -> None:
         arrays, names = [array for _, array in named], [name for name, _ in named]
         current().broadcast_async(arrays, 0, names).wait()
 

@@ -179,13 +179,20 @@ class LocalSteps(ABC):
         self._gathered: Gathered | None = None
         if terms.is_gathered:
             self._gathered = Gathered(_for_servers(outer, compression), terms.deadline_s or 0.0)
-        self._seed([(f"{prefix}.{name}", own) for name, own in named])
+        known = [(f"{prefix}.{name}", own) for name, own in named]
+        self._check(known)
+        if self._gathered is None:  # else rank 0's values come from servers
+            self._seed(known)
         self._fragments = self._deal([own for _, own in named])
         for number, fragment in enumerate(self._fragments):
             self._lay_out(fragment, f"{prefix}.{number}")
             self._declare(fragment)
 
     # ---- what is a framework's ----
+
+    @abstractmethod
+    def _check(self, named: Sequence[tuple[str, Any]]) -> None:
+        """Raise TypeError or ValueError for what cannot be trained."""
 
     @abstractmethod
     def _seed(self, named: Sequence[tuple[str, Any]]) -> None:
@@ -261,6 +268,9 @@ class LocalSteps(ABC):
             self._gathered.declare(
                 fragment.names, fragment.values, fragment.codes, self._how["rule"]
             )
+            for block in fragment.blocks:
+                block.agreed[...] = block.value
+                self._take(block, 0.0)
             return
         specs = zip(fragment.names, fragment.rooms, fragment.codes, strict=True)
         current().declare([(name, room.shape, code) for name, room, code in specs], **self._how)

@@ -176,7 +176,8 @@ class Session:
 
     def _declare_specs(self, wanted: Sequence[TensorSpec]) -> None:
         if wanted and wanted[0].givers is Givers.WORKERS:
-            check_taking_part(wanted[0].name, self.rank - self.size, self.config)
+            first = wanted[0]
+            check_taking_part(first.name, self.rank - self.size, self.config, first.policy)
         with self._lock:
             # a known name with another shape goes to the scheduler too, so that all hear of it
             fresh = [spec for spec in wanted if self._specs.get(spec.name) != spec]

@@ -271,9 +271,10 @@ class Config:
         text="Whether one worker of every machine serves a share of the bytes too; auto: where "
              "there are fewer servers than worker machines.")
     on_loss: str = _set(JOB, "fail", allowed=("fail", "reweight"),
-        text="What the loss of a worker means: the end of the job, or, without servers, that "
-             "neighbors leave it out, weigh the others anew and go on; with validators, that "
-             "these do without it. The same on all workers.")
+        text="What the loss of a worker means: the end of the job, or, with reweight, that "
+             "neighbors leave it out, weigh the others anew and go on; that servers move what "
+             "they hold without it (LocalSGD, AsyncLocalSGD); that validators do without it. The "
+             "same on all workers.")
     check_weights: bool = _set(JOB, True,
         text="Compare the weights of all workers before the first step of a DistributedOptimizer, "
              "so that a forgotten broadcast_parameters() is an error; off where local models are "
@@ -675,12 +676,10 @@ def _check_together(config: Config) -> None:
             f"FASTPS_RANK={config.rank} of a validator needs FASTPS_NUM_VALIDATORS above it, but "
             f"FASTPS_NUM_VALIDATORS={config.num_validators}"
         )
-    serves = config.num_servers or config.colocate == "on"
-    if config.goes_on and serves and not config.num_validators:
+    if config.goes_on and config.colocate == "on" and not config.num_validators:
         raise ConfigError(
-            "FASTPS_ON_LOSS=reweight is for jobs without servers, or with validators: what "
-            "servers sum needs everybody. Start none (`fastps-run -s 0`), and leave "
-            "FASTPS_COLOCATE alone"
+            "FASTPS_ON_LOSS=reweight is for jobs whose servers, if any, are processes of their "
+            "own: one in a worker dies with it. Leave FASTPS_COLOCATE alone"
         )
     if 0 < config.chunk_bytes < MIN_CHUNK_BYTES:
         raise ConfigError(

@@ -214,14 +214,13 @@ def plan_job(config: Config, workers: list[Peer], servers: list[Peer]) -> Plan:
     firsts: dict[int, Peer] = {}
     for item in workers:
         firsts.setdefault(machines[item.join.machine], item)
-    is_local = len(firsts) == 1 and not config.force_distributed
     joint: list[Peer] = []
     goes_on = workers[0].join.goes_on
+    is_apart = config.force_distributed or (goes_on and bool(servers))  # each by itself
+    is_local = len(firsts) == 1 and not is_apart
     judges = [item for item in workers if item.join.role == "validator"]
     if judges:
         return _plan_judged(config, workers, judges, servers, machines)
-    if goes_on and servers:
-        raise ConfigError("FASTPS_ON_LOSS=reweight is for jobs without servers: start none")
     if not (is_local or goes_on) and _wants_joint(config, list(firsts.values()), len(servers)):
         joint = list(firsts.values())
     if not goes_on:

@@ -119,7 +119,7 @@ class Options:
         "print commands and environment, secrets masked, and start nothing")
     on_loss: str | None = word(HOW_MANY, "--on-loss", None, str, "WHAT",
         "fail or reweight: end the job when a worker fails (default), or let the others, who "
-        "average with neighbors, go on without it; of a job without servers (FASTPS_ON_LOSS)",
+        "average with neighbors or train what servers hold, go on without it (FASTPS_ON_LOSS)",
         choices=("fail", "reweight"))
     scheduler_host: str = word(MACHINES, "--scheduler-host --master-addr --master_addr", "",
         str, "HOST",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -289,3 +290,44 @@ def machines(*, deaths: dict[str, float]) -> dict[str, Any]:
     fastps.barrier()
     fastps.shutdown()
     return found
+
+
+def held(*, deaths: dict[str, float], exchanges: int, deadline_s: float | None) -> dict[str, Any]:
+    """Train what servers hold, in rounds and without, while one dies; count what came."""
+    fastps.init()
+    rank = fastps.rank()
+    rounds, free = {"w": np.zeros(COUNT)}, {"w": np.zeros(COUNT)}
+    local = fastps.LocalSGD(
+        rounds, sync_every=1, outer_on="servers", deadline_s=deadline_s,
+        rule="programs_gathered:total",
+    )  # fmt: skip
+    alone = fastps.AsyncLocalSGD(free, sync_every=1, alpha=1.0)
+    bound = fastps.ServerParameters({"w": np.zeros(9)}, staleness=2)
+    fastps.barrier()
+    if str(rank) in deaths:
+        die_after(deaths[str(rank)])
+    mark("READY")
+    slowest = 0.0
+    for made in range(1 << 30 if deaths.get(str(rank)) else exchanges):
+        while (
+            made == exchanges - 2 and not fastps.lost_ranks()
+        ):  # some of it comes after the death
+            time.sleep(PAUSE_S)
+        began = now()
+        for arrays, steps in ((rounds, local), (free, alone)):
+            arrays["w"] += 1000.0**rank
+            steps.step()
+        bound.push([np.ones(9)])
+        slowest = max(slowest, now() - began)
+        time.sleep(PAUSE_S)
+    local.synchronize()
+    fastps.barrier()
+    alone.exchange()
+    found = {"lost": fastps.lost_ranks(), "slowest": slowest, "rounds": set(rounds["w"].tolist()),
+             "free": set(free["w"].tolist())}  # fmt: skip
+    with contextlib.suppress(fastps.ConfigError):
+        fastps.push_pull(np.zeros(3), "everybody's")
+        raise AssertionError("what servers sum needs everybody")
+    fastps.barrier()
+    fastps.shutdown()
+    return {word: list(one) if isinstance(one, set) else one for word, one in found.items()}

@@ -50,10 +50,11 @@ def test_the_others_go_on_at_whatever_moment_some_die(workers, way, graph, n_dea
         job.end_in_order()
 
 
-def run(program, dead, *, workers=4, way="memory", at_s=0.2, each=None, **arguments):
+def run(program, dead, *, workers=4, servers=0, way="memory", at_s=0.2, each=None, **arguments):
     """Run a job in which some die; give what the others found, and when."""
     deaths = {str(rank): at_s for rank in dead}
-    with Job(program, workers=workers, servers=0, environment=WAYS[way] | REWEIGHT,
+    rules = {"FASTPS_RULES": "programs_gathered:total"} if servers else {}
+    with Job(program, workers=workers, servers=servers, environment=WAYS[way] | REWEIGHT | rules,
              each=each, arguments={"deaths": deaths, **arguments}) as job:  # fmt: skip
         died = 0.0
         for rank in dead:
@@ -191,3 +192,20 @@ def test_the_launcher_lets_the_others_go_on_and_says_so(tmp_path):
     )
     assert found.returncode == 128 + signal.SIGKILL
     assert "worker 0" in found.stderr
+
+
+@pytest.mark.parametrize(("way", "dead", "deadline_s"), [("memory", 2, None), ("tcp", 0, 60.0)])
+def test_what_servers_hold_is_trained_without_the_dead(way, dead, deadline_s):
+    exchanges = 60
+    found, _ = run(
+        programs_survivors.held, [dead], servers=2, way=way, at_s=random.uniform(0.05, 0.6),
+        exchanges=exchanges, deadline_s=deadline_s,
+    )  # fmt: skip
+    ours = sum(exchanges * 1000.0**rank for rank in range(4) if rank != dead)
+    for word in ("rounds", "free"):
+        values = {tuple(sorted(one[word])) for one in found}
+        assert len(values) == 1, found  # the same for all who are left
+        for value in values.pop():  # pieces may have more or less of the dead one
+            share = (value - ours) / 1000.0**dead
+            assert share == int(share) >= 0, (word, value, ours)
+    assert all(one["lost"] == [dead] and one["slowest"] < 30 for one in found), found
