@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +97,26 @@ def test_error_feedback_is_what_lets_a_model_be_learnt() -> None:
     )  # fmt: skip
     _, fed, lost = (float(found) for found in re.findall(r"accuracy ([\d.]+)", said))
     assert fed > lost + 0.05, said
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("liars", [0, 1])
+def test_rare_exchanges_learn_with_few_bytes_and_beside_liars(tmp_path: Path, liars: int) -> None:
+    """The short form of what docs/slow-links.md has figures of."""
+    runs = tmp_path / "runs.jsonl"
+    run(
+        "diloco", "--seeds", "1", "--steps", "80", "--only", "Digits", "--liars", str(liars),
+        "--json", str(runs), launch=("-np", str(4 + liars), "-s", "1"), shared="0",
+    )  # fmt: skip
+    example = runpy.run_path(str(ROOT / "examples" / "diloco.py"))
+    table = example["gathered"]([json.loads(line) for line in runs.read_text().splitlines()])
+    example["report"](table)
+    (rows,) = table.values()
+    base = rows[0][1][0]
+    loss, share = ({way.name: row[0][i] / base[i] for way, row in rows} for i in (0, 1))
+    exact, coded = ("liars, multi-Krum", "liars, multi-Krum, int4") if liars else (
+        "DiLoCo", "DiLoCo, int4")  # fmt: skip
+    assert 20 * share[exact] == pytest.approx(1, rel=0.02), share
+    assert share[coded] < 1 / 150, share
+    assert max(loss[exact], loss[coded]) < 1.2, loss
+    assert not liars or loss["liars, average"] > 2, loss
