@@ -10,7 +10,7 @@
 #   make clean   remove what was built; make distclean also removes .venv and .venvs
 # PYTHON=... chooses the interpreter, PIP_FLAGS=... is handed to every pip install.
 
-PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PIP_FLAGS ?=
 JOBS ?= $(shell nproc)

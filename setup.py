@@ -101,22 +101,23 @@ def extensions():
     ]
 
 
-setup(
-    package_dir=FOLDERS,
-    cmdclass={"build_ext": Build},
-    ext_modules=cythonize(
-        extensions(),
-        nthreads=JOBS,
-        annotate=os.environ.get("FASTPS_ANNOTATE") == "1",
-        compiler_directives={
-            "language_level": 3,
-            "auto_pickle": False,
-            "autotestdict": False,
-            "boundscheck": False,
-            "wraparound": False,
-            "cdivision": True,
-            "initializedcheck": False,
-            "freethreading_compatible": False,
-        },
-    ),
-)
+if __name__ == "__main__":  # from Python 3.14 on processes that Cython starts import this file
+    setup(
+        package_dir=FOLDERS,
+        cmdclass={"build_ext": Build},
+        ext_modules=cythonize(
+            extensions(),
+            nthreads=JOBS,
+            annotate=os.environ.get("FASTPS_ANNOTATE") == "1",
+            compiler_directives={
+                "language_level": 3,
+                "auto_pickle": False,
+                "autotestdict": False,
+                "boundscheck": False,
+                "wraparound": False,
+                "cdivision": True,
+                "initializedcheck": False,
+                "freethreading_compatible": False,
+            },
+        ),
+    )

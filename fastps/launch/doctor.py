@@ -110,10 +110,15 @@ def add() -> tuple[float, float]:
     return float(total.min()), float(total.max())
 
 
+def _beside(name: str) -> str:
+    version = versions.version_of(name)
+    return f"no {name}" if version == versions.UNKNOWN else f"{name} {version}"
+
+
 def findings(settings: config.Config) -> Iterator[tuple[str, str]]:
     """Yield (what, how it is) of everything that decides how a job runs here."""
     yield "versions", versions.describe()
-    yield "beside it", ", ".join(f"{name} {versions.version_of(name)}" for name in BESIDE)
+    yield "beside it", ", ".join(map(_beside, BESIDE))
     yield "CPUs", f"{len(os.sched_getaffinity(0))} for this process; {cpu_features()}"
     yield "shared memory", shm.can_share() or "works between workers of this machine"
     yield "Unix sockets", _unix_sockets()

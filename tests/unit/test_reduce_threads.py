@@ -28,7 +28,7 @@ ids = [code.name.lower() for code in ALL]
 PACKED = {
     DType.FLOAT32: "vaddps",
     DType.FLOAT64: "vaddpd",
-    DType.FLOAT16: "vcvtph2ps",
+    DType.FLOAT16: "vcvtph2psx?",  # the longer name where processors count with float16, too
     DType.BFLOAT16: "vaddps",
     DType.INT8: "vpaddb",
     DType.INT16: "vpaddw",
