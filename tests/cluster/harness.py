@@ -92,6 +92,11 @@ def _launched(command: list[str], timeout_s: float, environ: Mapping[str, str]) 
     return JobResult(process.returncode, stdout, stderr, ())
 
 
+def slowed(seconds: float) -> float:
+    """Give a bound of an idle machine, longer where each process has less of a processor."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def write_script(script: str, folder: Path) -> Path:
     """Write a script with report() before it, in which a FutureWarning is an error."""
     path = folder / "worker.py"

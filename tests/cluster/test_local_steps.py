@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import programs_local_steps as programs
 import pytest
+from harness import slowed
 from job import run_job
 
 WORKERS = 4
@@ -39,7 +40,7 @@ def test_a_worker_that_is_stopped_holds_up_nobody():
     found = run_job(programs.stopped, workers=3, servers=1, environment=APART)
     for took in found[:2]:
         assert took["during"]
-        assert max(took["during"]) < 1.0  # of three seconds
+        assert max(took["during"]) < min(slowed(1.0), 2.5)  # of three seconds
 
 
 def test_who_leaves_out_needs_servers():

@@ -10,10 +10,10 @@ import time
 import numpy as np
 import programs_survivors
 import pytest
-from harness import run_workers
+from harness import run_workers, slowed
 from job import Job
 
-LIMIT_S = 2.0  # between a death and the end of the operation that needed the dead one
+LIMIT_S = 2.0  # between a death and the end of what needed the dead one; on an idle machine
 WAYS = {
     "memory": {"FASTPS_SHARED_MEMORY": "1"},
     "tcp": {"FASTPS_UNIX_SOCKETS": "0"},
@@ -43,7 +43,7 @@ def test_the_others_go_on_at_whatever_moment_some_die(workers, way, graph, n_dea
         for rank in dead:
             assert job.workers[rank].wait() == -signal.SIGKILL
         assert all(one["lost"] == sorted(dead) for one in found), found
-        assert max(one["slowest"] for one in found) < LIMIT_S, found
+        assert max(one["slowest"] for one in found) < slowed(LIMIT_S), found
         values = [one["value"] for one in found]
         if graph != "ring":  # whose survivors may be two pieces
             assert max(values) - min(values) < 1e-6, values
@@ -80,7 +80,7 @@ def test_what_needs_the_dead_fails_soon_and_names_it_and_the_rest_goes_on(way):
     for one in found:
         assert "worker 2" in one["text"], found
         assert "worker 2" in one["again"], found
-        assert one["at"] - died < LIMIT_S
+        assert one["at"] - died < slowed(LIMIT_S)
         assert one["mean"] == 1.0
         assert one["lost"] == [2]
         assert one["total"] == 3.0
@@ -92,7 +92,7 @@ def test_what_needs_the_dead_fails_soon_and_names_it_and_the_rest_goes_on(way):
 def test_what_is_encoded_goes_on_too(way, graph):
     found, _ = run(programs_survivors.mixes_coded, [1], way=way, steps=120, graph=graph)
     assert all(one["lost"] == [1] for one in found), found
-    assert max(one["slowest"] for one in found) < LIMIT_S
+    assert max(one["slowest"] for one in found) < slowed(LIMIT_S)
     spread = np.ptp([one["value"] for one in found], axis=0).max()
     assert spread < 1e-3, spread
 
@@ -102,7 +102,7 @@ def test_windows_of_the_dead_are_refused_and_the_others_live(way):
     found, died = run(programs_survivors.puts, [2], way=way, at_s=0.6)
     for rank, one in zip((0, 1, 3), found, strict=True):
         assert all("worker 2" in one[what] for what in ("text", "again", "got")), found
-        assert one["at"] - died < LIMIT_S
+        assert one["at"] - died < slowed(LIMIT_S)
         assert one["lost"] == [2]
         assert one["value"] == [pytest.approx(4 / 3)] * 2, (rank, one)
         assert one["freed"]
