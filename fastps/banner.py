@@ -44,6 +44,10 @@ def _memory(session: Session) -> str:
         return "between workers of a machine"
     if not config.shared_memory:
         return "off (FASTPS_SHARED_MEMORY=0)"
+    if config.num_validators:
+        return "off (validators: whoever may lie shares none)"
+    if config.goes_on and config.num_servers:
+        return "off (FASTPS_ON_LOSS=reweight with servers: whoever may die shares none)"
     if reason := shm.can_share(config.shared_memory_bytes):
         return f"off ({reason})"
     return "not needed, one worker on each machine"

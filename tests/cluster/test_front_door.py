@@ -37,11 +37,14 @@ def test_the_package_tells_its_version():
         (["-np", "2"], "2 workers on 1 machine", "shared memory: between workers of a machine"),
         (["-np", "2", "-s", "1", "--env", "FASTPS_SHARED_MEMORY=0"],
          "2 workers, 1 server on 1 machine", "shared memory: off (FASTPS_SHARED_MEMORY=0)"),
+        (["-np", "2", "-s", "1", "--on-loss", "reweight"],
+         "2 workers, 1 server on 1 machine", "shared memory: off (FASTPS_ON_LOSS=reweight"),
     ],
 )  # fmt: skip
 def test_rank_zero_says_what_the_job_is(tmp_path, words, first, second):
     job = JobRunner(tmp_path)
-    result = job.run(job.python("--env", "FASTPS_BANNER=1", *words, code=SUM))
+    code = SUM.replace("push_pull", "allreduce")  # which all of them know
+    result = job.run(job.python("--env", "FASTPS_BANNER=1", *words, code=code))
     assert result.returncode == 0, result.stderr
     lines = result.stderr.splitlines()
     assert len(lines) == 2, lines
