@@ -10,6 +10,7 @@ seconds, and what is broken may not be importable. Threads: none.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import sys
@@ -36,7 +37,9 @@ def command_of(module: str) -> tuple[str, ...]:
     of fastps and perhaps nothing compiled; unless this fastps itself is from there.
     """
     home = Path(__file__).resolve().parents[1]
-    is_here = os.path.samestat(os.stat("."), os.stat(home))
+    is_here = False  # where the present folder is gone
+    with contextlib.suppress(OSError):
+        is_here = os.path.samestat(os.stat("."), os.stat(home))
     return sys.executable, *(() if is_here else ("-P",)), "-m", module
 
 
