@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import Any
 
 from fastps.errors import ConfigError
@@ -13,7 +15,8 @@ from fastps.rules import Rule
 def find_own(rule: Rule, allowed: str) -> Any:
     """Give the function of a rule of the user's, None of others; allowed: names, by commas.
 
-    Raises ConfigError for a name that is not allowed here, or leads to nothing.
+    Its module may be in the present folder too. Raises ConfigError for a name that is not allowed
+    here, or leads to nothing.
     """
     if not rule.own:
         return None
@@ -24,8 +27,10 @@ def find_own(rule: Rule, allowed: str) -> Any:
         )
     module, _, name = rule.own.partition(":")
     try:
+        if not {"", os.getcwd()} & set(sys.path):  # a server is started without (command_of())
+            sys.path.append(os.getcwd())
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, OSError) as error:
         raise ConfigError(
             f"rule {rule.own!r} cannot be imported on this server: {error}"
         ) from error

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from fastps.byzantine import reference
 from fastps.errors import ConfigError
 from fastps.reduce._combiner import Combiner
 from fastps.rules import Kind, Rule
+from fastps.server.owned import find_own
 from fastps.types import DType
 
 RULES = {
@@ -285,3 +288,16 @@ def test_parameters_that_mean_nothing():
     assert bz.rule_of("my.module:rule").own == "my.module:rule"
     assert bz.rule_of(updates_of) == bz.Own(updates_of)
     assert "trimmed_mean(f=2)" in str(bz.TrimmedMean(2))
+
+
+def test_a_server_finds_a_rule_of_the_user_s_in_the_present_folder(tmp_path, monkeypatch):
+    tmp_path.joinpath("rules_of_mine.py").write_text("def least(table): return table.min(axis=0)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    mine = bz.rule_of("rules_of_mine:least")
+    assert find_own(mine, "rules_of_mine:least")(np.arange(6).reshape(2, 3)).tolist() == [0, 1, 2]
+    assert find_own(bz.rule_of("median"), "") is None
+    with pytest.raises(ConfigError, match="FASTPS_RULES"):
+        find_own(mine, "other:least")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        find_own(bz.rule_of("nowhere_to_be:found"), "nowhere_to_be:found")
