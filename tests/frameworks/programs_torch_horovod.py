@@ -409,7 +409,8 @@ def torch_s_own_wrappers(rank, size):
                 stack.enter_context(compiled._enable(torch.compile(backend="eager")))
             steps_of(model, torch.optim.SGD(model.parameters(), lr=0.01), rank)
             steps_of(plain, ours, rank)
-            made += [model, plain]
+            is_averaged = not is_compiled or torch.__version__ >= (2, 7)  # else over gloo neither
+            made += [model, plain] if is_averaged else [plain]
     for one in made[1:]:
         for p, want in zip(one.parameters(), made[0].parameters(), strict=True):
             torch.testing.assert_close(p, want)
