@@ -199,7 +199,11 @@ def connect_stand_in(host: str, port: int, *, deadline: float) -> socket.socket:
     """Connect to what stands in for a port of the loopback; OSError where nothing does."""
     if not (host == "localhost" or is_loopback(host)):
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
-    return connect_unix(f"{_STAND_IN}{port}", deadline=deadline)
+    sock = connect_unix(f"{_STAND_IN}{port}", deadline=deadline)
+    if is_own_user(sock):
+        return sock
+    sock.close()  # any user may take the name, as any may a port
+    raise OSError(errno.EACCES, f"another user stands in for port {port} of the loopback")
 
 
 def has_loopback() -> bool:
