@@ -586,16 +586,11 @@ cdef class Exchange(LinkOwner):
 
     cdef int begin(self, Operation operation) except -1:
         cdef int i
-        if self.pin is not None:
-            for i in range(operation.n_views):
-                if operation.views[i].len > SMALL_BYTES:
-                    self.pin(<object>operation.views[i].obj)
-        operation.task.since = 0
-        if tracing.is_on:
-            operation.task.since = now_ns()
-            for i in range(operation.n_views):
-                operation.task.nbytes = max(operation.task.nbytes,
-                                            <uint64_t>operation.views[i].len)
+        for i in range(operation.n_views):
+            if self.pin is not None and operation.views[i].len > SMALL_BYTES:
+                self.pin(<object>operation.views[i].obj)
+            operation.task.nbytes = max(operation.task.nbytes, <uint64_t>operation.views[i].len)
+        operation.task.since = now_ns() if tracing.is_on else 0
         completion_reset(&operation.task.done, 1)
         self.in_flight[id(operation)] = operation
         with nogil:

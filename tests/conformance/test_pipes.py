@@ -19,9 +19,9 @@ from fastps.transport._shm import Mapping
 from fastps.transport.pipe._transport import PipeTransport, pipe_memory_bytes
 
 CHUNK = 64 << 10
-PIPE = 1 << 20
+PIPE = 1 << 22
 OFFSET = 4096
-ARENA = 4 << 20
+ARENA = 16 << 20
 
 
 class Pipes:
@@ -46,6 +46,11 @@ class Pipes:
         array = np.frombuffer(block, np.uint8, len(data))
         array[:] = np.frombuffer(data, np.uint8)
         return array
+
+    def has_news(self, index: int) -> bool:
+        """Tell whether others have told a rank something that it has not seen yet."""
+        mail = self.memory.address + OFFSET + 64 * index
+        return bool(np.ctypeslib.ctypes.c_uint64.from_address(mail).value)
 
     def settle(self) -> None:
         """Step until nobody has anything to do."""
@@ -96,6 +101,22 @@ def test_lent_bytes_are_sent_when_they_were_read(pipes):
     assert net.ends[1].step()  # the reader reads; the writer has yet to see it
     net.settle()
     lent.wait(timeout_s=0.0)
+
+
+def test_a_writer_is_told_once_when_all_that_it_lent_was_read(pipes):
+    net = pipes()
+    lent = net.boxes[0].post(1, net.lent(0, payload_of(5 * CHUNK)), chunk_bytes=CHUNK, kick=2)
+    assert [net.ends[1].step() and net.has_news(0) for _ in range(5)] == [False] * 4 + [True]
+    net.settle()
+    lent.wait(timeout_s=0.0)
+
+
+def test_a_writer_without_room_is_told_when_half_the_pipe_was_read(pipes):
+    net = pipes()
+    net.boxes[0].post(1, payload_of(3 * PIPE), chunk_bytes=CHUNK, kick=2)
+    n_frames = PIPE // (CHUNK + 64)
+    told = [net.ends[1].step() and net.has_news(0) for _ in range(n_frames)]
+    assert n_frames // 2 <= told.index(True) + 1 <= n_frames // 2 + 2
 
 
 def test_a_full_pipe_goes_on_when_it_was_read(pipes):

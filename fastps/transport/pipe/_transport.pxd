@@ -24,8 +24,8 @@ cdef struct Pipe:               # frames from one rank to another; their bytes f
     int64_t pad[7]
     int64_t head                # bytes read since the start, by the reader
     int64_t pad_too[7]
-    int32_t is_watched          # the writer waits for the reader to move on
-    int32_t pad_three[15]
+    int64_t watched             # how far the reader is to come before it tells the writer; 0: not
+    int64_t pad_three[7]
 
 cdef struct Place:              # before each frame, a line
     Header header
@@ -47,6 +47,7 @@ cdef struct PipeLink:
     Queue* queue
     SendItem* current           # popped, not yet written whole
     bint is_current_lent        # by its address
+    int64_t wanted              # how far the reader has to come before its next frame is written
     Loan* loans                 # a ring
     uint32_t loan_room
     uint32_t first_loan

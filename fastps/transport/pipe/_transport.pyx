@@ -19,8 +19,8 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from fastps._atomic cimport (
-    fps_add32, fps_cas32, fps_fence, fps_load32, fps_load64, fps_or64, fps_store32, fps_store64,
-    fps_swap32, fps_swap64,
+    fps_add32, fps_cas32, fps_cas64, fps_fence, fps_load32, fps_load64, fps_or64, fps_store32,
+    fps_store64, fps_swap32, fps_swap64,
 )
 from fastps._copy cimport fps_copy
 from fastps._core cimport (
@@ -40,9 +40,13 @@ from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
 cdef enum:
     INLINE = -1                 # the payload follows
     SKIP = -2                   # no frame: go on at the start of the pipe
-    FEW_RANKS = 16
-    LARGE_PIPE = 1 << 20
-    SMALL_PIPE = 1 << 19        # of many ranks: all their pipes have addresses
+    # Bytes of a pipe. What is in flight in a large one lets two processes copy at memory speed;
+    # but all pairs of ranks have addresses for theirs, and memory for what they used of it.
+    FEW_RANKS = 4
+    LARGE_PIPE = 1 << 22
+    SOME_RANKS = 16
+    MIDDLE_PIPE = 1 << 20
+    SMALL_PIPE = 1 << 19
     FRAMES_PER_PIPE = 3         # as many of the longest frames fit
     BATCH = 16                  # items given back at a time
     QUEUE_HINT = 16
@@ -96,6 +100,7 @@ cdef Place* claim(PipeLink* link, uint32_t nbytes, int64_t* end) noexcept nogil:
     cdef int64_t start = tail if rest >= nbytes else tail + rest
     end[0] = start + nbytes
     if end[0] - fps_load64(&link.out.head) > pipes.capacity:
+        link.wanted = min(tail, end[0] - pipes.capacity / 2)    # half a pipe: woken less often
         return NULL
     if start != tail:
         place_at(pipes, link.out, tail).offset = SKIP
@@ -171,23 +176,18 @@ cdef SendItem* put_next(PipeLink* link, bint* has_room) noexcept nogil:
         link.has_left = True
         return NULL
     if is_in_arena(link.pipes, item) and lend(link, item, end):
-        fps_store32(&link.out.is_watched, 1)
         return NULL
     return item
 
 
-cdef int write_frames(PipeLink* link, SendItem** sent) noexcept nogil:
-    """Write what there is room for, until BATCH items are sent; give how many."""
+cdef int write_frames(PipeLink* link, SendItem** sent, int most) noexcept nogil:
+    """Write what there is room for, until so many items are sent; give how many."""
     cdef int count = 0
     cdef bint has_room = True
     cdef int64_t before = link.out.tail
-    while has_room and count < BATCH:
+    while has_room and count < most:
         sent[count] = put_next(link, &has_room)
         count += sent[count] != NULL
-        if not has_room and link.current != NULL and not fps_load32(&link.out.is_watched):
-            fps_store32(&link.out.is_watched, 1)
-            fps_fence()                 # the reader may have moved on just before
-            has_room = True
     if link.out.tail != before:
         tell(link)
     return count
@@ -202,9 +202,18 @@ cdef int take_loans(PipeLink* link, SendItem** sent) noexcept nogil:
         link.first_loan = (link.first_loan + 1) % link.loan_room
         link.n_loans -= 1
         count += 1
-    if link.n_loans:
-        fps_store32(&link.out.is_watched, 1)
     return count
+
+
+cdef bint rests(PipeLink* link) noexcept nogil:
+    """Have the reader tell when there is more for us to do; False: there is already."""
+    cdef int64_t at = link.wanted if link.current != NULL else 0
+    if link.n_loans and (at == 0 or link.loans[link.first_loan].end < at):
+        at = link.loans[link.first_loan].end
+    if at and fps_load64(&link.out.watched) != at:
+        fps_store64(&link.out.watched, at)
+        fps_fence()                     # the reader may have moved on just before
+    return at == 0 or fps_load64(&link.out.head) < at
 
 
 cdef void give_back(SendItem** items, int count, int status) noexcept nogil:
@@ -217,17 +226,18 @@ cdef void give_back(SendItem** items, int count, int status) noexcept nogil:
 cdef bint pump(PipeLink* link) noexcept nogil:
     """Send what can be sent; items go back without the lock, for their owners send more."""
     cdef SendItem* sent[BATCH]
-    cdef bint has_moved = False
+    cdef bint has_moved = False, is_done = False
     cdef int64_t before
-    cdef int count = BATCH
-    while count == BATCH:
+    cdef int count
+    while not is_done:
         count = 0
         pthread_mutex_lock(&link.lock)
-        if not link.is_over:
+        is_done = link.is_over
+        if not is_done:
             before = link.out.tail
             count = take_loans(link, sent)
-            if count == 0:
-                count = write_frames(link, sent)
+            count += write_frames(link, sent + count, BATCH - count)
+            is_done = count < BATCH and rests(link)
             has_moved |= count > 0 or link.out.tail != before
         pthread_mutex_unlock(&link.lock)
         give_back(sent, count, OK)
@@ -321,6 +331,7 @@ cdef bint read_next(PipeLink* link, int* status) noexcept nogil:
     cdef Pipes* pipes = link.pipes
     cdef int64_t head = link.inlet.head
     cdef Place* place = place_at(pipes, link.inlet, head)
+    cdef int64_t watched
     cdef uint32_t nbytes = LINE
     status[0] = OK
     if fps_load64(&link.inlet.tail) == head:
@@ -333,7 +344,8 @@ cdef bint read_next(PipeLink* link, int* status) noexcept nogil:
     status[0] = read_frame(link, place)
     fps_store64(&link.inlet.head, head + nbytes)
     fps_fence()
-    if fps_load32(&link.inlet.is_watched) and fps_swap32(&link.inlet.is_watched, 0):
+    watched = fps_load64(&link.inlet.watched)
+    if watched and watched <= head + nbytes and fps_cas64(&link.inlet.watched, watched, 0):
         tell(link)
     return True
 
@@ -453,7 +465,9 @@ cdef void wake_nobody(void* context, uint32_t index) noexcept nogil:
 
 
 cdef uint32_t _capacity(uint32_t n):
-    return LARGE_PIPE if n <= FEW_RANKS else SMALL_PIPE
+    if n <= FEW_RANKS:
+        return LARGE_PIPE
+    return MIDDLE_PIPE if n <= SOME_RANKS else SMALL_PIPE
 
 
 def pipe_memory_bytes(uint32_t n):
