@@ -75,6 +75,13 @@ class Promise(Handle):
         return [self._members.index(rank) for rank in missed]
 
 
+def is_apart(array: Array, out: Array, place: int | None = None) -> bool:
+    """Tell whether arrays share no memory, or the first lies at element `place` of the second."""
+    if not np.may_share_memory(array, out):
+        return True
+    return place is not None and array.ctypes.data == out.ctypes.data + place * out.itemsize
+
+
 def _copy_alone(steps: Schedule, array: Array | None, out: Array | None) -> None:
     """Do the operation of a group of one."""
     flat = [None if one is None else one.reshape(-1).view(np.uint8) for one in (array, out)]
@@ -233,7 +240,8 @@ class Group:
     ) -> Promise:
         """Begin to give everybody everybody's array, one after the other.
 
-        counts: elements of each member's array; None: all as many as ours.
+        counts: elements of each member's array; None: all as many as ours. An array that lies in
+        out, where it is to land, is not copied.
         """
         sizes = [array.size] * self.size if counts is None else list(counts)
         self._check_size("array", array, self._counts(sizes, sum(sizes))[self.rank])
@@ -244,7 +252,7 @@ class Group:
         return self._move(
             ("allgather", *blocks), array, out,
             lambda: plans.allgather(self.rank, blocks, self.machines),
-            name=name, dtype=dtype,
+            name=name, dtype=dtype, place=sum(sizes[: self.rank]),
         )  # fmt: skip
 
     def gather(
@@ -482,9 +490,10 @@ class Group:
         name: str | None,
         dtype: DType | None,
         result: Array | None = None,
+        place: int | None = None,
     ) -> Promise:
-        """Begin an operation that moves bytes."""
-        if array is not None and out is not None and np.may_share_memory(array, out):
+        """Begin an operation that moves bytes; place: element of out where ours may lie."""
+        if array is not None and out is not None and not is_apart(array, out, place):
             raise ValueError("array and out overlap; use two")
         some = array if array is not None else out
         if result is None:

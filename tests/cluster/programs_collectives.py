@@ -113,6 +113,12 @@ def uneven(group: Group, where, count: int) -> None:
     own = where(arrays[me])
     found = group.allgather(own, counts=counts).wait(WAIT_S)
     assert np.array_equal(found, np.concatenate(arrays))
+    out = where(
+        np.concatenate([own if i == me else np.zeros_like(a) for i, a in enumerate(arrays)])
+    )
+    there = out[sum(counts[:me]) :][: counts[me]]  # where it is to land
+    group.allgather(there, out, counts=counts).wait(WAIT_S)
+    assert np.array_equal(out, np.concatenate(arrays))
     sends = [[(i + 2 * j) % 3 * (count // 7) for j in range(size)] for i in range(size)]
     receives = [sends[other][me] for other in range(size)]
     brought = [array_of(i, sum(sends[i]), "int64") for i in range(size)]

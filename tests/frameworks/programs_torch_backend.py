@@ -563,6 +563,42 @@ def fsdp2(rank, size):
 
 
 @case
+def fsdp2_in_shared_memory(rank, size):
+    if torch.__version__ < (2, 7):  # as fsdp2
+        return
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(plain_net(), mesh=init_device_mesh("cpu", (size,)))
+    if not hasattr(model, "set_allocate_memory_from_process_group_for_comm"):
+        return
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, size)
+    close([p.full_tensor() for p in model.parameters()], trained_alone())
+
+
+@case
+def gathered_in_place(rank, size):
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    for make in (
+        torch.empty,
+        lambda count: backend.allocate_tensor(
+            count, dtype=torch.float32, device=torch.device("cpu")
+        ),
+    ):
+        every = make(5 * size)
+        mine = every[5 * rank : 5 * rank + 5]
+        mine.fill_(rank + 1)
+        dist.all_gather_into_tensor(every, mine)
+        check(every, torch.arange(1.0, size + 1).repeat_interleave(5))
+        shifted = every[1:6]  # not where it is to land: as it was
+        others = [torch.empty(5) for _ in range(size)]
+        dist.all_gather(others, shifted)
+        want = every[1:6].clone()
+        dist.all_gather_into_tensor(every, shifted)
+        check(every, want.repeat(size))
+
+
+@case
 def tensor_parallel(rank, size):
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (

@@ -119,12 +119,14 @@ class Sharded(Gloo):
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Shard the model; the optimizer is made anew for its shards."""
         from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
-        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+        from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: PLC0415
 
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         for layer in [each for each in model.modules() if isinstance(each, nn.Linear)]:
             fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        sharded = fully_shard(model, mesh=mesh)
+        for each in [each for each in sharded.modules() if isinstance(each, FSDPModule)]:
+            each.set_allocate_memory_from_process_group_for_comm(True)  # if the backend has any
         return model, type(optimizer)(model.parameters(), **optimizer.defaults)
 
 
@@ -132,6 +134,19 @@ class BackendSharded(Sharded):
     """The same over torch's backend "fastps"."""
 
     backend = "fastps"
+
+
+class UnsentSharded(Sharded):
+    """FSDP2 alone, over torch's backend that sends nothing; its weights mean nothing."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist  # noqa: PLC0415
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+        torch.set_flush_denormal(True)  # of memory that nobody wrote
+        self.rank = int(os.environ["RANK"])
+        size = int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=size)
 
 
 class Parallel:
@@ -167,6 +182,7 @@ SYSTEMS: dict[str, Callable[[], System]] = {
     "local": Local,
     "gloo": Gloo,
     "backend": Backend,
+    "fsdp-none": UnsentSharded,
     "fsdp-gloo": Sharded,
     "fsdp-backend": BackendSharded,
     "ddp": Parallel,

@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -68,6 +69,14 @@ LINK_ARRAYS: dict[str, Callable[[int], float]] = {
 Run = Callable[[], Any]
 
 
+@dataclass(frozen=True)
+class InPlace:
+    """An operation that overwrites what it reads: that is written anew before each, untimed."""
+
+    anew: Run
+    run: Run
+
+
 def distances(size: int) -> list[int]:
     """Give the powers of two below size: how far the neighbours of an exponential graph are."""
     return [1 << bit for bit in range((size - 1).bit_length())]
@@ -98,7 +107,7 @@ class Gloo:
         self.barrier, self.end = dist.barrier, dist.destroy_process_group
         self.ours = dist.new_group(backend="fastps")
 
-    def runs(self, arrays: Arrays) -> dict[str, Run]:
+    def runs(self, arrays: Arrays) -> dict[str, Run | InPlace]:
         """Give by name what does an operation of these arrays."""
         one, all_ = torch.from_numpy(arrays.one), torch.from_numpy(arrays.all)
         theirs, all_theirs = arrays.theirs, arrays.all_theirs
@@ -111,9 +120,7 @@ class Gloo:
             dist.isend(one, after).wait()
             work.wait()
 
-        def allreduce() -> None:
-            theirs.copy_(one)
-            dist.all_reduce(theirs)
+        allreduce = InPlace(lambda: theirs.copy_(one), lambda: dist.all_reduce(theirs))
 
         def mix() -> None:
             exchange()
@@ -256,7 +263,9 @@ OTHERS: dict[str, type[Other]] = {
 }  # fmt: skip
 
 
-def own_runs(arrays: Arrays) -> dict[str, tuple[Run, np.ndarray[Any, Any], torch.Tensor]]:
+def own_runs(
+    arrays: Arrays,
+) -> dict[str, tuple[Run | InPlace, np.ndarray[Any, Any], torch.Tensor]]:
     """Give by name how fastps does it, where its result is, and where the other's."""
     world = current.current().groups.world
 
@@ -316,21 +325,22 @@ def torch_runs(arrays: Arrays, other: Other) -> dict[str, tuple[Run, Any, torch.
         return {}
     one, ours = torch.from_numpy(arrays.one), torch.from_numpy(arrays.other)
 
-    def allreduce() -> None:
-        ours.copy_(one)
-        dist.all_reduce(ours, group=other.ours)
-
+    allreduce = InPlace(lambda: ours.copy_(one), lambda: dist.all_reduce(ours, group=other.ours))
     return {"dist.all_reduce": (allreduce, arrays.other, arrays.theirs)}
 
 
-def time_of(run: Run, times: int, barrier: Run) -> float:
+def time_of(run: Run | InPlace, times: int, barrier: Run) -> float:
     """Give the seconds of one run, after one that is not counted; all ranks begin together."""
+    anew, run = (run.anew, run.run) if isinstance(run, InPlace) else (None, run)
     barrier()
-    run()
-    began = time.perf_counter()
-    for _ in range(times):
+    seconds = 0.0
+    for turn in range(times + 1):
+        if anew is not None:
+            anew()
+        began = time.perf_counter()
         run()
-    return (time.perf_counter() - began) / times
+        seconds += time.perf_counter() - began if turn else 0.0
+    return seconds / times
 
 
 def compare(nbytes: int, kind: str, rounds: int, only: str, other: Other) -> None:
@@ -400,6 +410,8 @@ def main() -> None:
         raise SystemExit(under_mpirun(options, worker))
     torch.set_num_threads(1)
     fastps.init()
+    if fastps.size() < 2:
+        raise SystemExit("nobody to exchange with: start it by fastps-run -np 2")
     other = OTHERS[options.against](_places.Places(options.folder))
     for size_text in options.sizes.split(","):
         for kind in options.kinds.split(","):

@@ -8,15 +8,16 @@ Systems, each a team of processes on this machine, one thread per process:
   gloo       torch.nn.parallel.DistributedDataParallel over gloo
   backend    the same over torch's backend "fastps"
   fsdp-gloo, fsdp-backend            torch's FSDP2 over the two
+  fsdp-none  FSDP2 over a backend that sends nothing: what it adds itself
   ddp        fastps.torch.DistributedDataParallel
   optimizer  fastps.torch.DistributedOptimizer
 Models: mlp 0.27 M parameters, wide 25 M in few large tensors, many 200 layers of small tensors.
 
 The systems take turns in every round, because machines are noisy. A team's step is the mean over
-its processes of their median step. added = step - local step of the same round; ratio = added /
-gloo's added of the same round, of FSDP2 over gloo for FSDP2; columns give medians over rounds, in
-ms. Before and after, all processes of a team must hold bitwise equal weights, and all teams nearly
-the same.
+its processes of their median step. added = step - local step of the same round, for FSDP2 over a
+backend the step of fsdp-none where that is measured; ratio = added / gloo's added of the same
+round, of FSDP2 over gloo for FSDP2; columns give medians over rounds, in ms. Before and after, all
+processes of a team must hold bitwise equal weights, and all teams nearly the same.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ MODELS = ("mlp", "wide", "many")
 STEPS = {"mlp": 100, "wide": 6, "many": 40}  # of one turn
 WARM_UP = {"mlp": 30, "wide": 3, "many": 10}
 FASTPS = ("ddp", "optimizer")
-OTHERS = ("local", "gloo", "backend", "fsdp-gloo", "fsdp-backend")
+ALONE = ("local", "fsdp-none")  # nobody sends anything, and weights differ
+OTHERS = (*ALONE, "gloo", "backend", "fsdp-gloo", "fsdp-backend")
 AGAINST = {"fsdp-gloo": "fsdp-gloo", "fsdp-backend": "fsdp-gloo"}  # the others: gloo
 START_S, ANSWER_S = 120, 300
 NEARLY = 1e-5  # of the length of all weights
@@ -169,7 +171,7 @@ def check(systems: Sequence[Team], model: str) -> int:
     for team in systems:
         answers = team.ask(op="describe", model=model)
         parameters = answers[0]["parameters"]
-        if team.system == "local":
+        if team.system in ALONE:
             continue
         if len({answer["digest"] for answer in answers}) > 1:
             raise SystemExit(f"{team.name}: the workers' weights of {model} differ")
@@ -200,11 +202,11 @@ def add_rows(
     report: _common.Report, model: str, parameters: int, found: dict[str, list[float]]
 ) -> None:
     """Add one row per system: its step, what it adds, and the ratio of that to gloo's."""
-    local = found.get("local")
+    bare = dict.fromkeys(AGAINST, found.get("fsdp-none", found.get("local")))
     added = {
-        name: [1e3 * (mine - base) for mine, base in zip(times, local, strict=True)]
+        name: [1e3 * (mine - base) for mine, base in zip(times, without, strict=True)]
         for name, times in found.items()
-        if local is not None
+        if (without := bare.get(name, found.get("local"))) is not None
     }
     for name, times in found.items():
         ratios = [

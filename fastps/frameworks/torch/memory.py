@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from fastps.collectives.group import is_apart
 from fastps.frameworks.torch.tensors import (
     WIRE_DTYPES,
     Array,
@@ -76,11 +77,12 @@ def landing(pieces: Pieces, operation: str) -> Side:
     return _side(room, pieces, list(zip(pieces, places, strict=True)))
 
 
-def apart(of: Side, to: Side) -> Side:
-    """Give what is read as it is, or a copy where it overlaps what is written, as FSDP2 has it."""
-    if not np.may_share_memory(of.array, to.array):
-        return of
-    return of._replace(array=of.array.copy())
+def apart(of: Side, to: Side, place: int | None = None) -> Side:
+    """Give what is read as it is, or a copy where it overlaps what is written.
+
+    place: the element where it is to land: what lies there already, as FSDP2 has it, stays.
+    """
+    return of if is_apart(of.array, to.array, place) else of._replace(array=of.array.copy())
 
 
 def copy_all(copies: Sequence[Copy]) -> None:

@@ -15,9 +15,11 @@ from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import distributed as dist
 
+from fastps import current
 from fastps.frameworks.torch.backend import NAME
 from fastps.frameworks.torch.memory import (
     Copy,
@@ -146,7 +148,8 @@ class Operations:
 
     def _allgather(self, output: Pieces, each: torch.Tensor, opts: Any) -> Started:
         to = landing(output, "all_gather")
-        of = apart(reading(each, "all_gather"), to)
+        of, rank = reading(each, "all_gather"), self._group.rank
+        of = apart(of, to, rank * of.array.size if to.counts is None else sum(to.counts[:rank]))
         handle = self._group.allgather(of.array, to.array, counts=to.counts, dtype=of.code)
         return handle, to.copies
 
@@ -297,6 +300,17 @@ class Operations:
 
     def _get_sequence_number_for_group(self) -> int:
         return self._count
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Tell FSDP2 that there is memory from which is sent without a copy."""
+        return device.type == "cpu"
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Give an uninitialised flat tensor that the workers of this machine can all reach."""
+        array = current.current().groups.empty((size * dtype.itemsize,), np.dtype(np.uint8))
+        return torch.from_numpy(array).view(dtype)
 
     def shutdown(self) -> None:
         """End the group; the default one ends the job that it joined."""
