@@ -332,7 +332,7 @@ class Group:
         here, there = self._bytes(sends, array), self._bytes(receives, array)
         return self._move(
             ("alltoall", *here, *there), array, out,
-            lambda: plans.alltoall(self.rank, here, there),
+            lambda: plans.alltoall(self.rank, here, there, self.machines),
             name=name, dtype=dtype,
         )  # fmt: skip
 

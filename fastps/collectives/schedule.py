@@ -37,6 +37,7 @@ PIPELINE = 16  # pieces for each who passes a broadcast on: the last one costs 1
 # A message costs about 5 us, in which 8 KiB travel. Who sends M bytes to all, instead of a share
 # of each sum to its owner and back, saves half of the messages; that pays up to 16 KiB.
 SMALL_BYTES = 16 << 10
+ALONE_BYTES = 4 << 20  # a block that takes long enough on a link to be asked for by itself
 DIRECT_MEMBERS = 8  # with more, small messages go in few rounds instead of all at once
 
 
@@ -239,17 +240,29 @@ def scatter(me: int, counts: Sequence[int], root: int) -> Schedule:
     return alltoall(me, counts if me == root else [0] * len(counts), mine)
 
 
-def alltoall(me: int, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Schedule:
+def alltoall(
+    me: int,
+    send_counts: Sequence[int],
+    receive_counts: Sequence[int],
+    machines: Sequence[int] = (),
+) -> Schedule:
     """Give every member its block of everybody's INPUT, in OUTPUT by sender; counts in bytes.
 
     One round of n - 1 messages, what is sent to others; whatever the size, since who passed
     blocks on would have to know the counts of others. Floor: the most sent or received / B.
+    Between machines a block of ALONE_BYTES or more is asked for when the one before it is there:
+    streams that share links do not end together, and then some are idle. Four hosts with links of
+    200 Mbit/s take 1.03 to 1.11 of the floor for blocks of 16 MiB, and 1.13 to 1.19 without.
     """
     steps = _Steps(me, len(send_counts))
     reads, writes = _starts(send_counts), _starts(receive_counts)
-    for peer in steps.others():
+    is_far = len(set(machines)) > 1
+    came = _At(Place.OUTPUT, 0)
+    for peer in reversed(steps.others()):
         for label, (start, size) in enumerate(_messages(receive_counts[peer])):
-            steps.receive(peer, label, _At(Place.OUTPUT, writes[peer] + start), size)
+            after = came.after if is_far and size >= ALONE_BYTES else ()
+            came = steps.receive(peer, label, _At(Place.OUTPUT, writes[peer] + start, after), size)
+    for peer in steps.others():
         for label, (start, size) in enumerate(_messages(send_counts[peer])):
             steps.send(peer, label, _At(Place.INPUT, reads[peer] + start), size)
     for start, size in _messages(send_counts[me]):

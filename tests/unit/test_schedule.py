@@ -29,6 +29,7 @@ SMALL = {
     "SMALL_BYTES": 12,
     "DIRECT_MEMBERS": 4,
     "PIPELINE": 3,
+    "ALONE_BYTES": 40,
 }
 NOTHING_IS_SMALL = {"SMALL_BYTES": 0, "MIN_PIECE_BYTES": 1, "DIRECT_MEMBERS": 99}
 
@@ -213,8 +214,9 @@ def test_gather_and_scatter(changed, n, data, seed):
 
 
 @all_limits
-@given(n=st.integers(1, MAX_MEMBERS), data=st.data(), seed=st.integers(0, 2**32 - 1))
-def test_alltoall(changed, n, data, seed):
+@given(group=groups(), data=st.data(), seed=st.integers(0, 2**32 - 1))
+def test_alltoall(changed, group, data, seed):
+    n, machines = group
     row = st.lists(SIZES, min_size=n, max_size=n)
     counts = np.array(data.draw(st.lists(row, min_size=n, max_size=n)))
     rng = np.random.default_rng(seed)
@@ -222,7 +224,8 @@ def test_alltoall(changed, n, data, seed):
     outputs = [poisoned(int(counts[:, me].sum())) for me in range(n)]
     with limits(changed):
         schedules = [
-            schedule.alltoall(me, counts[me].tolist(), counts[:, me].tolist()) for me in range(n)
+            schedule.alltoall(me, counts[me].tolist(), counts[:, me].tolist(), machines)
+            for me in range(n)
         ]
     run(schedules, inputs, outputs, seed=seed)
     blocks = [cut(array, counts[me]) for me, array in enumerate(inputs)]
