@@ -48,6 +48,7 @@ def main() -> None:
     fps.init()
     data = load_digits()
     images, labels = (data.data / 16).astype(np.float32), data.target
+    kept = np.flatnonzero(np.arange(len(labels)) % 6)  # one in six is left out
     params = fps.broadcast_parameters(begin(fps.rank()))
     optimizer = fps.distributed(optax.adam(3e-3))
     state = optimizer.init(params)
@@ -60,9 +61,9 @@ def main() -> None:
 
     draw = np.random.default_rng(0)
     for _ in range(arguments.steps):
-        batch = draw.integers(0, 1500, 128)[fps.rank() :: fps.size()]
+        batch = draw.choice(kept, 128)[fps.rank() :: fps.size()]
         params, state, loss = step(params, state, images[batch], labels[batch])
-    right = (logits(params, images[1500:]).argmax(1) == labels[1500:]).mean()
+    right = (logits(params, images[::6]).argmax(1) == labels[::6]).mean()
     if fps.rank() == 0:
         print(f"loss {loss:.4f}, test accuracy {right:.3f}")
     fps.shutdown()

@@ -37,20 +37,21 @@ def main() -> None:
     fps.init()
     data = load_digits()
     images, labels = (data.data / 16).astype(np.float32), data.target
+    kept = np.flatnonzero(np.arange(len(labels)) % 6)  # one in six is left out
     mx.random.seed(1)
     net = make_net()
     trainer = fps.DistributedTrainer(net.collect_params(), "adam", {"learning_rate": 3e-3})
     loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
     draw = np.random.default_rng(0)
     for _ in range(arguments.steps):
-        batch = draw.integers(0, 1500, 128)[fps.rank() :: fps.size()]
+        batch = draw.choice(kept, 128)[fps.rank() :: fps.size()]
         with mx.autograd.record():
             loss = loss_of(net(mx.nd.array(images[batch])), mx.nd.array(labels[batch]))
         loss.backward()
         trainer.step(len(batch))
     mean = fps.push_pull(loss.mean(), "loss").asscalar()
-    scores = net(mx.nd.array(images[1500:])).asnumpy()
-    right = (scores.argmax(1) == labels[1500:]).mean()
+    scores = net(mx.nd.array(images[::6])).asnumpy()
+    right = (scores.argmax(1) == labels[::6]).mean()
     if fps.rank() == 0:
         print(f"loss {mean:.4f}, test accuracy {right:.3f}")
     fps.shutdown()

@@ -37,6 +37,7 @@ def main() -> None:
     fps.init()
     data = load_digits()
     images, labels = (data.data / 16).astype(np.float32), data.target
+    kept = np.flatnonzero(np.arange(len(labels)) % 6)  # one in six is left out
     weights = begin(fps.rank())
     fps.broadcast_variables(weights)
 
@@ -52,9 +53,9 @@ def main() -> None:
 
     draw = np.random.default_rng(0)
     for _ in range(arguments.steps):
-        batch = draw.integers(0, 1500, 128)[fps.rank() :: fps.size()]
+        batch = draw.choice(kept, 128)[fps.rank() :: fps.size()]
         loss = step(tf.constant(images[batch]), tf.constant(labels[batch]))
-    right = (logits(weights, images[1500:]).numpy().argmax(1) == labels[1500:]).mean()
+    right = (logits(weights, images[::6]).numpy().argmax(1) == labels[::6]).mean()
     if fps.rank() == 0:
         print(f"loss {loss:.4f}, test accuracy {right:.3f}")
     fps.shutdown()

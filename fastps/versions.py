@@ -27,7 +27,16 @@ def version_of(distribution: str) -> str:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return UNKNOWN
+        return _version_of_sources() if distribution == "fastps" else UNKNOWN
+
+
+def _version_of_sources() -> str:
+    """Read what a checkout says that was put into Python's path and never installed."""
+    import configparser  # noqa: PLC0415  (rarely needed)
+
+    sources = configparser.ConfigParser()
+    sources.read(Path(__file__).resolve().parents[1] / "setup.cfg")
+    return sources.get("metadata", "version", fallback=UNKNOWN)
 
 
 def command_of(module: str) -> tuple[str, ...]:

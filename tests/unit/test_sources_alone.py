@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+import configparser
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+
+import pytest
+
+from fastps import versions
 
 # An editable installation finds the compiled parts of a package wherever that is.
 PLAIN = "import sys; sys.meta_path = [f for f in sys.meta_path if 'Editable' not in repr(f)]\n"
@@ -25,3 +31,14 @@ def test_sources_without_compiled_parts_say_what_to_do(tmp_path):
         last = done.stderr.strip().splitlines()[-1]
         assert f"{tmp_path} has the sources of fastps without what is compiled" in last, last
         assert "build_ext --inplace" in last
+
+
+def test_sources_that_are_not_installed_know_their_version(monkeypatch: pytest.MonkeyPatch):
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    sources = configparser.ConfigParser()
+    sources.read(PACKAGE.parent / "setup.cfg")
+    assert versions.version_of("fastps") == sources["metadata"]["version"]
+    assert versions.version_of("numpy") == versions.UNKNOWN
