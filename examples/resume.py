@@ -14,6 +14,8 @@ import torch
 
 import fastps.torch as fps
 
+if len(sys.argv) != 2:
+    sys.exit("usage: resume.py FILE")
 path = sys.argv[1]
 fps.init()
 torch.manual_seed(0)

@@ -417,6 +417,11 @@ def main() -> int:
     parser.add_argument("--report", metavar="FILE", default="", help="what such a file says")
     parser.add_argument("--plot", metavar="FILE", default="")
     options = parser.parse_args()
+    names = {case.name for case in cases(options.asynchronous)}
+    if unknown := set(options.only or ()) - names:
+        parser.error(f"no rule is called {sorted(unknown)}; there are {sorted(names)}")
+    if options.report and not Path(options.report).is_file():
+        parser.error(f"--report: there is no file {options.report}")
     options.rounds = options.rounds or (UPDATES if options.asynchronous else ROUNDS)
     if options.report:
         return report(options.report, options.plot)

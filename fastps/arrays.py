@@ -181,8 +181,8 @@ def check_rule(
         raise ConfigError(f"{name!r} is {rule}: by push_pull() alone")
     if n > 1 and not is_sent:
         raise ConfigError(
-            f"{name!r} is {rule}, which needs servers that are trusted; this job does without: "
-            "start some, on one machine with FASTPS_FORCE_DISTRIBUTED=1"
+            f"{name!r} is {rule}, which needs servers that are trusted; workers of one machine "
+            "use none, for they reduce in shared memory: set FASTPS_FORCE_DISTRIBUTED=1 for all"
         )
     try:
         rule.check_voices(n, dtype)

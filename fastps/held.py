@@ -57,6 +57,8 @@ class HeldParameters:
                 "held parameters are what validators change, and this job has none: start some, "
                 "`fastps-run -v 1`, or see fastps.ServerParameters"
             )
+        if not isinstance(parameters, Mapping):
+            raise TypeError(f"parameters are arrays by name, {{'w': w}}, not {type(parameters)}")
         self.is_asynchronous = asynchronous
         self._policy = _policy_of(among, is_added=asynchronous)
         self.arrays = list(parameters.values())

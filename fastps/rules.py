@@ -83,6 +83,15 @@ class Rule(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError for parameters that mean nothing, however many workers there are."""
+        if not all(isinstance(count, int) for count in (self.f, self.keep, self.iterations)):
+            raise ValueError(
+                f"f={self.f!r}, keep={self.keep or None!r}, iterations={self.iterations!r}: whole "
+                "numbers; a part of the updates is share=, where a rule takes it"
+            )
+        if not all(isinstance(one, (int, float)) for one in (self.share, self.radius, self.nu)):
+            raise ValueError(
+                f"share={self.share!r}, radius={self.radius!r}, nu={self.nu!r}: floats"
+            )
         if not (0 <= self.f < MAX_VOICES and 0 <= self.keep <= MAX_VOICES):
             raise ValueError(f"f={self.f}, keep={self.keep}: 0 to {MAX_VOICES - 1} updates")
         if not (0 <= self.share < 0.5 and (self.share == 0 or self.f == 0)):
@@ -112,10 +121,11 @@ class Rule(NamedTuple):
         m = self.voices(n)
         least = self.least(self.f)
         if m < least:
-            buckets = f" in buckets of {self.bucket}" if self.bucket else ""
+            buckets = f" in {m} buckets of {self.bucket}" if self.bucket else ""
+            cure = f"f={self.most(m)} at most, or another rule"
             raise ValueError(
                 f"{self.kind.name.lower()} with f={self.f} needs {least} updates or more; there "
-                f"are {n} workers{buckets}: take f={max(self.most(m), 0)} at most, or another rule"
+                f"are {n} workers{buckets}: take {cure if self.most(m) >= 0 else 'another rule'}"
             )
         if self.keep > m:
             raise ValueError(f"keep={self.keep} of {m} updates")

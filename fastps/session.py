@@ -145,8 +145,9 @@ class Session:
         self.check_usable()
         if policy != Policy.SUM and not (self._client and self.connections.owners):
             raise ConfigError(
-                f"{policy.name} needs servers, and this job does without; start some, on one "
-                "machine with FASTPS_FORCE_DISTRIBUTED=1"
+                f"{policy.name} needs servers; workers of one machine use none, for they reduce "
+                "in shared memory: start some (fastps-run -s 1), there with "
+                "FASTPS_FORCE_DISTRIBUTED=1"
             )
         found = rules.rule_of(rule)
         wanted = [

@@ -134,6 +134,8 @@ def Bucketing(rule: Rule, *, size: int = 2, seed: int = 0) -> Rule:
     bucket. Karimireddy, He and Jaggi, "Byzantine-robust learning on heterogeneous datasets via
     bucketing", ICLR 2022.
     """
+    if not isinstance(rule, Rule):
+        raise TypeError(f"buckets are for a rule, as Median(), and not for {rule!r}")
     if size < 2 or rule.bucket:
         raise ConfigError(f"size={size} is 2 or more, and a rule has one kind of buckets")
     return _made(rule._replace(bucket=size, seed=seed))
@@ -150,6 +152,9 @@ def Own(place: str | Callable[..., Any]) -> Rule:
     if not isinstance(place, str):
         name = getattr(place, "__qualname__", type(place).__name__)
         place = f"{getattr(place, '__module__', '')}:{name}"
+    if place.startswith(f"{__name__}:"):
+        name = place.partition(":")[2]
+        raise ConfigError(f"rule {name} lacks its parameters: give what {name}(...) returns")
     if place.startswith("__main__:"):
         raise ConfigError(f"rule {place!r}: servers do not have __main__; put it in a module")
     return _made(Rule(Kind.OWN, own=place))

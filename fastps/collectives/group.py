@@ -466,6 +466,8 @@ class Group:
     ) -> Promise:
         """Begin an operation that sums."""
         code = self._dtype(array, dtype)
+        if not isinstance(op, Op):
+            raise TypeError(f"op is fastps.Average, Sum, Min, Max or another such, not {op!r}")
         rule = op.reduction
         rule.check(code)
         if divisor is None:
@@ -657,9 +659,9 @@ class Group:
             return MismatchError(f"{operation.name}: {refusal}")
         if status == Status.MISMATCH:
             return MismatchError(
-                f"{operation.name}: member {operation.culprit} of workers {list(self.ranks)} "
-                "started another operation, or one of another size or type, where this one did "
-                f"{operation.name}; make all of them call the same in the same order, and "
-                "neighbors agree on who sends to whom"
+                f"{operation.name}: what members of workers {list(self.ranks)} started is not the "
+                f"same operation, size and type, as member {operation.culprit} noticed; "
+                "make all of them call the same in the same order, and neighbors agree on who "
+                "sends to whom"
             )
         return self._host.explain(operation, status, timeout_s)

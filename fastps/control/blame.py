@@ -30,7 +30,7 @@ LEFT = "left the job while others still had work"
 ENDINGS = {
     Status.SHUTDOWN: "shutdown() was called before it was complete",
     Status.PEER_LOST: "a process of the job is lost",
-    Status.PROTOCOL: "a peer sent what no peer may send",
+    Status.PROTOCOL: "a peer sent what no peer may send, or a rule of your own failed",
     Status.NOMEM: "there is no memory left for it: raise FASTPS_POOL_BYTES",
     Status.SYS: "a system call on a link failed",
     Status.LINK_TIMEOUT: "a server's machine, or the network to it, is gone",

@@ -482,6 +482,12 @@ class Declarations:
         )
 
     def _mismatch_text(self, tensor: _Tensor, rank: int, spec: TensorSpec) -> str:
+        if rank in self._present(tensor):
+            return (
+                f"tensor {spec.name!r} was declared before as "
+                f"{_full_side(astuple(tensor.facts.terms))}, and worker {rank} now declares "
+                f"{_full_side(spec.layout)}: give it another name, or prefix=, or forget() it"
+            )
         first = (tensor.agreed & -tensor.agreed).bit_length() - 1
         others = workers_text(self._present(tensor) or [first])
         return (

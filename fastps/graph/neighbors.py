@@ -112,6 +112,12 @@ class Neighbors:
                      is_checked=is_checked)  # fmt: skip
         if rule is None:
             return _start_mix(group, how, array, out, name, dtype)
+        if isinstance(rule, type) or not isinstance(rule, OrderRule):
+            raise TypeError(
+                f"rule={rule!r}: neighbors take fastps.TrimmedMean(b), CoordinateMedian(), "
+                "SelfCentredClipping(radius) and AdaptiveClipping(share); those of "
+                "fastps.byzantine are for what servers reduce, as push_pull()"
+            )
         return _start_trimmed(group, how, rule, array, out, name, dtype)
 
     def combined(

@@ -44,6 +44,11 @@ _KILL_WAIT_S = 10.0  # SIGKILL that does not end a process: it hangs in the kern
 _SETTLE_S = 2.0  # who lost a peer may be seen to end before the peer itself is
 _READ_BYTES = 64 * 1024
 _LOG_HEAD = re.compile(r"[-\d]+ [\d:,]+ \w+ [A-Z]+ [\w.]+: ")  # time, role, level and place
+# Lines that say nothing of why a process ended: our banner, and what JAX, TensorFlow and gdb add.
+_NOISE = re.compile(
+    r"\[fastps\] |-+$|For simplicity, JAX has removed|\[\[\{\{node |[IW]\d{4} "
+    r"|WARNING: All log messages before absl|Argument to arithmetic operation not a number"
+)
 _LAST_WORDS_BYTES = 1 << 20  # of parts that end, kept for a reader who is behind
 
 Part: TypeAlias = Child | SchedulerThread | Machine
@@ -472,7 +477,7 @@ def last_words(part: Part) -> str:
     if (part.exit_code or 0) < 0:
         return ""
     lines = [line.decode(errors="replace").strip() for line in part.stderr.tail]
-    theirs = [line for line in lines if line and not line.startswith("[fastps] ")]
+    theirs = [line for line in lines if line and not _NOISE.match(line)]
     last = _LOG_HEAD.sub("", theirs[-1]) if theirs else ""
     return f". Its last words: {last}" if last else ""
 

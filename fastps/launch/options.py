@@ -99,6 +99,13 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(map(count(0, 4096), text.split(",")))
 
 
+def _file(text: str) -> pathlib.Path:
+    path = pathlib.Path(text)
+    if not path.name or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder, and a file is to be written")
+    return path
+
+
 def _setting(text: str) -> tuple[str, str]:
     name, is_set, value = text.partition("=")
     if not is_set or not name or "\0" in text:
@@ -158,12 +165,13 @@ class Options:
         "seconds between SIGTERM and SIGKILL when processes are ended (default 5)")
     output_dir: pathlib.Path | None = word("output", "--output-dir", None, pathlib.Path, "DIR",  # noqa: RUF009
         "also write DIR/worker-0.stdout, DIR/worker-0.stderr, DIR/server-0.stdout ...")
-    timeline: pathlib.Path | None = word("output", "--timeline", None, pathlib.Path, "FILE",  # noqa: RUF009
+    timeline: pathlib.Path | None = word("output", "--timeline", None, _file, "FILE",  # noqa: RUF009
         "write a timeline of every stage of the job, for ui.perfetto.dev or chrome://tracing")
     has_no_live: bool = word("output", "--no-live", False, bool, "",
         "show no line about the pace of the job on a terminal; `fastps top` tells more")
-    log_level: str = word("output", "--log-level", "WARNING", str.upper, "LEVEL",
-        "DEBUG, INFO, WARNING, ERROR or CRITICAL, for every process (default WARNING)",
+    log_level: str = word("output", "--log-level", "", str.upper, "LEVEL",
+        "DEBUG, INFO, WARNING, ERROR or CRITICAL, for every process (default: FASTPS_LOG_LEVEL, "
+        "else WARNING)",
         choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"))
     colour: str = word("output", "--colour", "auto", str, "WHEN",
         "auto, always or never: colour the names in front of lines (default auto: on a terminal)",

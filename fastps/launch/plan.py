@@ -156,9 +156,10 @@ def _common(options: Options, identity: Identity) -> dict[str, str]:
         "FASTPS_SIZE": str(options.layout.size),
         "FASTPS_NUM_SERVERS": str(options.layout.num_servers),
         **_judged(options),
-        "FASTPS_LOG_LEVEL": options.log_level,
         "PYTHONUNBUFFERED": "1",
     }
+    if options.log_level:
+        settings["FASTPS_LOG_LEVEL"] = options.log_level
     if identity.secret is not None:
         settings[identity.secret[0]] = identity.secret[1]
     if identity.scheduler is not None:

@@ -42,7 +42,8 @@ def variables(target: Path, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def clear(target: Path) -> None:
-    """Remove what an earlier job has left; OSError where that cannot be done."""
+    """Remove what an earlier job has left; OSError where that cannot be done, or not written."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     folder = parts_of(target)
     if folder.is_dir():
         for path in folder.iterdir():

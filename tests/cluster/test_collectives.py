@@ -54,7 +54,7 @@ def test_mistakes_are_everybodys_to_know(way):
     for texts in run_job(
         programs_collectives.mistakes, workers=3, servers=0, environment=WAYS[way]
     ):
-        assert all("started another operation" in text for text in texts), texts
+        assert all("not the same operation" in text for text in texts), texts
 
 
 @pytest.mark.timeout(240)

@@ -258,7 +258,8 @@ def test_a_rule_of_the_users_in_python_and_in_machine_code():
         (bz.Krum(1), 4, "needs 5"),
         (bz.MultiKrum(1), 4, "needs 5"),
         (bz.Bulyan(1), 6, "needs 7"),
-        (bz.Bucketing(bz.Krum(1)), 8, "in buckets of 2"),
+        (bz.Bucketing(bz.Krum(1)), 8, "in 4 buckets of 2: take f=0"),
+        (bz.Bucketing(bz.Krum(0)), 3, "in 2 buckets of 2: take another rule"),
         (bz.MultiKrum(1, keep=6), 5, "keep=6 of 5"),
         (bz.Median(), 257, "at most 256"),
     ],
@@ -276,12 +277,16 @@ def test_parameters_that_mean_nothing():
         lambda: bz.GeometricMedian(iterations=0), lambda: bz.MultiKrum(1, keep=0),
         lambda: bz.Bucketing(bz.Median(), size=1), lambda: bz.rule_of("krum"),
         lambda: bz.Bucketing(bz.Bucketing(bz.Median())), lambda: bz.Own("nowhere"),
+        lambda: bz.TrimmedMean(0.2), lambda: bz.TrimmedMean("1"), lambda: bz.NormClipping("1"),
+        lambda: bz.rule_of(bz.Krum),
         lambda: bz.rule_of(type("Made", (), {"__module__": "__main__", "__call__": len})()),
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             make()
     with pytest.raises(TypeError):
         bz.rule_of(3)
+    with pytest.raises(TypeError, match="for a rule"):
+        bz.Bucketing("median")
     with pytest.raises(TypeError, match="floats"):
         bz.Median().check_voices(3, DType.INT32)
     assert bz.rule_of("median") == Rule(Kind.MEDIAN)

@@ -510,14 +510,28 @@ def test_flags_of_bfrun_are_answered(capsys, words, answer):
     assert answer in capsys.readouterr().err
 
 
+def test_a_timeline_is_no_folder(tmp_path, capsys):
+    for folder in (".", "", str(tmp_path)):
+        with pytest.raises(SystemExit):
+            parse(["--timeline", folder, "python", "train.py"])
+        assert "is a folder" in capsys.readouterr().err
+
+
 def test_verbose_is_a_log_level_and_a_loss_is_a_setting():
     assert parse(["--verbose", "python", "a.py"]).log_level == "INFO"
     worker = plan_of("-np", "2", "--on-loss", "reweight")[0]
     assert worker.environment["FASTPS_ON_LOSS"] == "reweight"
+    assert "FASTPS_LOG_LEVEL" not in worker.environment  # the user's own, if it is set
+    assert plan_of("-np", "2", "--verbose")[0].environment["FASTPS_LOG_LEVEL"] == "INFO"
 
 
 def test_last_words_are_what_a_program_said_and_not_what_we_did():
     part = failed("worker", 1, b"[fastps] hello\nTraceback:\nValueError: no data\n\n")
+    assert last_words(part) == ". Its last words: ValueError: no data"
+    noise = (
+        b"--------\nFor simplicity, JAX has removed its frames\nI0000 00:00:17.5 27 port.cc:1]\n"
+    )
+    part = failed("worker", 1, b"ValueError: no data\n" + noise)
     assert last_words(part) == ". Its last words: ValueError: no data"
     assert last_words(failed("worker", 1, b"[fastps] hello\n")) == ""
     assert last_words(failed("worker", -9, b"half a line")) == ""

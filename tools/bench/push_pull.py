@@ -39,8 +39,11 @@ MANY = 100  # tensors of 4 KB in one call
 
 
 def parse_size(text: str) -> int:
-    """Read 4K or 64M as bytes."""
-    return int(text[:-1]) * SUFFIXES[text[-1]] if text[-1] in SUFFIXES else int(text)
+    """Read 4K or 64M as bytes; ValueError for what is neither."""
+    number, unit = (text[:-1], text[-1]) if text[-1:] in SUFFIXES else (text, "")
+    if not number.isdecimal():
+        raise ValueError(f"{text!r} is no number of bytes; such are 4096, 4K and 64M")
+    return int(number) * SUFFIXES.get(unit, 1)
 
 
 def format_size(nbytes: int) -> str:

@@ -99,6 +99,7 @@ def tensor_row(nbytes: int, cluster: Cluster, network: Network, *, mode: str) ->
     """Simulate the sum of one tensor."""
     outcome, mode = simulate([Tensor(nbytes)], cluster, network, mode)
     bound_s = optimum_s(nbytes, cluster, network)
+    ring_s = ring_bound_s(nbytes, cluster.machines, network)
     return {
         "bytes": nbytes,
         "workers": cluster.machines,
@@ -107,9 +108,9 @@ def tensor_row(nbytes: int, cluster: Cluster, network: Network, *, mode: str) ->
         "ms": outcome.end_s * 1e3,
         "bound_ms": bound_s * 1e3,
         "bound": outcome.end_s / bound_s if bound_s else 0.0,
-        "ring": outcome.end_s / ring_bound_s(nbytes, cluster.machines, network),
-        "worker": outcome.sent_bytes["worker"] / nbytes,
-        "server": outcome.sent_bytes["server"] / nbytes,
+        "ring": outcome.end_s / ring_s if ring_s else 0.0,
+        "worker": outcome.sent_bytes["worker"] / max(nbytes, 1),
+        "server": outcome.sent_bytes["server"] / max(nbytes, 1),
         "mode": mode,
     }
 

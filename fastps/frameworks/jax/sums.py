@@ -131,7 +131,8 @@ def push_pull(
     processes add among themselves, and jax.checkpoint. Its gradient is the push_pull of
     the results' gradients, under '<name>.gradient'. Blocks the program at that point. A compiled
     program leaves it out where nothing needs the result: let all workers need it, or none. Errors
-    arrive as jax.errors.JaxRuntimeError with our text.
+    arrive as jax.errors.JaxRuntimeError with our text, or as ValueError from a compiled function
+    that has run before.
     """
     leaves, structure, how = _taken_apart(
         tree, name, average, compression, bucket_bytes, process_set
@@ -190,6 +191,8 @@ def push_pull_start(
 
 def push_pull_finish(started: InFlight) -> Any:
     """Wait for what push_pull_start() has begun, and give the tree of results."""
+    if not isinstance(started, InFlight):
+        raise TypeError("push_pull_finish() takes what push_pull_start() gave")
     how, leaves = started.how, list(started.leaves)
     if not is_native():
         return jax.tree.unflatten(started.structure, _add_now(how, tuple(leaves)))

@@ -164,6 +164,8 @@ def _handles(arrays: Sequence[Any]) -> Any:
 
 def check_array(array: Any) -> None:
     """Raise TypeError for what does not lie in the memory of a CPU in one piece."""
+    if not hasattr(array, "stype"):
+        raise TypeError(f"fastps.mxnet takes NDArrays, not {type(array).__name__}: mx.nd.array()")
     if array.stype != "default" or array.context.device_type not in _CPUS:
         raise TypeError(
             f"fastps takes dense arrays of a CPU, not {array.stype} ones of {array.context}: "

@@ -89,8 +89,8 @@ def push_pull(
     """Give the average (or sum) of everybody's NDArray, as a new one.
 
     name: the same on all workers, of one operation at a time. compression: of fastps.push_pull().
-    Returns at once, as MXNet's own operations do; but a name's first use waits for all workers. An
-    error is raised by MXNet, as mxnet.base.MXNetError with our text, where the result is used.
+    Returns at once, as MXNet's own operations do. What is known at once is raised here; any other
+    error by MXNet, as mxnet.base.MXNetError with our text, where the result is used.
     """
     label = check_name(name, "push_pull")
     check_array(tensor)

@@ -94,6 +94,10 @@ def broadcast_variables(
 
     variables: tf.Variable or Keras's, in the same order everywhere. Blocks; not in tf.function.
     """
+    if not tf.executing_eagerly():
+        raise RuntimeError("broadcast_variables() is called outside of tf.function")
+    if hasattr(variables, "assign"):
+        raise TypeError("broadcast_variables() takes a list of variables, not one")
     listed = list(variables)
     arrays = [np.array(one.numpy()) for one in listed]
     names = [f"{prefix}.{place}" for place in range(len(listed))]
