@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from enum import IntEnum
+from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeAlias
 
 from fastps.types import DType
@@ -83,12 +84,12 @@ class Rule(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError for parameters that mean nothing, however many workers there are."""
-        if not all(isinstance(count, int) for count in (self.f, self.keep, self.iterations)):
+        if not all(isinstance(count, Integral) for count in (self.f, self.keep, self.iterations)):
             raise ValueError(
                 f"f={self.f!r}, keep={self.keep or None!r}, iterations={self.iterations!r}: whole "
                 "numbers; a part of the updates is share=, where a rule takes it"
             )
-        if not all(isinstance(one, (int, float)) for one in (self.share, self.radius, self.nu)):
+        if not all(isinstance(one, Real) for one in (self.share, self.radius, self.nu)):
             raise ValueError(
                 f"share={self.share!r}, radius={self.radius!r}, nu={self.nu!r}: floats"
             )

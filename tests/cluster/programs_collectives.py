@@ -244,6 +244,22 @@ def mistakes() -> list[str]:
     return texts
 
 
+def mistakes_of_one() -> list[str]:
+    """Take what is no operator for one, and a name for another shape."""
+    fastps.init()
+    texts = []
+    with pytest.raises(TypeError) as caught:
+        fastps.allreduce(np.ones(3), op="max")
+    texts.append(str(caught.value))
+    fastps.push_pull(np.ones(3), "again")
+    fastps.barrier()  # a name that is refused fails for who still waits for its first sum
+    with pytest.raises(MismatchError) as found:
+        fastps.push_pull(np.ones(4), "again")
+    texts.append(str(found.value))
+    fastps.shutdown()
+    return texts
+
+
 def letters_of_wrong_size() -> str:
     """Receive what is longer than thought; messages of others with the same number are well."""
     fastps.init()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps import topology
+from fastps import byzantine, topology
 
 LIAR = 4
 ROUNDS = 10
@@ -111,6 +111,9 @@ def edges(me: int, n: int) -> None:
         fastps.neighbor_allreduce(own, rule=CLIP[0], dst_weights={after: 2.0}, **turn)
     with pytest.raises(ValueError, match="leaves nothing"):
         fastps.neighbor_allreduce(own, rule=fastps.TrimmedMean(3))
+    for rule in (byzantine.TrimmedMean(1), "median", fastps.CoordinateMedian):
+        with pytest.raises(TypeError, match="neighbors take"):
+            fastps.neighbor_allreduce(own, rule=rule)
     for rule in (ORDER[0], CLIP[0]):
         with pytest.raises(TypeError, match="floats"):
             fastps.neighbor_allreduce(np.arange(3), rule=rule)

@@ -57,6 +57,14 @@ def test_mistakes_are_everybodys_to_know(way):
         assert all("not the same operation" in text for text in texts), texts
 
 
+def test_a_mistake_of_ours_is_told_with_its_cure():
+    for op, name in run_job(programs_collectives.mistakes_of_one, workers=2, servers=0):
+        assert "op is fastps.Average, Sum" in op
+        assert "'again' was declared before as float64 of shape (3,)" in name
+        assert "now declares float64 of shape (4,)" in name
+        assert "another name" in name
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("way", ["memory", "unix"])
 def test_a_worker_among_many_costs_what_it_costs_among_few(way):

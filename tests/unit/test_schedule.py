@@ -213,6 +213,20 @@ def test_gather_and_scatter(changed, n, data, seed):
         np.testing.assert_array_equal(one, other)
 
 
+def test_large_blocks_between_machines_are_asked_for_one_by_one():
+    def waits(size, machines):
+        steps = schedule.alltoall(1, [size] * 4, [size] * 4, machines).steps
+        came = [k for k, step in enumerate(steps) if step.kind is schedule.Kind.RECEIVE]
+        assert [steps[k].peer for k in came] == [0, 3, 2]  # each from the one before it
+        return [steps[k].after for k in came], came
+
+    large = schedule.ALONE_BYTES
+    after, came = waits(large, [0, 1, 2, 3])
+    assert after == [(), (came[0],), (came[1],)]
+    for size, machines in ((large - 1, [0, 1, 2, 3]), (large, [0, 0, 0, 0]), (large, [])):
+        assert waits(size, machines)[0] == [(), (), ()]
+
+
 @all_limits
 @given(group=groups(), data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_alltoall(changed, group, data, seed):
