@@ -24,12 +24,17 @@ def splitmix(x: int) -> int:
 
 def random_words(count: int, seed: int) -> np.ndarray:
     """Hash 0 to count - 1 with the two words of a seed: uint32[count]."""
+    x = random_mixtures(count, seed)
+    return x ^ (x >> np.uint32(16))
+
+
+def random_mixtures(count: int, seed: int) -> np.ndarray:
+    """Give the same before the last step."""
     first, second = np.uint32(seed >> 32), np.uint32(seed & 0xFFFFFFFF)
     x = np.arange(count, dtype=np.uint32) + first
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) + second
-    x = x * np.uint32(0x846CA68B)
-    return x ^ (x >> np.uint32(16))
+    return x * np.uint32(0x846CA68B)
 
 
 def lane_sum(values: np.ndarray) -> float:
@@ -95,19 +100,18 @@ def dithering(coding: Coding, v: np.ndarray, seed: int) -> np.ndarray:
         return np.full_like(v, np.nan)
     if norm < TINY * parts:
         return np.zeros_like(v)
-    y = np.abs(v) * (parts / norm)
-    chance = random_words(v.size, seed)
+    y = v * (parts / norm)
+    chance = (random_mixtures(v.size, seed) >> np.uint32(9)).astype(F32) * F32(2.0**-23)
     if is_natural:
-        low = np.where(y < 1, 0, 2.0 ** np.floor(np.log2(np.maximum(y, 1)))).astype(F32)
-        share = np.where(y < 1, y + F32(1) - F32(1), (y - low) / np.maximum(low, 1))
-        up = (chance >> np.uint32(9)).astype(F32) + share * F32(2**23) >= F32(2**23)
-        q = np.minimum(low + up * np.maximum(low, 1), parts)
+        size = np.abs(y)
+        low = np.where(size < 1, 0, 2.0 ** np.floor(np.log2(np.maximum(size, 1)))).astype(F32)
+        share = np.where(size < 1, size + F32(1) - F32(1), (size - low) / np.maximum(low, 1))
+        up = chance + share >= 1
+        q = np.copysign(np.minimum(low + up * np.maximum(low, 1), parts), y)
     else:
-        low = np.floor(y)
-        up = (chance >> np.uint32(8)).astype(F32) * F32(2.0**-24) < y - low
-        q = np.minimum(low + up, parts)
-    d = q.astype(F32) * (norm / parts)
-    return np.where(v < 0, -d, d)
+        cut = np.trunc(y.astype(np.float64) * 2**23) * 2.0**-23
+        q = np.clip(np.floor(cut + chance), -parts, parts)
+    return q.astype(F32) * (norm / parts)
 
 
 def fp16(coding: Coding, v: np.ndarray, seed: int) -> np.ndarray:

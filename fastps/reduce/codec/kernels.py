@@ -40,6 +40,7 @@ from fastps.reduce.codec.words import (
     jit,
     largest,
     negative,
+    random_mantissa,
     random_word,
     reaching,
     real_of,
@@ -415,23 +416,29 @@ def _norm(v: Any, count: Any, lanes: Any, is_l2: Any) -> Any:
 
 
 @jit
-def _dither_linear(y: Any, chance: Any) -> Any:
-    down = int32(y)
-    up = float32(int32(chance >> uint32(8))) * float32(2.0**-24) < y - float32(down)
-    return int32(down + int32(up))
+def _dither_linear(y: Any, chance: Any, levels: Any) -> Any:
+    """Add 23 random bits to the 23 bits behind the point and round down: one more by that chance.
+
+    Rounding down makes a negative number's size larger by its own chance, so signs need no care.
+    """
+    parts = int32(y * float32(2.0**23))
+    code = int32(uint32(uint32(parts) + chance)) >> int32(23)
+    return min(max(code, int32(-levels)), levels)
 
 
 @jit
-def _dither_natural(y: Any, chance: Any) -> Any:
+def _dither_natural(y: Any, chance: Any, levels: Any) -> Any:
     """Below 1 there is 0; from a power of two on, the mantissa is the chance of the next one.
 
     To add 23 random bits to the mantissa carries into the exponent with just that chance. What
     is below 1 is compared as a number from 1 to 2, which has 23 bits too.
     """
-    is_small = y < float32(1.0)
-    bits = bits_of(y + float32(1.0) if is_small else y)
-    sum_ = uint32(bits + uint32(chance >> uint32(9)))
-    return int32(int32(sum_ >> uint32(23)) - (int32(127) if is_small else int32(126)))
+    size = abs(y)
+    is_small = size < float32(1.0)
+    bits = bits_of(size + float32(1.0) if is_small else size)
+    exponent = int32(uint32(bits + chance) >> uint32(23))
+    code = min(int32(exponent - (int32(127) if is_small else int32(126))), levels)
+    return int32(-code) if y < float32(0.0) else code
 
 
 def _make_dithering_encode(natural: bool) -> Callable[[bool], Callable[..., int]]:
@@ -439,7 +446,7 @@ def _make_dithering_encode(natural: bool) -> Callable[[bool], Callable[..., int]
         def encode(v: Any, count: Any, codes: Any, head: Any, work: Any, args: Any) -> int:
             """Round each element to one of 2 s + 1 levels by chance, so that the mean stays.
 
-            y = |v| / N * s; q = floor(y), or one more with probability y - floor(y); natural:
+            y = v / N * s; q = floor(y), or one more with probability y - floor(y); natural:
             levels 0 and powers of two up to 2**(s - 1). N: the largest |v|, or with args[3] bit 0
             the root of the sum of squares. args[0]: s, and from bit 8 on the bits of a code.
             Sources: Alistarh et al., QSGD, NeurIPS 2017; Horvath et al., Natural Compression for
@@ -460,17 +467,17 @@ def _make_dithering_encode(natural: bool) -> Callable[[bool], Callable[..., int]
             place = int64(0)
             for start in range(0, count, BLOCK):
                 n = min(int64(BLOCK), count - start)
+                index = uint32(start)  # counts in 32 bits, for LLVM
                 for i in range(n):
                     x = v[start + i] if is_usable else float32(0.0)
-                    index = uint32(uint32(start) + uint32(i))  # narrow, for LLVM
-                    y, chance = abs(x) * factor, random_word(index, first, second)
-                    size = _dither_natural(y, chance) if natural else _dither_linear(y, chance)
-                    size = size if size < levels else levels
-                    code = int32(-size) if x < float32(0.0) else size
+                    y, chance = x * factor, random_mantissa(index, first, second)
+                    index = uint32(index + uint32(1))
+                    code = (_dither_natural(y, chance, levels) if natural
+                            else _dither_linear(y, chance, levels))  # fmt: skip
                     numbers[i] = uint8(code)
                     if keeps:
-                        d = _level(size, natural) * step
-                        v[start + i] = v[start + i] - (-d if x < float32(0.0) else d)
+                        d = _level(abs(code), natural) * step
+                        v[start + i] = v[start + i] - (-d if code < 0 else d)
                 _pack(numbers, n, at(codes, place), bits)
                 place += _block_bytes(bits, n)
             return OK

@@ -104,11 +104,22 @@ def float_of_bfloat(x: Any) -> Any:
 @jit
 def random_word(index: Any, first: Any, second: Any) -> Any:
     """Hash a counter to 32 bits: Wellons' lowbias32 with a word of the seed before and within."""
+    x = _mixed(index, first, second)
+    return uint32(x ^ (x >> uint32(16)))
+
+
+@jit
+def random_mantissa(index: Any, first: Any, second: Any) -> Any:
+    """Hash a counter to 23 bits: the upper ones before the last step, which mixes the lower."""
+    return uint32(_mixed(index, first, second) >> uint32(9))
+
+
+@jit
+def _mixed(index: Any, first: Any, second: Any) -> Any:
     x = uint32(uint32(index) + first)
     x = uint32((x ^ (x >> uint32(16))) * uint32(0x7FEB352D))
     x = uint32((x ^ (x >> uint32(15))) + second)
-    x = uint32(x * uint32(0x846CA68B))
-    return uint32(x ^ (x >> uint32(16)))
+    return uint32(x * uint32(0x846CA68B))
 
 
 @jit
