@@ -20,7 +20,7 @@ from fastps.types import DType
 cdef enum:
     HEAD_BYTES = 8              # of fastps.coding
     LINE_BYTES = 64
-    WORK_WORDS = 2048           # of kernels.py
+    WORK_WORDS = 2056           # of kernels.py
 
 
 cdef inline uint64_t mix(uint64_t x) noexcept nogil:
@@ -167,7 +167,7 @@ cdef class Coder:
         self.code.option = coding.has(
             Option.L2 if coding.codec == Codec.DITHERING else Option.UNBIASED)
         self.code.mu = coding.mu
-        self.code.work_bytes = round_up(4 * (WORK_WORDS + <uint64_t>units.unit_count))
+        self.code.work_bytes = round_up(4 * (WORK_WORDS + 2 * <uint64_t>units.unit_count))
         self.code.scratch_bytes = self.code.work_bytes + 2 * round_up(
             4 * <uint64_t>units.unit_count)
         self.load(_kernel_name(coding), code, has_residual, has_momentum)

@@ -7,8 +7,8 @@ as the decoder does. Loops are plain, over raw pointers, so that LLVM makes vect
 Random numbers are a hash of a counter, the element's index, with the two words of the seed: no
 state, the same for any thread.
 
-Conventions. v: float32[count], read, and written where the encoder keeps. codes: bytes, aligned
-to 4. head: float32[1], the scale. work: scratch, WORK_WORDS + count words, of no content. args:
+Conventions. v: float32[count], read, and written where the encoder keeps. codes: bytes, aligned to
+4. head: float32[1], the scale. work: scratch, WORK_WORDS + 2 * count words, of no content. args:
 int64[4]: what the codec is told (k), the two words of the seed, an option. Nothing is allocated,
 nothing raised; OK is returned. A NaN or an infinity spoils what shares its scale and no more;
 prepare() drops it from what was kept, so that one overflow does not stay for ever. Everything
@@ -32,6 +32,7 @@ from fastps.reduce.codec.words import (
     at,
     bfloat_of,
     bits_of,
+    bits_set,
     cast,
     first_bit,
     float_of_bfloat,
@@ -55,8 +56,9 @@ _Pointer: Any = types.CPointer
 
 BLOCK = 256
 HISTOGRAM = 2048
-SAMPLE, STRIDE = 32, 512
-WORK_WORDS = HISTOGRAM
+SAMPLE, STRIDE = 8, 512
+AT_ONCE = 4  # entries of a list
+WORK_WORDS = HISTOGRAM + 2 * AT_ONCE
 TINY = np.float32(2.0**-126)  # the smallest normal number
 HUGE = np.float32(3.4028235e38)
 ROUNDER = np.float32(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to an integer
@@ -218,30 +220,51 @@ def _guess(words: Any, count: Any, counts: Any, k: Any) -> Any:
 
 
 @jit
-def _candidates(words: Any, count: Any, least: Any, found: Any) -> Any:
-    """List the elements of at least this size, in order; give their number."""
+def _candidates(words: Any, count: Any, least: Any, found: Any, sizes: Any) -> Any:
+    """List the elements of at least this size, in order, and their sizes; give their number.
+
+    AT_ONCE entries are written whether there are as many or not, since nobody could guess a
+    branch; what was too much is written over by the next.
+    """
     n = int64(0)
     whole = count - count % LANES
     for i in range(0, whole, LANES):
         mask = reaching(words, i, least)
-        while mask:
-            found[n] = uint32(i + int64(first_bit(mask)))
-            n += 1
-            mask &= mask - uint64(1)
+        left = int64(bits_set(mask))
+        while True:
+            for j in range(AT_ONCE):
+                index = i + int64(first_bit(mask) & uint64(LANES - 1))
+                found[n + j] = uint32(index)
+                sizes[n + j] = words[index] & uint32(SIZE_BITS)
+                mask &= mask - uint64(1)
+            n += min(left, int64(AT_ONCE))
+            left -= AT_ONCE
+            if left <= 0:
+                break
     for i in range(whole, count):
-        found[n] = uint32(i)
-        n += int64((words[i] & uint32(SIZE_BITS)) >= least)
+        found[n], sizes[n] = uint32(i), words[i] & uint32(SIZE_BITS)
+        n += int64(sizes[n] >= least)
     return n
 
 
 @jit
-def _refine(words: Any, found: Any, n: Any, counts: Any, edge: Any, shift: Any, bits: Any) -> None:
+def _refine(sizes: Any, n: Any, counts: Any, edge: Any, shift: Any, bits: Any) -> None:
     """Count the candidates whose upper bits are the edge by their next bits."""
     _clear(counts, int64(1) << bits)
     for i in range(n):
-        size = words[found[i]] & uint32(SIZE_BITS)
-        if (size >> uint32(shift + bits)) == edge:
-            counts[(size >> uint32(shift)) & uint32((1 << bits) - 1)] += uint32(1)
+        place = (sizes[i] >> uint32(shift)) & uint32((1 << bits) - 1)
+        counts[place] += uint32((sizes[i] >> uint32(shift + bits)) == edge)
+
+
+@jit
+def _select(found: Any, sizes: Any, n: Any, edge: Any, ties: Any) -> None:
+    """Leave those above the edge, and the first few on it, at the front of the list."""
+    taken = int64(0)
+    for i in range(n):
+        is_tie = int64(sizes[i] == edge) & int64(ties > 0)
+        found[taken] = found[i]
+        taken += int64(sizes[i] > edge) | is_tie
+        ties -= is_tie
 
 
 def _topk_encode(keeps: bool) -> Callable[..., int]:
@@ -258,28 +281,23 @@ def _topk_encode(keeps: bool) -> Callable[..., int]:
         k = args[0]
         words = cast(v, uint32)
         found = at(work, int64(WORK_WORDS))
-        n = _candidates(words, count, _guess(words, count, work, k), found)
+        sizes = at(found, count + AT_ONCE)
+        n = _candidates(words, count, _guess(words, count, work, k), found, sizes)
         if n < k:
-            n = _candidates(words, count, uint32(0), found)
+            n = _candidates(words, count, uint32(0), found, sizes)
         edge, above = uint32(0), int64(0)
         for shift, bits in ((20, 11), (9, 11), (0, 9)):
-            _refine(words, found, n, work, edge, int64(shift), int64(bits))
+            _refine(sizes, n, work, edge, int64(shift), int64(bits))
             place, above = _cut(work, int64(1) << bits, above, k)
             edge = uint32((edge << uint32(bits)) | uint32(place))
-        ties = k - above
+        _select(found, sizes, n, edge, k - above)
         indices = cast(codes, uint32)
-        taken = int64(0)
-        for i in range(n):
+        for i in range(k):
             index = found[i]
-            size = uint32(words[index] & uint32(SIZE_BITS))
-            is_tie = size == edge and ties > 0
-            if size > edge or is_tie:
-                ties -= int64(is_tie)
-                indices[taken] = index
-                indices[k + taken] = words[index]
-                taken += 1
-                if keeps:
-                    v[index] = float32(0.0)
+            indices[i] = index
+            indices[k + i] = words[index]
+            if keeps:
+                v[index] = float32(0.0)
         return OK
 
     return encode

@@ -199,9 +199,15 @@ def reaching(_context: Any, words: Any, _index: Any, _least: Any) -> Any:
 
 @word
 def first_bit(_context: Any, _mask: Any) -> Any:
-    """Give the place of the lowest bit that is set; there is one."""
+    """Give the place of the lowest bit that is set; of none their number."""
 
     def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
-        return b.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+        return b.cttz(args[0], ir.Constant(ir.IntType(1), 0))
 
     return uint64(uint64), emit
+
+
+@word
+def bits_set(_context: Any, _mask: Any) -> Any:
+    """Count the bits that are set."""
+    return uint64(uint64), lambda _c, b, _s, args: b.ctpop(args[0])
