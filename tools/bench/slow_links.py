@@ -9,8 +9,9 @@ in fragments that arrive while the next steps are done, as int4 with error feedb
 any exchange. Both take turns for --sync-every steps each, in the same processes, and each turn
 begins where no fragment is under way, so all that leaves in a turn arrives in it; the first turn
 of both is not counted. Printed: median seconds of a step of both, the share of the speed that is
-kept, and the bytes that a worker's links carried in a turn over what they can carry in it. Then
-the processor time of all workers and servers, alone over that of both: where workers have fewer
+kept, and the bytes that left a host in a turn over what its link can carry in it; then how long a
+fragment's bytes need on a link, which should be less than the steps of --delay take. Then the
+processor time of all workers and servers, alone over that of both: where workers have fewer
 processors than they need, that share can be kept, and the load of other programs is not in it.
 """
 
@@ -55,15 +56,21 @@ def phase_of(options: argparse.Namespace) -> int:
     return apart - 1
 
 
+def bytes_sent() -> float:
+    """Give the bytes that left this host by its link, a server's in the same process too."""
+    lines = (line.split(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:])
+    return float(sum(int(rest.split()[8]) for name, rest in lines if name.strip() != "lo"))
+
+
 def measure(
     model: torch.nn.Sequential, step: Callable[[], object], options: argparse.Namespace
 ) -> list[float]:
     """Take a turn with all workers; give its seconds here, and their CPU seconds and bytes."""
     fps.barrier()
-    before = [time.process_time(), fastps.statistics()["bytes_sent"]]
+    before = [time.process_time(), bytes_sent()]
     seconds = train(model, step, options.batch, options.sync_every)
     fps.barrier()  # what a server still does for others is in its processor time
-    after = [time.process_time(), fastps.statistics()["bytes_sent"]]
+    after = [time.process_time(), bytes_sent()]
     used = torch.tensor([b - a for a, b in zip(before, after, strict=True)], dtype=torch.float64)
     return [seconds, *fps.push_pull(used, name="used", average=False).tolist()]
 
@@ -96,8 +103,11 @@ def work(options: argparse.Namespace) -> None:
             statistics.median(alone / ours for ours, alone in pairs) for pairs in (steps, used)
         )
         sent = turns[-1][0][SENT] / (rate * options.hosts * turns[-1][0][SECONDS])
+        least = turns[-1][0][SENT] / (rate * options.hosts * options.fragments)
         print(f"step {both[0]:.3f} s, alone {both[1]:.3f} s: {100 * kept:.1f} % of the speed, "
-              f"{100 * sent:.0f} % of the link; by processor time {100 * possible:.1f} %",
+              f"{100 * sent:.0f} % of the link; a fragment's bytes need {least:.1f} s, "
+              f"{options.delay} steps take {options.delay * both[1]:.1f} s; "
+              f"by processor time {100 * possible:.1f} %",
               flush=True)  # fmt: skip
     fps.shutdown()
 

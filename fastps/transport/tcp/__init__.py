@@ -26,6 +26,9 @@ SAME_HOST_CREDIT_BYTES = 640 << 10  # a chunk under way and the next one
 REMOTE_CREDIT_BYTES = 512 << 10
 LOCAL_CHUNK_BYTES = 512 << 10
 REMOTE_CHUNK_BYTES = 64 << 10
+# What the kernel holds of a connection to another machine and has not sent: it knows no urgency,
+# and would take 4 MiB. At 100 Gbit/s this much lasts 42 us, longer than it takes to be woken.
+UNSENT_BYTES = 512 << 10
 
 
 class _TurnedAway(TransportError):
@@ -68,6 +71,8 @@ def tune(sock: socket.socket, config: Config) -> None:
     sockets.tune(sock, config.tcp_user_timeout_s)
     if sockets.is_same_host(sock):
         _set_congestion(sock, config)
+    else:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 def dial(
