@@ -348,7 +348,7 @@ class AsynchronousSteps:
             arrays = {str(place): np.array(one) for place, one in enumerate(before)}
             self._server = ServerParameters(arrays, prefix=self._prefix, staleness=self._staleness)
             self._home = weakref.ref(current)
-        held = self._server.push([np.ascontiguousarray(one) for one in changes])
+        held = self._server.push([np.asarray(one, order="C") for one in changes])
         return [np.array(one) for one in held]
 
 

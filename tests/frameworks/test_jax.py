@@ -204,6 +204,43 @@ def test_optax_steps_alike_everywhere(tmp_path, environ):
     run(TRAINING, tmp_path, environ=environ)
 
 
+APART = """
+    optax = pytest.importorskip("optax")
+    params = {"w": jnp.full((3, 200), 1.0 + 7 * rank), "b": [jnp.zeros(()), jnp.ones(5, "f2")]}
+    tx = fps.distributed(optax.sgd(0.5), asynchronous=True, staleness=0)
+    state, step = tx.init(params), jax.jit(tx.update)
+    for gradient in (1.0, 3.0):
+        like = jax.tree.map(lambda p: jnp.full(p.shape, gradient + 4 * rank, p.dtype), params)
+        updates, state = step(like, state, params)
+        params = optax.apply_updates(params, updates)
+    fps.barrier()
+    moved = 0.5 * (1 + 3 + 5 + 7)  # from rank 0's, of both workers
+    same(params, {"w": np.full((3, 200), 1 - moved, "f4"),
+                  "b": [np.float32(-moved), np.full(5, 1 - moved, "f2")]})
+    free = fps.distributed(optax.adam(0.1), asynchronous=True, prefix="free")
+    x, state = jnp.full((4,), 3.0), free.init(jnp.zeros(4))
+    @jax.jit
+    def train(x, state):
+        updates, state = free.update(2 * x, state, x)
+        return optax.apply_updates(x, updates), state
+    for _ in range(80):
+        x, state = train(x, state)
+    assert float(jnp.abs(x).max()) < 1, x
+    with pytest.raises(TypeError, match="update.gradients, state, params"):
+        free.update(x, state)
+    with pytest.raises(ValueError, match="asynchronous=True"):
+        fps.distributed(optax.sgd(0.1), staleness=1)
+    with pytest.raises(ValueError, match="does not compress"):
+        fps.distributed(optax.sgd(0.1), asynchronous=True, compression=fps.Compression.fp16())
+    fps.barrier()
+"""
+
+
+def test_servers_hold_parameters(tmp_path):
+    """In step, so that sums are exact; and at each one's pace, where only a minimum is sure."""
+    run(APART, tmp_path, servers=1, environ={"FASTPS_SHARED_MEMORY": "0"})
+
+
 def test_nothing_but_jax_is_imported():
     script = (
         "import sys, fastps.jax; "

@@ -48,7 +48,7 @@ TESTS: dict[str, tuple[str | None, ...]] = {
         "test_jax.test_optax_steps_alike_everywhere",
         "test_jax.test_the_other_operations_and_errors",
         None,
-        None,
+        "test_jax.test_servers_hold_parameters",
     ),
     "MXNet 1.9": (
         "test_mxnet.test_the_other_operations_and_errors",

@@ -3,15 +3,15 @@
 
     python tools/bench/coded_steps.py --hosts 4 --rate 200mbit
 
-Needs root: tools/netlab.py makes hosts with links of that rate, one worker on each with a server in
-it. A model of 25 million parameters is a chain of layers, each of which sleeps going forward and
-twice as long going back, as one that waits for a device; a step takes --compute seconds without an
-exchange. Gradients are averaged without a barrier between steps (CrossBarrier), as they are and by
-each compression with error feedback, all in turns in the same processes.
+Needs root: tools/netlab.py makes hosts with links of that rate, one worker on each with a server
+in it. A model of 25 million parameters is a chain of layers, each of which sleeps going forward
+and twice as long going back, as one that waits for a device; a step takes --compute seconds
+without an exchange. Gradients are averaged without a barrier between steps (CrossBarrier), as they
+are and by each compression with error feedback, all in turns in the same processes.
 
-alone is the step without an exchange, wire what the bytes need on a link each way, 2 (n - 1) / n of
-what one worker encodes; over is the step over the larger of the two, as measured in its own round
-(least and most of the rounds in brackets).
+alone is the step without an exchange, wire what the bytes need on a link each way, 2 (n - 1) / n
+of what one worker encodes; over is the step over the larger of the two, as measured in its own
+round (least and most of the rounds in brackets).
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ import numpy as np
 
 from fastps import session
 from fastps.frameworks._adapter import BUCKET_BYTES, Average, check_op
-from fastps.frameworks._arrays import broadcast_in_place
+from fastps.frameworks._arrays import AsynchronousSteps, broadcast_in_place
+from fastps.frameworks.jax.apart import step_apart
 from fastps.frameworks.jax.sums import names_of, push_pull_finish, push_pull_start
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
@@ -28,6 +29,8 @@ def distributed(
     prefix: str = "Gradient",
     bucket_bytes: int = BUCKET_BYTES,
     process_set: ProcessSet = global_process_set,
+    asynchronous: bool = False,
+    staleness: float | None = None,
 ) -> Any:
     """Make an optax transformation step with gradients averaged (or summed) over all workers.
 
@@ -36,8 +39,16 @@ def distributed(
     it is there, and the rest of the program that does not need the averages goes on.
     compression, bucket_bytes, process_set: of push_pull(). Give a second optimizer whose
     gradients have the same paths another prefix. For several passes per step wrap the result in
-    optax.MultiSteps, which calls it once per step. TypeError for what is no transformation.
+    optax.MultiSteps, which calls it once per step.
+    asynchronous: gradients stay here, and servers add up what each worker's updates change, as for
+    fastps.ServerParameters, whose staleness it takes; update() is given the parameters then, and
+    gives what leads from them to what servers hold. Of the rest only prefix counts.
+    TypeError for what is no transformation; ValueError for terms that do not go together.
     """
+    if not asynchronous and staleness is not None:
+        raise ValueError("a staleness is for asynchronous training: give asynchronous=True too")
+    if asynchronous and compression is not None:
+        raise ValueError("asynchronous training does not compress: changes are added for good")
     average = check_op(op) is Average
     update = getattr(optimizer, "update", None)
     if update is None or not hasattr(optimizer, "_replace"):
@@ -45,6 +56,10 @@ def distributed(
             f"an optax transformation is needed, not {type(optimizer).__name__}: for example "
             "distributed(optax.sgd(0.1))"
         )
+
+    if asynchronous:
+        steps = AsynchronousSteps(f"{prefix} apart.", staleness)
+        return optimizer._replace(update=step_apart(update, steps))
 
     def step(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         started = push_pull_start(

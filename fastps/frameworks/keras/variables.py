@@ -76,19 +76,9 @@ def _held(steps: AsynchronousSteps, before: list[Any], changes: list[Any]) -> li
         kinds, shapes = [one.dtype for one in before], [one.shape for one in before]
         return call(run, [*before, *changes], kinds, shapes)
     if name == "jax":
-        from fastps.frameworks.jax.calls import call as call_xla  # noqa: PLC0415
-        from fastps.frameworks.jax.calls import shapes_of  # noqa: PLC0415
+        from fastps.frameworks.jax.apart import exchange_apart  # noqa: PLC0415
 
-        def write(_: int, inputs: Any, outputs: Any) -> None:
-            arrays = list(inputs)
-            for out, one in zip(outputs, steps.exchange(*halves(arrays)), strict=True):
-                np.copyto(out, one)
-
-        def halves(arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-            return arrays[:count], arrays[count:]
-
-        key = ("apart", steps, count)
-        return call_xla(key, lambda: write, [*before, *changes], shapes_of(before))
+        return exchange_apart(steps, before, changes)
     arrays = [one.detach().numpy() for one in (*before, *changes)]
     return steps.exchange(arrays[:count], arrays[count:])
 
