@@ -7,8 +7,8 @@
 
 The first gives GB/s of input of 8 updates of 4 MB, by processor time, beside a sum of the same;
 `combiner` is all that a server does with a partition, with scratch. The second, run by each worker
-of a job, takes turns between push_pull of 64 MB as an average and by each rule, and gives the
-ratio of the medians.
+of a job, takes turns between push_pull of 64 MB as an average and by each rule, as one tensor or
+as several that leave together, and gives the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -90,16 +90,27 @@ def measure_kernels(runs: int) -> None:
         print(f"combiner {name:18} {gigabytes / took:6.1f} GB/s")
 
 
-def measure_rounds(rounds: int) -> None:
+def push_pull(x: np.ndarray, name: str, tensors: int) -> None:
+    """Send an array in place as so many tensors at once, each judged by itself; blocks."""
+    handles = [
+        fastps.push_pull_async(part, f"{name}.{place}", out=part, rule=ROUNDS.get(name))
+        for place, part in enumerate(np.split(x, tensors))
+    ]
+    for handle in handles:
+        fastps.synchronize(handle)
+
+
+def measure_rounds(rounds: int, tensors: int) -> None:
     """Print how much longer a push_pull by a rule takes than an average."""
-    x = np.random.default_rng(fastps.rank()).normal(size=ROUND_COUNT).astype(np.float32)
-    out = np.empty_like(x)
+    given = np.random.default_rng(fastps.rank()).normal(size=ROUND_COUNT).astype(np.float32)
+    x = np.empty_like(given)
     times: dict[str, list[float]] = {name: [] for name in ("plain", *ROUNDS)}
     for number in range(rounds + 2):
         for name, kept in times.items():
+            x[:] = given
             fastps.barrier()
             began = time.perf_counter()
-            fastps.push_pull(x, name, out=out, rule=ROUNDS.get(name))
+            push_pull(x, name, tensors)
             if number >= 2:
                 kept.append(time.perf_counter() - began)
     if fastps.rank() == 0:
@@ -114,12 +125,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--tensors", type=int, default=1, help="of a round (%(default)s)")
     options = parser.parse_args()
     fastps.init()
     if fastps.size() == 1:
         measure_kernels(options.runs)
     else:
-        measure_rounds(options.rounds)
+        measure_rounds(options.rounds, options.tensors)
     fastps.shutdown()
 
 
