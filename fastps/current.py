@@ -13,7 +13,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from fastps import tracebacks
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _current: Session | None = None
 _met: Meeting | None = None  # with workers that another launcher started; as long as the process
+_waits: list[Callable[[], object]] = []  # of frameworks that work behind the program's back
 
 
 def init(settings: Mapping[str, object]) -> Session:
@@ -89,9 +90,17 @@ def check_compiled() -> None:
         )
 
 
+def wait_before_leaving(wait: Callable[[], object]) -> None:
+    """Have wait() called before every end of a session: others need what it has still to do."""
+    _waits.append(wait)
+
+
 def shutdown() -> None:
     """End the process's session; does nothing if there is none."""
     global _current
+    if _current is not None and _current.is_ours:
+        for wait in _waits:
+            wait()
     session, _current = _current, None
     atexit.unregister(shutdown)
     if session is not None:

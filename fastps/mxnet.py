@@ -38,6 +38,7 @@ from fastps import (
     local_size,
     rank,
     remove_process_set,
+    shutdown,
     size,
 )
 from fastps.frameworks._adapter import (
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
         init,
         push_pull,
         reducescatter,
-        shutdown,
         validator_of,
     )
 

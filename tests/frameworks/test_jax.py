@@ -241,6 +241,36 @@ def test_servers_hold_parameters(tmp_path):
     run(APART, tmp_path, servers=1, environ={"FASTPS_SHARED_MEMORY": "0"})
 
 
+AHEAD = """
+    import time
+    from fastps.frameworks.jax import calls
+    def run(how, count, side):
+        def late(device, inputs, outputs):
+            if rank == 0:
+                time.sleep(0.1)
+            np.copyto(outputs[0], inputs[0])
+        def step(x):
+            here = calls.call("late", lambda: late, [x], calls.shapes_of([x]), is_pure=True)
+            return fps.push_pull(here[0] @ here[0], how) / side
+        x, step = jnp.ones((side, side)), jax.jit(step)
+        for _ in range(count):
+            x = step(x)
+        if rank == 0:
+            assert float(x.max()) == 1
+            print("seen by rank 0", how)
+    run("before shutdown", 5, 600)
+    fps.shutdown()
+    fps.init()
+    run("before the end of the program", 5, 600)
+"""
+
+
+def test_nobody_leaves_before_its_steps_have_run(tmp_path):
+    """JAX only starts them: rank 1 calls shutdown(), and ends, while rank 0 is at its first."""
+    found = run(AHEAD, tmp_path)
+    assert found.stdout.count("seen by rank 0") == 2
+
+
 def test_nothing_but_jax_is_imported():
     script = (
         "import sys, fastps.jax; "

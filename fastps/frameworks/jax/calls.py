@@ -7,6 +7,7 @@ which copies. Knows nothing of what is called.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from fastps import current
 from fastps.frameworks._arrays import Call, Calls, wire_view
 from fastps.frameworks.jax import _ffi
 from fastps.worker.handle import Array
@@ -26,8 +28,25 @@ calls = Calls()
 
 @functools.cache
 def _register() -> None:
-    """Make the target known to XLA; once for each process."""
+    """Make the target known to XLA, and leave no job before programs have run; once."""
     jax.ffi.register_ffi_target(TARGET, _ffi.handler(calls.run), platform="cpu")
+    current.wait_before_leaving(wait_idle)
+
+
+def wait_idle() -> None:
+    """Wait for the programs that were started; JAX starts them, and goes on.
+
+    Those of all threads whose results somebody holds, and all of this thread: XLA runs what calls
+    us in the order of a thread's starts. Errors are for those who look at the results.
+    """
+    with contextlib.suppress(Exception):
+        jax.effects_barrier()
+    for array in jax.live_arrays():
+        with contextlib.suppress(Exception):
+            array.block_until_ready()
+    if is_native():
+        shape = jax.ShapeDtypeStruct((), np.bool_)
+        jax.block_until_ready(call("wait_idle", lambda: lambda *_: None, [], [shape]))
 
 
 def is_native() -> bool:
@@ -52,9 +71,9 @@ def call(
     microseconds for each of the program's arrays.
     """
     number = calls.number_of(key, make)
+    _register()
     if not is_native():
         return _call_back(number, operands, shapes)
-    _register()
     places = {place: place for place in range(len(operands))} if is_in_place else {}
     run = jax.ffi.ffi_call(
         TARGET, tuple(shapes), has_side_effect=not is_pure,

@@ -13,7 +13,6 @@ three pointers, to be copied, and an error a std::runtime_error. Threads: push()
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import itertools
 import logging
@@ -27,6 +26,7 @@ import numpy as np
 from mxnet.base import _LIB, MXNetError, check_call
 from mxnet.ndarray.ndarray import DLManagedTensor
 
+from fastps import current
 from fastps.worker.handle import Array
 
 _log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class Engine:
                     target=self._wait_always, name="fastps-mxnet", daemon=True
                 )
                 self._waiter.start()
-                atexit.register(self.wait_idle)
+                current.wait_before_leaving(self.wait_idle)
 
     def _enter(self, _: int, completion: int, number: int) -> None:
         """Begin an operation, in a thread of MXNet's, which must get no exception."""

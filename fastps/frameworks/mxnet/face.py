@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from fastps.frameworks.mxnet.store import FastPS, init, shutdown
+from fastps.frameworks.mxnet.store import FastPS, init
 from fastps.frameworks.mxnet.sums import (
     allgather,
     allreduce,
@@ -36,6 +36,5 @@ __all__ = [
     "init",
     "push_pull",
     "reducescatter",
-    "shutdown",
     "validator_of",
 ]

@@ -10,7 +10,6 @@ import mxnet as mx
 import fastps
 from fastps.compression import Choice
 from fastps.frameworks._adapter import Sum
-from fastps.frameworks.mxnet.engine import engine
 from fastps.frameworks.mxnet.sums import add_in_place, broadcast_arrays
 
 _KEY = "kvstore"  # where names begin
@@ -90,9 +89,3 @@ mx.gluon.trainer._create_kvstore = _create_kvstore
 def init(**settings: object) -> None:
     """Join the job; fastps.init(), and MXNet knows the KVStore "fastps" from now on."""
     fastps.init(**settings)
-
-
-def shutdown() -> None:
-    """Wait for what MXNet's engine has been given, and leave the job in order."""
-    engine.wait_idle()
-    fastps.shutdown()
