@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools import netlab
 from tools.bench import shaped
+from tools.bench._hosts import on_hosts
 from tools.netlab import NetLab
 
 pytestmark = [pytest.mark.root, pytest.mark.alone, pytest.mark.timeout(110)]
@@ -62,6 +63,44 @@ def test_push_and_pull_overlap_and_move_only_what_they_must(lab):
     assert SHAPE.worker_bytes(NBYTES) == SHAPE.server_bytes(NBYTES)  # as many of one as the other
     for traffic in turn.traffic:  # what arrives: a full queue makes TCP send some of it again
         assert 1 / MOST_OF_BYTES <= traffic.received / theory <= MOST_OF_BYTES
+
+
+SLOW = """
+import os, socket
+import numpy as np
+import fastps
+
+def unsent():
+    "What the kernel may hold unsent of each connection to another host."
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                is_inet = sock.family == socket.AF_INET
+                if is_inet and sock.getpeername()[0] != sock.getsockname()[0]:
+                    found.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT))
+        except OSError:
+            pass
+    return [nbytes for nbytes in found if nbytes]
+
+fastps.init()
+arrays = [np.full(1 << 16, i + fastps.rank(), np.float32) for i in range(32)]
+for _ in range(2):
+    flying = [fastps.push_pull_async(array, f"{i}", priority=i, average=False)
+              for i, array in enumerate(arrays)]  # later ones are more urgent, as in backward
+    for i, one in enumerate(flying):
+        assert (fastps.synchronize(one) == 2 * i + 1).all()
+held = unsent()
+assert held and max(held) <= 64 << 10, held
+fastps.shutdown()
+"""
+
+
+def test_the_kernel_holds_little_of_a_slow_link(lack):
+    """What it has taken goes before all that is more urgent: of 50 Mbit/s it needs few KiB."""
+    if lack:
+        pytest.skip(f"no make-believe hosts here: {lack}")
+    assert on_hosts(2, RATE, [sys.executable, "-c", SLOW]) == 0
 
 
 def test_hosts_have_their_own_names_networks_and_congestion_control(lab):

@@ -262,6 +262,13 @@ def _face_of(name: str) -> Any:
     return face
 
 
+def _mark_of(name: str) -> Callable[[], None] | None:
+    """Give what marks the end of a step; None where the optimizer does."""
+    import fastps  # noqa: PLC0415
+
+    return None if name == "torch" else fastps.mark_step
+
+
 def _one_thread(name: str) -> None:
     """Let one thread compute, where the environment does not say so."""
     framework = name.partition("-")[0]
@@ -275,14 +282,34 @@ def _one_thread(name: str) -> None:
         tf.config.threading.set_inter_op_parallelism_threads(2)
 
 
-def time_of(step: Step, steps: int) -> list[float]:
-    """Give the seconds of each step."""
+def time_of(step: Step, steps: int, mark: Callable[[], None] | None) -> list[float]:
+    """Give the seconds of each step; mark: tells fastps that one has ended."""
     seconds = []
     for _ in range(steps):
         began = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - began)
+        if mark is not None:
+            mark()
     return seconds
+
+
+class Exposure:
+    """How much of its communication a framework waits for; of each model by itself."""
+
+    def __init__(self) -> None:
+        self._before = (0.0, 0.0)
+
+    def take(self) -> float:
+        """Give the share since the last call, of all that was under way; NaN without any."""
+        import fastps  # noqa: PLC0415
+
+        found = fastps.statistics()
+        busy = found.get("communication_seconds", 0.0)
+        waited = busy * found.get("exposed_share", 0.0)
+        since = busy - self._before[0], waited - self._before[1]
+        self._before = busy, waited
+        return since[1] / since[0] if since[0] > 0 else float("nan")
 
 
 def describe(weights: Sequence[np.ndarray]) -> dict[str, Any]:
@@ -299,6 +326,8 @@ def main() -> int:
     _one_thread(name)
     face = None if is_local or name in RIVALS else _face_of(name)
     rank = face.rank() if face else int(os.environ["RANK"])
+    mark = _mark_of(name) if face else None
+    exposure = Exposure()
     host, _, port = os.environ["BENCH_DRIVER"].rpartition(":")
     with socket.create_connection((host, int(port)), timeout=60) as sock:
         sock.settimeout(None)
@@ -319,8 +348,11 @@ def main() -> int:
             if model not in trainings:
                 trainings[model] = SYSTEMS[name](model, rank, face)
             step, weights = trainings[model]
-            is_time = command["op"] == "time"
-            say({"seconds": time_of(step, command["steps"])} if is_time else describe(weights()))
+            if command["op"] == "time":
+                say({"seconds": time_of(step, command["steps"], mark)})
+            else:
+                exposed = exposure.take() if face else float("nan")
+                say(describe(weights()) | {"exposed": exposed})
     return 0
 
 

@@ -39,17 +39,19 @@ def on_hosts(hosts: int, rate: str, worker: list[str], validators: int = 0) -> i
     """
     if lack := missing():
         raise SystemExit(f"{Path(sys.argv[0]).stem}: {lack}")
+    started: list[subprocess.Popen[bytes]] = []
     with ended_by_signals(), NetLab(hosts=hosts, rate=rate, cc="cubic") as lab:
         environment = environment_of(hosts - validators, lab.address(0)) | {
             "FASTPS_NUM_VALIDATORS": str(validators),
             "GLOO_SOCKET_IFNAME": "eth0",
             "BENCH_BYTES_PER_S": str(lab.bytes_per_s),
         }
-        started: list[subprocess.Popen[bytes]] = []
         for number, command in enumerate([SCHEDULER, *[worker] * hosts]):
             host = max(number - 1, 0)
             own = environment | {"FASTPS_HOST": lab.address(host)}
             if host >= hosts - validators:
                 own["FASTPS_ROLE"] = "validator"
             started.append(lab.popen(host, command, env=own))
-        return sum(process.wait() for process in started[1:])
+        codes = [process.wait() for process in started[1:]]
+    started[0].wait()  # the lab has ended it
+    return sum(codes)

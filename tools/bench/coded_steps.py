@@ -11,7 +11,8 @@ are and by each compression with error feedback, all in turns in the same proces
 
 alone is the step without an exchange, wire what the bytes need on a link each way, 2 (n - 1) / n
 of what one worker encodes; over is the step over the larger of the two, as measured in its own
-round (least and most of the rounds in brackets).
+round (least and most of the rounds in brackets). A first step has nothing to wait for and a last
+one nothing to wait beside it: few steps in a turn make them longer.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def main() -> None:
     parser.add_argument("--compute", type=float, default=1.0, metavar="S", help="(%(default)s)")
     parser.add_argument("--kinds", default=",".join(BYTES), help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns (%(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="of a turn (%(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="of a turn (%(default)s)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

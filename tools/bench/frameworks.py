@@ -17,7 +17,9 @@ and the ratio is fastps's to it:
 
 The teams take turns in every round. added = step - the same framework's step without an exchange
 in the same round; ratio = added / PyTorch's added in the same round; columns give medians over
-rounds, in ms. Before and after, all processes of a team must hold bitwise equal weights.
+rounds, in ms. exposed: the share of the time with bytes under way in which the program waited for
+them, as the timeline shows it (fastps.statistics(); the warm-up counts). Before and after, all
+processes of a team must hold bitwise equal weights.
 """
 
 from __future__ import annotations
@@ -110,8 +112,8 @@ def teams(options: argparse.Namespace) -> Iterator[list[Team]]:
 
 def measure(
     systems: Sequence[Team], model: str, options: argparse.Namespace
-) -> dict[str, list[float]]:
-    """Take turns: the seconds of a step of each system in each round."""
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Take turns: the seconds of a step of each system in each round, and what it waited for."""
     for team in systems:
         team.step_seconds(model, train_torch.WARM_UP[model])
     found: dict[str, list[float]] = {team.name: [] for team in systems}
@@ -119,15 +121,22 @@ def measure(
         for team in systems:
             steps = options.steps or train_torch.STEPS[model]
             found[team.name].append(team.step_seconds(model, steps))
+    exposed = {}
     for team in systems:
         answers = team.ask(op="describe", model=model)
+        exposed[team.name] = statistics.median(answer["exposed"] for answer in answers)
         if LOCAL not in team.name and len({answer["digest"] for answer in answers}) > 1:
             raise SystemExit(f"{team.name}: the workers' weights of {model} differ")
         team.ask(op="forget", model=model)
-    return found
+    return found, exposed
 
 
-def add_rows(report: _common.Report, model: str, found: dict[str, list[float]]) -> None:
+def add_rows(
+    report: _common.Report,
+    model: str,
+    found: dict[str, list[float]],
+    exposed: dict[str, float],
+) -> None:
     """Add one row per framework: its step, what it adds, and the ratio of that to the first's."""
     names = [name for name in found if LOCAL not in name]
     added = {}
@@ -142,7 +151,7 @@ def add_rows(report: _common.Report, model: str, found: dict[str, list[float]]) 
             added=statistics.median(added[name]),
             ratio=statistics.median(ratios) if ratios else float("nan"),
             best_ratio=min(ratios, default=float("nan")),
-            worst_ratio=max(ratios, default=float("nan")),
+            worst_ratio=max(ratios, default=float("nan")), exposed=exposed[name],
         )  # fmt: skip
 
 
@@ -164,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.conditions |= {"workers": options.workers, "settings": options.settings}
     with teams(options) as systems:
         for model in options.models.split(","):
-            add_rows(report, model, measure(systems, model, options))
+            add_rows(report, model, *measure(systems, model, options))
     report.finish(options.json)
     return 0
 

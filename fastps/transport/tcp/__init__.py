@@ -26,8 +26,9 @@ SAME_HOST_CREDIT_BYTES = 640 << 10  # a chunk under way and the next one
 REMOTE_CREDIT_BYTES = 512 << 10
 LOCAL_CHUNK_BYTES = 512 << 10
 REMOTE_CHUNK_BYTES = 64 << 10
-# What the kernel holds of a connection to another machine and has not sent: it knows no urgency,
-# and would take 4 MiB. At 100 Gbit/s this much lasts 42 us, longer than it takes to be woken.
+# What the kernel holds of a connection to another machine and has not sent, at most: it knows no
+# urgency, and would take 4 MiB. At 100 Gbit/s this much lasts 42 us, longer than it takes to be
+# woken; slower links hold less (_transport.pyx).
 UNSENT_BYTES = 512 << 10
 
 

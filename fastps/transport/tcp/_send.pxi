@@ -23,13 +23,14 @@ cdef void add_frame(TcpLink* link, SendItem* item) noexcept nogil:
 
 
 cdef void fill_batch(TcpLink* link) noexcept nogil:
-    """Take the most urgent frames, up to MAX_FRAMES and BATCH_BYTES."""
+    """Take the most urgent frames, up to MAX_FRAMES and what is committed to at once."""
     cdef SendItem* item
+    cdef uint64_t most = link.send_unsent // 2 if link.send_unsent else BATCH_BYTES
     link.send_iov_first = link.send_iov_count = 0
     link.send_frame_first = link.send_frame_count = 0
     link.send_batch_done = 0
     while link.send_frame_count < MAX_FRAMES:
-        if link.send_frame_count and link.send_ends[link.send_frame_count - 1] >= BATCH_BYTES:
+        if link.send_frame_count and link.send_ends[link.send_frame_count - 1] >= most:
             return
         item = next_item(&link.base)
         if item == NULL:
@@ -80,6 +81,32 @@ cdef void unblock(TcpLink* link, int operation) noexcept nogil:
     pthread_mutex_unlock(&link.send_lock)
 
 
+cdef void hold(TcpLink* link, uint32_t nbytes) noexcept nogil:
+    """Let the kernel hold so much that it has not sent."""
+    link.send_unsent = nbytes
+    setsockopt(link.base.fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &nbytes, sizeof(nbytes))
+
+
+cdef void follow_pace(TcpLink* link) noexcept nogil:
+    """The socket is full: let the kernel hold what leaves in HELD_NS, by what it saw acknowledged.
+
+    Its rate leaves out the time when it had nothing to send, but jumps up and down tenfold: hence
+    the geometric mean, of which a new value is a quarter.
+    """
+    cdef int64_t now = now_ns()
+    cdef double pace, wanted
+    if now - link.send_paced_at < PACED_NS:
+        return
+    link.send_paced_at = now
+    pace = tcp_pace(&link.base)
+    if pace:
+        link.send_pace = sqrt(sqrt(link.send_pace ** 3 * pace))
+        wanted = max(HELD_NS / link.send_pace, <double>LEAST_UNSENT)
+        wanted = min(wanted, <double>link.send_most_unsent)
+        if not 0.75 * link.send_unsent < wanted < 1.5 * link.send_unsent:
+            hold(link, <uint32_t>wanted)
+
+
 cdef int write_batch(TcpLink* link) noexcept nogil:
     """Write once. OK: progress; E_TIMEOUT: the socket is full; E_PEER_LOST: broken."""
     cdef msghdr message
@@ -113,6 +140,8 @@ cdef bint drain(TcpLink* link, uint64_t budget) noexcept nogil:
         status = write_batch(link)
         if status == E_TIMEOUT:
             link.send_blocked = True
+            if link.send_unsent:
+                follow_pace(link)
             set_events(link, EPOLL_CTL_MOD)
         elif status != OK:
             link.send_broken = True

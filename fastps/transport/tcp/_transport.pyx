@@ -11,19 +11,23 @@ to where it lands, together with the header behind it.
 While a frame waits for its owner the link is deaf: its socket is not read, and the peer stops when
 that is full. Epoll then tells by edges, so that a peer that hangs up meanwhile wakes nobody twice.
 
+The kernel knows no urgency: what it has taken, and what a write has committed to, goes first. On
+links to other machines both are as short as keeps them busy (follow_pace()).
+
 Invariants. Only the I/O thread reads. send_lock guards everything named send_*, what epoll is
 asked for, and the queue's consumer side. Lock order: send_lock, then io.lock.
 """
 
 cimport cython
 from libc.errno cimport EAGAIN, EINTR, errno
+from libc.math cimport sqrt
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 
 from fastps._atomic cimport fps_fence, fps_load32, fps_store32
 from fastps._core cimport (
-    E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, PROBE_LINK_RECV, PROBE_LINK_SEND, OK, probe_hit,
+    E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, PROBE_LINK_RECV, PROBE_LINK_SEND, OK, now_ns, probe_hit,
 )
 from fastps._posix cimport (
     EPOLLET, EPOLLIN, EPOLLOUT, EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, MSG_DONTWAIT,
@@ -44,6 +48,7 @@ cdef extern from "<linux/tcp.h>" nogil:
     struct tcp_info:
         uint64_t tcpi_delivery_rate     # bytes per second
     int TCP_INFO
+    int TCP_NOTSENT_LOWAT
 
 cdef extern from "<netinet/in.h>" nogil:
     int IPPROTO_TCP
@@ -60,10 +65,14 @@ cdef extern from "<sys/socket.h>" nogil:
     ssize_t sendmsg(int, const msghdr*, int)
     ssize_t recvmsg(int, msghdr*, int)
     int getsockopt(int, int, int, void*, unsigned int*)
+    int setsockopt(int, int, int, const void*, unsigned int)
 
 cdef enum:
     MAX_FRAMES = 64             # frames in one gathered write; IOV_MAX is 1024
     BATCH_BYTES = 1 << 20       # committed to one gathered write: what urgent cannot overtake
+    HELD_NS = 4000000           # what the kernel may hold of a link leaves in this time..
+    LEAST_UNSENT = 32 << 10     # ..or is this much; see follow_pace()
+    PACED_NS = 5000000          # a link's rate is asked for this often
     INLINE_BYTES = 64 << 10     # what a KICK_INLINE caller writes before it leaves the rest
     STAGING_BYTES = 64 << 10    # headers and small payloads read at once
     DIRECT_BYTES = 16 << 10     # remaining payload from which a read ends behind the next header
@@ -88,6 +97,10 @@ cdef struct TcpLink:
     int send_frame_first
     int send_frame_count
     uint64_t send_batch_done    # bytes of the batch that the socket took
+    uint32_t send_unsent        # what the kernel may hold before it sends; 0: what it likes
+    uint32_t send_most_unsent   # ..and the most that this may become
+    int64_t send_paced_at       # when its pace was asked for
+    double send_pace            # nanoseconds that a byte takes
     # receive side, I/O thread only
     char* staging
     uint32_t staged_first
@@ -99,12 +112,6 @@ cdef struct TcpLink:
     uint64_t recv_asked         # bytes the last read had room for
 
 
-include "_send.pxi"
-include "_receive.pxi"
-
-
-# ---------------------------------------------------------------- what the base calls
-
 cdef double tcp_pace(BaseLink* base) noexcept nogil:
     """Nanoseconds that a byte takes, by what the kernel saw acknowledged."""
     cdef tcp_info info
@@ -114,6 +121,12 @@ cdef double tcp_pace(BaseLink* base) noexcept nogil:
         return 0
     return 1e9 / <double>info.tcpi_delivery_rate
 
+
+include "_send.pxi"
+include "_receive.pxi"
+
+
+# ---------------------------------------------------------------- what the base calls
 
 cdef int tcp_serve(BaseLink* base) noexcept nogil:
     cdef TcpLink* link = <TcpLink*>base
@@ -194,6 +207,15 @@ cdef TcpLink* make_link(IoThread* io, uint64_t credit_bytes) noexcept nogil:
     return link
 
 
+cdef void begin_to_hold(TcpLink* link) noexcept nogil:
+    """Begin with little where a bound was set, which is the most; Unix sockets have none."""
+    cdef unsigned int size = sizeof(link.send_most_unsent)
+    getsockopt(link.base.fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &link.send_most_unsent, &size)
+    if link.send_most_unsent:
+        link.send_pace = <double>HELD_NS / LEAST_UNSENT
+        hold(link, LEAST_UNSENT)
+
+
 @cython.no_gc_clear             # the I/O threads use the owners until they are joined
 @cython.final
 cdef class TcpTransport(BaseTransport):
@@ -223,6 +245,7 @@ cdef class TcpTransport(BaseTransport):
             close(fd)
             raise MemoryError("no memory for a link")
         link.base.fd = fd
+        begin_to_hold(link)
         link.base.gauge.is_on = follows and credit_bytes > 0
         name_link(&link.base, owner, peer, lane)
         try:
