@@ -67,11 +67,11 @@ def spec_of(name: str, shape: Sequence[int], dtype: Any) -> Spec:
 class _Bucket:
     """What travels under one name: one array where it lies, or several side by side."""
 
-    def __init__(self, specs: Sequence[Spec], places: Sequence[int]) -> None:
+    def __init__(self, specs: Sequence[Spec], places: Sequence[int], *, is_copied: bool) -> None:
         self.specs = specs
         self.places = places  # in the list of all arrays
         self.code = specs[0].dtype
-        self.is_loose = len(specs) == 1
+        self.is_loose = len(specs) == 1 and not is_copied
         self.name = _bucket_name(specs)
         self._slots: list[Array] = []
         self._flat: Array
@@ -82,7 +82,7 @@ class _Bucket:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of what travels."""
-        return self.specs[0].shape if self.is_loose else (sum(self._counts()),)
+        return self.specs[0].shape if len(self.specs) == 1 else (sum(self._counts()),)
 
     def _counts(self) -> list[int]:
         unit = ALIGNMENT // self.code.itemsize
@@ -94,14 +94,15 @@ class _Bucket:
             return
         self._flat = home.empty(self.shape, self.code)
         self._flat.fill(0)
+        flat = self._flat.reshape(-1)
         self._slots, first = [], 0
         rows = []
         for spec, count in zip(self.specs, self._counts(), strict=True):
-            part = self._flat[first : first + math.prod(spec.shape)]
+            part = flat[first : first + math.prod(spec.shape)]
             self._slots.append(part.reshape(spec.shape))
             rows.append((first * self.code.itemsize, spec.nbytes))
             first += count
-        self._bytes = self._flat.view(np.int8)
+        self._bytes = flat.view(np.int8)
         self._own = self._table(range(len(rows)), rows)
         self._whole = self._table(self.places, rows)
 
@@ -177,9 +178,10 @@ class ArrayExchange:
 
     specs: in the order of the layers; priorities fall along it. compression: of
     fastps.push_pull(); integers travel as they are. Arrays up to 64 KiB of one dtype travel
-    together, up to bucket_bytes. Declares its names, blocking, at the first start in each
-    session; raises MismatchError there where workers differ. ValueError for another op than
-    Average and Sum.
+    together, up to bucket_bytes. is_copied: larger ones too have memory of their own, so that what
+    start() is given may go, and end() and take() finish. Declares its names, blocking, at the
+    first start in each session; raises MismatchError there where workers differ. ValueError for
+    another op than Average and Sum.
     """
 
     def __init__(
@@ -190,6 +192,7 @@ class ArrayExchange:
         compression: Choice = None,
         bucket_bytes: int = BUCKET_BYTES,
         process_set: ProcessSet = global_process_set,
+        is_copied: bool = False,
     ) -> None:
         self.specs = list(specs)
         self._op = check_op(op)
@@ -201,9 +204,13 @@ class ArrayExchange:
             [-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in specs],
             bucket_bytes=0 if is_by_name else bucket_bytes,
         )
-        self._buckets = [_Bucket([specs[i] for i in places], places) for places in self.plan]
+        self._buckets = [
+            _Bucket([specs[i] for i in places], places, is_copied=is_copied)
+            for places in self.plan
+        ]
         self._home: Callable[[], session.Session | None] = lambda: None
         self._started: dict[int, _Started] = {}
+        self._ended: list[_Started] = []
 
     def memory(self, number: int) -> list[Array]:
         """Give arrays, of this session, for those of a bucket to lie in, which saves copies.
@@ -258,6 +265,14 @@ class ArrayExchange:
         """Wait for one bucket and write its results where start() was told; as finish()."""
         for one in self._wait([number]):
             one.bucket.store(one.outs, one.factor)
+
+    def end(self) -> None:
+        """Wait for all buckets as finish() does; take() gives what is_copied, until a start()."""
+        self._ended = self._wait(range(len(self.plan)))
+
+    def take(self, number: int, outs: Arrays) -> None:
+        """Write the results of one bucket, in the order of plan[number]; after end()."""
+        self._ended[number].bucket.store(outs, self._ended[number].factor)
 
     def _wait(self, numbers: Sequence[int]) -> list[_Started]:
         missing = [number for number in numbers if number not in self._started]

@@ -271,6 +271,35 @@ def test_nobody_leaves_before_its_steps_have_run(tmp_path):
     assert found.stdout.count("seen by rank 0") == 2
 
 
+ROOM = """
+    optax = pytest.importorskip("optax")
+    def loss(params, x):
+        for weights in params:
+            x = jnp.tanh(x @ weights)
+        return (x * x).mean()
+    def temporary(optimizer):
+        def step(params, state, x):
+            updates, state = optimizer.update(jax.grad(loss)(params, x), state, params)
+            return optax.apply_updates(params, updates), state
+        state = optimizer.init(params)
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, jnp.ones((4, 512)))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+    params = [jnp.zeros((512, 512))] * 12  # 1 MiB each
+    for optimizer in (optax.sgd(0.1), optax.adam(0.1)):
+        assert temporary(fps.distributed(optimizer)) <= temporary(optimizer) + 2 * params[0].nbytes
+    @jax.jit
+    def some(tree):  # a program that needs one result ends with all
+        return fps.push_pull_finish(fps.push_pull_start(tree, "some", average=False))["b"]
+    for number in range(3):
+        x = jnp.full((200, 200), number + rank)
+        same(some({"a": x, "b": 2 * x, "c": 3 * x}), np.full((200, 200), 4 * number + 2, "i4"))
+"""
+
+
+def test_a_step_needs_little_memory_besides_that_of_one_without_averages(tmp_path):
+    run(ROOM, tmp_path)
+
+
 def test_nothing_but_jax_is_imported():
     script = (
         "import sys, fastps.jax; "

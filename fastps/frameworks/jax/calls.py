@@ -60,25 +60,21 @@ def call(
     operands: Sequence[Any],
     shapes: Shapes,
     *,
-    is_in_place: bool = False,
     is_pure: bool = False,
 ) -> list[Any]:
     """Add a call of a function to the program that is traced, or do it now.
 
-    key: the function's, which make() makes. shapes: of the results. is_in_place: each result
-    takes the memory of the operand at its place. is_pure: a program may leave the call out where
-    nothing needs its results; JAX starts a program with other calls from Python, which takes it
-    microseconds for each of the program's arrays.
+    key: the function's, which make() makes. shapes: of the results. is_pure: a program may leave
+    the call out where nothing needs its results; JAX starts a program with other calls from
+    Python, which takes it microseconds for each of the program's arrays.
     """
     number = calls.number_of(key, make)
     _register()
     if not is_native():
         return _call_back(number, operands, shapes)
-    places = {place: place for place in range(len(operands))} if is_in_place else {}
     run = jax.ffi.ffi_call(
-        TARGET, tuple(shapes), has_side_effect=not is_pure,
-        input_output_aliases=places, vmap_method="sequential",
-    )  # fmt: skip
+        TARGET, tuple(shapes), has_side_effect=not is_pure, vmap_method="sequential"
+    )
     return list(run(*operands, number=np.int64(number)))
 
 

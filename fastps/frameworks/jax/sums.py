@@ -14,12 +14,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fastps.frameworks._adapter import BUCKET_BYTES, check_name, op_of
 from fastps.frameworks._arrays import ArrayExchange, Arrays, Spec, spec_of
 from fastps.frameworks.jax.calls import call, is_native, shapes_of
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
+
+TOKEN = jax.ShapeDtypeStruct((), np.int8)  # makes one call wait for another; has no content
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,10 @@ class How:
 class Plan:
     """The exchanges of one list of leaves: one for each device of this process."""
 
-    def __init__(self, how: How, specs: Sequence[Spec]) -> None:
+    def __init__(self, how: How, specs: Sequence[Spec], *, is_copied: bool) -> None:
         self._how = how
         self._specs = specs
+        self._is_copied = is_copied
         self._on: dict[int, ArrayExchange] = {}
         self.buckets = self.on(0).plan
 
@@ -56,6 +60,7 @@ class Plan:
                 [spec._replace(name=spec.name + mark) for spec in self._specs],
                 op=self._how.op, compression=self._how.compression,
                 bucket_bytes=self._how.bucket_bytes, process_set=self._how.process_set,
+                is_copied=self._is_copied,
             )  # fmt: skip
         return self._on[device]
 
@@ -64,18 +69,23 @@ class Plan:
         self.on(device).add(inputs, outputs)
 
     def start(self, bucket: int, device: int, inputs: Arrays, outputs: Arrays) -> None:
-        """Begin with a bucket, in the memory that XLA keeps until the finish."""
-        self.on(device).start(bucket, inputs, outputs)
+        """Begin with a bucket; XLA may use its memory for the next."""
+        self.on(device).start(bucket, inputs)
 
-    def finish(self, device: int, inputs: Arrays, outputs: Arrays) -> None:
-        """End with all buckets."""
-        self.on(device).finish(outputs)
+    def finish(self, bucket: int, device: int, inputs: Arrays, outputs: Arrays) -> None:
+        """Wait for all buckets; give the results of one."""
+        self.on(device).end()
+        self.on(device).take(bucket, outputs)
+
+    def take(self, bucket: int, device: int, inputs: Arrays, outputs: Arrays) -> None:
+        """Give those of another."""
+        self.on(device).take(bucket, outputs)
 
 
 @functools.cache
-def plan_of(how: How, specs: tuple[Spec, ...]) -> Plan:
+def plan_of(how: How, specs: tuple[Spec, ...], *, is_copied: bool = False) -> Plan:
     """Give the plan for leaves; the same for the same, in all programs."""
-    return Plan(how, specs)
+    return Plan(how, specs, is_copied=is_copied)
 
 
 def _specs(how: How, leaves: Sequence[Any]) -> tuple[Spec, ...]:
@@ -141,20 +151,23 @@ def push_pull(
 
 
 @jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True, eq=False)
 class InFlight:
     """A tree under way, from push_pull_start() to push_pull_finish(); look at nothing in it."""
 
-    def __init__(self, leaves: Sequence[Any], how: How, structure: Any) -> None:
-        self.leaves, self.how, self.structure = leaves, how, structure
+    begun: Sequence[Any]  # a token for each bucket; the leaves where XLA does not lend them
+    how: How
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    structure: Any
 
-    def tree_flatten(self) -> tuple[Sequence[Any], tuple[How, Any]]:
+    def tree_flatten(self) -> tuple[Sequence[Any], tuple[Any, ...]]:
         """Take apart for JAX."""
-        return self.leaves, (self.how, self.structure)
+        return self.begun, (self.how, self.shapes, self.structure)
 
     @classmethod
-    def tree_unflatten(cls, how: tuple[How, Any], leaves: Sequence[Any]) -> InFlight:
+    def tree_unflatten(cls, terms: tuple[Any, ...], begun: Sequence[Any]) -> InFlight:
         """Put together for JAX."""
-        return cls(leaves, *how)
+        return cls(begun, *terms)
 
 
 def push_pull_start(
@@ -174,40 +187,51 @@ def push_pull_start(
     leaves, structure, how = _taken_apart(
         tree, name, average, compression, bucket_bytes, process_set
     )
+    shapes = tuple(shapes_of(leaves))
     if not is_native():
-        return InFlight(leaves, how, structure)
+        return InFlight(leaves, how, shapes, structure)
     specs = _specs(how, leaves)
-    plan = plan_of(how, specs)
-    flying = list(leaves)
+    plan = plan_of(how, specs, is_copied=True)
+    begun = []
     for number, places in enumerate(plan.buckets):
-        some = [leaves[i] for i in places]
-        key = ("start", number, how, specs)
         make = functools.partial(functools.partial, plan.start, number)
-        found = call(key, make, some, shapes_of(some), is_in_place=True, is_pure=True)
-        for place, one in zip(places, found, strict=True):
-            flying[place] = one
-    return InFlight(flying, how, structure)
+        some = [leaves[i] for i in places]
+        begun += call(("start", number, how, specs), make, some, [TOKEN], is_pure=True)
+    return InFlight(begun, how, shapes, structure)
 
 
 def push_pull_finish(started: InFlight) -> Any:
     """Wait for what push_pull_start() has begun, and give the tree of results."""
     if not isinstance(started, InFlight):
         raise TypeError("push_pull_finish() takes what push_pull_start() gave")
-    how, leaves = started.how, list(started.leaves)
-    if not is_native():
-        return jax.tree.unflatten(started.structure, _add_now(how, tuple(leaves)))
-    return jax.tree.unflatten(started.structure, _finish_now(how, leaves) if leaves else ())
+    how, begun = started.how, tuple(started.begun)
+    if is_native():
+        return jax.tree.unflatten(started.structure, _finish_now(how, started.shapes, begun))
+    return jax.tree.unflatten(started.structure, _add_now(how, begun))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _finish_now(how: How, leaves: list[Any]) -> list[Any]:
-    """End with all leaves, where they are: outside of a compiled function too."""
-    specs = _specs(how, leaves)
-    plan = plan_of(how, specs)
-    key = ("finish", how, specs)
-    return call(
-        key, lambda: plan.finish, leaves, shapes_of(leaves), is_in_place=True, is_pure=True
-    )
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _finish_now(
+    how: How, shapes: tuple[jax.ShapeDtypeStruct, ...], begun: tuple[Any, ...]
+) -> list[Any]:
+    """Wait for all buckets and take each, the last layers' first; outside of a program too.
+
+    One after the other: XLA makes room at once for the results of all calls that could be next.
+    So it steps with those of one bucket before it has to have memory for another's; what a step
+    takes, the kernel clears.
+    """
+    specs = _specs(how, shapes)
+    plan = plan_of(how, specs, is_copied=True)
+    tokens, run = list(begun), plan.finish
+    found: list[Any] = [None] * len(shapes)
+    for number, places in reversed(list(enumerate(plan.buckets))):
+        make = functools.partial(functools.partial, run, number)
+        results = [*(shapes[i] for i in places), TOKEN]
+        *some, token = call(("finish", number, how, specs), make, tokens, results, is_pure=True)
+        tokens, run = [token], plan.take
+        for place, one in zip(places, some, strict=True):
+            found[place] = one
+    return found
 
 
 def names_of(tree: Any, name: str) -> tuple[str, ...]:
