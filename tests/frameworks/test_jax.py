@@ -153,6 +153,41 @@ def test_the_other_operations_and_errors(tmp_path):
     run(COLLECTIVES, tmp_path, environ=SHARED)
 
 
+GRADIENTS = """
+    def back(f, x):  # the gradient of what f gives, weighted by 1, 2, 3... times rank + 1
+        def loss(x):
+            y = f(x)
+            return jnp.sum(y * (jnp.arange(1.0, 1.0 + y.size) * (rank + 1)).reshape(y.shape))
+        return jax.grad(loss)(x)
+    def gathered(x):
+        return back(lambda x: fps.allgather(x, "ag"), x)
+    weights = np.arange(1, 9, dtype="f4").reshape(4, 2)
+    for wrap in (lambda f: f, jax.jit, lambda f: jax.jit(jax.checkpoint(f))):
+        x = jnp.ones((2, 2))
+        for op, times in ((fps.Average, 1.5), (fps.Sum, 3)):
+            same(wrap(lambda x: back(lambda x: fps.allreduce(x, f"r{times}", op=op), x))(x),
+                 weights[:2] * np.float32(times))
+            same(wrap(lambda x: back(lambda x: fps.reducescatter(x, f"s{times}", op=op), x))(x),
+                 np.array([[1, 2], [2, 4]], "f4") * (2 if op is fps.Sum else 1))
+        same(wrap(gathered)(x), weights[2 * rank : 2 + 2 * rank] * np.float32(1.5))
+        same(wrap(lambda x: back(lambda x: fps.broadcast(x, 1, name="b"), x))(x),
+             weights[:2] * np.float32(1.5 * rank))
+        same(wrap(lambda x: back(lambda x: fps.alltoall(x, name="aa"), x))(jnp.ones((2, 1))),
+             np.array([[[1], [2]], [[2], [4]]], "f4")[rank])
+    x = jnp.ones((rank + 1, 2))  # three rows
+    same(gathered(x), weights[rank : 1 + 2 * rank] * np.float32(1.5))
+    x = jnp.ones((3, 1))  # one row goes to rank 0, two to rank 1
+    same(back(lambda x: fps.alltoall(x, [1, 2], name="as")[0], x),
+         np.array([[[1], [2], [4]], [[2], [6], [8]]], "f4")[rank])
+    with pytest.raises(ValueError, match="cannot be differentiated"):
+        back(lambda x: fps.allreduce(x, "max", op=fps.Max), x)
+"""
+
+
+def test_operations_have_gradients(tmp_path):
+    run(GRADIENTS, tmp_path, environ=SHARED)
+
+
 TRAINING = """
     optax = pytest.importorskip("optax")
     def loss(p, x, y):

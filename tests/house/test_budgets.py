@@ -38,7 +38,7 @@ ROOMS = {
     "server/": 4640,
     "worker/": 3370,
     "collectives/": 3460,
-    "frameworks/": 12340,
+    "frameworks/": 12410,
     "graph/": 3780,
     "byzantine/": 1040,
     "bluefog/": 480,
