@@ -3,6 +3,7 @@
 
 cdef double CREDIT_GAIN = 1.25  # times what is under way on an empty link: see read_gauge()
 cdef double GROWS_FROM = 1.125  # smaller changes are noise
+cdef double SHORTER = 0.75      # so much less time shows that what grew by the longer one is wrong
 
 cdef enum:
     WINDOW_BYTES = 1 << 20      # of results that tell a rate
@@ -15,7 +16,7 @@ cdef void set_credit(BaseLink* link, uint64_t credit_bytes) noexcept nogil:
 
 
 cdef void end_window(BaseLink* link, int64_t now) noexcept nogil:
-    """Learn the rate of a window, and let the credit follow: it grows, and never shrinks."""
+    """Learn the rate of a window, and let the credit grow to what it needs."""
     cdef Gauge* gauge = &link.gauge
     cdef double wanted
     cdef double rate = gauge.counted / <double>(now - gauge.counted_since)
@@ -24,6 +25,20 @@ cdef void end_window(BaseLink* link, int64_t now) noexcept nogil:
     wanted = min(CREDIT_GAIN * gauge.rate * gauge.response_ns, <double>MAX_CREDIT_BYTES)
     if wanted > GROWS_FROM * link.credit_bytes and not gauge.is_held:
         set_credit(link, <uint64_t>wanted)
+
+
+cdef void learn_response(BaseLink* link, int64_t response_ns) noexcept nogil:
+    """A chunk was back: if sooner than any before, the link needs less than was thought.
+
+    The first one on its way finds a connection that has to begin slowly, and a server that waits
+    for a worker who comes late. Credit for more than the link carries fills queues, and they drop.
+    """
+    cdef Gauge* gauge = &link.gauge
+    cdef double share = response_ns / <double>gauge.response_ns if gauge.response_ns else 1.0
+    if share <= 1.0:
+        gauge.response_ns = response_ns
+    if share < SHORTER and not gauge.is_held:
+        set_credit(link, max(<uint64_t>(share * link.credit_bytes), link.least_credit))
 
 
 cdef void read_gauge(BaseLink* link, uint64_t nbytes) noexcept nogil:
@@ -37,8 +52,7 @@ cdef void read_gauge(BaseLink* link, uint64_t nbytes) noexcept nogil:
     cdef Gauge* gauge = &link.gauge
     cdef int64_t now = now_ns()
     if gauge.asked:
-        if gauge.response_ns == 0 or now - gauge.asked < gauge.response_ns:
-            gauge.response_ns = max(now - gauge.asked, 1)
+        learn_response(link, max(now - gauge.asked, 1))
         gauge.asked = 0
     if gauge.counted_since == 0:
         gauge.counted_since, gauge.counted = now, 0     # what began the window does not count
@@ -49,9 +63,14 @@ cdef void read_gauge(BaseLink* link, uint64_t nbytes) noexcept nogil:
 
 
 cdef void note_leaving(BaseLink* link, SendItem* item) noexcept nogil:
-    """A chunk is about to leave; if nothing else is out its way there and back is timed."""
+    """A chunk is about to leave; if nothing else is out its way there and back is timed.
+
+    Shorter ones than bulk data has tell too little, but better than nothing.
+    """
     cdef QueueStats stats
     if item.cursor or not item.is_credited:
+        return
+    if link.gauge.response_ns and frame_bytes(item) < item.chunk_bytes:
         return
     queue_stats(link.queue, &stats)
     if stats.credit_used <= frame_bytes(item):

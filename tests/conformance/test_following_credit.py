@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Credit that follows a link grows where results are long on their way, and changes no sum."""
+"""Credit that follows a link is what its results' way needs, and changes no sum."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -29,8 +29,10 @@ COUNT = 1 << 20
 DELAY_S = 0.005
 
 
-def hand_on(source: socket.socket, sink: socket.socket) -> list[threading.Thread]:
-    """Move bytes one way, each read DELAY_S later."""
+def hand_on(
+    source: socket.socket, sink: socket.socket, delay: Callable[[], float]
+) -> list[threading.Thread]:
+    """Move bytes one way, each read some seconds later."""
     waiting: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
 
     def read() -> None:
@@ -40,7 +42,7 @@ def hand_on(source: socket.socket, sink: socket.socket) -> list[threading.Thread
                 data = source.recv(1 << 18)
             except OSError:
                 data = b""
-            waiting.put((time.monotonic() + DELAY_S, data))
+            waiting.put((time.monotonic() + delay(), data))
 
     def write() -> None:
         while True:
@@ -66,7 +68,11 @@ class LongLink:
         self.relays = [relay_near, relay_far]
         for sock in self.relays:
             sock.setblocking(True)
-        self.threads = hand_on(relay_near, relay_far) + hand_on(relay_far, relay_near)
+        self.delay_s = DELAY_S
+        self.threads = [
+            *hand_on(relay_near, relay_far, lambda: self.delay_s),
+            *hand_on(relay_far, relay_near, lambda: self.delay_s),
+        ]
         self.pool = BufferPool()
         self.store = ServerStore(self.pool, member=0, n_members=1)
         self.engine = WorkerEngine(me=0, n_members=1)
@@ -133,3 +139,15 @@ def test_credit_follows_the_link_and_sums_keep_their_bits(link):
     assert (link.credit() > CREDIT) == link.follows  # until it is taken back
     for result in results:
         assert result.tobytes() == gradient.tobytes()
+
+
+def test_what_a_slow_beginning_asked_for_is_taken_back(link):
+    gradient = np.ones(COUNT, np.float32)
+    link.delay_s = 10 * DELAY_S
+    for _ in range(2):
+        link.reduce(gradient)
+    at_first = link.credit()
+    link.delay_s = DELAY_S / 5
+    link.reduce(gradient)
+    most = 0.5 * at_first if link.follows else CREDIT
+    assert CREDIT <= link.credit() <= most

@@ -33,7 +33,7 @@ ROOMS = {
     "_trace": 420,
     "reduce/": 4160,
     "config/": 1250,
-    "transport/": 9110,
+    "transport/": 9140,
     "control/": 4860,
     "server/": 4640,
     "worker/": 3370,
