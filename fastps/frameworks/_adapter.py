@@ -72,6 +72,11 @@ def op_of(average: object) -> Op:
     return Average if average else Sum
 
 
+def of_gradient(name: str) -> str:
+    """Name what is done to the gradient of an operation's result."""
+    return f"{name}.gradient"
+
+
 def check_name(name: str | None, call: str) -> str:
     """Give the name back, or raise ValueError that shows how to give one.
 

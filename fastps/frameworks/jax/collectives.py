@@ -25,7 +25,7 @@ from fastps.flights import (
     start_broadcast,
     start_reducescatter,
 )
-from fastps.frameworks._adapter import Average, Sum, check_name
+from fastps.frameworks._adapter import Average, Sum, check_name, of_gradient
 from fastps.frameworks._arrays import scale, wire_view
 from fastps.frameworks.jax.calls import call
 from fastps.sets import ProcessSet, global_process_set
@@ -44,7 +44,7 @@ def allreduce(
     label = check_name(name, "allreduce")
 
     def back(gradient: jax.Array) -> jax.Array:
-        return allreduce(gradient, _of_gradient(label), op=op, process_set=process_set)
+        return allreduce(gradient, of_gradient(label), op=op, process_set=process_set)
 
     def reduce(one: jax.Array) -> jax.Array:
         return _reduced(one, label, op, process_set)
@@ -93,7 +93,7 @@ def broadcast(
 
     def back(gradient: jax.Array) -> jax.Array:
         is_root = process_set.rank() == process_set.member(root_rank, "root_rank")
-        name = _of_gradient(label)
+        name = of_gradient(label)
         return _reduced(gradient, name, Average, process_set, is_wanted=is_root)
 
     return _differentiable(give, back, array)
@@ -123,7 +123,7 @@ def allgather(
         return _device(flight.wait(), code)
 
     def back(gradient: jax.Array) -> jax.Array:
-        whole = allreduce(gradient, _of_gradient(label), process_set=process_set)
+        whole = allreduce(gradient, of_gradient(label), process_set=process_set)
         first = sum(counts[: process_set.rank()])
         return whole[first : first + len(array)]
 
@@ -152,7 +152,7 @@ def reducescatter(
         return _once(("reducescatter", label, op, id(process_set)), _copying(start), one, shape)
 
     def back(gradient: jax.Array) -> jax.Array:
-        whole = allgather(gradient, _of_gradient(label), process_set=process_set)
+        whole = allgather(gradient, of_gradient(label), process_set=process_set)
         return whole * process_set.size() if op is Sum else whole
 
     return _differentiable(scatter, back if op in (Average, Sum) else None, array)
@@ -190,7 +190,7 @@ def alltoall(
 
     def back(gradient: jax.Array) -> jax.Array:
         parts = None if splits is None else received
-        found = alltoall(gradient, parts, name=_of_gradient(label), process_set=process_set)
+        found = alltoall(gradient, parts, name=of_gradient(label), process_set=process_set)
         given: jax.Array = found if splits is None else found[0]
         return given
 
@@ -215,10 +215,6 @@ def _differentiable(
     whole = jax.custom_vjp(run)
     whole.defvjp(lambda one: (run(one), None), lambda _, gradient: (back(gradient),))
     return whole(array)
-
-
-def _of_gradient(label: str) -> str:
-    return f"{label}.gradient"
 
 
 def _once(key: Any, run: Any, array: jax.Array, shape: Sequence[int]) -> jax.Array:

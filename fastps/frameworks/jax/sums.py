@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fastps.frameworks._adapter import BUCKET_BYTES, check_name, op_of
+from fastps.frameworks._adapter import BUCKET_BYTES, check_name, of_gradient, op_of
 from fastps.frameworks._arrays import ArrayExchange, Arrays, Spec, spec_of
 from fastps.frameworks.jax.calls import call, is_native, shapes_of
 from fastps.sets import ProcessSet, global_process_set
@@ -39,7 +39,7 @@ class How:
     @property
     def of_gradient(self) -> How:
         """The same for the gradients of the results, under names of their own."""
-        return replace(self, names=tuple(f"{name}.gradient" for name in self.names))
+        return replace(self, names=tuple(map(of_gradient, self.names)))
 
 
 class Plan:

@@ -18,7 +18,7 @@ from fastps.flights import (
     start_broadcast,
     start_reducescatter,
 )
-from fastps.frameworks._adapter import Average, Sum, check_name
+from fastps.frameworks._adapter import Average, Sum, check_name, of_gradient
 from fastps.frameworks._arrays import scale, wire_view
 from fastps.frameworks.tensorflow.calls import call
 from fastps.frameworks.tensorflow.sums import as_it_is, push_pull
@@ -78,7 +78,7 @@ def broadcast(
         return _like(copy, array)
 
     def back(gradient: Any) -> Any:
-        whole = _reduced(gradient, _of_gradient(label), Average, process_set)
+        whole = _reduced(gradient, of_gradient(label), Average, process_set)
         is_root = process_set.rank() == process_set.member(root_rank, "root_rank")
         return whole if is_root else tf.zeros_like(whole)
 
@@ -104,7 +104,7 @@ def allgather(tensor: Any, name: str, *, process_set: ProcessSet = global_proces
         found, first = call(run, [one], kinds, shapes)
 
         def back(gradient: Any) -> Any:
-            whole = _reduced(gradient, _of_gradient(label), Average, process_set)
+            whole = _reduced(gradient, of_gradient(label), Average, process_set)
             rows = tf.shape(one, tf.int64)[0] if one.shape.rank else 1
             return tf.reshape(whole[first : first + rows], tf.shape(one))
 
@@ -129,7 +129,7 @@ def reducescatter(
         return _like(flight.wait(), array)
 
     def back(gradient: Any) -> Any:
-        whole = allgather(gradient, _of_gradient(label), process_set=process_set)
+        whole = allgather(gradient, of_gradient(label), process_set=process_set)
         return whole * process_set.size() if op is Sum else whole
 
     return _differentiable(lambda one: (_once(run, one, rows=True), back), tensor)
@@ -163,7 +163,7 @@ def alltoall(
         found, received = call(run, [one, *sent], [one.dtype, tf.int64], shapes)
 
         def back(gradient: Any, *_: Any) -> Any:
-            how: Any = {"name": _of_gradient(label), "process_set": process_set}
+            how: Any = {"name": of_gradient(label), "process_set": process_set}
             return alltoall(gradient, received, **how)[0]
 
         return (found, received), back
@@ -180,10 +180,6 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str = "object") -> Any:
 def _differentiable(run: Any, tensor: Any) -> Any:
     """Call run(tensor), which gives a result and what its gradient goes through."""
     return tf.custom_gradient(run)(tf.convert_to_tensor(tensor))
-
-
-def _of_gradient(label: str) -> str:
-    return f"{label}.gradient"
 
 
 def _once(run: Any, tensor: Any, *, rows: bool = False) -> Any:

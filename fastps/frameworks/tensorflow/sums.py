@@ -20,7 +20,14 @@ import tensorflow as tf
 from fastps import session
 from fastps.compression import Choice
 from fastps.flights import correction_of, start_allgather
-from fastps.frameworks._adapter import BUCKET_BYTES, Average, check_name, check_op, op_of
+from fastps.frameworks._adapter import (
+    BUCKET_BYTES,
+    Average,
+    check_name,
+    check_op,
+    of_gradient,
+    op_of,
+)
 from fastps.frameworks._arrays import ArrayExchange, Exchanges, scale, spec_of, wire_view
 from fastps.frameworks.tensorflow import _ops
 from fastps.frameworks.tensorflow.calls import Result, call, call_native, is_native
@@ -215,7 +222,7 @@ def push_pull(
     def along(value: Any, name: str) -> Any:
         def run(one: Any) -> Any:
             found = add_all([one], [name], **options)[0]
-            return found, lambda gradient: along(gradient, f"{name}.gradient")
+            return found, lambda gradient: along(gradient, of_gradient(name))
 
         return tf.custom_gradient(run)(value)
 
