@@ -40,7 +40,7 @@ cdef struct Table:              # the updates that count, and what is known of t
     int32_t who[SLOTS]          # of those that do: by place in the sources; n: the last result
     int32_t m
     int32_t f
-    double* norms               # squares of lengths
+    double* norms               # squares of lengths; clipping once around the last: from that
     double* squares             # of distances between all pairs
     double* part                # as squares, of one part
     double* weights

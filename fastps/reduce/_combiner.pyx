@@ -7,6 +7,7 @@ left goes another way, for any number. All other rules end in a mix of the updat
 Bulyan, in a rule by element of some of them), and these follow from norms or from distances
 between all pairs alone. So a rule looks at each part of the updates once, when it comes (look),
 then decides (weigh), however many iterations it has, and makes the result part by part (finish).
+Lengths are enough to clip, and to clip once around the last result distances to that.
 With z = sum of w_j u_j, where the w_j add up to 1,
 
     |u_i - z|^2 = sum_j w_j D_ij - 1/2 sum_jk w_j w_k D_jk,    D_jk = |u_j - u_k|^2
@@ -37,6 +38,7 @@ cdef enum:
     E_PROTOCOL = -4             # of _core.pxd, as in kernels.py
     NOT_FINITE = 2              # of ordered.py
     LINE_BYTES = 64
+    PIECE = 1 << 12             # elements that all sources are looked at before the next
 
 cdef double FARTHEST = 1e300    # of squares of distances: their sums stay finite
 cdef double TINY = 1e-300       # in the place of a length of 0
@@ -124,6 +126,11 @@ cdef int64_t fill_buckets(Combining* how, Table* table, uint32_t version,
 
 # ---------------------------------------------------------------- looking at whole updates
 
+cdef inline bint is_one_step(Combining* how) noexcept nogil:
+    """Whether a clipping goes by distances to the last result alone."""
+    return how.kind == CENTERED_CLIPPING and how.iterations == 1
+
+
 cdef int32_t gather_rows(Combining* how, const void* const* sources, int64_t n, uint64_t first,
                          const void** rows) noexcept nogil:
     """List what distances are between: the updates, and the last result if the rule wants it."""
@@ -134,11 +141,35 @@ cdef int32_t gather_rows(Combining* how, const void* const* sources, int64_t n, 
     return <int32_t>n + 1
 
 
+cdef int64_t look_from_last(Combining* how, const void* const* sources, int64_t n,
+                            uint64_t first, uint64_t count, Table* table) noexcept nogil:
+    """Take squares of distances to the last result for lengths, in pieces that stay in caches."""
+    cdef const void* pair[2]
+    cdef double squares[4]
+    cdef uint64_t start = 0, size
+    cdef int64_t status = DONE
+    cdef int32_t i
+    if not first:
+        memset(table.norms, 0, n * sizeof(double))
+    while start < count and status == DONE:
+        size = min(count - start, PIECE)
+        pair[1] = how.last + (first + start) * how.itemsize
+        for i in range(<int32_t>n):
+            pair[0] = <const char*>sources[i] + start * how.itemsize
+            status = how.distances(pair, 2, squares, size, NULL)
+            table.norms[i] += squares[1]
+        start += size
+    return status
+
+
 cdef int64_t look(Combining* how, const void* const* sources, int64_t n, uint64_t first,
                   uint64_t count, Table* table) noexcept nogil:
     cdef const void* rows[SLOTS]
     cdef int32_t i, all = gather_rows(how, sources, n, first, rows)
-    cdef int64_t status = how.norms(rows, n, table.part, count, NULL)
+    cdef int64_t status
+    if is_one_step(how):
+        return look_from_last(how, sources, n, first, count, table)
+    status = how.norms(rows, n, table.part, count, NULL)
     for i in range(<int32_t>n):
         table.norms[i] = table.part[i] + (table.norms[i] if first else 0)
     if status != DONE or how.kind == NORM_CLIPPING:
@@ -160,7 +191,7 @@ cdef void keep_sound(Combining* how, int32_t n, Table* table, uint8_t* refused) 
             table.who[table.m] = i
             table.m += 1
     table.who[table.m] = n
-    n = table.m + (how.last != NULL)
+    n = 0 if is_one_step(how) else table.m + (how.last != NULL)
     for i in range(n):
         for j in range(n):
             table.part[i * n + j] = fmin(table.squares[table.who[i] * all + table.who[j]],
@@ -215,7 +246,11 @@ cdef void weigh_centered(Combining* how, Table* table) noexcept nogil:
     memset(table.weights, 0, (m + 1) * sizeof(double))
     table.weights[m] = 1
     for _step in range(how.iterations):
-        lengths_to_mix(table, m + 1, lengths)
+        if is_one_step(how):
+            for i in range(m):
+                lengths[i] = sqrt(table.norms[i])
+        else:
+            lengths_to_mix(table, m + 1, lengths)
         moved = 0
         for i in range(m):
             lengths[i] = fmin(1.0, how.radius / fmax(lengths[i], TINY)) / m
