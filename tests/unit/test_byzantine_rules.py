@@ -30,6 +30,7 @@ RULES = {
     "signs": bz.SignMajority(),
     "clip": bz.NormClipping(3.0),
     "centered": bz.CenteredClipping(2.0, iterations=3),
+    "centered once": bz.CenteredClipping(2.0),
     "geometric": bz.GeometricMedian(iterations=5),
     "krum": bz.Krum(2),
     "multi-krum": bz.MultiKrum(2),
@@ -133,11 +134,12 @@ def test_zero_updates_are_updates():
     assert not found.any()
 
 
-def test_centered_clipping_goes_on_from_its_last_result():
-    rule, last = bz.CenteredClipping(0.5, iterations=2), np.zeros(64)
-    combiner = Combiner(rule, DType.FLOAT32, n=5, count=64)
+@pytest.mark.parametrize(("iterations", "count"), [(2, 64), (1, 64), (1, 10_001)])
+def test_centered_clipping_goes_on_from_its_last_result(iterations, count):
+    rule, last = bz.CenteredClipping(0.5, iterations=iterations), np.zeros(count)
+    combiner = Combiner(rule, DType.FLOAT32, n=5, count=count)
     for version in range(1, 5):
-        updates = updates_of(5, 64, seed=version)
+        updates = updates_of(5, count, seed=version)
         found, _ = combiner.combine(updates, version=version)
         last = bz.combine(rule, updates, last=last)
         same(found, last)
