@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare operations among workers with those of gloo, Open MPI or oneCCL: all-gather and so on.
+r"""Compare operations among workers with those of gloo, Open MPI or oneCCL: all-gather and so on.
 
     fastps-run -np 2 python tools/bench/collectives.py --sizes 4K,1M,64M
     FASTPS_SHARED_MEMORY=0 fastps-run -np 2 python tools/bench/collectives.py --kinds private
     python tools/bench/collectives.py --hosts 4 --rate 200mbit --sizes 16M --kinds private
     python tools/bench/collectives.py --mpi 2 --sizes 4K,1M,16M
     fastps-run -np 2 python tools/bench/collectives.py --against oneccl
+    fastps-run -np 2 --env GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x400000 \
+        python tools/bench/collectives.py --against memory
 
 The third needs root: tools/netlab.py makes hosts with links of that rate, one worker on each. The
-fourth starts workers by mpirun, the last loads oneCCL (oneccl-tcp: over sockets): they need what
-tools/bench/peers/install.py installs. Both systems run in the same processes and take turns in
+fourth starts workers by mpirun, the fifth loads oneCCL (oneccl-tcp: over sockets): they need what
+tools/bench/peers/install.py installs. The last compares with what memory has to carry at least, by
+copies and sums within each process; a C library that knows a large cache has to be told to write
+large copies past it. Both systems run in the same processes and take turns in
 every round; torch has one thread. A size is that of what a worker brings, for a reduce-scatter
 what it gets. Arrays are private ones or of fastps.empty(). Every operation of fastps is checked
 against the other's result in every round. Columns: median time of fastps, of the other, and the
@@ -44,7 +48,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fastps
 from fastps import current
-from fastps.types import Op
+from fastps.reduce import reduce_kernel
+from fastps.types import DType, Op, ReduceOp
 from tools.bench._hosts import SCHEDULER, environment_of, on_hosts
 from tools.bench.peers import _places, _systems
 from tools.bench.peers._systems import AS_ROOT, MPIRUN
@@ -257,9 +262,55 @@ class OneCCLOverTCP(OneCCL):
     over = "oneccl-tcp"
 
 
-Other: TypeAlias = Gloo | OpenMPI | OneCCL
+class Memory:
+    """The floor of a machine: what each process has to read and to write, in memory of its own.
+
+    Nobody is waited for. Sums are those of fastps's kernel, copies those of the C library.
+    """
+
+    def __init__(self, _: _places.Places) -> None:
+        self.barrier, self.end = fastps.barrier, lambda: None
+        self.sum = KERNEL(reduce_kernel(ReduceOp.SUM, DType.FLOAT32))
+
+    def add(self, rows: Any, out: np.ndarray[Any, Any]) -> Run:
+        """Give what reads arrays and writes one, all float32[count]."""
+        table = (ctypes.c_void_p * len(rows))(*(row.ctypes.data for row in rows))
+        divisor = (ctypes.c_int64 * 1)(1)
+        return lambda: self.sum(table, len(rows), out.ctypes.data, out.size, divisor)
+
+    def runs(self, arrays: Arrays) -> dict[str, Run]:
+        """Give by name what does an operation of these arrays."""
+        one, all_ = arrays.one, arrays.all
+        theirs, all_theirs = arrays.theirs.numpy(), arrays.all_theirs.numpy()
+        rows = [*all_.reshape(fastps.size(), -1), one]
+        steps = distances(fastps.size())
+
+        def copy() -> None:
+            np.copyto(theirs, one)
+
+        def copy_all() -> None:
+            np.copyto(all_theirs, all_)
+
+        return {
+            "allreduce": copy,  # all shares of one part of the sum are read, and all are written
+            "allgather": copy_all,
+            "reducescatter": self.add(rows[:-1], theirs),
+            "alltoall": copy_all,
+            # As many copy as get something; the first among them, for its time is what is told.
+            "broadcast": copy if fastps.rank() < fastps.size() - 1 else lambda: None,
+            "send, receive": copy,
+            "one peer": self.add(rows[-2:], theirs),
+            "exponential": self.add(rows[-1 - len(steps) :], theirs),
+        }
+
+
+KERNEL = ctypes.CFUNCTYPE(
+    ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
+    ctypes.c_void_p,
+)  # fmt: skip
+Other: TypeAlias = Gloo | OpenMPI | OneCCL | Memory
 OTHERS: dict[str, type[Other]] = {
-    "gloo": Gloo, "mpi": OpenMPI, "oneccl": OneCCL, "oneccl-tcp": OneCCLOverTCP,
+    "gloo": Gloo, "mpi": OpenMPI, "oneccl": OneCCL, "oneccl-tcp": OneCCLOverTCP, "memory": Memory,
 }  # fmt: skip
 
 
@@ -357,7 +408,8 @@ def compare(nbytes: int, kind: str, rounds: int, only: str, other: Other) -> Non
         for _ in range(rounds):
             both = [time_of(run, times, other.barrier) for run in (ours, runs[name])]
             seconds.append((both[0], both[1]))
-            assert np.array_equal(result, expected.numpy()), f"{name} of {nbytes} bytes is wrong"
+            is_right = isinstance(other, Memory) or np.array_equal(result, expected.numpy())
+            assert is_right, f"{name} of {nbytes} bytes is wrong"
         mine, others = (statistics.median(column) * 1e6 for column in zip(*seconds, strict=True))
         ratio = statistics.median(a / b for a, b in seconds)
         if fastps.rank() == 0:
