@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.distributed's backend "fastps" in real jobs, and how it gets known and joins one.
 
-One job of torchrun for each number of ranks runs all cases of programs_torch_backend.py.
+One job of torchrun for each number of ranks runs all cases of programs_torch_backend.py and
+programs_torch_trained.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ from harness import clean_environ  # noqa: E402
 from job import run_workers  # noqa: E402
 
 PROGRAM = HERE / "programs_torch_backend.py"
-CASES = re.findall(r"^@case\ndef (\w+)", PROGRAM.read_text(encoding="utf-8"), re.MULTILINE)
+CASES = [
+    name
+    for path in (PROGRAM, HERE / "programs_torch_trained.py")
+    for name in re.findall(r"^@case\ndef (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+]
 JOB_S = 400.0
 
 

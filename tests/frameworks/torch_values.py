@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values for the cases of programs_torch_backend.py, and what operations should make of them."""
+"""Values for the cases of torch_cases.py, and what operations should make of them."""
 
 from __future__ import annotations
 

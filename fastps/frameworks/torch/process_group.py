@@ -31,6 +31,7 @@ from fastps.frameworks.torch.memory import (
     landing,
     reading,
 )
+from fastps.frameworks.torch.untraced import untraced
 from fastps.frameworks.torch.work import Completer, Operation, Work
 from fastps.types import Op
 
@@ -54,10 +55,18 @@ def _reduction(side: Side, opts: Any, operation: str) -> tuple[Op, Side]:
         return Op.SUM, side
     kind, factor = opts.reduceOp.__getstate__()
     if factor is not None:
-        side = reading(side.plain * factor, operation)._replace(counts=side.counts)
+        kept = side.plain.dtype
+        if not (kept.is_floating_point or kept.is_complex):
+            raise TypeError(
+                f"{operation}: PREMUL_SUM multiplies a tensor of {kept} by a fraction, which has "
+                "no place in it: sum first, then scale, or use a floating-point tensor"
+            )
+        scaled = (side.plain * factor).to(kept)
+        side = reading(scaled, operation)._replace(counts=side.counts)
     return _OPS[kind], side
 
 
+@untraced
 class Operations:
     """What both shells can do; where torch has both forms a list may be one tensor for all."""
 

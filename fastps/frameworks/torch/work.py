@@ -20,6 +20,7 @@ import torch
 from torch import distributed as dist
 
 from fastps.errors import StallError
+from fastps.frameworks.torch.untraced import untraced
 from fastps.worker.handle import Handle
 
 Future: TypeAlias = "torch.futures.Future[Any]"
@@ -125,6 +126,7 @@ class Completer:
                     self._idle.append(inbox)
 
 
+@untraced
 class Work(dist.Work):
     """An operation as torch sees it."""
 
