@@ -128,6 +128,16 @@ def ddp_hooks(rank, size):
         model.register_comm_hook(state, hook)
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, size, 3)
         close(model.parameters(), want, tolerance)
+    for kind, tolerance in (("ALLREDUCE", 1e-6), ("FP16_COMPRESS", 1e-3)):  # torch's, in C++
+        model = DistributedDataParallel(plain_net(), bucket_cap_mb=0.002)
+        model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, size, 3)
+        close(model.parameters(), want, tolerance)
+    gloo = dist.new_group(backend="gloo")
+    model = DistributedDataParallel(plain_net(), process_group=gloo)
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, size, 3)
+    close(model.parameters(), want, 1e-3)
 
 
 @case

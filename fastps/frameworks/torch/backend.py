@@ -26,6 +26,7 @@ def register() -> None:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
         _meet_by_job(dist.default_pg_timeout)
         _end_with_torch()
+        _offer_hooks()
         CARRIERS["torchrun"] = _agent_board
 
 
@@ -63,6 +64,25 @@ def _end_with_torch() -> None:
             theirs(group)
 
     module._shutdown_backend = end  # type: ignore[attr-defined]
+
+
+def _offer_hooks() -> None:
+    """Let DDP's hooks in C++ work: that of half precision reads no results of Python's Futures."""
+    from torch import distributed as dist  # noqa: PLC0415
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    theirs = DistributedDataParallel._register_builtin_comm_hook
+
+    def register_hook(model: Any, kind: Any) -> None:
+        is_half = kind == dist.BuiltinCommHookType.FP16_COMPRESS
+        if is_half and dist.get_backend(model.process_group) == NAME:
+            hooks = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+            half = importlib.import_module(hooks).fp16_compress_hook
+            model.register_comm_hook(model.process_group, half)  # the same in Python
+        else:
+            theirs(model, kind)
+
+    DistributedDataParallel._register_builtin_comm_hook = register_hook  # type: ignore[method-assign]
 
 
 def create(options: Any, _: Any = None) -> Any:
