@@ -3,7 +3,7 @@
 
     python programs_trainers.py FOLDER                  one process, whole batches
     torchrun --nproc-per-node 2 programs_trainers.py FOLDER      backend "fastps", half of each
-    fastps-run -np 2 python programs_trainers.py FOLDER          DistributedOptimizer, half of each
+    fastps-run -np 2 python programs_trainers.py FOLDER          our optimizer or wrapper, the same
 
 Writes FOLDER/<trainer>.npz: the weights at the end, of rank 0, which are those of all.
 """
@@ -146,8 +146,8 @@ def transformers(folder: Path) -> nn.Module:
     return model
 
 
-def wrapped(folder: Path) -> nn.Module:
-    """Give the Trainer a DistributedOptimizer; it clips averages, between backward and step."""
+def with_own_data(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
+    """Make a Trainer whose data are those of this rank, which it knows nothing of."""
     from transformers import Trainer  # noqa: PLC0415
 
     class OwnData(Trainer):
@@ -155,21 +155,50 @@ def wrapped(folder: Path) -> nn.Module:
             sampler = DistributedSampler(Sentences(), SIZE, RANK, shuffle=False)
             return DataLoader(Sentences(), batch_size=BATCH // SIZE, sampler=sampler)
 
+    return OwnData(model=model, args=arguments(folder), optimizers=(optimizer, None))
+
+
+def wrapped(folder: Path) -> nn.Module:
+    """Give the Trainer a DistributedOptimizer; it clips averages, between backward and step."""
     model = language_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # not so blind to scale as Adam is
     if SIZE > 1:
         optimizer = fps.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), finish_in_backward=True
         )
-    trainer = OwnData(model=model, args=arguments(folder), optimizers=(optimizer, None))
+    trainer = with_own_data(model, optimizer, folder)
     trainer.train()
     assert trainer.state.global_step == STEPS
     return model
 
 
+def parallel(folder: Path) -> nn.Module:
+    """Give the Trainer a model in our wrapper; it saves the one within, whose weights are tied."""
+    from accelerate import Accelerator  # noqa: PLC0415
+    from transformers.modeling_utils import unwrap_model  # noqa: PLC0415
+
+    model = outer = language_model()
+    if SIZE > 1:
+        outer = fps.DistributedDataParallel(model)
+        assert unwrap_model(outer) is model
+        assert unwrap_model(outer, recursive=True) is model
+        assert Accelerator(cpu=True).unwrap_model(outer) is model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trainer = with_own_data(outer, optimizer, folder)
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+    place = folder / f"saved by {RANK}"
+    trainer.save_model(str(place))  # with keys that begin with "module.", as of torch's class
+    unwrap_model(trainer.model).save_pretrained(place)
+    loaded = type(model).from_pretrained(place).state_dict()
+    for name, one in model.state_dict().items():
+        assert torch.equal(loaded[name], one), name
+    return model
+
+
 PARTS: dict[str, Callable[[Path], nn.Module]] = {
     "lightning": lightning, "accelerate": accelerate, "transformers": transformers,
-    "wrapped": wrapped,
+    "wrapped": wrapped, "parallel": parallel,
 }  # fmt: skip
 
 
@@ -177,7 +206,7 @@ def parts() -> list[str]:
     """List what is trained in this way of starting."""
     if SIZE == 1:
         return list(PARTS)
-    return ["wrapped"] if IS_FASTPS else ["lightning", "accelerate", "transformers"]
+    return ["wrapped", "parallel"] if IS_FASTPS else ["lightning", "accelerate", "transformers"]
 
 
 def save(model: nn.Module, path: Path) -> None:

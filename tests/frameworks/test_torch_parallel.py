@@ -122,6 +122,38 @@ def test_no_sync_accumulates(cluster: FakeCluster) -> None:
     assert rounds(cluster) == {3}
 
 
+@pytest.mark.parametrize("is_late", [True, False])
+def test_the_last_of_several_backward_passes_sends(cluster: FakeCluster, is_late: bool) -> None:
+    """As Accelerate's trigger_sync_in_backward() and torch's pipelines have it, or nanoGPT."""
+    models, twin = make_models(cluster), make_model()
+
+    def body(rank: int) -> None:
+        model = parallel(models[rank])
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+        for step in range(2):
+            model.zero_grad()
+            losses = []
+            for one in range(3):
+                model.require_backward_grad_sync = one == 2 and not is_late
+                losses.append(loss_of(model, part(one, rank)))
+                if not is_late:
+                    losses.pop().backward()
+            for loss in losses:
+                if loss is losses[-1]:
+                    model.reducer.prepare_for_backward([])
+                loss.backward()
+            assert rounds(cluster, rank) == {step + 1}
+        (0 * loss_of(model.module, part(0, rank))).backward()
+        assert rounds(cluster, rank) == {2}
+
+    cluster.run(body)
+    for one in range(3):
+        loss_of(twin, batch(one)).backward()
+    for first, second, want in zip(*(m.parameters() for m in (*models, twin)), strict=True):
+        assert torch.equal(first.grad, second.grad)
+        torch.testing.assert_close(first.grad, want.grad)
+
+
 def test_gradients_add_up_without_no_sync(cluster: FakeCluster) -> None:
     models, twin = make_models(cluster), make_model()
 

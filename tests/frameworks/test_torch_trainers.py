@@ -51,4 +51,4 @@ def test_trainers_make_the_weights_of_one_process(tmp_path):
             np.testing.assert_allclose(
                 got[key], want[key], atol=1e-4, err_msg=f"{path.name} {key}"
             )
-    assert len(list(folders[1].glob("*.npz"))) == 4
+    assert len(list(folders[1].glob("*.npz"))) == 5

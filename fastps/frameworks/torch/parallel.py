@@ -67,6 +67,11 @@ class BackwardExchange(GradientExchange):
         for tensor in tensors:
             tensor.register_hook(self._on_output)  # type: ignore[no-untyped-call]
 
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """Let the next backward pass be a round, whatever its forward pass was to be."""
+        self.expect(outputs)
+        self._is_blind = False
+
     def check_ended(self) -> None:
         """Raise FastPSError when the last backward pass ended before its round did."""
         if self._is_begun:
@@ -179,8 +184,14 @@ class DistributedDataParallel(torch.nn.Module):
     number of backward passes; each must reach at least one parameter. An error that is raised
     within backward(), such as PeerLostError, comes out of it. Wrap anew after shutdown(). A deep
     copy, as AveragedModel makes one, exchanges nothing: it is for evaluation.
+
+    It counts as an instance of torch's class, so that Accelerate, transformers and torch's
+    checkpoints find the module within (.module). require_backward_grad_sync is False in no_sync();
+    programs may set it before a forward pass.
     """
 
+    require_backward_grad_sync = True
+    require_forward_param_sync = True  # with reducer, what Accelerate sets and calls of torch's
     _is_copy = False
 
     def __init__(
@@ -214,7 +225,6 @@ class DistributedDataParallel(torch.nn.Module):
             raise ValueError(f"run one forward pass first: {shortened(lazy)} have no shape yet")
         self.module = module
         self.broadcast_buffers = broadcast_buffers
-        self._is_syncing = True
         prefix = _next_prefix(process_set) if prefix is None else prefix
         self._exchange = BackwardExchange(
             compression=compression,
@@ -242,7 +252,7 @@ class DistributedDataParallel(torch.nn.Module):
         """Run the module; the backward pass through what it returns averages the gradients."""
         if self._is_copy:
             return self._evaluate(*inputs, **options)
-        is_round = torch.is_grad_enabled() and self._is_syncing
+        is_round = torch.is_grad_enabled() and self.require_backward_grad_sync
         if is_round and not _is_in_backward():
             self._exchange.check_ended()
             self._exchange.check_in_charge()
@@ -263,12 +273,17 @@ class DistributedDataParallel(torch.nn.Module):
 
         The first backward pass of a forward pass outside averages the sum.
         """
-        before = self._is_syncing
-        self._is_syncing = False
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self._is_syncing = before
+            self.require_backward_grad_sync = before
+
+    @property
+    def reducer(self) -> BackwardExchange:
+        """Give what has prepare_for_backward(), as torch's."""
+        return self._exchange
 
     def synchronize(self) -> None:
         """Complete the step after backward() has failed: send what there is, wait, go on.
@@ -303,6 +318,9 @@ class DistributedDataParallel(torch.nn.Module):
         raise TypeError("a DistributedDataParallel cannot be pickled; save its state_dict()")
 
 
+# A subclass in name alone: what torch's has besides would need its reducer.
+torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
+
 _instances: weakref.WeakKeyDictionary[session.Session, Counter[ProcessSet]] = (
     weakref.WeakKeyDictionary()
 )
@@ -317,9 +335,8 @@ def _next_prefix(process_set: ProcessSet) -> str:
 
 def _check_kinds(module: torch.nn.Module) -> None:
     """Refuse modules of which a part talks to other workers by itself."""
-    parallel = (DistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
     for name, part in module.named_modules():
-        if isinstance(part, parallel):
+        if isinstance(part, torch.nn.parallel.DistributedDataParallel):
             raise ValueError(
                 f"{name or 'the module'!r} is a DistributedDataParallel already, and gradients "
                 "would be added twice: wrap once, around the module itself (its .module)"
