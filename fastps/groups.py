@@ -23,6 +23,7 @@ from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
+    from fastps.graph.agreed import Agreed
     from fastps.graph.windows import WindowTable
     from fastps.session import Session
     from fastps.transport._shm import Mapping
@@ -44,6 +45,7 @@ class Groups:
         self._keys = itertools.count()
         self._pairs: dict[int, Group] = {}
         self._windows: WindowTable | None = None
+        self._agreed: dict[str, Agreed] = {}
 
     def _everybody(self) -> Sequence[int]:
         """List the workers; a validator is not among them, and has none."""
@@ -87,6 +89,14 @@ class Groups:
         gone = self.world.gone() if self._session.config.goes_on else ()
         ranks = [rank for rank in self.world.ranks if rank not in gone]
         return self.known.get(f"living/{tuple(ranks)}") or self._make(ranks, "living")
+
+    def agreed(self, name: str) -> Agreed:
+        """Give rounds of operations of all who are left; the same for a name each time."""
+        if name not in self._agreed:
+            from fastps.graph.agreed import Agreed  # noqa: PLC0415  (most jobs need none)
+
+            self._agreed[name] = Agreed(self.world, self.living, name)
+        return self._agreed[name]
 
     @property
     def windows(self) -> WindowTable:

@@ -129,15 +129,17 @@ from fastps.frameworks.torch.collectives import (
 )
 from fastps.frameworks.torch.comm_hook import comm_hook
 from fastps.frameworks.torch.compression import Compression
+from fastps.frameworks.torch.corrected import (
+    DistributedDecentLaMOptimizer,
+    DistributedExactDiffusionOptimizer,
+    DistributedGradientTrackingOptimizer,
+    DistributedNoLoCoOptimizer,
+)
 from fastps.frameworks.torch.decentralized import (
     CommunicationType,
     DistributedAdaptThenCombineOptimizer,
     DistributedAdaptWithCombineOptimizer,
-    DistributedDecentLaMOptimizer,
-    DistributedExactDiffusionOptimizer,
     DistributedGradientAllreduceOptimizer,
-    DistributedGradientTrackingOptimizer,
-    DistributedNoLoCoOptimizer,
 )
 from fastps.frameworks.torch.local_async import AsyncLocalSGD
 from fastps.frameworks.torch.local_sgd import LocalSGD

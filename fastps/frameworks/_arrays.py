@@ -32,6 +32,7 @@ from fastps.frameworks._adapter import (
     wait_all,
 )
 from fastps.frameworks._lent import Lent
+from fastps.graph.agreed import broadcast_to_those_left
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import DType, Op, dtype_of, numpy_dtype
 from fastps.worker.handle import Array
@@ -319,9 +320,11 @@ def broadcast_in_place(arrays: Sequence[Array], names: Sequence[str], root_rank:
     current = session.current()
     codes = [dtype_of(one.dtype) for one in arrays]
     shapes = [one.shape for one in arrays]
+    if current.config.goes_on:  # then nothing is declared
+        broadcast_to_those_left([wire_view(one) for one in arrays], codes, root_rank)
+        return
     labels, number = list(names), 1
-    is_asked = not current.config.goes_on  # then nothing is declared
-    while is_asked and not all(map(current.is_free_for, labels, shapes, codes)):
+    while not all(map(current.is_free_for, labels, shapes, codes)):
         number += 1
         labels = [f"{name} ({number})" for name in names]
     kinds: dict[DType, list[int]] = {}

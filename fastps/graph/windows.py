@@ -281,6 +281,14 @@ class WindowTable:
         )  # fmt: skip
         return self._promise([action], known.array if out is None else out)
 
+    def weights_of_those_left(self, name: str) -> tuple[float, dict[int, float]]:
+        """Give our weight and the in-neighbours' of an update, divided anew among those left."""
+        known, lost = self.find(name), self._group.gone() if self._neighbors.goes_on else ()
+        is_there = [True, *(one not in lost for one in known.weights)]
+        own, *others = renormalised([known.self_weight, *known.weights.values()], is_there)
+        left = [one for one in known.weights if one not in lost]
+        return own, dict(zip(left, others, strict=True))
+
     def flush(self, name: str) -> Promise:
         """Give the promise that all that was started on a window has taken effect."""
         known = self.find(name)

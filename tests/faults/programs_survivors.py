@@ -8,10 +8,12 @@ import os
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 from run_program import mark, now
 
 import fastps
@@ -173,6 +175,97 @@ def trains(*, steps: int, optimizers: dict[str, int], deaths: dict[str, float]) 
     fastps.barrier()
     fastps.shutdown()
     return [losses, lost]
+
+
+def pushes(*, steps: int, deaths: dict[str, float]) -> dict[str, Any]:
+    """Push shares of a model that nobody trains: what there is of it, once all know of a death.
+
+    Gives P and x twice, before and after as many steps more, and the model at last.
+    """
+    import torch  # noqa: PLC0415
+
+    import fastps.torch as fps  # noqa: PLC0415
+
+    rank = begin(deaths)
+    model = torch.nn.Linear(COUNT, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.constant_(model.weight, float(rank))
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = fps.DistributedPushSumOptimizer(inner, model)
+    turns = topology.one_peer(fps.load_topology(), rank)
+    totals = []
+    for part in range(2):
+        for _ in range(steps):
+            if part:  # before: the default, all out-neighbours
+                optimizer.dst_weights = dict.fromkeys(next(turns)[0], 0.25)
+            model.weight.grad = torch.zeros_like(model.weight)
+            optimizer.zero_grad(set_to_none=False)
+            model.weight.sum().backward()
+            optimizer.step()
+            assert not np.ptp(model.weight.detach().numpy())
+            assert -1e-9 <= float(model.weight[0, 0]) <= fastps.size() - 1 + 1e-9
+            time.sleep(PAUSE_S)
+        fastps.barrier()
+        p = fps.win_associated_p("PushSum.0")
+        totals.append([p, p * float(model.weight[0, 0])])
+    found = {"totals": totals, "value": float(model.weight[0, 0]), "lost": fastps.lost_ranks()}
+    optimizer.unregister_window()
+    fastps.shutdown()
+    return found
+
+
+def averages(*, steps: int, optimizer: str, deaths: dict[str, float]) -> dict[str, Any]:
+    """Begin as the documentation does, and train with averages of all, then of those left.
+
+    Gives the prints of the weights after each step: those who are left have the same ones.
+    """
+    import torch  # noqa: PLC0415
+
+    import fastps.torch as fps  # noqa: PLC0415
+
+    rank, size = begin(deaths), fastps.size()
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 600), torch.nn.Tanh(),
+                                torch.nn.Linear(600, 600), torch.nn.Linear(600, 1))  # fmt: skip
+    inner = torch.optim.Adam(model.parameters(), lr=1e-3 * (rank + 1))
+    model(torch.ones(20)).sum().backward()
+    inner.step()  # states, which are others' on each worker
+    root = size - 1
+    fps.broadcast_parameters(model.state_dict(), root)
+    fps.broadcast_optimizer_state(inner, root)
+    assert inner.param_groups[0]["lr"] == pytest.approx(1e-3 * size)
+    inner.param_groups[0]["lr"] = 1e-3
+    if optimizer == "gradients":
+        outer = fps.DistributedGradientAllreduceOptimizer(inner, model)
+    else:
+        kind = fps.CommunicationType.allreduce
+        outer = fps.DistributedAdaptThenCombineOptimizer(inner, model, kind)
+    prints, losses = [], []
+    truth = torch.linspace(-1, 1, 20)
+    mark("TRAINS")
+    for _ in range(steps):
+        inputs = torch.randn(16, 20)
+        outer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs)[:, 0], inputs @ truth)
+        loss.backward()
+        outer.step()
+        losses.append(loss.item())
+        prints.append(zlib.crc32(b"".join(one.detach().numpy().tobytes()
+                                          for one in model.parameters())))  # fmt: skip
+    fastps.barrier()
+    lost = fastps.lost_ranks()
+    with torch.no_grad():
+        model[0].weight.fill_(float(rank))
+    fps.average_parameters({"weight": model[0].weight})
+    mean = float(model[0].weight.detach()[3, 4])
+    texts = []
+    for one in sorted({root, *lost}):  # a root that is lost has nothing to give
+        try:
+            fps.broadcast_parameters({"weight": model[0].weight}, one)
+        except fastps.PeerLostError as error:
+            texts.append(str(error))
+    fastps.barrier()
+    fastps.shutdown()
+    return {"prints": prints, "losses": losses, "lost": lost, "mean": mean, "texts": texts}
 
 
 def waits(*, asks: bool = False) -> dict[str, Any]:

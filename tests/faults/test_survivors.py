@@ -127,18 +127,62 @@ def test_machines_mix_what_those_have_that_are_left(dead):
         assert one["moved"] == pytest.approx(moved), found
 
 
-def test_optimizers_go_on_training():
-    names = ["AdaptThenCombine", "AdaptWithCombine", "DecentLaM", "GradientTracking"]
+@pytest.mark.parametrize("way", ["memory", "tcp"])
+def test_nothing_of_a_pushed_model_is_lost_but_what_the_dead_had(way):
+    found, _ = run(programs_survivors.pushes, [1], way=way, at_s=0.3, steps=150)
+    for what in range(2):
+        before, after = (sum(one["totals"][i][what] for one in found) for i in range(2))
+        assert before == pytest.approx(after, rel=1e-9), found
+        assert after > 0
+    assert sum(one["totals"][1][0] for one in found) < 4
+    assert len({round(one["value"], 6) for one in found}) == 1, found
+    assert all(one["lost"] == [1] for one in found)
+
+
+@pytest.mark.parametrize(
+    ("way", "names"),
+    [
+        ("memory", ["AdaptThenCombine", "AdaptWithCombine", "DecentLaM", "GradientTracking"]),
+        ("memory", ["WinPut", "PullGet", "PushSum"]),
+        ("tcp", ["PushSum", "PullGet", "WinPut"]),
+    ],
+)
+def test_optimizers_go_on_training(way, names):
     optimizers = {name: rank for rank, name in enumerate(names, 1)}
     arguments = {"steps": 150, "optimizers": optimizers, "deaths": {}}
     with Job(programs_survivors.trains, workers=6, servers=0, arguments=arguments,
-             environment=WAYS["memory"] | REWEIGHT) as job:  # fmt: skip
+             environment=WAYS[way] | REWEIGHT) as job:  # fmt: skip
         for rank in optimizers.values():
             assert job.workers[rank].wait() == -signal.SIGKILL, job.report()
         for losses, lost in (job.workers[rank].result() for rank in (0, 5)):
             assert lost == list(optimizers.values())
             assert all(last < first / 10 for first, last in losses), losses
         job.end_in_order()
+
+
+@pytest.mark.parametrize(
+    ("way", "optimizer", "dead"),
+    [("memory", "gradients", [1, 3]), ("tcp", "gradients", [0]), ("memory", "models", [2])],
+)
+def test_averages_of_all_are_the_same_on_all_who_are_left(way, optimizer, dead):
+    arguments = {"steps": 60, "optimizer": optimizer, "deaths": {}}
+    with Job(programs_survivors.averages, workers=5, servers=0, arguments=arguments,
+             environment=WAYS[way] | REWEIGHT) as job:  # fmt: skip
+        job.workers[0].wait_line("TRAINS")
+        for rank in dead:
+            time.sleep(random.uniform(0.05, 0.4))
+            job.workers[rank].send(signal.SIGKILL)
+        found = [one.result() for one in job.workers if one.spec.rank not in dead]
+        job.end_in_order()
+    left = [rank for rank in range(5) if rank not in dead]
+    for one in found:
+        assert one["prints"] == found[0]["prints"]
+        assert one["lost"] == sorted(dead)
+        assert one["mean"] == pytest.approx(sum(left) / len(left))
+        assert np.mean(one["losses"][-5:]) < one["losses"][0] / 2, one["losses"]
+        assert len(one["texts"]) == len(dead)
+        assert all(f"worker {rank}" in text
+                   for rank, text in zip(sorted(dead), one["texts"], strict=True))  # fmt: skip
 
 
 def test_who_was_stopped_for_too_long_is_left_out_and_hears_of_it():

@@ -237,7 +237,7 @@ class FakeSession:
 
     uneven = SimpleNamespace(has_rounds=False)
     steps = SimpleNamespace(mark=lambda: None, offer=lambda exchange: None)
-    config = SimpleNamespace(enable_async=False, check_weights=False)
+    config = SimpleNamespace(enable_async=False, check_weights=False, goes_on=False)
 
     @property
     def can_share(self) -> bool:

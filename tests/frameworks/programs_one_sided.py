@@ -17,6 +17,7 @@ import fastps.bluefog.torch as bf
 import fastps.torch as fps
 from fastps import topology
 from fastps.bluefog.common import topology_util
+from fastps.frameworks.torch.corrected import pair_of
 
 Gradient = Callable[[np.ndarray], np.ndarray]
 
@@ -121,6 +122,52 @@ def recursions() -> str:
 
     found = trained(fps.DistributedPushSumOptimizer, 12, 1, one_peer)
     np.testing.assert_allclose(found, push(n, 12, 1, matrix)[0][me], rtol=1e-9, atol=1e-12)
+    return end()
+
+
+def buffers() -> str:
+    """Let every optimizer average running statistics, and compare them with NumPy's averages."""
+    me, n = start()
+    heard = sorted([me, *fps.in_neighbor_ranks()])
+
+    def statistics(model: nn.Module) -> np.ndarray:
+        return torch.cat([model[1].running_mean, model[1].running_var]).numpy().copy()
+
+    def of_rank(rank: int) -> nn.Module:
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double()
+        model[1].running_mean.fill_(float(rank))
+        return model
+
+    def own_pass(model: nn.Module, rank: int) -> None:
+        made = torch.Generator().manual_seed(rank)
+        model(torch.randn(8, 2, generator=made, dtype=torch.double) + rank).sum().backward()
+
+    models = [of_rank(rank) for rank in range(n)]
+    before = np.stack([statistics(model) for model in models])
+    for rank, model in enumerate(models):
+        own_pass(model, rank)
+    after = np.stack([statistics(model) for model in models])
+    peer = pair_of(me, n, seed=0, number=0)
+    assert peer is not None
+    moved = after[me] - before[me]
+    wanted = dict.fromkeys(("AdaptThenCombine", "AdaptWithCombine", "DecentLaM",
+                            "ExactDiffusion", "GradientTracking", "PushSum"),
+                           after[heard].mean(axis=0))  # fmt: skip
+    wanted |= dict.fromkeys(("WinPut", "PullGet"), before[heard].mean(axis=0) + moved)
+    wanted["NoLoCo"] = after[[me, peer]].mean(axis=0)
+    for name, values in wanted.items():
+        model = of_rank(me)
+        word = "window_prefix" if name in ("WinPut", "PullGet", "PushSum") else "prefix"
+        optimizer = getattr(fps, f"Distributed{name}Optimizer")(
+            torch.optim.SGD(model.parameters(), lr=0.0), model, num_steps_per_communication=1,
+            average_buffers=True, **{word: "buffers."},
+        )  # fmt: skip
+        optimizer.force_barrier = True
+        own_pass(model, me)
+        optimizer.step()
+        np.testing.assert_allclose(statistics(model), values, rtol=1e-12, err_msg=name)
+        assert int(model[1].num_batches_tracked) == 1
     return end()
 
 

@@ -31,6 +31,10 @@ def test_optimizers_follow_their_recursions(way):
     assert run(programs_one_sided.recursions, way) == ["done"] * WORKERS
 
 
+def test_running_statistics_are_averaged():
+    assert run(programs_one_sided.buffers) == ["done"] * WORKERS
+
+
 def test_what_is_refused():
     assert run(programs_one_sided.refusals) == ["done"] * WORKERS
 

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from fastps.compression import Choice
 from fastps.current import current
 from fastps.errors import FastPSError
 from fastps.flights import Flight, Later
-from fastps.frameworks.torch.neighbors import start_mix
+from fastps.frameworks.torch.neighbors import mean_of_those_left, start_mix
 from fastps.frameworks.torch.optimizer import DistributedOptimizer
 from fastps.frameworks.torch.synchronized import SynchronizedOptimizer
 from fastps.frameworks.torch.tensors import check_tensor, make_room, wire_dtype
@@ -31,6 +31,9 @@ from fastps.graph.weights import Targets
 from fastps.neighbors import start_neighbor_allreduce
 from fastps.types import DType, Op
 from fastps.worker.handle import Array
+
+if TYPE_CHECKING:
+    from fastps.graph.agreed import Agreed
 
 BUCKET_BYTES = 2 << 20  # of parameters whose mixing begins together
 
@@ -109,7 +112,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
         Only of an optimizer that adapts, then combines, during backward.
         """
-        if not isinstance(self._way, AdaptThenCombine):
+        if type(self._way) is not AdaptThenCombine:
             raise TypeError("only DistributedAdaptThenCombineOptimizer takes a step function")
         self._way.step_function = function
 
@@ -143,12 +146,16 @@ class Mixer:
         self.buckets = list(bucketed(tensors))
         self._outs = [[_room_like(one) for one in bucket] for bucket in self.buckets]
         self._flights: dict[int, Later[Any]] = {}
+        self._agreed: Agreed | None = None  # what is under way among all who are left
 
     def start(self, index: int) -> None:
         """Begin to mix a bucket."""
         mixing = self._optimizer.mixing()
         if mixing is not None:
             operation, how = mixing
+            if operation is _mean_of_all and current().config.goes_on:
+                self._agreed = current().groups.agreed(self._name)
+                operation = partial(mean_of_those_left, self._agreed)
             self._flights[index] = start_mix(
                 self.buckets[index], f"{self._name}.{index}", operation, self._outs[index], **how,
             )  # fmt: skip
@@ -160,6 +167,9 @@ class Mixer:
 
     def finish(self) -> None:
         """Wait for what is under way, and put it into the tensors."""
+        agreed, self._agreed = self._agreed, None
+        if agreed is not None:
+            agreed.finish()
         while self._flights:
             index, flight = next(iter(self._flights.items()))
             del self._flights[index]
@@ -199,8 +209,9 @@ class Way:
     ) -> None:  # fmt: skip
         self.optimizer, self.passes, self.name = optimizer, passes, name
         self.parameters = _parameters_of(optimizer, models)
+        self.buffers = list(buffers)
         self.mixer = Mixer(optimizer, self.mixed(), f"{name}parameters")
-        self._buffers = Mixer(optimizer, buffers, f"{name}buffers")
+        self._mixer_of_buffers = Mixer(optimizer, self.mixed_after(), f"{name}buffers")
         self._counts = dict.fromkeys(self.parameters, 0)
         for parameter in self.parameters:
             hooked: Any = parameter  # torch's hooks have no types
@@ -210,6 +221,10 @@ class Way:
     def mixed(self) -> Parameters:
         """Give what the mixer mixes."""
         return self.parameters
+
+    def mixed_after(self) -> Parameters:
+        """Give what is mixed after each such step: the models' buffers, if that is asked for."""
+        return self.buffers
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
         """Add hooks that this way needs besides."""
@@ -243,8 +258,8 @@ class Way:
             return
         self._counts = dict.fromkeys(self.parameters, 0)
         self.mixed_step()
-        self._buffers.start_all()
-        self._buffers.finish()
+        self._mixer_of_buffers.start_all()
+        self._mixer_of_buffers.finish()
 
 
 class AdaptThenCombine(Way):
@@ -257,7 +272,7 @@ class AdaptThenCombine(Way):
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
         """Know the bucket of each parameter, and what is left of it."""
-        buckets = self.mixer.buckets
+        buckets = list(bucketed(self.parameters))
         self._home = {one: index for index, some in enumerate(buckets) for one in some}
         self._left = [len(some) for some in buckets]
         self._done: set[torch.Tensor] = set()
@@ -289,6 +304,40 @@ class AdaptThenCombine(Way):
         self.mixer.finish()
         self._done.clear()
         self._left = [len(some) for some in self.mixer.buckets]
+
+
+class GradientAllreduce(AdaptThenCombine):
+    """Step with the mean of the gradients of all who are left: x <- x - opt(mean of g).
+
+    For jobs that go on without the lost; what a worker sends is a copy, so that those who are left
+    can do a round again.
+    """
+
+    def mixed(self) -> Parameters:
+        """Make room for gradients, which are mixed."""
+        self._means = {one: torch.zeros_like(one) for one in self.parameters}
+        return list(self._means.values())
+
+    def _update(self, parameter: torch.Tensor) -> None:
+        mean = self._means[parameter]
+        if parameter.grad is None:
+            mean.zero_()
+        else:
+            mean.copy_(parameter.grad)
+
+    def is_due(self) -> bool:
+        """Send in every step, as gradients of other workers do not come later."""
+        return True
+
+    def mixed_step(self) -> None:
+        """Send what had no gradient in the last pass, wait for all, and step."""
+        super().mixed_step()
+        for parameter, mean in self._means.items():
+            if parameter.grad is None:
+                parameter.grad = mean.clone()
+            else:
+                parameter.grad.copy_(mean)
+        self.optimizer.step_of()
 
 
 class AdaptThenCombineAtOnce(Way):
@@ -345,136 +394,6 @@ class AdaptWithCombine(Way):
         self.optimizer.step_of()
 
 
-class DecentLaM(Way):
-    """Correct momentum: m <- beta m + (x - A(x - lr g)) / lr; x <- x - lr m.
-
-    Yuan et al., "DecentLaM: decentralized momentum SGD for large-batch deep training", ICCV 2021,
-    algorithm 2. The optimizer gets what stands for the gradient, so its momentum is m.
-    """
-
-    def mixed_step(self) -> None:
-        """Put what stands for the gradient in its place, and step."""
-        rates = {one: float(group["lr"]) for group in self.optimizer.param_groups
-                 for one in group["params"]}  # fmt: skip
-        before = {one: one.detach().clone() for one in self.parameters}
-        for one in self.parameters:
-            if one.grad is not None:
-                one.sub_(one.grad, alpha=rates[one])
-        self.mixer.start_all()
-        self.mixer.finish()
-        for one in self.parameters:
-            is_moving = rates[one] != 0.0
-            one.grad = (before[one] - one) / rates[one] if is_moving else torch.zeros_like(one)
-            one.copy_(before[one])
-        self.optimizer.step_of()
-
-
-class ExactDiffusion(Way):
-    """Correct the bias: psi = x - opt(g); x <- (A + I) / 2 (psi + x - psi_before).
-
-    Yuan, Ying, Zhao and Sayed, "Exact diffusion for distributed optimization and learning", 2019.
-    """
-
-    def watch(self, models: Sequence[torch.nn.Module]) -> None:
-        """Begin with psi_before = x, at the first step."""
-        self._psi: dict[torch.Tensor, torch.Tensor] = {}
-
-    def mixed_step(self) -> None:
-        """Step, correct, mix, and take half of that."""
-        before = {one: one.detach().clone() for one in self.parameters}
-        self.optimizer.step_of()
-        for one in self.parameters:
-            psi = one.detach().clone()
-            one.add_(before[one]).sub_(self._psi.get(one, before[one]))
-            self._psi[one] = psi
-            before[one] = one.detach().clone()
-        self.mixer.start_all()
-        self.mixer.finish()
-        for one in self.parameters:
-            one.add_(before[one]).mul_(0.5)
-
-
-class GradientTracking(Way):
-    """Follow the average of gradients: x <- A(x) - opt(q); q <- A(q) + g - g_before.
-
-    Di Lorenzo and Scutari, "NEXT", 2016; Nedic, Olshevsky and Shi, "Achieving geometric
-    convergence for distributed optimization over time-varying graphs", 2017.
-    """
-
-    def watch(self, models: Sequence[torch.nn.Module]) -> None:
-        """Begin with q = g."""
-        self._q = [torch.zeros_like(one) for one in self.parameters]
-        self._before = [torch.zeros_like(one) for one in self.parameters]
-        self._tracker = Mixer(self.optimizer, self._q, f"{self.name}gradients")
-
-    def mixed_step(self) -> None:
-        """Wait for A(q), which travelled during forward and backward; send q and x again."""
-        self._tracker.finish()
-        for one, q, before in zip(self.parameters, self._q, self._before, strict=True):
-            gradient = torch.zeros_like(one) if one.grad is None else one.grad
-            q.add_(gradient).sub_(before)
-            before.copy_(gradient)
-        self.mixer.start_all()
-        self._tracker.start_all()
-        self.mixer.finish()
-        for one, q in zip(self.parameters, self._q, strict=True):
-            one.grad = q.clone()
-        self.optimizer.step_of()
-
-
-class NoLoCo(Way):
-    """Gossip of outer updates: after J local steps, with one other worker at random.
-
-    m = alpha m + beta mean(x - s) - gamma (s - mean(s)); s <- s + m; x <- s, where s is x of the
-    last time and means are of the two. After Kolehmainen et al., "NoLoCo: No-all-reduce low
-    communication training method for large models", 2025, as its authors' programs do the step.
-    """
-
-    outer_lr, outer_momentum, gamma, seed = 0.7, 0.5, 0.7, 0
-
-    def watch(self, models: Sequence[torch.nn.Module]) -> None:
-        """Begin with s = x and m = 0."""
-        self._round = 0
-        self._slow = [one.detach().clone() for one in self.parameters]
-        self._momentum = [torch.zeros_like(one) for one in self.parameters]
-        self._means = [one.clone() for one in self._slow]
-        self._mixer_of_slow = Mixer(self.optimizer, self._means, f"{self.name}slow")
-
-    def mixed_step(self) -> None:
-        """Step, and then mix what the last steps have changed."""
-        self.optimizer.step_of()
-        self._meet()
-        for one, slow, mean in zip(self.parameters, self._slow, self._means, strict=True):
-            one.sub_(slow)
-            mean.copy_(slow)
-        for mixer in (self.mixer, self._mixer_of_slow):
-            mixer.start_all()
-        for mixer in (self.mixer, self._mixer_of_slow):
-            mixer.finish()
-        for one, slow, mean, momentum in zip(
-            self.parameters, self._slow, self._means, self._momentum, strict=True
-        ):
-            momentum.mul_(self.outer_momentum).add_(one, alpha=self.outer_lr)
-            momentum.sub_(slow - mean, alpha=self.gamma)
-            slow.add_(momentum)
-            one.copy_(slow)
-
-    def _meet(self) -> None:
-        """Let the optimizer mix with the one whose turn it is."""
-        peer = pair_of(current().rank, current().size, seed=self.seed, number=self._round)
-        self._round += 1
-        self.optimizer.self_weight = 1.0 if peer is None else 0.5
-        self.optimizer.src_weights = {} if peer is None else {peer: 0.5}
-        self.optimizer.dst_weights = [] if peer is None else [peer]
-
-
-def pair_of(rank: int, size: int, *, seed: int, number: int) -> int | None:
-    """Give whom a worker meets in a round of random pairs, all alike; None: it is left over."""
-    order = [int(one) for one in np.random.default_rng([seed, number]).permutation(size)]
-    place = order.index(rank) ^ 1
-    return order[place] if place < size else None
-
-
 # ---- what users call ----
 
 
@@ -483,7 +402,14 @@ def DistributedGradientAllreduceOptimizer(
     model: Models,
     num_steps_per_communication: int = 1,
 ) -> torch.optim.Optimizer:
-    """Step with gradients averaged over all workers: DistributedOptimizer() of all models."""
+    """Step with gradients averaged over all workers: DistributedOptimizer() of all models.
+
+    Where on_loss="reweight" goes on without the lost, over those who are left: all of these step
+    with the same average. It then has a copy of all gradients, and the attributes of the others.
+    """
+    if current().config.goes_on:
+        return _adopt(optimizer, GradientAllreduce, model, CommunicationType.allreduce,
+                      num_steps_per_communication, "", average_buffers=False)  # fmt: skip
     names = ((f"{index}.{name}", one) for index, module in enumerate(_list(model))
              for name, one in module.named_parameters())  # fmt: skip
     return DistributedOptimizer(
@@ -533,62 +459,6 @@ def DistributedAdaptThenCombineOptimizer(
     way = AdaptThenCombine if overlap else AdaptThenCombineAtOnce
     return _adopt(optimizer, way, model, communication_type, num_steps_per_communication, prefix,
                   average_buffers)  # fmt: skip
-
-
-def DistributedDecentLaMOptimizer(
-    optimizer: torch.optim.Optimizer, model: Models, **options: Any
-) -> DecentralizedOptimizer:
-    """Correct the bias of momentum; the optimizer is SGD with momentum. Options as above."""
-    return adopt_with(optimizer, DecentLaM, model, **options)
-
-
-def DistributedExactDiffusionOptimizer(
-    optimizer: torch.optim.Optimizer, model: Models, **options: Any
-) -> DecentralizedOptimizer:
-    """Converge to the exact optimum on a static graph with symmetric weights; options as above."""
-    return adopt_with(optimizer, ExactDiffusion, model, **options)
-
-
-def DistributedGradientTrackingOptimizer(
-    optimizer: torch.optim.Optimizer, model: Models, **options: Any
-) -> DecentralizedOptimizer:
-    """Converge to the exact optimum also on changing graphs; sends twice as much.
-
-    Weights have to be doubly stochastic. Options as above.
-    """
-    return adopt_with(optimizer, GradientTracking, model, **options)
-
-
-def DistributedNoLoCoOptimizer(
-    optimizer: torch.optim.Optimizer,
-    model: Models,
-    num_steps_per_communication: int = 50,
-    *,
-    outer_lr: float = 0.7,
-    outer_momentum: float = 0.5,
-    gamma: float | None = None,
-    seed: int = 0,
-    prefix: str = "",
-    average_buffers: bool = False,
-) -> DecentralizedOptimizer:
-    """Step alone, and every so many steps share what they changed with one worker at random.
-
-    m = outer_momentum m + outer_lr mean(x - s) - gamma (s - mean(s)); x = s = s + m, as NoLoCo.
-    gamma: what pulls two together, None for outer_lr; too little lets workers go apart. seed: of
-    the pairs, the same on all workers. Sends twice the parameters to one worker each time. The
-    weights of the optimizer are its own; whoever is left over, or whose peer is lost, goes alone.
-    """
-    if not 0 <= outer_momentum < 1 or outer_lr <= 0 or (gamma is not None and gamma < 0):
-        raise ValueError(f"{outer_lr=}, {outer_momentum=}, {gamma=}: momentum is from 0 to below "
-                         "1, the rate above 0, gamma not below")  # fmt: skip
-    kind = CommunicationType.neighbor_allreduce
-    found = _adopt(optimizer, NoLoCo, model, kind, num_steps_per_communication, prefix,
-                   average_buffers)  # fmt: skip
-    assert isinstance(found._way, NoLoCo)
-    found._way.outer_lr, found._way.outer_momentum = outer_lr, outer_momentum
-    found._way.gamma = outer_lr if gamma is None else gamma
-    found._way.seed = seed
-    return found
 
 
 def adopt_with(

@@ -8,7 +8,8 @@ the forms with an underscore. Threads: as there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -29,6 +30,9 @@ from fastps.graph.rules import Rule
 from fastps.graph.weights import Targets
 from fastps.types import DType
 from fastps.worker.handle import Array
+
+if TYPE_CHECKING:
+    from fastps.graph.agreed import Agreed
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 Mix: TypeAlias = Callable[..., Flight]  # of fastps.graph.neighbors.Neighbors
@@ -164,12 +168,29 @@ def average_parameters(
 ) -> None:
     """Overwrite tensors on all workers with their average over all; integers are left alone.
 
-    params: model.state_dict() or pairs of names and tensors, the same on all workers.
+    params: model.state_dict() or pairs of names and tensors, the same on all workers. Of those
+    who are left, where the job goes on without some.
     """
     from fastps.frameworks.torch.collectives import grouped_allreduce_  # noqa: PLC0415
 
     pairs = params.items() if isinstance(params, Mapping) else params
-    tensors = [tensor for _, tensor in pairs if tensor.is_floating_point()]
-    grouped_allreduce_([tensor.detach() for tensor in tensors])
+    tensors = [tensor.detach() for _, tensor in pairs if tensor.is_floating_point()]
+    if current().config.goes_on:
+        agreed = current().groups.agreed("average_parameters")
+        found = start_mix(tensors, "average_parameters", partial(mean_of_those_left, agreed))
+        agreed.finish()
+        for tensor, mean in zip(tensors, found.wait(), strict=True):
+            tensor.copy_(mean.view_as(tensor))
+        return
+    grouped_allreduce_(tensors)
     for tensor in tensors:
         mark_written(tensor)
+
+
+def mean_of_those_left(
+    agreed: Agreed, _neighbors: Neighbors, array: Array, out: Array, *, name: str | None,
+    dtype: DType | None,
+) -> Later[Array]:  # fmt: skip
+    """Begin the mean over all who are left; it is there when the round is finished."""
+    agreed.start(lambda group: group.allreduce(array, out, name=name, dtype=dtype))
+    return Later([], lambda _: out)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fastps.graph.agreed import broadcast_to_those_left
 from fastps.session import Session
 from fastps.types import DType, numpy_dtype
 from fastps.worker.handle import Handle
@@ -171,9 +172,15 @@ def submit_push_pull(
 def submit_broadcast(
     session: Session, tensors: Sequence[torch.Tensor], names: Sequence[str], root_rank: int
 ) -> list[Handle]:
-    """Start broadcasts of contiguous tensors in place; one submit and handle per dtype."""
+    """Start broadcasts of contiguous tensors in place; one submit and handle per dtype.
+
+    Where the job goes on without the lost, this blocks until they are done.
+    """
     handles = []
     codes = [wire_dtype(tensor.dtype, name) for tensor, name in zip(tensors, names, strict=True)]
+    if session.config.goes_on:
+        broadcast_to_those_left([view_of(one) for one in tensors], codes, root_rank)
+        return []
     for code, places in _by_dtype(codes):
         arrays = [view_of(tensors[place]) for place in places]
         labels = [names[place] for place in places]
