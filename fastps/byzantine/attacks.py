@@ -99,6 +99,25 @@ def inner_product(honest: Sequence[Array], *, scale: float = 0.5) -> Array:
     return _like(honest[0], -_positive(scale) * table.mean(axis=0))
 
 
+def dissensus(
+    own: Array, honest: Sequence[Array], weights: Sequence[float], liars: float, *,
+    epsilon: float = 1.0,
+) -> Array:  # fmt: skip
+    """Give what liars send one neighbour on a graph so that it does not come nearer to others.
+
+    own: what that neighbour has, x_i; honest and weights: arrays x_k of its honest in-neighbours,
+    and what each weighs; liars: what its lying in-neighbours weigh together, above 0. They all
+    send x_i - epsilon (sum over k of w_ik (x_k - x_i)) / liars: with epsilon 1 a mean leaves it
+    where it is, above 1 it is driven away from the others. He, Karimireddy and Jaggi,
+    "Byzantine-robust decentralized learning via ClippedGossip", 2022, section 4.
+    """
+    x = own.astype(np.float64)
+    pull = np.zeros_like(x)
+    for one, weight in zip(honest, weights, strict=True):
+        pull += weight * (one.astype(np.float64) - x)
+    return _like(own, x - _positive(epsilon) / _positive(liars) * pull)
+
+
 def _like(update: Array, lie: Any) -> Array:
     made: Array = np.asarray(lie).astype(update.dtype)
     return made

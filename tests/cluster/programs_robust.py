@@ -9,6 +9,7 @@ import pytest
 
 import fastps
 from fastps import byzantine, topology
+from fastps.byzantine import attacks
 
 LIAR = 4
 ROUNDS = 10
@@ -57,6 +58,28 @@ def consensus(me: int) -> None:
         moved = ROUNDS * RADIUS / 5  # at most what a liar can move in each round
         assert distance_after(me, rule) < begin + moved, rule
     assert begin < RADIUS < moved < 1e2  # so that this says something
+
+
+def attacked(me: int, n: int) -> None:
+    """Stay near the honest workers' mean while one who knows all they have aims at worker 0."""
+    mean = np.mean([honest(rank) for rank in range(LIAR)], axis=0)
+    begin = np.linalg.norm(honest(0) - mean)
+    for attack in (
+        lambda x: attacks.negative(x[:LIAR].mean(axis=0)),
+        lambda x: attacks.alie(x[:LIAR], n, 1),
+        lambda x: attacks.inner_product(x[:LIAR]),
+        lambda x: attacks.dissensus(x[0], x[1:LIAR], [1 / n] * 3, 1 / n, epsilon=2.0),
+    ):
+        for rule in (*ORDER, fastps.SelfCentredClipping(0.1), CLIP[1]):
+            x = honest(me)
+            for _ in range(ROUNDS):
+                everybody = fastps.allgather(x[None])
+                found = fastps.neighbor_allreduce(
+                    attack(everybody) if me == LIAR else x, rule=rule
+                )
+                x = x if me == LIAR else found
+            off = np.linalg.norm(x - mean)
+            assert me == LIAR or off < 3.5 * begin, (rule, off, begin)
 
 
 def one_round(me: int, n: int) -> None:
@@ -125,6 +148,7 @@ def liars() -> str:
     me, n = fastps.rank(), fastps.size()
     fastps.set_topology(topology.fully_connected_graph(n))
     consensus(me)
+    attacked(me, n)
     one_round(me, n)
     edges(me, n)
     fastps.barrier()
