@@ -49,9 +49,11 @@ from fastps.operations import (
     allreduce_async,
     alltoall,
     alltoall_async,
+    barrier_async,
     broadcast,
     broadcast_async,
     gather,
+    gather_async,
     grouped_allgather,
     grouped_allgather_async,
     grouped_allreduce,
@@ -62,9 +64,11 @@ from fastps.operations import (
     receive,
     receive_async,
     reduce_to,
+    reduce_to_async,
     reducescatter,
     reducescatter_async,
     scatter,
+    scatter_async,
     send,
     send_async,
 )
@@ -191,6 +195,7 @@ __all__ = [
     "alltoall",
     "alltoall_async",
     "barrier",
+    "barrier_async",
     "broadcast",
     "broadcast_async",
     "broadcast_object",
@@ -198,6 +203,7 @@ __all__ = [
     "empty",
     "forget",
     "gather",
+    "gather_async",
     "get_current_created_window_names",
     "get_pushpull_speed",
     "get_win_version",
@@ -245,6 +251,7 @@ __all__ = [
     "receive",
     "receive_async",
     "reduce_to",
+    "reduce_to_async",
     "reducescatter",
     "reducescatter_async",
     "register",
@@ -252,6 +259,7 @@ __all__ = [
     "role",
     "run",
     "scatter",
+    "scatter_async",
     "send",
     "send_async",
     "set_machine_topology",
@@ -403,9 +411,10 @@ def declare(
 def forget(name: str | Sequence[str]) -> None:
     """Forget tensors that were declared, by declare() or their first use, so that nothing is kept.
 
+    And the names of operations among workers, those of grouped ones and of process sets too.
     All workers must call it with the same names in the same order, best many at once. A name may
-    then be declared again, with another shape or dtype. Blocks until every server has dropped
-    them. Raises ConfigError for a name that is not declared, FastPSError for one in flight,
+    then be used again, for another shape or dtype. Blocks until every server has dropped
+    them. Raises ConfigError for a name that nothing has, FastPSError for one in flight,
     MismatchError for one that workers declared differently, StallError that says who did not
     call; then all names go on working, but for those that a server fails to drop.
     """

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from fastps.adasum import adasum
+from fastps.collectives.names import part_of
 from fastps.current import current
-from fastps.errors import FastPSError
+from fastps.errors import FastPSError, MismatchError
 from fastps.sets import (
     ProcessSet,
     gather_objects,
@@ -121,7 +123,7 @@ def start_allreduce(
         return _start_adasum(array, out, name, process_set, dtype)
     code = dtype_of(array.dtype) if dtype is None else dtype
     if name is not None and _goes_by_servers([array], [name], op, process_set, code):
-        session = current()
+        session, name = current(), str(name)
         handle = session.push_pull_async(
             array, name, average=op is Average, priority=priority, out=out, dtype=dtype
         )
@@ -215,7 +217,7 @@ def _start_some(
     for place in places:
         if arrays[place].nbytes > FUSED_BYTES:
             out = arrays[place] if is_in_place else None
-            label = None if name is None else f"{name}.{place}"
+            label = part_of(name, f".{place}")
             one = start_allreduce(arrays[place], out, op, label, process_set, dtype=code)
             parts.append(_Part(one, [place], lambda array: [array]))
     return parts
@@ -241,16 +243,58 @@ def _start_fused(
 ) -> _Part:
     """Begin to all-reduce arrays side by side."""
     some = [arrays[place] for place in places]
-    flat = np.concatenate([array.reshape(-1) for array in some])
-    ends = np.cumsum([array.size for array in some])[:-1]
-    label = None if name is None else f"{name} {code.name.lower()}"
-    flight = start_allreduce(flat, flat, op, label, process_set, dtype=code)
+    flat = _side_by_side(some)
+    flight = start_allreduce(flat, flat, op, _fused_name(name, code), process_set, dtype=code)
+    return _Part(flight, places, lambda whole: _cut_like(whole, some))
 
-    def split(whole: Array) -> list[Array]:
-        cut = np.split(whole, ends)
-        return [part.reshape(array.shape) for part, array in zip(cut, some, strict=True)]
 
-    return _Part(flight, places, split)
+def _side_by_side(arrays: Sequence[Array]) -> Array:
+    flat: Array = np.concatenate([array.reshape(-1) for array in arrays])
+    return flat
+
+
+def _cut_like(whole: Array, arrays: Sequence[Array]) -> list[Array]:
+    """Cut what lies side by side into the shapes of arrays."""
+    cut = np.split(whole, list(accumulate(array.size for array in arrays))[:-1])
+    return [part.reshape(array.shape) for part, array in zip(cut, arrays, strict=True)]
+
+
+def _fused_name(name: str | None, code: DType) -> str | None:
+    return part_of(name, f" {code.name.lower()}")
+
+
+def _codes(arrays: Sequence[Array], dtypes: Sequence[DType | None]) -> list[DType]:
+    return [
+        dtype_of(array.dtype) if dtype is None else dtype
+        for array, dtype in zip(arrays, dtypes, strict=True)
+    ]
+
+
+def _start_parts(
+    codes: Sequence[DType],
+    nbytes: Sequence[int],
+    one: Callable[[int, DType], _Part],
+    side_by_side: Callable[[list[int], DType], _Part],
+) -> Later[list[Array]]:
+    """Begin with each array by itself, or, of one dtype and few bytes, side by side.
+
+    nbytes: of each; the same on all members.
+    """
+    parts: list[_Part] = []
+    for code in dict.fromkeys(codes):
+        places = [place for place, its in enumerate(codes) if its is code]
+        small = [place for place in places if nbytes[place] <= FUSED_BYTES]
+        fused = small if len(small) > 1 else []
+        parts += [side_by_side(fused, code)] * bool(fused)
+        parts += [one(place, code) for place in places if place not in fused]
+
+    def finish(found: list[Any]) -> list[Array]:
+        made: dict[int, Array] = {}
+        for part, given in zip(parts, found, strict=True):
+            made.update(zip(part.places, part.split(given), strict=True))
+        return [made[place] for place in range(len(codes))]
+
+    return Later([part.flight for part in parts], finish)
 
 
 def start_allgather(
@@ -260,15 +304,17 @@ def start_allgather(
     *,
     dtype: DType | None = None,
     counts: Sequence[int] | None = None,
+    out: Array | None = None,
 ) -> tuple[Flight, list[int]]:
     """Begin to gather arrays of any first dimension, and give the rows of each member.
 
-    counts: these, where they are known; else blocks until all members have told them.
+    counts: these, where they are known; else blocks until all members have told them. out: where
+    all of them go; ours may lie there already.
     """
     group = process_set.group()
     rows = np.atleast_1d(array)
     counts = row_counts(group, len(rows), name) if counts is None else list(counts)
-    out = current().groups.empty((sum(counts), *rows.shape[1:]), rows.dtype)
+    out = _result_of("allgather", name, (sum(counts), *rows.shape[1:]), rows.dtype, out)
     width = width_of(rows)
     sizes = [count * width for count in counts]
     return group.allgather(rows, out, counts=sizes, name=name, dtype=dtype), counts
@@ -280,15 +326,48 @@ def start_grouped_allgather(
     process_set: ProcessSet,
     *,
     dtypes: Sequence[DType | None],
-) -> list[tuple[Flight, list[int]]]:
-    """Begin start_allgather() of several arrays, whose rows all members tell at once; blocks."""
-    rows = [len(np.atleast_1d(array)) for array in arrays]
-    told = row_counts_of_each(process_set.group(), rows, name)
-    labels = labels_of(name, len(arrays))
-    return [
-        start_allgather(array, label, process_set, dtype=dtype, counts=counts)
-        for array, label, dtype, counts in zip(arrays, labels, dtypes, told, strict=True)
-    ]
+) -> tuple[Later[list[Array]], list[list[int]]]:
+    """Begin start_allgather() of several arrays, those of few bytes side by side as one.
+
+    Blocks until all members have told their rows, once for all; gives those of each array too.
+    Raises MismatchError on all members where further dimensions differ.
+    """
+    group = process_set.group()
+    rows = [np.atleast_1d(array) for array in arrays]
+    widths = [width_of(one) for one in rows]
+    told = row_counts_of_each(group, [*map(len, rows), *widths], name)
+    told, shapes = told[: len(rows)], told[len(rows) :]
+    for place, found in enumerate(shapes):
+        if len(set(found)) > 1:
+            raise MismatchError(
+                f"grouped_allgather: the rows of array {place} have {found} elements on workers "
+                f"{list(group.ranks)}; first dimensions alone may differ"
+            )
+    labels = labels_of(name, len(rows))
+
+    def one(place: int, code: DType) -> _Part:
+        flight, _ = start_allgather(
+            rows[place], labels[place], process_set, dtype=code, counts=told[place]
+        )
+        return _Part(flight, [place], lambda array: [array])
+
+    def side_by_side(places: list[int], code: DType) -> _Part:
+        blocks = [[count * widths[place] for count in told[place]] for place in places]
+        sizes = [sum(of_member) for of_member in zip(*blocks, strict=True)]
+        flat = _side_by_side([rows[place] for place in places])
+        flight = group.allgather(flat, counts=sizes, name=_fused_name(name, code), dtype=code)
+
+        def split(whole: Array) -> list[Array]:
+            cut = np.split(whole, list(accumulate(chain.from_iterable(zip(*blocks, strict=True))))[:-1])
+            return [
+                np.concatenate(cut[turn :: len(places)]).reshape(-1, *rows[place].shape[1:])
+                for turn, place in enumerate(places)
+            ]
+
+        return _Part(flight, places, split)
+
+    most = [max(counts) * w * a.itemsize for counts, w, a in zip(told, widths, rows, strict=True)]
+    return _start_parts(_codes(rows, dtypes), most, one, side_by_side), told
 
 
 def start_alltoall(
@@ -298,17 +377,17 @@ def start_alltoall(
     process_set: ProcessSet,
     *,
     dtype: DType | None = None,
+    out: Array | None = None,
 ) -> tuple[Flight, list[int]]:
-    """Begin an all-to-all of rows, and give how many come from each member.
+    """Begin an all-to-all of rows, into out, and give how many come from each member.
 
     Blocks until all members have told how many rows they send.
     """
     group = process_set.group()
     sent = _splits(array, splits, process_set)
-    label = None if name is None else f"{name} sizes"
-    found = group.alltoall(np.array(sent, np.int64), name=label).wait()
+    found = group.alltoall(np.array(sent, np.int64), name=part_of(name, " sizes")).wait()
     received = [int(count) for count in np.asarray(found)]
-    out = current().groups.empty((sum(received), *array.shape[1:]), array.dtype)
+    out = _result_of("alltoall", name, (sum(received), *array.shape[1:]), array.dtype, out)
     width = width_of(array)
     flight = group.alltoall(
         array, out, name=name, dtype=dtype,
@@ -325,18 +404,105 @@ def start_reducescatter(
     process_set: ProcessSet,
     *,
     dtype: DType | None = None,
+    out: Array | None = None,
 ) -> Flight:
-    """Begin a reduce-scatter of rows; the first members get one more where it is uneven."""
+    """Begin a reduce-scatter of rows, into out; the first members get one more if uneven."""
     group = process_set.group()
+    rows = _rows_of_each(array, group)
+    shape = rows[group.rank], *array.shape[1:]
+    out = _result_of("reducescatter", name, shape, array.dtype, out)
+    counts = [count * width_of(array) for count in rows]
+    return group.reducescatter(array, out, counts=counts, op=op, name=name, dtype=dtype)
+
+
+def start_grouped_reducescatter(
+    arrays: Sequence[Array],
+    op: Op,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    dtypes: Sequence[DType | None],
+) -> Later[list[Array]]:
+    """Begin start_reducescatter() of several arrays, those of few bytes side by side as one."""
+    group = process_set.group()
+    rows = [_rows_of_each(array, group) for array in arrays]
+    labels = labels_of(name, len(arrays))
+
+    def one(place: int, code: DType) -> _Part:
+        flight = start_reducescatter(arrays[place], op, labels[place], process_set, dtype=code)
+        return _Part(flight, [place], lambda array: [array])
+
+    def side_by_side(places: list[int], code: DType) -> _Part:
+        cuts = [np.split(arrays[i], list(accumulate(rows[i]))[:-1]) for i in places]
+        blocks = [list(of_member) for of_member in zip(*cuts, strict=True)]
+        sizes = [sum(block.size for block in of_member) for of_member in blocks]
+        flat = _side_by_side([block for of_member in blocks for block in of_member])
+        flight = group.reducescatter(
+            flat, counts=sizes, op=op, name=_fused_name(name, code), dtype=code
+        )
+        return _Part(flight, places, lambda whole: _cut_like(whole, blocks[group.rank]))
+
+    nbytes = [array.nbytes for array in arrays]
+    return _start_parts(_codes(arrays, dtypes), nbytes, one, side_by_side)
+
+
+def _rows_of_each(array: Array, group: Group) -> list[int]:
+    """Divide rows evenly, in the order of members; the first get what is left."""
     if not array.ndim:
         raise ValueError("an array without dimensions has no rows to scatter")
     each, rest = divmod(len(array), group.size)
-    rows = [each + (member < rest) for member in range(group.size)]
-    width = width_of(array)
-    out = current().groups.empty((rows[group.rank], *array.shape[1:]), array.dtype)
-    return group.reducescatter(
-        array, out, counts=[count * width for count in rows], op=op, name=name, dtype=dtype
-    )
+    return [each + (member < rest) for member in range(group.size)]
+
+
+def _result_of(
+    call: str, name: str | None, shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None
+) -> Array:
+    """Give where a result goes: out, which has to be like it, or a new array."""
+    if out is None:
+        return current().groups.empty(shape, dtype)
+    if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous:
+        what = call if name is None else f"{call} {name!r}"
+        is_whole = "" if out.flags.c_contiguous else ", not C-contiguous"
+        raise ValueError(
+            f"{what}: the output is {out.dtype} {out.shape}{is_whole}, the result {dtype} {shape}"
+        )
+    return out
+
+
+def start_reduce(
+    array: Array,
+    root_rank: int,
+    op: Op,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    dtype: DType | None = None,
+) -> Flight:
+    """Begin to give the root the all-reduce; what others get is no result."""
+    group, root = process_set.group(), process_set.member(root_rank, "root_rank")
+    flight = group.reduce(array, root=root, op=op, name=name, dtype=dtype)
+    return averaging(flight, group, name) if op is Average else flight
+
+
+def start_gather(
+    array: Array,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    dtype: DType | None = None,
+) -> tuple[Flight, Array | None]:
+    """Begin to give the root the all-gather, in what comes back there; None elsewhere.
+
+    Blocks until all members have told their rows.
+    """
+    group, root = process_set.group(), process_set.member(root_rank, "root_rank")
+    rows = np.atleast_1d(array)
+    counts, width = row_counts(group, len(rows), name), width_of(rows)
+    is_root, shape = group.rank == root, (sum(counts), *rows.shape[1:])
+    out = current().groups.empty(shape, rows.dtype) if is_root else None
+    sizes = [count * width for count in counts]
+    return group.gather(rows, out, root=root, counts=sizes, name=name, dtype=dtype), out
 
 
 def start_broadcast(
@@ -369,7 +535,7 @@ def allgather_object(
 
 def labels_of(name: str | None, count: int) -> list[str | None]:
     """Name the parts of a grouped operation."""
-    return [None if name is None else f"{name}.{place}" for place in range(count)]
+    return [part_of(name, f".{place}") for place in range(count)]
 
 
 def width_of(array: Array) -> int:

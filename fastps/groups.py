@@ -7,7 +7,6 @@ first use, arrays, and the words of a failure. Threads: any.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastps.collectives.group import Group, Promise
-from fastps.errors import ConfigError, FastPSError, Status, TransportError
+from fastps.errors import ConfigError, FastPSError, MismatchError, Status, TransportError
 from fastps.graph.neighbors import Neighbors
 from fastps.sets import gather_objects
 from fastps.stalls import pending_operation
@@ -42,7 +41,7 @@ class Groups:
         goes_on = session.config.goes_on
         group = self._make(self._everybody(), "neighbors") if goes_on else self._world
         self.neighbors = Neighbors(group, self.pair, living=self.living, goes_on=goes_on)
-        self._keys = itertools.count()
+        self._n_sets = 0
         self._pairs: dict[int, Group] = {}
         self._windows: WindowTable | None = None
         self._agreed: dict[str, Agreed] = {}
@@ -71,10 +70,10 @@ class Groups:
             raise ValueError(f"{list(ranks)} are not some of {self._session.size} workers")
         if self.me not in ranks:
             raise ValueError(f"worker {self.me} is not one of {list(ranks)}")
-        return self._make(ranks, key or "group")
+        return self._make(ranks, key or "group", "process set")
 
-    def _make(self, ranks: Sequence[int], key: str = "") -> Group:
-        group = Group(self, ranks, key)
+    def _make(self, ranks: Sequence[int], key: str = "", words: str = "") -> Group:
+        group = Group(self, ranks, key, words)
         self.known[group.key] = group
         return group
 
@@ -114,7 +113,40 @@ class Groups:
 
     def next_key(self) -> str:
         """Give a key for the next process set: the same on all workers, which add them alike."""
-        return f"set {next(self._keys)}"
+        self._n_sets += 1
+        return f"set {self._n_sets}"
+
+    # ---- names ----
+
+    def knows(self, name: str) -> bool:
+        """Tell whether operations were started under a name; sets may know, of which we are none.
+
+        The answer is the same on all workers.
+        """
+        return bool(self._n_sets or self._world.channels.names_of(name))
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Let all workers count operations under names anew; blocks until they want to.
+
+        Who returns early must not use a name before all have returned. Raises FastPSError for
+        what is in flight, MismatchError where workers forget different names.
+        """
+        used = [(one, name) for one in self.known.values() for name in names]
+        for group, name in used:
+            for label in group.in_flight(group.channels.names_of(name)):
+                raise FastPSError(f"{label!r} is in flight: synchronize() it before you forget it")
+        stuck = {
+            label
+            for group, name in used if group.size > 1
+            for label in group.stuck(group.channels.names_of(name))
+        }  # fmt: skip
+        told = self.gather((list(names), sorted(stuck)), "forget")
+        if any(said != list(names) for said, _ in told.values()):
+            listed = ", ".join(f"worker {rank} {said}"[:200] for rank, (said, _) in told.items())
+            raise MismatchError(f"all workers must forget the same names in one order: {listed}")
+        kept = set().union(*(some for _, some in told.values()))
+        for group, name in used:
+            self._session.uneven.forget(group.forget(name, kept))
 
     # ---- what a group asks for ----
 

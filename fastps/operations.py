@@ -15,26 +15,27 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from fastps.arrays import check_output
 from fastps.current import current
 from fastps.flights import (
     Average,
     Flight,
     Later,
     Sum,
-    averaging,
     correction_of,
-    labels_of,
     start_allgather,
     start_allreduce,
     start_alltoall,
     start_broadcast,
+    start_gather,
     start_grouped,
     start_grouped_allgather,
+    start_grouped_reducescatter,
+    start_reduce,
     start_reducescatter,
-    width_of,
 )
 from fastps.given import readable
-from fastps.sets import ProcessSet, global_process_set, row_counts
+from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op, dtype_of
 from fastps.worker.handle import Array, Handle
 
@@ -85,10 +86,12 @@ def allreduce_async(
 ) -> Later[Array]:
     """Begin allreduce() and give a handle for synchronize(); the arrays must not be changed."""
     source = _scaled(readable(tensor, name), prescale_factor)
+    if out is not None:
+        check_output("allreduce" if name is None else f"tensor {name!r}", source, out)
     wire = _sum_wire(source, op)
     target = None if out is None else wire if out is source else _wire(out)
     flight = start_allreduce(wire, target, op, name, process_set, priority=priority)
-    return _result(flight, source, postscale_factor)
+    return _result(flight, source, postscale_factor, out)
 
 
 allreduce = blocking(
@@ -98,7 +101,9 @@ allreduce = blocking(
     op: Average, Sum, Min, Max, Product; BAND, BOR, BXOR for integers and bool; Adasum for floats
     of a power of two of members (its _async form blocks too). The array is
     multiplied by prescale_factor before and the result by postscale_factor after; integers lose
-    fractions. out: None for a new array, tensor itself for in place. With a name, Sum and
+    fractions, and their average is a sum, which wraps around as theirs do, divided and rounded
+    down. out: None for a new array, tensor itself for in place, or another of its shape and
+    dtype. With a name, Sum and
     Average over all workers are push_pull(): declared, by way of the servers, larger priority
     first. Rank order: the same bits on all members. Blocks; raises MismatchError, PeerLostError,
     StallError, ValueError where this worker is not in process_set. Bytes: docs/collectives.md.
@@ -137,19 +142,26 @@ grouped_allreduce = blocking(
 
 
 def allgather_async(
-    tensor: Array, name: str | None = None, *, process_set: ProcessSet = global_process_set
+    tensor: Array,
+    name: str | None = None,
+    *,
+    out: Array | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Later[Array]:
     """Begin allgather(); blocks until all members have told their first dimensions."""
     source = readable(tensor, name)
-    flight, _ = start_allgather(_rows_wire(source), name, process_set)
-    return _result(flight, source)
+    flight, _ = start_allgather(
+        _rows_wire(source), name, process_set, out=_out_wire(out, source, name)
+    )
+    return _result(flight, source, out=out)
 
 
 allgather = blocking(
     allgather_async,
     """Give everybody's array, one after the other along the first dimension.
 
-    First dimensions may differ, the others must not (MismatchError). Blocks.
+    First dimensions may differ, the others must not (MismatchError). out: where the result goes,
+    C-contiguous; the tensor may be a part of it, at its place. Blocks.
     """,
 )
 
@@ -163,19 +175,13 @@ def grouped_allgather_async(
     """Begin grouped_allgather(); blocks as allgather_async() does, once for all."""
     sources = [readable(tensor, name) for tensor in tensors]
     wires = [_rows_wire(source) for source in sources]
-    parts = start_grouped_allgather(wires, name, process_set, dtypes=[None] * len(wires))
-    flights = [flight for flight, _ in parts]
-    return Later(
-        flights,
-        lambda found: [
-            _made(one, source, 1.0) for one, source in zip(found, sources, strict=True)
-        ],
-    )
+    flight, _ = start_grouped_allgather(wires, name, process_set, dtypes=[None] * len(wires))
+    return _results(flight, sources)
 
 
 grouped_allgather = blocking(
     grouped_allgather_async,
-    """Give the allgather() of each of several arrays, all under way at once; blocks.""",
+    """Give the allgather() of each of several arrays, small ones as one operation; blocks.""",
 )
 
 
@@ -186,12 +192,14 @@ def reducescatter_async(
     op: Op = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    out: Array | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array]:
     """Begin reducescatter() and give a handle for synchronize()."""
     source = _scaled(readable(tensor, name), prescale_factor)
-    flight = start_reducescatter(_sum_wire(source, op), op, name, process_set)
-    return _result(flight, source, postscale_factor)
+    wire, to = _sum_wire(source, op), _out_wire(out, source, name)
+    flight = start_reducescatter(wire, op, name, process_set, out=to)
+    return _result(flight, source, postscale_factor, out)
 
 
 reducescatter = blocking(
@@ -199,7 +207,7 @@ reducescatter = blocking(
     """Give each member its rows of the allreduce().
 
     Rows are divided evenly, in the order of members; the first ones get one more each where
-    something is left. Blocks.
+    something is left. out: where the result goes, C-contiguous. Blocks.
     """,
 )
 
@@ -209,20 +217,21 @@ def grouped_reducescatter_async(
     name: str | None = None,
     *,
     op: Op = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Later[list[Array]]:
     """Begin grouped_reducescatter() and give a handle for synchronize()."""
-    arrays = list(tensors)
-    flights = [
-        reducescatter_async(array, label, op=op, process_set=process_set)
-        for array, label in zip(arrays, labels_of(name, len(arrays)), strict=True)
-    ]
-    return Later(flights, lambda found: found)
+    sources = [_scaled(readable(tensor, name), prescale_factor) for tensor in tensors]
+    wires = [_sum_wire(source, op) for source in sources]
+    plain = [None] * len(wires)
+    flight = start_grouped_reducescatter(wires, op, name, process_set, dtypes=plain)
+    return _results(flight, sources, postscale_factor)
 
 
 grouped_reducescatter = blocking(
     grouped_reducescatter_async,
-    """Give the reducescatter() of each of several arrays, all under way at once; blocks.""",
+    """Give the reducescatter() of each of several arrays, small ones as one operation; blocks.""",
 )
 
 
@@ -231,14 +240,17 @@ def alltoall_async(
     splits: Sequence[int] | None = None,
     *,
     name: str | None = None,
+    out: Array | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Any]:
     """Begin alltoall(); blocks until all members have told how many rows they send."""
     source = readable(tensor, name)
-    flight, received = start_alltoall(_rows_wire(source), splits, name, process_set)
+    to = _out_wire(out, source, name)
+    flight, received = start_alltoall(_rows_wire(source), splits, name, process_set, out=to)
+    result = _result(flight, source, out=out)
     if splits is None:
-        return _result(flight, source)
-    return Later([_result(flight, source)], lambda found: (found[0], np.array(received)))
+        return result
+    return Later([result], lambda found: (found[0], np.array(received)))
 
 
 alltoall = blocking(
@@ -246,7 +258,8 @@ alltoall = blocking(
     """Send rows to each member, and give what came from each, in the order of members.
 
     splits: how many rows go to each; None: the same number, and an array comes back; otherwise
-    the array and how many rows came from each. Blocks.
+    the array and how many rows came from each. out: where the array goes, C-contiguous, another
+    than tensor. Blocks.
     """,
 )
 
@@ -279,63 +292,79 @@ broadcast = blocking(
 )
 
 
-def reduce_to(
+def reduce_to_async(
     tensor: Array,
     root_rank: int = 0,
     *,
     op: Op = Average,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Array | None:
+) -> Later[Array | None]:
+    """Begin reduce_to() and give a handle for synchronize()."""
+    source = readable(tensor, name)
+    flight = start_reduce(_sum_wire(source, op), root_rank, op, name, process_set)
+    is_root, result = current().rank == root_rank, _result(flight, source)
+    return Later([result if is_root else flight], lambda found: found[0] if is_root else None)
+
+
+reduce_to = blocking(
+    reduce_to_async,
     """Give the root the allreduce(), and the others None; blocks.
 
     Called reduce elsewhere; fastps.reduce is the room of kernels.
-    """
-    source = readable(tensor, name)
-    root = process_set.member(root_rank, "root_rank")
-    group = process_set.group()
-    promise = group.reduce(_sum_wire(source, op), root=root, op=op, name=name)
-    flight = averaging(promise, group, name) if op is Average else promise
-    result = _result(flight, source).wait()
-    return result if current().rank == root_rank else None
+    """,
+)
 
 
-def gather(
+def gather_async(
     tensor: Array,
     root_rank: int = 0,
     *,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Array | None:
-    """Give the root the allgather(), and the others None; blocks."""
+) -> Later[Array | None]:
+    """Begin gather(); blocks until all members have told their first dimensions."""
     source = readable(tensor, name)
-    rows = np.atleast_1d(_rows_wire(source))
-    root, group = process_set.member(root_rank, "root_rank"), process_set.group()
-    counts = row_counts(group, len(rows), name)
-    is_root = current().rank == root_rank
-    out = np.empty((sum(counts), *rows.shape[1:]), rows.dtype) if is_root else None
-    sizes = [count * width_of(rows) for count in counts]
-    flight = group.gather(rows, out, root=root, counts=sizes, name=name)
-    flight.wait()
-    return None if out is None else _unwire(out, source.dtype)
+    flight, out = start_gather(_rows_wire(source), root_rank, name, process_set)
+    return Later([flight], lambda _: None if out is None else _unwire(out, source.dtype))
 
 
-def scatter(
+gather = blocking(
+    gather_async, """Give the root the allgather(), and the others None; blocks."""
+)
+
+
+def scatter_async(
     tensor: Array | None,
     out: Array,
     root_rank: int = 0,
     *,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Array:
-    """Give each member its part of the root's array, in the order of members, in out; blocks.
-
-    out: C-contiguous, as large on all members. tensor: of the root, as large as all together.
-    """
+) -> Later[Array]:
+    """Begin scatter() and give a handle for synchronize()."""
     root = process_set.member(root_rank, "root_rank")
     wire = None if tensor is None else _wire(readable(tensor, name))
-    process_set.group().scatter(wire, _wire(out), root=root, name=name).wait()
-    return out
+    flight = process_set.group().scatter(wire, _wire(out), root=root, name=name)
+    return Later([flight], lambda _: out)
+
+
+scatter = blocking(
+    scatter_async,
+    """Give each member its part of the root's array, in the order of members, in out; blocks.
+
+    out: C-contiguous, as large on all members. tensor: of the root, as large as all together,
+    of out's dtype.
+    """,
+)
+
+
+def barrier_async(*, process_set: ProcessSet = global_process_set) -> Later[None]:
+    """Begin barrier() and give a handle for synchronize(); of all workers one at a time."""
+    if process_set is not global_process_set:
+        return Later([process_set.group().barrier()], lambda _: None)
+    asked = current().enter_barrier()
+    return Later([] if asked is None else [asked], lambda _: None)
 
 
 def send_async(
@@ -412,14 +441,37 @@ def _sum_wire(array: Array, op: Op) -> Array:
     return _wire(array)
 
 
-def _result(flight: Flight, source: Array, factor: float = 1.0) -> Later[Array]:
-    """Give the promise of an operation's array, of the source's dtype."""
+def _out_wire(out: Array | None, source: Array, name: str | None) -> Array | None:
+    """Give the output of an operation as it travels; ValueError where its dtype is another."""
+    if out is not None and out.dtype != source.dtype:
+        what = "the tensor" if name is None else f"tensor {name!r}"
+        raise ValueError(f"{what}: the output is {out.dtype}, the input {source.dtype}")
+    return None if out is None else _wire(out)
+
+
+def _result(
+    flight: Flight, source: Array, factor: float = 1.0, out: Array | None = None
+) -> Later[Array]:
+    """Give the promise of an operation's array, of the source's dtype; out: where it goes."""
 
     def finish(found: list[Any]) -> Array:
         lack = correction_of(flight, dtype_of(found[0].dtype))
-        return _made(found[0], source, factor * lack)
+        made = _made(found[0], source, factor * lack)
+        return made if out is None else out
 
     return Later([flight], finish)
+
+
+def _results(
+    flight: Flight, sources: Sequence[Array], factor: float = 1.0
+) -> Later[list[Array]]:
+    """Give the promise of the arrays of a grouped operation."""
+    return Later(
+        [flight],
+        lambda found: [
+            _made(one, source, factor) for one, source in zip(found[0], sources, strict=True)
+        ],
+    )
 
 
 def _made(array: Array, source: Array, factor: float) -> Array:

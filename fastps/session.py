@@ -42,6 +42,7 @@ from fastps.config import Config
 from fastps.contract import Givers, Policy
 from fastps.control.blame import VERDICT_WAIT_S, Failure, Witness
 from fastps.control.protocol import (
+    Done,
     Event,
     JobOver,
     Locate,
@@ -61,6 +62,7 @@ from fastps.errors import (
     Status,
 )
 from fastps.objects import decode_object, encode_object
+from fastps.retiring import retired
 from fastps.rules import SUMMED, Rule
 from fastps.rules import Choice as RuleChoice
 from fastps.stalls import StallWatch, dispute
@@ -71,7 +73,7 @@ from fastps.uneven import StartedTensor, Uneven
 from fastps.worker.handle import Array, Handle
 
 if TYPE_CHECKING:
-    from fastps.control.client import ControlClient
+    from fastps.control.client import Asked, ControlClient
     from fastps.groups import Groups
     from fastps.worker._tensor import PlannedTensor
 
@@ -208,43 +210,43 @@ class Session:
         names = (names,) if isinstance(names, str) else tuple(names)
         check_distinct(names)
         self._check_poison(names)
-        unknown = [name for name in names if name not in self._specs]
+        groups = self._groups
+        known = [name for name in names if groups is not None and groups.knows(name)]
+        unknown = [name for name in names if name not in self._specs and name not in known]
         if unknown:
-            raise ConfigError(f"tensor {unknown[0]!r} is not declared and cannot be forgotten")
+            raise ConfigError(
+                f"{unknown[0]!r} is not declared, no operation had this name, and it cannot be "
+                "forgotten"
+            )
         if self._client is not None and names:
-            self._forget_everywhere(self._client, names)
+            self._forget_everywhere(self._client, names, groups if known else None)
             return
         for name in names:
-            del self._specs[name]
+            self._specs.pop(name, None)
+        if groups is not None:
+            groups.forget(names)
 
-    def _forget_everywhere(self, client: ControlClient, names: Sequence[str]) -> None:
-        tensors = self._retire(names)
-        versions = {name: tensor.version for name, tensor in tensors.items()}
-        try:
-            request = client.forget(versions, timeout_s=self.config.op_timeout_s)
-        except FastPSError:
-            for tensor in tensors.values():
-                tensor.reinstate()
-            raise
+    def _forget_everywhere(
+        self, client: ControlClient, names: Sequence[str], groups: Groups | None
+    ) -> None:
+        """Forget tensors, and in groups what operations had their names."""
+        timeout_s = self.config.op_timeout_s
+        tensors = {name: self._tensors[name] for name in names if name in self._specs}
+        with retired(tensors.values()):
+            if groups is not None:
+                groups.forget(names)
+            if not tensors:
+                client.barrier("forget", timeout_s=timeout_s)
+                return
+            versions = {name: tensor.version for name, tensor in tensors.items()}
+            request = client.forget(versions, timeout_s=timeout_s)
         with self._lock:  # so that nobody finds a tensor that the engine has forgotten
             for name, tensor in tensors.items():
                 self._tensors.pop(name, None)  # close() may have been called
                 del self._specs[name]
                 self._engine.forget(tensor)
+        self.uneven.forget(tensors)
         client.dropped(request)
-
-    def _retire(self, names: Sequence[str]) -> dict[str, PlannedTensor]:
-        """Let nothing be started on tensors any more, or raise FastPSError and change nothing."""
-        tensors: dict[str, PlannedTensor] = {}
-        try:
-            for name in names:
-                self._tensors[name].retire()
-                tensors[name] = self._tensors[name]
-        except BaseException:
-            for tensor in tensors.values():
-                tensor.reinstate()
-            raise
-        return tensors
 
     def _find(
         self, names: Sequence[str], arrays: Sequence[Array], dtype: DType | None
@@ -569,12 +571,18 @@ class Session:
         is_inside = mapping.address <= start <= mapping.address + mapping.nbytes - array.nbytes
         return is_inside and bool(array.flags.c_contiguous)
 
-    def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:
-        """Wait until every worker has come here; StallError names who is missing."""
+    def enter_barrier(
+        self, name: str = "barrier", *, timeout_s: float | None = None
+    ) -> Asked[Done] | None:
+        """Begin barrier(); None where nobody else is to come."""
         self.check_usable()
         timeout_s = self.config.op_timeout_s if timeout_s is None else checked_seconds(timeout_s)
-        if self._client is not None:
-            self._client.barrier(name, timeout_s=timeout_s)
+        return self._client and self._client.enter_barrier(name, timeout_s=timeout_s)
+
+    def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:
+        """Wait until every worker has come here; StallError names who is missing."""
+        if (asked := self.enter_barrier(name, timeout_s=timeout_s)) is not None:
+            asked.wait()
 
     def broadcast_object(self, obj: Any, root_rank: int = 0, name: str = "object") -> Any:
         """Give everybody the root's object; blocks, and never unpickles anything.

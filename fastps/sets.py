@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastps.collectives.names import part_of
 from fastps.current import current
-from fastps.errors import MismatchError
+from fastps.errors import FastPSError, MismatchError
 
 if TYPE_CHECKING:  # importing fastps brings as little as it can
     from fastps.collectives.group import Group
@@ -129,10 +130,13 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Take a set out of use; False where it is not in use, or is that of all workers.
 
-    All workers call it alike, when nothing of the set is in flight; blocks until they have.
+    All workers call it alike; blocks until they have. Raises FastPSError on all of them, and the
+    set stays in use, where a worker has an operation of it in flight.
     """
-    _agree("remove_process_set", process_set)
-    if process_set is global_process_set or process_set._home is not current().groups:
+    is_ours = process_set is not global_process_set and process_set._home is current().groups
+    group = process_set._group if is_ours else None
+    _agree("remove_process_set", process_set, [] if group is None else group.in_flight())
+    if not is_ours:
         return False
     process_set._home = process_set._group = None
     return True
@@ -148,8 +152,7 @@ def row_counts_of_each(group: Group, counts: Sequence[int], name: str | None) ->
 
     Blocks.
     """
-    label = None if name is None else f"{name} sizes"
-    found = group.allgather(np.array(counts, np.int64), name=label).wait()
+    found = group.allgather(np.array(counts, np.int64), name=part_of(name, " sizes")).wait()
     by_member: list[list[int]] = np.asarray(found).reshape(group.size, len(counts)).tolist()
     return [list(told) for told in zip(*by_member, strict=True)]
 
@@ -175,12 +178,23 @@ def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
     return found
 
 
-def _agree(call: str, process_set: ProcessSet) -> None:
-    """Raise MismatchError where workers do not call the same with the same set."""
-    group = current().groups.living()
-    told = gather_objects(group, f"{call}({process_set!r})", _CHANNEL)
-    if any(words != told[0] for words in told):
-        listed = ", ".join(f"worker {rank} {words}" for rank, words in enumerate(told))
+def _agree(call: str, process_set: ProcessSet, in_flight: Sequence[str] = ()) -> None:
+    """Raise MismatchError where workers do not call the same with the same set.
+
+    in_flight: what is under way on it here; FastPSError if there is anything anywhere.
+    """
+    group, words = current().groups.living(), f"{call}({process_set!r})"
+    told = dict(
+        zip(group.ranks, gather_objects(group, (words, list(in_flight)), _CHANNEL), strict=True)
+    )
+    if any(said != words for said, _ in told.values()):
+        listed = ", ".join(f"worker {rank} {said}" for rank, (said, _) in told.items())
         raise MismatchError(
             f"all workers must add and remove process sets alike, but called: {listed}"
+        )
+    busy = [f"worker {rank} has {names[0]!r}" for rank, (_, names) in told.items() if names]
+    if busy:
+        raise FastPSError(
+            f"{words}: {', '.join(busy)} in flight on it; synchronize() what was started there, "
+            "on all its members, and call it again"
         )

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from fastps.collectives.names import Part, part_of
 from fastps.errors import FastPSError, StallError, Status
 from fastps.objects import decode_object, encode_object
 from fastps.types import DType, Op, ReduceOp, numpy_dtype
@@ -161,6 +162,14 @@ class Uneven:
         n = len(members)
         return n / max(n - len(absent.intersection(members)), 1)
 
+    def forget(self, places: Iterable[Place]) -> None:
+        """Drop what was counted of places in rounds that are over."""
+        with self._news:
+            for place in places:
+                for found in self._rounds.values():
+                    for counts in (*found.joins.values(), found.ends or {}):
+                        counts.pop(place, None)
+
     def _operations(self) -> list[Operation]:
         """List what is in flight in groups, and was not just made."""
         if not hasattr(self._session, "connections"):  # news may come before we are whole
@@ -285,7 +294,8 @@ class Uneven:
         )
 
     def _start_in_group(self, one: Started, *, is_refused: bool) -> Handle:
-        key, name, what, divisor = one.what
+        key, words, what, divisor = one.what
+        name = words and part_of(*words)
         group, kind = self._session.groups.known[key], what[0]
         if kind == "barrier" or is_refused:
             return group.barrier(name=name)
@@ -350,9 +360,10 @@ def _of_tensor(tensor: PlannedTensor, spec: TensorSpec, members: tuple[int, ...]
 def _of_group(operation: Operation) -> Started:
     group, name, what, divisor = operation.about
     plain = tuple(int(one) if isinstance(one, int) else one for one in what)
+    words = (name.whole, name.ending) if isinstance(name, Part) else name and (name, "")
     return Started(
-        group.channels[name or ""],
+        operation.channel,
         operation.number,
         group.ranks,
-        (group.key, name, plain, divisor),
+        (group.key, words, plain, divisor),
     )

@@ -29,6 +29,7 @@ cdef enum EntryKind:
     COUNT_OUT = 8               # messages sent to a peer on a channel so far; nbytes counts
     COUNT_IN = 9                # and received
     FAILED = 10                 # an operation failed here: what still comes of it is not foreign
+    REMINDED = 11               # others were, of messages on a channel that may come unasked
 
 cdef struct Leg
 cdef struct State
@@ -203,6 +204,7 @@ cdef class Program:
 
 cdef class Operation:
     cdef readonly str name
+    cdef readonly uint64_t channel
     cdef Task task
     cdef Exchange exchange
     cdef Program program

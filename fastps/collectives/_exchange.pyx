@@ -565,7 +565,7 @@ cdef class Exchange(LinkOwner):
         operation.exchange = self
         operation.program = program
         task.state = self.state
-        task.channel = channel
+        task.channel = operation.channel = channel
         task.itemsize = itemsize
         task.rule = <rule_fn>rule
         task.mix = <rule_fn>mix
@@ -603,6 +603,19 @@ cdef class Exchange(LinkOwner):
         cdef uint32_t found = count_of(self.state, channel, ANYONE, COUNT_OUT, 0)
         pthread_mutex_unlock(&self.state.lock)
         return found
+
+    def is_forgettable(self, uint64_t channel):
+        """Tell whether a late frame of a channel can harm nobody: all went well, and in time."""
+        return has_only_counts(self.state, channel, False)
+
+    def forget(self, uint64_t channel):
+        """Count the operations of a channel anew; no member may begin one before all did this."""
+        has_only_counts(self.state, channel, True)
+
+    def refuse(self, Operation operation not None):
+        """Fail an operation on all its members: others do something else in its place."""
+        with nogil:
+            refuse_task(self.state, &operation.task)
 
     @property
     def operations(self):
@@ -663,17 +676,8 @@ cdef class Exchange(LinkOwner):
 
     def statistics(self):
         """Count messages and their bytes, and what is kept of them just now, as a dict."""
-        cdef Entry* entry
-        cdef int i, kept = 0
-        pthread_mutex_lock(&self.state.lock)
-        for i in range(BUCKETS):
-            entry = self.state.buckets[i]
-            while entry != NULL:
-                kept += 1
-                entry = entry.next
-        pthread_mutex_unlock(&self.state.lock)
         return {"messages": self.state.messages, "message_bytes": self.state.bytes_sent,
-                "messages_kept": kept}
+                "messages_kept": count_kept(self.state)}
 
     def __dealloc__(self):
         cdef Entry* entry

@@ -322,13 +322,18 @@ cdef void remind(State* state, Task* task) noexcept nogil:
     """
     cdef Work work
     cdef Leg* leg
+    cdef Entry late
     cdef uint32_t i
     memset(&work, 0, sizeof(work))
+    name_task(&late, task)
+    late.number = 0
     pthread_mutex_lock(&state.lock)
     for i in range(task.n_legs):
         leg = &task.legs[i]
         if is_missing(leg) and leg.kind != LEG_SEND and leg.entry.peer != ANYONE:
             add_ready(state, &work, leg)
+    if find(state, &late, REMINDED)[0] == NULL:
+        note(state, &late)
     pthread_mutex_unlock(&state.lock)
     flush(state, &work)
 

@@ -175,6 +175,17 @@ cdef void tell_members(State* state, Task* task, Work* work) noexcept nogil:
             add_control(state, work, KIND_REFUSE, &name, E_MISMATCH)
 
 
+cdef void refuse_task(State* state, Task* task) noexcept nogil:
+    """Do refuse() without the lock; nothing where it is over."""
+    cdef Work work
+    memset(&work, 0, sizeof(work))
+    pthread_mutex_lock(&state.lock)
+    if task.n_left > 0:
+        refuse(state, task, &work)
+    pthread_mutex_unlock(&state.lock)
+    flush(state, &work)
+
+
 cdef Task* task_of(State* state, const Entry* name) noexcept nogil:
     """The operation in flight that a message belongs to, or NULL."""
     cdef Task* task = state.tasks

@@ -125,6 +125,41 @@ cdef uint32_t count_of(State* state, uint64_t channel, uint32_t peer, int32_t wh
     return entry.nbytes
 
 
+cdef int count_kept(State* state) noexcept nogil:
+    """Count the entries of the table."""
+    cdef Entry* entry
+    cdef int i, kept = 0
+    pthread_mutex_lock(&state.lock)
+    for i in range(BUCKETS):
+        entry = state.buckets[i]
+        while entry != NULL:
+            kept += 1
+            entry = entry.next
+    pthread_mutex_unlock(&state.lock)
+    return kept
+
+
+cdef bint has_only_counts(State* state, uint64_t channel, bint is_dropped) noexcept nogil:
+    """Whether the table has nothing of a channel but the count of operations; or drop that."""
+    cdef Entry name
+    cdef Entry* entry
+    cdef int i
+    memset(&name, 0, sizeof(name))
+    name.channel = channel
+    name.peer = ANYONE
+    pthread_mutex_lock(&state.lock)
+    for i in range(BUCKETS):
+        entry = state.buckets[i]
+        while entry != NULL and (entry.channel != channel or entry.what == COUNT_OUT):
+            entry = entry.next
+        if entry != NULL:
+            break
+    if is_dropped:
+        free(take(state, &name, COUNT_OUT))
+    pthread_mutex_unlock(&state.lock)
+    return entry == NULL
+
+
 # ---------------------------------------------------------------- what is to be done without it
 
 cdef struct Control:            # a frame without payload, freed when it has left

@@ -8,15 +8,15 @@ any; operations without a name have to be started in one order, the same on all 
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fastps.collectives import schedule as plans
+from fastps.collectives.names import Channels
 from fastps.collectives.schedule import Kind, Place, Schedule, Step
 from fastps.errors import (
     FastPSError,
@@ -137,18 +137,22 @@ class Group:
     """The members of a process set; made by Session.group() or add_process_set().
 
     ranks: their numbers in the job, ascending or not; their order is that of sums and blocks.
-    key: tells apart groups of the same ranks. Every operation begins at once and gives a Handle.
+    key: tells apart groups of the same ranks. words: what errors call it, if it is not everybody.
+    Every operation begins at once and gives a Handle.
     """
 
-    def __init__(self, host: _Host, ranks: Sequence[int], key: str = "") -> None:
+    def __init__(
+        self, host: _Host, ranks: Sequence[int], key: str = "", words: str = ""
+    ) -> None:
         self.ranks = tuple(ranks)
+        self._of = words and f" of {words} {list(self.ranks)}"
         self.size = len(self.ranks)
         self.rank = self.ranks.index(host.me)
         self._host = host
         self.key = f"{key}/{self.ranks}"
         self.machines = tuple(host.machine_of(rank) for rank in self.ranks)
         self._kinds: dict[tuple[object, ...], _Kind] = {}
-        self.channels: dict[str, int] = {}
+        self.channels = Channels(self.key)
         self._lock = threading.Lock()
 
     # ---- operations of all members ----
@@ -170,6 +174,7 @@ class Group:
         for an average the size. Rank order: the same bits on all members and in every run.
         """
         out = self._like(array) if out is None else out
+        self._check_size("out", out, array.size)
         key = ("allreduce", array.nbytes, array.itemsize)
         return self._fold(
             key, array, out, out,
@@ -195,6 +200,8 @@ class Group:
             out = None
         elif out is None:
             out = self._like(array)
+        else:
+            self._check_size("out", out, array.size)
         key = ("reduce", array.nbytes, array.itemsize, root)
         return self._fold(
             key, array, out, array if out is None else out,
@@ -384,7 +391,7 @@ class Group:
         rule = _NEIGHBOR_RULES.get(str(key[0]), ReduceOp.SUM)
         return self._start(
             key, make, array, out, out,
-            channel=self._channel(name), label=self._label(key, name), name=name, dtype=code,
+            channel=self.channels.of(name), label=self._label(key, name), name=name, dtype=code,
             rule=rule, divisor=divisor, weights=weights, goes_on=goes_on,
         )  # fmt: skip
 
@@ -428,8 +435,8 @@ class Group:
             array if is_send else None,
             None if is_send else array,
             array,
-            channel=self._channel(f"messages {operator.index(tag)}"),
-            label=f"{'send' if is_send else 'receive'} with tag {tag}",
+            channel=self.channels.of(f"messages {operator.index(tag)}"),
+            label=f"{'send' if is_send else 'receive'} with tag {tag}{self._of}",
             dtype=self._dtype(array, dtype),
             is_numbered=True,
         )
@@ -478,7 +485,7 @@ class Group:
             raise ValueError("array and out overlap; use the same array or two")
         return self._start(
             key, make, array, out, result,
-            channel=self._channel(name), label=self._label(key, name),
+            channel=self.channels.of(name), label=self._label(key, name),
             name=name, dtype=code, rule=rule, divisor=divisor, priority=priority,
         )  # fmt: skip
 
@@ -503,7 +510,7 @@ class Group:
         assert result is not None
         return self._start(
             key, make, array, out, result,
-            channel=self._channel(name), label=self._label(key, name),
+            channel=self.channels.of(name), label=self._label(key, name),
             name=name, dtype=None if some is None else self._dtype(some, dtype),
         )  # fmt: skip
 
@@ -529,6 +536,8 @@ class Group:
         for one in (array, out):
             if one is not None and not one.flags.c_contiguous:
                 raise ValueError(f"{label}: an array is not C-contiguous")
+        if array is not None and out is not None and array.dtype != out.dtype:
+            raise ValueError(f"{label}: the output is {out.dtype}, the input {array.dtype}")
         self._host.check_usable()
         if self.size == 1:
             _copy_alone(make(), array, out)
@@ -596,20 +605,36 @@ class Group:
         self._kinds[key] = kind
         return kind
 
-    def _channel(self, name: str | None) -> int:
-        """Give the number by which members know the operations of one name, or those without."""
-        words = name or ""
-        channel = self.channels.get(words)
-        if channel is None:
-            data = f"{self.key}/{words}".encode()
-            channel = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-            self.channels[words] = channel
-        return channel
+    # ---- what is known of names ----
+
+    def in_flight(self, names: Iterable[str] | None = None) -> list[str]:
+        """Say what is under way here; names: under one of these."""
+        if self.size == 1:
+            return []
+        some = self.channels if names is None else names
+        channels = {self.channels[name] for name in some}
+        operations = self._host.exchange.operations
+        return [one.name for one in operations if one.channel in channels and not one.is_done]
+
+    def stuck(self, names: Iterable[str]) -> list[str]:
+        """List the names under which something went wrong or was late, so that they are kept."""
+        is_well = self._host.exchange.is_forgettable
+        return [name for name in names if not is_well(self.channels[name])]
+
+    def forget(self, name: str, kept: Container[str] = ()) -> list[int]:
+        """Forget what a name stands for, but for what is kept; give the channels.
+
+        All members do, while nothing is in flight on them, before one uses it again.
+        """
+        channels = self.channels.forget(name, kept)
+        for channel in channels if self.size > 1 else ():
+            self._host.exchange.forget(channel)
+        return channels
 
     # ---- checks ----
 
     def _label(self, key: tuple[object, ...], name: str | None) -> str:
-        return str(key[0]) if name is None else f"{key[0]} {name}"
+        return f"{key[0]}{self._of}" if name is None else f"{key[0]} {name}{self._of}"
 
     def _like(self, array: Array) -> Array:
         return self._host.empty(array.shape, array.dtype)
@@ -627,7 +652,7 @@ class Group:
 
     def count(self, name: str | None) -> int:
         """Count the operations that were started under a name."""
-        return self._host.exchange.count(self._channel(name))
+        return self._host.exchange.count(self.channels.of(name))
 
     def _member(self, index: int, what: str) -> int:
         if not 0 <= operator.index(index) < self.size:

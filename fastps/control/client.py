@@ -16,6 +16,7 @@ fork and every call there raises NotInitializedError.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -27,7 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from msgspec.structs import replace
 
@@ -115,6 +116,48 @@ def _forget_clients_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_clients_in_child)
+
+
+class Asked(Generic[AnswerT]):
+    """The promise of the scheduler's answer to a request."""
+
+    def __init__(
+        self,
+        future: Future[Answer],
+        kind: type[AnswerT],
+        what: str,
+        timeout_s: float,
+        deadline: float,
+        give_up: Callable[[], None],
+    ) -> None:
+        """Note what was asked, and what drops the question when its time is over."""
+        self._future, self._kind, self._what = future, kind, what
+        self._timeout_s, self._deadline, self._give_up = timeout_s, deadline, give_up
+        self.poll = future.done
+
+    def wait(self, timeout_s: float | None = None) -> AnswerT:
+        """Wait for the answer, up to its deadline or timeout_s; raises what it says went wrong."""
+        left_s = max(self._deadline - time.monotonic(), 0)
+        if timeout_s is not None:
+            left_s = min(left_s, checked_seconds(timeout_s))
+        try:
+            answer = self._future.result(left_s)
+        except TimeoutError as error:
+            raise self.late() from error
+        if isinstance(answer, Failed):
+            raise failure_of(answer)
+        if not isinstance(answer, self._kind):
+            raise ProtocolError(f"{self._what}: the scheduler answered {type(answer).__name__}")
+        return answer
+
+    def late(self) -> StallError:
+        """Give the error of an answer that did not come."""
+        if time.monotonic() >= self._deadline:
+            self._give_up()
+        return StallError(
+            f"{self._what}: the scheduler did not answer within {round(self._timeout_s, 1):g} s; "
+            "is its process or machine stopped or overloaded? Raise the timeout if it is only slow"
+        )
 
 
 class ControlClient:
@@ -237,10 +280,14 @@ class ControlClient:
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
         """Wait until every worker has entered the barrier; StallError names the missing."""
+        self.enter_barrier(name, timeout_s=timeout_s).wait()
+
+    def enter_barrier(self, name: str, *, timeout_s: float) -> Asked[Done]:
+        """Begin barrier(): its error, or its end, comes of wait()."""
         check_name(name)
         timeout_s = checked_seconds(timeout_s)
         message = Barrier(next(self._numbers), name, timeout_s)
-        self._ask(message, Done, what=f"barrier {name!r}", timeout_s=timeout_s)
+        return self._begin(message, Done, what=f"barrier {name!r}", timeout_s=timeout_s)
 
     def blob(self, name: str, root_rank: int, data: bytes | None, *, timeout_s: float) -> bytes:
         """Give every worker the root's bytes, at most 64 MiB; all workers must call it."""
@@ -404,28 +451,29 @@ class ControlClient:
         self, message: Request, kind: type[AnswerT], *, what: str, timeout_s: float
     ) -> AnswerT:
         """Send a request and wait for its answer."""
-        self._check_usable()
         if threading.current_thread() is self._reader:
             raise FastPSError(f"{what}: on_event must not wait for the scheduler")
+        return self._begin(message, kind, what=what, timeout_s=timeout_s).wait()
+
+    def _begin(
+        self, message: Request, kind: type[AnswerT], *, what: str, timeout_s: float
+    ) -> Asked[AnswerT]:
+        """Send a request, for whose answer somebody waits later."""
+        self._check_usable()
         frame = pack_to_scheduler(message)
         deadline = time.monotonic() + timeout_s + GRACE_S
         future = self._enlist(message.request)
+        give_up = functools.partial(self._unlist, message.request)
+        asked = Asked(future, kind, what, timeout_s, deadline, give_up)
         try:
             self._write(frame, deadline)
-            answer = future.result(max(deadline - time.monotonic(), 0))
         except TimeoutError as error:
-            raise StallError(
-                f"{what}: the scheduler did not answer within {round(timeout_s, 1):g} s; is its "
-                "process or machine stopped or overloaded? Raise the timeout if it is only slow"
-            ) from error
-        finally:
-            with self._lock:
-                self._pending.pop(message.request, None)
-        if isinstance(answer, Failed):
-            raise failure_of(answer)
-        if not isinstance(answer, kind):
-            raise ProtocolError(f"{what}: the scheduler answered {type(answer).__name__}")
-        return answer
+            raise asked.late() from error
+        return asked
+
+    def _unlist(self, number: int) -> None:
+        with self._lock:
+            self._pending.pop(number, None)
 
     def _enlist(self, number: int) -> Future[Answer]:
         future: Future[Answer] = Future()

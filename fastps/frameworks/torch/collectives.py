@@ -9,7 +9,6 @@ of allgather and broadcast are averages. Handles go to poll() and synchronize().
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from fastps import flights as ops
+from fastps.current import current
 from fastps.flights import Average, Later, Sum
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.differentiable import (
@@ -36,7 +36,7 @@ from fastps.frameworks.torch.tensors import (
     wire_dtype,
 )
 from fastps.operations import blocking
-from fastps.sets import ProcessSet, global_process_set, row_counts
+from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
@@ -348,15 +348,28 @@ def reducescatter(
 
 
 def grouped_reducescatter_async(
-    tensors: Tensors, name: str | None = None, *args: Any, **how: Any
+    tensors: Tensors,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> Later[list[torch.Tensor]]:
-    """Begin reducescatter_async() of several tensors, with its arguments."""
-    labels = ops.labels_of(name, len(tensors))
-    flights = [
-        reducescatter_async(tensor, label, *args, **how)
-        for tensor, label in zip(tensors, labels, strict=True)
-    ]
-    return Later(flights, lambda found: found)
+    """Begin reducescatter_async() of several tensors, in one submit of a dtype."""
+    some = [_scaled(check_kind(tensor, name), prescale_factor) for tensor in tensors]
+    wires = [_wire(one, name, op) for one in some]
+    codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
+    flight = ops.start_grouped_reducescatter(
+        [view_of(wire) for wire in wires], op, name, process_set, dtypes=codes
+    )
+
+    def finish(found: list[Any]) -> list[torch.Tensor]:
+        return [
+            _scaled(_result(*each), postscale_factor)
+            for each in zip(found[0], wires, tensors, strict=True)
+        ]
+
+    return Later([flight], finish)
 
 
 def grouped_reducescatter(
@@ -480,61 +493,68 @@ def broadcast(
 # ---- to and from one ----
 
 
-def reduce_to(
+def reduce_to_async(
     tensor: torch.Tensor,
     root_rank: int = 0,
     name: str | None = None,
     op: Op = Average,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor | None:
-    """Give the root the allreduce(), and the others None; blocks."""
+) -> Later[torch.Tensor | None]:
+    """Begin reduce_to(); the tensor must not be changed meanwhile."""
     wire = _wire(tensor, name, op)
-    group, root = process_set.group(), process_set.member(root_rank, "root_rank")
     code = wire_dtype(wire.dtype, name or "tensor")
-    promise = group.reduce(view_of(wire), root=root, op=op, name=name, dtype=code)
-    flight = ops.averaging(promise, group, name) if op is Average else promise
-    found = np.asarray(flight.wait())
-    if group.rank != root:
-        return None
-    return _scaled(_result(found, wire, tensor), ops.correction_of(flight, code))
+    flight = ops.start_reduce(view_of(wire), root_rank, op, name, process_set, dtype=code)
+
+    def finish(found: list[Any]) -> torch.Tensor | None:
+        if current().rank != root_rank:
+            return None
+        return _scaled(_result(np.asarray(found[0]), wire, tensor), _correction(flight, wire))
+
+    return Later([flight], finish)
 
 
-def gather(
+reduce_to = blocking(
+    reduce_to_async, "Give the root the allreduce(), and the others None; blocks."
+)
+
+
+def gather_async(
     tensor: torch.Tensor,
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor | None:
-    """Give the root the allgather(), and the others None; blocks."""
+) -> Later[torch.Tensor | None]:
+    """Begin gather(); blocks until all members have told their first dimensions."""
     wire = _rows(tensor, name)
-    group, root = process_set.group(), process_set.member(root_rank, "root_rank")
-    counts = row_counts(group, len(wire), name)
-    width = math.prod(wire.shape[1:])
-    flight = group.gather(
-        view_of(wire), root=root, counts=[count * width for count in counts], name=name,
-        dtype=wire_dtype(wire.dtype, name or "tensor"),
-    )  # fmt: skip
-    found = np.asarray(flight.wait())
-    if group.rank != root:
-        return None
-    return _result(found.reshape(sum(counts), *wire.shape[1:]), wire, tensor)
+    code = wire_dtype(wire.dtype, name or "tensor")
+    flight, out = ops.start_gather(view_of(wire), root_rank, name, process_set, dtype=code)
+    return Later([flight], lambda _: None if out is None else _result(out, wire, tensor))
 
 
-def scatter(
+gather = blocking(gather_async, "Give the root the allgather(), and the others None; blocks.")
+
+
+def scatter_async(
     tensor: torch.Tensor | None,
     out: torch.Tensor,
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Give each member its part of the root's tensor, in the order of members, in out; blocks."""
+) -> Promise:
+    """Begin scatter(); neither tensor may be touched meanwhile."""
     wire = _wire(target := _target(out, name), name)
     given = None if tensor is None else view_of(_wire(tensor, name)).reshape(-1)
-    found = process_set.group().scatter(
+    flight = process_set.group().scatter(
         given, view_of(wire), root=process_set.member(root_rank, "root_rank"), name=name,
         dtype=wire_dtype(wire.dtype, name or "tensor"),
-    ).wait()  # fmt: skip
-    return _stored(np.asarray(found), wire, target, out)
+    )  # fmt: skip
+    return Later([flight], lambda found: _stored(np.asarray(found[0]), wire, target, out))
+
+
+scatter = blocking(
+    scatter_async,
+    "Give each member its part of the root's tensor, in the order of members, in out; blocks.",
+)
 
 
 # ---- messages ----
@@ -676,14 +696,14 @@ def _gathering_each(
 ) -> tuple[Later[list[torch.Tensor]], list[list[int]]]:
     wires = [_rows(tensor, name) for tensor in tensors]
     codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
-    parts = ops.start_grouped_allgather(
+    flight, counts = ops.start_grouped_allgather(
         [view_of(wire) for wire in wires], name, process_set, dtypes=codes
     )
 
     def finish(found: list[Any]) -> list[torch.Tensor]:
-        return [_result(*some) for some in zip(found, wires, tensors, strict=True)]
+        return [_result(*some) for some in zip(found[0], wires, tensors, strict=True)]
 
-    return Later([flight for flight, _ in parts], finish), [counts for _, counts in parts]
+    return Later([flight], finish), counts
 
 
 def _alltoall(

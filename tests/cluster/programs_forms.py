@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers of test_forms.py do: outputs of one's own, async and grouped forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastps
+
+
+def everything() -> str:
+    """Try each form that an operation has."""
+    fastps.init()
+    outputs_that_fit()
+    outputs_that_do_not()
+    async_forms()
+    grouped_forms()
+    fastps.barrier()
+    fastps.shutdown()
+    return "done"
+
+
+def outputs_that_fit() -> None:
+    """Have results where they are asked for, with and without a name, also of complex numbers."""
+    me, size = fastps.rank(), fastps.size()
+    for name, dtype in ((None, "float32"), ("fits", "float64"), (None, "complex64")):
+        own = np.full((2 * size, 3), me + 1, dtype)
+        total = sum(range(1, size + 1))
+        out = np.zeros_like(own)
+        assert fastps.allreduce(own, name, op=fastps.Sum, out=out) is out
+        assert (out == total).all()
+        assert (own == me + 1).all()
+        part = np.zeros((2, 3), dtype)
+        label = name and f"{name} scattered"
+        assert fastps.reducescatter(own, label, op=fastps.Sum, out=part) is part
+        assert (part == total).all()
+        rows = np.zeros((2 * size, 3), dtype)
+        rows[2 * me : 2 * me + 2] = me + 1  # where they are to land
+        found = fastps.allgather(rows[2 * me : 2 * me + 2], name and f"{name} rows", out=rows)
+        assert found is rows
+        assert np.array_equal(rows[:, 0], np.repeat(np.arange(1, size + 1), 2))
+        there = np.zeros_like(own)
+        assert fastps.alltoall(own, name=name and f"{name} all", out=there) is there
+        assert np.array_equal(there[:, 0], np.repeat(np.arange(1, size + 1), 2))
+        again, counts = fastps.alltoall(own, [2] * size, out=there)
+        assert again is there
+        assert counts.tolist() == [2] * size
+
+
+def outputs_that_do_not() -> None:
+    """Have an error for an output of another dtype or shape, before anything is written."""
+    size = fastps.size()
+    own = np.ones(2 * size, np.float32)
+    for out in (
+        np.zeros(own.size, np.int32), np.zeros(own.size + 1, np.float32),
+        np.zeros(own.size - 1, np.float32), np.zeros(2 * own.size, np.float32)[::2],
+    ):  # fmt: skip
+        for name in (None, "refused"):
+            with pytest.raises(ValueError, match="the output is|not C-contiguous"):
+                fastps.allreduce(own, name, out=out)
+        with pytest.raises(ValueError, match="the output is|not C-contiguous"):
+            fastps.allreduce(own.astype(np.float64), out=out, op=fastps.Max)
+        with pytest.raises(ValueError, match="the output is"):
+            fastps.reducescatter(own, out=out)
+        with pytest.raises(ValueError, match="the output is"):
+            fastps.allgather(own[:2], out=out)
+        with pytest.raises(ValueError, match="the output is"):
+            fastps.alltoall(own, out=out)
+        assert not out.any()
+    overlapping = np.zeros(3, np.float32)
+    with pytest.raises(ValueError, match="overlap"):
+        fastps.allreduce(overlapping[:2], out=overlapping[1:])
+    if fastps.rank() == 0:
+        with pytest.raises(ValueError, match="the output is int32, the input float32"):
+            fastps.scatter(own, np.zeros(2, np.int32))
+
+
+def async_forms() -> None:
+    """Have several operations under way, each of which says when it is done."""
+    me, size = fastps.rank(), fastps.size()
+    own, root = np.full(40_000, me + 1, np.float32), size - 1
+    whole = np.repeat(np.arange(size, dtype=np.float32), 5)
+    mine = np.zeros(5, np.float32)
+    sent = whole if me == root else None
+    waits = {
+        "reduce": fastps.reduce_to_async(own, root, op=fastps.Sum),
+        "gather": fastps.gather_async(own[: me + 1], root),
+        "scatter": fastps.scatter_async(sent, mine, root),
+        "barrier": fastps.barrier_async(),
+    }
+    found = {kind: fastps.synchronize(flight) for kind, flight in waits.items()}
+    assert all(fastps.poll(flight) for flight in waits.values())
+    assert (mine == me).all()
+    assert found["scatter"] is mine
+    assert found["barrier"] is None
+    if me != root:
+        assert found["reduce"] is found["gather"] is None
+        return
+    assert (found["reduce"] == sum(range(1, size + 1))).all()
+    wanted = np.concatenate([np.full(rank + 1, rank + 1) for rank in range(size)])
+    assert np.array_equal(found["gather"], wanted)
+
+
+def grouped_forms() -> None:
+    """Get of several arrays at once, small and large, the bits that each gives by itself."""
+    me, size = fastps.rank(), fastps.size()
+    random = np.random.default_rng(me)
+    shapes = [(size + 1, 3), (1,), (0, 2), (4 * size, 5, 2), (7,), (2 * size, 2), (9000,)]
+    arrays = [
+        random.standard_normal(shape).astype(dtype)
+        for dtype in ("float32", "float16", "float64")
+        for shape in shapes
+    ]
+    for how in ({}, {"op": fastps.Max}, {"op": fastps.Sum, "prescale_factor": 0.5,
+                                         "postscale_factor": 3.0}):  # fmt: skip
+        _same(
+            lambda how=how: fastps.grouped_reducescatter(arrays, **how),
+            lambda one, how=how: fastps.reducescatter(one, **how), arrays,
+        )  # fmt: skip
+    uneven = [one[: len(one) * (me + 1) // size] for one in arrays]
+    _same(lambda: fastps.grouped_allgather(uneven), fastps.allgather, uneven)
+    wide = np.ones((1, 3 + (me == 1)), np.float32)
+    with pytest.raises(fastps.MismatchError, match="array 1 have"):
+        fastps.grouped_allgather([wide[:, :3], wide])
+
+
+def _same(grouped: Callable[[], Any], each: Callable[[Any], Any], arrays: list[Any]) -> None:
+    before = fastps.statistics()["messages"]
+    found = grouped()
+    between = fastps.statistics()["messages"]
+    wanted = [each(array) for array in arrays]
+    one_by_one = fastps.statistics()["messages"] - between
+    assert between - before < one_by_one / 2, "small ones go together"
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert one.tobytes() == other.tobytes()
+
+
+def async_forms_alone() -> str:
+    """Do what needs nobody else."""
+    fastps.init()
+    async_forms()
+    fastps.shutdown()
+    return "done"
