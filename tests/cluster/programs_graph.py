@@ -67,7 +67,8 @@ def equal(found: np.ndarray, wanted: np.ndarray) -> None:
 
 def static(me: int, n: int) -> None:
     """Mix on every graph, weighed alike and by its weights, every size and type."""
-    for make in GRAPHS.values():
+    cube = [topology.hypercube_graph] if n & (n - 1) == 0 else []
+    for make in (*GRAPHS.values(), *cube):
         graph = make(n)
         assert fastps.set_topology(topology.to_networkx(graph))
         assert fastps.load_topology() == graph

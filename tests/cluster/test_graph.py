@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import time
+
 import programs_graph
+import programs_random
 import programs_robust
 import pytest
 from job import run_job
@@ -22,9 +25,22 @@ def test_operations_equal_numpy(workers, way):
     assert found == ["done"] * workers
 
 
-def test_sixteen_average_exactly_in_four_rounds_of_one_peer():
-    found = run_job(programs_graph.exact, workers=16, servers=0, environment=WAYS["memory"])
-    assert found == [[4, 2]] * 16
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
+def test_one_peer_averages_exactly_in_as_many_rounds_as_two_has_to_be_doubled(rounds):
+    workers = 2**rounds
+    found = run_job(programs_graph.exact, workers=workers, servers=0, environment=WAYS["memory"])
+    assert found == [[rounds, 2]] * workers
+
+
+@pytest.mark.parametrize(("workers", "way"), [(4, "memory"), (3, "tcp")])
+def test_random_operations_in_random_orders_equal_dense_matrices(workers, way):
+    seed = time.time_ns() % 1_000_000
+    print("seed", seed)
+    found = run_job(
+        programs_random.cases, workers=workers, servers=0, environment=WAYS[way],
+        arguments={"seed": seed, "count": 60},
+    )  # fmt: skip
+    assert min(found) == max(found) > 60
 
 
 def test_one_worker_is_all():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Collection
 
 import networkx as nx
 import numpy as np
@@ -68,7 +69,8 @@ def test_circulant_graphs_equal_their_definition(n):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_mixing_on_every_graph_leads_to_the_average(n):
-    some = [make(n) for name, make in graphs.GRAPHS.items() if name != "hypercube"]
+    is_power = n & (n - 1) == 0
+    some = [make(n) for name, make in graphs.GRAPHS.items() if is_power or name != "hypercube"]
     some += [graphs.star_graph(n, center) for center in range(n)]
     for local in (one for one in range(1, n + 1) if n % one == 0):
         some.append(graphs.inner_outer_exp2_graph(n, local))
@@ -92,10 +94,60 @@ def test_spectral_gaps_are_the_published_ones(one, second):
     assert 1 - graphs.spectral_gap(one) == pytest.approx(second, abs=5e-4)
 
 
-@pytest.mark.parametrize("n", range(2, 65, 2))
-def test_the_gap_of_the_exponential_graph(n):
-    expected = 2 / (1 + math.ceil(math.log2(n)))
-    assert graphs.spectral_gap(graphs.exponential_graph(n)) == pytest.approx(expected)
+def second_of_circulant(n: int, steps: Collection[int]) -> float:
+    """Give the second largest size of an eigenvalue of equal weights for some steps and none."""
+    roots = np.exp(2j * np.pi * np.arange(1, n) / n)
+    values = [sum(root**step for step in {0, *(s % n for s in steps)}) for root in roots]
+    return max(map(abs, values)) / len({0, *(step % n for step in steps)})
+
+
+def metropolis(rows: int, columns: int) -> np.ndarray:
+    """Make the weights of a grid by their definition: 1 / the larger degree, counting oneself."""
+    n = rows * columns
+    near = np.array([[abs(i // columns - j // columns) + abs(i % columns - j % columns) == 1
+                      for j in range(n)] for i in range(n)])  # fmt: skip
+    degree = near.sum(axis=0) + 1
+    weights = np.where(near, 1 / np.maximum.outer(degree, degree), 0.0)
+    return weights + np.diag(1 - weights.sum(axis=0))
+
+
+@pytest.mark.parametrize("n", range(2, 65))
+def test_spectral_gaps_have_their_closed_forms(n):
+    """Ying et al., "Exponential graph is provably efficient for decentralized deep training",
+    2021, for the exponential graph: 2 / (1 + ceil(log2 n)) where n is even, and more where not.
+    """
+
+    def gap(graph: Topology) -> float:
+        return graphs.spectral_gap(graph)
+
+    close = {"abs": 1e-9}
+    doublings = math.ceil(math.log2(n))
+    assert gap(graphs.fully_connected_graph(n)) == pytest.approx(1.0, **close)
+    star = 1.0 if n == 2 else 1 / n
+    assert gap(graphs.star_graph(n)) == pytest.approx(star, **close)
+    if n > 2:
+        angle = 2 * math.pi / n
+        sizes = [abs(1 + 2 * math.cos(k * angle)) / 3 for k in (1, n // 2)]
+        assert gap(graphs.ring_graph(n)) == pytest.approx(1 - max(sizes), **close)
+    for style in (1, 2):
+        one_way = 1 - abs(math.cos(math.pi / n))
+        assert gap(graphs.ring_graph(n, style)) == pytest.approx(one_way, **close)
+    powers = [2**k for k in range(doublings)]
+    exponential, even = gap(graphs.exponential_graph(n)), 2 / (1 + doublings)
+    assert exponential == pytest.approx(1 - second_of_circulant(n, powers), **close)
+    if n % 2 == 0:
+        assert exponential == pytest.approx(even, **close)
+    else:
+        assert exponential > even + 1e-9
+    fours = [sign * 4**k for k in range(4) for sign in (1, -1) if 4**k <= n // 2]
+    symmetric = 1 - second_of_circulant(n, fours)
+    assert gap(graphs.symmetric_exponential_graph(n)) == pytest.approx(symmetric, **close)
+    rows = max(one for one in range(1, math.isqrt(n) + 1) if n % one == 0)
+    sizes = np.sort(np.abs(np.linalg.eigvalsh(metropolis(rows, n // rows))))
+    assert gap(graphs.mesh_grid_2d_graph(n)) == pytest.approx(1 - sizes[-2], **close)
+    if n & (n - 1) == 0:
+        cube = 2 / (1 + doublings) if n > 2 else 1.0
+        assert gap(graphs.hypercube_graph(n)) == pytest.approx(cube, **close)
 
 
 def test_stars_grids_and_cubes():
