@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 
 import programs_decentralized
+import programs_logistic
 from job import run_job
 
 WORKERS = 4
@@ -36,6 +37,16 @@ def test_algorithms_follow_their_recursions_and_have_the_bias_they_should():
         assert max(errors["exact"], errors["tracking"]) < 1e-6, errors
         assert errors["noloco"] < 0.5, errors  # a bias, and noise of the pairs; not away
         assert min(errors["atc"], errors["awc"], errors["decentlam"]) > 1e-4, errors
+
+
+def test_logistic_regression_is_solved_by_what_is_exact_and_not_by_diffusion():
+    for errors in run_job(
+        programs_logistic.algorithms, workers=WORKERS, servers=0, timeout_s=110.0,
+        environment=MEMORY,
+    ):  # fmt: skip
+        assert errors.pop("diffusion") > 0.01
+        assert max(errors.values()) < 1e-6, errors
+        assert len(errors) == 4
 
 
 def test_what_is_encoded_trains_as_well_with_error_feedback_and_not_without():
