@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logistic regression of all workers' data: algorithms that are to be exact, and one that is not."""
+"""Logistic regression of all workers' data: by algorithms that are exact, and by diffusion."""
 
 from __future__ import annotations
 
