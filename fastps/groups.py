@@ -8,7 +8,7 @@ first use, arrays, and the words of a failure. Threads: any.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -125,11 +125,12 @@ class Groups:
         """
         return bool(self._n_sets or self._world.channels.names_of(name))
 
-    def forget(self, names: Sequence[str]) -> None:
+    def forget(self, names: Sequence[str], declared: Container[str]) -> None:
         """Let all workers count operations under names anew; blocks until they want to.
 
         Who returns early must not use a name before all have returned. Raises FastPSError for
-        what is in flight, MismatchError where workers forget different names.
+        what is in flight, MismatchError where workers forget different names, ConfigError for a
+        name that no worker knows; declared: those that this one knows otherwise.
         """
         used = [(one, name) for one in self.known.values() for name in names]
         for group, name in used:
@@ -140,11 +141,19 @@ class Groups:
             for group, name in used if group.size > 1
             for label in group.stuck(group.channels.names_of(name))
         }  # fmt: skip
-        told = self.gather((list(names), sorted(stuck)), "forget")
-        if any(said != list(names) for said, _ in told.values()):
-            listed = ", ".join(f"worker {rank} {said}"[:200] for rank, (said, _) in told.items())
+        here = {name for group, name in used if group.channels.names_of(name)}
+        unknown = [name for name in names if name not in here and name not in declared]
+        told = self.gather((list(names), sorted(stuck), unknown), "forget").items()
+        if any(said != list(names) for _, (said, _, _) in told):
+            listed = ", ".join(f"worker {rank} {said}"[:200] for rank, (said, _, _) in told)
             raise MismatchError(f"all workers must forget the same names in one order: {listed}")
-        kept = set().union(*(some for _, some in told.values()))
+        for name in unknown:
+            if all(name in nowhere for _, (_, _, nowhere) in told):
+                raise ConfigError(
+                    f"{name!r} is not declared, nor had an operation this name on any worker: it "
+                    "cannot be forgotten"
+                )
+        kept = set().union(*(some for _, (_, some, _) in told))
         for group, name in used:
             self._session.uneven.forget(group.forget(name, kept))
 

@@ -215,16 +215,16 @@ class Session:
         unknown = [name for name in names if name not in self._specs and name not in known]
         if unknown:
             raise ConfigError(
-                f"{unknown[0]!r} is not declared, no operation had this name, and it cannot be "
+                f"{unknown[0]!r} is not declared, nor had an operation this name: it cannot be "
                 "forgotten"
             )
         if self._client is not None and names:
             self._forget_everywhere(self._client, names, groups if known else None)
             return
+        if groups is not None:
+            groups.forget(names, self._specs)
         for name in names:
             self._specs.pop(name, None)
-        if groups is not None:
-            groups.forget(names)
 
     def _forget_everywhere(
         self, client: ControlClient, names: Sequence[str], groups: Groups | None
@@ -234,7 +234,7 @@ class Session:
         tensors = {name: self._tensors[name] for name in names if name in self._specs}
         with retired(tensors.values()):
             if groups is not None:
-                groups.forget(names)
+                groups.forget(names, self._specs)
             if not tensors:
                 client.barrier("forget", timeout_s=timeout_s)
                 return

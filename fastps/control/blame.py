@@ -261,6 +261,7 @@ def stall_text(what: str, why: str, timeout_s: float) -> str:
     return (
         f"{what} was not complete within {timeout_s:g} s: "
         f"{why or 'the scheduler does not say who holds it up'}. Let all workers call the same "
-        "in the same order and equally often, or join() where they have different numbers of "
-        "steps; raise FASTPS_OP_TIMEOUT_S if they are only slow"
+        "in the same order and equally often, process sets in one order on all their members, or "
+        "join() where they have different numbers of steps; raise FASTPS_OP_TIMEOUT_S if they are "
+        "only slow"
     )
