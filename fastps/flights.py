@@ -285,7 +285,8 @@ def _start_parts(
         places = [place for place, its in enumerate(codes) if its is code]
         small = [place for place in places if nbytes[place] <= FUSED_BYTES]
         fused = small if len(small) > 1 else []
-        parts += [side_by_side(fused, code)] * bool(fused)
+        if fused:
+            parts.append(side_by_side(fused, code))
         parts += [one(place, code) for place in places if place not in fused]
 
     def finish(found: list[Any]) -> list[Array]:

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from fork_server import Forked, is_forkable, the_server
-from harness import ROOT, JobResult, clean_environ, reports_of, write_script
+from harness import ROOT, JobResult, clean_environ, reports_of, slowed, write_script
 
 from fastps.launch.layout import Layout
 from fastps.launch.options import Options
@@ -44,6 +44,7 @@ RUNNER = Path(__file__).with_name("run_program.py")
 BACKLOG = 512
 # Generous: a loaded machine; nothing waits that long when all is well. More under a sanitizer.
 WAIT_S = 60.0 * float(os.environ.get("TEST_PATIENCE", "1"))
+TOLD_S = 2.0  # between a death and the last error on an idle machine
 RESULT = "RESULT "
 Environments = Mapping[tuple[str, int], Mapping[str, str | None]]  # None takes one away
 
@@ -305,6 +306,23 @@ class Job:
         for process in self.processes.values():
             process.close()
         self._handout.close()
+
+
+def check_told(job: Job, victim: Process, ranks: Sequence[int], name: str) -> None:
+    """Have an error that names a victim of SIGKILL on workers, in time, and see everybody end.
+
+    Results: their errors in "texts", and when the first one was raised in "at".
+    """
+    assert victim.wait() == -signal.SIGKILL, victim.report()
+    killed_at = time.monotonic()
+    for rank in ranks:
+        result = job.workers[rank].result()
+        for text in result["texts"]:
+            assert "PeerLostError" in text, result
+            assert name in text, result
+        assert result["at"] - killed_at < slowed(TOLD_S), result
+    for process in job.others(victim):
+        process.wait(TOLD_S + 15)
 
 
 def command_of(program: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[str, ...]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from run_program import mark, now
 
 import fastps
 from fastps import current
+from fastps.adasum import adasum
 from fastps.collectives.group import Group
+from fastps.types import DType
+
+Kind: TypeAlias = Callable[[Group, np.ndarray, np.ndarray], Any]
 
 COUNT = 300_000  # elements: messages of several chunks
 
@@ -23,7 +27,26 @@ def _letters(group: Group, array: np.ndarray, out: np.ndarray) -> None:
     sent.wait()
 
 
-KINDS: dict[str, Callable[[Group, np.ndarray, np.ndarray], Any]] = {
+def _in_a_set(start: Callable[[Group, np.ndarray], Any]) -> Kind:
+    """Do an operation of workers 0 and 1; the others wait for a message that never comes."""
+
+    def run(world: Group, array: np.ndarray, out: np.ndarray) -> None:
+        if world.rank < 2:
+            start(current.current().groups.group([0, 1], "lost"), array)
+        else:
+            world.receive(out, 1, tag=9).wait()
+
+    return run
+
+
+def _grouped(world: Group, array: np.ndarray, out: np.ndarray) -> None:
+    some = [array[:5], array, array[:9].astype(np.int32)]
+    fastps.grouped_allreduce(some, op=fastps.Sum)
+    fastps.grouped_reducescatter(some, op=fastps.Max)
+    fastps.grouped_allgather(some)
+
+
+KINDS: dict[str, Kind] = {
     "allreduce": lambda g, array, out: g.allreduce(array).wait(),
     "allgather": lambda g, array, out: g.allgather(array, out).wait(),
     "reduce": lambda g, array, out: g.reduce(array, root=0).wait(),
@@ -34,11 +57,19 @@ KINDS: dict[str, Callable[[Group, np.ndarray, np.ndarray], Any]] = {
     "broadcast": lambda g, array, out: g.broadcast(array, root=0).wait(),
     "letters": _letters,
     "barrier": lambda g, array, out: g.barrier().wait(),
+    "set": _in_a_set(lambda some, array: some.allreduce(array).wait()),
+    "adasum": _in_a_set(lambda some, array: adasum([array], DType.FLOAT32, some)),
+    "grouped": _grouped,
 }
 
 
 def repeat(*, kind: str) -> dict[str, Any]:
     """Do one operation again and again, until an error; then another says the same."""
+    return repeated(KINDS[kind], kind)
+
+
+def repeated(what: Kind, kind: str) -> dict[str, Any]:
+    """Do repeat() with what a kind means."""
     fastps.init()
     world = current.current().groups.world
     array, out = np.ones(COUNT, np.float32), np.ones(COUNT * world.size, np.float32)
@@ -47,7 +78,7 @@ def repeat(*, kind: str) -> dict[str, Any]:
     at = 0.0
     for attempt in range(1_000_000):
         try:
-            KINDS[kind](world, array, out)
+            what(world, array, out)
             if kind in ("gather", "reduce", "scatter", "broadcast"):
                 world.barrier().wait()
         except fastps.FastPSError as error:
@@ -144,5 +175,6 @@ def coded_rounds() -> dict[str, Any]:
                 out = fastps.synchronize(flight)
                 assert name == "topk" or np.allclose(out, (size + 1) / 2, rtol=1e-2), (name, out)
         except fastps.FastPSError as error:
-            return {"text": f"{type(error).__name__}: {error}", "at": now(), "attempt": attempt}
+            texts = [f"{type(error).__name__}: {error}"]
+            return {"texts": texts, "at": now(), "attempt": attempt}
     return {}

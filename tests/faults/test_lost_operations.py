@@ -3,26 +3,20 @@
 
 from __future__ import annotations
 
-import itertools
-import signal
-import time
-
 import programs_lost
 import pytest
-from job import Job, run_job
+from job import Job, check_told, run_job
 
-LIMIT_S = 5.0  # between a death and the last error
 WAYS = {
-    "sockets": {"FASTPS_SHARED_MEMORY": "0"},
     "memory": {"FASTPS_SHARED_MEMORY": "1"},
+    "sockets": {"FASTPS_SHARED_MEMORY": "0"},
+    "tcp": {"FASTPS_SHARED_MEMORY": "0", "FASTPS_UNIX_SOCKETS": "0"},
 }
 POINTS = ("link_send@60", "link_recv@45")
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    [("allreduce", "memory"), *zip(programs_lost.KINDS, itertools.cycle(WAYS))],
-)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", programs_lost.KINDS)
 def test_killed_in_the_middle_of_an_operation(kind, way):
     point = POINTS[len(kind) % 2]
     each = {("worker", 1): {"FASTPS_FAULT": f"{point}:kill"}}
@@ -30,17 +24,7 @@ def test_killed_in_the_middle_of_an_operation(kind, way):
         programs_lost.repeat, workers=3, servers=0, arguments={"kind": kind},
         environment=WAYS[way], each=each,
     ) as job:  # fmt: skip
-        victim = job.workers[1]
-        assert victim.wait() == -signal.SIGKILL, victim.report()
-        killed_at = time.monotonic()
-        for rank in (0, 2):
-            result = job.workers[rank].result()
-            for text in result["texts"]:
-                assert text.startswith("PeerLostError"), result
-                assert "worker 1" in text, result
-            assert result["at"] - killed_at < LIMIT_S
-        for process in job.others(victim):
-            process.wait(LIMIT_S + 15)
+        check_told(job, job.workers[1], (0, 2), "worker 1")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -74,12 +58,4 @@ def test_killed_amid_rounds_that_are_encoded(role):
     with Job(programs_lost.coded_rounds, workers=3, servers=2, each=each,
              environment=WAYS["sockets"]) as job:  # fmt: skip
         victim = (job.workers if role == "worker" else job.servers)[1]
-        assert victim.wait() == -signal.SIGKILL, victim.report()
-        killed_at = time.monotonic()
-        for rank in (0, 2) if role == "worker" else range(3):
-            result = job.workers[rank].result()
-            assert result["text"].startswith("PeerLostError"), result
-            assert f"{role} 1" in result["text"], result
-            assert result["at"] - killed_at < LIMIT_S
-        for process in job.others(victim):
-            process.wait(LIMIT_S + 15)
+        check_told(job, victim, (0, 2) if role == "worker" else range(3), f"{role} 1")
