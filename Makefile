@@ -87,6 +87,7 @@ soak: .venv/.test
 	tools/sanitize undefined
 	tools/sanitize thread
 	$(RUN) -m pytest -s tests/soak/soak_*.py
+	FASTPS_MIXED_EXAMPLES=3000 $(RUN) -m pytest tests/cluster/test_mixed.py
 
 build: .venv/.built
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from fastps.given import readable
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op, dtype_of
 from fastps.worker.handle import Array, Handle
+
+if TYPE_CHECKING:
+    from fastps.collectives.group import Promise
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -385,16 +388,29 @@ def send(
     send_async(tensor, target, tag=tag, process_set=process_set).wait()
 
 
+class Receipt(Later[Array]):
+    """The promise of an array that a message brings."""
+
+    def __init__(self, promise: Promise, out: Array) -> None:
+        super().__init__([promise], lambda _: out)
+        self._promise = promise
+
+    @property
+    def source(self) -> int:
+        """Place in the set of who sent it; only when it is there."""
+        return self._promise.source
+
+
 def receive_async(
     out: Array,
     source: int | None = None,
     *,
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Receipt:
     """Begin receive(); the done handle's `source` is the sender's place in the set."""
     member = None if source is None else process_set.member(source, "source")
-    return process_set.group().receive(_wire(out), member, tag=tag)
+    return Receipt(process_set.group().receive(_wire(out), member, tag=tag), out)
 
 
 def receive(
