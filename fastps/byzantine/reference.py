@@ -13,6 +13,7 @@ from fastps.rules import Kind, Rule
 
 Array: TypeAlias = np.ndarray[Any, Any]
 FARTHEST = 1e300  # of squares of distances: their sums stay finite
+TINY = 1e-300  # in the place of a length of 0
 
 
 def combine(
@@ -91,7 +92,7 @@ def mean_near(table: Array, center: Array, keep: int) -> Array:
 def clipped(table: Array, radius: float) -> Array:
     """Shorten rows that are longer than radius."""
     norms = np.linalg.norm(table, axis=1, keepdims=True)
-    factors = np.minimum(1.0, radius / np.maximum(norms, np.finfo(float).tiny))
+    factors = np.minimum(1.0, radius / np.maximum(norms, TINY))
     short: Array = table * factors
     return short
 
@@ -108,7 +109,7 @@ def geometric_median(table: Array, iterations: int, nu: float) -> Array:
     z: Array = table.mean(axis=0)
     for _ in range(iterations):
         distances = np.linalg.norm(table - z, axis=1)
-        weights = 1.0 / np.maximum(distances, max(nu, np.finfo(float).tiny))
+        weights = 1.0 / np.maximum(distances, max(nu, TINY))
         z = weights @ table / weights.sum()
     return z
 

@@ -19,6 +19,9 @@ import numpy as np
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
+UNSOUND = "not finite"  # why no rule looks at an update
+
+
 class Verdict(NamedTuple):
     """What became of an update: it is taken times factor; 0 drops it. score: what decided."""
 
@@ -26,6 +29,31 @@ class Verdict(NamedTuple):
     score: float
     factor: float
     reason: str = ""
+
+
+class Measures(NamedTuple):
+    """What a rule asks of an update u and a trusted one v, of a block or of several together.
+
+    delay: changes that came after the value which u was made from.
+    """
+
+    inner: float  # <u, v>
+    own: float  # |u|^2
+    square: float  # |v|^2
+    n_elements: int = 0
+    delay: int = 0
+
+    @property
+    def cosine(self) -> float:
+        """The cosine between the two; 0 where one is zeros."""
+        if min(self.own, self.square) == 0:
+            return 0.0
+        return self.inner / (math.sqrt(self.square) * math.sqrt(self.own))
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether a rule looks at the update at all."""
+        return math.isfinite(self.own)
 
 
 def is_sound(update: Array, like: Array | None = None) -> str:
@@ -45,17 +73,19 @@ def _dot(x: Array, y: Array) -> float:
         return float(np.ravel(x).astype(np.float64) @ np.ravel(y).astype(np.float64))
 
 
+def measured(update: Array, trusted: Array) -> Measures:
+    """Measure in NumPy; fastps.reduce.measures does it for many at once."""
+    inner, own = _dot(update, trusted), _dot(update, update)
+    return Measures(inner, own, _dot(trusted, trusted), update.size)
+
+
 def _refusal(update: Array, trusted: Array | None) -> Verdict | None:
     wrong = is_sound(update, trusted)
     return Verdict(False, math.nan, 0.0, wrong) if wrong else None
 
 
-def cosine(u: Array, v: Array) -> float:
-    """Give the cosine between two arrays; 0 where one is zeros."""
-    squares = _dot(u, u), _dot(v, v)
-    if min(squares) == 0:
-        return 0.0
-    return _dot(u, v) / (math.sqrt(squares[0]) * math.sqrt(squares[1]))
+def _unsound() -> Verdict:
+    return Verdict(False, math.nan, 0.0, UNSOUND)
 
 
 def _mean(updates: Sequence[Array], factors: Sequence[float], total: float, like: Array) -> Array:
@@ -91,14 +121,16 @@ class Zeno:
 
     def score(self, update: Array, trusted: Array) -> Verdict:
         """Judge one update; score: <u, v> / |v|^2, 0 for v = 0."""
-        wrong = _refusal(update, trusted)
-        if wrong is not None:
-            return wrong
-        inner, own, square = _dot(update, trusted), _dot(update, update), _dot(trusted, trusted)
-        score = inner / square if square else 0.0
-        if not inner > self.eta * square:
+        return _refusal(update, trusted) or self.judge(measured(update, trusted))
+
+    def judge(self, seen: Measures) -> Verdict:
+        """Judge an update by what was measured of it."""
+        if not seen.is_sound:
+            return _unsound()
+        score = seen.inner / seen.square if seen.square else 0.0
+        if not seen.inner > self.eta * seen.square:
             return Verdict(False, score, 0.0, "direction")
-        if not own < (1 + self.rho) * square:
+        if not seen.own < (1 + self.rho) * seen.square:
             return Verdict(False, score, 0.0, "length")
         return Verdict(True, score, 1.0)
 
@@ -123,14 +155,16 @@ class FLTrust:
 
     def score(self, update: Array, trusted: Array) -> Verdict:
         """Judge one update; score: the cosine."""
-        wrong = _refusal(update, trusted)
-        if wrong is not None:
-            return wrong
-        score = cosine(update, trusted)
-        if score <= 0:
+        return _refusal(update, trusted) or self.judge(measured(update, trusted))
+
+    def judge(self, seen: Measures) -> Verdict:
+        """Judge an update by what was measured of it."""
+        if not seen.is_sound:
+            return _unsound()
+        score = seen.cosine
+        if not score > 0:
             return Verdict(False, score, 0.0, "direction")
-        length = math.sqrt(_dot(trusted, trusted)) / math.sqrt(_dot(update, update))
-        return Verdict(True, score, score * length)
+        return Verdict(True, score, score * math.sqrt(seen.square) / math.sqrt(seen.own))
 
     def weight(self, verdict: Verdict) -> float:
         """Give the trust of a judged update."""
@@ -158,15 +192,20 @@ class ZenoPlusPlus:
 
     def score(self, update: Array, trusted: Array) -> Verdict:
         """Judge one update; score: the cosine."""
-        wrong = _refusal(update, trusted)
-        if wrong is not None:
-            return wrong
-        own, square, score = _dot(update, update), _dot(trusted, trusted), cosine(update, trusted)
-        length = math.sqrt(square / own) if own > square else 1.0
-        if square and score >= self.eta:
+        return _refusal(update, trusted) or self.judge(measured(update, trusted))
+
+    def judge(self, seen: Measures) -> Verdict:
+        """Judge an update by what was measured of it."""
+        if not seen.is_sound:
+            return _unsound()
+        score = seen.cosine
+        length = math.sqrt(seen.square / seen.own) if seen.own > seen.square else 1.0
+        if seen.square and score >= self.eta:
             return Verdict(True, score, self.alpha * length)
-        factor = 0.0 if self.is_strict else self.alpha * length * score
-        return Verdict(False, score, factor, "direction" if square else "nothing to compare with")
+        is_dropped = self.is_strict or not math.isfinite(score)
+        factor = 0.0 if is_dropped else self.alpha * length * score
+        why = "direction" if seen.square else "nothing to compare with"
+        return Verdict(False, score, factor, why)
 
 
 @dataclass(frozen=True)
@@ -183,12 +222,16 @@ class FedAsync:
 
     def score(self, update: Array, staleness: int = 0) -> Verdict:
         """Give what an update is taken times, which is the score; NaN is refused."""
-        wrong = _refusal(update, None)
-        if wrong is not None:
-            return wrong
-        factor = self.alpha * (1 + staleness) ** -self.power
-        if self.is_damped and update.size:
-            factor /= 1 + _dot(update, update) / update.size
+        seen = measured(update, update)._replace(delay=staleness)
+        return _refusal(update, None) or self.judge(seen)
+
+    def judge(self, seen: Measures) -> Verdict:
+        """Judge an update by what was measured of it."""
+        if not seen.is_sound:
+            return _unsound()
+        factor = self.alpha * (1 + seen.delay) ** -self.power
+        if self.is_damped and seen.n_elements:
+            factor /= 1 + seen.own / seen.n_elements
         return Verdict(True, factor, factor)
 
 
@@ -204,19 +247,32 @@ class Kardam:
     """
 
     f: int
-    _last: dict[int, tuple[Array, Array]] = field(default_factory=dict)
+    _last: dict[int, list[tuple[Array, Array] | None]] = field(default_factory=dict)
     _speeds: dict[int, float] = field(default_factory=dict)
+
+    def per_block(self) -> Kardam:
+        """Give one without history: a validator asks for one for each block."""
+        return Kardam(self.f)
 
     def score(self, worker: int, update: Array, model: Array) -> Verdict:
         """Judge an update that was computed at a model, and remember both."""
-        wrong = _refusal(update, model)
-        if wrong is not None:
-            return wrong
+        return _refusal(update, model) or self.judge_blocks(worker, [update], [model])
+
+    def judge_blocks(
+        self, worker: int, update: Sequence[Array | None], model: Sequence[Array]
+    ) -> Verdict:
+        """Judge an update in blocks, all sound; None: was skipped, and the one before counts."""
         before = self._last.get(worker)
-        self._last[worker] = (update.astype(np.float64), model.astype(np.float64))
-        if before is None:
+        now = [
+            None if u is None else (u.astype(np.float64), x.astype(np.float64))
+            for u, x in zip(update, model, strict=True)
+        ]
+        old = before or [None] * len(now)
+        self._last[worker] = [b if a is None else a for a, b in zip(now, old, strict=True)]
+        pairs = [(a, b) for a, b in zip(now, old, strict=True) if a and b]
+        if not pairs:
             return Verdict(True, 0.0, 1.0)
-        speed = _ratio(self._last[worker], before)
+        speed = _speed(pairs)
         self._speeds[worker] = speed
         if speed > self._bound():
             return Verdict(False, speed, 0.0, "change")
@@ -228,9 +284,14 @@ class Kardam:
         return speeds[kept - 1]
 
 
-def _ratio(now: tuple[Array, Array], before: tuple[Array, Array]) -> float:
+_Place: TypeAlias = tuple[Array, Array]  # an update, and the model that it was made at
+
+
+def _speed(pairs: Sequence[tuple[_Place, _Place]]) -> float:
+    """Give how far updates changed for each step of the model."""
     change, way = (
-        float(np.linalg.norm(one - other)) for one, other in zip(now, before, strict=True)
+        math.hypot(*(float(np.linalg.norm(now[i] - before[i])) for now, before in pairs))
+        for i in (0, 1)
     )
     if way == 0:
         return math.inf if change else 0.0

@@ -25,6 +25,7 @@ NOTICE_BYTES = _NOTICE.size
 # Why updates are refused, beside what rules say of them.
 LATE, REPLAYED, AHEAD, INCOMPLETE, DOUBLED = "late", "replayed", "ahead", "incomplete", "doubled"
 STALE, MALFORMED, MISSING, UNSOUND = "stale", "malformed", "missing", "not finite"
+PARTIAL = "partial"
 
 
 class Notice(NamedTuple):

@@ -136,6 +136,18 @@ def _gapped(_context: Any, total: Any, x: Any, y: Any) -> tuple[Any, Any]:
 
 
 @_word
+def _times(_context: Any, total: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    """Add the products of x and y, in float64."""
+
+    def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
+        wide = [one if one.type == args[0].type else b.fpext(one, args[0].type)
+                for one in args[1:]]  # fmt: skip
+        return _plus_product(b, *wide, args[0])
+
+    return total(total, x, y), emit
+
+
+@_word
 def _folded(_context: Any, row: Any) -> tuple[Any, Any]:
     """Add the lanes of a row of float64, halves to halves."""
 
@@ -422,6 +434,37 @@ def _square_norms(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> in
     return OK
 
 
+def _inner_products(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
+    """Multiply each source with the last one and with itself.
+
+    dst[2 j] = <srcs[j], srcs[n - 1]>, dst[2 j + 1] = |srcs[j]|^2.
+
+    srcs: table of n_srcs addresses of element[count], IN. dst: float64[2 n_srcs], OUT. args:
+    nothing. Products and sums are of float64, by lanes of blocks that stay in the first cache:
+    one pass over the sources in memory, the same bits for the same count. NaN and inf pass
+    through. Runs without the GIL; allocates nothing. Returns OK, or BAD_ARGUMENT before anything
+    was written.
+    """
+    if _address(srcs) == 0 or _address(dst) == 0 or n_srcs < 1 or count < 0:
+        return BAD_ARGUMENT
+    width, last = _width(srcs[0]), n_srcs - 1
+    for j in range(2 * n_srcs):
+        _put(dst, j, 0.0)
+    for start in range(0, count, BLOCK):
+        end = min(start + BLOCK, count)
+        whole = end - ((end - start) & (width - 1))
+        for j in range(2 * n_srcs):
+            one, other = j // 2, last if j % 2 == 0 else j // 2
+            rows = _nothing(dst, srcs[0], True)
+            for i in range(start, whole, width):
+                rows = _times(rows, _row(srcs[one], i, True), _row(srcs[other], i, True))
+            rest = _nothing(dst, srcs[0], False)
+            for i in range(whole, end):
+                rest = _times(rest, _row(srcs[one], i, False), _row(srcs[other], i, False))
+            _put(dst, j, _at(dst, j) + (_folded(rows) + _folded(rest)))
+    return OK
+
+
 # By name: the function, what its sources are taken for, and whether it fills in float64.
 _ROBUST: dict[str, tuple[Any, ReduceOp, bool]] = {
     "trimmed_mean": (_trimmed_mean, ReduceOp.TRIMMED_MEAN, False),
@@ -430,6 +473,7 @@ _ROBUST: dict[str, tuple[Any, ReduceOp, bool]] = {
     "square_distances": (_square_distances, ReduceOp.MIX, True),
     "pair_distances": (_pair_distances, ReduceOp.MIX, True),
     "square_norms": (_square_norms, ReduceOp.MIX, True),
+    "inner_products": (_inner_products, ReduceOp.MIX, True),
 }
 
 

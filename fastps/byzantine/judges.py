@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule makes of updates that come in blocks, with the kernels of reduce/.
+
+A judge looks at one block, or at several as one: the blocks of a whole model. A block that is
+skipped is left out: what is measured of an update is measured over the blocks that it has, with
+the same blocks of the trusted one; and of each block the average is over those who sent it. What
+a rule keeps from one time to the next is the judge's own. reference.py and scores.py have the same
+in NumPy. Updates are sound, all arrays C-contiguous and of floats. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from fastps.byzantine.rules import rule_of
+from fastps.byzantine.scores import (
+    Array,
+    FedAsync,
+    FLTrust,
+    Kardam,
+    Measures,
+    Verdict,
+    Zeno,
+    ZenoPlusPlus,
+)
+from fastps.byzantine.updates import PARTIAL
+from fastps.byzantine.whole import Whole
+from fastps.errors import ConfigError
+from fastps.reduce import measures
+from fastps.reduce._combiner import Combiner
+from fastps.rules import FLOATS, MAX_VOICES, Kind, Rule
+from fastps.server.owned import find_own
+from fastps.types import dtype_of
+
+Row: TypeAlias = Sequence[Array | None]  # an update, by block; None: was skipped
+_OURS = {one.score for one in (FedAsync, FLTrust, Zeno, ZenoPlusPlus)}  # not overridden
+
+
+# What became of each update, None where all of it was skipped; and the change of each block.
+Judgement: TypeAlias = tuple[list[Verdict | None], list[Array]]
+
+
+class Case(NamedTuple):
+    """Updates to be judged together, or one that came by itself.
+
+    number: of the round. trusted, models: by block. delay: of a single one, changes that came
+    after the value which it was made from.
+    """
+
+    rows: Sequence[Row]
+    workers: Sequence[int]
+    trusted: Sequence[Array]
+    models: Sequence[Array]
+    number: int = 1
+    delay: int = 0
+
+    def of(self, places: Sequence[int]) -> Case:
+        """Give the same of some blocks alone."""
+        return self._replace(
+            rows=[[row[place] for place in places] for row in self.rows],
+            trusted=[self.trusted[place] for place in places],
+            models=[self.models[place] for place in places],
+        )
+
+
+class Judge(Protocol):
+    """Judges the updates of a round."""
+
+    def judge(self, case: Case) -> Judgement:
+        """Give what becomes of each update, and what all come to."""
+
+
+def judge_of(rule: Any, likes: Sequence[Array], n: int) -> Judge:
+    """Make the judge of blocks of these shapes, for a round of n workers; ConfigError.
+
+    rule: one of fastps.byzantine, its name, a function of arrays [m, d] that gives [d], or an
+    object with combine(updates, trusted) or score(update, trusted).
+    """
+    kind = type(rule)
+    if isinstance(rule, type) or getattr(rule, "__module__", "") == rule_of.__module__:
+        raise ConfigError(f"rule {rule.__name__} lacks its parameters: give what it returns")
+    if isinstance(rule, str | Rule):
+        return _ruled(rule_of(rule), None, likes, n)
+    if isinstance(rule, Kardam) or getattr(kind, "score", None) in _OURS:
+        return Scored(rule)
+    if hasattr(rule, "combine"):
+        return Together(lambda updates, trusted, _: rule.combine(updates, trusted))
+    if hasattr(rule, "score"):
+        return Scored(rule)
+    if callable(rule):  # needs no name: it is called here
+        return _ruled(Rule(Kind.OWN, own="here:rule"), rule, likes, n)
+    raise ConfigError(f"{rule!r} is no rule: it has neither score() nor combine()")
+
+
+def _ruled(rule: Rule | None, function: Any, likes: Sequence[Array], n: int) -> Judge:
+    if rule is None or not rule.has_meaning():
+        raise ConfigError("a validator needs a rule")
+    if n > MAX_VOICES:
+        raise ConfigError(f"{n} workers, and rules compare at most {MAX_VOICES}: add validators")
+    if rule.kind is Kind.OWN:
+        function = function or find_own(rule, rule.own)
+        return Together(_called(_combiner(rule, joined(likes), n, function)))
+    if rule.is_by_element or len(likes) == 1:
+        return ByBlock(rule, likes, n)
+    return AsOne(rule, likes)
+
+
+def _combiner(rule: Rule, like: Array, n: int, function: Any = None) -> Combiner:
+    """Make a combiner that takes any number of updates up to n; f goes down with them."""
+    most = max(n, rule.full, rule.keep * max(rule.bucket, 1))
+    return Combiner(rule, dtype_of(like.dtype), n=most, count=like.size, function=function)
+
+
+def as_floats(row: Row) -> list[Array | None]:
+    """Give blocks that are no floats, such as counters, in float64; others as they are."""
+    return [
+        one if one is None or dtype_of(one.dtype) in FLOATS else one.astype(np.float64)
+        for one in row
+    ]
+
+
+def are_sound(row: Row) -> bool:
+    """Tell whether an update may be judged: no block has NaN, infinity or too large a norm."""
+    blocks = [one for one in as_floats(row) if one is not None]
+    return all(np.isfinite(measures.square_norms([one])[0]) for one in blocks)
+
+
+def _called(combiner: Combiner) -> Callable[[list[Array | None], Array, int], Any]:
+    def combine(updates: list[Array | None], trusted: Array, number: int) -> Any:
+        flat = [[one] for one in updates]
+        return _combined(combiner, updates, trusted, number), _taken(flat)
+
+    return combine
+
+
+def _taken(rows: Sequence[Row]) -> list[Verdict | None]:
+    """Accept each update that has anything: what a rule without trusted data says."""
+    taken = Verdict(True, math.nan, 1.0)
+    return [None if all(one is None for one in row) else taken for row in rows]
+
+
+class ByBlock:
+    """A rule that looks at each block by itself, on the combiners of servers."""
+
+    def __init__(self, rule: Rule, likes: Sequence[Array], n: int) -> None:
+        self._combiners = [_combiner(rule, like, n) for like in likes]
+
+    def judge(self, case: Case) -> Judgement:
+        """Give what the rule makes of those who sent each block."""
+        return _taken(case.rows), [
+            _combined(combiner, [row[place] for row in case.rows], like, case.number)
+            for place, (combiner, like) in enumerate(
+                zip(self._combiners, case.trusted, strict=True)
+            )
+        ]
+
+
+def _combined(
+    combiner: Combiner, updates: Sequence[Array | None], like: Array, number: int
+) -> Array:
+    if all(one is None for one in updates):
+        return np.zeros_like(like)
+    return combiner.combine(updates, version=number)[0].reshape(like.shape)
+
+
+class AsOne:
+    """A rule for whole tensors, of several blocks."""
+
+    def __init__(self, rule: Rule, likes: Sequence[Array]) -> None:
+        self._whole = Whole(rule, likes)
+
+    def judge(self, case: Case) -> Judgement:
+        """Give what the rule makes of the blocks together."""
+        return _taken(case.rows), self._whole.combine(case.rows, case.number)
+
+
+class Together:
+    """A rule of one's own that sees the updates of a round side by side, as one array each.
+
+    Of several blocks one that lacks any cannot be shown to it, and is refused as partial.
+    """
+
+    def __init__(self, combine: Callable[[list[Array | None], Array, int], Any]) -> None:
+        self._combine = combine
+
+    def judge(self, case: Case) -> Judgement:
+        """Give what the rule makes of updates that are whole."""
+        flat = [None if any(one is None for one in row) else joined(row) for row in case.rows]
+        change, verdicts = self._combine(flat, joined(case.trusted), case.number)
+        found = list(verdicts)
+        for place, row in enumerate(case.rows):
+            if flat[place] is None and any(one is not None for one in row):
+                found[place] = Verdict(False, math.nan, 0.0, PARTIAL)
+        return found, split(change, case.trusted)
+
+
+class Scored:
+    """A rule that says of each update by itself whether it is taken, and times what."""
+
+    def __init__(self, rule: Any) -> None:
+        self._rule = rule.per_block() if hasattr(rule, "per_block") else rule
+
+    def judge(self, case: Case) -> Judgement:
+        """Average, of each block, what is taken of those who sent it."""
+        verdicts = self._verdicts(case)
+        weigh = getattr(self._rule, "weight", lambda _: 1.0)
+        weights = [0.0 if one is None else float(weigh(one)) for one in verdicts]
+        changes = []
+        for place, like in enumerate(case.trusted):
+            who = [j for j, row in enumerate(case.rows) if row[place] is not None]
+            total = math.fsum(weights[j] for j in who)
+            changes.append(self._mix(case, place, who, verdicts, total, like))
+        return verdicts, changes
+
+    def _mix(
+        self, case: Case, place: int, who: Sequence[int], verdicts: Sequence[Verdict | None],
+        total: float, like: Array,
+    ) -> Array:  # fmt: skip
+        found = [(case.rows[j][place], verdicts[j]) for j in who]
+        pairs = [(u, v.factor / total) for u, v in found if u is not None and v and total]
+        return measures.mix([u for u, _ in pairs], [factor for _, factor in pairs], like)
+
+    def judge_alone(self, case: Case) -> Judgement:
+        """Take the only update of a case times what the rule says."""
+        (verdict,) = self._verdicts(case)
+        factor = 0.0 if verdict is None else verdict.factor
+        return [verdict], [
+            measures.mix([] if u is None else [u], [] if u is None else [factor], like)
+            for u, like in zip(case.rows[0], case.trusted, strict=True)
+        ]
+
+    def _verdicts(self, case: Case) -> list[Verdict | None]:
+        rule, rows = self._rule, case.rows
+        is_there = [any(one is not None for one in row) for row in rows]
+        if isinstance(rule, Kardam):
+            tried = zip(is_there, case.workers, rows, strict=True)
+            return [rule.judge_blocks(w, row, case.models) if is_ else None
+                    for is_, w, row in tried]  # fmt: skip
+        if getattr(type(rule), "score", None) in _OURS:
+            seen = zip(is_there, _measured(case), strict=True)
+            return [rule.judge(one) if is_ else None for is_, one in seen]
+        return [_scored(rule, row, case.trusted) if is_ else None
+                for is_, row in zip(is_there, rows, strict=True)]  # fmt: skip
+
+
+def _scored(rule: Any, row: Row, trusted: Sequence[Array]) -> Verdict:
+    """Ask a rule of the user's, by the blocks that are there."""
+    there = [place for place, one in enumerate(row) if one is not None]
+    update, like = joined([row[i] for i in there]), joined([trusted[i] for i in there])
+    return rule.score(update, like)  # type: ignore[no-any-return]
+
+
+def _measured(case: Case) -> list[Measures]:
+    """Measure each update by the blocks that it has."""
+    sums, counts = np.zeros((len(case.rows), 3)), [0] * len(case.rows)
+    with np.errstate(all="ignore"):
+        for place, like in enumerate(case.trusted):
+            column = [(j, row[place]) for j, row in enumerate(case.rows)]
+            who = [j for j, one in column if one is not None]
+            found = measures.products([one for _, one in column if one is not None], like)
+            sums[who, :2] += found[:-1]
+            sums[who, 2] += found[-1, 1]
+            for j in who:
+                counts[j] += like.size
+    return [
+        Measures(float(inner), float(own), float(square), count, case.delay)
+        for (inner, own, square), count in zip(sums, counts, strict=True)
+    ]
+
+
+def joined(row: Row) -> Array:
+    """Make one array of blocks, all of which are there; of one block itself."""
+    blocks = [one for one in row if one is not None]
+    if len(blocks) == 1:
+        return blocks[0]
+    return np.concatenate([one.reshape(-1) for one in blocks])
+
+
+def split(flat: Array, like: Sequence[Array]) -> list[Array]:
+    """Cut up what joined() made."""
+    ends = np.cumsum([one.size for one in like])[:-1]
+    parts = np.split(np.reshape(flat, -1), ends)
+    return [part.reshape(one.shape) for part, one in zip(parts, like, strict=True)]
