@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from fastps.contract import ANY_STALENESS, Givers, Policy
 from fastps.current import current, known
 from fastps.errors import ConfigError
 from fastps.flights import Flight, Later
-from fastps.types import ReduceOp, dtype_of
+from fastps.types import DType, ReduceOp, dtype_of
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
@@ -65,6 +65,12 @@ class HeldParameters:
         self.names = tuple(prefix + name for name in parameters)
         self.stamp = 0
         self.round = 0  # of the last update that was pushed here
+        self._ticks = [
+            f"{prefix}judged of worker {rank}"
+            for rank in range(session.size if asynchronous else 0)
+        ]  # count in their stamps what was judged of each worker's
+        self._telling: Later[Any] | None = None
+        self._pushed = 0  # updates, and what had been judged of this worker's before
         self._begin()
 
     def _begin(self) -> None:
@@ -78,8 +84,9 @@ class HeldParameters:
         if self._policy is Policy.AGREED:
             for _, _, dtype in specs:
                 ReduceOp.TRIMMED_MEAN.check(dtype)
+        counts = [np.zeros(1) for _ in self._ticks]
         session.declare(
-            specs,
+            specs + [(name, (1,), DType.FLOAT64) for name in self._ticks],
             policy=self._policy,
             staleness=ANY_STALENESS if self.is_asynchronous else 0,
             givers=Givers.VALIDATORS,
@@ -88,8 +95,10 @@ class HeldParameters:
         self.channel: int = 1 + max(taken, default=0)  # the same everywhere
         for place, name in enumerate(self.names):
             session.held[name] = (self, place)
-        root, names = session.size, list(self.names)
-        session.start_held("start_broadcast", names, self.arrays, root=root, machine=0).wait()
+        names, arrays = [*self.names, *self._ticks], [*self.arrays, *counts]
+        session.start_held("start_broadcast", names, arrays, root=session.size, machine=0).wait()
+        if self._ticks and session.rank < session.size:
+            self._pushed = self._wait_judged(0)
 
     # ---- reading ----
 
@@ -98,17 +107,45 @@ class HeldParameters:
         handle = start_pull(self._session, self.arrays, self.names, stamp, priority)
         return Later([handle], lambda _: self._note_stamp())
 
-    def pull(self, *, stamp: int = 0, priority: int = 0) -> int:
+    def pull(self, *, stamp: int = 0, priority: int = 0, unjudged: int | None = None) -> int:
         """Write what servers hold over the arrays here, and give how many changes it has seen.
 
-        stamp: wait until it has seen so many: rounds, or changes that were added. Blocks to
-        op_timeout_s; StallError then.
+        stamp: wait until it has seen so many: rounds, or changes that were added. unjudged: of an
+        asynchronous worker, wait until no more than so many of its own updates are still to be
+        judged; what has been is in the value. It waits for no other worker. Blocks to
+        op_timeout_s; StallError then. ValueError for unjudged= elsewhere.
         """
+        if unjudged is not None:
+            if not self._ticks or self._session.rank >= self._session.size:
+                raise ValueError("unjudged= is for workers whose updates are judged one by one")
+            self._wait_judged(max(self._pushed - operator.index(unjudged), 0))
         return self.pull_async(stamp=stamp, priority=priority).wait()
+
+    def _wait_judged(self, count: int) -> int:
+        """Wait until so many of our updates have been judged, and give how many have been."""
+        session, tick = self._session, [self._ticks[self._session.rank]]
+        start_pull(session, [np.empty(1)], tick, count, 0).wait()
+        return session.stamp_of(tick)
 
     def _note_stamp(self) -> int:
         self.stamp = self._session.stamp_of(self.names)
         return self.stamp
+
+    def tell_judged(self, worker: int) -> None:
+        """Let a worker know that one more of its updates was judged; a validator's.
+
+        What was made of it is with the servers before.
+        """
+        self.finish_telling()
+        tick = [self._ticks[worker]]
+        self._telling = Later(
+            [self._session.push_pull_async([np.ones(1)], tick, average=False)], lambda _: None
+        )
+
+    def finish_telling(self) -> None:
+        """Wait until servers know what tell_judged() said last."""
+        if self._telling is not None:
+            self._telling.wait()
 
     # ---- a worker's updates ----
 
@@ -149,6 +186,7 @@ class HeldParameters:
             check_arrays(name, like, update, None, average=False)
         if number < 1:
             raise ValueError(f"tensor {name!r}: rounds count from 1, and {number} is none")
+        self._pushed += number > self.round
         self.round = number
         session = self._session
         if session.rank < session.size:

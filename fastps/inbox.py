@@ -2,22 +2,24 @@
 """What workers have sent to this validator: whole updates, each once, in the order they came.
 
 Decides when a worker is read no further: while as many of its updates wait as there is room for,
-and for good once it sends what cannot be understood, or is lost. So a worker that floods holds up
-itself alone. Threads: fastps:inbox-N reads worker N, and takes the GIL only between messages;
-take() and close() are the owner's.
+and for good once it sends what cannot be understood, is lost or has left. So a worker that floods
+holds up itself alone. Threads: fastps:inbox-N reads worker N, and takes the GIL only between
+messages; take() and close() are the owner's.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastps.byzantine.judges import are_sound
 from fastps.byzantine.updates import (
     NOTICE_BYTES,
     Assembly,
@@ -57,6 +59,7 @@ class Inbox:
         self._blocks = [(one.shape, one.dtype) for one in like]
         self._sizes = [one.nbytes for one in like]
         self._ledger = ledger
+        self._session = session
         self._channel = channel
         self._news = threading.Condition()
         self._updates: deque[Update] = deque()
@@ -79,31 +82,38 @@ class Inbox:
             )
             return self._pop(self._updates[0]) if self._updates else None
 
-    def take_round(self, number: int, timeout_s: float) -> list[Update]:
-        """Give all updates up to a round, once each worker has sent its own, is lost, or in time.
+    def take_round(
+        self, number: int, timeout_s: float, *, silent: Container[int] = ()
+    ) -> list[Update]:
+        """Give all updates up to a round, once each worker has sent its own, is gone, or in time.
 
-        Those of earlier rounds are late; a worker may have sent several.
+        Those of earlier rounds are late; a worker may have sent several. silent: workers that are
+        not waited for, as long as there is another one.
         """
         with self._news:
-            self._news.wait_for(lambda: self._has_round(number), timeout_s)
+            self._news.wait_for(lambda: self._has_round(number, silent), timeout_s)
             return [self._pop(one) for one in list(self._updates) if one.round <= number]
 
     def note(self, worker: int, reason: str = "") -> None:
-        """Count what became of an update, and log what is news."""
+        """Count what became of an update as a whole, and log what is news."""
+        self.note_blocks(worker, [(reason, math.nan)])
+
+    def note_blocks(self, worker: int, found: Sequence[tuple[str, float]]) -> None:
+        """Count what became of an update's blocks, and log what is news; as Ledger does."""
         with self._news:
-            is_news = self._ledger.note(worker, reason)
-        if is_news:
-            what = f"is refused: {reason}" if reason else "is accepted again"
-            log.warning("an update of worker %d %s", worker, what)
+            news = self._ledger.note_blocks(worker, found)
+        if news:
+            log.warning("an update of worker %d %s", worker, news)
 
     def drop_late(self, number: int) -> list[Update]:
         """Take out what is of later rounds than any that there will be now."""
         with self._news:
             return [self._pop(one) for one in list(self._updates) if one.round > number]
 
-    def _has_round(self, number: int) -> bool:
+    def _has_round(self, number: int, silent: Container[int]) -> bool:
         there = {one.worker for one in self._updates if one.round >= number}
-        return self.reading <= there
+        awaited = {worker for worker in self.reading if worker not in silent}
+        return (awaited or self.reading) <= there
 
     def _pop(self, update: Update) -> Update:
         self._updates.remove(update)
@@ -124,7 +134,9 @@ class Inbox:
             while self._wait_for_room(worker) and self._read_block(assembly, group):
                 pass
         except FastPSError as error:
-            if not self._is_ending:
+            if worker in self._session.left:
+                log.info("worker %d has left: it is read no more", worker)
+            elif not self._is_ending:
                 log.warning("worker %d is read no more: %s", worker, error)
                 self.note(worker, LOST)
         with self._news:
@@ -153,6 +165,7 @@ class Inbox:
         block = None if notice.is_skipped else self._read_bytes(group, notice)
         update = assembly.put(notice, block) if step.is_taken else None
         if update is not None:
+            update.is_sound = are_sound(update.blocks)
             with self._news:
                 self._updates.append(update)
                 self._news.notify_all()

@@ -98,6 +98,7 @@ class Session:
         self._tensors: dict[str, PlannedTensor] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._witness = Witness()
+        self.left = self._witness.left  # members that left in order, as far as we know
         self._poisoned = self._witness.poisoned
         self.wait_seconds, self.is_suspended = [0.0], False  # by the user, for a while
         self._client: ControlClient | None = None

@@ -11,35 +11,49 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fastps.byzantine.rules import combine
-from fastps.byzantine.scores import FedAsync, Kardam, Verdict, is_sound
-from fastps.byzantine.updates import AHEAD, LATE, MISSING, STALE, UNSOUND, Ledger, Update
+from fastps.byzantine.judges import Case, Judge, Row, Scored, as_floats, judge_of
+from fastps.byzantine.rules import rule_of
+from fastps.byzantine.scores import UNSOUND, Verdict
+from fastps.byzantine.updates import AHEAD, LATE, MISSING, STALE, Ledger, Update
 from fastps.current import current
 from fastps.errors import ConfigError
 from fastps.held import Among, HeldParameters
 from fastps.inbox import Inbox
-from fastps.rules import Rule
 from fastps.worker.handle import Array
 
 log = logging.getLogger(__name__)
 
-Blocks: TypeAlias = list[Array | None]
 # Changes arrays, which hold the model, in place by steps on trusted data.
 Train: TypeAlias = Callable[[list[Array]], object]
+PATIENCE = 0.25  # of op_timeout_s: others, who wait for this round, still have most of theirs
+KEPT_STAMPS = 4096  # of our changes of nothing; of older ones updates are as stale as they look
 
 
 class Judged(NamedTuple):
-    """What a round, or one update, came to: who was judged, and the stamp of the new values."""
+    """What a round, or one update, came to: who was judged, and the stamp of the new values.
+
+    verdicts: of each of the workers on each block, or on its model; None: was skipped.
+    """
 
     workers: tuple[int, ...]
-    accepted: int  # blocks
+    accepted: int  # blocks, or models
     refused: int
     stamp: int
+    verdicts: tuple[tuple[Verdict | None, ...], ...] = ()
+
+
+class _Unit(NamedTuple):
+    """Blocks that are judged together."""
+
+    places: tuple[int, ...]
+    judge: Judge
 
 
 class Validator:
@@ -70,14 +84,18 @@ class Validator:
         itself, else whole models. skipped_as_zeros: take a skipped block for zeros, as ZenoPS
         does, not for none. refresh: train anew once for so many rounds, or updates; None: each
         round, or one update of each of our workers. staleness: an asynchronous update that began
-        from a value with more changes to come is refused. patience_s: how long a round waits for
-        workers (default: op_timeout_s); who is late then is left out. ConfigError on workers.
+        from a value with more changes to come is refused; what we refused ourselves is none.
+        patience_s: how long a round waits for workers (default: a quarter of op_timeout_s, for
+        who waits for the round has no more than that); who is late then is left out, and not
+        waited for until something comes. ConfigError on workers, or for what is no rule.
         """
         self._session = session = current()
         judge, count = session.rank - session.size, session.config.num_validators
         if judge < 0:
             raise ConfigError("this process is a worker: a Validator is for FASTPS_ROLE=validator")
         self.rule, self.ledger = rule, Ledger()
+        if isinstance(rule, str):
+            rule_of(rule)  # is there one of that name
         self.held = HeldParameters(
             parameters, asynchronous=asynchronous, prefix=prefix, among=among
         )
@@ -85,7 +103,10 @@ class Validator:
         self._train, self._by_block, self._as_zeros = train, by_block, skipped_as_zeros
         self._refresh = refresh or (len(self.workers) if asynchronous else 1)
         self._staleness = math.inf if staleness is None else staleness
-        self._patience_s = session.config.op_timeout_s if patience_s is None else patience_s
+        patience = PATIENCE * session.config.op_timeout_s
+        self._patience_s = patience if patience_s is None else patience_s
+        self._silent: set[int] = set()  # who missed a round, and has sent nothing since
+        self._idle: deque[int] = deque(maxlen=KEPT_STAMPS)  # after our changes of nothing, rising
         self._age = 0  # rounds or updates that the trusted update has been used for
         self._trusted: list[Array] = []
         self.inbox = Inbox(
@@ -94,17 +115,31 @@ class Validator:
         session.tallies.append(self.statistics)
 
     @property
+    def rule(self) -> Any:
+        """What is accepted; what is set here counts from the next update on, without history."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: Any) -> None:
+        self._rule = rule
+        self._units: list[_Unit] = []
+
+    @property
     def arrays(self) -> list[Array]:
         """The model: what servers held when we pushed last."""
         return self.held.arrays
 
     def statistics(self) -> dict[str, float]:
-        """Count what was accepted and refused, by worker and reason; part of the session's."""
+        """Count what was accepted and refused, by worker and reason, with shares and scores.
+
+        Part of the session's; Ledger.statistics() says how they are called.
+        """
         return self.ledger.statistics() | {"bytes_of_updates": self.inbox.nbytes}
 
     def close(self) -> None:
         """Read no more, and log what came of each worker's updates."""
         self.inbox.close()
+        self.held.finish_telling()
         if self.ledger.counts:
             number = self._session.rank - self._session.size
             log.warning("validator %d:\n%s", number, self.ledger.table())
@@ -120,70 +155,79 @@ class Validator:
         number = self.held.stamp + 1
         trusted = self.trusted()
         came = {one.worker: one for one in self._sorted_out(number)}
-        rows = [came[worker].blocks for worker in self.workers if worker in came]
-        verdicts, changes = self._judge(rows, trusted)
-        for worker, row in zip(came, verdicts, strict=True):
-            for verdict in row:
-                self._note(worker, verdict)
-        values = [
-            np.asarray(old + change, old.dtype)
-            for old, change in zip(self.arrays, changes, strict=True)
-        ]
+        who = tuple(worker for worker in self.workers if worker in came)
+        case = self._case([came[worker] for worker in who], trusted)._replace(number=number)
+        verdicts: list[list[Verdict | None]] = [[] for _ in who]
+        values = [one.copy() for one in self.arrays]
+        for unit in self._judges() if who else []:
+            found, changes = unit.judge.judge(case.of(unit.places))
+            for row, verdict in zip(verdicts, found, strict=True):
+                row.append(verdict)
+            for place, change in zip(unit.places, changes, strict=True):
+                np.add(values[place], change, out=values[place], casting="unsafe")
+        for worker, row in zip(who, verdicts, strict=True):
+            self._note(worker, row)
         self.held.push(values, round=number)
-        found = [one.is_accepted for row in verdicts for one in row if one is not None]
-        return Judged(tuple(came), sum(found), len(found) - sum(found), self.held.stamp)
+        return _summed(who, verdicts, self.held.stamp)
 
     def _sorted_out(self, number: int) -> list[Update]:
-        """Wait for a round's updates and give the sound ones, by worker; note what is wrong."""
-        came = self.inbox.take_round(number, self._patience_s)
-        for one in self.inbox.drop_late(number):
+        """Wait for a round's updates and give the sound ones; note what is wrong."""
+        came = self.inbox.take_round(number, self._patience_s, silent=self._silent)
+        ahead = self.inbox.drop_late(number)
+        for one in ahead:
             self.inbox.note(one.worker, AHEAD)
-        for worker in sorted(self.inbox.reading - {one.worker for one in came}):
+        missing = self.inbox.reading - {one.worker for one in came}
+        for worker in sorted(missing):
             self.inbox.note(worker, MISSING)
+        self._silent = missing - {one.worker for one in ahead}
         good = []
         for one in sorted(came, key=lambda one: one.worker):
-            wrong = LATE if one.round < number else self._unsound(one)
+            wrong = LATE if one.round < number else "" if one.is_sound else UNSOUND
             if wrong:
                 self.inbox.note(one.worker, wrong)
             elif not one.is_empty or self._as_zeros:
                 good.append(one)
         return good
 
-    def _unsound(self, update: Update) -> str:
-        blocks = zip(update.blocks, self.arrays, strict=True)
-        wrong = any(one is not None and is_sound(one, like) for one, like in blocks)
-        return UNSOUND if wrong else ""
+    # ---- what rules are asked ----
 
-    def _judge(
-        self, rows: Sequence[Blocks], trusted: Sequence[Array]
-    ) -> tuple[list[list[Verdict | None]], list[Array]]:
-        """Give what the rule says of each row's blocks, and the changes of all blocks."""
-        if not rows:
-            return [], [np.zeros_like(one, np.float64) for one in trusted]
+    def _judges(self) -> list[_Unit]:
+        """Give who judges which blocks; made anew after a new rule."""
+        if not self._units:
+            every = tuple(range(len(self.arrays)))
+            likes = _whole(as_floats(self.arrays))
+            groups = [(place,) for place in every] if self._by_block else [every]
+            self._units = [
+                _Unit(group, judge_of(self.rule, [likes[i] for i in group], len(self.workers)))
+                for group in groups if group
+            ]  # fmt: skip
+        return self._units
+
+    def _case(self, updates: Sequence[Update], trusted: Sequence[Array]) -> Case:
+        models = _whole(as_floats(self.arrays))
+        rows: list[Row] = [as_floats(one.blocks) for one in updates]
         if self._as_zeros:
-            rows = [_filled(row, trusted) for row in rows]
-        if not self._by_block:
-            change, verdicts = judge_all(self.rule, [_flat(row, trusted) for row in rows],
-                                         _flat(trusted, trusted))  # fmt: skip
-            return [[one] for one in verdicts], _split(change, trusted)
-        found = [
-            judge_all(self.rule, [row[place] for row in rows], one)
-            for place, one in enumerate(trusted)
-        ]
-        columns = [verdicts for _, verdicts in found]
-        return [list(row) for row in zip(*columns, strict=True)], [change for change, _ in found]
+            rows = [
+                [np.zeros_like(v) if u is None else u for u, v in zip(row, models, strict=True)]
+                for row in rows
+            ]
+        return Case(rows, [one.worker for one in updates], trusted, models)
 
-    def _note(self, worker: int, verdict: Verdict | None) -> None:
-        if verdict is not None:
-            self.inbox.note(worker, "" if verdict.is_accepted else verdict.reason or "refused")
+    def _note(self, worker: int, verdicts: Sequence[Verdict | None]) -> None:
+        found = [
+            ("" if one.is_accepted else one.reason or "refused", one.score)
+            for one in verdicts if one is not None
+        ]  # fmt: skip
+        if found:
+            self.inbox.note_blocks(worker, found)
 
     # ---- at each worker's pace ----
 
     def judge(self, timeout_s: float | None = None) -> Judged | None:
         """Judge the update that came first, and add to the value what is accepted of it; blocks.
 
-        Where nothing is, zeros are added: the stamp counts what was judged. None: no update came
-        in time (default: op_timeout_s), or nobody is left to send one.
+        Where nothing is, zeros are added: the stamp counts what was judged, and its worker is told
+        so. None: no update came in time (default: op_timeout_s), or nobody is left to send one.
         """
         limit_s = self._session.config.op_timeout_s if timeout_s is None else timeout_s
         update = self.inbox.take(limit_s)
@@ -191,39 +235,42 @@ class Validator:
             return None
         if update.base > self.held.stamp:  # another validator has changed what the worker pulled
             self.held.pull()
-        delay = self.held.stamp - update.base
-        wrong = self._unsound(update) or (AHEAD if delay < 0 else "")
-        wrong = wrong or (STALE if delay > self._staleness else "")
-        if wrong:
-            self.inbox.note(update.worker, wrong)
-            return Judged((update.worker,), 0, len(update.blocks), self.held.stamp)
-        return self._judge_one(update, delay)
+        is_ahead = update.base > self.held.stamp
+        since = takewhile(lambda stamp: stamp > update.base, reversed(self._idle))
+        delay = max(self.held.stamp - update.base - len(list(since)), 0)
+        wrong = "" if update.is_sound else UNSOUND
+        wrong = wrong or (AHEAD if is_ahead else STALE if delay > self._staleness else "")
+        changes = [np.zeros_like(one) for one in self.arrays]
+        if not wrong:
+            return self._judge_one(update, delay, changes)
+        self.inbox.note(update.worker, wrong)
+        self._add(changes, update.worker, is_idle=True)
+        return Judged((update.worker,), 0, len(update.blocks), self.held.stamp)
 
-    def _judge_one(self, update: Update, delay: int) -> Judged:
-        trusted = self.trusted()
-        row = _filled(update.blocks, trusted) if self._as_zeros else list(update.blocks)
-        likes, models = list(trusted), self.arrays
-        if not self._by_block:
-            row, likes = [_flat(row, trusted)], [_flat(trusted, trusted)]
-            models = [_flat(models, trusted)]
-        changes, accepted, refused = [], 0, 0
-        for one, like, model in zip(row, likes, models, strict=True):
-            if one is None:
-                changes.append(np.zeros(like.shape))
-                continue
-            verdict = judge_one(self.rule, one, like, update.worker, model, delay)
-            self._note(update.worker, verdict)
-            accepted, refused = accepted + verdict.is_accepted, refused + (not verdict.is_accepted)
-            # NaN times 0 would be NaN
-            changes.append(verdict.factor * one.astype(np.float64) if verdict.factor else
-                           np.zeros(like.shape))  # fmt: skip
-        if not self._by_block:
-            changes = _split(changes[0], trusted)
-        deltas = [
-            np.asarray(change, old.dtype) for change, old in zip(changes, self.arrays, strict=True)
-        ]
-        self.held.push(deltas)  # also zeros: who waits for one more to be judged goes on
-        return Judged((update.worker,), accepted, refused, self.held.stamp)
+    def _judge_one(self, update: Update, delay: int, changes: list[Array]) -> Judged:
+        case = self._case([update], self.trusted())._replace(delay=delay)
+        verdicts: list[Verdict | None] = []
+        for unit in self._judges():
+            if not isinstance(unit.judge, Scored):
+                raise ConfigError(
+                    f"{self.rule} compares updates of a round, and asynchronous ones come alone: "
+                    "take ZenoPlusPlus, FedAsync, Kardam, or what has a score()"
+                )
+            found, made = unit.judge.judge_alone(case.of(unit.places))
+            verdicts += found
+            for place, change in zip(unit.places, made, strict=True):
+                changes[place][...] = change
+        self._note(update.worker, verdicts)
+        is_idle = not any(one is not None and one.factor for one in verdicts)
+        self._add(changes, update.worker, is_idle=is_idle)
+        return _summed((update.worker,), [verdicts], self.held.stamp)
+
+    def _add(self, changes: Sequence[Array], worker: int, *, is_idle: bool) -> None:
+        """Add changes to the value, also zeros: who waits for one more to be judged goes on."""
+        self.held.push(changes)
+        if is_idle:
+            self._idle.append(self.held.stamp)
+        self.held.tell_judged(worker)
 
     # ---- our own data ----
 
@@ -235,61 +282,25 @@ class Validator:
         return self._trusted
 
     def _try_ourselves(self) -> list[Array]:
+        old = _whole(as_floats(self.arrays))
+        if self._train is None:
+            return [np.zeros_like(one) for one in old]
         model = [one.copy() for one in self.arrays]
-        if self._train is not None:
-            self._train(model)
-        return [new - old for new, old in zip(model, self.arrays, strict=True)]
+        self._train(model)
+        changes = [np.empty_like(one) for one in old]
+        for change, new, one in zip(changes, model, old, strict=True):
+            change[...] = new - one
+        return changes
 
 
-def judge_all(
-    rule: Any, updates: Sequence[Array | None], trusted: Array
-) -> tuple[Array, list[Verdict | None]]:
-    """Give what a rule makes of the updates of a round, float64, and what became of each.
-
-    None: was skipped; of all skipped, zeros. A rule without trusted data accepts what it sees.
-    """
-    if isinstance(rule, str | Rule):
-        taken = [None if one is None else Verdict(True, math.nan, 1.0) for one in updates]
-        if not any(taken):
-            return np.zeros(trusted.shape), taken
-        return combine(rule, updates), taken
-    if hasattr(rule, "combine"):
-        return rule.combine(updates, trusted)  # type: ignore[no-any-return]
-    verdicts = [None if one is None else rule.score(one, trusted) for one in updates]
-    count = sum(one is not None for one in verdicts)
-    made = np.zeros(trusted.shape)
-    for one, verdict in zip(updates, verdicts, strict=True):
-        if one is not None and verdict is not None and verdict.factor:
-            made += verdict.factor * one.astype(np.float64)
-    return made / max(count, 1), verdicts
+def _whole(row: Row) -> list[Array]:
+    """Give a model's blocks, all of which are there."""
+    return [one for one in row if one is not None]
 
 
-def judge_one(
-    rule: Any, update: Array, trusted: Array, worker: int, model: Array, delay: int
-) -> Verdict:
-    """Give what a rule says of one update that comes by itself."""
-    if isinstance(rule, FedAsync):
-        return rule.score(update, delay)
-    if isinstance(rule, Kardam):
-        return rule.score(worker, update, model)
-    if not hasattr(rule, "score"):
-        raise ConfigError(
-            f"{rule} compares updates of a round, and asynchronous ones come alone: "
-            "take ZenoPlusPlus, FedAsync, Kardam, or what has a score()"
-        )
-    return rule.score(update, trusted)  # type: ignore[no-any-return]
-
-
-def _filled(row: Sequence[Array | None], like: Sequence[Array]) -> Blocks:
-    return [np.zeros_like(v) if u is None else u for u, v in zip(row, like, strict=True)]
-
-
-def _flat(row: Sequence[Array | None], like: Sequence[Array]) -> Array:
-    """Make one array of a whole model; what was skipped is zeros."""
-    blocks = [one for one in _filled(row, like) if one is not None]
-    return np.concatenate([one.reshape(-1).astype(np.float64) for one in blocks])
-
-
-def _split(flat: Array, like: Sequence[Array]) -> list[Array]:
-    ends = np.cumsum([one.size for one in like])[:-1]
-    return [part.reshape(one.shape) for part, one in zip(np.split(flat, ends), like, strict=True)]
+def _summed(
+    workers: tuple[int, ...], verdicts: Sequence[Sequence[Verdict | None]], stamp: int
+) -> Judged:
+    found = [one.is_accepted for row in verdicts for one in row if one is not None]
+    rows = tuple(tuple(row) for row in verdicts)
+    return Judged(workers, sum(found), len(found) - sum(found), stamp, rows)

@@ -9,6 +9,7 @@ an `Assembly` is of one worker, and one thread's.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -24,8 +25,7 @@ NOTICE_BYTES = _NOTICE.size
 
 # Why updates are refused, beside what rules say of them.
 LATE, REPLAYED, AHEAD, INCOMPLETE, DOUBLED = "late", "replayed", "ahead", "incomplete", "doubled"
-STALE, MALFORMED, MISSING, UNSOUND = "stale", "malformed", "missing", "not finite"
-PARTIAL = "partial"
+STALE, MALFORMED, MISSING, PARTIAL = "stale", "malformed", "missing", "partial"
 
 
 class Notice(NamedTuple):
@@ -65,6 +65,7 @@ class Update:
     round: int
     base: int
     blocks: list[Array | None]
+    is_sound: bool = True  # no block has NaN, infinity or a norm beyond float64
 
     @property
     def is_empty(self) -> bool:
@@ -137,21 +138,58 @@ class Assembly:
 
 
 @dataclass
+class Scores:
+    """What rules found of one worker."""
+
+    total: float = 0.0
+    count: int = 0
+    last: float = math.nan
+
+    def add(self, score: float) -> None:
+        """Take one more; what is no finite number is none."""
+        if math.isfinite(score):
+            self.total, self.count, self.last = self.total + score, self.count + 1, score
+
+    @property
+    def mean(self) -> float:
+        """The mean; NaN of none."""
+        return self.total / self.count if self.count else math.nan
+
+
+@dataclass
 class Ledger:
-    """Who was accepted and who refused, how often and why."""
+    """Who was accepted and who refused, how often and why, and what rules found."""
 
     counts: Counter[tuple[int, str]] = field(default_factory=Counter)
+    scores: dict[int, Scores] = field(default_factory=dict)
     _last: dict[int, str] = field(default_factory=dict)
+    _turns: Counter[tuple[int, str]] = field(default_factory=Counter)
 
-    def note(self, worker: int, reason: str = "") -> bool:
-        """Count a block or an update; reason: why it is refused. True: that is news of the worker.
+    def note(self, worker: int, reason: str = "", score: float = math.nan) -> str:
+        """Count an update that is judged as one; as note_blocks()."""
+        return self.note_blocks(worker, [(reason, score)])
 
-        News is another reason than the last time, and the first one that is refused.
+    def note_blocks(self, worker: int, found: Sequence[tuple[str, float]]) -> str:
+        """Count an update's blocks by (why it is refused, or empty; score); give what is news.
+
+        News is that a worker's updates are refused for another reason than the last one was, or
+        are accepted again. Who turns to and fro is news the first, the tenth, the hundredth time.
         """
-        self.counts[worker, reason] += 1
+        for reason, score in found:
+            self.counts[worker, reason] += 1
+            self.scores.setdefault(worker, Scores()).add(score)
+        refused = Counter(reason for reason, _ in found if reason)
+        now = refused.most_common(1)[0][0] if refused else ""
         before = self._last.get(worker, "")
-        self._last[worker] = reason
-        return reason != before
+        self._last[worker] = now
+        if now == before:
+            return ""
+        self._turns[worker, now] += 1
+        times = self._turns[worker, now]
+        if str(times).strip("0") != "1":
+            return ""
+        what = f"is refused: {now}" if now else "is accepted again"
+        return what if times == 1 else f"{what}; so it turned {times} times"
 
     def rate(self, worker: int) -> float:
         """Give the share of a worker's that was accepted; 0 of none."""
@@ -159,7 +197,11 @@ class Ledger:
         return self.counts[worker, ""] / total if total else 0.0
 
     def statistics(self) -> dict[str, float]:
-        """Give the counts by name: accepted_of_worker_1, refused_of_worker_1_late."""
+        """Give all by name: accepted_of_worker_1, refused_of_worker_1_late, counts.
+
+        accepted_share_of_worker_1, and, where a rule gave scores, score_of_worker_1, their mean,
+        and last_score_of_worker_1.
+        """
         found: dict[str, float] = {}
         for (worker, reason), count in sorted(self.counts.items()):
             words = reason.replace(" ", "_")
@@ -167,12 +209,20 @@ class Ledger:
                 f"refused_of_worker_{worker}_{words}" if reason else f"accepted_of_worker_{worker}"
             )
             found[what] = count
+        for worker in self._workers():
+            found[f"accepted_share_of_worker_{worker}"] = self.rate(worker)
+            scores = self.scores[worker]
+            if scores.count:
+                found[f"score_of_worker_{worker}"] = scores.mean
+                found[f"last_score_of_worker_{worker}"] = scores.last
         return found
 
     def table(self) -> str:
         """Tell all in lines, one for each worker."""
-        workers = sorted({worker for worker, _ in self.counts})
-        return "\n".join(self._line(worker) for worker in workers)
+        return "\n".join(self._line(worker) for worker in self._workers())
+
+    def _workers(self) -> list[int]:
+        return sorted({worker for worker, _ in self.counts})
 
     def _line(self, worker: int) -> str:
         reasons = [
@@ -180,5 +230,7 @@ class Ledger:
             for (who, reason), count in sorted(self.counts.items())
             if who == worker and reason
         ]
-        rate = f"worker {worker}: {self.rate(worker):6.1%} accepted"
-        return f"{rate}; refused: {', '.join(reasons)}" if reasons else rate
+        line = f"worker {worker}: {self.rate(worker):6.1%} accepted"
+        if self.scores[worker].count:
+            line += f", score {self.scores[worker].mean:.3g}"
+        return f"{line}; refused: {', '.join(reasons)}" if reasons else line

@@ -84,7 +84,13 @@ def test_at_their_pace_each_update_is_added_once():
     )
     assert found[:4] == ["done"] * 4
     for judge, counts in enumerate(found[4:]):
-        assert counts == {f"accepted_of_worker_{worker}": 10 for worker in range(judge, 4, 2)}
+        assert counts == {
+            f"{word}_of_worker_{worker}": value
+            for worker in range(judge, 4, 2)
+            for word, value in {
+                "accepted": 10, "accepted_share": 1.0, "score": 0.5, "last_score": 0.5
+            }.items()
+        }  # fmt: skip
 
 
 def test_updates_of_several_models_do_not_meet():

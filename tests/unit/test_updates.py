@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps import byzantine, validators
-from fastps.byzantine.scores import Verdict
 from fastps.byzantine.updates import (
     AHEAD,
     DOUBLED,
@@ -24,7 +24,6 @@ from fastps.byzantine.updates import (
     Update,
     unpack,
 )
-from fastps.errors import ConfigError
 
 SIZES = (8, 4, 0)
 WORKER = 3
@@ -132,52 +131,32 @@ def test_a_ledger_counts_and_says_what_is_news():
     assert ledger.statistics() == {
         "accepted_of_worker_0": 1, "accepted_of_worker_1": 1,
         "refused_of_worker_1_ahead": 1, "refused_of_worker_1_late": 2,
+        "accepted_share_of_worker_0": 1.0, "accepted_share_of_worker_1": 0.25,
     }  # fmt: skip
     assert "worker 1:  25.0% accepted; refused: ahead 1, late 2" in ledger.table()
 
 
-# ---- what a validator asks of rules
+def test_a_ledger_keeps_what_rules_found():
+    ledger = Ledger()
+    for scores in ([0.5, 1.0], [0.0, math.nan], [math.inf, -0.5]):
+        ledger.note_blocks(2, [("", score) for score in scores])
+    found = ledger.statistics()
+    assert found["score_of_worker_2"] == 0.25
+    assert found["last_score_of_worker_2"] == -0.5
+    assert "worker 2: 100.0% accepted, score 0.25" in ledger.table()
 
 
-def vectors(count: int) -> list[np.ndarray]:
-    return list(np.random.default_rng(count).standard_normal((count, 5)).astype(np.float32))
-
-
-def test_rules_of_a_round_with_and_without_trusted_data():
-    rows = vectors(5)
-    made, verdicts = validators.judge_all("median", rows, rows[0])
-    np.testing.assert_allclose(made, np.median(np.float64(rows), axis=0), rtol=1e-6)
-    assert all(verdict is not None and verdict.is_accepted for verdict in verdicts)
-    made, verdicts = validators.judge_all("average", [None, None], rows[0])
-    assert verdicts == [None, None]
-    assert not made.any()
-    trusted = rows[0]
-    made, verdicts = validators.judge_all(byzantine.Zeno(), [trusted, -trusted, None], trusted)
-    np.testing.assert_allclose(made, trusted, rtol=1e-6)
-    assert [None if one is None else one.is_accepted for one in verdicts] == [True, False, None]
-
-
-class FirstElement:
-    """A rule of one's own."""
-
-    def score(self, update, trusted):
-        good = update[0] > 0
-        return Verdict(good, float(update[0]), float(good), "" if good else "negative")
-
-
-def test_a_rule_of_ones_own_judges_rounds_and_single_updates():
-    rows = [np.array([1.0, 2.0]), np.array([-1.0, 9.0])]
-    made, verdicts = validators.judge_all(FirstElement(), rows, rows[0])
-    np.testing.assert_array_equal(made, [0.5, 1.0])
-    assert [one.reason for one in verdicts if one is not None] == ["", "negative"]
-    assert not validators.judge_one(FirstElement(), rows[1], rows[0], 0, rows[0], 0).is_accepted
-
-
-def test_single_updates_by_delay_model_and_trusted_data():
-    u, model = np.ones(4), np.zeros(4)
-    judge = validators.judge_one
-    assert judge(byzantine.FedAsync(alpha=1.0, power=1.0), u, u, 0, model, 3).factor == 0.25
-    assert judge(byzantine.Kardam(f=1), u, u, 0, model, 0).is_accepted
-    assert not judge(byzantine.ZenoPlusPlus(), -u, u, 0, model, 0).is_accepted
-    with pytest.raises(ConfigError, match="come alone"):
-        judge("median", u, u, 0, model, 0)
+def test_what_changes_is_news_once_for_an_update_and_ever_more_rarely():
+    ledger, news = Ledger(), []
+    for number in range(200):  # each update has a block that is refused, as a liar's may
+        news.append(ledger.note_blocks(4, [("", 1.0), ("direction", 0.0), ("length", 0.0),
+                                           ("direction", 0.0)]))  # fmt: skip
+        assert not news[-1] or number == 0
+    assert news[0] == "is refused: direction"
+    told = []
+    for number in range(120):  # now it turns to and fro
+        told.append(ledger.note_blocks(3, [("length" if number % 2 else "", 1.0)]))
+    assert [one for one in told if one] == [
+        "is refused: length", "is accepted again",
+        "is refused: length; so it turned 10 times", "is accepted again; so it turned 10 times",
+    ]  # fmt: skip
