@@ -6,7 +6,9 @@
         python tools/bench/rules.py --rounds 20
 
 The first gives GB/s of input of 8 updates of 4 MB, by processor time, beside a sum of the same;
-`combiner` is all that a server does with a partition, with scratch. The second, run by each worker
+`combiner` is all that a server does with a partition, with scratch; `judge` what a validator does
+with a block, or with a model of two blocks as a whole, for which updates were found to be sound
+when they came. The second, run by each worker
 of a job, takes turns between push_pull of 64 MB as an average and by each rule, as one tensor or
 as several that leave together, and gives the ratio of the medians.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -23,16 +26,15 @@ import numpy as np
 
 import fastps
 from fastps import byzantine as bz
+from fastps.byzantine.judges import Case, are_sound, judge_of
 from fastps.reduce import ordered_kernel, reduce_kernel, robust_kernel
 from fastps.reduce._combiner import Combiner
+from fastps.reduce.measures import KERNEL
 from fastps.types import DType, ReduceOp
 
 N, COUNT = 8, 1 << 20
+GIGABYTES = N * COUNT * 4e-9
 ROUND_COUNT = 1 << 24
-KERNEL = ctypes.CFUNCTYPE(
-    ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
-    ctypes.c_void_p,
-)  # fmt: skip
 RULES = {
     "average": bz.Average(),
     "trimmed mean": bz.TrimmedMean(1),
@@ -49,6 +51,10 @@ RULES = {
 ROUNDS = {name: RULES[name] for name in ("average", "median", "trimmed mean", "norm clipping")} | {
     "krum, f=0": bz.Krum(0)
 }  # of four workers
+JUDGED = {
+    "zeno": bz.Zeno(eta=-10.0, rho=10.0),  # takes all
+    "fltrust": bz.FLTrust(),
+} | {name: RULES[name] for name in ("average", "median", "norm clipping", "krum")}
 
 
 def seconds(function: Callable[[], object], runs: int) -> float:
@@ -78,16 +84,29 @@ def measure_kernels(runs: int) -> None:
         "square norms": (robust_kernel("square_norms", f32), squares, weights),
         "pair distances": (robust_kernel("pair_distances", f32), squares, weights),
     }
-    gigabytes = N * COUNT * 4e-9
     for name, (address, target, args) in kernels.items():
         kernel = KERNEL(address)
         call = (table, N, target.ctypes.data, COUNT, args.ctypes.data)
         took = seconds(lambda kernel=kernel, call=call: kernel(*call), runs)
-        print(f"kernel   {name:18} {gigabytes / took:6.1f} GB/s")
+        print(f"kernel   {name:18} {GIGABYTES / took:6.1f} GB/s")
     for name, rule in RULES.items():
         combiner = Combiner(rule, f32, n=N, count=COUNT)
         took = seconds(lambda combiner=combiner: combiner.combine(updates), runs)
-        print(f"combiner {name:18} {gigabytes / took:6.1f} GB/s")
+        print(f"combiner {name:18} {GIGABYTES / took:6.1f} GB/s")
+    measure_judges(updates, runs)
+
+
+def measure_judges(updates: list[np.ndarray], runs: int) -> None:
+    """Print GB/s of input of what a validator does with a round's updates."""
+    took = seconds(lambda: [are_sound([one]) for one in updates], runs)
+    print(f"judge    {'is it sound':18} {GIGABYTES / took:6.1f} GB/s")
+    cuts = {"": lambda one: [one], ", two blocks": lambda one: np.split(one, 2)}
+    for (name, rule), (words, cut) in itertools.product(JUDGED.items(), cuts.items()):
+        trusted = cut(updates[0])
+        case = Case([cut(one) for one in updates], range(N), trusted, trusted)
+        judge = judge_of(rule, trusted, N)
+        took = seconds(lambda judge=judge, case=case: judge.judge(case), runs)
+        print(f"judge    {name + words:26} {GIGABYTES / took:6.1f} GB/s")
 
 
 def push_pull(x: np.ndarray, name: str, tensors: int) -> None:
