@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +39,7 @@ from byzantine import HIDDEN, Array, Data, accuracy, gradient, unpacked
 import fastps
 from fastps import byzantine as bz
 from fastps.byzantine import attacks
+from fastps.validators import Judged
 
 STEPS, BATCH, RATE, MOMENTUM, DECAY = 8, 16, 0.05, 0.9, 1e-4
 ROUNDS, UPDATES = 40, 62
@@ -142,6 +143,14 @@ def rate_of(options: argparse.Namespace) -> float:
     return RATE / float(np.sqrt(fastps.size() + 1)) if options.asynchronous else RATE
 
 
+def liars_of(case: Case, seed: int) -> attacks.Liars:
+    """Say who lies in a run, and where."""
+    if case.attack == "none":
+        return attacks.Liars()
+    fixed = frozenset(range(6)) if case.attack == MOST else frozenset[int]()
+    return attacks.Liars(fixed, 0.0 if fixed else LYING, seed)
+
+
 class Worker:
     """What a worker does in one run."""
 
@@ -150,8 +159,7 @@ class Worker:
     ) -> None:
         self.held, self.attack, self.trainer, self.rank = held, case.attack, trainer, fastps.rank()
         self.share = share  # of the rounds that it takes part in
-        fixed = frozenset(range(6)) if case.attack == MOST else frozenset[int]()
-        self.liars = attacks.Liars(fixed, 0.0 if fixed else LYING, seed)
+        self.liars = liars_of(case, seed)
         self.rest = np.zeros_like(trainer.speed)  # what was skipped
 
     def push(self, back: float) -> None:
@@ -175,7 +183,7 @@ class Worker:
     def told(self, change: Array, block: int) -> Array:
         """Give what the worker says of a tensor."""
         step = self.trainer.number
-        if self.attack == "none" or not self.liars.lies(self.rank, step, block):
+        if not self.liars.lies(self.rank, step, block):
             return change
         rng = self.liars.generator(self.rank, step, block)
         rng.random()  # said that it lies
@@ -184,6 +192,33 @@ class Worker:
 
 
 # ---- runs ----
+
+
+class Mistakes:
+    """What a validator refused though it was honest, and accepted though it was a lie."""
+
+    def __init__(self, liars: attacks.Liars) -> None:
+        self.liars = liars
+        self.steps: Counter[int] = Counter()  # of each worker
+        self.blocks: Counter[tuple[bool, bool]] = Counter()  # by (is a lie, is accepted)
+
+    def count(self, judged: Judged) -> None:
+        """Compare what came of each worker's next update with what it was."""
+        for worker, verdicts in zip(judged.workers, judged.verdicts, strict=True):
+            self.steps[worker] += 1
+            for block, verdict in enumerate(verdicts):
+                if verdict is not None:
+                    lies = self.liars.lies(worker, self.steps[worker], block)
+                    self.blocks[lies, verdict.is_accepted] += 1
+
+    def rates(self) -> dict[str, float]:
+        """Give false positives, of honest blocks, and false negatives, of lies; 0 of none."""
+        honest, lies = (self.blocks[is_lie, True] + self.blocks[is_lie, False]
+                        for is_lie in (False, True))  # fmt: skip
+        return {
+            "false_positives": self.blocks[False, False] / max(honest, 1),
+            "false_negatives": self.blocks[True, True] / max(lies, 1),
+        }
 
 
 class Judge:
@@ -222,19 +257,22 @@ class Judge:
 
         self.train, self.validator.rule, self.curve = train, case.rule, []
 
-    def run(self, case: Case) -> dict[str, Any]:
+    def run(self, case: Case, seed: int) -> dict[str, Any]:
         """Judge a run's updates; give what came of it."""
         judge, rounds = self.validator, self.options.rounds
         accepted = judged = 0
+        mistakes = Mistakes(liars_of(case, seed))
         for number in range(rounds):
             for _ in range(len(judge.workers) if self.options.asynchronous else 1):
                 found = judge.judge() if self.options.asynchronous else judge.round()
                 assert found is not None
+                mistakes.count(found)
                 accepted, judged = accepted + found.accepted, judged + sum(found[1:3])
             if self.options.asynchronous and number + 1 in (rounds // 2, rounds * 3 // 4):
                 judge.rule = replace(judge.rule, alpha=judge.rule.alpha / 2)
             self.curve.append(accuracy(flat(judge.arrays), self.data))
-        return {"curve": self.curve, "accuracy": self.curve[-1], "accepted": accepted / judged}
+        ended = {"curve": self.curve, "accuracy": self.curve[-1], "accepted": accepted / judged}
+        return ended | mistakes.rates()
 
 
 def alone(data: Data, seed: int, rounds: int) -> list[float]:
@@ -250,8 +288,6 @@ def alone(data: Data, seed: int, rounds: int) -> list[float]:
 def run_all(options: argparse.Namespace) -> None:
     """Do all runs of all seeds in one job."""
     fastps.init()
-    logging.getLogger("fastps.inbox").setLevel(logging.ERROR)  # of each block that is refused
-    logging.getLogger("fastps.validators").setLevel(logging.ERROR)
     data = Data(fastps.size() + 1)
     is_judge = fastps.role() == "validator"
     judge = Judge(options, data) if is_judge else None
@@ -293,7 +329,7 @@ def run(
         fastps.barrier()
         judge.validator.held.pull()
         fastps.barrier()
-        return judge.run(case)
+        return judge.run(case, seed)
     fastps.barrier()
     held.pull(stamp=0 if options.asynchronous else held.stamp + 1)
     fastps.barrier()
@@ -316,8 +352,13 @@ def note(options: argparse.Namespace, found: dict[str, Any], case: Case) -> None
     if "curve" not in found or fastps.validator_rank() != 0:
         return
     line = found | {"rule": case.name, "attack": case.attack, "control": case.control}
+    wrong = "".join(
+        f", {name.replace('_', ' ')} {line[name]:.2f}"
+        for name in ("false_positives", "false_negatives") if name in line
+    )  # fmt: skip
     print(f"seed {line['seed']} {case.name:16} {case.attack:18} {case.control:20} "
-          f"{line['accuracy']:.3f}  accepted {line['accepted']:.2f}", flush=True)  # fmt: skip
+          f"{line['accuracy']:.3f}  accepted {line['accepted']:.2f}{wrong}",
+          flush=True)  # fmt: skip
     if options.json:
         with Path(options.json).open("a") as file:
             file.write(json.dumps(line) + "\n")

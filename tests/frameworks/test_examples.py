@@ -113,3 +113,7 @@ def test_a_validator_keeps_random_lies_out_at_each_workers_pace(tmp_path: Path) 
     assert len(ends) == len(lines) == 8
     assert all(len(line["curve"]) == 20 for line in lines)
     assert ends["Zeno++", "random 1"] > ends["FedAsync", "random 1"] + 0.2, ends
+    wrong = {(line["rule"], line["attack"]): line["false_negatives"] for line in lines}
+    assert wrong["FedAsync", "random 1"] == 1
+    assert wrong["FedAsync", "none"] == 0
+    assert wrong["Zeno++", "negative 2"] < 0.3, wrong

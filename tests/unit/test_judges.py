@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -73,7 +74,7 @@ def by_block(rule, rows, **more) -> list[np.ndarray]:
 # ---- kernels
 
 
-@pytest.mark.parametrize("kind", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("kind", ["float32", "float64", "float16", ml_dtypes.bfloat16])
 @pytest.mark.parametrize("count", [0, 1, 63, 1024, 1025, 5000])
 def test_products_are_numpys(kind, count):
     rng = np.random.default_rng(count)

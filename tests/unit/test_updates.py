@@ -154,7 +154,7 @@ def test_what_changes_is_news_once_for_an_update_and_ever_more_rarely():
         assert not news[-1] or number == 0
     assert news[0] == "is refused: direction"
     told = []
-    for number in range(120):  # now it turns to and fro
+    for number in range(120):  # now it turns back and forth
         told.append(ledger.note_blocks(3, [("length" if number % 2 else "", 1.0)]))
     assert [one for one in told if one] == [
         "is refused: length", "is accepted again",

@@ -53,7 +53,10 @@ class ValidatedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     def _exchange(self) -> None:
         held, now = self._held, _arrays_of(self._mine).values()
         held.push([new - old for new, old in zip(now, held.arrays, strict=True)])
-        held.pull(stamp=0 if held.is_asynchronous else held.stamp + 1)
+        if held.is_asynchronous:
+            held.pull(unjudged=0)
+        else:
+            held.pull(stamp=held.stamp + 1)
         _write(self._mine, held.arrays)
 
 
