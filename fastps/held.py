@@ -19,7 +19,7 @@ from fastps.arrays import Arrays, Names, check_arrays, pair
 from fastps.byzantine.updates import Notice
 from fastps.contract import ANY_STALENESS, Givers, Policy
 from fastps.current import current, known
-from fastps.errors import ConfigError
+from fastps.errors import ConfigError, StallError
 from fastps.flights import Flight, Later
 from fastps.types import DType, ReduceOp, dtype_of
 from fastps.worker.handle import Array
@@ -70,6 +70,7 @@ class HeldParameters:
             for rank in range(session.size if asynchronous else 0)
         ]  # count in their stamps what was judged of each worker's
         self._telling: Later[Any] | None = None
+        self._asking: Flight | None = None
         self._pushed = 0  # updates, and what had been judged of this worker's before
         self._begin()
 
@@ -123,9 +124,20 @@ class HeldParameters:
 
     def _wait_judged(self, count: int) -> int:
         """Wait until so many of our updates have been judged, and give how many have been."""
-        session, tick = self._session, [self._ticks[self._session.rank]]
-        start_pull(session, [np.empty(1)], tick, count, 0).wait()
-        return session.stamp_of(tick)
+        session, tick, judged = self._session, [self._ticks[self._session.rank]], -1
+        while judged < count:
+            if self._asking is None:
+                self._asking = start_pull(session, [np.empty(1)], tick, count, 0)
+            try:
+                self._asking.wait()
+            except StallError as error:  # it stays under way, and is waited for the next time
+                judge = session.rank % session.config.num_validators
+                raise StallError(
+                    f"validator {judge} has not judged {count} updates of worker {session.rank} "
+                    f"in time, which waits for that: does it go on calling judge()? ({error})"
+                ) from error
+            self._asking, judged = None, session.stamp_of(tick)
+        return judged
 
     def _note_stamp(self) -> int:
         self.stamp = self._session.stamp_of(self.names)

@@ -173,7 +173,7 @@ class Ledger:
         """Count an update's blocks by (why it is refused, or empty; score); give what is news.
 
         News is that a worker's updates are refused for another reason than the last one was, or
-        are accepted again. Who goes back and forth is news the first, the tenth, the hundredth time.
+        are accepted again; of one that goes back and forth the first, tenth, hundredth time.
         """
         for reason, score in found:
             self.counts[worker, reason] += 1

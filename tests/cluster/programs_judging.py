@@ -59,6 +59,28 @@ def others_go_on(updates: int) -> Any:
     return ended("done")
 
 
+def nobody_judges() -> Any:
+    """Wait for a validator that does nothing."""
+    fastps.init()
+    parameters, said = {"w": np.zeros(10)}, ""
+    if fastps.role() == "validator":
+        judge = fastps.Validator(parameters, byzantine.FedAsync(), asynchronous=True)
+        fastps.barrier()
+        assert judge.judge() is not None
+        judge.close()
+    else:
+        held = fastps.HeldParameters(parameters, asynchronous=True)
+        held.push([np.ones(10)])
+        assert held.pull(unjudged=1) == 0
+        try:
+            held.pull(unjudged=0)
+        except fastps.StallError as error:
+            said = str(error)
+        fastps.barrier()
+        assert held.pull(unjudged=0) == 1  # and may be done again
+    return ended(said)
+
+
 def stale_and_ahead() -> Any:
     """In turns, by stamps: honest ones, NaN, one of an old value, one of a value to come."""
     fastps.init()

@@ -23,6 +23,14 @@ def test_who_waits_for_its_own_waits_for_no_liar_and_no_silent_one(validators):
     assert counts["accepted_share_of_worker_1"] == 0
 
 
+def test_a_wait_for_a_validator_that_does_not_judge_ends_and_says_so():
+    said, _ = run_job(
+        programs.nobody_judges, workers=1, servers=1, validators=1,
+        each={("worker", 0): {"FASTPS_OP_TIMEOUT_S": "3"}},
+    )  # fmt: skip
+    assert "validator 0 has not judged 1 updates of worker 0 in time" in said
+
+
 def test_what_is_refused_makes_nobody_stale():
     found = run_job(
         programs.stale_and_ahead, workers=4, servers=1, validators=1, environment=TIMES
@@ -50,6 +58,18 @@ def test_a_silent_worker_is_waited_for_once():
     assert judged[1:7] == [[3]] * silent
     assert 4.5 < took[1] < 15.0  # a quarter of what others wait for
     assert sum(took[2:7]) < 10.0
+    assert counts["refused_of_worker_1_missing"] >= silent
+
+
+def test_where_all_are_silent_each_round_waits_for_somebody():
+    silent = 3
+    found = run_job(
+        programs.one_is_silent, workers=2, servers=1, validators=2,
+        arguments={"rounds": 6, "silent": silent}, environment={"FASTPS_OP_TIMEOUT_S": "8"},
+    )  # fmt: skip
+    judged, took, counts = found[3]
+    assert judged[1:4] == [[]] * silent
+    assert min(took[1:4]) > 1.9
     assert counts["refused_of_worker_1_missing"] >= silent
 
 
