@@ -14,7 +14,7 @@ a rule stands for the average; the base is then an exchange at every step of wor
 the truth. Each run adds a line to the file. --report compares the means over the seeds of the loss
 on what was held out, and the bytes that workers sent, and its exit code is 1 if a threshold is
 missed. Those are in WAYS and LYING, were written down with the rates before the first of the
-seeds (from 300 on) was run, and come from simulations and runs with other seeds, as
+seeds (from 310 on) was run, and come from simulations and runs with other seeds, as
 docs/slow-links.md says.
 """
 
@@ -38,14 +38,15 @@ from fastps import Compression, byzantine, statistics
 
 EVERY = 20  # steps from one exchange to the next
 OUTER = {"lr": 0.9, "momentum": 0.7, "nesterov": True}
-FIRST_SEED = 300
-ALLOWED = 1.02  # of the loss of an exchange at every step, and, for headers, of the bytes
+FIRST_SEED = 310
+ALLOWED = 1.02  # of the loss of an exchange at every step
+SHARE = 1.02 / EVERY  # of its bytes; more than 1/20 for headers
 SCALE = 6.0  # of a lie
 PAGES = Path(__file__).parents[1] / "docs"
 WINDOW, WIDTH, HEADS, LAYERS = 32, 48, 4, 2
 Batch = tuple[torch.Tensor, torch.Tensor]
-INT4 = Compression.int4(ef="vanilla")
-INT4_SHARE = 4.125 / 32 / EVERY  # 4 bits, and 4 bytes for each 256 elements
+INT4 = Compression.int4(11, ef="vanilla")  # 3.75 bits an element
+INT4_SHARE = 1 / 8 / EVERY  # headers and all
 
 
 class Way(NamedTuple):
@@ -64,14 +65,14 @@ class Way(NamedTuple):
 BASE = Way("every step")
 WAYS = (
     BASE,
-    Way("DiLoCo", ALLOWED, 1 / EVERY),
+    Way("DiLoCo", ALLOWED, SHARE),
     Way("DiLoCo, int4", ALLOWED, INT4_SHARE, codec=INT4),
     Way("DiLoCo, 4 parts", fragments=4, delay=2),
 )
 LYING = (
     BASE,
     Way("liars, average", 2.0, is_over=True),
-    Way("liars, multi-Krum", ALLOWED, 1 / EVERY, rule=byzantine.MultiKrum),
+    Way("liars, multi-Krum", ALLOWED, SHARE, rule=byzantine.MultiKrum),
     Way("liars, multi-Krum, int4", ALLOWED, INT4_SHARE, codec=INT4, rule=byzantine.MultiKrum),
     Way("liars, trimmed mean", rule=byzantine.TrimmedMean),
 )
@@ -258,7 +259,7 @@ def report(table: Table) -> list[str]:
                 more = f"{loss:8.0f} times the loss"
             print(f"  {way.name:24} {more}, 1/{1 / share:.1f} of the bytes")
             is_good = loss >= way.loss if way.is_over else loss <= way.loss
-            if not is_good or share > ALLOWED * way.share:
+            if not is_good or share > way.share:
                 missed.append(f"{title}: {way.name}")
     return missed
 

@@ -48,13 +48,16 @@ class Option(IntEnum):
 
 
 WHOLE = (Codec.ONEBIT, Codec.TOPK, Codec.RANDOMK, Codec.DITHERING)
+PAIRED_LEVELS = 11  # of int4, if not 15: two codes have 7 bits, and GROUP of them a scale
+GROUP = 64
 _BYTES_PER_BLOCK = {Codec.FP16: 512, Codec.BF16: 512, Codec.INT8: 260, Codec.INT4: 132}
 
 
 class Coding(NamedTuple):
     """The codec of a key and its parameters; travels with the declaration of a tensor.
 
-    k: of topk and randomk the elements kept, or below 1 their share; of dithering the levels.
+    k: of topk and randomk the elements kept, or below 1 their share; of dithering the levels; of
+    int4 too, 0 for 15.
     mu: of Nesterov's momentum on the worker, 0 for none. seed: of the random numbers.
     """
 
@@ -77,6 +80,8 @@ class Coding(NamedTuple):
         most = MAX_NATURAL_LEVELS if self.has(Option.NATURAL) else MAX_LEVELS
         if self.codec is Codec.DITHERING and not (self.k == int(self.k) and 1 <= self.k <= most):
             raise ValueError(f"k={self.k:g} levels of dithering; it takes 1 to {most}")
+        if self.codec is Codec.INT4 and self.k not in (0, PAIRED_LEVELS):
+            raise ValueError(f"k={self.k:g} levels of int4; it has 15, or {PAIRED_LEVELS}")
         if self.has(Option.UNBIASED) and self.has(Option.FEEDBACK):
             raise ValueError("error feedback sends later what was left out: not with unbiased")
         if self.has(Option.BYTEPS):
@@ -107,6 +112,15 @@ class Coding(NamedTuple):
     def is_whole(self) -> bool:
         """Tell whether the unit is the partition."""
         return self.codec in WHOLE
+
+    @property
+    def is_paired(self) -> bool:
+        """Tell whether two codes share 7 bits."""
+        return self.codec is Codec.INT4 and self.k == PAIRED_LEVELS
+
+    def without_memory(self) -> Coding:
+        """Give the same codec for who keeps nothing from round to round."""
+        return self._replace(options=self.options & ~Option.FEEDBACK, mu=0.0)
 
     def fits(self, code: DType, nbytes: int, *, min_bytes: int) -> bool:
         """Tell whether a tensor is worth this codec, and can have it; others go as they are."""
@@ -157,12 +171,19 @@ class Coding(NamedTuple):
 
     def _block_bytes(self, count: int) -> int:
         whole, rest = divmod(count, BLOCK)
+        if self.is_paired:
+            return whole * _paired_bytes(BLOCK) + _paired_bytes(rest)
         nbytes = whole * _BYTES_PER_BLOCK[self.codec]
         if not rest:
             return nbytes
         if self.codec in (Codec.FP16, Codec.BF16):
             return nbytes + 2 * rest
         return nbytes + 4 + (rest if self.codec is Codec.INT8 else -(-rest // 2))
+
+
+def _paired_bytes(count: int) -> int:
+    """Give the bytes of a block: scales of 2, and 7 planes of an eighth of its pairs."""
+    return 2 * -(-count // GROUP) + 7 * -(-count // 16)
 
 
 class Units(NamedTuple):
@@ -178,7 +199,7 @@ def unit_count(coding: Coding, chunk_bytes: int) -> int:
     """Give the elements of a unit that has at most chunk_bytes; 0: the unit is the partition."""
     if coding.is_whole:
         return 0
-    blocks = (chunk_bytes - HEAD_BYTES) // _BYTES_PER_BLOCK[coding.codec]
+    blocks = (chunk_bytes - HEAD_BYTES) // (coding.coded_bytes(BLOCK) - HEAD_BYTES)
     return max(blocks, 1) * BLOCK
 
 

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 from fastps.coding import PLAIN, Codec, Coding, Option
 from fastps.errors import ConfigError
 
+MOST_LEVELS_OF_INT4 = 15
+
 
 class Compression:
     """The compressions to choose from; docs/compression.md has formulas and when each pays.
@@ -83,9 +85,15 @@ class Compression:
         return _make(Codec.INT8, 0, 0, ef=ef, momentum=momentum, mu=mu)
 
     @staticmethod
-    def int4(*, ef: str | None = None, momentum: str | None = None, mu: float = 0.9) -> Coding:
-        """Send 4 bits each, with a scale for each 256 elements."""
-        return _make(Codec.INT4, 0, 0, ef=ef, momentum=momentum, mu=mu)
+    def int4(
+        levels: int = 15, *, ef: str | None = None, momentum: str | None = None, mu: float = 0.9
+    ) -> Coding:
+        """Send 4 bits each, with a scale for each 256 elements.
+
+        levels: 11 sends 3.5 bits each, and a scale of 16 bits for each 64: 3.75 in all.
+        """
+        k = 0 if levels == MOST_LEVELS_OF_INT4 else levels
+        return _make(Codec.INT4, k, 0, ef=ef, momentum=momentum, mu=mu)
 
 
 # What is taken for a compression: None is as declared before, or none. A function of Compression

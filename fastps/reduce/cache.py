@@ -45,6 +45,7 @@ SOURCES = {  # of each family of kernels, besides
     "ordered": ("robust.py", "ordered.py"),
     "codec": ("codec/kernels.py", "codec/words.py"),
     "byteps": ("codec/kernels.py", "codec/words.py", "codec/byteps.py"),
+    "pairs": ("codec/kernels.py", "codec/words.py", "codec/pairs.py"),
 }
 WHO = ("vendor_id", "cpu family", "model", "stepping", "flags")  # of /proc/cpuinfo
 ANY_PROCESSOR = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")  # where both name another than this one

@@ -63,6 +63,10 @@ def compile_kernel(family: str, *what: Any) -> Any:
         from fastps.reduce.codec import byteps  # noqa: PLC0415
 
         return byteps.compile_codec(*what)
+    if family == "pairs":
+        from fastps.reduce.codec import pairs  # noqa: PLC0415
+
+        return pairs.compile_codec(*what)
     from fastps.reduce.codec import kernels as codec  # noqa: PLC0415
 
     return codec.compile_codec(*what)

@@ -22,7 +22,8 @@ from fastps.types import DType, ReduceOp
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
-CODECS = ("onebit", "topk", "randomk", "linear", "natural", "fp16", "bf16", "int8", "int4")
+CODECS = ("onebit", "topk", "randomk", "linear", "natural", "fp16", "bf16", "int8", "int4",
+          "pairs")  # fmt: skip
 MOST_ORDERED = 32  # sources of a network; ordered.py says why
 
 
@@ -67,6 +68,8 @@ def codec_kernel(verb: str, what: str, does: bool = False) -> int:
     verb, what, does: of codec.kernels.compile_codec().
     """
     family = "byteps" if what.startswith("byteps_") else "codec"
+    if what == "pairs" and verb in ("encode", "decode"):
+        family = "pairs"
     return _address(family, verb, what, bool(does))
 
 

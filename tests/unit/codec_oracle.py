@@ -8,7 +8,7 @@ import numpy as np
 from fastps.coding import Codec, Coding, Option, cut_units, stream_of
 from fastps.types import DType
 
-LANES, BLOCK = 64, 256
+LANES, BLOCK, GROUP = 64, 256, 64
 TINY = np.float32(2.0**-126)
 MASK64 = (1 << 64) - 1
 F32 = np.float32
@@ -129,17 +129,21 @@ def bf16(coding: Coding, v: np.ndarray, seed: int) -> np.ndarray:
 
 def blocks(coding: Coding, v: np.ndarray, seed: int) -> np.ndarray:
     """Round to multiples of a scale, block by block."""
-    most = F32(127 if coding.codec is Codec.INT8 else 7)
+    is_paired = coding.k == 11
+    most = F32(5 if is_paired else 127 if coding.codec is Codec.INT8 else 7)
+    size = GROUP if is_paired else BLOCK
     out = np.empty_like(v)
-    for start in range(0, v.size, BLOCK):
-        block = v[start : start + BLOCK]
+    for start in range(0, v.size, size):
+        block = v[start : start + size]
         scale = sizes(block).max().reshape(1).view(F32)[0] / most
+        if is_paired:
+            scale = bf16(coding, scale.reshape(1), seed)[0]
         if scale < TINY:
-            out[start : start + BLOCK] = 0
+            out[start : start + size] = 0
         elif not scale <= np.finfo(F32).max:
-            out[start : start + BLOCK] = np.nan
+            out[start : start + size] = np.nan
         else:
-            out[start : start + BLOCK] = np.rint(block * (F32(1) / scale)) * scale
+            out[start : start + size] = np.rint(block * (F32(1) / scale)) * scale
     return out
 
 

@@ -24,6 +24,7 @@ CODINGS = [
       for k in (1, 4, 7, 20) for options in (0, Option.NATURAL, Option.L2, 6)),
     *(Coding(codec, 0, options) for codec in (Codec.FP16, Codec.BF16, Codec.INT8, Codec.INT4)
       for options in (0, FEEDBACK)),
+    Coding(Codec.INT4, 11), Coding(Codec.INT4, 11, FEEDBACK),
     Coding(Codec.INT8, 0, FEEDBACK, mu=0.9), Coding(Codec.TOPK, 0.05, FEEDBACK, mu=0.5),
     Coding(Codec.ONEBIT, 0, SCALING, mu=0.9),
 ]  # fmt: skip
@@ -200,7 +201,7 @@ def test_damaged_indices_write_nowhere():
     "coding",
     [
         Coding(Codec.TOPK), Coding(Codec.RANDOMK, 1.5), Coding(Codec.DITHERING, 128),
-        Coding(Codec.DITHERING, 31, Option.NATURAL),
+        Coding(Codec.DITHERING, 31, Option.NATURAL), Coding(Codec.INT4, 13),
         Coding(Codec.RANDOMK, 3, Option.UNBIASED | FEEDBACK),
         Coding(Codec.INT8, mu=1.0), Coding(Codec.INT8, seed=-1), Coding(Codec.TOPK, float("nan")),
     ],

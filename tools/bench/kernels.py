@@ -169,6 +169,9 @@ CODINGS = {
     "int8": Coding(Codec.INT8),
     "int8, feedback": Coding(Codec.INT8, 0, Option.FEEDBACK),
     "int4": Coding(Codec.INT4),
+    "int4, feedback": Coding(Codec.INT4, 0, Option.FEEDBACK),
+    "int4, 11 levels": Coding(Codec.INT4, 11),
+    "int4, 11 levels, feedback": Coding(Codec.INT4, 11, Option.FEEDBACK),
 }
 
 

@@ -39,6 +39,9 @@ cdef void code_encode(Code* code, uint32_t unit, uint32_t version, const char* e
                       float ratio, char* payload, char* scratch) noexcept nogil
 cdef void code_decode(Code* code, uint32_t unit, uint32_t version, const char* payload,
                       char* elements, char* scratch) noexcept nogil
+# Decode a unit and add it to elements, float32 or float64.
+cdef void code_add(Code* code, uint32_t unit, uint32_t version, const char* payload,
+                   char* elements, char* scratch) noexcept nogil
 # Decode n payloads of a unit, add them in order, divide, and encode that; into the first or apart.
 cdef void code_sum(Code* code, uint32_t unit, uint32_t version, const void* const* payloads,
                    int64_t n, int64_t divisor, char* payload, char* scratch) noexcept nogil

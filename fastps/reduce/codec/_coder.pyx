@@ -112,6 +112,21 @@ cdef void code_decode(Code* code, uint32_t unit, uint32_t version, const char* p
         code.narrow(v, place, elements_of(code, unit))
 
 
+cdef void code_add(Code* code, uint32_t unit, uint32_t version, const char* payload,
+                   char* elements, char* scratch) noexcept nogil:
+    cdef char* place = elements + <uint64_t>unit * code.unit_count * code.itemsize
+    cdef double* wide = <double*>place
+    cdef float* v
+    cdef uint32_t i
+    if code.narrow == NULL:
+        decode_into(code, code.add, unit, version, payload, <float*>place, scratch)
+        return
+    v = array_of(code, scratch, 0)
+    decode_into(code, code.decode, unit, version, payload, v, scratch)
+    for i in range(elements_of(code, unit)):
+        wide[i] = wide[i] + v[i]
+
+
 cdef void code_sum(Code* code, uint32_t unit, uint32_t version, const void* const* payloads,
                    int64_t n, int64_t divisor, char* payload, char* scratch) noexcept nogil:
     cdef float* total = array_of(code, scratch, 0)
@@ -130,7 +145,7 @@ def _kernel_name(coding):
     if coding.codec == Codec.DITHERING:
         name = "natural" if coding.has(Option.NATURAL) else "linear"
     else:
-        name = Codec(coding.codec).name.lower()
+        name = "pairs" if coding.is_paired else Codec(coding.codec).name.lower()
     return f"byteps_{name}" if coding.has(Option.BYTEPS) else name
 
 
