@@ -15,7 +15,16 @@ import numpy as np
 
 from fastps.coding import PLAIN, Coding
 from fastps.config import Config
-from fastps.contract import ALONE, PROMPT, Compensation, Gathering, Givers, Policy
+from fastps.contract import (
+    ALONE,
+    ANY_STALENESS,
+    PROMPT,
+    Compensation,
+    Gathering,
+    Givers,
+    Policy,
+    is_followed,
+)
 from fastps.control.protocol import TensorSpec
 from fastps.errors import ConfigError
 from fastps.given import what_else
@@ -128,19 +137,24 @@ def make_spec(
     is_sent: bool, policy: Policy = Policy.SUM, staleness: int = 0, coding: Coding | None = None,
     partition_bytes: int = 0, rule: Rule | None = None, n: int = 1,
     compensation: Compensation = PROMPT, givers: Givers = Givers.WORKERS,
-    gathering: Gathering = ALONE,
+    gathering: Gathering = ALONE, beside: str = "",
 ) -> TensorSpec:  # fmt: skip
     """Say what is declared. is_sent: to servers; only then, and if it pays, it is compressed.
 
-    staleness, compensation, givers, gathering: of the contract. partition_bytes: 0 takes what
-    settings say. n: workers. ConfigError for a codec or a rule under a policy that has none, and
+    staleness, compensation, givers, gathering: of the contract. beside: of TensorSpec.
+    partition_bytes: 0 takes what settings say. n: workers. ConfigError for a codec or a rule under a policy that has none, and
     a rule that n workers cannot have; TypeError for elements that have no rules.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    if policy is not Policy.SUM and coding not in (None, PLAIN):
+    if (
+        policy not in (Policy.SUM, Policy.GATHERED)
+        and coding not in (None, PLAIN)
+        and (policy is not Policy.ACCUMULATE or staleness != ANY_STALENESS)
+    ):
         raise ConfigError(
-            f"{name!r} is {coding}, but {policy.name} adds what is pushed for good, and no later "
-            "round makes up for what a codec loses: declare it without compression"
+            f"{name!r} is {coding}, but of what {policy.name} holds values come back whole"
+            + f" with a staleness of {staleness}" * (policy is Policy.ACCUMULATE)
+            + ": declare it without compression"
         )
     if coding is None or not (
         is_sent and coding.fits(dtype, nbytes, min_bytes=config.min_compress_bytes)
@@ -149,13 +163,15 @@ def make_spec(
     partition_bytes = partition_bytes or config.partition_bytes
     if coding.is_whole:
         partition_bytes = min(partition_bytes, MAX_WHOLE_BYTES)
+    elif is_followed(policy, coding):
+        partition_bytes = min(partition_bytes, RULED_BYTES)
     if rule is not None and rule.has_meaning():
         is_summed = policy in (Policy.SUM, Policy.GATHERED)
         check_rule(name, rule, dtype, n, is_sent=is_sent, is_summed=is_summed)
         partition_bytes = _piece_bytes(name, rule, nbytes, partition_bytes)
     return TensorSpec(
         name, int(dtype), shape, nbytes, partition_bytes, chunk_bytes, policy, staleness, coding,
-        SUMMED if rule is None else rule, compensation, givers, gathering,
+        SUMMED if rule is None else rule, compensation, givers, gathering, beside,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from enum import IntEnum
 from math import inf
 from typing import NamedTuple
 
-from fastps.coding import PLAIN, Coding
+from fastps.coding import PLAIN, Codec, Coding
 from fastps.rules import SUMMED, Rule
 
 ANY_STALENESS = (1 << 31) - 1  # nobody waits for anybody
@@ -30,9 +30,11 @@ class Policy(IntEnum):
     ACCUMULATE = 2  # each push is added at once; its answer is the value by then
     ACCEPTED = 3  # the mean of what all push becomes the value; readers pull, and hold nobody up
     AGREED = 4  # so does their median, element by element
+    KEPT = 6  # what the codec of another key's sums keeps there: read, and written by worker 0
     GATHERED = 5  # what a rule makes of those that came in time moves the value; see Gathering
 
 
+WHOLE = (Policy.GATHERED, Policy.KEPT)  # by whole partitions
 SETTLING = (Policy.ACCEPTED, Policy.AGREED)
 
 
@@ -83,10 +85,20 @@ class Cast:
         return self.contributors + tuple(who for who in self.readers if who not in givers)
 
 
-def check_policy(policy: int, is_whole: bool, staleness: int, casts: Sequence[Cast]) -> None:
-    """Raise ValueError where a policy cannot be had: is_whole, by whole partitions."""
-    if is_whole != (policy == Policy.GATHERED) and policy != Policy.SUM:
-        raise ValueError("only sums go by whole partitions, and what is gathered has to")
+def check_policy(
+    policy: int, is_whole: bool, staleness: int, casts: Sequence[Cast], *, is_coded: bool = False
+) -> None:
+    """Raise ValueError where a policy cannot be had: is_whole, by whole partitions.
+
+    is_coded: a value of which changes travel encoded.
+    """
+    if is_whole != (policy in WHOLE or is_coded) and policy != Policy.SUM:
+        raise ValueError("only sums go by whole partitions, and what is gathered or coded has to")
+    if is_coded and (
+        policy not in (Policy.GATHERED, Policy.ACCUMULATE)
+        or (policy == Policy.ACCUMULATE and staleness != ANY_STALENESS)
+    ):
+        raise ValueError("changes travel encoded where they are gathered, or nobody waits")
     if policy not in SETTLING:
         return
     if staleness:
@@ -145,6 +157,12 @@ class Gathering(NamedTuple):
 ALONE = Gathering()
 
 
+def is_followed(policy: int, coding: Coding) -> bool:
+    """Tell whether members follow a value by changes that travel encoded."""
+    holds = policy in (Policy.ACCUMULATE, Policy.GATHERED)
+    return holds and coding.codec is not Codec.NONE
+
+
 @dataclass(frozen=True)
 class Contract:
     """All that is agreed on for one key.
@@ -177,6 +195,11 @@ def cast_apart(n: int, epoch: int = 0) -> Cast:
 def trim_of(policy: Policy, n: int) -> int:
     """Say how many of n values are left out at either end; 0: their mean is taken."""
     return (n - 1) // 2 if policy is Policy.AGREED else 0
+
+
+def cast_kept(n: int, epoch: int = 0) -> Cast:
+    """Cast every partition for n workers that all read, and the first writes."""
+    return Cast((0,), tuple(range(n)), 0, n, epoch)
 
 
 def cast_judged(n_workers: int, n_validators: int, epoch: int = 0, *, trim: int = 0) -> Cast:

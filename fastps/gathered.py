@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from fastps import outer as optimizers
+from fastps.compression import Choice
 from fastps.contract import JOIN, Policy
 from fastps.current import current
+from fastps.flights import Flight, Later
 from fastps.rules import Choice as Rule
 from fastps.types import DType
-from fastps.worker.handle import Array, Handle
+from fastps.worker.handle import Array
 
 FRESH = -1.0  # what rank 0 says with a value that nothing was done to
 
@@ -29,6 +33,7 @@ class Gathered:
         self._outer, self._terms = optimizer, optimizer.gathering(deadline_s)
         self._terms.check()
         self._values: dict[str, Array] = {}  # of a job of one worker
+        self._copies: dict[str, Array] = {}  # of what changes by what comes encoded
 
     @property
     def n_kept(self) -> int:
@@ -36,8 +41,9 @@ class Gathered:
         return int(self._terms.step)
 
     def declare(
-        self, names: Sequence[str], values: Sequence[Array], codes: Sequence[DType], rule: Rule
-    ) -> None:
+        self, names: Sequence[str], values: Sequence[Array], codes: Sequence[DType], *,
+        rule: Rule, compression: Choice,
+    ) -> None:  # fmt: skip
         """Let servers hold rank 0's values; blocks. All workers call it alike."""
         session = current()
         specs = zip(names, values, codes, strict=True)
@@ -45,8 +51,11 @@ class Gathered:
             session.declare(
                 [(name, value.shape, code) for name, value, code in specs],
                 policy=Policy.GATHERED, rule="average" if rule is None else rule,
-                gathering=self._terms,
+                gathering=self._terms, compression=compression,
             )  # fmt: skip
+            for started, value in zip(session.started(names), values, strict=True):
+                if started.tensor.is_followed:
+                    self._copies[started.spec.name] = value.copy()
         self.seed(names, values)
 
     def seed(
@@ -78,15 +87,21 @@ class Gathered:
         """Push what is no change, but what there is to be."""
         (tensor,) = (one.tensor for one in current().started([name]))
         tensor.follow(word)
+        tensor.is_plain = True
         try:
             current().push_pull(value, name, out=value.copy())
         finally:
             tensor.follow(0.0)
+            tensor.is_plain = False
 
     def pull(self, names: Sequence[str], values: Sequence[Array], *, stamp: int = 0) -> None:
-        """Write what servers hold over values; blocks."""
-        if current().size > 1:
-            current().start_held("start_pull", names, values, stamp=stamp).wait()
+        """Write what servers hold over values, as it is; blocks."""
+        if current().size == 1:
+            return
+        current().start_held("start_pull", names, values, stamp=stamp).wait()
+        for name, value in zip(names, values, strict=True):
+            if stamp >= 0 and name in self._copies:
+                self._copies[name][...] = value
 
     def read(self, names: Sequence[str], like: Sequence[Array]) -> tuple[list[list[Array]], int]:
         """Give what the optimizer keeps of each value, and its steps; blocks."""
@@ -100,15 +115,20 @@ class Gathered:
                 kept[place].append(one)
         return kept, current().stamp_of(names)
 
-    def start(self, name: str, change: Array, value: Array, *, gives: bool) -> list[Handle]:
+    def start(self, name: str, change: Array, value: Array, *, gives: bool) -> list[Flight]:
         """Begin to push a change, or to sit out a round; what is there then comes into value."""
-        session = current()
+        session, copy = current(), self._copies.get(name)
         if session.size == 1:
             self._do_alone(name, change, value, gives=gives)
             return []
+        target = value if copy is None else copy
         if gives:
-            return [session.push_pull_async(change, name, out=value)]
-        return [session.start_held("start_pull", [name], [value], stamp=JOIN)]
+            handle = session.push_pull_async(change, name, out=target)
+        else:
+            handle = session.start_held("start_pull", [name], [target], stamp=JOIN, is_coded=True)
+        if copy is None:
+            return [handle]
+        return [Later([handle], lambda _: np.copyto(value, target))]
 
     def _do_alone(self, name: str, change: Array, value: Array, *, gives: bool) -> None:
         held = self._values[name]

@@ -21,7 +21,7 @@ from fastps.affinity import parse_cpu_list
 from fastps.coding import Codec, wire_chunk
 from fastps.collectives._exchange import Exchange
 from fastps.config import Config
-from fastps.contract import Policy, pusher_of
+from fastps.contract import WHOLE, Policy, is_followed, pusher_of
 from fastps.control.blame import Failure
 from fastps.control.client import ControlClient
 from fastps.control.doors import Doors, open_doors
@@ -259,6 +259,7 @@ class Connections:
     def make_tensor(self, spec: TensorSpec, answer: DeclaredTensor) -> PlannedTensor:
         """Make the records of a tensor, in the pieces that the scheduler chose."""
         dtype = DType(spec.dtype)
+        follows = is_followed(spec.policy, spec.coding)
         if self.recorder is not None:
             self.recorder.name_tensor(answer.tensor_id, spec.name)
         partitions = []
@@ -278,8 +279,9 @@ class Connections:
             version=answer.version,
             coders=self._coders(spec, answer),
             frame_bytes=wire_chunk(spec.coding, spec.chunk_bytes),
-            is_ruled=spec.rule.has_meaning(),
-            is_late=spec.rule.wants_whole or spec.policy is Policy.GATHERED,
+            is_ruled=spec.rule.has_meaning() or follows or spec.policy is Policy.KEPT,
+            is_late=spec.rule.wants_whole or spec.policy in WHOLE or follows,
+            adds=follows,
         )
         tensor.is_compensated = spec.compensation.strength > 0 or spec.policy is Policy.GATHERED
         return tensor
@@ -298,7 +300,8 @@ class Connections:
                 spec.coding, DType(spec.dtype), nbytes=nbytes, chunk_bytes=spec.chunk_bytes,
                 name=spec.name, partition=index, rank=self.job.me, pushes=True,
             )
-            if spec.rule.has_meaning() or pusher_of(ranks, index) == self.job.me
+            if spec.rule.has_meaning() or is_followed(spec.policy, spec.coding)
+            or pusher_of(ranks, index) == self.job.me
             else None
             for index, (nbytes, _) in enumerate(answer.pieces)
         ]  # fmt: skip

@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from fastps import residuals
 from fastps.current import current
-from fastps.errors import ConfigError
+from fastps.flights import Flight
 from fastps.gathered import Gathered
 from fastps.outer import Outer
 from fastps.rules import Choice as Rule
 from fastps.types import DType
-from fastps.worker.handle import Array, Handle
+from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
     from fastps.worker._tensor import PlannedTensor
@@ -147,7 +148,7 @@ class Fragment:
     exchanges: int = 0
     gives: list[bool] = field(default_factory=list)
     counts: list[bool] = field(default_factory=list)
-    handles: list[Handle] = field(default_factory=list)
+    handles: list[Flight] = field(default_factory=list)
     due: int | None = None
     sent: int = 0
 
@@ -178,7 +179,7 @@ class LocalSteps(ABC):
         self._how = {"compression": compression, "rule": rule}
         self._gathered: Gathered | None = None
         if terms.is_gathered:
-            self._gathered = Gathered(_for_servers(outer, compression), terms.deadline_s or 0.0)
+            self._gathered = Gathered(_for_servers(outer), terms.deadline_s or 0.0)
         known = [(f"{prefix}.{name}", own) for name, own in named]
         self._check(known)
         if self._gathered is None:  # else rank 0's values come from servers
@@ -265,9 +266,7 @@ class LocalSteps(ABC):
         if self._gathered is not None:
             for block in fragment.blocks:
                 block.value[...] = block.agreed
-            self._gathered.declare(
-                fragment.names, fragment.values, fragment.codes, self._how["rule"]
-            )
+            self._gathered.declare(fragment.names, fragment.values, fragment.codes, **self._how)
             for block in fragment.blocks:
                 block.agreed[...] = block.value
                 self._take(block, 0.0)
@@ -310,9 +309,9 @@ class LocalSteps(ABC):
         fragment.exchanges += 1
         fragment.sent, fragment.due = self.steps, self.steps + delay
 
-    def _start(self, fragment: Fragment) -> list[Handle]:
+    def _start(self, fragment: Fragment) -> list[Flight]:
         """Push the rooms that this worker gives, and have the others filled."""
-        handles: list[Handle] = []
+        handles: list[Flight] = []
         if self._gathered is not None:
             for name, room, value, gives in zip(
                 fragment.names, fragment.rooms, fragment.values, fragment.gives, strict=True
@@ -409,10 +408,9 @@ class LocalSteps(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Give all that is needed to go on, but the worker's own values; waits for fragments.
 
-        With it goes what this worker's codecs keep (error feedback, momentum); what those of
-        servers keep is not in it, at most what one round left out. Each worker saves its own.
-        Where servers hold what is agreed, all workers call it after as many steps, and what they
-        hold is in rank 0's state.
+        With it goes what this worker's codecs keep (error feedback, momentum). Each worker saves
+        its own. Where servers hold what is agreed, or have codecs with error feedback, all workers
+        call it after as many steps, and what servers hold and keep is in rank 0's state.
         """
         for fragment in self._fragments:
             fragment.wait()
@@ -427,9 +425,15 @@ class LocalSteps(ABC):
         }
 
     def _held_state(self, fragment: Fragment) -> dict[str, Any]:
-        """Give what servers hold, after all that came late, and what came from them last."""
+        """Give what servers hold, after all that came late, and what came from them last.
+
+        Or, where they hold nothing, what their codecs keep.
+        """
         if self._gathered is None:
-            return {}
+            found = residuals.read(fragment.names)
+            return {"residuals": found and [
+                None if one is None else self._packed(one) for one in found
+            ]}  # fmt: skip
         came = [self._packed(value) for value in fragment.values]
         held = [value.copy() for value in fragment.values]
         self._gathered.settle(fragment.names, held)
@@ -493,6 +497,11 @@ class LocalSteps(ABC):
         fragment.gives, fragment.counts = map(list, state["lots"])
         if self._gathered is not None:
             self._seed_again(self._gathered, fragment, state)
+        else:
+            kept = state["residuals"]
+            residuals.write(fragment.names, kept and [
+                None if one is None else np.asarray(one) for one in kept
+            ])  # fmt: skip
 
     def _seed_again(
         self, gathered: Gathered, fragment: Fragment, state: Mapping[str, Any]
@@ -507,13 +516,8 @@ class LocalSteps(ABC):
             value[...] = np.asarray(one)
 
 
-def _for_servers(outer: Any, compression: Any) -> Outer:
-    """Give the outer optimizer that servers are to have. ConfigError, TypeError."""
-    if compression is not None:
-        raise ConfigError(
-            "where servers hold what is agreed, its values come back whole: leave compression "
-            "out, or keep the outer optimizer on the workers, without a deadline"
-        )
+def _for_servers(outer: Any) -> Outer:
+    """Give the outer optimizer that servers are to have. TypeError."""
     if outer is not None and not isinstance(outer, Outer):
         raise TypeError(
             f"servers have no {type(outer).__name__}: give Outer, Nesterov or Adam of fastps.outer"

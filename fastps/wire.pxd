@@ -44,3 +44,4 @@ cdef enum FrameFlag:
     FLAG_AVERAGE = 1        # divide the sum by the number of contributions
     FLAG_NO_RESULT = 2      # the pusher wants an empty RESULT as acknowledgement (broadcast root)
     FLAG_BROADCAST = 4      # the round has one contribution, the root's; others PULL
+    FLAG_PLAIN = 8          # of values that travel encoded: this operation's do not, either way

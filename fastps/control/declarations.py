@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
-from fastps.coding import PLAIN, Coding
+from fastps.coding import PLAIN, Coding, Option
 from fastps.config import Config
 from fastps.contract import ALONE, PROMPT, Compensation, Gathering, Givers, Policy
 from fastps.control.blame import join_names
@@ -47,6 +47,7 @@ from fastps.control.protocol import (
     Staleness,
     TensorPoisoned,
     TensorSpec,
+    Text,
 )
 from fastps.errors import ConfigError
 from fastps.partition import MAX_PIECES, Placement, check_tensor, cut_tensor, most_pieces
@@ -73,9 +74,10 @@ class _Terms(msgspec.Struct, frozen=True, array_like=True):
     compensation: Compensation = PROMPT
     givers: Givers = Givers.WORKERS
     gathering: Gathering = ALONE
+    beside: Text = ""
 
 
-_USUAL = (Policy.SUM, 0, PLAIN, SUMMED, PROMPT, Givers.WORKERS, ALONE)
+_USUAL = (Policy.SUM, 0, PLAIN, SUMMED, PROMPT, Givers.WORKERS, ALONE, "")
 
 
 def _short(layout: Layout) -> tuple[Any, ...]:
@@ -389,6 +391,8 @@ class Declarations:
             if self._tensors[spec.name].batch in self._leaving:
                 raise ConfigError("it is being forgotten")
             return 0
+        if spec.policy is Policy.KEPT:
+            self._check_kept(spec)
         check_tensor(
             nbytes,
             partition_bytes=spec.partition_bytes,
@@ -396,9 +400,42 @@ class Declarations:
         )
         return most_pieces(nbytes, partition_bytes=spec.partition_bytes, placement=self._placement)
 
+    def _check_kept(self, spec: TensorSpec) -> None:
+        """Raise ConfigError unless there is a tensor with codecs that keep so many elements."""
+        other = self._tensors.get(spec.beside)
+        if other is None:
+            raise ConfigError(f"there is no tensor {spec.beside!r}, whose codecs keep something")
+        terms = other.facts.terms
+        if not (terms.coding.has(Option.FEEDBACK) and terms.policy is Policy.SUM
+                and (math.prod(terms.shape),) == spec.shape
+                and spec.dtype == DType.FLOAT32):  # fmt: skip
+            raise ConfigError(f"codecs of tensor {spec.beside!r} keep no {_side(spec.layout)}")
+
+    def _pieces_beside(self, name: str) -> Pieces:
+        """Cut what codecs keep of a tensor, float32, as that is, and count it."""
+        facts = self._tensors[name].facts
+        size = DType(facts.terms.dtype).itemsize
+        pieces = tuple(
+            (nbytes // size * DType.FLOAT32.itemsize, owner) for nbytes, owner in facts.pieces
+        )
+        for nbytes, owner in pieces:
+            self._placement.add_load(self._numbers.index(owner), nbytes)
+        return pieces
+
     def _add(self, spec: TensorSpec) -> tuple[_Tensor, KeySpec]:
         tensor_id, version = self._free_ids.pop() if self._free_ids else (self._n_ids, 0)
         self._n_ids = max(self._n_ids, tensor_id + 1)
+        pieces = self._pieces_beside(spec.beside) if spec.beside else self._cut(spec, tensor_id)
+        self._n_pieces += len(pieces)
+        packed = _pack((_short(spec.layout), pieces, tensor_id, version))
+        tensor = _Tensor(spec.name, packed, self._batches)
+        self._tensors[spec.name] = tensor
+        beside = self._tensors[spec.beside].facts.tensor_id if spec.beside else 0
+        terms = (spec.policy, spec.staleness, version, spec.coding, spec.rule, spec.compensation,
+                 spec.givers, spec.gathering, beside)  # fmt: skip
+        return tensor, KeySpec(tensor_id, spec.name, spec.dtype, spec.chunk_bytes, pieces, *terms)
+
+    def _cut(self, spec: TensorSpec, tensor_id: int) -> Pieces:
         cut = cut_tensor(
             spec.nbytes,
             partition_bytes=spec.partition_bytes,
@@ -406,14 +443,7 @@ class Declarations:
             tensor_id=tensor_id,
             is_whole=spec.rule.wants_whole,
         )
-        pieces = tuple((piece.nbytes, self._numbers[piece.owner]) for piece in cut)
-        self._n_pieces += len(pieces)
-        packed = _pack((_short(spec.layout), pieces, tensor_id, version))
-        tensor = _Tensor(spec.name, packed, self._batches)
-        self._tensors[spec.name] = tensor
-        terms = (spec.policy, spec.staleness, version, spec.coding, spec.rule, spec.compensation,
-                 spec.givers, spec.gathering)  # fmt: skip
-        return tensor, KeySpec(tensor_id, spec.name, spec.dtype, spec.chunk_bytes, pieces, *terms)
+        return tuple((piece.nbytes, self._numbers[piece.owner]) for piece in cut)
 
     def _announce(self, keys: DeclareKeys | ForgetKeys) -> Answers:
         self._batches += 1

@@ -64,7 +64,7 @@ Staleness: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]  # operations
 Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and owner of each partition
 Layout: TypeAlias = tuple[  # all but name and nbytes of a spec
     Code, Shape, PartBytes, PartBytes, Policy, Staleness, Coding, Rule, Compensation, Givers,
-    Gathering,
+    Gathering, Text,
 ]  # fmt: skip
 
 
@@ -162,7 +162,8 @@ class TensorSpec(_Record, frozen=True):
     """What a worker declares; dtype is a code of fastps.types.DType.
 
     partition_bytes: the most that one partition may have; the scheduler cuts. policy, staleness,
-    coding, rule, compensation, givers, gathering: of fastps.contract.
+    coding, rule, compensation, givers, gathering: of fastps.contract. beside: of KEPT, name of the
+    tensor whose elements' codecs keep this, cut and placed as that is.
     """
 
     name: Name
@@ -178,6 +179,7 @@ class TensorSpec(_Record, frozen=True):
     compensation: Compensation = PROMPT
     givers: Givers = Givers.WORKERS
     gathering: Gathering = ALONE
+    beside: Text = ""
 
     @property
     def layout(self) -> Layout:
@@ -185,7 +187,7 @@ class TensorSpec(_Record, frozen=True):
         return (
             self.dtype, self.shape, self.partition_bytes, self.chunk_bytes, self.policy,
             self.staleness, self.coding, self.rule, self.compensation, self.givers,
-            self.gathering,
+            self.gathering, self.beside,
         )  # fmt: skip
 
 
@@ -213,6 +215,7 @@ class KeySpec(_Record, frozen=True):
     compensation: Compensation = PROMPT
     givers: Givers = Givers.WORKERS
     gathering: Gathering = ALONE
+    beside: Id = 0  # of KEPT: number of the other tensor
 
 
 # ---- member to scheduler ----

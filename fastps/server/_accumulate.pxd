@@ -14,7 +14,8 @@ cdef struct Caller:             # one member; entry.lock unless said otherwise
     uint32_t version            # of its operation; 0: it had none
     uint32_t clock              # version of its last operation that took effect
     uint8_t kind                # of frame
-    uint32_t cursor             # bytes landed
+    uint32_t cursor             # bytes landed,
+    uint32_t nbytes             # of so many
     uint8_t flags
     int32_t priority
     int status                  # OK, or why the operation failed
@@ -29,7 +30,8 @@ cdef struct Caller:             # one member; entry.lock unless said otherwise
     Turn* turns                 # per unit; the first is that of a pull too
     float rate                  # learning rate of a push; 0: none, and nothing is compensated
     bint has_backup             # backups hold what it was answered last
-    char** backups              # per unit, where delays are compensated: a loan for good
+    char** backups              # per unit, of delays and changes that are encoded: a loan for good
+    char* packed                # the answer, encoded; a loan, or NULL
     uint32_t seen               # stamp of the value that it was answered last
     char* kept                  # what it gives to the round that is gathered; a loan, or NULL
     SendItem error

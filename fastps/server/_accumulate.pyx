@@ -24,7 +24,11 @@ Accepted, the third policy, is the same but for what a change is: contributors g
 they push for one operation does not add to the value, but its mean, in their order, becomes it.
 Who only reads waits for nobody but them, and holds nobody up.
 
-Gathered, the fourth, is in rounds that may end without the late: see _gather.pxi.
+Kept, the sixth, has its value elsewhere, what the codec of another key keeps, and a push takes its
+place: for checkpoints, when no round of that key is under way.
+
+Gathered, the fourth, is in rounds that may end without the late: see _gather.pxi. Where changes
+travel encoded, both of pushes and of the value, it goes by whole partitions: see _follow.pxi.
 """
 
 from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -38,16 +42,17 @@ from fastps._core cimport (
     now_ns, probe_hit,
 )
 from fastps._posix cimport pthread_mutex_lock, pthread_mutex_unlock
+from fastps.reduce.codec._coder cimport Code, code_add, code_decode, code_encode
 from fastps.server._policy cimport (
-    Cast, Compensation, Entry, Gathering, Job, RuleArgs, blame, fill_header, give_back,
+    Cast, Compensation, Entry, Gathering, Job, RuleArgs, blame, bytes_of, fill_header, give_back,
     hand_to_engine, has_links, is_gone, lend, ring_news, slot_of, unit_length,
 )
 from fastps.transport._link cimport (
     KICK_WAKE, Link, LinkSlot, SendItem, sent_fn, slot_acquire, slot_release,
 )
 from fastps.wire cimport (
-    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KEY_BITS, KIND_ERROR, KIND_PULL, KIND_PUSH,
-    KIND_RESULT, Header,
+    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, FLAG_PLAIN, KEY_BITS, KIND_ERROR, KIND_PULL,
+    KIND_PUSH, KIND_RESULT, Header,
 )
 
 
@@ -56,6 +61,7 @@ cdef enum:
     MAX_SETTLERS = 256              # of contract.py: their table lies on the stack
 
 include "_compensate.pxi"
+include "_follow.pxi"
 
 
 # ---------------------------------------------------------------- sending
@@ -109,13 +115,15 @@ cdef void send_answer(Turn* turn) noexcept nogil:
     item.nbytes = unit_length(entry, turn.unit) if is_wanted else 0
     item.base = turn.unit * entry.unit_bytes if is_wanted else 0
     item.chunk_bytes = entry.chunk_bytes
-    item.payload = caller.buffers[turn.unit]
-    if entry.gathers:
+    if is_coded(caller) and is_wanted:
+        put_packed(caller, item)
+    elif entry.gathers:
         fill_gathered(caller, item)
     else:
         memcpy(caller.buffers[turn.unit], caller.value.sums[turn.unit], item.nbytes)
-    if is_wanted:
+    if is_wanted and not is_coded(caller) and not is_aside(caller):
         keep_backup(caller, turn.unit)
+    item.payload = caller.buffers[turn.unit]
     send_item(caller, item, answer_sent, turn)
 
 
@@ -243,6 +251,9 @@ cdef int add(Value* value, Turn* turn) noexcept nogil:
     cdef char** sum = &value.sums[turn.unit]
     cdef int64_t divisor = 1
     cdef bint is_first = sum[0] == NULL
+    cdef int status = unpack(turn.caller) if is_coded(turn.caller) else OK
+    if status != OK:
+        return status
     if is_first and entry.settles and not turn.caller.flags & FLAG_BROADCAST:
         return E_PROTOCOL           # nothing was there before for the others to go by
     if entry.gathers:
@@ -253,7 +264,7 @@ cdef int add(Value* value, Turn* turn) noexcept nogil:
         return E_NOMEM
     sources[0] = sum[0]
     sources[1] = turn.caller.buffers[turn.unit]
-    if is_first or turn.caller.flags & FLAG_BROADCAST:
+    if is_first or entry.replaces or turn.caller.flags & FLAG_BROADCAST:
         memcpy(sum[0], sources[1], length)
         keep_backup(turn.caller, turn.unit)
         return count_seed(value) if is_first else OK
@@ -267,7 +278,7 @@ cdef int add(Value* value, Turn* turn) noexcept nogil:
     count_work(entry, length)
     if turn.unit + 1 == entry.n_units:
         stamp_value(value)
-    return OK
+    return pack(turn.caller, value.stamp) if is_coded(turn.caller) else OK
 
 
 cdef int count_seed(Value* value) noexcept nogil:
@@ -287,6 +298,9 @@ cdef int answer_pull(Caller* caller) noexcept nogil:
         caller.turns[unit].unit = unit
         caller.buffers[unit] = lend(entry, unit_length(entry, unit))
         if caller.buffers[unit] == NULL:
+            return E_NOMEM
+        if is_coded(caller) and pack(caller, caller.value.stamp) != OK:
+            give_back(entry, &caller.buffers[unit])
             return E_NOMEM
         send_answer(&caller.turns[unit])
     return OK
@@ -411,6 +425,8 @@ cdef int make_state(Entry* entry) noexcept nogil:
         value.callers[index].buffers = <char**>(value.callers[index].turns + units)
         value.callers[index].backups = value.callers[index].buffers + units
         cursor = <char*>(value.callers[index].backups + units)
+    if entry.replaces:
+        value.sums[0], value.n_seeded = <char*>entry.rule_state, 1
     return OK
 
 
@@ -428,8 +444,13 @@ cdef int begin(Caller* caller, const Header* header) noexcept nogil:
         status = prepare(caller, header)
         if status != OK:
             return status
+    if entry.code != NULL:
+        status = lend_all(entry, caller.backups)
+        if status != OK:
+            return status
     if entry.gathers and not takes_part(caller, header):
         return E_PROTOCOL
+    caller.nbytes = bytes_of(entry, header)
     caller.version = header.key_version
     caller.kind = header.kind
     caller.flags = header.flags
@@ -454,7 +475,7 @@ cdef int enter(Caller* caller, const Header* header) noexcept nogil:
         return begin(caller, header)
     if header.kind != KIND_PUSH or not caller.is_open or header.offset != caller.cursor:
         return E_PROTOCOL
-    return OK
+    return OK if bytes_of(caller.value.entry, header) == caller.nbytes else E_PROTOCOL
 
 
 cdef int place_frame(Caller* caller, const Header* header, char** place) noexcept nogil:
@@ -462,7 +483,7 @@ cdef int place_frame(Caller* caller, const Header* header, char** place) noexcep
     cdef uint32_t unit = header.offset / entry.unit_bytes
     cdef char** buffer = &caller.buffers[unit]
     if buffer[0] == NULL:
-        buffer[0] = lend(entry, unit_length(entry, unit))
+        buffer[0] = lend(entry, unit_length(entry, unit) if entry.code == NULL else caller.nbytes)
     if buffer[0] != NULL:
         place[0] = buffer[0] + (header.offset - unit * entry.unit_bytes)
     caller.is_landing = buffer[0] != NULL
@@ -491,7 +512,7 @@ cdef void accumulate_landed(Entry* entry, uint32_t index, const Header* header) 
     pthread_mutex_lock(&entry.lock)
     caller.is_landing = False
     caller.cursor += header.length
-    caller.is_open &= caller.cursor < entry.nbytes
+    caller.is_open &= caller.cursor < caller.nbytes
     if header.kind == KIND_PUSH and caller.is_open and caller.cursor % entry.unit_bytes:
         pass                    # of a unit of several frames: not the last
     elif caller.status != OK:
@@ -574,12 +595,15 @@ cdef void accumulate_free(Entry* entry) noexcept nogil:
     cdef uint32_t index, unit
     if value == NULL:
         return
+    if entry.replaces:          # it was not lent
+        value.sums[0] = NULL
     for unit in range(entry.n_units):
         give_back(entry, &value.sums[unit])
         give_back(entry, &value.squares[unit])
         for index in range(entry.cast.n_members):
             give_back(entry, &value.callers[index].buffers[unit])
             give_back(entry, &value.callers[index].backups[unit])
+            give_back(entry, &value.callers[index].packed)
     if entry.gathers:
         free_gathered(value)
     free(value)

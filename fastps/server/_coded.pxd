@@ -4,3 +4,6 @@ from fastps.reduce.codec._coder cimport Coder
 
 cdef class CodedRule:
     cdef Coder coder
+
+cdef class KeptResidual:
+    cdef Coder coder

@@ -47,3 +47,23 @@ cdef class CodedRule:
     def wire_bytes(self):
         """Bytes of the partition on the wire."""
         return self.coder.wire_bytes
+
+
+@cython.final
+cdef class KeptResidual:
+    """What a store is given for what a codec keeps of a partition, float32; keeps the coder."""
+
+    def __cinit__(self, Coder coder not None):
+        if coder.code.residual == NULL:
+            raise ValueError("this codec keeps nothing")
+        self.coder = coder
+
+    @property
+    def state(self):
+        """Address of what is kept."""
+        return <uintptr_t>self.coder.code.residual
+
+    @property
+    def nbytes(self):
+        """Its bytes."""
+        return 4 * self.coder.code.count

@@ -48,10 +48,9 @@ cdef bint takes_part(Caller* caller, const Header* header) noexcept nogil:
 cdef void fill_gathered(Caller* caller, SendItem* item) noexcept nogil:
     """Put what a caller wants into its answer."""
     cdef Value* value = caller.value
-    cdef bint is_aside = caller.kind == KIND_PULL and caller.wanted >= ASIDE
-    cdef uint32_t place = ~caller.wanted if is_aside else 0
+    cdef uint32_t place = ~caller.wanted if is_aside(caller) else 0
     cdef char* source = value.sums[0]
-    if is_aside:
+    if is_aside(caller):
         source = value.moments[place] if place < 2 else NULL
         item.header.status = <int32_t>value.steps
     else:
@@ -122,9 +121,13 @@ cdef int keep(Caller* caller) noexcept nogil:
 
 cdef int gather(Caller* caller) noexcept nogil:
     """Take what landed; nothing comes before there is a value."""
+    cdef int status
     if caller.rate:
         return seed(caller)
-    return keep(caller) if caller.value.n_seeded else E_PROTOCOL
+    status = keep(caller) if caller.value.n_seeded else E_PROTOCOL
+    if status == OK and is_coded(caller) and caller.seen != caller.value.stamp:
+        status = pack(caller, caller.value.stamp)       # it is late, and answered at once
+    return status
 
 
 cdef void end_gathered(Turn* turn) noexcept nogil:
@@ -280,12 +283,24 @@ cdef void count_missing(Value* value) noexcept nogil:
             ring_news(value.entry.store)
 
 
+cdef void pack_all(Value* value) noexcept nogil:
+    """Encode the answers of all who have pushed for the round that ends, before the lock."""
+    cdef uint32_t index
+    cdef Caller* caller
+    for index in range(value.entry.cast.n_contributors):
+        caller = &value.callers[index]
+        if caller.n_answered < caller.n_taken and is_coded(caller):
+            pack(caller, value.stamp + 1)
+
+
 cdef void end_round(Value* value) noexcept nogil:
     """Move the value, and answer all who took part; called by who works on turns."""
     cdef Entry* entry = value.entry
     cdef int status = move(value) if has_kept(value) else OK
     cdef uint32_t index
     cdef Caller* caller
+    if status == OK and entry.code != NULL:
+        pack_all(value)
     pthread_mutex_lock(&entry.lock)
     count_missing(value)
     value.is_open = value.is_over = False
@@ -294,8 +309,8 @@ cdef void end_round(Value* value) noexcept nogil:
         value.stamp += 1
     for index in range(entry.cast.n_contributors):
         caller = &value.callers[index]
-        if status != OK:
-            fail_caller(caller, status)
+        if status != OK or lacks_answer(caller):
+            fail_caller(caller, status if status != OK else E_NOMEM)
         elif caller.n_answered < caller.n_taken:
             caller.n_answered += 1
             answer_unit(&caller.turns[0])

@@ -15,7 +15,7 @@ from fastps._core cimport (
 from fastps._posix cimport pthread_mutex_t
 from fastps._table cimport IdTable
 from fastps.transport._link cimport Link, LinkSlot
-from fastps.wire cimport Header
+from fastps.wire cimport FLAG_PLAIN, Header
 
 cdef enum:
     MAX_CAST = 4096             # of fastps.contract
@@ -106,9 +106,12 @@ cdef struct Entry:              # one partition; fixed after declare but for sta
     int32_t engine              # index of the engine thread that works on it, -1: the I/O thread
     uint32_t staleness          # of the contract
     Compensation compensation
+    bint replaces               # the value is rule_state, and what is pushed takes its place
     bint settles                # contributors' mean becomes the value
     bint gathers                # what came of a round moves the value, as this says:
     Gathering gathering
+    void* code                  # Code of a value whose changes travel encoded, both ways; or NULL
+    uint32_t coded_bytes        # of them
     uint32_t born               # last version of the tensors that had this id before
     int32_t is_leaving          # frames are put off: the key may be forgotten soon; atomic
     int failed                  # OK, or why nothing can succeed any more; entry.lock
@@ -167,6 +170,11 @@ cdef inline uint32_t length_at(Entry* entry, uint32_t offset, uint32_t most) noe
 
 cdef inline uint32_t unit_length(Entry* entry, uint32_t unit) noexcept nogil:
     return length_at(entry, unit * entry.unit_bytes, entry.unit_bytes)
+
+
+cdef inline uint32_t bytes_of(Entry* entry, const Header* header) noexcept nogil:
+    """Bytes of an operation's elements on the wire."""
+    return entry.nbytes if entry.code == NULL or header.flags & FLAG_PLAIN else entry.coded_bytes
 
 
 cdef inline LinkSlot* slot_of(Entry* entry, uint32_t index) noexcept nogil:

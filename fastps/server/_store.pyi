@@ -4,7 +4,8 @@ from typing import Self, final
 
 from fastps._core import BufferPool
 from fastps.contract import Cast, Compensation, Gathering
-from fastps.server._coded import CodedRule
+from fastps.reduce.codec._coder import Coder
+from fastps.server._coded import CodedRule, KeptResidual
 from fastps.server._ruled import RuledRule
 from fastps.transport._link import LinkOwner
 
@@ -35,11 +36,15 @@ class ServerStore(LinkOwner):
         staleness: int = 0,
         compensation: Compensation = ...,
         unit: int = ...,
-        states: Mapping[int, CodedRule] | Mapping[int, RuledRule] | None = None,
+        states: Mapping[int, CodedRule]
+        | Mapping[int, RuledRule]
+        | Mapping[int, KeptResidual]
+        | None = None,
         is_ruled: bool = False,
         look: int = 0,
         gathering: Gathering = ...,
         least: int = 1,
+        coders: Mapping[int, Coder] | None = None,
     ) -> None: ...
     def keep_buffers(self, limit_bytes: int) -> None: ...
     def take_back_idle(self) -> None: ...

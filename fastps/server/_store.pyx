@@ -39,9 +39,10 @@ from fastps._core cimport (
     completion_reset, completion_wait, deadline_of, probe_hit, now_ns,
     queue_close, queue_create, queue_free, queue_pop, thread_create, thread_join,
 )
+from fastps.reduce.codec._coder cimport Coder
 from fastps.server._accumulate cimport ACCUMULATE_POLICY
 from fastps.server._policy cimport (
-    NOBODY, Cast, Engine, Entry, Job, Seat, Store, StoreStats, Tensor, length_at, ring_news,
+    NOBODY, Cast, Engine, Entry, Job, Seat, Store, StoreStats, Tensor, bytes_of, ring_news,
     rule_fn, slot_of,
 )
 from fastps.server._rounds cimport SUM_POLICY
@@ -96,11 +97,12 @@ cdef int check_member(Entry* entry, uint32_t index, const Header* header) noexce
 
 cdef int check_place(Entry* entry, const Header* header) noexcept nogil:
     """A push comes in whole chunks, a pull has no bytes."""
+    cdef uint32_t nbytes = bytes_of(entry, header)
     if header.kind == KIND_PULL:
         return OK if header.length == 0 and header.offset == 0 else E_PROTOCOL
-    if header.offset % entry.chunk_bytes or (header.offset and header.offset >= entry.nbytes):
+    if header.offset % entry.chunk_bytes or (header.offset and header.offset >= nbytes):
         return E_PROTOCOL
-    if header.length != length_at(entry, header.offset, entry.chunk_bytes):
+    if header.length != min(nbytes - header.offset, entry.chunk_bytes):
         return E_PROTOCOL
     return OK
 
@@ -249,7 +251,7 @@ cdef Entry* make_entry(const Entry* model, uint32_t nbytes, bint is_whole) noexc
         return NULL
     entry[0] = model[0]
     entry.nbytes = nbytes
-    entry.unit_bytes = nbytes if is_whole and nbytes > entry.chunk_bytes else entry.chunk_bytes
+    entry.unit_bytes = max(nbytes if is_whole else 0, entry.coded_bytes, entry.chunk_bytes)
     entry.n_units = 1 if nbytes == 0 else (nbytes - 1) / entry.unit_bytes + 1
     entry.lane = <uint32_t>(entry.key % entry.store.lanes)
     pthread_mutex_init(&entry.lock, NULL)
@@ -414,7 +416,7 @@ cdef class ServerStore(LinkOwner):
                 uint32_t inline_bytes, uint32_t version=0, int policy=contract.Policy.SUM,
                 uint32_t staleness=0, int unit=contract.Unit.CHUNK, states=None,
                 bint is_ruled=False, uintptr_t look=0, compensation=contract.PROMPT,
-                gathering=contract.ALONE, uint32_t least=1):
+                gathering=contract.ALONE, uint32_t least=1, coders=None):
         """Make the entries of one tensor: partitions are (index, nbytes, cast) owned here.
 
         kernel: address of the rule that makes one of many (see fastps.reduce), unit by unit.
@@ -424,6 +426,7 @@ cdef class ServerStore(LinkOwner):
         states: by index, objects whose `state` is the address of what the rule keeps of a key.
         is_ruled: the rule may refuse sources, wants them in the order of the cast, and works on
         threads that are there for rules alone; look: gets all units before it makes the first.
+        coders: by index, of values of which changes travel encoded both ways; float32 or float64.
         Declaring a tensor twice is allowed and does nothing. Raises ValueError, MemoryError.
         """
         cdef bint is_whole = unit == contract.Unit.PARTITION
@@ -431,11 +434,13 @@ cdef class ServerStore(LinkOwner):
         cdef Entry model
         if tensor_id >= MAX_RECORDS:
             raise FastPSError(f"more than {MAX_RECORDS} tensors were declared")
-        contract.check_policy(policy, is_whole, staleness, [cast for _, _, cast in partitions])
+        contract.check_policy(policy, is_whole, staleness, [cast for _, _, cast in partitions],
+                              is_coded=coders is not None)
         memset(&model, 0, sizeof(model))
         model.store = self.store
         model.policy = &SUM_POLICY if policy == contract.Policy.SUM else &ACCUMULATE_POLICY
         model.settles = policy in contract.SETTLING
+        model.replaces = policy == contract.Policy.KEPT
         model.rule, model.look = <rule_fn>kernel, <rule_fn>look
         model.chunk_bytes = chunk_bytes
         model.staleness = staleness
@@ -457,6 +462,9 @@ cdef class ServerStore(LinkOwner):
                 model.cast = <Cast*><uintptr_t>cast
                 model.key = tensor_id << KEY_BITS | <uint64_t>index
                 model.rule_state = <void*><uintptr_t>(states[index].state if states else 0)
+                if coders:
+                    model.code = &(<Coder?>coders[index]).code
+                    model.coded_bytes = (<Coder>coders[index]).code.wire_bytes
                 model.engine = self.engine_of_rules() if is_ruled else self.choose_engine(
                     nbytes if is_whole else min(nbytes, chunk_bytes), inline_bytes, nbytes)
                 tensor.entries[<uint32_t>index] = make_entry(&model, nbytes, is_whole)
@@ -466,8 +474,8 @@ cdef class ServerStore(LinkOwner):
             if not table_put(self.store.tensors, tensor_id, tensor):
                 free_tensor(tensor, NULL)
                 raise MemoryError("no memory for the tensor table")
-            if states:
-                self.states[tensor_id] = states
+            if states or coders:
+                self.states[tensor_id] = (states, coders)
             self.n_tensors += 1
 
     cdef uintptr_t intern(self, cast) except 0:

@@ -19,16 +19,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fastps import _core
-from fastps.coding import Codec, wire_chunk
+from fastps.coding import Codec, Coding, Option, wire_chunk
 from fastps.config import Config
 from fastps.contract import (
+    ANY_STALENESS,
     Cast,
     Givers,
     Policy,
     Unit,
     cast_apart,
     cast_judged,
+    cast_kept,
     cast_of,
+    is_followed,
     trim_of,
 )
 from fastps.control.blame import cause_of_link
@@ -39,7 +42,7 @@ from fastps.partition import link_counts, tensor_of
 from fastps.reduce import robust_kernel, sum_kernel
 from fastps.reduce._combiner import Combiner
 from fastps.reduce.codec._coder import Coder
-from fastps.server._coded import CodedRule
+from fastps.server._coded import CodedRule, KeptResidual
 from fastps.server._deadlines import absences, end_late_rounds
 from fastps.server._ruled import RuledRule
 from fastps.server._store import ServerStore
@@ -97,6 +100,7 @@ class DataPlane:
         self._farewells: deque[tuple[ForgetKeys, float]] = deque()  # and until when to try
         self._has_warned = False
         self._names: dict[int, str] = {}  # of tensors under rules, by id
+        self._keepers: dict[int, dict[int, Coder]] = {}  # by id and index: with error feedback
         self._blamed: set[int] = set()
         self._named: dict[int, int] = {}  # rounds that a worker had missed when we said so
         self._refused = 0  # members cut off for what they sent
@@ -228,6 +232,7 @@ class DataPlane:
         try:
             for tensor_id in request.tensor_ids:
                 self.store.forget_tensor(tensor_id, timeout_s=0.0)
+                self._keepers.pop(tensor_id, None)
         except StallError as error:
             if time.monotonic() < deadline:
                 self._farewells.append((request, deadline))
@@ -269,6 +274,12 @@ class DataPlane:
         if spec.rule.has_meaning():
             self._declare_ruled(spec, dtype)
             return
+        if spec.policy is Policy.KEPT:
+            self._declare_kept(spec, dtype)
+            return
+        if is_followed(spec.policy, spec.coding):
+            self._declare_followed(spec, dtype)
+            return
         rules = self._coded_rules(spec)
         self.store.declare(
             spec.tensor_id,
@@ -294,7 +305,8 @@ class DataPlane:
     def _declare_ruled(self, spec: KeySpec, dtype: DType) -> None:
         """Make room for partitions of which a rule sees what each worker gives."""
         job = self._job
-        is_coded = spec.coding.codec is not Codec.NONE
+        follows = is_followed(spec.policy, spec.coding)
+        is_coded = spec.coding.codec is not Codec.NONE and not follows
         rules = {
             index: RuledRule(
                 Combiner(
@@ -304,8 +316,7 @@ class DataPlane:
                 self._coder(spec, index, nbytes) if is_coded else None,
                 is_at_once=spec.policy is Policy.GATHERED,
             )
-            for index, (nbytes, owner) in enumerate(spec.pieces)
-            if owner == self._me
+            for index, nbytes in self._owned(spec)
         }  # fmt: skip
         looks = {one.look for one in rules.values()}.pop() if rules else 0
         cast = cast_apart(job.n_workers, job.generation)
@@ -330,7 +341,65 @@ class DataPlane:
             policy=spec.policy,
             gathering=spec.gathering,
             least=spec.rule.full,
+            coders=self._followers(spec) if follows else None,
         )
+
+    def _declare_followed(self, spec: KeySpec, dtype: DType) -> None:
+        """Make room for values to which each worker adds by itself, both ways encoded."""
+        cast = cast_apart(self._job.n_workers, self._job.generation)
+        self.store.declare(
+            spec.tensor_id,
+            n_partitions=len(spec.pieces),
+            partitions=[(index, nbytes, cast) for index, nbytes in self._owned(spec)],
+            dtype=dtype,
+            itemsize=dtype.itemsize,
+            chunk_bytes=wire_chunk(spec.coding, spec.chunk_bytes),
+            kernel=self._kernel(spec),
+            unit=Unit.PARTITION,
+            is_ruled=True,
+            inline_bytes=0,
+            version=spec.version,
+            policy=spec.policy,
+            staleness=spec.staleness,
+            coders=self._followers(spec),
+        )
+
+    def _declare_kept(self, spec: KeySpec, dtype: DType) -> None:
+        """Let what codecs keep of our partitions of another tensor be read and written."""
+        cast = cast_kept(self._job.n_workers, self._job.generation)
+        coders = self._keepers.get(spec.beside, {})
+        kept = {index: KeptResidual(coders[index]) for index, _ in self._owned(spec)}
+        if any(kept[index].nbytes != nbytes for index, nbytes in self._owned(spec)):
+            raise FastPSError(f"{spec.name!r} is not what codecs keep of tensor {spec.beside}")
+        self.store.declare(
+            spec.tensor_id,
+            n_partitions=len(spec.pieces),
+            partitions=[(index, nbytes, cast) for index, nbytes in self._owned(spec)],
+            dtype=dtype,
+            itemsize=dtype.itemsize,
+            chunk_bytes=spec.chunk_bytes,
+            kernel=self._kernel(spec),
+            unit=Unit.PARTITION,
+            states=kept,
+            inline_bytes=0,
+            version=spec.version,
+            policy=spec.policy,
+            staleness=ANY_STALENESS,
+        )
+
+    def _owned(self, spec: KeySpec) -> list[tuple[int, int]]:
+        """List our partitions: index and bytes."""
+        return [
+            (index, nbytes) for index, (nbytes, owner) in enumerate(spec.pieces)
+            if owner == self._me
+        ]  # fmt: skip
+
+    def _followers(self, spec: KeySpec) -> dict[int, Coder]:
+        """Make what encodes answers: what they lose is in the next one, so it keeps nothing."""
+        coding = spec.coding.without_memory()
+        return {
+            index: self._coder(spec, index, nbytes, coding) for index, nbytes in self._owned(spec)
+        }
 
     def _blame(self) -> None:
         """Name, once each, the workers of which rules refused updates."""
@@ -361,15 +430,19 @@ class DataPlane:
             return {}
         return {
             index: CodedRule(self._coder(spec, index, nbytes))
-            for index, (nbytes, owner) in enumerate(spec.pieces)
-            if owner == self._me
+            for index, nbytes in self._owned(spec)
         }
 
-    def _coder(self, spec: KeySpec, index: int, nbytes: int) -> Coder:
-        return Coder(
-            spec.coding, DType(spec.dtype), nbytes=nbytes, chunk_bytes=spec.chunk_bytes,
+    def _coder(
+        self, spec: KeySpec, index: int, nbytes: int, coding: Coding | None = None
+    ) -> Coder:
+        coder = Coder(
+            coding or spec.coding, DType(spec.dtype), nbytes=nbytes, chunk_bytes=spec.chunk_bytes,
             name=spec.name, partition=index, rank=self._me,
         )  # fmt: skip
+        if coding is None and spec.coding.has(Option.FEEDBACK):
+            self._keepers.setdefault(spec.tensor_id, {})[index] = coder
+        return coder
 
     def _kernel(self, spec: KeySpec) -> int:
         dtype = DType(spec.dtype)
@@ -393,6 +466,7 @@ class DataPlane:
     def forget(self) -> None:
         """Drop all keys: the workers have left. Raises StallError when a link does not end."""
         self._farewells.clear()
+        self._keepers.clear()
         self.store.forget(timeout_s=self._config.shutdown_timeout_s)
 
     def begin(self, job: Job) -> None:

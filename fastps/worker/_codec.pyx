@@ -17,9 +17,9 @@ from fastps._core cimport (
     now_ns, queue_push, thread_create, thread_join,
 )
 from fastps._trace cimport SPAN_DECODE, SPAN_ENCODE, is_traced, trace_span
-from fastps.reduce.codec._coder cimport Code, code_decode, code_encode
+from fastps.reduce.codec._coder cimport Code, code_add, code_decode, code_encode
 from fastps.worker._stage cimport CODED, SPEAKS, Part, Record, Stage, stage_done
-from fastps.wire cimport KIND_PULL
+from fastps.wire cimport FLAG_PLAIN, KIND_PULL
 from fastps.worker._tensor cimport StageHolder
 
 from fastps.errors import FastPSError
@@ -43,7 +43,10 @@ cdef int code_part(Works* works, Part* part, Scratch* scratch) noexcept nogil:
     if scratch.place == NULL:
         return E_NOMEM
     for unit in range(code.n_units):
-        if part.is_back:
+        if part.is_back and record.adds:
+            code_add(code, unit, part.stamp, wire + unit * code.unit_bytes,
+                     record.landing + part.offset, scratch.place)
+        elif part.is_back:
             code_decode(code, unit, record.version, wire + unit * code.unit_bytes,
                         record.landing + part.offset, scratch.place)
         else:
@@ -90,7 +93,7 @@ cdef void hand_over(Stage* stage, Part* part) noexcept nogil:
 cdef void encode_run(Stage* stage, Part* part) noexcept nogil:
     """Encode what is pushed; what is left out of a round leaves what the codec keeps as it is."""
     part.is_back = False
-    if part.record.kind == KIND_PULL:
+    if part.record.kind == KIND_PULL or part.record.flags & FLAG_PLAIN:
         stage_done(part, part.status)
         return
     hand_over(stage, part)
@@ -98,6 +101,9 @@ cdef void encode_run(Stage* stage, Part* part) noexcept nogil:
 
 cdef void decode_run(Stage* stage, Part* part) noexcept nogil:
     part.is_back = True
+    if part.record.flags & FLAG_PLAIN:
+        stage_done(part, part.status)
+        return
     hand_over(stage, part)
 
 

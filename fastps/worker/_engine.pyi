@@ -32,6 +32,7 @@ class WorkerEngine(LinkOwner):
         frame_bytes: int = 0,
         is_ruled: bool = False,
         is_late: bool = False,
+        adds: bool = False,
     ) -> PlannedTensor: ...
     def forget(self, tensor: PlannedTensor) -> None: ...
     def start(
@@ -69,6 +70,7 @@ class WorkerEngine(LinkOwner):
         *,
         stamp: int = 0,
         priority: int = 0,
+        is_coded: bool = False,
     ) -> None: ...
     def hold_with(self, holder: Callable[[Any], object] | None) -> None: ...
     @property

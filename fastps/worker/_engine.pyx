@@ -49,8 +49,8 @@ from fastps.worker._tensor cimport (
     PlanHolder, PlannedTensor, StageHolder, checked_priorities, lend_all,
 )
 from fastps.wire cimport (
-    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KEY_BITS, KIND_ERROR, KIND_PULL, KIND_PUSH,
-    KIND_RESULT, Header,
+    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, FLAG_PLAIN, KEY_BITS, KIND_ERROR, KIND_PULL,
+    KIND_PUSH, KIND_RESULT, Header,
 )
 
 from collections import deque
@@ -151,7 +151,7 @@ cdef class WorkerEngine(LinkOwner):
     def declare(self, uint64_t tensor_id, str name, *, uint64_t nbytes, uint8_t dtype,
                 uint32_t chunk_bytes=0, partitions=(), uint32_t itemsize=1, uintptr_t kernel=0,
                 uint32_t version=0, coders=None, uint32_t frame_bytes=0,
-                bint is_ruled=False, bint is_late=False):
+                bint is_ruled=False, bint is_late=False, bint adds=False):
         """Make the records of one tensor.
 
         partitions: (offset, nbytes, owner) of each; without servers none. itemsize, kernel:
@@ -160,7 +160,8 @@ cdef class WorkerEngine(LinkOwner):
         coders: of the partitions, None where we do not push, of a tensor that travels encoded, in
         frames of frame_bytes. is_ruled: servers are to see what each worker of a machine gives,
         and make something else of it than a sum; is_late: of whole tensors, so that no result
-        comes while the rest is still to be pushed.
+        comes while the rest is still to be pushed. adds: owners hold a value, and what comes back
+        encoded is by how much it differs from the output, which holds what came before.
         Raises ProtocolError when the pieces do not fit the tensor.
         """
         cdef PlannedTensor tensor = PlannedTensor()
@@ -181,6 +182,7 @@ cdef class WorkerEngine(LinkOwner):
         record.dtype = dtype
         record.chunk_bytes = frame_bytes or chunk_bytes
         record.is_late = is_late
+        record.adds = adds and bool(coders)
         record.ratio = 1.0
         record.born = record.version = version
         completion_reset(&record.done, 0)
@@ -327,8 +329,10 @@ cdef class WorkerEngine(LinkOwner):
         cdef bint is_root = root == self.remote.me
         cdef uint32_t place = 0 if self.local is None else self.local.place_of(root)
         cdef bint is_here = is_root if self.local is None else place < self.local.local.n
-        cdef int flags = FLAG_BROADCAST | (FLAG_NO_RESULT if is_here else 0)
+        cdef bint gives
         for tensor in tensors:
+            if tensor.record.adds:
+                continue
             if tensor.coders is not None:
                 raise ValueError(
                     f"tensor {tensor.name!r} is compressed; broadcast under another name")
@@ -338,19 +342,28 @@ cdef class WorkerEngine(LinkOwner):
         nothing = [None] * len(arrays)
         self.prepare(tensors, arrays if is_root else nothing, nothing if is_root else arrays)
         for tensor in tensors:
-            tensor.record.root = root if machine is None else machine
+            gives = is_root if tensor.record.adds else is_here     # each speaks for itself
+            tensor.record.root = root if machine is None or tensor.record.adds else machine
             tensor.record.place = place
             tensor.record.root_rank = <int32_t>root
-            self.begin(tensor, KIND_PUSH if is_here else KIND_PULL, flags, priority, KICK_NONE)
+            self.begin(tensor, KIND_PUSH if gives else KIND_PULL,
+                       FLAG_BROADCAST | (FLAG_NO_RESULT if gives else 0)
+                       | (FLAG_PLAIN if tensor.record.adds else 0), priority, KICK_NONE)
         kick_links(self.remote, KICK_WAKE)
 
-    def start_pull(self, tensors, outputs, *, int32_t stamp=0, int32_t priority=0):
-        """Begin to read values that their owners keep, once they have seen `stamp` changes."""
+    def start_pull(self, tensors, outputs, *, int32_t stamp=0, int32_t priority=0,
+                   bint is_coded=False):
+        """Begin to read values that their owners keep, once they have seen `stamp` changes.
+
+        is_coded: they may come encoded, on top of what the outputs hold; else they are whole.
+        """
         cdef PlannedTensor tensor
         self.prepare(tensors, [None] * len(outputs), outputs)
         for tensor in tensors:
             tensor.record.root_rank = stamp
-            self.begin(tensor, KIND_PULL, 0, priority, KICK_NONE)
+            self.begin(tensor, KIND_PULL,
+                       FLAG_PLAIN if tensor.record.adds and not is_coded else 0, priority,
+                       KICK_NONE)
         kick_links(self.remote, KICK_WAKE)
 
     cdef int prepare(self, tensors, arrays, outputs) except -1:
@@ -392,7 +405,7 @@ cdef class WorkerEngine(LinkOwner):
         record.version += 1
         record.culprit = 0
         record.kind = kind
-        record.flags = flags
+        record.flags = flags | (FLAG_PLAIN if tensor.is_plain and record.adds else 0)
         record.priority = priority
         if not flags & FLAG_BROADCAST:
             record.place = 0
@@ -410,6 +423,7 @@ cdef class WorkerEngine(LinkOwner):
         cdef Record* record = &tensor.record
         if tensor.coders is not None:
             self.pin(tensor.wire)
+        if tensor.coders is not None and not record.adds:
             return 0
         if record.source not in (record.input, record.output):
             self.pin(tensor.shadow)

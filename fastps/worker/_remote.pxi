@@ -57,10 +57,22 @@ cdef void part_sent(SendItem* item, int status) noexcept nogil:
 
 # ---------------------------------------------------------------- records that I/O threads read
 
+cdef inline bint is_coded(Part* part) noexcept nogil:
+    """Tell whether the operation's elements travel encoded."""
+    return part.wire != NULL and not part.record.flags & FLAG_PLAIN
+
+
+cdef inline uint32_t bytes_of(Part* part) noexcept nogil:
+    """Bytes of a part on the wire, pushed or answered."""
+    return part.wire_bytes if is_coded(part) else <uint32_t>part.nbytes
+
+
 cdef inline char* landing_of(Part* part) noexcept nogil:
     """Where results of a part land; NULL: they are not wanted."""
-    if part.record.landing == NULL or part.wire != NULL:
+    if is_coded(part):
         return part.wire
+    if part.record.landing == NULL:
+        return NULL
     return part.record.landing + part.offset
 
 
@@ -99,7 +111,7 @@ cdef inline bint is_late(Part* part, const Header* header) noexcept nogil:
 
 
 cdef inline bint is_expected(Part* part, const Header* header) noexcept nogil:
-    cdef uint32_t left = part.wire_bytes - part.received
+    cdef uint32_t left = bytes_of(part) - part.received
     if header.kind == KIND_ERROR:
         return header.length == 0 and -MAX_STATUS < header.status < 0
     if header.kind != KIND_RESULT or header.dtype != part.record.dtype:
@@ -147,7 +159,7 @@ cdef void take_in(Part* part, Link* link, const Header* header) noexcept nogil:
         finish_part(part, link, header.status)
         return
     part.stamp = <uint32_t>header.status
-    if part.received == part.wire_bytes or part.item.header.flags & FLAG_NO_RESULT:
+    if part.received == bytes_of(part) or part.item.header.flags & FLAG_NO_RESULT:
         finish_part(part, link, OK)
 
 
@@ -185,7 +197,8 @@ cdef void* engine_standing(void* context, Link* link, const Header* header) noex
     fps_swap32(&lane.is_read, 1)
     part = find_part(remote, link, header.key)
     if (part != NULL and header.kind == KIND_RESULT and not is_early_broadcast(header)
-            and part.promised != NULL and not fps_load32(&part.failing)
+            and part.promised != NULL and not part.record.adds
+            and not fps_load32(&part.failing)
             and <uint64_t>header.offset + header.length <= part.wire_bytes):
         place = part.promised + header.offset
     fps_store32(&lane.is_read, 0)
@@ -285,9 +298,9 @@ cdef void fill_part(Part* part, Remote* remote) noexcept nogil:
     part.item.payload = NULL
     if is_push:
         part.item.payload = record.source + part.offset
-        if part.wire != NULL:
+        if is_coded(part):
             part.item.payload = part.wire
-    part.item.nbytes = part.wire_bytes if is_push else 0
+    part.item.nbytes = bytes_of(part) if is_push else 0
     part.item.is_credited = (is_push and not record.is_late
                              and not record.flags & FLAG_BROADCAST)
     part.received = 0

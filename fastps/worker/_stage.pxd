@@ -65,6 +65,7 @@ cdef struct Record:             # one declared tensor and its operation in fligh
     uint32_t culprit            # rank that made the operation fail
     bint is_timed               # counts in plan.flying
     bint is_late                # no result begins before all is pushed: takes no credit
+    bint adds                   # what comes back encoded is by how much a value has changed
     float ratio                 # of the last learning rate to that of the operation in flight
     void* local                 # LocalRecord, NULL on a machine of our own
 

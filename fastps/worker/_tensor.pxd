@@ -23,6 +23,7 @@ cdef class PlannedTensor:
     cdef list coders            # of the partitions with a codec; keeps them,
     cdef object wire            # and the memory of what they encode
     cdef float learning_rate    # of the last operation that told one, else 0
+    cdef public bint is_plain   # what is pushed next travels as it is, and so does the answer
     cdef public bint is_compensated     # servers want to know it, and get it with each push
     cdef object shadow          # keeps a copy's memory that others of our machine reach
     cdef Py_buffer input_view   # exported while an operation is in flight

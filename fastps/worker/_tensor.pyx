@@ -105,6 +105,11 @@ cdef class PlannedTensor:
         """Tell whether it travels encoded."""
         return self.coders is not None
 
+    @property
+    def is_followed(self):
+        """Tell whether what comes back encoded is by how much a value has changed."""
+        return self.coders is not None and self.record.adds
+
     def kept(self):
         """Copy what the codec of each partition keeps, residual and momentum, as bytes or None."""
         return [None if coder is None else

@@ -77,6 +77,7 @@ class FrameFlag(enum.IntFlag):
     AVERAGE = 1
     NO_RESULT = 2
     BROADCAST = 4
+    PLAIN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,6 +204,18 @@ def resumed(rank: int) -> None:
         rank, lambda: outer.Nesterov(), participation=0.6, sparsity=0.3,
         compression=fastps.Compression.fp16(),
     )  # fmt: skip
+    for label, words in {
+        "averaged.": {"compression": fastps.Compression.int4(ef="vanilla")},
+        "left out.": {
+            "compression": fastps.Compression.int4(11, ef="vanilla"),
+            "participation": 0.6,
+            "sparsity": 0.3,
+        },
+    }.items():
+        state = go_on(rank, lambda: outer.Nesterov(), label, **words)
+        kept = [one["residuals"] for one in state["fragments"]]
+        assert all((one is None) == (rank > 0) for one in kept)
+        assert rank or max(np.abs(one).max() for rows in kept for one in rows) > 0
     keeps = fastps.LocalSGD(
         {"w": np.zeros(512, np.float32)}, sync_every=1, prefix="keeps.",
         compression=fastps.Compression.onebit(ef="vanilla"),
@@ -221,14 +233,14 @@ def resumed(rank: int) -> None:
         keeps.load_state_dict(saved)
 
 
-def go_on(rank: int, optimizer: Any, **words: Any) -> dict[str, Any]:
+def go_on(rank: int, optimizer: Any, label: str = "", **words: Any) -> dict[str, Any]:
     """Train on from a state, beside one who was not interrupted; give the state."""
 
     def make(prefix: str) -> tuple[dict[str, np.ndarray], fastps.LocalSGD]:
         parameters = model(np.float32)
         return parameters, fastps.LocalSGD(
             parameters, optimizer(), sync_every=4, fragments=2, delay=2,
-            prefix=f"{optimizer().__class__.__name__}.{prefix}", **words,
+            prefix=f"{optimizer().__class__.__name__}.{label}{prefix}", **words,
         )  # fmt: skip
 
     def train(parameters: dict[str, np.ndarray], local: fastps.LocalSGD, steps: range) -> None:

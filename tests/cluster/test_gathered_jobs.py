@@ -11,13 +11,16 @@ APART = {"FASTPS_SHARED_MEMORY": "0", "FASTPS_RULES": "programs_gathered:total"}
 JOINT = {"FASTPS_FORCE_DISTRIBUTED": "1", "FASTPS_RULES": "programs_gathered:total"}
 
 
-@pytest.mark.parametrize(("servers", "environment"), [(2, APART), (0, JOINT)])
+@pytest.mark.parametrize(
+    ("servers", "environment", "codec"),
+    [(2, APART, ""), (0, JOINT, ""), (2, APART, "int8"), (0, JOINT, "topk")],
+)
 def test_nobody_waits_for_a_late_worker_and_what_it_did_counts_once(
-    tmp_path, servers, environment
+    tmp_path, servers, environment, codec
 ):
     found = run_job(
         programs.late, workers=3, servers=servers, environment=environment,
-        arguments={"folder": str(tmp_path)},
+        arguments={"folder": str(tmp_path), "codec": codec},
     )  # fmt: skip
     if not servers:  # workers tell what the servers beside them have counted
         counts = [sum(one.get(f"server_{word}_of_worker_2", 0) for one in found)

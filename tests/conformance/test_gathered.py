@@ -13,14 +13,17 @@ from transport_nets import TIMEOUT_S, Net
 from fastps import byzantine, outer
 from fastps._core import BufferPool
 from fastps.byzantine import reference
+from fastps.coding import PLAIN, Coding, wire_chunk
 from fastps.contract import JOIN, Cast, Policy, Unit
 from fastps.partition import make_partitions
 from fastps.reduce._combiner import Combiner
+from fastps.reduce.codec._coder import Coder
 from fastps.rules import Rule
 from fastps.server._deadlines import absences, end_late_rounds
 from fastps.server._ruled import RuledRule
 from fastps.server._store import ServerStore
 from fastps.types import DType
+from fastps.worker._codec import Decoding, Encoding
 from fastps.worker._engine import WorkerEngine
 
 N = 4
@@ -33,9 +36,12 @@ SHORT_S = 0.05  # how long a test waits for what must not come
 class House:
     """One store that gathers; N workers push to it."""
 
-    def __init__(self, kind: str, optimizer: outer.Outer, rule: Rule, dtype: DType) -> None:
+    def __init__(
+        self, kind: str, optimizer: outer.Outer, rule: Rule, dtype: DType,
+        coding: Coding = PLAIN, count: int = COUNT,
+    ) -> None:  # fmt: skip
         self.dtype = np.float32 if dtype is DType.FLOAT32 else np.float64
-        self.count = COUNT if dtype is DType.FLOAT32 else COUNT // 2
+        self.count = count if dtype is DType.FLOAT32 else count // 2
         self.pool = BufferPool()
         self.store = ServerStore(self.pool, member=0, n_members=N, engine_threads=1)
         self.net = Net(kind, io_threads=2)
@@ -47,22 +53,39 @@ class House:
             for i, piece in enumerate(pieces)
         }
         cast = Cast(tuple(range(N)), tuple(range(N)), 0, N)
+        self.pieces, self.codecs, is_coded = pieces, [], coding != PLAIN
+
+        def coders(coding: Coding, rank: int, *, pushes: bool) -> dict[int, Coder]:
+            return {
+                i: Coder(coding, dtype, nbytes=piece[1], chunk_bytes=CHUNK, name="t", partition=i,
+                         rank=rank, pushes=pushes)
+                for i, piece in enumerate(pieces)
+            }  # fmt: skip
+
+        frame = wire_chunk(coding, CHUNK)
         self.store.declare(
             0, n_partitions=len(pieces),
             partitions=[(i, piece[1], cast) for i, piece in enumerate(pieces)],
-            dtype=dtype, itemsize=size, chunk_bytes=CHUNK, kernel=rules[0].kernel,
+            dtype=dtype, itemsize=size, chunk_bytes=frame, kernel=rules[0].kernel,
+            coders=coders(coding.without_memory(), 0, pushes=False) if is_coded else None,
             inline_bytes=0, policy=Policy.GATHERED, unit=Unit.PARTITION, states=rules,
             is_ruled=True, gathering=optimizer.gathering(MUCH_S), least=rule.full,
         )  # fmt: skip
         self.engines = [WorkerEngine(me=rank, n_members=1) for rank in range(N)]
         self.tensors = []
         for rank, engine in enumerate(self.engines):
+            if is_coded:
+                self.codecs.append(Encoding())
+                engine.insert(0, self.codecs[rank])
+                engine.insert(2, Decoding(self.codecs[rank]))
+                self.codecs[rank].go(1)
             self.net.connect(engine, 0, self.store, rank, is_inside=False)
             self.tensors.append(
                 engine.declare(
                     0, "t", nbytes=self.count * size, dtype=dtype, chunk_bytes=CHUNK,
                     itemsize=size, partitions=[(*piece, 0) for piece in pieces], is_ruled=True,
-                    is_late=True,
+                    is_late=True, adds=is_coded, frame_bytes=frame,
+                    coders=list(coders(coding, rank, pushes=True).values()) if is_coded else None,
                 )
             )  # fmt: skip
             self.tensors[rank].is_compensated = True
@@ -77,16 +100,20 @@ class House:
     def say(self, value: np.ndarray, word: float) -> None:
         """Let worker 0 give the value, or what the optimizer keeps."""
         self.tensors[0].follow(word)
+        self.tensors[0].is_plain = True
         self.push(0, value)
         assert self.wait(0) == 0
         self.tensors[0].follow(0.0)
+        self.tensors[0].is_plain = False
 
     def push(self, rank: int, value: np.ndarray) -> None:
         """Begin to push; the answer comes into values[rank]."""
         self.engines[rank].start(self.tensors[rank], value, self.values[rank], average=True)
 
     def pull(self, rank: int, stamp: int = 0) -> np.ndarray:
-        self.engines[rank].start_pull([self.tensors[rank]], [self.values[rank]], stamp=stamp)
+        self.engines[rank].start_pull(
+            [self.tensors[rank]], [self.values[rank]], stamp=stamp, is_coded=stamp == JOIN
+        )
         return self.values[rank]
 
     def read(self, rank: int, stamp: int = 0) -> np.ndarray:
@@ -100,6 +127,8 @@ class House:
 
     def close(self) -> None:
         self.net.close()
+        for codec in self.codecs:
+            assert codec.close(timeout_s=TIMEOUT_S)
         self.store.forget(timeout_s=TIMEOUT_S)
         assert self.pool.statistics().loans == 0
         self.store.close(timeout_s=TIMEOUT_S)

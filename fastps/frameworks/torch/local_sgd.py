@@ -214,9 +214,9 @@ class LocalSGD(LocalSteps, InnerSteps):
     def state_dict(self) -> dict[str, Any]:
         """Give all that is needed to go on, but the model's own state; waits for fragments.
 
-        With it goes what this worker's codecs keep (error feedback, momentum); what those of
-        servers keep is not in it, at most what one round left out. Each worker saves its own: the
-        states of inner optimizers differ.
+        With it goes what this worker's codecs keep (error feedback, momentum), and with rank 0's
+        what those of servers keep: with error feedback all workers call it after as many steps.
+        Each worker saves its own: the states of inner optimizers differ.
         """
         return super().state_dict() | {"inner": self.inner.state_dict()}
 
