@@ -3,7 +3,8 @@
 
 DMLC_ROLE=scheduler or server becomes fastps-server; a worker's machine starts its command once
 for each local rank, and ends the others when one has failed. One machine alone needs nobody else,
-as there. Threads: none; runs in the main thread.
+as there. A validator, DMLC_WORKER_TYPE of ZenoPS, is one process. Threads: none; runs in the main
+thread.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from fastps.launch.plan import SERVER_COMMAND
 _USAGE = """\
 usage: bpslaunch COMMAND ...
 
-Start what DMLC_ROLE says: the scheduler, a server, or the worker processes of this machine.
+Start what DMLC_ROLE says: the scheduler, a server, or the worker processes of this machine; with
+DMLC_WORKER_TYPE=validator a validator, which needs DMLC_NUM_VALIDATOR, as all do then, and
+DMLC_VALIDATOR_ID.
 Needs DMLC_NUM_WORKER (machines), and unless there is one of them: DMLC_ROLE, DMLC_WORKER_ID,
 DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, and FASTPS_TOKEN_FILE or FASTPS_TOKEN.
 BYTEPS_LOCAL_SIZE (else the length of NVIDIA_VISIBLE_DEVICES, else 1) is the number of worker
@@ -52,12 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _launch(command: list[str], environment: dict[str, str]) -> int:
     role = role_given(environment) or "worker"
-    machines, forced = _count(environment, "DMLC_NUM_WORKER"), "BYTEPS_FORCE_DISTRIBUTED"
-    is_spread = machines > 1 or environment.get(forced, "0").strip() not in ("", "0")
-    if role != "worker":
+    is_spread = _is_spread(environment)
+    if role not in ("worker", "validator"):
         return subprocess.call([*SERVER_COMMAND, "--role", role]) if is_spread else 0
     if not command:
         raise ConfigError("give the command that trains: bpslaunch python train.py")
+    if role == "validator":
+        for name in ("DMLC_NUM_VALIDATOR", "DMLC_VALIDATOR_ID"):
+            _count(environment, name)
+        return _wait([subprocess.Popen([*SERVER_COMMAND, "--role", role, "--", *command])])
     size = local_size(environment)
     if not is_spread:
         run = [*versions.command_of("fastps.launch.run"), "-np", str(size), "--", *command]
@@ -69,6 +75,15 @@ def _launch(command: list[str], environment: dict[str, str]) -> int:
         for rank in range(size)
     ]  # fmt: skip
     return _wait(children)
+
+
+def _is_spread(environment: Mapping[str, str]) -> bool:
+    """Tell whether the job has more than the workers of one machine."""
+    machines, forced = _count(environment, "DMLC_NUM_WORKER"), "BYTEPS_FORCE_DISTRIBUTED"
+    others = environment.get("DMLC_NUM_VALIDATOR", "0").strip() or "0"
+    return machines > 1 or any(
+        one.strip() not in ("", "0") for one in (environment.get(forced, "0"), others)
+    )
 
 
 def local_size(environment: Mapping[str, str]) -> int:

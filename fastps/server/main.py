@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command fastps-server: one summation server, or the scheduler of a job.
 
-Turns options into settings, sets up logging and signals, and runs the role. Threads: fastps:log
-writes what is logged.
+Turns options into settings, sets up logging and signals, and runs the role. A validator is the
+user's program, which takes this one's place. Threads: fastps:log writes what is logged.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from fastps import _core, config
 from fastps.control.scheduler import Scheduler, serve
@@ -22,7 +24,8 @@ from fastps.telemetry.status import StatusService
 from fastps.transport.sockets import inherit
 from fastps.versions import ShowVersion
 
-ROLES = ("server", "scheduler")
+OUR_ROLES = ("server", "scheduler")
+ROLES = (*OUR_ROLES, "validator")
 EPILOG = """\
 A job has one scheduler, some servers and some workers; all need the same token. By hand:
 
@@ -33,7 +36,13 @@ A job has one scheduler, some servers and some workers; all need the same token.
   fastps-server &
   python train.py &  python train.py
 
-On one machine `fastps-run -np 2 -s 1 python train.py` does all of this. Every option has an
+On one machine `fastps-run -np 2 -s 1 python train.py` does all of this. A validator runs the
+workers' program, which is given here or started with FASTPS_ROLE=validator; everybody then needs
+FASTPS_NUM_VALIDATORS, and validators FASTPS_RANK (or DMLC_NUM_VALIDATOR, DMLC_VALIDATOR_ID):
+
+  $ fastps-server --role validator -- python train.py
+
+Every option has an
 environment variable, FASTPS_ and the option's name; docs/env.md lists them all, with the names
 of BytePS and torchrun that work too. A server ends when the job is over, when a process of the
 job is lost (exit status 1), or in order after SIGTERM.
@@ -44,7 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line; an option left out falls back to the environment."""
     parser = argparse.ArgumentParser(
         prog="fastps-server",
-        description="Sum gradients for the workers of one job, or be its scheduler.",
+        description="Sum gradients for the workers of one job, be its scheduler, or start a "
+        "validator's program.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -66,20 +76,56 @@ def make_parser() -> argparse.ArgumentParser:
     add("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING (default) or ERROR")
     add("--version", action=ShowVersion)
     add("--listen-fd", metavar="FD", type=int, help=argparse.SUPPRESS)
+    add("command", nargs="*", metavar="COMMAND", help="after --: the program of a validator")
     return parser
 
 
 def load_config(arguments: argparse.Namespace) -> config.Config:
     """Give the settings: options first, then the environment."""
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    given.pop("listen_fd", None)
+    given = _options(arguments)
     role = given.setdefault("role", config.role_given() or "server")
     if role not in ROLES:
         raise ConfigError(
             f"FASTPS_ROLE or DMLC_ROLE says {role}, but fastps-server is a server or the "
             "scheduler: start the training script in its place, or give --role"
         )
+    if arguments.command and role != "validator":
+        raise ConfigError(
+            f"a {role} runs no program, and {arguments.command[0]!r} was given: only a validator "
+            "does, `fastps-server --role validator -- python train.py`"
+        )
     return config.load(given)
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, str]:
+    """Give the settings among the options."""
+    no_settings = ("listen_fd", "command")
+    return {
+        name: value
+        for name, value in vars(arguments).items()
+        if value is not None and name not in no_settings
+    }
+
+
+def run_program(arguments: argparse.Namespace, settings: config.Config) -> NoReturn:
+    """Become a validator: the user's program, with the options as its environment."""
+    command = arguments.command
+    if not command:
+        raise ConfigError(
+            "a validator runs the workers' program: give its command, "
+            "`fastps-server --role validator -- python train.py`"
+        )
+    if not settings.num_validators:
+        raise ConfigError(
+            "a validator needs FASTPS_NUM_VALIDATORS or DMLC_NUM_VALIDATOR, as everybody in its "
+            "job does, and it is 0"
+        )
+    given = {f"FASTPS_{name.upper()}": value for name, value in _options(arguments).items()}
+    environment = config.process_environment() | given | {"FASTPS_ROLE": "validator"}
+    try:
+        os.execvpe(command[0], command, environment)  # noqa: S606 - it is the user's own
+    except OSError as error:
+        raise ConfigError(f"{command[0]!r} cannot be started: {error.strerror}") from error
 
 
 def run_server(settings: config.Config) -> int:
@@ -104,10 +150,15 @@ def _status_of(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; give the exit status: 0 in order, 1 for a lost peer, 2 for bad settings."""
+    """Run the command; give the exit status: 0 in order, 1 for a lost peer, 2 for bad settings.
+
+    Of a validator it does not return: its program takes over.
+    """
     parsed = make_parser().parse_args(arguments)
     try:
         settings = load_config(parsed)
+        if settings.role == "validator":
+            run_program(parsed, settings)
         _core.arm_fault(settings.fault)
         with logging_to_reader(sys.stderr.fileno(), settings.log_level, role=settings.role):
             if settings.role == "scheduler":

@@ -25,6 +25,29 @@ bps.shutdown()
 """
 
 
+JUDGE = {
+    "DMLC_ROLE": "worker", "DMLC_WORKER_TYPE": "validator", "DMLC_NUM_WORKER": "2",
+    "DMLC_NUM_VALIDATOR": "1",
+}  # fmt: skip
+ZENO = """
+import os, sys, numpy as np, fastps
+fastps.init()
+w = {"w": np.zeros(5, np.float32)}
+if fastps.role() == "validator":
+    judge = fastps.Validator(w, "average")
+    judge.round()
+    found, who = judge.arrays[0], fastps.validator_rank()
+    judge.close()
+else:
+    held = fastps.HeldParameters(w)
+    held.push([np.full(5, 3.0 + fastps.rank(), np.float32)])
+    held.pull(stamp=1)
+    found, who = held.arrays[0], fastps.rank()
+os.write(1, f"{fastps.role()} {who} {sys.argv[1:]} {found.tolist()}\\n".encode())
+fastps.shutdown()
+"""
+
+
 def start(argv: list[str], folder: Path, **more: str) -> subprocess.Popen[str]:
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("FASTPS_", "DMLC_"))}
     environment = {**kept, "PYTHONPATH": str(ROOT), "FASTPS_LINGER_S": "1", **more}
@@ -66,6 +89,37 @@ def test_a_job_of_two_machines(tmp_path: Path, by: str) -> None:
     assert lines == [f"{2 * size} {size} {[total] * 3}"] * (2 * size)
 
 
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize("by", ["fastps-server", "bpslaunch"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_validators_run_the_program_of_the_workers(
+    tmp_path: Path, by: str, workers: int
+) -> None:
+    (tmp_path / "train.py").write_text(ZENO)
+    train = [sys.executable, "train.py", "--to", "the", "program"]
+    more = job_of("0123456789abcdef" * 2, workers) | {"DMLC_NUM_VALIDATOR": "2"}
+    ours = SERVER if by == "fastps-server" else [*LAUNCH, "nothing"]
+    parts = [start(ours, tmp_path, DMLC_ROLE=role, **more) for role in ("scheduler", "server")]
+    judge = [*SERVER, "--role", "validator", "--"] if by == "fastps-server" else LAUNCH
+    parts += [
+        start([*judge, *train], tmp_path, DMLC_ROLE="worker", DMLC_WORKER_TYPE="validator",
+              DMLC_VALIDATOR_ID=str(number), **more)
+        for number in range(2)
+    ]  # fmt: skip
+    parts += [
+        start([*(LAUNCH if by == "bpslaunch" else []), *train], tmp_path, DMLC_ROLE="worker",
+              DMLC_WORKER_TYPE="worker", DMLC_WORKER_ID=str(number), **more)
+        for number in range(workers)
+    ]  # fmt: skip
+    found = [part.communicate(timeout=LIMIT_S) for part in parts]
+    assert [part.returncode for part in parts] == [0] * (4 + workers), found
+    lines = "".join(out for out, _ in found[2:]).splitlines()
+    mean = (3.0 + (4.0 if workers == 2 else 0.0)) / 2
+    told = f"['--to', 'the', 'program'] {[mean] * 5}"
+    who = [("validator", 0), ("validator", 1), *(("worker", n) for n in range(workers))]
+    assert lines == [f"{role} {number} {told}" for role, number in who]
+
+
 def test_one_machine_needs_nobody_else(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     parts = [
@@ -87,6 +141,14 @@ def test_one_machine_needs_nobody_else(tmp_path: Path) -> None:
         ([*LAUNCH[1:], "x"], {"DMLC_ROLE": "worker"}, "DMLC_NUM_WORKER='' must be a number"),
         ([*LAUNCH[1:], "x"], {"DMLC_NUM_WORKER": "2"}, "DMLC_WORKER_ID='' must be a number"),
         (LAUNCH[1:], {"DMLC_NUM_WORKER": "1"}, "give the command that trains"),
+        (LAUNCH[1:], JUDGE, "give the command that trains"),
+        ([*LAUNCH[1:], "x"], JUDGE, "DMLC_VALIDATOR_ID='' must be a number"),
+        ([*SERVER[1:], "--role", "validator"], JUDGE, "a validator runs the workers' program"),
+        (SERVER[1:], JUDGE, "a validator runs the workers' program"),
+        ([*SERVER[1:], "--role", "validator", "--", "x"], {}, "needs FASTPS_NUM_VALIDATORS"),
+        ([*SERVER[1:], "--", "./none"], JUDGE | {"DMLC_VALIDATOR_ID": "0"}, "cannot be started"),
+        ([*SERVER[1:], "--", "x"], JUDGE | {"DMLC_VALIDATOR_ID": "1"}, "NUM_VALIDATORS above it"),
+        ([*SERVER[1:], "--", "x"], {}, "a server runs no program, and 'x' was given"),
     ],
 )
 def test_wrong_roles_are_told(
