@@ -123,7 +123,7 @@ def run_program(arguments: argparse.Namespace, settings: config.Config) -> NoRet
     given = {f"FASTPS_{name.upper()}": value for name, value in _options(arguments).items()}
     environment = config.process_environment() | given | {"FASTPS_ROLE": "validator"}
     try:
-        os.execvpe(command[0], command, environment)  # noqa: S606 - it is the user's own
+        os.execvpe(command[0], command, environment)
     except OSError as error:
         raise ConfigError(f"{command[0]!r} cannot be started: {error.strerror}") from error
 

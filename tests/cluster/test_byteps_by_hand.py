@@ -92,9 +92,7 @@ def test_a_job_of_two_machines(tmp_path: Path, by: str) -> None:
 @pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.parametrize("by", ["fastps-server", "bpslaunch"])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_validators_run_the_program_of_the_workers(
-    tmp_path: Path, by: str, workers: int
-) -> None:
+def test_validators_run_the_program_of_the_workers(tmp_path: Path, by: str, workers: int) -> None:
     (tmp_path / "train.py").write_text(ZENO)
     train = [sys.executable, "train.py", "--to", "the", "program"]
     more = job_of("0123456789abcdef" * 2, workers) | {"DMLC_NUM_VALIDATOR": "2"}
