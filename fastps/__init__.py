@@ -128,6 +128,7 @@ if TYPE_CHECKING:
         set_machine_topology,
         set_topology,
     )
+    from fastps.validated import ValidatedSteps
     from fastps.validators import Validator
     from fastps.windows import (
         get_current_created_window_names,
@@ -185,6 +186,7 @@ __all__ = [
     "TransportError",
     "TransportTimeout",
     "TrimmedMean",
+    "ValidatedSteps",
     "Validator",
     "add_process_set",
     "allgather",
@@ -298,6 +300,7 @@ _LATER = (
     "fastps.asynchronous",
     "fastps.held",
     "fastps.validators",
+    "fastps.validated",
     "fastps.local_sgd",
     "fastps.local_async",
 )

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from fastps.arrays import Arrays, Names, check_arrays, pair
+from fastps.byzantine.coded import Codes
 from fastps.byzantine.updates import Notice
+from fastps.compression import Choice
 from fastps.contract import ANY_STALENESS, Givers, Policy
 from fastps.current import current, known
 from fastps.errors import ConfigError, StallError
@@ -41,15 +43,19 @@ class HeldParameters:
         asynchronous: bool = False,
         prefix: str = "Held.",
         among: Among = "mean",
+        compression: Choice = None,
     ) -> None:
         """Let servers hold validator 0's parameters, and take them over here; blocks.
 
         parameters: C-contiguous arrays by name, the same on all workers and validators; written,
         now and by each pull(). asynchronous: what a validator pushes is added at once; otherwise
         what all validators push becomes the value: its mean, or with among="median" its median,
-        so that fewer than half of them cannot move it out of what the others say. prefix: another
-        one for a second model. All workers and validators call it alike, MismatchError else.
-        ConfigError in a job without validators, or where nobody holds the values.
+        so that fewer than half of them cannot move it out of what the others say. compression:
+        one of fastps.Compression for workers' updates, which are judged as they are decoded; each
+        worker keeps its own error feedback, blocks below min_compress_bytes go as they are.
+        prefix: another one for a second model. All workers and validators call it alike,
+        MismatchError else; an update through another codec is malformed. ConfigError in a job
+        without validators, or where nobody holds the values.
         """
         self._session = session = current()
         if not session.config.num_validators:
@@ -65,6 +71,8 @@ class HeldParameters:
         self.names = tuple(prefix + name for name in parameters)
         self.stamp = 0
         self.round = 0  # of the last update that was pushed here
+        self._compression = compression
+        self.codes = self.codes_of(session.rank)  # of this worker's updates
         self._ticks = [
             f"{prefix}judged of worker {rank}"
             for rank in range(session.size if asynchronous else 0)
@@ -100,6 +108,11 @@ class HeldParameters:
         session.start_held("start_broadcast", names, arrays, root=session.size, machine=0).wait()
         if self._ticks and session.rank < session.size:
             self._pushed = self._wait_judged(0)
+
+    def codes_of(self, worker: int) -> Codes:
+        """Make what encodes a worker's updates, or decodes them."""
+        least = self._session.config.min_compress_bytes
+        return Codes(self._compression, self.names, self.arrays, worker, min_bytes=least)
 
     # ---- reading ----
 
@@ -212,13 +225,14 @@ class HeldParameters:
 
     def _send(self, place: int, update: Array | None, number: int) -> Sequence[Flight]:
         session = self._session
-        nbytes = 0 if update is None else update.nbytes
+        wire = None if update is None else self.codes.encode(place, update, number)
+        nbytes = 0 if wire is None else wire.nbytes
         notice = Notice(session.rank, number, self.stamp, place, update is None, nbytes)
         judge = session.size + session.rank % session.config.num_validators
         group = session.groups.pair(judge)
         flights = [group.send(np.frombuffer(notice.pack(), np.uint8), 1, tag=self.channel)]
-        if update is not None and nbytes:
-            flights.append(group.send(update.reshape(-1).view(np.uint8), 1, tag=self.channel))
+        if wire is not None and nbytes:
+            flights.append(group.send(wire, 1, tag=self.channel))
         return flights
 
 

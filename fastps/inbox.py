@@ -14,11 +14,12 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastps.byzantine.coded import Codes
 from fastps.byzantine.judges import are_sound
 from fastps.byzantine.updates import (
     NOTICE_BYTES,
@@ -46,18 +47,19 @@ class Inbox:
     """The updates of some workers, read from their links."""
 
     def __init__(
-        self, session: Session, workers: Sequence[int], like: Sequence[Array], ledger: Ledger,
-        *, channel: int,
+        self, session: Session, workers: Mapping[int, Codes], like: Sequence[Array],
+        ledger: Ledger, *, channel: int,
     ) -> None:  # fmt: skip
         """Begin to read; like: arrays as blocks shall be, read once. Makes the links; blocks.
 
+        workers: by whom, how their blocks travel.
         channel: the tag of the workers' messages, by which several inboxes share a link.
         """
         self.workers = tuple(workers)
         self.reading = set(workers)  # those that may still send
         self.nbytes = 0  # of blocks that came
         self._blocks = [(one.shape, one.dtype) for one in like]
-        self._sizes = [one.nbytes for one in like]
+        self._codes = dict(workers)
         self._ledger = ledger
         self._session = session
         self._channel = channel
@@ -129,7 +131,7 @@ class Inbox:
     # ---- the threads that read ----
 
     def _read(self, worker: int, group: Group) -> None:
-        assembly = Assembly(worker, self._sizes)
+        assembly = Assembly(worker, self._codes[worker].sizes)
         try:
             while self._wait_for_room(worker) and self._read_block(assembly, group):
                 pass
@@ -181,9 +183,11 @@ class Inbox:
 
     def _read_bytes(self, group: Group, notice: Notice) -> Array:
         shape, dtype = self._blocks[notice.block]
-        block = np.empty(shape, dtype)
+        block, codes = np.empty(shape, dtype), self._codes[notice.worker]
         if notice.nbytes:
-            self._receive(group, block.reshape(-1).view(np.uint8))
+            room = codes.room(notice.block, block)
+            self._receive(group, room)
+            codes.decode(notice.block, room, block, notice.round)
             self.nbytes += notice.nbytes
         return block
 

@@ -63,12 +63,15 @@ from fastps import (
     out_neighbor_ranks,
     rank,
     remove_process_set,
+    role,
     set_machine_topology,
     set_topology,
     shutdown,
     size,
     turn_off_win_ops_with_associated_p,
     turn_on_win_ops_with_associated_p,
+    validator_rank,
+    validator_size,
     win_associated_p,
     win_flush,
     win_free,
@@ -177,6 +180,10 @@ from fastps.frameworks.torch.optimizer import (
     DistributedOptimizer,
 )
 from fastps.frameworks.torch.parallel import DistributedDataParallel
+from fastps.frameworks.torch.validated import (
+    ValidatedOptimizer,
+    Validator,
+)
 from fastps.frameworks.torch.windows import (
     win_accumulate,
     win_accumulate_async,
@@ -237,6 +244,8 @@ __all__ = [
     "TransportError",
     "TransportTimeout",
     "TrimmedMean",
+    "ValidatedOptimizer",
+    "Validator",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -315,6 +324,7 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "role",
     "scatter",
     "scatter_async",
     "send",
@@ -327,6 +337,8 @@ __all__ = [
     "synchronize",
     "turn_off_win_ops_with_associated_p",
     "turn_on_win_ops_with_associated_p",
+    "validator_rank",
+    "validator_size",
     "win_accumulate",
     "win_accumulate_async",
     "win_associated_p",

@@ -22,6 +22,7 @@ from fastps.byzantine.judges import Case, Judge, Row, Scored, as_floats, judge_o
 from fastps.byzantine.rules import rule_of
 from fastps.byzantine.scores import UNSOUND, Verdict
 from fastps.byzantine.updates import AHEAD, LATE, MISSING, STALE, Ledger, Update
+from fastps.compression import Choice
 from fastps.current import current
 from fastps.errors import ConfigError
 from fastps.held import Among, HeldParameters
@@ -68,6 +69,7 @@ class Validator:
         asynchronous: bool = False,
         prefix: str = "Held.",
         among: Among = "mean",
+        compression: Choice = None,
         by_block: bool = True,
         skipped_as_zeros: bool = False,
         refresh: int | None = None,
@@ -97,8 +99,9 @@ class Validator:
         if isinstance(rule, str):
             rule_of(rule)  # is there one of that name
         self.held = HeldParameters(
-            parameters, asynchronous=asynchronous, prefix=prefix, among=among
-        )
+            parameters, asynchronous=asynchronous, prefix=prefix, among=among,
+            compression=compression,
+        )  # fmt: skip
         self.workers = tuple(range(judge, session.size, count))
         self._train, self._by_block, self._as_zeros = train, by_block, skipped_as_zeros
         self._refresh = refresh or (len(self.workers) if asynchronous else 1)
@@ -110,8 +113,9 @@ class Validator:
         self._age = 0  # rounds or updates that the trusted update has been used for
         self._trusted: list[Array] = []
         self.inbox = Inbox(
-            session, self.workers, self.held.arrays, self.ledger, channel=self.held.channel
-        )
+            session, {worker: self.held.codes_of(worker) for worker in self.workers},
+            self.held.arrays, self.ledger, channel=self.held.channel,
+        )  # fmt: skip
         session.tallies.append(self.statistics)
 
     @property

@@ -152,8 +152,10 @@ class Job(_Record, frozen=True):
         return server_weights(len(self.machines), n_apart, is_colocated=is_colocated)
 
     def owner_name(self, number: int) -> str:
-        """Name an owner for an error, with the worker whose process it is in."""
+        """Name an owner for an error, with the worker whose process it is in; or a member."""
         host = self.members[number]
+        if number not in self.owners:
+            return f"{host.role} {host.rank}"
         where = f" (in {host.role} {host.rank})" if number < self.size else ""
         return f"server {self.owners.index(number)}{where}"
 

@@ -88,6 +88,7 @@ PART_OF = {
     "fastps.held": "fastps.session",
     "fastps.inbox": "fastps.session",
     "fastps.validators": "fastps.session",
+    "fastps.validated": "fastps.session",
     "fastps.local_async": "fastps.session",
     "fastps.local_sgd": "fastps.session",
     "fastps.gathered": "fastps.session",

@@ -116,6 +116,8 @@ class TestAppointment:
         assert [job.owner_name(number) for number in apart] == [
             f"server {index}" for index in range(len(servers))
         ]
+        for rank in set(range(len(machines))) - set(joint):  # its link may break too
+            assert job.owner_name(rank) == f"worker {rank}"
 
     def test_nobody_can_serve(self) -> None:
         driver = Driver(size=2, num_servers=0, colocate="off")

@@ -11,9 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 
 import fastps
+from fastps.validated import ValidatedSteps, training
 from fastps.worker.handle import Array
+
+
+class _Steps(ValidatedSteps):
+    """Exchanges what the steps of Gluon's parameters change."""
+
+    def _read(self, own: Any) -> Array:
+        return _read(own)
+
+    def _write(self, own: Any, value: Array) -> None:
+        _write(own, value)
+
+    def _is_narrow(self, own: Any) -> bool:
+        return bool(np.dtype(own.dtype) == np.float16)
 
 
 class ValidatedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
@@ -22,7 +37,7 @@ class ValidatedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     Takes servers' parameters over at once, which blocks until all workers and validators do: all
     shapes must be known (ValueError). After every local_steps steps what they have changed goes to
     the validator, and the parameters are what servers hold then. optimizer, optimizer_params: of
-    gluon.Trainer. options: asynchronous, among, prefix of fastps.HeldParameters.
+    gluon.Trainer. options: of fastps.ValidatedSteps, participation and sparsity among them.
     """
 
     def __init__(
@@ -37,27 +52,13 @@ class ValidatedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         if isinstance(local_steps, bool) or local_steps < 1:
             raise ValueError(f"local_steps must be an integer from 1, not {local_steps!r}")
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
-        self._mine = _trained(self._params)
-        self._local_steps = local_steps
-        self._count = 0
-        self._held = fastps.HeldParameters(_arrays_of(self._mine), **options)
-        _write(self._mine, self._held.arrays)
+        mine = _named(_trained(self._params))
+        self._steps = _Steps(mine, sync_every=local_steps, **options)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Step by itself; after the last of local_steps wait for what validators make of it."""
         super().step(batch_size, ignore_stale_grad)
-        self._count += 1
-        if self._count % self._local_steps == 0:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        held, now = self._held, _arrays_of(self._mine).values()
-        held.push([new - old for new, old in zip(now, held.arrays, strict=True)])
-        if held.is_asynchronous:
-            held.pull(unjudged=0)
-        else:
-            held.pull(stamp=held.stamp + 1)
-        _write(self._mine, held.arrays)
+        self._steps.advance()
 
 
 def validator_of(
@@ -68,16 +69,10 @@ def validator_of(
     params: net.collect_params(), whose values servers hold at first. rule, options: of
     fastps.Validator. steps: f() trains the net on data of our own, from values that are in it.
     """
-    mine = _trained(list(params.values()))
-
-    def train(arrays: Sequence[Array]) -> None:
-        _write(mine, arrays)
-        if steps is not None:
-            steps()
-        for array, new in zip(arrays, _arrays_of(mine).values(), strict=True):
-            array[...] = new
-
-    return fastps.Validator(_arrays_of(mine), rule, train if steps else None, **options)
+    mine = _named(_trained(list(params.values())))
+    train = training(list(mine.values()), steps, read=_read, write=_write)
+    begin = {name: _read(own) for name, own in mine.items()}
+    return fastps.Validator(begin, rule, train, **options)
 
 
 def _trained(params: Sequence[Any]) -> list[Any]:
@@ -88,10 +83,15 @@ def _trained(params: Sequence[Any]) -> list[Any]:
     return mine
 
 
-def _arrays_of(params: Sequence[Any]) -> dict[str, Array]:
-    return {str(place): param.data().asnumpy() for place, param in enumerate(params)}
+def _named(params: Sequence[Any]) -> dict[str, Any]:
+    return {str(place): param for place, param in enumerate(params)}
 
 
-def _write(params: Sequence[Any], arrays: Sequence[Array]) -> None:
-    for param, array in zip(params, arrays, strict=True):
-        param.set_data(mx.nd.array(array, dtype=array.dtype))
+def _read(own: Any) -> Array:
+    """Copy a parameter; halves become float32, so that small changes of them add up."""
+    value: Array = own.data().asnumpy()
+    return value.astype(np.float32) if value.dtype == np.float16 else value
+
+
+def _write(own: Any, value: Array) -> None:
+    own.set_data(mx.nd.array(value, dtype=own.dtype))

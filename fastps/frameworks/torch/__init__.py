@@ -20,6 +20,7 @@ parallel.py      DistributedDataParallel
 neighbors.py     operations among neighbours
 decentralized.py optimizers that average models with them
 local_sgd.py     steps of one's own, and now and then an exchange of what they changed
+validated.py     the same, judged by validators
 comm_hook.py     gradients of torch's own DistributedDataParallel
 backend.py       torch.distributed's backend "fastps"
 meeting.py       how its default group joins a job
