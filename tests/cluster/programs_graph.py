@@ -197,16 +197,23 @@ def fused(me: int, n: int) -> None:
 
 
 def in_flight(me: int, n: int) -> None:
-    """Start many before waiting for any, named ones in another order on each worker."""
+    """Start many before waiting for any, named ones in another order on each worker.
+
+    Sums of all are under way too, by servers if there are any.
+    """
     arrays = {rank: array_of(rank, 50_000) for rank in range(n)}
     wanted = mean(arrays, [me, *fastps.in_neighbor_ranks()])
     names = [f"layer {i}" for i in range(12)]
     order = names[me % 12 :] + names[: me % 12]
     handles = {name: fastps.neighbor_allreduce_async(arrays[me], name=name) for name in order}
     handles |= {i: fastps.neighbor_allreduce_async(arrays[me]) for i in range(5)}
+    sums = [fastps.push_pull_async(np.full(60_000, float(me)), name, average=False)
+            for name in names[:3]]  # fmt: skip
     for handle in handles.values():
         equal(fastps.synchronize(handle), wanted)
         assert fastps.poll(handle)
+    for total in map(fastps.synchronize, sums):
+        assert (total == n * (n - 1) / 2).all()
 
 
 def gathered(me: int, n: int) -> None:

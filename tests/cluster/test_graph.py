@@ -15,11 +15,13 @@ from test_collectives import WAYS
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("workers", "way"), [(2, "memory"), (4, "memory"), (4, "tcp"), (5, "unix"), (8, "memory")]
-)
-def test_operations_equal_numpy(workers, way):
+    ("workers", "way", "servers"),
+    [(2, "memory", 0), (2, "tcp", 1), (4, "memory", 1), (4, "tcp", 0), (5, "unix", 1),
+     (8, "memory", 0), (8, "tcp", 0)],
+)  # fmt: skip
+def test_operations_equal_numpy(workers, way, servers):
     found = run_job(
-        programs_graph.everything, workers=workers, servers=0, environment=WAYS[way],
+        programs_graph.everything, workers=workers, servers=servers, environment=WAYS[way],
         timeout_s=200.0,
     )  # fmt: skip
     assert found == ["done"] * workers
@@ -61,12 +63,16 @@ def test_who_believes_in_an_edge_that_is_none_hears_of_it(way):
         assert "agree on who sends to whom" in found[believer][case], found
 
 
-@pytest.mark.parametrize("machines", ["aabb", "abbab", "abc", "aaa"])
-def test_machines_mix_their_averages(machines):
+@pytest.mark.parametrize(
+    ("machines", "sockets", "servers"),
+    [("aabb", "tcp", 0), ("abbab", "unix", 1), ("abbab", "tcp", 0), ("abc", "tcp", 1),
+     ("aaa", "unix", 0)],
+)  # fmt: skip
+def test_machines_mix_their_averages(machines, sockets, servers):
     each = {("worker", rank): {"FASTPS_MACHINE": name} for rank, name in enumerate(machines)}
     found = run_job(
-        programs_graph.hierarchy, workers=len(machines), servers=0, each=each,
-        environment=WAYS["memory"],
+        programs_graph.hierarchy, workers=len(machines), servers=servers, each=each,
+        environment=WAYS["memory"] | {"FASTPS_UNIX_SOCKETS": str(int(sockets == "unix"))},
     )  # fmt: skip
     order = sorted(set(machines), key=machines.index)
     assert found == [[order.index(name), len(order)] for name in machines]

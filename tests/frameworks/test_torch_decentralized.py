@@ -15,16 +15,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 import programs_decentralized
 import programs_logistic
 from job import run_job
+from test_collectives import WAYS
 
 WORKERS = 4
-MEMORY = {"FASTPS_SHARED_MEMORY": "1"}
+MEMORY = WAYS["memory"]
 
 
-@pytest.mark.parametrize("program", ["operations", "optimizers", "knobs"])
-def test_programs(program):
+@pytest.mark.parametrize(
+    ("program", "way"),
+    [(program, way) for program in ("operations", "optimizers", "knobs")
+     for way in ("memory", "tcp")],
+)  # fmt: skip
+def test_programs(program, way):
     found = run_job(
         getattr(programs_decentralized, program), workers=WORKERS, servers=0, timeout_s=110.0,
-        environment=MEMORY,
+        environment=WAYS[way],
     )  # fmt: skip
     assert found == ["done"] * WORKERS
 

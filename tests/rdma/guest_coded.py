@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs and windows of whole jobs over RDMA; runs where there is a device."""
+"""Codecs, operations among neighbours and windows of whole jobs over RDMA, where a device is."""
 
 from __future__ import annotations
 
@@ -30,6 +30,15 @@ me, n = fastps.rank(), fastps.size()
 programs.CODINGS = {name: programs.CODINGS[name] for name in ("onebit", "topk", "int4")}
 programs.follows_the_recursion(me, n)
 report(fastps.statistics()["work_requests"])
+"""
+PLAIN = """
+import os
+os.environ["FASTPS_MACHINE"] = "machine " + os.environ["FASTPS_RANK"]
+import programs_graph as programs
+programs.SIZES = (0, 1, 23, 9_001, 400_007)
+programs.GRAPHS = {name: programs.GRAPHS[name] for name in ("exp2", "star", "one way")}
+done, machines = programs.everything(), programs.hierarchy()
+report(done, machines)
 """
 WINDOWS = """
 import programs_windows as programs
@@ -72,6 +81,12 @@ def test_servers_sum_what_is_encoded(tmp_path):
 def test_neighbors_mix_what_is_encoded(tmp_path):
     for (requests,) in run(NEIGHBORS, tmp_path, servers=0):
         assert requests > 0
+
+
+@pytest.mark.timeout(200)
+def test_neighbors_and_machines_mix_beside_a_server(tmp_path):
+    found = run(PLAIN, tmp_path, servers=1)
+    assert found == (("done", [0, 2]), ("done", [1, 2]))
 
 
 @pytest.mark.timeout(200)
