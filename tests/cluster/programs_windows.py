@@ -169,7 +169,20 @@ def versions(me: int, n: int, shape: tuple[int, ...]) -> None:
 def types(me: int, n: int) -> None:
     """Half types and integers too."""
     sources, _ = ends(me, n)
-    for dtype in (np.float16, np.float64, np.int32, np.int64):
+    before, after = (me - 1) % n, (me + 1) % n
+    for dtype in (np.float16, ml_dtypes.bfloat16):  # weighed in float32, and rounded once
+        array = (1 + np.arange(9_001) % 97 / 97).astype(dtype) * dtype(1 + me % 2)
+        sent = array / dtype(1 + me % 2) * dtype(1 + before % 2)
+        fastps.win_create(array, "h", zero_init=True)
+        fastps.win_accumulate(array, "h", dst_weights={after: 0.3})
+        fastps.barrier()
+        wanted = (np.float32(0.3) * sent.astype(np.float32)).astype(dtype).astype(np.float32)
+        wanted = np.float32(0.6) * array.astype(np.float32) + np.float32(0.7) * wanted
+        found = fastps.win_update("h", 0.6, {before: 0.7})
+        np.testing.assert_array_equal(found, wanted.astype(dtype))
+        fastps.barrier()
+        fastps.win_free()
+    for dtype in (np.float16, ml_dtypes.bfloat16, np.float64, np.int32, np.int64):
         array = np.full(9_001, me * (len(sources) + 1), dtype)
         fastps.win_create(array, "t")
         fastps.win_put(array, "t")
@@ -182,7 +195,6 @@ def types(me: int, n: int) -> None:
     with pytest.raises(TypeError, match="is for floats, not int32"):
         fastps.win_put(array, "t", dst_weights={(me + 1) % n: 0.5})
     fastps.win_free()
-    assert ml_dtypes.bfloat16 is not None
 
 
 def mutexes(me: int) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 import fastps.torch as fps
 from fastps import Compression, topology
 from fastps.errors import FastPSError
+from fastps.launch.graph import one_peer_rounds
 
 ROWS, WIDTH = 12, 5  # of each worker's least-squares problem
 RATE = 0.05
@@ -351,13 +352,13 @@ def put(model: nn.Module, values: torch.Tensor) -> None:
             start_at += one.numel()
 
 
-def by_hand(make_optimizer: Any, n: int, graph: topology.Topology, steps: int, style: str,
-            passes: int, each: bool) -> list[torch.Tensor]:  # fmt: skip
-    """Train all workers in this process; give their parameters."""
+def by_hand(make_optimizer: Any, n: int, graph_of: Callable[[int], topology.Topology], steps: int,
+            style: str, passes: int, each: bool) -> list[torch.Tensor]:  # fmt: skip
+    """Train all workers in this process; give their parameters. graph_of: the graph of a round."""
     models = [make(5) for _ in range(n)]
     optimizers = [make_optimizer(model.parameters()) for model in models]
     for step in range(steps):
-        is_last = (step + 1) % passes == 0
+        is_last, graph = (step + 1) % passes == 0, graph_of(step // passes)
         starts = [flat(model) for model in models]
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             if each or step % passes == 0:
@@ -376,30 +377,105 @@ def by_hand(make_optimizer: Any, n: int, graph: topology.Topology, steps: int, s
     return [flat(model) for model in models]
 
 
+STYLES = {
+    "atc": fps.DistributedAdaptThenCombineOptimizer,
+    "awc": fps.DistributedAdaptWithCombineOptimizer,
+}
+
+
+def follow(
+    graph_of: Callable[[int], topology.Topology], make_optimizer: Any, style: str, passes: int,
+    each: bool, *, rounds: int, change: Callable[[Any, int], None] = lambda optimizer, turn: None,
+) -> None:  # fmt: skip
+    """Compare a few rounds of an optimizer with one process; change: sets attributes before each.
+
+    each: step after every pass, not only after all of a round.
+    """
+    me, n = fps.rank(), fps.size()
+    wanted = by_hand(make_optimizer, n, graph_of, rounds * passes, style, passes, each)
+    model = make(5)
+    optimizer = STYLES[style](make_optimizer(model.parameters()), model,
+                              num_steps_per_communication=passes)  # fmt: skip
+    for step in range(rounds * passes):
+        if step % passes == 0:
+            change(optimizer, step // passes)
+        if each or step % passes == 0:
+            optimizer.zero_grad()
+        gradients(model, me, step)
+        if each or (step + 1) % passes == 0:
+            optimizer.step()
+    torch.testing.assert_close(
+        flat(model), wanted[me], rtol=1e-9, atol=1e-9,
+        msg=lambda text: f"{style}, {passes} passes, {each=}, {optimizer}: {text}",
+    )  # fmt: skip
+
+
 def optimizers() -> str:
     """Compare ATC and AWC around every optimizer, J passes in both usages, with one process."""
-    me, n = start()
+    _, n = start()
     graph = topology.exponential_graph(n)
-    cases = [(one, style, 1, True) for one in OPTIMIZERS for style in ("atc", "awc")]
-    cases += [(one, style, 3, each) for one in OPTIMIZERS[:2] for style in ("atc", "awc")
-              for each in (True, False)]  # fmt: skip
-    for place, (make_optimizer, style, passes, each) in enumerate(cases):
-        wanted = by_hand(make_optimizer, n, graph, 6, style, passes, each)
-        model = make(5)
-        wrap = (fps.DistributedAdaptThenCombineOptimizer if style == "atc"
-                else fps.DistributedAdaptWithCombineOptimizer)  # fmt: skip
-        optimizer = wrap(make_optimizer(model.parameters()), model,
-                         num_steps_per_communication=passes)  # fmt: skip
-        for step in range(6):
-            if each or step % passes == 0:
-                optimizer.zero_grad()
-            gradients(model, me, step)
-            if each or (step + 1) % passes == 0:
-                optimizer.step()
-        torch.testing.assert_close(
-            flat(model), wanted[me], rtol=1e-9, atol=1e-9,
-            msg=lambda text, p=place: f"case {p} {cases[p]}: {text}",
-        )  # fmt: skip
+    for make_optimizer, style in itertools.product(OPTIMIZERS, STYLES):
+        follow(lambda _: graph, make_optimizer, style, 1, True, rounds=6)
+    for passes, style, each in itertools.product((3, 4, 8, 32), STYLES, (True, False)):
+        for make_optimizer in OPTIMIZERS[: 2 if passes == 3 else 1]:
+            follow(lambda _: graph, make_optimizer, style, passes, each, rounds=2)
+    return end()
+
+
+def kinds() -> str:
+    """Compare what mixes with all, with nobody, and with another peer at each step."""
+    me, n = start()
+    mixings = {
+        fps.CommunicationType.allreduce: topology.fully_connected_graph(n),
+        fps.CommunicationType.empty: topology.Topology(np.eye(n)),
+    }
+    rounds = list(itertools.islice(one_peer_rounds(topology.exponential_graph(n)), 6))
+    turns = list(itertools.islice(topology.one_peer(topology.exponential_graph(n), me), 6))
+
+    def change(optimizer: Any, turn: int) -> None:
+        sends, receives = turns[turn]
+        optimizer.self_weight, optimizer.dst_weights = 0.5, sends
+        optimizer.src_weights = dict.fromkeys(receives, 0.5)
+
+    for style in STYLES:
+        for kind, graph in mixings.items():
+
+            def choose(optimizer: Any, _turn: int, kind: Any = kind) -> None:
+                optimizer.communication_type = kind
+
+            follow(lambda _, graph=graph: graph, OPTIMIZERS[1], style, 1, True, rounds=4,
+                   change=choose)  # fmt: skip
+        for passes in (1, 2):
+            follow(rounds.__getitem__, OPTIMIZERS[0], style, passes, True, rounds=6, change=change)
+    return end()
+
+
+def machines() -> str:
+    """Follow the recursions of optimizers that mix machines, with weights of their own."""
+    me, n = start()
+    members = [[rank for rank in range(n) if "abbab"[rank] == name] for name in "ab"]
+    ours, m = fps.machine_rank(), fps.machine_size()
+    assert (ours, m) == ("ab".index("abbab"[me]), 2)
+    recursion = Recursion(n, topology.ring_graph(n))
+    recursion.a = np.zeros((n, n))  # what each gets of whom
+    for rank in range(n):
+        machine = "ab".index("abbab"[rank])
+        recursion.a[rank, members[machine]] = 0.3 / len(members[machine])
+        recursion.a[rank, members[1 - machine]] = 0.7 / len(members[1 - machine])
+
+    def wrap(style: str) -> Callable[..., Any]:
+        def made(sgd: torch.optim.Optimizer, model: nn.Module) -> Any:
+            kind = fps.CommunicationType.hierarchical_neighbor_allreduce
+            optimizer = STYLES[style](sgd, model, kind)
+            optimizer.self_weight = 0.3
+            optimizer.src_machine_weights = {1 - ours: 0.35}
+            optimizer.dst_machine_weights = {1 - ours: 2.0}
+            return optimizer
+
+        return made
+
+    for style, wanted in (("atc", recursion.atc(20)), ("awc", recursion.awc(20))):
+        np.testing.assert_allclose(trained(wrap(style), 20), wanted[me], rtol=1e-9, atol=1e-12)
     return end()
 
 

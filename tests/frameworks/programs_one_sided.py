@@ -60,6 +60,21 @@ def with_combine(n: int, graph: topology.Topology, steps: int, passes: int) -> n
     return x
 
 
+def put_to_one(n: int, steps: int) -> np.ndarray:
+    """Give x of all workers where each puts to one other at a time: the rest is old."""
+    x, graph = np.zeros((n, WIDTH)), topology.exponential_graph(n)
+    put = np.zeros((n, n, WIDTH))  # what j has put to i last: [j, i]
+    for step in range(steps):
+        g = np.stack([gradient_of(rank)(x[rank]) for rank in range(n)])
+        for rank in range(n):
+            put[rank, (rank + 2 ** (step % 2)) % n] = x[rank]
+        x = np.stack([
+            np.mean([x[rank], *(put[j, rank] for j in graph.in_neighbors(rank))], axis=0)
+            for rank in range(n)
+        ]) - RATE * g  # fmt: skip
+    return x
+
+
 def push(
     n: int, steps: int, passes: int, matrix_of: Callable[[int], np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -120,6 +135,8 @@ def recursions() -> str:
     def matrix(turn: int) -> np.ndarray:
         return (np.eye(n) + np.roll(np.eye(n), 2 ** (turn % 2), axis=1)) / 2
 
+    found = trained(fps.DistributedWinPutOptimizer, 12, 1, one_peer)
+    np.testing.assert_allclose(found, put_to_one(n, 12)[me], rtol=1e-9, atol=1e-12)
     found = trained(fps.DistributedPushSumOptimizer, 12, 1, one_peer)
     np.testing.assert_allclose(found, push(n, 12, 1, matrix)[0][me], rtol=1e-9, atol=1e-12)
     return end()
@@ -270,8 +287,11 @@ def push_diging() -> float:
     return error
 
 
-def regression() -> float:
-    """Train a linear model with noise as BlueFog's test does; give the error over the noise."""
+def regression(one_peer: bool = False) -> float:
+    """Train a linear model with noise as BlueFog's test does; give the error over the noise.
+
+    one_peer: put to another neighbour in each step, not to all.
+    """
     bf.init()
     torch.set_num_threads(1)
     me, n = bf.rank(), bf.size()
@@ -286,6 +306,8 @@ def regression() -> float:
     optimizer.force_barrier = True  # a busy machine stops some of them for epochs
     for _ in range(50):
         for first in range(0, 1024, 128):
+            if one_peer:
+                optimizer.dst_weights = {(me + 2 ** (first // 128 % 2)) % n: 1.0}
             optimizer.zero_grad()
             some = slice(first, first + 128)
             nn.functional.mse_loss(model(inputs[some]), labels[some]).backward()

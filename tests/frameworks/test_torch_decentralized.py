@@ -24,7 +24,7 @@ MEMORY = WAYS["memory"]
 @pytest.mark.parametrize(
     ("program", "way"),
     [(program, way) for program in ("operations", "optimizers", "knobs")
-     for way in ("memory", "tcp")],
+     for way in ("memory", "tcp")] + [("kinds", "memory")],
 )  # fmt: skip
 def test_programs(program, way):
     found = run_job(
@@ -32,6 +32,13 @@ def test_programs(program, way):
         environment=WAYS[way],
     )  # fmt: skip
     assert found == ["done"] * WORKERS
+
+
+def test_optimizers_mix_machines():
+    each = {("worker", rank): {"FASTPS_MACHINE": name} for rank, name in enumerate("abbab")}
+    found = run_job(programs_decentralized.machines, workers=5, servers=0, timeout_s=110.0,
+                    environment=MEMORY, each=each)  # fmt: skip
+    assert found == ["done"] * 5
 
 
 def test_algorithms_follow_their_recursions_and_have_the_bias_they_should():

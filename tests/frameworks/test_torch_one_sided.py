@@ -51,5 +51,6 @@ def test_push_diging_is_exact(way):
     assert max(run(programs_one_sided.push_diging, way)) < 1e-6
 
 
-def test_regression_by_puts_comes_down_to_the_noise():
-    assert max(run(programs_one_sided.regression)) < 1.5
+@pytest.mark.parametrize("one_peer", [False, True])
+def test_regression_by_puts_comes_down_to_the_noise(one_peer):
+    assert max(run(programs_one_sided.regression, one_peer=one_peer)) < 1.5
