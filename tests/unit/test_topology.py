@@ -35,6 +35,10 @@ SECOND = [
     (graphs.mesh_grid_2d_graph(4), 1 / 3),
     (graphs.mesh_grid_2d_graph(16), 0.869),
     (graphs.fully_connected_graph(9), 0.0),
+    (graphs.inner_outer_exp2_graph(8, 4), 0.6),
+    (graphs.inner_outer_exp2_graph(16, 4), 2 / 3),
+    (graphs.inner_outer_ring_graph(8, 4), 0.6),
+    (graphs.inner_outer_ring_graph(16, 4), 0.825),
 ]
 
 
@@ -82,6 +86,21 @@ def test_mixing_on_every_graph_leads_to_the_average(n):
         rounds = graphs.rounds_to_consensus(itertools.repeat(one), 1e-3)
         mixed = values @ np.linalg.matrix_power(one.weights, rounds)
         assert np.abs(mixed - values.mean()).max() <= 1e-3 * np.abs(values).max() + 1e-12
+
+
+def test_rounds_of_docs_decentralized_md():
+    wanted = [28, 28, 29, 101, 270, 224, 1, 35, 74]
+    makes = (graphs.exponential_graph, graphs.symmetric_exponential_graph, graphs.hypercube_graph,
+             graphs.mesh_grid_2d_graph, graphs.ring_graph, graphs.star_graph,
+             graphs.fully_connected_graph,
+             lambda n: graphs.inner_outer_exp2_graph(n, 4),
+             lambda n: graphs.inner_outer_ring_graph(n, 4))  # fmt: skip
+    found = [graphs.rounds_to_consensus(itertools.repeat(make(16)), 1e-6) for make in makes]
+    assert found == wanted
+    for make, rounds in ((graphs.inner_outer_exp2_rounds, 67),
+                         (graphs.inner_outer_ring_rounds, 135)):  # fmt: skip
+        turns = rounds_of(lambda rank, make=make: make(16, 4, rank), 16)
+        assert graphs.rounds_to_consensus(turns, 1e-6) == rounds
 
 
 def test_powers_are_exact_where_logarithms_round():
