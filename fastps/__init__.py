@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastps import current as _current
+from fastps import evened as _evened
 from fastps import flights as _flights
 from fastps.compression import Choice, Compression
 from fastps.errors import (
@@ -464,7 +465,8 @@ def push_pull(
     """Average (or sum) a tensor over all workers and give the result.
 
     tensor: C-contiguous array, or a sequence of them that travels as one; read. name: the same
-    on all workers, one per tensor. average: divide by size(), integers rounded down; False sums.
+    on all workers, one per tensor. average: divide by size(), or by how many take part where
+    some have called join(); integers, whose sums wrap around, are rounded down; False sums.
     priority: larger leaves first. out: where the result goes, None for a new array, tensor
     itself for in place. Sums are made in rank order: the same bits on every worker and in every
     run; half types are summed in float32 and rounded once; NaN and infinities pass through.
@@ -498,10 +500,12 @@ def push_pull_async(
 
     The arrays must not be changed until synchronize() has returned.
     """
-    return _current.current().push_pull_async(
+    session = _current.current()
+    handle = session.push_pull_async(
         tensor, name, average=average, priority=priority, out=out, compression=compression,
         learning_rate=learning_rate, rule=rule,
     )  # fmt: skip
+    return _evened.even(session, handle, name) if average else handle
 
 
 def poll(handle: _flights.Flight) -> bool:

@@ -19,6 +19,7 @@ from fastps.adasum import adasum
 from fastps.collectives.names import part_of
 from fastps.current import current
 from fastps.errors import FastPSError, MismatchError
+from fastps.evened import integers_text
 from fastps.sets import (
     ProcessSet,
     gather_objects,
@@ -92,10 +93,7 @@ class Averaging:
         """Give what the average is to be multiplied by, once it is there; see join()."""
         factor = current().uneven.correction(*self._place)
         if factor != 1.0 and dtype > DType.BFLOAT16:
-            raise FastPSError(
-                f"{self._place[0]!r}: an average of integers was divided by all "
-                f"{len(self._place[2])} workers, and some have called join(): use op=Sum"
-            )
+            raise FastPSError(integers_text(self._place[0]))
         return factor
 
 
@@ -359,7 +357,9 @@ def start_grouped_allgather(
         flight = group.allgather(flat, counts=sizes, name=_fused_name(name, code), dtype=code)
 
         def split(whole: Array) -> list[Array]:
-            cut = np.split(whole, list(accumulate(chain.from_iterable(zip(*blocks, strict=True))))[:-1])
+            cut = np.split(
+                whole, list(accumulate(chain.from_iterable(zip(*blocks, strict=True))))[:-1]
+            )
             return [
                 np.concatenate(cut[turn :: len(places)]).reshape(-1, *rows[place].shape[1:])
                 for turn, place in enumerate(places)

@@ -77,6 +77,10 @@ class Groups:
         self.known[group.key] = group
         return group
 
+    def of_key(self, key: str, ranks: Sequence[int]) -> Group:
+        """Give the group that others know by a whole key, though this worker has not used it."""
+        return self.known.get(key) or self._make(ranks, key.removesuffix(f"/{tuple(ranks)}"))
+
     def pair(self, rank: int) -> Group:
         """Give the group of this worker, or validator, and another; the same each time."""
         if rank not in self._pairs:
@@ -85,7 +89,9 @@ class Groups:
 
     def living(self) -> Group:
         """Give the group of all workers, without those that the job goes on without."""
-        gone = self.world.gone() if self._session.config.goes_on else ()
+        if not self._session.config.goes_on:
+            return self.world
+        gone = self.world.gone()
         ranks = [rank for rank in self.world.ranks if rank not in gone]
         return self.known.get(f"living/{tuple(ranks)}") or self._make(ranks, "living")
 

@@ -332,9 +332,7 @@ def gather_async(
     return Later([flight], lambda _: None if out is None else _unwire(out, source.dtype))
 
 
-gather = blocking(
-    gather_async, """Give the root the allgather(), and the others None; blocks."""
-)
+gather = blocking(gather_async, """Give the root the allgather(), and the others None; blocks.""")
 
 
 def scatter_async(
@@ -478,9 +476,7 @@ def _result(
     return Later([flight], finish)
 
 
-def _results(
-    flight: Flight, sources: Sequence[Array], factor: float = 1.0
-) -> Later[list[Array]]:
+def _results(flight: Flight, sources: Sequence[Array], factor: float = 1.0) -> Later[list[Array]]:
     """Give the promise of the arrays of a grouped operation."""
     return Later(
         [flight],

@@ -28,7 +28,6 @@ from fastps.arrays import (
     Arrays,
     Names,
     check_arrays,
-    check_distinct,
     check_taking_part,
     checked_priorities,
     checked_shape,
@@ -61,8 +60,9 @@ from fastps.errors import (
     ShutdownError,
     Status,
 )
+from fastps.evened import Evened, even
 from fastps.objects import decode_object, encode_object
-from fastps.retiring import retired
+from fastps.retiring import Forgetting
 from fastps.rules import SUMMED, Rule
 from fastps.rules import Choice as RuleChoice
 from fastps.stalls import StallWatch, dispute
@@ -87,7 +87,7 @@ _OPERATIONS = {SUM: "a sum", AVERAGE: "an average"}
 _ENDINGS = (PeerLostError, ShutdownError)  # what an engine raises that has ended
 
 
-class Session:
+class Session(Forgetting):
     """Membership of this process in a job; made by init()."""
 
     def __init__(self, config: Config) -> None:
@@ -205,50 +205,6 @@ class Session:
             return False
         return known is None or (known.shape == shape and known.dtype == dtype)
 
-    def forget(self, names: Names) -> None:
-        """Forget declared tensors on all workers and servers; see fastps.forget(). Blocks."""
-        self.check_usable()
-        names = (names,) if isinstance(names, str) else tuple(names)
-        check_distinct(names)
-        self._check_poison(names)
-        groups = self._groups
-        known = [name for name in names if groups is not None and groups.knows(name)]
-        unknown = [name for name in names if name not in self._specs and name not in known]
-        if unknown:
-            raise ConfigError(
-                f"{unknown[0]!r} is not declared, nor had an operation this name: it cannot be "
-                "forgotten"
-            )
-        if self._client is not None and names:
-            self._forget_everywhere(self._client, names, groups if known else None)
-            return
-        if groups is not None:
-            groups.forget(names, self._specs)
-        for name in names:
-            self._specs.pop(name, None)
-
-    def _forget_everywhere(
-        self, client: ControlClient, names: Sequence[str], groups: Groups | None
-    ) -> None:
-        """Forget tensors, and in groups what operations had their names."""
-        timeout_s = self.config.op_timeout_s
-        tensors = {name: self._tensors[name] for name in names if name in self._specs}
-        with retired(tensors.values()):
-            if groups is not None:
-                groups.forget(names, self._specs)
-            if not tensors:
-                client.barrier("forget", timeout_s=timeout_s)
-                return
-            versions = {name: tensor.version for name, tensor in tensors.items()}
-            request = client.forget(versions, timeout_s=timeout_s)
-        with self._lock:  # so that nobody finds a tensor that the engine has forgotten
-            for name, tensor in tensors.items():
-                self._tensors.pop(name, None)  # close() may have been called
-                del self._specs[name]
-                self._engine.forget(tensor)
-        self.uneven.forget(tensors)
-        client.dropped(request)
-
     def _find(
         self, names: Sequence[str], arrays: Sequence[Array], dtype: DType | None
     ) -> list[PlannedTensor]:
@@ -353,12 +309,14 @@ class Session:
                 tensor, name, average=average, priority=priority, out=out,
                 compression=compression, learning_rate=learning_rate, rule=rule,
             )  # fmt: skip
-            return handle.wait()
+            return (even(self, handle, name) if average else handle).wait()
         began = time.perf_counter()
         status = known.wait(timeout_s=self.config.op_timeout_s, spin_us=self.config.spin_us)
         self.wait_seconds[0] += time.perf_counter() - began
         assert isinstance(tensor, np.ndarray)
         if status == 0:
+            if average and self.uneven.has_rounds:
+                Evened(self, name).make_even([tensor])
             return tensor
         handle = self._handle([known], [tensor], _reduction(average), is_single=True)
         return handle.wait(0.0)  # raises
@@ -541,10 +499,10 @@ class Session:
         """Count the operations started on each tensor."""
         return {name: tensor.version for name, tensor in list(self._tensors.items())}
 
-    def tell(self, members: Sequence[int], data: bytes) -> None:
-        """Let workers hear data, all in one order."""
+    def tell(self, members: Sequence[int], data: bytes, **how: bool) -> None:
+        """Let workers hear data, all in one order; how: of ControlClient.tell()."""
         assert self._client is not None
-        self._client.tell(members, data)
+        self._client.tell(members, data, **how)
 
     # ---- memory ----
 
@@ -566,10 +524,8 @@ class Session:
 
     def is_shared(self, array: Array) -> bool:
         """Tell whether an array lies in one piece in memory that other workers reach."""
-        if self._client is None or self.connections.arena is None:
-            return False
-        mapping, start = self.connections.arena.mapping, array.ctypes.data
-        is_inside = mapping.address <= start <= mapping.address + mapping.nbytes - array.nbytes
+        arena = self.connections.arena if self._client is not None else None
+        is_inside = arena is not None and arena.holds(array.ctypes.data, array.nbytes)
         return is_inside and bool(array.flags.c_contiguous)
 
     def enter_barrier(
@@ -578,7 +534,8 @@ class Session:
         """Begin barrier(); None where nobody else is to come."""
         self.check_usable()
         timeout_s = self.config.op_timeout_s if timeout_s is None else checked_seconds(timeout_s)
-        return self._client and self._client.enter_barrier(name, timeout_s=timeout_s)
+        client = self._client
+        return None if client is None else client.enter_barrier(name, timeout_s=timeout_s)
 
     def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:
         """Wait until every worker has come here; StallError names who is missing."""

@@ -190,7 +190,8 @@ class Uneven:
         if not self._has_joined:  # a second call after a StallError just goes on
             self._finish_own(timeout_s)
             self._has_joined = True
-            self._session.tell(range(size), encode_object((self._number, _JOINED, self._counts())))
+            news = encode_object((self._number, _JOINED, self._counts()))
+            self._session.tell(range(size), news, has_joined=True)
         flights: dict[Place, Handle] = {}
         while True:
             wanted = self._wait_wanted(current, timeout_s)
@@ -296,7 +297,7 @@ class Uneven:
     def _start_in_group(self, one: Started, *, is_refused: bool) -> Handle:
         key, words, what, divisor = one.what
         name = words and part_of(*words)
-        group, kind = self._session.groups.known[key], what[0]
+        group, kind = self._session.groups.of_key(key, one.members), what[0]
         if kind == "barrier" or is_refused:
             return group.barrier(name=name)
         *sizes, rule, code = what[1:]

@@ -141,9 +141,7 @@ class Group:
     Every operation begins at once and gives a Handle.
     """
 
-    def __init__(
-        self, host: _Host, ranks: Sequence[int], key: str = "", words: str = ""
-    ) -> None:
+    def __init__(self, host: _Host, ranks: Sequence[int], key: str = "", words: str = "") -> None:
         self.ranks = tuple(ranks)
         self._of = words and f" of {words} {list(self.ranks)}"
         self.size = len(self.ranks)

@@ -344,9 +344,9 @@ class ControlClient:
         """
         self._tell(ReportLost(member, text_of(cause), is_owner))
 
-    def tell(self, members: Sequence[int], data: bytes) -> None:
-        """Let workers know something, as the event Told."""
-        self._tell(Tell(tuple(members), data))
+    def tell(self, members: Sequence[int], data: bytes, *, has_joined: bool = False) -> None:
+        """Let workers know something, as the event Told; has_joined: of Tell."""
+        self._tell(Tell(tuple(members), data, has_joined))
 
     def tell_waiting(self, waiting: Waiting) -> None:
         """Let the scheduler find out, and log, who holds up an operation."""

@@ -85,6 +85,7 @@ class Collectives:
         self._forget = forget
         self._meetings: dict[Key, _Meeting] = {}
         self._gone: set[int] = set()
+        self._joined: set[int] = set()  # who has run out of data, until all have
         self._held_bytes = 0
         self._settled: dict[Key, tuple[set[int], str]] = {}  # disputes, and who has yet to hear
 
@@ -114,9 +115,19 @@ class Collectives:
         is_root_gone = any(isinstance(one, Blob) and one.root_rank in self._gone for one in asked)
         if self._gone and (is_root_gone or not self._goes_on):
             return self._end(key, "peer_lost", self._gone_text(key))
+        joined = sorted(self._joined - meeting.entries.keys())
+        if joined and key[0] != "dispute":
+            return self._end(key, "mismatch", _joined_text(key, joined))
         if len(asked) < self._size - len(self._gone):
             return []
         return self._complete(key) if asked else self._end(key, "", "")
+
+    def join(self, rank: int) -> Answers:
+        """Take the word of a worker that has run out of data; meetings that need it fail."""
+        self._joined.add(rank)
+        if len(self._joined | self._gone) == self._size:
+            self._joined.clear()
+        return [answer for key in list(self._meetings) for answer in self._decide(key)]
 
     def remove(self, rank: int) -> Answers:
         """Forget a worker that left; meetings that need it fail."""
@@ -272,6 +283,14 @@ def _key(asked: Meeting) -> Key:
 def _what(key: Key) -> str:
     """Name a meeting; farewells may have long names."""
     return f"{key[0]} {key[1][:200]}"
+
+
+def _joined_text(key: Key, ranks: list[int]) -> str:
+    return (
+        f"{_what(key)} cannot complete: {workers_text(ranks)} has run out of data and called "
+        "join(), which takes part in allreduce, reduce and broadcasts alone: call this before any "
+        "worker joins, or after all have"
+    )
 
 
 def _dispute_text(meeting: _Meeting, silent: list[int]) -> str:

@@ -619,6 +619,8 @@ class Membership:
         """Let workers know what another one tells them."""
         if member.number is None or self.phase is not Phase.RUNNING:
             return
+        if message.has_joined:
+            self._send_all(self._collectives.join(member.number))
         told = Told(member.number, message.data)
         for item in self._programs():
             if item.is_working and item.number in message.members:

@@ -362,10 +362,15 @@ class ReportLost(_Message, frozen=True):
 
 
 class Tell(_Message, frozen=True):
-    """Let some workers know something: each gets a Told."""
+    """Let some workers know something: each gets a Told.
+
+    has_joined: it is that this worker has run out of data, so that it is in no meeting until all
+    have.
+    """
 
     members: Annotated[tuple[Rank, ...], Meta(max_length=MAX_MEMBERS)]
     data: Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]
+    has_joined: bool = False
 
 
 class Waiting(_Message, frozen=True):

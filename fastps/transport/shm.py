@@ -147,6 +147,11 @@ class Arena:
         self._backed = 0  # bytes from the start that have memory
         self._is_frozen = False
 
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Tell whether bytes lie here."""
+        start = self.mapping.address
+        return start <= address <= start + self.mapping.nbytes - nbytes
+
     def allocate(self, nbytes: int) -> tuple[Block, int]:
         """Lend at least nbytes; give the block and its offset.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -37,6 +37,7 @@ class Handle:
     """The promise of one operation on one or several tensors."""
 
     __slots__ = (
+        "_after",
         "_explain",
         "_is_single",
         "_operation",
@@ -67,6 +68,12 @@ class Handle:
         self._timeout_s = timeout_s
         self._spin_us = spin_us
         self._seconds = seconds  # [time spent waiting]; the session's, shared by its handles
+        self._after: Callable[[Sequence[Array]], None] | None = None
+
+    def then(self, after: Callable[[Sequence[Array]], None]) -> Self:
+        """Have the outputs given to a function, whenever somebody has waited for them."""
+        self._after = after
+        return self
 
     def poll(self) -> bool:
         """Tell whether wait() would return at once. Never blocks."""
@@ -86,6 +93,8 @@ class Handle:
             self._wait_all(began + timeout_s, timeout_s)
         finally:
             self._seconds[0] += time.perf_counter() - began
+        if self._after is not None:
+            self._after(self._outputs)
         return self._outputs[0] if self._is_single else list(self._outputs)
 
     def _wait_all(self, deadline: float, timeout_s: float) -> None:

@@ -60,9 +60,9 @@ def outputs_that_do_not() -> None:
         np.zeros(own.size - 1, np.float32), np.zeros(2 * own.size, np.float32)[::2],
     ):  # fmt: skip
         for name in (None, "refused"):
-            with pytest.raises(ValueError, match="the output is|not C-contiguous"):
+            with pytest.raises(ValueError, match=r"the output is|not C-contiguous"):
                 fastps.allreduce(own, name, out=out)
-        with pytest.raises(ValueError, match="the output is|not C-contiguous"):
+        with pytest.raises(ValueError, match=r"the output is|not C-contiguous"):
             fastps.allreduce(own.astype(np.float64), out=out, op=fastps.Max)
         with pytest.raises(ValueError, match="the output is"):
             fastps.reducescatter(own, out=out)

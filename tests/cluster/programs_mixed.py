@@ -31,10 +31,9 @@ WAIT_S = 60.0
 OUTSTANDING = 5  # operations of a thread under way at once
 FLOATS = ("float32", "float64", "float16", *(["bfloat16"] if ml_dtypes else []))
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
-OPS: dict[str, tuple[Any, ...]] = {
-    dtype: (fastps.Sum, fastps.Average, fastps.Min, fastps.Max, fastps.Product)
-    for dtype in (*FLOATS, *INTEGERS)
-}
+OPS: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    (*FLOATS, *INTEGERS), (fastps.Sum, fastps.Average, fastps.Min, fastps.Max, fastps.Product)
+)
 OPS |= {dtype: (*OPS[dtype], fastps.BAND, fastps.BOR, fastps.BXOR) for dtype in INTEGERS}
 OPS |= {"bool": (fastps.BAND, fastps.BOR, fastps.BXOR), "complex64": (fastps.Sum, fastps.Average)}
 FOLDS = {
@@ -63,7 +62,9 @@ def folded(arrays: list[np.ndarray], op: fastps.Op) -> np.ndarray:
         return total
     if total.dtype.kind in "iu":
         return total // len(arrays)
-    return (total.astype(np.result_type(total.dtype, np.float64)) / len(arrays)).astype(total.dtype)
+    return (total.astype(np.result_type(total.dtype, np.float64)) / len(arrays)).astype(
+        total.dtype
+    )
 
 
 @dataclass
@@ -88,7 +89,9 @@ class Step:
     def arrays(self, *rest: int, rows: Callable[[int], int] | None = None) -> list[np.ndarray]:
         """Give everybody's array, of count rows or as many as a member has."""
         return [
-            make(rank, (self.count if rows is None else rows(member), *rest), self.dtype, self.salt)
+            make(
+                rank, (self.count if rows is None else rows(member), *rest), self.dtype, self.salt
+            )
             for member, rank in enumerate(self.ranks)
         ]
 
@@ -144,6 +147,7 @@ def grouped_allgather(it: Step) -> tuple[Any, Any]:
 
 def alltoall(it: Step) -> tuple[Any, Any]:
     """Send different numbers of rows to each."""
+
     def splits(member: int) -> list[int]:
         return [(member + 2 * other + it.salt) % 3 * (it.count // 4) for other in range(it.n)]
 
@@ -159,7 +163,9 @@ def alltoall(it: Step) -> tuple[Any, Any]:
 def broadcast(it: Step) -> tuple[Any, Any]:
     """Copy the root's array."""
     arrays = it.arrays(2)
-    return fastps.broadcast_async(arrays[it.me].copy(), it.ranks[it.root], **it.how), arrays[it.root]
+    return fastps.broadcast_async(arrays[it.me].copy(), it.ranks[it.root], **it.how), arrays[
+        it.root
+    ]
 
 
 def reduce_to(it: Step) -> tuple[Any, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers of test_sets.py do: mistakes with process sets, and names that are forgotten."""
+"""What the workers of test_sets.py do: mistakes with process sets, names that are forgotten."""
 
 from __future__ import annotations
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
+from harness import slowed
 
 import fastps
 from fastps.errors import FastPSError, MismatchError, PeerLostError, StallError
+
+SETS: list[fastps.ProcessSet] = []
 
 
 def takers(step: int, rounds: list[int]) -> list[int]:
@@ -47,6 +51,16 @@ def one_round(steps: list[int], some: fastps.ProcessSet, *, width: int) -> None:
                 want,
             )
             assert (array == array[0]).all()
+        both = [own, own.astype(np.float16)]
+        pushed = fastps.push_pull_async(both, [f"a {width}", f"b {width}"])
+        for found in fastps.synchronize(pushed):
+            assert np.allclose(found, average, rtol=1e-3), (found, average)
+        pushed = fastps.push_pull(own.copy(), f"c {width}")
+        assert np.allclose(pushed, average), (pushed, average)
+        for _ in range(2):
+            pushed = own.copy()
+            assert fastps.push_pull(pushed, f"d {width}", out=pushed) is pushed
+            assert np.allclose(pushed, average), (pushed, average)
         if some.included():
             ours = [rank for rank in there if rank in some.ranks]
             inside = fastps.allreduce(own, process_set=some)
@@ -66,6 +80,7 @@ def everything() -> str:
     fastps.init()
     size = fastps.size()
     some = fastps.add_process_set([0, size - 1])
+    SETS.append(fastps.add_process_set(range(size)))
     for width in (3, 70_000):
         for steps in ([2, 4, 3], [0, 1, 5], [1, 1, 1], [3, 0, 0]):
             one_round(steps[:size], some, width=width)
@@ -99,9 +114,54 @@ def refusals() -> None:
             call()
     with pytest.raises(MismatchError):
         fastps.broadcast(np.ones(2), 0, name="from who has gone")
-    with pytest.raises(FastPSError, match="average of integers"):
-        fastps.allreduce(np.ones(2, np.int32))
+    for call in (
+        lambda: fastps.allreduce(np.ones(2, np.int32)),
+        lambda: fastps.push_pull(np.ones(2, np.int32), "whole numbers"),
+    ):
+        with pytest.raises(FastPSError, match="average of integers"):
+            call()
+    meetings()
     fastps.join()
+
+
+def meetings() -> None:
+    """Meet nobody who has joined: those at work hear of it at once, whoever comes first."""
+    began = time.monotonic()
+    for call in (
+        fastps.barrier,
+        lambda: fastps.synchronize(fastps.barrier_async()),
+        lambda: fastps.broadcast_object({"a": 1}, 1),
+        lambda: fastps.broadcast_object({"a": 1}, 1, process_set=everyone()),
+        lambda: fastps.allgather_object("a"),
+        lambda: fastps.forget("whole numbers"),
+    ):
+        with pytest.raises(MismatchError, match=r"worker 0 has run out of data and called join"):
+            call()
+    fastps.barrier(process_set=everyone())  # which worker 0 takes part in
+    assert time.monotonic() - began < slowed(5.0)
+
+
+def meet_as_one_joins() -> str:
+    """Wait in a barrier for a worker that then joins."""
+    fastps.init()
+    if fastps.rank() == 0:
+        fastps.receive(np.empty(1), 1)
+        assert fastps.join() >= 0
+    else:
+        flight = fastps.barrier_async()
+        if fastps.rank() == 1:
+            fastps.send(np.ones(1), 0)
+        with pytest.raises(MismatchError, match="worker 0 has run out of data"):
+            fastps.synchronize(flight)
+        fastps.join()
+    fastps.barrier()
+    fastps.shutdown()
+    return "done"
+
+
+def everyone() -> fastps.ProcessSet:
+    """Give the set of all workers that everything() has added."""
+    return SETS[0]
 
 
 def lost() -> str:

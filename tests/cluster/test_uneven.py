@@ -17,3 +17,7 @@ def test_workers_run_out_one_after_the_other(environment):
 def test_a_worker_is_lost_while_another_waits_in_join():
     with Job(programs_uneven.lost, workers=2, servers=1) as job:
         assert job.workers[0].result() == "told"
+
+
+def test_who_waits_in_a_meeting_hears_that_another_has_joined():
+    assert run_job(programs_uneven.meet_as_one_joins, workers=3, servers=0) == ["done"] * 3

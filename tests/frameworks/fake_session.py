@@ -205,6 +205,9 @@ class FakeHandle:
         self._many = many
         self.waits = 0
 
+    def then(self, after: Any) -> FakeHandle:
+        return self
+
     def poll(self) -> bool:
         with self._cluster.changed:
             return all(operation.is_done for operation in self._operations)
@@ -304,6 +307,9 @@ class FakeSession:
         self.barrier()
         self.broadcast_async(data, root_rank, f"{name}/data").wait()
         return decode_object(data.tobytes())
+
+    def version_of(self, name: str) -> int:
+        return 0
 
     def barrier(self) -> None:
         self.push_pull_async(np.zeros(1), "barrier").wait()

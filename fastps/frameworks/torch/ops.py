@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fastps import session
+from fastps.evened import even
 from fastps.flights import Later
 from fastps.frameworks._adapter import check_name
 from fastps.frameworks.torch.compression import (
@@ -188,10 +189,11 @@ def _start(
 ) -> Pending:
     array, code = view_of(source), wire_dtype(source.dtype, name)
     out = array if output is source else view_of(output)
-    handle = session.current().push_pull_async(
+    current = session.current()
+    handle = current.push_pull_async(
         array, name, average=average, priority=priority, out=out, dtype=code
     )
-    return Pending(handle, output, name)
+    return Pending(even(current, handle, name) if average else handle, output, name)
 
 
 def _checked(tensor: torch.Tensor, name: str, average: bool) -> torch.Tensor:
