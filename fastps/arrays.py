@@ -142,8 +142,9 @@ def make_spec(
     """Say what is declared. is_sent: to servers; only then, and if it pays, it is compressed.
 
     staleness, compensation, givers, gathering: of the contract. beside: of TensorSpec.
-    partition_bytes: 0 takes what settings say. n: workers. ConfigError for a codec or a rule under a policy that has none, and
-    a rule that n workers cannot have; TypeError for elements that have no rules.
+    partition_bytes: 0 takes what settings say. n: workers. ConfigError for a codec or a rule
+    under a policy that has none, and a rule that n workers cannot have; TypeError for elements
+    that have no rules.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if (
@@ -160,6 +161,11 @@ def make_spec(
         is_sent and coding.fits(dtype, nbytes, min_bytes=config.min_compress_bytes)
     ):
         coding = PLAIN
+    if is_followed(policy, coding) and dtype not in (DType.FLOAT32, DType.FLOAT64):
+        raise ConfigError(
+            f"{name!r} is {dtype.name.lower()}, and changes of held values travel encoded for "
+            "float32 and float64 alone: declare it without compression"
+        )
     partition_bytes = partition_bytes or config.partition_bytes
     if coding.is_whole:
         partition_bytes = min(partition_bytes, MAX_WHOLE_BYTES)

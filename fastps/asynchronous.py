@@ -12,16 +12,17 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from fastps.compression import Choice
 from fastps.contract import ANY_STALENESS, PROMPT, Compensation, Policy
 from fastps.current import current
 from fastps.errors import ConfigError
 from fastps.flights import Later
 from fastps.types import DType, dtype_of
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, Handle
 
 # lambda; lambda_0 and decay with what adapts; "adaptive": 2 and 0.95, of the paper's section 6.1
 Compensating: TypeAlias = float | Literal["adaptive"] | Compensation
@@ -40,6 +41,7 @@ class ServerParameters:
         prefix: str = "Async.",
         dtype: DType | None = None,
         delay_compensation: Compensating | None = None,
+        compression: Choice = None,
     ) -> None:
         """Let the servers hold rank 0's parameters, and take them over here; blocks.
 
@@ -49,7 +51,10 @@ class ServerParameters:
         memory add first and go in step; FASTPS_SHARED_MEMORY=0 takes each for itself. prefix:
         another one for a second model. dtype: BFLOAT16 with uint16 arrays. delay_compensation:
         lambda of DC-ASGD, or "adaptive", for changes that are -learning_rate times a gradient,
-        float32 or float64; see docs/async.md. All workers must call it alike, MismatchError else.
+        float32 or float64; see docs/async.md. compression: of push_pull(), for changes and for
+        answers, float32 or float64 without a bound of staleness; what it loses of an answer is in
+        the next one, of a change there too with error feedback. All workers must call it alike,
+        MismatchError else.
         ConfigError where no server is there to hold them; a worker without any others needs none.
         """
         self.bound = _bound_of(staleness)
@@ -59,10 +64,11 @@ class ServerParameters:
         self._names = [prefix + name for name in parameters]
         self._dtype = dtype
         self._session = current()
+        self._copies: dict[str, Array] = {}  # of what changes by what comes encoded
         if self._session.size > 1:
-            self._seed()
+            self._seed(compression)
 
-    def _seed(self) -> None:
+    def _seed(self, compression: Choice) -> None:
         specs = [
             (name, array.shape, dtype_of(array.dtype) if self._dtype is None else self._dtype)
             for name, array in zip(self._names, self.arrays, strict=True)
@@ -74,13 +80,18 @@ class ServerParameters:
                     "float64 alone: leave delay_compensation out, or hold it in float32"
                 )
         self._session.declare(
-            specs, policy=Policy.ACCUMULATE, staleness=self.bound, compensation=self.compensation
-        )
+            specs, policy=Policy.ACCUMULATE, staleness=self.bound, compensation=self.compensation,
+            compression=compression,
+        )  # fmt: skip
         self._session.broadcast_async(self.arrays, 0, self._names, dtype=self._dtype).wait()
+        for name, array in zip(self._names, self.arrays, strict=True):
+            (started,) = self._session.started([name])
+            if started.tensor.is_followed:
+                self._copies[name] = array.copy()
 
     def push(
         self,
-        deltas: Sequence[Array] | Mapping[str, Array],
+        deltas: Sequence[Array | None] | Mapping[str, Array | None],
         *,
         learning_rate: float | None = None,
     ) -> list[Array]:
@@ -89,13 +100,14 @@ class ServerParameters:
 
     def push_async(
         self,
-        deltas: Sequence[Array] | Mapping[str, Array],
+        deltas: Sequence[Array | None] | Mapping[str, Array | None],
         *,
         learning_rate: float | None = None,
     ) -> Later[list[Array]]:
         """Begin to add changes to the parameters, and to write what is there then over them here.
 
-        deltas: one per parameter in their order, or by name; read. Neither they nor the
+        deltas: one per parameter in their order, or by name; read. None adds nothing: what is
+        there is read, for which a frame without bytes is sent. Neither they nor the
         parameters may be touched before wait() has returned. That waits for nobody, but for
         workers so slow that this one is more than `staleness` pushes ahead; StallError names
         them. Each change is added once, in the order in which they come. learning_rate: with
@@ -108,14 +120,52 @@ class ServerParameters:
         if len(deltas) != len(self.arrays):
             raise ValueError(f"{len(self.arrays)} parameters need as many changes")
         if self._session.size > 1:
-            handle = self._session.push_pull_async(
-                deltas, self._names, average=False, out=self.arrays, dtype=self._dtype,
-                learning_rate=rate,
-            )  # fmt: skip
-            return Later([handle], lambda _: self.arrays)
+            return Later(self._start(deltas, rate), lambda _: self._landed())
         for array, delta in zip(self.arrays, deltas, strict=True):
-            np.add(array, delta, out=array)
+            if delta is not None:
+                np.add(array, delta, out=array)
         return Later([], lambda _: self.arrays)
+
+    def _start(self, deltas: Sequence[Array | None], rate: float | None) -> list[Handle]:
+        """Push what is given, and read the rest."""
+        flights: list[Handle] = []
+        places = [place for place, delta in enumerate(deltas) if delta is not None]
+        others = [place for place, delta in enumerate(deltas) if delta is None]
+        outs = [
+            self._copies.get(name, array)
+            for name, array in zip(self._names, self.arrays, strict=True)
+        ]
+        if places:
+            flights.append(self._session.push_pull_async(
+                [one for one in deltas if one is not None], [self._names[i] for i in places],
+                average=False, out=[outs[i] for i in places], dtype=self._dtype,
+                learning_rate=rate,
+            ))  # fmt: skip
+        if others:
+            names, arrays = [self._names[i] for i in others], [outs[i] for i in others]
+            flights.append(self._session.start_held("start_pull", names, arrays, is_coded=True))
+        return flights
+
+    def _landed(self) -> list[Array]:
+        """Give the arrays, with what came encoded."""
+        for name, array in zip(self._names, self.arrays, strict=True):
+            if name in self._copies:
+                np.copyto(array, self._copies[name])
+        return self.arrays
+
+    def kept(self) -> list[Any]:
+        """Give what the codecs of this worker keep (error feedback, momentum) of each parameter.
+
+        For checkpoints, when no push is under way.
+        """
+        found = {one.spec.name: one.tensor.kept() for one in self._session.started(self._names)}
+        return [found.get(name, []) for name in self._names]
+
+    def restore(self, kept: Sequence[Any]) -> None:
+        """Take what kept() gave. ValueError for what other parameters keep."""
+        given = dict(zip(self._names, kept, strict=True))
+        for one in self._session.started(self._names):
+            one.tensor.restore(given[one.spec.name])
 
 
 def compensation_of(wanted: Compensating | None) -> Compensation:

@@ -12,14 +12,17 @@ Nobody waits for anybody.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from fastps.asynchronous import ServerParameters
+from fastps.compression import Choice
 from fastps.current import current
+from fastps.errors import ConfigError
+from fastps.local_blocks import ArrayBlocks, Block, Blocks, Lots, Reset
 from fastps.worker.handle import Array
 
 Schedule: TypeAlias = Callable[[float], float]
@@ -58,12 +61,12 @@ class Hinge(NamedTuple):
         return self.alpha / (1.0 + self.a * max(staleness - self.b, 0.0))
 
 
-class AsyncSteps(ABC):
+class AsyncSteps(Blocks):
     """Add what local steps change to what servers hold; subclasses know what a tensor is."""
 
     def __init__(
         self, named: Sequence[tuple[str, Any]], *, sync_every: int, alpha: float | Schedule,
-        proximal: float, prefix: str,
+        proximal: float, lots: Lots, compression: Any, prefix: str,
     ) -> None:  # fmt: skip
         """Let servers hold rank 0's values, and take them over; blocks."""
         if sync_every < 1 or not 0 <= proximal < 1:
@@ -73,59 +76,85 @@ class AsyncSteps(ABC):
         self.alpha: Any = alpha if callable(alpha) else Constant(float(alpha))
         self.sync_every, self.proximal, self.steps = sync_every, proximal, 0
         self.staleness, self.share = 0.0, _checked(self.alpha(0.0))
-        self._own = [own for _, own in named]
-        self._base = [self._widen(own) for own in self._own]
+        self._lots, self.exchanges = lots, 0
+        if lots.skips and current().can_share:
+            raise ConfigError(
+                "workers that share memory add first and go in step, so none can leave out what "
+                "others send: set FASTPS_SHARED_MEMORY=0 for all, or leave participation and "
+                "sparsity out"
+            )
+        widened = [(own, self._widen(own)) for _, own in named]
+        self._blocks = [Block(own, agreed, agreed) for own, agreed in widened]
         arrays = {
-            name: self._view(base) for (name, _), base in zip(named, self._base, strict=True)
+            name: self._view(block.agreed)
+            for (name, _), block in zip(named, self._blocks, strict=True)
         }
-        self._held = ServerParameters(arrays, prefix=f"{prefix}.")
+        self._held = ServerParameters(arrays, prefix=f"{prefix}.", compression=compression)
         self._clock = ServerParameters({"updates": np.zeros(1)}, prefix=f"{prefix} clock.")
         self._stamp = 0.0
-        self._take()
+        for block in self._blocks:
+            self._take(block, 0.0)
 
     @abstractmethod
-    def _widen(self, own: Any) -> Any:
-        """Copy a tensor, so wide that small changes of it add up."""
-
-    @abstractmethod
-    def _view(self, base: Any) -> Array:
+    def _view(self, agreed: Any) -> Array:
         """Give a tensor's memory as an array."""
 
     def advance(self) -> None:
         """Count a step that was done; every sync_every-th adds what changed. Blocks for that."""
         self.steps += 1
         if self.proximal:
-            for own, base in zip(self._own, self._base, strict=True):
-                own[...] = own + self.proximal * (base - own)
+            for block in self._blocks:
+                block.own[...] = block.own + self.proximal * (block.agreed - block.own)
         if self.steps % self.sync_every == 0:
             self.exchange()
 
     def exchange(self) -> None:
         """Add what has changed since the last exchange, and go on from what servers hold then.
 
-        staleness and share are those of this exchange afterwards. Waits for no other worker.
+        But for what the lot leaves out of this exchange. staleness and share are those of this
+        exchange afterwards. Waits for no other worker.
         """
         now = float(self._clock.push([np.zeros(1)])[0][0])
         self.staleness = max(now - self._stamp, 0.0)
         self.share = _checked(self.alpha(self.staleness))
-        self._held.push([self._view(change) for change in self._changes()])
-        self._stamp = float(self._clock.push([np.ones(1)])[0][0])
-        self._take()
+        gives = self._draw()
+        last = [
+            None if given else self._clone(block.agreed)
+            for block, given in zip(self._blocks, gives, strict=True)
+        ]
+        self._held.push([
+            self._view(self.share * (block.own - block.base)) if given else None
+            for block, given in zip(self._blocks, gives, strict=True)
+        ])  # fmt: skip
+        self._stamp = float(self._clock.push([np.full(1, float(any(gives)))])[0][0])
+        for block, was in zip(self._blocks, last, strict=True):
+            self._give_back(block, was, 0.0, self._lots.error_reset)
 
-    def _changes(self) -> list[Any]:
-        return [self.share * (own - base) for own, base in zip(self._own, self._base, strict=True)]
-
-    def _take(self) -> None:
-        for own, base in zip(self._own, self._base, strict=True):
-            own[...] = base
+    def _draw(self) -> list[bool]:
+        """Draw which tensors this worker sends now."""
+        session, n = current(), len(self._blocks)
+        self.exchanges += 1
+        if not self._lots.skips:
+            return [True] * n
+        lots = self._lots.draw(session.size, 0, self.exchanges - 1, n)
+        return [bool(one) for one in lots[session.rank]]
 
     def state_dict(self) -> dict[str, Any]:
         """Give the steps, and what this worker has changed and not sent; each saves its own.
 
-        What servers hold is rank 0's to save: exchange() on it, after a barrier(), gives it.
+        What its codecs keep is in it too. What servers hold is rank 0's to save: exchange() on it,
+        after a barrier(), gives it, but for what the lot leaves out.
         """
-        changes = [own - base for own, base in zip(self._own, self._base, strict=True)]
-        return {"steps": self.steps, "changes": changes}
+        return {
+            "steps": self.steps,
+            "exchanges": self.exchanges,
+            "changes": [block.own - block.base for block in self._blocks],
+            "bases": [
+                None if block.base is block.agreed else block.base - block.agreed
+                for block in self._blocks
+            ],
+            "kept": self._held.kept(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state_dict(), with servers that were seeded by rank 0. ValueError else.
@@ -133,11 +162,15 @@ class AsyncSteps(ABC):
         What a worker had not sent yet is sent with what comes; rank 0's is in the seed.
         """
         given = state.get("changes", ())
-        if [one.shape for one in given] != [one.shape for one in self._base]:
+        if [one.shape for one in given] != [block.agreed.shape for block in self._blocks]:
             raise ValueError("this is no state of an AsyncLocalSGD of this model")
-        self.steps = state["steps"]
-        for own, base, change in zip(self._own, self._base, given, strict=True):
-            own[...] = base + change if current().rank else base
+        self.steps, self.exchanges = state["steps"], state["exchanges"]
+        self._held.restore(state["kept"])
+        for block, change, base in zip(self._blocks, given, state["bases"], strict=True):
+            block.base = block.agreed
+            if current().rank and base is not None:
+                block.base = block.agreed + base
+            block.own[...] = block.base + change if current().rank else block.agreed
 
 
 def _checked(share: float) -> float:
@@ -146,7 +179,7 @@ def _checked(share: float) -> float:
     return share
 
 
-class AsyncLocalSGD(AsyncSteps):
+class AsyncLocalSGD(ArrayBlocks, AsyncSteps):
     """Train arrays with steps of one's own, and add what they change to what servers hold."""
 
     def __init__(
@@ -156,6 +189,11 @@ class AsyncLocalSGD(AsyncSteps):
         sync_every: int,
         alpha: float | Schedule = 0.8,
         proximal: float = 0.0,
+        participation: float = 1.0,
+        sparsity: float = 0.0,
+        error_reset: Reset = "kept",
+        seed: int = 0,
+        compression: Choice = None,
         prefix: str = "AsyncLocalSGD",
     ) -> None:
         """Let servers hold rank 0's arrays and take them over; blocks.
@@ -166,6 +204,7 @@ class AsyncLocalSGD(AsyncSteps):
         """
         super().__init__(
             list(parameters.items()), sync_every=sync_every, alpha=alpha, proximal=proximal,
+            lots=Lots(participation, sparsity, error_reset, seed), compression=compression,
             prefix=prefix,
         )  # fmt: skip
 
@@ -173,8 +212,5 @@ class AsyncLocalSGD(AsyncSteps):
         """Count a step that was done on the arrays; see advance()."""
         self.advance()
 
-    def _widen(self, own: Array) -> Array:
-        return np.array(own, np.float32 if own.dtype == np.float16 else own.dtype, order="C")
-
-    def _view(self, base: Array) -> Array:
-        return np.asarray(base)
+    def _view(self, agreed: Array) -> Array:
+        return np.asarray(agreed)

@@ -10,18 +10,17 @@ import numpy as np
 
 from fastps.compression import Choice
 from fastps.current import current
-from fastps.local_steps import Block, LocalSteps, Terms
+from fastps.local_blocks import ArrayBlocks, Block, Reset
+from fastps.local_steps import LocalSteps, Terms
 from fastps.outer import Outer
 from fastps.rules import Choice as Rule
 from fastps.types import DType, dtype_of
 from fastps.worker.handle import Array
 
 
-class LocalSGD(LocalSteps):
+class LocalSGD(ArrayBlocks, LocalSteps):
     """Train arrays with steps of one's own, and exchange what they changed every so many steps."""
 
-    _subtract = staticmethod(np.subtract)
-    _clone = staticmethod(np.copy)
     _packed = staticmethod(np.copy)
 
     def __init__(
@@ -35,7 +34,7 @@ class LocalSGD(LocalSteps):
         keep: float | None = None,
         participation: float = 1.0,
         sparsity: float = 0.0,
-        error_reset: Literal["kept", "literal"] = "kept",
+        error_reset: Reset = "kept",
         seed: int = 0,
         deadline_s: float | None = None,
         outer_on: Literal["workers", "servers"] = "workers",
@@ -74,9 +73,6 @@ class LocalSGD(LocalSteps):
     def _seed(self, named: Sequence[tuple[str, Array]]) -> None:
         arrays, names = [array for _, array in named], [name for name, _ in named]
         current().broadcast_async(arrays, 0, names).wait()
-
-    def _widen(self, own: Array) -> Array:
-        return np.array(own, np.float32 if own.dtype == np.float16 else own.dtype, order="C")
 
     def _code(self, agreed: Array) -> DType:
         return dtype_of(agreed.dtype)

@@ -6,10 +6,9 @@ have changed since is averaged over those that send, and an outer optimizer make
 values of it: DiLoCo (Douillard et al., "DiLoCo: Distributed low-communication training of language
 models", 2023, algorithm 1). Fragments leave in turn, and may arrive some steps later: Streaming
 DiLoCo (Douillard et al., 2025, sections 2.2 and 2.3). A worker may sit out an exchange, or leave
-single tensors out of it; what it changed stays in its own values and is sent later: error reset of
-CSER (Xie, Zheng, Koyejo, Gupta, Li and Lin, NeurIPS 2020), or lost, as ZenoPS's code has it.
-Who sends what is drawn by counters, so every worker knows it of all. Servers may hold the agreed
-values and the outer optimizer instead (gathered.py); then an exchange may have a deadline.
+single tensors out of it; local_blocks.py says what becomes of what it changed. Who sends what is
+drawn by counters, so every worker knows it of all. Servers may hold the agreed values and the
+outer optimizer instead (gathered.py); then an exchange may have a deadline.
 
 Knows tensors only as something with `[...]`: what is a framework's stands in subclasses. All of
 it runs in the thread that steps.
@@ -18,7 +17,7 @@ it runs in the thread that steps.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -29,6 +28,7 @@ from fastps import residuals
 from fastps.current import current
 from fastps.flights import Flight
 from fastps.gathered import Gathered
+from fastps.local_blocks import Block, Blocks, Lots, Reset
 from fastps.outer import Outer
 from fastps.rules import Choice as Rule
 from fastps.types import DType
@@ -50,7 +50,7 @@ class Terms:
     keep: float = 0.0
     participation: float = 1.0
     sparsity: float = 0.0
-    error_reset: Literal["kept", "literal"] = "kept"
+    error_reset: Reset = "kept"
     seed: int = 0
     deadline_s: float | None = None
     outer_on: Literal["workers", "servers"] = "workers"
@@ -69,16 +69,7 @@ class Terms:
             )
         if not 0 <= self.keep <= 1:
             raise ValueError(f"keep={self.keep} is not between 0 and 1")
-        if not (0 < self.participation <= 1 and 0 <= self.sparsity < 1):
-            raise ValueError(
-                f"participation={self.participation} is above 0 and at most 1, and "
-                f"sparsity={self.sparsity} 0 to below 1"
-            )
-        if self.error_reset not in ("kept", "literal") or not 0 <= self.seed < 1 << 64:
-            raise ValueError(
-                f"error_reset={self.error_reset!r} is 'kept' or 'literal', and seed={self.seed} a "
-                "number of 64 bits"
-            )
+        assert self.lots  # which refuses some
         if self.outer_on not in ("workers", "servers") or (self.deadline_s or 1.0) <= 0:
             raise ValueError(
                 f"outer_on={self.outer_on!r} is 'workers' or 'servers', and "
@@ -91,43 +82,22 @@ class Terms:
         return self.outer_on == "servers" or self.deadline_s is not None
 
     @property
+    def lots(self) -> Lots:
+        """Give who leaves what out."""
+        return Lots(self.participation, self.sparsity, self.error_reset, self.seed)
+
+    @property
     def skips(self) -> bool:
         """Tell whether something may be left out."""
-        return self.participation < 1 or self.sparsity > 0
+        return self.lots.skips
 
     def offset(self, number: int) -> int:
         """Give by how many steps a fragment is before the first one."""
         return number * self.sync_every // self.fragments
 
     def draw(self, size: int, fragment: int, exchange: int, n: int) -> np.ndarray[Any, Any]:
-        """Draw who sends which of n tensors in an exchange of a fragment: bool[size, n].
-
-        A counter and no state, so all workers know it of each other and in any order.
-        """
-        counter = [0, fragment, exchange, 0]
-        lots = np.random.Generator(np.random.Philox(key=self.seed, counter=counter))
-        drawn = lots.random((size, n + 1))
-        found: np.ndarray[Any, Any] = (drawn[:, :1] < self.participation) & (
-            drawn[:, 1:] >= self.sparsity
-        )
-        return found
-
-
-@dataclass
-class Block:
-    """One tensor: what the worker trains, what all agreed on, and where its change travels.
-
-    agreed: float32 for halves. base: what changes are counted from; agreed itself, unless an
-    error reset is literal. value: where servers hold it, what came from them. lane: which of its
-    fragment's rooms `change` and `value` are views of.
-    """
-
-    own: Any
-    agreed: Any
-    base: Any = None
-    change: Any = None
-    value: Any = None
-    lane: int = 0
+        """Draw who sends which of n tensors in an exchange of a fragment: bool[size, n]."""
+        return self.lots.draw(size, fragment, exchange, n)
 
 
 @dataclass
@@ -159,11 +129,9 @@ class Fragment:
             self.handles.pop()
 
 
-class LocalSteps(ABC):
+class LocalSteps(Blocks):
     """Exchange what local steps change; subclasses know the framework's tensors."""
 
-    _subtract: ClassVar[Callable[..., Any]]
-    _clone: ClassVar[Callable[..., Any]]
     _packed: ClassVar[Callable[..., Any]]  # copies an array into what checkpoints may hold
 
     def __init__(
@@ -200,10 +168,6 @@ class LocalSteps(ABC):
         """Copy rank 0's values to all workers."""
 
     @abstractmethod
-    def _widen(self, own: Any) -> Any:
-        """Copy a tensor, so wide that small changes of it add up."""
-
-    @abstractmethod
     def _code(self, agreed: Any) -> DType:
         """Give the element type of a tensor."""
 
@@ -223,7 +187,7 @@ class LocalSteps(ABC):
     def _load_outer(self, state: Any) -> None:
         """Take what an outer optimizer kept."""
 
-    def _mix_rest(self) -> None:  # noqa: B027  (most have none)
+    def _mix_rest(self) -> None:
         """Average what is exchanged besides, with the first fragment."""
 
     # ---- layout ----
@@ -338,7 +302,7 @@ class LocalSteps(ABC):
         ]
         self._take_agreed(counted)
         for block, last in zip(counted, before, strict=True):
-            self._give_back(block, last)
+            self._give_back(block, last, self._terms.keep, self._terms.error_reset)
 
     def _take_agreed(self, blocks: Sequence[Block]) -> None:
         """Make the next agreed values, or take those that servers have made."""
@@ -347,32 +311,6 @@ class LocalSteps(ABC):
             return
         for block in blocks:
             block.agreed[...] = block.value
-
-    def _give_back(self, block: Block, last: Any) -> None:
-        """Give the worker what is agreed now.
-
-        last: what was, of a tensor that it did not send: its own change stays on top. Counted
-        from what is agreed, it is sent with what comes next; counted from what it has, it is not.
-        """
-        if last is None:
-            block.base = block.agreed
-            self._take(block, self._terms.keep)
-            return
-        last -= block.agreed
-        own = block.own
-        own -= last
-        if self._terms.error_reset == "literal":
-            block.base = self._widen(block.own)
-
-    def _take(self, block: Block, keep: float) -> None:
-        """Give the worker what is agreed; keep: the share of its own that it keeps."""
-        own, agreed = block.own, block.agreed
-        if keep and own.dtype == agreed.dtype:  # where it lies: new memory costs more than passes
-            own -= agreed
-            own *= keep
-            own += agreed
-            return
-        own[...] = agreed + keep * (own - agreed) if keep else agreed
 
     def synchronize(self) -> None:
         """Exchange now what has changed, of all workers, so that all have the same; blocks.

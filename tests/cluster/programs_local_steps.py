@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from codec_oracle import Reference
+
 import fastps
 from fastps import outer
+from fastps.coding import Option
 from fastps.local_async import Polynomial
+from fastps.local_blocks import Lots
 from fastps.local_steps import Terms
 
 STEPS, EVERY = 13, 3
@@ -276,7 +282,7 @@ def asynchronous() -> tuple[list[float], float, list[float]]:
     assert 0.5 <= parameters["w"].min() == parameters["w"].max() < 9.0
     added, seen = 0.0, []
     for _ in range(20 * (1 + rank)):
-        base = float(local._base[0][0])
+        base = float(local._blocks[0].agreed[0])
         parameters["w"] += 0.01 * (rank + 1)
         local.step()
         if local.steps % 2 == 0:
@@ -301,6 +307,93 @@ def asynchronous() -> tuple[list[float], float, list[float]]:
         fastps.AsyncLocalSGD(parameters, sync_every=1, alpha=lambda _: -1.0, prefix="wrong")
     end()
     return [held], added, seen
+
+
+class Server:
+    """The algorithm without rounds, in one process: what servers hold, and what each has of it."""
+
+    def __init__(self, size: int, server: int, coding: Any, words: dict[str, Any]) -> None:
+        self.lots, self.coding = Lots(**words), coding
+        self.value = model(np.float32)
+        self.own = [copy.deepcopy(self.value) for _ in range(size)]
+        self.agreed = copy.deepcopy(self.own)
+        self.base = copy.deepcopy(self.own)
+        self.alpha, self.updates, self.stamps = Polynomial(0.5), 0, [0] * size
+        self.changes = dict.fromkeys(self.value, 0)  # that each tensor has seen
+        self.up = [
+            {name: self.coder(coding, name, one.size, rank, pushes=True)
+             for name, one in self.value.items()}
+            for rank in range(size)
+        ]  # fmt: skip
+        coding = coding.without_memory()
+        self.down = {
+            name: self.coder(coding, name, one.size, server) for name, one in self.value.items()
+        }
+
+    @staticmethod
+    def coder(coding: Any, name: str, count: int, rank: int, **words: Any) -> Reference:
+        return Reference(coding, count, name=f"turns.{name}", rank=rank, **words)
+
+    def exchange(self, rank: int, exchange: int) -> None:
+        """Let a worker add what it sends, and have what is there then."""
+        share = self.alpha(float(self.updates - self.stamps[rank]))
+        gives = self.lots.draw(len(self.own), 0, exchange, len(self.value))[rank]
+        for place, name in enumerate(self.value):
+            self.move(rank, name, share, gives=bool(gives[place]))
+        self.updates += bool(gives.any())
+        self.stamps[rank] = self.updates
+
+    def move(self, rank: int, name: str, share: float, *, gives: bool) -> None:
+        """Do one tensor's part: both ways encoded."""
+        own, base, agreed = self.own[rank], self.base[rank], self.agreed[rank]
+        last, value = agreed[name].copy(), self.value[name]
+        if gives:
+            change = np.asarray(share * (own[name] - base[name]))
+            value += self.up[rank][name].encode(change.reshape(-1)).reshape(value.shape)
+            self.changes[name] += 1
+        behind = np.asarray(value - agreed[name]).reshape(-1)
+        agreed[name] += self.down[name].encode(behind).reshape(value.shape)
+        if gives:
+            own[name][...] = base[name][...] = agreed[name]
+            return
+        own[name] -= last - agreed[name]
+        base[name][...] = own[name] if self.lots.error_reset == "literal" else agreed[name]
+
+
+def in_turns() -> str:
+    """Exchange one after the other, with codecs and what is left out: as the algorithm, by bit."""
+    rank, size = start()
+    for number, (coding, words) in enumerate([
+        (fastps.Compression.int4(11, ef="vanilla"), {}),
+        (fastps.Compression.topk(0.3, ef="vanilla"), {"participation": 0.6}),
+        (fastps.Compression.int8(), {"sparsity": 0.5, "error_reset": "literal", "seed": 4}),
+        (fastps.Compression.fp16(ef="vanilla"), {"participation": 0.7, "sparsity": 0.3}),
+    ]):  # fmt: skip
+        expected = Server(size, size, coding, words)
+        parameters = model(np.float32)
+        if rank:
+            for one in parameters.values():
+                one.fill(0)
+        local = fastps.AsyncLocalSGD(
+            parameters, sync_every=1, alpha=Polynomial(0.5), compression=coding,
+            prefix=f"turns{number}", **words,
+        )  # fmt: skip
+        for step in range(6):
+            for turn in range(size):
+                do_step(list(expected.own[turn].values()), turn, step)
+                expected.exchange(turn, step)
+                if turn == rank:
+                    do_step(list(parameters.values()), rank, step)
+                    local.step()
+                fastps.barrier()
+        for name, one in parameters.items():
+            np.testing.assert_array_equal(one, expected.own[rank][name], err_msg=str(words))
+        kept = [np.frombuffer(bytes(one[0][0] or b""), np.float32) for one in local._held.kept()]
+        if ef := coding.has(Option.FEEDBACK):
+            for found, coder in zip(kept, expected.up[rank].values(), strict=True):
+                np.testing.assert_array_equal(found, coder.residual)
+        assert ef or not any(one.size for one in kept)
+    return end()
 
 
 def stopped() -> dict[str, list[float]]:

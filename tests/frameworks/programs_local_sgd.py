@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 def start() -> tuple[int, int]:
     torch.set_num_threads(1)
-    fps.init()
+    fps.init(min_compress_bytes=0)
     return fps.rank(), fps.size()
 
 
@@ -234,6 +235,7 @@ def kinds() -> str:
     outvoted(rank)
     left_out(rank)
     at_its_own_pace(rank)
+    as_arrays(rank, fps.size())
     return end()
 
 
@@ -282,6 +284,37 @@ def at_its_own_pace(rank: int) -> None:
     state = local.state_dict()
     local.load_state_dict(copy.deepcopy(state))
     assert local.steps == 20 + 10 * rank
+
+
+def as_arrays(rank: int, size: int) -> None:
+    """Do what NumPy's face does, by bit, with a codec and what is left out."""
+    model = net(torch.float32)
+    arrays = {name: one.detach().numpy().copy() for name, one in model.named_parameters()}
+    words = {"alpha": 0.5, "participation": 0.7, "sparsity": 0.3, "proximal": 0.1, "seed": 2}
+    codec = fastps.Compression.int4(11, ef="vanilla")
+    local = fps.AsyncLocalSGD(
+        model, sgd(model.parameters()), sync_every=2, compression=codec, prefix="torch", **words
+    )
+    twin = fastps.AsyncLocalSGD(arrays, sync_every=2, compression=codec, prefix="numpy", **words)
+    for step in range(12):
+        for turn in range(size):
+            if turn == rank:
+                local.zero_grad()
+                loss_of(model, rank, step).backward()
+                before = {name: one.detach().clone() for name, one in model.named_parameters()}
+                local.inner.step()
+                for name, one in model.named_parameters():
+                    arrays[name] += (one.detach() - before[name]).numpy()
+                    with torch.no_grad():  # rounded as the other
+                        one.copy_(torch.from_numpy(arrays[name]))
+                local.advance()
+                twin.step()
+            fps.barrier()
+        for name, one in model.named_parameters():
+            np.testing.assert_array_equal(one.detach().numpy(), arrays[name])
+    saved = copy.deepcopy(local.state_dict())
+    assert any(len(part) for part in saved["kept"])
+    local.load_state_dict(saved)
 
 
 def outvoted(rank: int) -> None:

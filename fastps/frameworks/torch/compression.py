@@ -148,3 +148,14 @@ class Compression:
     none: ClassVar[Compressor] = _None()
     fp16: ClassVar[Compressor] = _Cast(torch.float16)
     bf16: ClassVar[Compressor] = _Cast(torch.bfloat16)
+
+
+def choice_of(compression: Compressing) -> Any:
+    """Give the codec for what local steps have changed; TypeError for what would cast a tensor."""
+    given = compressor_of(compression)
+    if compression is None or isinstance(given, OnTheWay):
+        return given.choice if isinstance(given, OnTheWay) else None
+    raise TypeError(
+        "LocalSGD sends what changed through a codec: give fastps.Compression.fp16() in the place "
+        "of fastps.torch.Compression.fp16, or another of fastps.Compression"
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LocalSGD and AsyncLocalSGD of PyTorch share: the optimizer whose steps they count."""
+"""What LocalSGD and AsyncLocalSGD of PyTorch share: the steps that they count, and tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from fastps.local_blocks import Blocks
+
+
+class TensorBlocks(Blocks):
+    """Blocks of tensors; stands first among the bases."""
+
+    _subtract = staticmethod(torch.sub)
+    _clone = staticmethod(torch.clone)
+
+    def _widen(self, own: torch.Tensor) -> torch.Tensor:
+        half = own.dtype in (torch.float16, torch.bfloat16)
+        dtype = torch.float32 if half else own.dtype
+        return own.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 class InnerSteps:

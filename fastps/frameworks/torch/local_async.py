@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from fastps.frameworks.torch.inner import InnerSteps
+from fastps.frameworks.torch.compression import Compressing, choice_of
+from fastps.frameworks.torch.inner import InnerSteps, TensorBlocks
 from fastps.frameworks.torch.tensors import check_tensor, view_of
 from fastps.local_async import AsyncSteps, Schedule
+from fastps.local_blocks import Lots, Reset
 from fastps.worker.handle import Array
 
 
-class AsyncLocalSGD(AsyncSteps, InnerSteps):
+class AsyncLocalSGD(TensorBlocks, AsyncSteps, InnerSteps):
     """Train with steps of one's own, and add what they change to what servers hold."""
 
     def __init__(
@@ -25,6 +27,11 @@ class AsyncLocalSGD(AsyncSteps, InnerSteps):
         sync_every: int,
         alpha: float | Schedule = 0.8,
         proximal: float = 0.0,
+        participation: float = 1.0,
+        sparsity: float = 0.0,
+        error_reset: Reset = "kept",
+        seed: int = 0,
+        compression: Compressing = None,
         prefix: str = "AsyncLocalSGD",
     ) -> None:
         """Let servers hold rank 0's parameters and take them over; blocks.
@@ -33,9 +40,13 @@ class AsyncLocalSGD(AsyncSteps, InnerSteps):
         stays each worker's own. sync_every: H, steps from one exchange to the next. alpha: the
         share of an update that is added, or a function of its staleness: Constant, Polynomial and
         Hinge of fastps.local_async. proximal: rho, by how much each step pulls back to what the
-        worker had from servers last, 0 to below 1. prefix: another one for a second model.
-        Changes add up over workers: n of them with alpha=1 move n times as far as one. Raises
-        ValueError, TypeError, and ConfigError where no server holds the model.
+        worker had from servers last, 0 to below 1. participation: probability with which a worker
+        adds something in an exchange, sparsity: with which it leaves a tensor out of it; drawn by
+        counters from seed. error_reset: "kept" sends later what was left out, "literal" never.
+        compression: of fastps.push_pull(), of what is added and of what comes back. prefix:
+        another one for a second model. Changes add up over workers: n of them with alpha=1 move n
+        times as far as one. Raises ValueError, TypeError, and ConfigError where no server holds
+        it, or where workers that share memory are to leave something out.
         """
         self.inner = inner
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
@@ -43,8 +54,10 @@ class AsyncLocalSGD(AsyncSteps, InnerSteps):
             check_tensor(one, name)
         with torch.no_grad():
             super().__init__(
-                named, sync_every=sync_every, alpha=alpha, proximal=proximal, prefix=prefix
-            )
+                named, sync_every=sync_every, alpha=alpha, proximal=proximal,
+                lots=Lots(participation, sparsity, error_reset, seed),
+                compression=choice_of(compression), prefix=prefix,
+            )  # fmt: skip
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -67,10 +80,5 @@ class AsyncLocalSGD(AsyncSteps, InnerSteps):
         super().load_state_dict(state)
         self.inner.load_state_dict(state["inner"])
 
-    def _widen(self, own: torch.Tensor) -> torch.Tensor:
-        half = own.dtype in (torch.float16, torch.bfloat16)
-        dtype = torch.float32 if half else own.dtype
-        return own.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-    def _view(self, base: torch.Tensor) -> Array:
-        return view_of(base.contiguous())
+    def _view(self, agreed: torch.Tensor) -> Array:
+        return view_of(agreed.contiguous())

@@ -10,8 +10,8 @@ import torch
 
 from fastps.current import current
 from fastps.errors import ConfigError
-from fastps.frameworks.torch.compression import Compressing, OnTheWay, compressor_of
-from fastps.frameworks.torch.inner import InnerSteps
+from fastps.frameworks.torch.compression import Compressing, choice_of
+from fastps.frameworks.torch.inner import InnerSteps, TensorBlocks
 from fastps.frameworks.torch.tensors import (
     check_tensor,
     submit_broadcast,
@@ -20,18 +20,17 @@ from fastps.frameworks.torch.tensors import (
     view_of,
     wire_dtype,
 )
-from fastps.local_steps import Block, LocalSteps, Terms
+from fastps.local_blocks import Block, Reset
+from fastps.local_steps import LocalSteps, Terms
 from fastps.outer import Outer
 from fastps.rules import Choice as Rule
 from fastps.types import DType
 from fastps.worker.handle import Array
 
 
-class LocalSGD(LocalSteps, InnerSteps):
+class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
     """Train with steps of one's own, and exchange what they changed every so many steps."""
 
-    _subtract = staticmethod(torch.sub)
-    _clone = staticmethod(torch.clone)
     _packed = staticmethod(lambda array: torch.from_numpy(array.copy()))
 
     def __init__(
@@ -46,7 +45,7 @@ class LocalSGD(LocalSteps, InnerSteps):
         keep: float | None = None,
         participation: float = 1.0,
         sparsity: float = 0.0,
-        error_reset: Literal["kept", "literal"] = "kept",
+        error_reset: Reset = "kept",
         seed: int = 0,
         deadline_s: float | None = None,
         outer_on: Literal["workers", "servers"] = "workers",
@@ -86,7 +85,7 @@ class LocalSGD(LocalSteps, InnerSteps):
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         with torch.no_grad():
             super().__init__(
-                named, terms, compression=_choice_of(compression), rule=rule,
+                named, terms, compression=choice_of(compression), rule=rule,
                 prefix=f"{prefix}LocalSGD", outer=outer,
             )  # fmt: skip
         self.outer = None if isinstance(outer, Outer) else self._adopt(outer)
@@ -148,11 +147,6 @@ class LocalSGD(LocalSteps, InnerSteps):
             handle.wait()
         for tensor, values in zip(tensors, whole, strict=True):
             tensor.copy_(values)
-
-    def _widen(self, own: torch.Tensor) -> torch.Tensor:
-        half = own.dtype in (torch.float16, torch.bfloat16)
-        dtype = torch.float32 if half else own.dtype
-        return own.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def _code(self, agreed: torch.Tensor) -> DType:
         return wire_dtype(agreed.dtype, self._prefix)
@@ -225,14 +219,3 @@ class LocalSGD(LocalSteps, InnerSteps):
         """Go on from a state_dict(); the model's own state is loaded besides. ValueError else."""
         super().load_state_dict(state)
         self.inner.load_state_dict(state["inner"])
-
-
-def _choice_of(compression: Compressing) -> Any:
-    """Give the codec; TypeError for what would cast a tensor before it is sent."""
-    given = compressor_of(compression)
-    if compression is None or isinstance(given, OnTheWay):
-        return given.choice if isinstance(given, OnTheWay) else None
-    raise TypeError(
-        "LocalSGD sends what changed through a codec: give fastps.Compression.fp16() in the place "
-        "of fastps.torch.Compression.fp16, or another of fastps.Compression"
-    )
