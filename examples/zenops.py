@@ -10,14 +10,15 @@
 
 The classifier and the digits of byzantine.py, cut into nine: each of eight workers trains with a
 ninth and skips a tensor with a probability of 0.2, what it skips stays in its model and goes out
-later; so does one that sits a round out (--participation). The validator has the last. In step,
-40 rounds of 8 steps; at each worker's pace, 62 updates of each, with steps that are drawn back to the model they began from, at a rate that is divided by
-the root of nine, as ZenoPS has it; a worker begins the next one when about as many were judged as
-had come before its last. Any worker lies about any tensor with a probability of 0.2, or six of
-eight always do. Each run adds a line to the file, the last one a table, and the exit code of
---report is 1 if a threshold is missed. They are those of CHECKS, over the means of all seeds in
-the file, and were written down before the first of these seeds was run: they come from a
-simulation with other seeds, and the last one, on flipped labels, from one that was missed before.
+later; so does one that sits a round out (--participation). The validator has the last. In step, 40
+rounds of 8 steps; at each worker's pace, 62 updates of each, with steps that are drawn back to the
+model they began from, at a rate that is divided by the root of nine, as ZenoPS has it; a worker
+begins the next one when about as many were judged as had come before its last. Any worker lies
+about any tensor with a probability of 0.2, or six of eight always do. Each run adds a line to the
+file, the last one a table, and the exit code of --report is 1 if a threshold is missed. They are
+those of CHECKS, over the means of all seeds in the file, and were written down before the first of
+these seeds was run: they come from a simulation with other seeds, and the last one, on flipped
+labels, from one that was missed before.
 """
 
 from __future__ import annotations

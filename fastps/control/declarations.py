@@ -54,6 +54,7 @@ from fastps.partition import MAX_PIECES, Placement, check_tensor, cut_tensor, mo
 from fastps.rules import SUMMED, Rule
 from fastps.types import DType
 
+REFUSED = "declarations"  # kind of what is refused of workers, against the validators' word
 _EARLY = -1  # a batch that no server has, of declarations for which validators have no word yet
 MAX_POISON_LINES = 4  # tensors named in one MismatchError; the rest are counted
 MAX_VERSION = 1 << 31  # an id that has come so far is not used again: versions have 32 bits
@@ -140,11 +141,17 @@ class Declarations:
     """The tensor table of one generation."""
 
     def __init__(
-        self, config: Config, *, owners: Mapping[int, int], weights: Sequence[int] = ()
+        self,
+        config: Config,
+        *,
+        owners: Mapping[int, int],
+        weights: Sequence[int] = (),
+        refused: dict[str, int] | None = None,
     ) -> None:
         """Place keys on the owners, peers by number among the members, by their weights in order.
 
-        Without owners tensors are cut all the same; then the owner, 0, means nothing.
+        Without owners tensors are cut all the same; then the owner, 0, means nothing. refused:
+        where what is refused of workers is counted, by kind.
         """
         self._owners = dict(owners)
         self._numbers = tuple(owners) or (0,)  # of the placement's owners
@@ -166,7 +173,7 @@ class Declarations:
         self._waiting: list[_Waiting] = []
         self._n_workers = config.size
         self._judged: set[str] = set()  # names that validators have declared to be theirs
-        self.refused = 0  # declarations of workers, against the validators' word
+        self._refused = {} if refused is None else refused
 
     def declare(self, rank: int, peer: int, asked: Declare, now: float) -> Answers:
         """Take a batch of a worker; answer it now or when the servers are ready."""
@@ -207,8 +214,8 @@ class Declarations:
         for spec in asked.specs:
             if spec.name in self._judged and not self._tensors[spec.name].is_like(spec):
                 text = self._mismatch_text(self._tensors[spec.name], rank, spec)
-                self.refused += 1
-                log.warning("refused a declaration (%d so far): %s", self.refused, text)
+                count = self._refused[REFUSED] = self._refused.get(REFUSED, 0) + 1
+                log.warning("refused a declaration (%d so far): %s", count, text)
                 return text
         return ""
 

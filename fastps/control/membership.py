@@ -132,7 +132,8 @@ class Membership:
         self._is_finished = False
         self._end_reason = ""
         self._end_code = 0
-        self._declarations = Declarations(config, owners={})
+        self.refused: dict[str, int] = {}  # what members asked for and may not, by kind
+        self._declarations = Declarations(config, owners={}, refused=self.refused)
         self._collectives = Collectives(config.n_programs, self._declarations.forget)
 
     # ---- what happened ----
@@ -376,6 +377,7 @@ class Membership:
             self._config,
             owners={place: plan.peers[place].peer for place in plan.owners},
             weights=plan.weights,
+            refused=self.refused,
         )
         self._goes_on = workers[0].join.goes_on
         self._collectives = Collectives(

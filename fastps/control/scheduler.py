@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -55,7 +56,7 @@ OVERSLEPT_S = 1.0  # a tick this late means that this process was stopped, not t
 
 @dataclass(frozen=True)
 class SchedulerStatistics:
-    """What the scheduler has seen; refused counts strangers by kind."""
+    """What the scheduler has seen; refused counts strangers, and declarations, by kind."""
 
     phase: str
     generation: int
@@ -98,13 +99,17 @@ class Scheduler:
         self.address: tuple[str, int] = ("", 0)  # listened on, once run() has started
 
     def numbers(self) -> dict[str, float]:
-        """Give what of statistics() is a number, once run() has started."""
+        """Give what of statistics() is a number, once run() has started.
+
+        refused_wrong_token and the like count each kind, refused all of them.
+        """
         if not hasattr(self, "_gate"):
             return {}
         now = self.statistics()
-        refused = sum(now.refused.values())
-        return {"generation": now.generation, "members": now.members,
-                "half_open": now.half_open, "refused": refused}  # fmt: skip
+        found = {"generation": now.generation, "members": now.members,
+                 "half_open": now.half_open, "refused": sum(now.refused.values())}  # fmt: skip
+        kinds = {kind: f"refused_{re.sub('[^a-z]+', '_', kind)}" for kind in now.refused}
+        return found | {name: now.refused[kind] for kind, name in kinds.items()}
 
     def statistics(self) -> SchedulerStatistics:
         """Give the state of the moment."""
@@ -113,7 +118,7 @@ class Scheduler:
             self._membership.generation,
             len(self._membership.members()),
             len(self._gate.half_open),
-            MappingProxyType(dict(self._gate.refused)),
+            MappingProxyType(self._gate.refused | self._membership.refused),
         )
 
     @property

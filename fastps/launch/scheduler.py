@@ -27,9 +27,11 @@ from typing import IO, Any
 from fastps.config import Config
 from fastps.control.protocol import Absent
 from fastps.control.scheduler import Scheduler
+from fastps.errors import ConfigError
 from fastps.launch.output import Stream
 from fastps.launch.processes import describe_exit
 from fastps.server.logs import logging_to
+from fastps.telemetry.status import StatusService
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +186,13 @@ class SchedulerThread:
         self._serving = asyncio.ensure_future(self._scheduler.run())
         await asyncio.sleep(0)  # run() begins
         self._is_up.set()
-        return await self._serving
+        with contextlib.ExitStack() as stack:
+            try:
+                status = StatusService.of_scheduler(self._settings, self._scheduler.numbers)
+                stack.callback(status.close)
+            except (ConfigError, OSError) as error:  # a port that is taken ends no job
+                log.warning("nobody can ask the scheduler for its numbers: %s", error)
+            return await self._serving
 
     def _begin(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = self._loop.create_task(order())

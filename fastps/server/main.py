@@ -142,11 +142,7 @@ def run_server(settings: config.Config) -> int:
 def _status_of(
     settings: config.Config, scheduler: Scheduler
 ) -> contextlib.AbstractContextManager[object]:
-    """Let others ask the scheduler; its port follows those of the members."""
-    slot = settings.n_programs + settings.num_servers
-    return contextlib.closing(
-        StatusService(settings, role="scheduler", rank=0, slot=slot, tell=scheduler.numbers)
-    )
+    return contextlib.closing(StatusService.of_scheduler(settings, scheduler.numbers))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

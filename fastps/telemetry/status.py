@@ -71,6 +71,12 @@ class StatusService:
         for thread in self._threads:
             thread.start()
 
+    @classmethod
+    def of_scheduler(cls, config: Config, tell: Callable[[], Numbers]) -> StatusService:
+        """Let others ask the scheduler; its port follows those of the members."""
+        slot = config.n_programs + config.num_servers
+        return cls(config, role="scheduler", rank=0, slot=slot, tell=tell)
+
     def _open(self, config: Config, slot: int) -> Iterator[socket.socket]:
         about = self._about
         if config.status:

@@ -97,8 +97,8 @@ def _ask(name: str) -> bytes:
 
 
 def paces(before: Sequence[Look], after: Sequence[Look]) -> list[Pace]:
-    """Say what those did who were there both times."""
-    earlier = {one.key: one for one in before}
+    """Say what those did who were there both times; a scheduler moves no tensor."""
+    earlier = {one.key: one for one in before if one.about["role"] != "scheduler"}
     return [_pace(earlier[one.key], one) for one in after if one.key in earlier]
 
 

@@ -73,11 +73,11 @@ def wait_until(condition) -> None:
 
 
 def free_ports() -> int:
-    """Find three ports in a row."""
+    """Find four ports in a row."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as probe, contextlib.suppress(OSError):
             first = probe.getsockname()[1]
-            for port in (first + 1, first + 2):
+            for port in (first + 1, first + 2, first + 3):
                 socket.create_server(("127.0.0.1", port)).close()
             return first
 
@@ -119,7 +119,8 @@ def test_a_live_line(job):
     ), terminal.text
     found = watch.look(job_id)
     assert [(one.about["role"], one.about["rank"]) for one in found] == [
-        ("worker", 0), ("worker", 1), ("server", 0)]  # fmt: skip
+        ("worker", 0), ("worker", 1), ("scheduler", 0), ("server", 0)]  # fmt: skip
+    assert found[2].numbers["refused"] == 0
     assert all(one.numbers["steps"] > 0 for one in found[:2])
 
 

@@ -19,6 +19,7 @@ from fastps.contract import Givers, Policy
 from fastps.control.client import ControlClient
 from fastps.control.protocol import TensorSpec
 from fastps.errors import ConfigError, FastPSError, MismatchError
+from fastps.telemetry.watch import look
 from fastps.tokens import CONTROL, Token
 from fastps.transport.tcp import dial, pack_lane
 from fastps.types import DType
@@ -115,18 +116,19 @@ def declare_wrongly(client: ControlClient, errors: list[FastPSError]) -> threadi
     return thread
 
 
-def push_to_held(client: ControlClient, config: Config) -> None:
-    """Push to what validators alone write; the server cuts the link."""
+def say_to_server(client: ControlClient, config: Config, kind: FrameKind) -> None:
+    """Push to what validators alone write, or read what is nobody's; the server cuts the link."""
     server = client.job.members[3]
     descriptor = dial(
         (server.host, server.port), config, key=client.keys.of(3), sender=1,
         lane=pack_lane(client.job.generation, 0), what="server",
     )  # fmt: skip
     frame = b""
-    for number in range(1, 3):
-        head = Header(kind=FrameKind.PUSH, dtype=DType.FLOAT32, key=number << 16, key_version=1,
-                      sender=1, length=12)  # fmt: skip
-        frame += pack_header(head) + bytes(12)
+    keys, length = (range(1, 3), 12) if kind is FrameKind.PUSH else ([4321], 0)
+    for number in keys:
+        head = Header(kind=kind, dtype=DType.FLOAT32, key=number << 16, key_version=1,
+                      sender=1, length=length)  # fmt: skip
+        frame += pack_header(head) + bytes(length)
     with socket.socket(fileno=descriptor) as sock:
         sock.settimeout(WAIT_S)
         with contextlib.suppress(ConnectionError):
@@ -135,7 +137,8 @@ def push_to_held(client: ControlClient, config: Config) -> None:
                 pass
 
 
-def test_a_liar_is_refused_named_and_counted_and_disturbs_nobody():
+@pytest.mark.parametrize("kind", [FrameKind.PUSH, FrameKind.PULL])
+def test_a_liar_is_refused_named_and_counted_and_disturbs_nobody(kind):
     with Job(
         programs_validators.honest, workers=2, servers=1, validators=1, own_tokens=True,
         skip=[("worker", 1)], environment={"FASTPS_ON_LOSS": "reweight"},
@@ -152,8 +155,14 @@ def test_a_liar_is_refused_named_and_counted_and_disturbs_nobody():
             job.workers[0].wait_line("begun")
             thread.join(WAIT_S)
             assert isinstance(errors[0], MismatchError), errors
+            (scheduler,) = [one for one in look(job.job_id) if one.about["role"] == "scheduler"]
+            kinds = ("refused_declarations", "refused_another_s_place", "refused_wrong_token")
+            assert [scheduler.numbers[kind] for kind in kinds] == [1, 3, 4], scheduler.numbers
+            assert scheduler.numbers["refused"] == sum(
+                n for name, n in scheduler.numbers.items() if name.startswith("refused_")
+            )
             client.report_lost(2, "so says the liar")
-            push_to_held(client, config)
+            say_to_server(client, config, kind)
             right = [sum(range(1, ROUNDS + 1))]
             assert job.workers[0].result() == right
             assert [one.result() for one in job.of_role("validator")] == [right]
