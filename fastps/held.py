@@ -175,7 +175,7 @@ class HeldParameters:
     # ---- a worker's updates ----
 
     def push_async(
-        self, updates: Sequence[Array | None], *, round: int | None = None
+        self, updates: Sequence[Array | None], *, round: int | None = None, priority: int = 0
     ) -> Later[int]:
         """Begin push() and give a handle for synchronize()."""
         if len(updates) != len(self.names):
@@ -184,19 +184,22 @@ class HeldParameters:
         flights = [
             flight
             for place, update in enumerate(updates)
-            for flight in self.start_push(place, update, number, 0)
+            for flight in self.start_push(place, update, number, priority)
         ]
         return Later(flights, lambda _: number)
 
-    def push(self, updates: Sequence[Array | None], *, round: int | None = None) -> int:
+    def push(
+        self, updates: Sequence[Array | None], *, round: int | None = None, priority: int = 0
+    ) -> int:
         """Send an update to our validator, or what validators have made to servers; blocks.
 
         updates: one array per parameter in their order, read; of a worker None skips one, and
         nothing but that travels. round: rising; None: the one after the value that was pulled
-        last, or, asynchronously, after the last push. It is given back. Returns when the arrays
-        may be changed again. ValueError for other shapes than declared.
+        last, or, asynchronously, after the last push. It is given back. priority: as of
+        fastps.push(). Returns when the arrays may be changed again. ValueError for other shapes
+        than declared.
         """
-        return self.push_async(updates, round=round).wait()
+        return self.push_async(updates, round=round, priority=priority).wait()
 
     def next_round(self) -> int:
         """Give the round of the next push."""
@@ -215,7 +218,7 @@ class HeldParameters:
         self.round = number
         session = self._session
         if session.rank < session.size:
-            return self._send(place, update, number)
+            return self._send(place, update, number, priority)
         if update is None:
             raise ValueError(f"tensor {name!r}: a validator skips nothing")
         handle = session.push_pull_async(
@@ -223,16 +226,19 @@ class HeldParameters:
         )
         return [Later([handle], lambda _: self._note_stamp())]
 
-    def _send(self, place: int, update: Array | None, number: int) -> Sequence[Flight]:
+    def _send(
+        self, place: int, update: Array | None, number: int, priority: int
+    ) -> Sequence[Flight]:
         session = self._session
         wire = None if update is None else self.codes.encode(place, update, number)
         nbytes = 0 if wire is None else wire.nbytes
         notice = Notice(session.rank, number, self.stamp, place, update is None, nbytes)
         judge = session.size + session.rank % session.config.num_validators
         group = session.groups.pair(judge)
-        flights = [group.send(np.frombuffer(notice.pack(), np.uint8), 1, tag=self.channel)]
+        how = {"tag": self.channel, "priority": priority}
+        flights = [group.send(np.frombuffer(notice.pack(), np.uint8), 1, **how)]
         if wire is not None and nbytes:
-            flights.append(group.send(wire, 1, tag=self.channel))
+            flights.append(group.send(wire, 1, **how))
         return flights
 
 
@@ -306,7 +312,8 @@ def push(
     Of a worker: sends them to its validator, as part of the update of this round; None says that
     a block is skipped, and an update is complete when all names of its HeldParameters have come.
     Of a validator: what is to become the value, or is added to it. round: rising from 1.
-    priority: of a validator's; what a worker sends goes in the order of its pushes.
+    priority: what has a larger one goes first; of a worker that is between its models, for the
+    blocks of one go in the order of its pushes and are judged together.
     """
     push_async(tensor, name, round=round, priority=priority).wait()
 

@@ -396,13 +396,16 @@ class Group:
     # ---- operations of two ----
 
     def send(
-        self, array: Array, target: int, *, tag: int = 0, dtype: DType | None = None
-    ) -> Promise:
+        self, array: Array, target: int, *, tag: int = 0, dtype: DType | None = None,
+        priority: int = 0,
+    ) -> Promise:  # fmt: skip
         """Begin to send an array to a member; done when it may be changed again.
 
-        Messages of two members with one tag arrive in the order in which they were sent.
+        Messages of two members with one tag arrive in the order in which they were sent; of
+        several tags, and of all else on a link, what has a larger priority goes first.
         """
-        return self._message(Kind.SEND, array, self._member(target, "target"), tag, dtype)
+        peer = self._member(target, "target")
+        return self._message(Kind.SEND, array, peer, tag, dtype, priority)
 
     def receive(
         self, out: Array, source: int | None = None, *, tag: int = 0, dtype: DType | None = None
@@ -415,12 +418,13 @@ class Group:
         return self._message(Kind.RECEIVE, out, peer, tag, dtype)
 
     def _message(
-        self, kind: Kind, array: Array, peer: int, tag: int, dtype: DType | None
-    ) -> Promise:
+        self, kind: Kind, array: Array, peer: int, tag: int, dtype: DType | None,
+        priority: int = 0,
+    ) -> Promise:  # fmt: skip
         if peer == self.rank:
             raise ValueError("a member sends nothing to itself")
         if array.nbytes > plans.MAX_MESSAGE_BYTES:
-            return self._messages(kind, array, peer, tag, dtype)
+            return self._messages(kind, array, peer, tag, dtype, priority)
         is_send = kind is Kind.SEND
         place = Place.INPUT if is_send else Place.OUTPUT
 
@@ -436,18 +440,19 @@ class Group:
             channel=self.channels.of(f"messages {operator.index(tag)}"),
             label=f"{'send' if is_send else 'receive'} with tag {tag}{self._of}",
             dtype=self._dtype(array, dtype),
+            priority=priority,
             is_numbered=True,
         )
 
     def _messages(
-        self, kind: Kind, array: Array, peer: int, tag: int, dtype: DType | None
+        self, kind: Kind, array: Array, peer: int, tag: int, dtype: DType | None, priority: int
     ) -> Promise:
         """Send or receive what is too long for one message, in several."""
         if peer == ANYBODY:
             raise ValueError(f"name the source of {array.nbytes} bytes: they are several messages")
         flat, step = array.reshape(-1), plans.MAX_MESSAGE_BYTES // array.itemsize
         parts = [
-            self._message(kind, flat[start : start + step], peer, tag, dtype)
+            self._message(kind, flat[start : start + step], peer, tag, dtype, priority)
             for start in range(0, flat.size, step)
         ]
         operations = [operation for part in parts for operation in part.operations]

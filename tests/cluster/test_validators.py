@@ -100,6 +100,11 @@ def test_updates_of_several_models_do_not_meet():
     assert found == [[4 * 2.0, 4 * 3.0]] * 4
 
 
+def test_an_urgent_push_by_name_overtakes_that_of_another_model():
+    found = run_job(programs.urgent, workers=1, servers=1, validators=1, arguments={"priority": 5})
+    assert found[1] <= 2, found  # of seven of as many bytes that were pushed before
+
+
 def test_calls_of_another_role_are_refused():
     worker, judge = run_job(programs.refusals, workers=1, servers=1, validators=1)
     for text, words in zip(
