@@ -9,6 +9,7 @@ parameters one thread pushes.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -215,7 +216,7 @@ class HeldParameters:
         if number < 1:
             raise ValueError(f"tensor {name!r}: rounds count from 1, and {number} is none")
         self._pushed += number > self.round
-        self.round = number
+        self.round = max(self.round, number)
         session = self._session
         if session.rank < session.size:
             return self._send(place, update, number, priority)
@@ -235,10 +236,10 @@ class HeldParameters:
         notice = Notice(session.rank, number, self.stamp, place, update is None, nbytes)
         judge = session.size + session.rank % session.config.num_validators
         group = session.groups.pair(judge)
-        how = {"tag": self.channel, "priority": priority}
-        flights = [group.send(np.frombuffer(notice.pack(), np.uint8), 1, **how)]
+        send = functools.partial(group.send, target=1, tag=self.channel, priority=priority)
+        flights = [send(np.frombuffer(notice.pack(), np.uint8))]
         if wire is not None and nbytes:
-            flights.append(group.send(wire, 1, **how))
+            flights.append(send(wire))
         return flights
 
 

@@ -34,7 +34,9 @@ from fastps.byzantine.scores import (
     Kardam,
     Verdict,
     Zeno,
+    ZenoDescent,
     ZenoPlusPlus,
+    ZenoPlusPlusDescent,
     is_sound,
 )
 from fastps.rules import Choice
@@ -60,7 +62,9 @@ __all__ = [
     "TrimmedMean",
     "Verdict",
     "Zeno",
+    "ZenoDescent",
     "ZenoPlusPlus",
+    "ZenoPlusPlusDescent",
     "attacks",
     "combine",
     "is_sound",

@@ -2,12 +2,14 @@
 """What workers that lie send, to see what rules stand. Pure: the same seed, the same lies.
 
 The first three are those of ZenoPS (its attacks, section "experiments"); those that know what
-honest workers send are the ones that rules find hardest. Arrays are read, and new ones given.
+honest workers send are the ones that rules find hardest; Stale and Replayed say what was right
+once. Arrays are read, and new ones given; these two keep what they were shown.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -116,6 +118,43 @@ def dissensus(
     for one, weight in zip(honest, weights, strict=True):
         pull += weight * (one.astype(np.float64) - x)
     return _like(own, x - _positive(epsilon) / _positive(liars) * pull)
+
+
+class Stale:
+    """Send what was found delay rounds before as if it were of now: right, of another model."""
+
+    def __init__(self, delay: int) -> None:
+        """Raise ValueError for a delay below 1; one object is of one worker and block."""
+        if delay < 1:
+            raise ValueError(f"delay={delay} is not 1 or more")
+        self._found: deque[Array] = deque(maxlen=delay + 1)
+
+    def told(self, update: Array) -> Array:
+        """Give what is pushed in the place of an update; at first the first one again."""
+        self._found.append(np.array(update))
+        return self._found[0].copy()
+
+
+class Replayed:
+    """Send each update as it should be, and again some rounds later, as the same message."""
+
+    def __init__(self, after: int = 1) -> None:
+        """Raise ValueError for less than 1; one object is of one worker."""
+        if after < 1:
+            raise ValueError(f"after={after} is not 1 or more")
+        self._after = after
+        self._sent: deque[tuple[int, Sequence[Array | None]]] = deque(maxlen=after + 1)
+
+    def pushes(
+        self, number: int, updates: Sequence[Array | None]
+    ) -> list[tuple[int, Sequence[Array | None]]]:
+        """Give what to push in a round: (round, updates), its own and then the old one.
+
+        for number, one in liar.pushes(held.next_round(), updates): held.push(one, round=number)
+        """
+        self._sent.append((number, [None if one is None else one.copy() for one in updates]))
+        old = [self._sent[0]] if len(self._sent) > self._after else []
+        return [(number, updates), *old]
 
 
 def _like(update: Array, lie: Any) -> Array:

@@ -26,6 +26,7 @@ from fastps.byzantine.scores import (
     Verdict,
     Zeno,
     ZenoPlusPlus,
+    ZenoPlusPlusDescent,
 )
 from fastps.byzantine.updates import PARTIAL
 from fastps.byzantine.whole import Whole
@@ -37,7 +38,8 @@ from fastps.server.owned import find_own
 from fastps.types import dtype_of
 
 Row: TypeAlias = Sequence[Array | None]  # an update, by block; None: was skipped
-_OURS = {one.score for one in (FedAsync, FLTrust, Zeno, ZenoPlusPlus)}  # not overridden
+# Whose score() is not overridden.
+_OURS = {one.score for one in (FedAsync, FLTrust, Zeno, ZenoPlusPlus, ZenoPlusPlusDescent)}
 
 
 # What became of each update, None where all of it was skipped; and the change of each block.

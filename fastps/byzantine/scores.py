@@ -10,7 +10,7 @@ keeps its history in the object.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -206,6 +206,93 @@ class ZenoPlusPlus:
         factor = 0.0 if is_dropped else self.alpha * length * score
         why = "direction" if seen.square else "nothing to compare with"
         return Verdict(False, score, factor, why)
+
+
+@dataclass(frozen=True)
+class ZenoPlusPlusDescent:
+    """Take u, made as long as v, times alpha, if gamma <v, u> - rho |u|^2 >= -gamma epsilon.
+
+    What the step is expected to win, to first order, less a penalty of its length: Zeno++ as it
+    was published (Xie, Koyejo and Gupta, "Zeno++: robust fully asynchronous SGD", ICML 2020,
+    definition 1), with changes of the model in the place of gradients. v = 0 accepts nothing.
+    """
+
+    gamma: float = 1.0
+    rho: float = 0.001
+    epsilon: float = 0.0
+    alpha: float = 1.0
+
+    def score(self, update: Array, trusted: Array) -> Verdict:
+        """Judge one update; score: gamma <v, u> - rho |u|^2 of u as long as v."""
+        return _refusal(update, trusted) or self.judge(measured(update, trusted))
+
+    def judge(self, seen: Measures) -> Verdict:
+        """Judge an update by what was measured of it."""
+        if not seen.is_sound:
+            return _unsound()
+        if not seen.square:
+            return Verdict(False, 0.0, 0.0, "nothing to compare with")
+        length = math.sqrt(seen.square / seen.own) if seen.own else 0.0
+        penalty = self.rho * seen.square if seen.own else 0.0
+        score = self.gamma * seen.inner * length - penalty
+        if not score >= -self.gamma * self.epsilon:
+            return Verdict(False, score, 0.0, "descent")
+        return Verdict(True, score, self.alpha * length)
+
+
+@dataclass(frozen=True)
+class ZenoDescent:
+    """Average all but the b updates with the lowest f(x) - f(x + u) - rho |u|^2.
+
+    loss: f(u) gives the loss on trusted data, a few samples, of the model x that is there now
+    changed by u; it is asked for zeros and for each update. A validator's model is its `arrays`,
+    and u a whole model's change with by_block=False, so that nothing is skipped. Half of m and
+    more may lie, up to b < m of them. Xie, Koyejo and Gupta, "Zeno: distributed stochastic
+    gradient descent with suspicion-based fault-tolerance", ICML 2019, definitions 3 and 4, with
+    changes in the place of gradients; the authors' code has the mean of squares for |u|^2.
+    """
+
+    loss: Callable[[Array], float]
+    b: int
+    rho: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a number that cannot be."""
+        if self.b < 0 or not self.rho >= 0:
+            raise ValueError(f"b={self.b} and rho={self.rho} are 0 or more")
+
+    def descents(self, updates: Sequence[Array]) -> list[float]:
+        """Give the stochastic descendant score of each update; -inf of what is no number."""
+        now = self.loss(np.zeros_like(updates[0])) if updates else 0.0
+        with np.errstate(all="ignore"):
+            scores = [now - self.loss(one) - self.rho * _dot(one, one) for one in updates]
+        return [score if math.isfinite(score) else -math.inf for score in scores]
+
+    def combine(
+        self, updates: Sequence[Array | None], trusted: Array
+    ) -> tuple[Array, list[Verdict | None]]:
+        """Give the average of the m - b best, zeros for none; and what became of each.
+
+        None: was skipped. trusted: says what shape they have.
+        """
+        found: list[Verdict | None] = [
+            None if one is None else _refusal(one, trusted) for one in updates
+        ]
+        sound = [
+            (place, one)
+            for place, one in enumerate(updates)
+            if one is not None and found[place] is None
+        ]
+        scores = self.descents([one for _, one in sound])
+        ranks = sorted(range(len(sound)), key=lambda j: (-scores[j], j))
+        kept = set(ranks[: max(len(sound) - self.b, 0)])
+        for j, (place, _) in enumerate(sound):
+            is_kept = j in kept and scores[j] > -math.inf
+            found[place] = Verdict(
+                is_kept, scores[j], float(is_kept), "" if is_kept else "descent"
+            )
+        taken = [one for place, one in sound if (v := found[place]) is not None and v.factor]
+        return _mean(taken, [1.0] * len(taken), len(taken), trusted), found
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class Scheduler:
         if not hasattr(self, "_gate"):
             return {}
         now = self.statistics()
-        found = {"generation": now.generation, "members": now.members,
+        found: dict[str, float] = {"generation": now.generation, "members": now.members,
                  "half_open": now.half_open, "refused": sum(now.refused.values())}  # fmt: skip
         kinds = {kind: f"refused_{re.sub('[^a-z]+', '_', kind)}" for kind in now.refused}
         return found | {name: now.refused[kind] for kind, name in kinds.items()}

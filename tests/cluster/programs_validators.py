@@ -107,15 +107,13 @@ def lies(rounds: int) -> Any:
         fastps.shutdown()
         return counts
     held = fastps.HeldParameters(parameters)
-    me = fastps.rank()
+    me, liar = fastps.rank(), byzantine.attacks.Replayed()
     for number in range(1, rounds + 1):
         mine = update(me, number)
         if me == 1:
             mine[0][3, 3] = (np.nan, np.inf, -np.inf)[number % 3]
-        held.push(mine)
-        if me == 2:  # once more, and an old one
-            again = held.push_async(update(me, number), round=number)
-            again.wait()
+        for round_, one in liar.pushes(number, mine) if me == 2 else [(number, mine)]:
+            held.push(one, round=round_)
         held.pull(stamp=number)
     fastps.barrier()
     fastps.shutdown()

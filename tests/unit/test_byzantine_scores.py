@@ -8,7 +8,17 @@ import math
 import numpy as np
 import pytest
 
-from fastps.byzantine import FedAsync, FLTrust, Kardam, Zeno, ZenoPlusPlus, attacks, is_sound
+from fastps.byzantine import (
+    FedAsync,
+    FLTrust,
+    Kardam,
+    Zeno,
+    ZenoDescent,
+    ZenoPlusPlus,
+    ZenoPlusPlusDescent,
+    attacks,
+    is_sound,
+)
 
 V = np.array([3.0, 4.0])
 
@@ -54,6 +64,55 @@ def test_zeno_plus_plus_drops_or_multiplies_by_the_cosine():
         assert rule.score(V, 0 * V)[2] == 0
         assert rule.score(V * np.nan, V)[2] == 0
         assert rule.score(np.zeros(3), V).reason == "shape (3,), not (2,)"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_zeno_plus_plus_as_it_was_published(seed):
+    rng = np.random.default_rng(seed)
+    v, rule = rng.normal(size=7), ZenoPlusPlusDescent(0.3, rho=0.2, epsilon=0.4, alpha=0.5)
+    n_accepted = 0
+    for u in rng.normal(size=(40, 7)) * 10.0 ** rng.uniform(-3, 3, (40, 1)):
+        scaled = u / np.linalg.norm(u) * np.linalg.norm(v)
+        score = 0.3 * v @ scaled - 0.2 * scaled @ scaled
+        verdict = rule.score(u, v)
+        assert verdict.score == pytest.approx(score, rel=1e-9)
+        assert verdict.is_accepted == (score >= -0.3 * 0.4)
+        taken = 0.5 * scaled if verdict.is_accepted else 0 * u
+        np.testing.assert_allclose(verdict.factor * u, taken, rtol=1e-9)
+        n_accepted += verdict.is_accepted
+    assert 0 < n_accepted < 40
+    assert rule.score(0 * v, v).is_accepted
+    for u, like in ((v, 0 * v), (v * np.nan, v), (v * np.inf, v)):
+        assert rule.score(u, like)[2] == 0
+
+
+def test_zeno_of_2019_averages_who_descends_most():
+    right = np.array([1.0, -2.0, 3.0])
+    model = np.zeros(3)
+
+    def loss(change):
+        return float(np.square(model + change - right).sum())
+
+    updates = [0.1 * right, 0.2 * right, None, -6 * right, right * np.nan, 100 * right, 0 * right]
+    for b, rho in ((2, 0.0), (2, 0.5), (3, 0.0), (0, 0.0), (9, 0.0)):
+        found, verdicts = ZenoDescent(loss, b, rho).combine(updates, right)
+        given = [u for u in updates if u is not None and np.isfinite(u).all()]
+        scores = [loss(0 * right) - loss(u) - rho * u @ u for u in given]
+        best = np.argsort(scores)[::-1][: max(len(given) - b, 0)]
+        wanted = np.mean([given[i] for i in best], axis=0) if len(best) else 0 * right
+        np.testing.assert_allclose(found, wanted)
+        told = [one.score for place, one in enumerate(verdicts) if one and place != 4]
+        np.testing.assert_allclose(told, scores)
+        assert verdicts[2] is None
+        assert verdicts[4].reason.startswith("NaN")
+        assert sum(one.is_accepted for one in verdicts if one) == len(best)
+    model[:] = right  # the loss is that of the model that is there: nothing descends any more
+    assert ZenoDescent(loss, 1).combine([0.1 * right, 0 * right], right)[1][0].reason == "descent"
+    lost = ZenoDescent(lambda change: math.nan if change.any() else 0.0, 0)
+    assert not lost.combine([right], right)[1][0].is_accepted
+    np.testing.assert_array_equal(lost.combine([], right)[0], 0 * right)
+    with pytest.raises(ValueError, match="b=-1"):
+        ZenoDescent(loss, -1)
 
 
 def test_fltrust_is_the_papers_average():
@@ -134,3 +193,15 @@ def test_colluding_attacks_know_the_honest():
     np.testing.assert_allclose(attacks.inner_product(honest, scale=0.5), [-1.0, -1.0])
     # of 50 workers 24 lie: 2 honest ones have to be further out, 24 of 26 nearer
     assert attacks.little_enough(50, 24) == pytest.approx(1.426, abs=1e-3)
+
+
+def test_what_was_right_once_is_sent_again():
+    liar = attacks.Stale(delay=2)
+    assert [float(liar.told(np.array([k * 1.0]))[0]) for k in range(6)] == [0, 0, 0, 1, 2, 3]
+    again = attacks.Replayed(after=2)
+    sent = [again.pushes(k, [np.array([float(k)]), None]) for k in range(1, 5)]
+    assert [[number for number, _ in one] for one in sent] == [[1], [2], [3, 1], [4, 2]]
+    assert [float(updates[0][0]) for _, updates in sent[3]] == [4, 2]
+    for make in (attacks.Stale, attacks.Replayed):
+        with pytest.raises(ValueError, match="1 or more"):
+            make(0)
