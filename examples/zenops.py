@@ -464,7 +464,11 @@ def plot(path: str, found: Found) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    chosen = {key: runs for key, runs in found.items() if not key[4] and "eta" not in key[2]}
+    chosen = {
+        key: runs
+        for key, runs in found.items()
+        if not key[4] and "eta" not in key[2] and key[0] != HALF
+    }
     titles = list(dict.fromkeys((key[0], key[3]) for key in chosen if key[1] == 1))
     figure, panels = pyplot.subplots(2, -(-len(titles) // 2), sharey=True, figsize=(15, 6))
     for (mode, attack), panel in zip(titles, panels.flat, strict=False):

@@ -117,3 +117,26 @@ def test_a_validator_keeps_random_lies_out_at_each_workers_pace(tmp_path: Path) 
     assert wrong["FedAsync", "random 1"] == 1
     assert wrong["FedAsync", "none"] == 0
     assert wrong["Zeno++", "negative 2"] < 0.3, wrong
+
+
+@pytest.mark.timeout(LIMIT_S + 10)
+def test_in_step_zeno_stands_what_the_mean_does_not(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    file = tmp_path / "runs.jsonl"
+    run(
+        "fastps-run", "-np", "8", "-s", "1", "-v", "1", "python", "examples/zenops.py",
+        "--seeds", "1", "--only", "mean", "Zeno", "--json", file,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    ends = {(line["rule"], line["attack"], line["control"]): line["accuracy"] for line in lines}
+    assert len(ends) == 12
+    assert all(len(line["curve"]) == 40 for line in lines)
+    assert abs(ends["Zeno", "none", ""] - ends["mean", "none", ""]) <= 0.02, ends  # of one seed
+    for attack in ("negative 6", "random 1"):
+        assert ends["mean", attack, ""] < 0.6, ends
+        assert ends["Zeno", attack, ""] > 0.94, ends
+    most = "6 of 8 negative 1"
+    assert ends["mean", most, ""] < 0.2, ends
+    assert ends["Zeno", most, ""] > 0.92, ends
+    assert ends["Zeno", "none", "its labels flipped"] < ends["Zeno", "none", ""] - 0.05, ends
+    assert ends["Zeno", "none", "no steps of its own"] < 0.5, ends
