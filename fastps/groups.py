@@ -18,6 +18,7 @@ from fastps.errors import ConfigError, FastPSError, MismatchError, Status, Trans
 from fastps.graph.neighbors import Neighbors
 from fastps.sets import gather_objects
 from fastps.stalls import pending_operation
+from fastps.types import DType
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
@@ -100,8 +101,22 @@ class Groups:
         if name not in self._agreed:
             from fastps.graph.agreed import Agreed  # noqa: PLC0415  (most jobs need none)
 
-            self._agreed[name] = Agreed(self.world, self.living, name)
+            self._agreed[name] = Agreed(self.world, self.living, gather_objects, name)
         return self._agreed[name]
+
+    def broadcast_to_those_left(
+        self, arrays: Sequence[Array], codes: Sequence[DType], root_rank: int
+    ) -> None:
+        """Overwrite arrays of all who are left with the root's; blocks.
+
+        C-contiguous. All get all of them, or all raise PeerLostError, as the root is lost.
+        """
+        from fastps.graph.agreed import broadcasting  # noqa: PLC0415  (most jobs need none)
+
+        agreed = self.agreed("broadcast")
+        for place, (array, code) in enumerate(zip(arrays, codes, strict=True)):
+            agreed.start(broadcasting(array, code, root_rank, f"broadcast {place}"))
+        agreed.finish()
 
     @property
     def windows(self) -> WindowTable:

@@ -32,7 +32,6 @@ from fastps.frameworks._adapter import (
     wait_all,
 )
 from fastps.frameworks._lent import Lent
-from fastps.graph.agreed import broadcast_to_those_left
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import DType, Op, dtype_of, numpy_dtype
 from fastps.worker.handle import Array
@@ -321,7 +320,8 @@ def broadcast_in_place(arrays: Sequence[Array], names: Sequence[str], root_rank:
     codes = [dtype_of(one.dtype) for one in arrays]
     shapes = [one.shape for one in arrays]
     if current.config.goes_on:  # then nothing is declared
-        broadcast_to_those_left([wire_view(one) for one in arrays], codes, root_rank)
+        views = [wire_view(one) for one in arrays]
+        current.groups.broadcast_to_those_left(views, codes, root_rank)
         return
     labels, number = list(names), 1
     while not all(map(current.is_free_for, labels, shapes, codes)):

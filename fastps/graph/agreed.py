@@ -13,12 +13,9 @@ counted alike. Threads: one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from fastps.current import current
 from fastps.errors import PeerLostError
-from fastps.sets import gather_objects
 from fastps.types import DType
 from fastps.worker.handle import Array
 
@@ -26,16 +23,20 @@ if TYPE_CHECKING:
     from fastps.collectives.group import Group, Promise
 
 Start: TypeAlias = "Callable[[Group], Promise]"
+Gather: TypeAlias = "Callable[[Group, int, str], Sequence[int]]"
 
 
 class Agreed:
     """Rounds of operations under one name; all who are left begin the same in each.
 
-    everybody: the group to begin with; living: gives that of those who are left.
+    everybody: the group to begin with; living: gives that of those who are left; gather: lets a
+    group tell each other numbers, under a name.
     """
 
-    def __init__(self, everybody: Group, living: Callable[[], Group], name: str) -> None:
-        self._group, self._living, self._name = everybody, living, name
+    def __init__(
+        self, everybody: Group, living: Callable[[], Group], gather: Gather, name: str
+    ) -> None:
+        self._group, self._living, self._gather, self._name = everybody, living, gather, name
         self._starts: list[Start] = []
         self._flights: list[Promise | PeerLostError] = []  # an error: could not begin
         self._round = 0
@@ -96,7 +97,7 @@ class Agreed:
     def _meet(self) -> PeerLostError | None:
         """See among a smaller group whether all have the results; else do the round again."""
         try:
-            told = gather_objects(self._group, self._had, f"{self._name} told")
+            told = self._gather(self._group, self._had, f"{self._name} told")
         except PeerLostError as error:
             return error
         if min(told) >= self._round:
@@ -106,22 +107,15 @@ class Agreed:
         return self._wait()
 
 
-def broadcast_to_those_left(
-    arrays: Sequence[Array], codes: Sequence[DType], root_rank: int
-) -> None:
-    """Overwrite arrays of all who are left with the root's; blocks.
+def broadcasting(array: Array, code: DType, root_rank: int, name: str) -> Start:
+    """Give what begins a broadcast; it raises PeerLostError where the root is lost."""
 
-    C-contiguous. All get all of them, or all raise PeerLostError, as the root is lost.
-    """
-    agreed = current().groups.agreed("broadcast")
-    for place, (array, code) in enumerate(zip(arrays, codes, strict=True)):
-        agreed.start(partial(_broadcast, array, code, root_rank, f"broadcast {place}"))
-    agreed.finish()
+    def start(group: Group) -> Promise:
+        if root_rank not in group.ranks:
+            raise PeerLostError(
+                f"broadcast: worker {root_rank}, which has the values, is lost: name another "
+                "root_rank"
+            )
+        return group.broadcast(array, root=group.ranks.index(root_rank), name=name, dtype=code)
 
-
-def _broadcast(array: Array, code: DType, root_rank: int, name: str, group: Group) -> Promise:
-    if root_rank not in group.ranks:
-        raise PeerLostError(
-            f"broadcast: worker {root_rank}, which has the values, is lost: name another root_rank"
-        )
-    return group.broadcast(array, root=group.ranks.index(root_rank), name=name, dtype=code)
+    return start

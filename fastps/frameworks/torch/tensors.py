@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastps.graph.agreed import broadcast_to_those_left
 from fastps.session import Session
 from fastps.types import DType, numpy_dtype
 from fastps.worker.handle import Handle
@@ -179,7 +178,8 @@ def submit_broadcast(
     handles = []
     codes = [wire_dtype(tensor.dtype, name) for tensor, name in zip(tensors, names, strict=True)]
     if session.config.goes_on:
-        broadcast_to_those_left([view_of(one) for one in tensors], codes, root_rank)
+        arrays = [view_of(one) for one in tensors]
+        session.groups.broadcast_to_those_left(arrays, codes, root_rank)
         return []
     for code, places in _by_dtype(codes):
         arrays = [view_of(tensors[place]) for place in places]
