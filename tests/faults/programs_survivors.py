@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import threading
 import time
@@ -213,16 +214,17 @@ def pushes(*, steps: int, deaths: dict[str, float]) -> dict[str, Any]:
     return found
 
 
-def averages(*, steps: int, optimizer: str, deaths: dict[str, float]) -> dict[str, Any]:
+def averages(*, steps: int, optimizer: str, dies_at: dict[str, int]) -> dict[str, Any]:
     """Begin as the documentation does, and train with averages of all, then of those left.
 
-    Gives the prints of the weights after each step: those who are left have the same ones.
+    dies_at: steps, at some moment of which, or a little later, these die. Gives the prints of the
+    weights after each step: those who are left have the same ones.
     """
     import torch  # noqa: PLC0415
 
     import fastps.torch as fps  # noqa: PLC0415
 
-    rank, size = begin(deaths), fastps.size()
+    rank, size = begin({}), fastps.size()
     torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Linear(20, 600), torch.nn.Tanh(),
                                 torch.nn.Linear(600, 600), torch.nn.Linear(600, 1))  # fmt: skip
@@ -241,8 +243,9 @@ def averages(*, steps: int, optimizer: str, deaths: dict[str, float]) -> dict[st
         outer = fps.DistributedAdaptThenCombineOptimizer(inner, model, kind)
     prints, losses = [], []
     truth = torch.linspace(-1, 1, 20)
-    mark("TRAINS")
-    for _ in range(steps):
+    for step in range(steps):
+        if step == dies_at.get(str(rank)):
+            die_after(random.uniform(0.0, 0.01))
         inputs = torch.randn(16, 20)
         outer.zero_grad()
         loss = torch.nn.functional.mse_loss(model(inputs)[:, 0], inputs @ truth)

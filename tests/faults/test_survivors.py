@@ -165,13 +165,12 @@ def test_optimizers_go_on_training(way, names):
     [("memory", "gradients", [1, 3]), ("tcp", "gradients", [0]), ("memory", "models", [2])],
 )
 def test_averages_of_all_are_the_same_on_all_who_are_left(way, optimizer, dead):
-    arguments = {"steps": 60, "optimizer": optimizer, "deaths": {}}
+    dies_at = {str(rank): random.randint(3, 25) for rank in dead}
+    arguments = {"steps": 40, "optimizer": optimizer, "dies_at": dies_at}
     with Job(programs_survivors.averages, workers=5, servers=0, arguments=arguments,
              environment=WAYS[way] | REWEIGHT) as job:  # fmt: skip
-        job.workers[0].wait_line("TRAINS")
         for rank in dead:
-            time.sleep(random.uniform(0.05, 0.4))
-            job.workers[rank].send(signal.SIGKILL)
+            assert job.workers[rank].wait() == -signal.SIGKILL, job.report()
         found = [one.result() for one in job.workers if one.spec.rank not in dead]
         job.end_in_order()
     left = [rank for rank in range(5) if rank not in dead]
