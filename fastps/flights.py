@@ -239,10 +239,12 @@ def _start_fused(
     process_set: ProcessSet,
     code: DType,
 ) -> _Part:
-    """Begin to all-reduce arrays side by side."""
+    """Begin to all-reduce arrays side by side, among members."""
     some = [arrays[place] for place in places]
     flat = _side_by_side(some)
-    flight = start_allreduce(flat, flat, op, _fused_name(name, code), process_set, dtype=code)
+    group, label = process_set.group(), _fused_name(name, code)
+    promise = group.allreduce(flat, flat, op=op, name=label, dtype=code)
+    flight = averaging(promise, group, label) if op is Average else promise
     return _Part(flight, places, lambda whole: _cut_like(whole, some))
 
 

@@ -225,9 +225,11 @@ class Groups:
         except MemoryError:
             return np.empty(shape, dtype)
 
-    def check_usable(self) -> None:
-        """Raise NotInitializedError in a forked child."""
+    def check_usable(self, group: Group, name: str | None) -> None:
+        """Raise NotInitializedError in a forked child, MismatchError for a name that failed."""
         self._session.check_usable()
+        if name is not None and group is self._world:
+            self._session.ways.check(name)
 
     def promise(
         self,
@@ -254,8 +256,8 @@ class Groups:
         self._session.uneven.tell_group(operation)
 
     def refusal(self, operation: Operation) -> str:
-        """Say who made an operation fail because they have run out of data; else empty."""
-        return self._session.uneven.refusal(operation)
+        """Say why others made an operation fail, where that is known; else empty."""
+        return self._session.ways.why(operation) or self._session.uneven.refusal(operation)
 
     def ended(self, name: str, error: FastPSError) -> FastPSError:
         """Word the error of an operation that could not begin, since the job has ended."""

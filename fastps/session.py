@@ -70,6 +70,7 @@ from fastps.steps import Steps
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
 from fastps.uneven import StartedTensor, Uneven
+from fastps.ways import Ways
 from fastps.worker.handle import Array, Handle
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class Session(Forgetting):
         self._client: ControlClient | None = None
         self._groups: Groups | None = None
         self.uneven, self.stalls, self.steps = Uneven(self), StallWatch(self), Steps(self)
+        self.ways = Ways(self)
         self._chunk_bytes, self._alone = config.chunk_bytes or LOCAL_CHUNK_BYTES, alone.Flights()
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         self.held: dict[str, Any] = {}  # by name: see held.py
@@ -199,7 +201,11 @@ class Session(Forgetting):
         return self._specs[name].rule if name in self._specs else SUMMED
 
     def is_free_for(self, name: str, shape: tuple[int, ...], dtype: DType) -> bool:
-        """Tell whether servers, if any, can take a name: it is not declared for something else."""
+        """Tell whether servers, if any, can take a name: it is not declared for something else.
+
+        MismatchError for one about which workers disagreed.
+        """
+        self.ways.check(name)
         known = self._specs.get(name)
         if self.config.goes_on:
             return False
@@ -284,7 +290,7 @@ class Session(Forgetting):
             self.uneven.tell(self.started(names))
         for name in names:
             if name in self._poisoned:
-                self.connections.fail_tensor(self._poisoned[name].tensor_id, Status.MISMATCH)
+                self.poison(self._poisoned[name])
 
     # ---- operations ----
 
@@ -479,6 +485,11 @@ class Session(Forgetting):
             self._groups = Groups(self)
         return self._groups
 
+    @property
+    def known_groups(self) -> Groups | None:
+        """The groups, if there was a use for them."""
+        return self._groups
+
     # ---- uneven inputs ----
 
     def started(self, names: Sequence[str] | None = None) -> list[StartedTensor]:
@@ -617,13 +628,20 @@ class Session(Forgetting):
                 )
         return self._witness.error(failure, verdict)
 
+    def poison(self, poison: TensorPoisoned) -> None:
+        """Let nobody use a tensor any more, and fail what is in flight on it."""
+        self._poisoned[poison.name] = poison
+        if (tensor := self._tensors.get(poison.name)) is not None:
+            self.connections.fail_tensor(tensor.tensor_id, Status.MISMATCH)
+
     def _on_event(self, event: Event) -> None:
         """Take news from the scheduler, on the control client's thread."""
         self._witness.hear(event)
         if isinstance(event, TensorPoisoned):
-            self.connections.fail_tensor(event.tensor_id, Status.MISMATCH)
+            self.poison(event)
         elif isinstance(event, Told):
-            self.uneven.hear(event)
+            if not self.ways.hear(event):
+                self.uneven.hear(event)
         elif isinstance(event, Locate):
             self.stalls.answer(event)
         elif isinstance(event, PeerLost):

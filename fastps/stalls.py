@@ -69,6 +69,7 @@ class StallWatch:
 
     def look(self) -> None:
         """See what is in flight; tell of what has been for too long."""
+        self._session.ways.look()
         now = time.monotonic()
         pending = list(self._in_flight())
         seen = [(one.place, one.version) for one in pending]

@@ -114,7 +114,7 @@ class _Host(Protocol):
     def exchange(self) -> Exchange: ...
     def reach(self, members: Sequence[int]) -> None: ...
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array: ...
-    def check_usable(self) -> None: ...
+    def check_usable(self, group: Group, name: str | None) -> None: ...
     def ended(self, name: str, error: FastPSError) -> FastPSError: ...
     def promise(
         self,
@@ -541,7 +541,7 @@ class Group:
                 raise ValueError(f"{label}: an array is not C-contiguous")
         if array is not None and out is not None and array.dtype != out.dtype:
             raise ValueError(f"{label}: the output is {out.dtype}, the input {array.dtype}")
-        self._host.check_usable()
+        self._host.check_usable(self, name)
         if self.size == 1:
             _copy_alone(make(), array, out)
             return self._host.promise((), result, self._explain, self.ranks)
@@ -652,6 +652,10 @@ class Group:
         """List the members that are lost or have left."""
         gone = self._host.exchange.gone if self.size > 1 else ()
         return [self.ranks.index(rank) for rank in gone if rank in self.ranks]
+
+    def count_of(self, name: str) -> int:
+        """Do count() without noting a name that was not used."""
+        return self.count(name) if name in self.channels else 0
 
     def count(self, name: str | None) -> int:
         """Count the operations that were started under a name."""

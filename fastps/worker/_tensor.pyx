@@ -145,6 +145,11 @@ cdef class PlannedTensor:
         return self.record.version
 
     @property
+    def tensor_id(self):
+        """Its number in the job."""
+        return self.record.tensor_id
+
+    @property
     def stamp(self):
         """Count the changes that the value which came last has seen; see server/_accumulate."""
         return min((self.record.parts[i].stamp for i in range(self.record.n_parts)), default=0)

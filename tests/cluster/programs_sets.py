@@ -50,6 +50,52 @@ def orders() -> str:
     return text
 
 
+def ways() -> list[list[str]]:
+    """Have one worker go another way than the others with a name; give everybody's errors."""
+    fastps.init()
+    me, size, found = fastps.rank(), fastps.size(), []
+    own = np.ones(4, np.float32)
+    calls = {
+        "shape": lambda name: fastps.allreduce(own[: 2 + (me == 1)], name),
+        "large": lambda name: fastps.allreduce(np.ones(100_000 + (me == 0), np.float32), name),
+        "dtype": lambda name: fastps.allreduce(own.astype("f8") if me == 1 else own, name),
+        "op": lambda name: fastps.allreduce(own, name, op=fastps.Max if me == 2 else fastps.Sum),
+        "kind": lambda name: (fastps.allgather if me == 0 else fastps.allreduce)(own, name),
+        "grouped": lambda name: fastps.grouped_allreduce([own, own[: 2 + (me == 1)]], name),
+    }
+    for kind, call in calls.items():
+        if kind in ("shape", "large", "dtype", "grouped"):  # else none of them has declared it
+            first = np.ones(100_000, np.float32) if kind == "large" else own[:2]
+            first = own if kind == "dtype" else first
+            if kind == "grouped":
+                fastps.grouped_allreduce([own, own[:2]], kind)
+            else:
+                fastps.allreduce(first, kind)
+        found.append([caught(lambda call=call, kind=kind: call(kind)) for _ in range(2)])
+        fastps.barrier()
+        assert (fastps.allreduce(own, f"after {kind}", op=fastps.Sum) == size).all()
+        assert (fastps.allreduce(own, op=fastps.Sum) == size).all()
+    fastps.shutdown()
+    return found
+
+
+def ahead_of_others() -> str:
+    """Be late with an operation whose name others have used both ways: nothing is wrong."""
+    fastps.init()
+    me = fastps.rank()
+    for step in range(3):
+        if me == step:
+            fastps.receive(np.empty(1), (me + 1) % 3)  # sent when the others have waited for long
+        flight = fastps.allreduce_async(np.ones(2 + step), "both")
+        if me == (step + 1) % 3:
+            caught(lambda flight=flight: fastps.synchronize(flight, 1.8))
+            fastps.send(np.ones(1), step)
+        assert (fastps.synchronize(flight) == 1).all()
+        assert (fastps.allreduce(np.ones(2), "both") == 1).all()
+    fastps.shutdown()
+    return "done"
+
+
 def removal() -> list[str]:
     """Remove a set while one of its members has something in flight on it; then all go on."""
     fastps.init()

@@ -20,6 +20,27 @@ def test_sets_in_different_orders_are_named_with_their_ranks():
     assert all("process sets in one order" in text for text in (first, second))
 
 
+@pytest.mark.parametrize(("way", "servers"), [("memory", 0), ("tcp", 1)])
+def test_a_name_that_goes_two_ways_is_told_on_all(way, servers):
+    watch = {"FASTPS_STALL_WATCH_S": "1"}  # a look at what waits is taken four times as often
+    found = run_job(
+        programs_sets.ways, workers=3, servers=servers, environment=WAYS[way] | watch
+    )
+    for errors in found:
+        assert len(errors) == 6
+        for first, second in errors:
+            assert first.startswith("MismatchError"), found
+            assert second.startswith("MismatchError"), found
+    for kind, texts in zip(("shape", "large", "dtype", "op", "kind", "grouped"), zip(*found)):
+        assert any(f"{kind}" in first and "among the workers" in first for first, _ in texts), texts
+
+
+def test_who_is_late_or_ahead_does_not_disagree():
+    watch = {"FASTPS_STALL_WATCH_S": "1"}
+    found = run_job(programs_sets.ahead_of_others, workers=3, servers=1, environment=watch)
+    assert found == ["done"] * 3
+
+
 def test_a_set_in_use_is_not_removed():
     for texts in run_job(programs_sets.removal, workers=3, servers=0):
         for text, what in zip(texts, ("allreduce odd", "receive with tag 0"), strict=True):

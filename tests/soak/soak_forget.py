@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A million nameless operations keep memory flat, whatever carries them: make soak.
+"""A million operations, under names that are forgotten or none, keep memory flat: make soak.
 
 FASTPS_SOAK_NAMES: how many names each way uses, for a shorter look.
 """
@@ -16,7 +16,9 @@ CLUSTER = Path(__file__).parents[1] / "cluster"
 sys.path.insert(0, str(CLUSTER))
 
 import programs_forget  # noqa: E402
-from job import Job  # noqa: E402
+import programs_sets  # noqa: E402
+from job import Job, run_job  # noqa: E402
+from test_collectives import WAYS as ROUTES  # noqa: E402
 from test_forget import SMALL, WAYS  # noqa: E402
 
 NAMES = int(os.environ.get("FASTPS_SOAK_NAMES", "1000000"))
@@ -55,3 +57,15 @@ def test_memory_stays_flat(way):
         grown[f"worker {rank}"] = end[2] - warm[2]
     sys.stderr.write(f"\n{way}: bytes more after {NAMES} names: {grown}\n")
     assert max(grown.values()) < MAX_GROWTH_BYTES, grown
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+@pytest.mark.parametrize("way", ["memory", "tcp"])
+def test_operations_without_a_name_keep_memory_flat(way):
+    found = run_job(
+        programs_sets.nameless, workers=2, servers=0, timeout_s=TIMEOUT_S, environment=ROUTES[way],
+        arguments={"operations": NAMES, "warm": 20_000},
+    )  # fmt: skip
+    grown = [end - warm for warm, end in found]
+    sys.stderr.write(f"\n{way}: bytes more after {NAMES} operations without a name: {grown}\n")
+    assert max(grown) < MAX_GROWTH_BYTES, grown
