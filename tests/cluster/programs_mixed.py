@@ -306,6 +306,39 @@ def run(program: dict[str, Any]) -> str:
     return ""
 
 
+REDUCING = (allreduce, grouped_allreduce, reducescatter, grouped_reducescatter, reduce_to)
+
+
+def dtypes() -> list[str]:
+    """Do every operation with every dtype, and every reduction that it has; give the dtypes."""
+    fastps.init()
+    some = fastps.add_process_set([0, fastps.size() - 1])
+    for dtype, ops in OPS.items():
+        for where in filter(fastps.ProcessSet.included, (fastps.global_process_set, some)):
+            for kind, start in KINDS.items():
+                for op in range(len(ops) if start in REDUCING else 1):
+                    flight, wanted = start(Step(where, None, dtype, 500, str(op), op))
+                    _finish(f"{kind} of {dtype}, {ops[op]}", flight, wanted)
+    integer_averages()
+    fastps.shutdown()
+    return sorted(OPS)
+
+
+def integer_averages() -> None:
+    """Divide a sum that wraps around, and round down, by every way; as docs/collectives.md says."""
+    me, size = fastps.rank(), fastps.size()
+    own = np.array([250 + me, 1, me], np.uint8)
+    wrapped = np.array([sum(range(250, 250 + size)) % 256, size, sum(range(size))]) // size
+    assert np.array_equal(fastps.allreduce(own), wrapped)
+    assert np.array_equal(fastps.allreduce(own, "by name"), wrapped)
+    assert np.array_equal(fastps.push_pull(own, "pushed"), wrapped)
+    assert np.array_equal(fastps.grouped_allreduce([own])[0], wrapped)
+    low = np.array([-3, -2 - me], np.int32)
+    total = sum(np.array([-3, -2 - rank]) for rank in range(size))
+    assert np.array_equal(fastps.allreduce(low), np.floor_divide(total, size))
+    assert np.array_equal(fastps.allreduce(low, "low"), np.floor_divide(total, size))
+
+
 def serve(address: str) -> str:
     """Run the programs that come, line by line, until there are none."""
     fastps.init()

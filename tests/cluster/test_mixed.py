@@ -20,8 +20,10 @@ import programs_mixed
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from job import WAIT_S, Job
+from job import WAIT_S, Job, run_job
 from test_collectives import WAYS
+
+from fastps.types import DType
 
 WORKERS = 3
 EXAMPLES = int(os.environ.get("FASTPS_MIXED_EXAMPLES", "60"))
@@ -134,3 +136,12 @@ def test_any_mixture_gives_what_numpy_gives(fleet):
         fleet.run(program)
 
     look()
+
+
+@pytest.mark.parametrize("way", ["memory", "tcp"])
+def test_every_dtype_in_every_operation(way):
+    found = run_job(programs_mixed.dtypes, workers=3, servers=0, environment=WAYS[way])
+    names = {code.name.lower() for code in DType} | {"complex64"}
+    if programs_mixed.ml_dtypes is None:
+        names.discard("bfloat16")
+    assert all(set(dtypes) == names for dtypes in found)
