@@ -225,10 +225,13 @@ class Groups:
         except MemoryError:
             return np.empty(shape, dtype)
 
-    def check_usable(self, group: Group, name: str | None) -> None:
-        """Raise NotInitializedError in a forked child, MismatchError for a name that failed."""
+    def check_usable(self) -> None:
+        """Raise NotInitializedError in a forked child."""
         self._session.check_usable()
-        if name is not None and group is self._world:
+
+    def check_name(self, group: Group, name: str) -> None:
+        """Raise MismatchError for a name that has failed for all workers."""
+        if group is self._world:
             self._session.ways.check(name)
 
     def promise(

@@ -325,7 +325,7 @@ def dtypes() -> list[str]:
 
 
 def integer_averages() -> None:
-    """Divide a sum that wraps around, and round down, by every way; as docs/collectives.md says."""
+    """Divide a sum that wraps around, and round down, by every way, as the docs say."""
     me, size = fastps.rank(), fastps.size()
     own = np.array([250 + me, 1, me], np.uint8)
     wrapped = np.array([sum(range(250, 250 + size)) % 256, size, sum(range(size))]) // size

@@ -23,16 +23,16 @@ def test_sets_in_different_orders_are_named_with_their_ranks():
 @pytest.mark.parametrize(("way", "servers"), [("memory", 0), ("tcp", 1)])
 def test_a_name_that_goes_two_ways_is_told_on_all(way, servers):
     watch = {"FASTPS_STALL_WATCH_S": "1"}  # a look at what waits is taken four times as often
-    found = run_job(
-        programs_sets.ways, workers=3, servers=servers, environment=WAYS[way] | watch
-    )
+    found = run_job(programs_sets.ways, workers=3, servers=servers, environment=WAYS[way] | watch)
     for errors in found:
         assert len(errors) == 6
         for first, second in errors:
             assert first.startswith("MismatchError"), found
             assert second.startswith("MismatchError"), found
-    for kind, texts in zip(("shape", "large", "dtype", "op", "kind", "grouped"), zip(*found)):
-        assert any(f"{kind}" in first and "among the workers" in first for first, _ in texts), texts
+    kinds = ("shape", "large", "dtype", "op", "kind", "grouped")
+    for kind, texts in zip(kinds, zip(*found, strict=True), strict=True):
+        firsts = [first for first, _ in texts]
+        assert any(kind in first and "among the workers" in first for first in firsts), texts
 
 
 def test_who_is_late_or_ahead_does_not_disagree():
