@@ -22,7 +22,8 @@ cdef enum SpanKind:             # names stand in fastps/telemetry/spans.py, by n
     SPAN_OPERATION = 12         # of a group: key is its channel
     SPAN_WAIT = 13              # a thread of the user waits for an operation
     SPAN_STEP = 14              # from one mark of a step to the next
-    SPAN_DROPPED = 15           # nbytes: so many spans had no room
+    SPAN_ACTIVITY = 15          # what the program says it does: key is the number of its name
+    SPAN_DROPPED = 16           # nbytes: so many spans had no room
 
 cdef struct TraceState:
     int32_t is_on               # atomic; the only field that who does not trace reads

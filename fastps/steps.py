@@ -17,6 +17,7 @@ from fastps.telemetry import spans
 
 if TYPE_CHECKING:
     from fastps.session import Session
+    from fastps.telemetry.recorder import Recorder
     from fastps.tuning import Exchange, Tuner
     from fastps.worker._engine import WorkerEngine
 
@@ -56,6 +57,12 @@ class Steps:
         """What runs the operations; None in a job of one."""
         connections = getattr(self._session, "connections", None)
         return None if connections is None else connections.engine
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What writes the trace of this process; None where there is none."""
+        connections = getattr(self._session, "connections", None)
+        return None if connections is None else connections.recorder
 
     def offer(self, exchange: Exchange) -> None:
         """Let an exchange of gradients be tuned with the steps, where that is asked for."""

@@ -18,7 +18,7 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastps.config import byteps
+from fastps.config import bluefog, byteps
 from fastps.config.parsers import (
     as_aligned,
     as_boolean,
@@ -189,22 +189,6 @@ EXAMPLES = {
     "rdma_device": "mlx5_0",
 }
 
-# What BlueFog's variables come to here, where they have no setting of the same meaning.
-_NO_MPI = "there is no MPI or NCCL here, and nothing to choose"
-OF_BLUEFOG = {
-    **{f"BLUEFOG_{name}_BY_MPI": _NO_MPI for name in (
-        "ALLREDUCE", "BROADCAST", "ALLGATHER", "NEIGHBOR_ALLREDUCE", "NEIGHBOR_ALLGATHER",
-        "WIN_OPS")},
-    **{f"BLUEFOG_{name}": _NO_MPI for name in (
-        "MPI_THREAD_LEVEL", "OPS_ON_CPU", "WIN_ON_GPU", "NUM_FINALIZER_THREADS",
-        "SLEEP_USEC_FOR_WIN_PASSIVE", "MAX_WIN_SENT_LENGTH")},
-    "BLUEFOG_CYCLE_TIME": "operations begin at once, without cycles",
-    "BLUEFOG_FUSION_THRESHOLD": "give several tensors to one call, which travel together",
-    "BLUEFOG_NODES_PER_MACHINE": "give the workers of each such machine a FASTPS_MACHINE",
-    "BLUEFOG_TIMELINE": "fastps.statistics() counts; there is no timeline",
-    "BLUEFOG_LOG_HIDE_TIME": "set up `logging` as you like it",
-}  # fmt: skip
-
 JOB = "Job"
 ADDRESS = "Addresses"
 SECURITY = "Security"
@@ -263,7 +247,7 @@ class Config:
         text="Number of this worker, or validator, in the job; given by the scheduler if unset.")
     force_distributed: bool = _set(JOB, False, "BYTEPS_FORCE_DISTRIBUTED",
         text="Use the servers even when all workers are on one machine.")
-    machine: str = _set(JOB, "",
+    machine: str = _set(JOB, "", Derived(bluefog.NODES_PER_MACHINE, bluefog.machine_of),
         text="Name of the machine this process counts as part of; unset, the kernel's boot id "
              "and the network namespace tell machines apart.")
     colocate: str = _set(JOB, "auto", Derived("BYTEPS_ENABLE_MIXED_MODE", _mixed_mode),
@@ -424,13 +408,17 @@ class Config:
     tcp_user_timeout_s: float = _set(TIMES, 30.0, unit="seconds", allowed=(1.0, 3600.0),
         text="A data connection whose bytes stay unacknowledged for so long is given up.")
     trace_on: bool = _set(TRACING, False, "BYTEPS_TRACE_ON",
+        Derived("BLUEFOG_TIMELINE: on", bluefog.if_traced(True)),
         text="Write a timeline of every stage; see docs/timeline.md.")
-    trace_start_step: int = _set(TRACING, 10, "BYTEPS_TRACE_START_STEP", unit="operations",
+    trace_start_step: int = _set(TRACING, 10, "BYTEPS_TRACE_START_STEP",
+        Derived("BLUEFOG_TIMELINE: from 1", bluefog.if_traced(1)), unit="operations",
         allowed=(0, MAX_VERSION),
         text="The first operation on a tensor that is traced, counted for each tensor from 1.")
-    trace_end_step: int = _set(TRACING, 20, "BYTEPS_TRACE_END_STEP", unit="operations",
+    trace_end_step: int = _set(TRACING, 20, "BYTEPS_TRACE_END_STEP",
+        Derived("BLUEFOG_TIMELINE: to 0", bluefog.if_traced(0)), unit="operations",
         allowed=(0, MAX_VERSION), text="The last one; 0 goes on to the end.")
-    trace_dir: str = _set(TRACING, "./trace", "BYTEPS_TRACE_DIR", parse=as_path,
+    trace_dir: str = _set(TRACING, "./trace", "BYTEPS_TRACE_DIR", "BLUEFOG_TIMELINE",
+        parse=as_path,
         text="Directory of what processes trace; the last of those that share it to end makes "
              "timeline.json there.")
     status: bool = _set(TRACING, True,
@@ -510,10 +498,7 @@ def load(
     overrides = {} if overrides is None else overrides
     _check_keywords(overrides)
     _warn_unknown(environ)
-    values: dict[str, Any] = {}
-    for setting in SETTINGS:
-        values[setting.field], _ = _resolve(setting, overrides, environ, values)
-    config = Config(**values)
+    config = Config(**{name: value for name, (value, _) in _found(overrides, environ).items()})
     _check_together(config)
     return config
 
@@ -524,14 +509,26 @@ def explain(
     """List (FASTPS_ name, value, where it came from) of every setting; secrets are hidden."""
     environ = os.environ if environ is None else environ
     _warn_unknown(environ)
-    values: dict[str, Any] = {}
+    found = _found(overrides or {}, environ)
     lines = []
     for setting in SETTINGS:
-        value, source = _resolve(setting, overrides or {}, environ, values)
-        values[setting.field] = value
+        value, source = found[setting.field]
         shown = "(hidden)" if setting.is_secret and value else format_value(value)
         lines.append((setting.name, shown, source))
     return lines
+
+
+def _found(overrides: Mapping[str, object], environ: Environ) -> dict[str, tuple[Any, str]]:
+    """Give every value and its source, by field."""
+    values: dict[str, Any] = {}
+    found: dict[str, tuple[Any, str]] = {}
+    for setting in SETTINGS:
+        value, source = _resolve(setting, overrides, environ, values)
+        values[setting.field] = value
+        found[setting.field] = value, source
+    if found["machine"][1] == bluefog.NODES_PER_MACHINE:  # whose workers no launcher has counted
+        found["local_rank"] = found["local_size"] = None, bluefog.NODES_PER_MACHINE
+    return found
 
 
 def child_environment(settings: Config | Mapping[str, object]) -> dict[str, str]:
@@ -635,8 +632,8 @@ def _warn_unknown(environ: Environ) -> None:
     for name in environ if environ.get("FASTPS_LOCAL_RANK") in (None, "", "0") else ():
         if name in _KNOWN_NAMES:
             continue
-        if name in OF_BLUEFOG:
-            _say_once(f"{name} is BlueFog's and is ignored: {OF_BLUEFOG[name]}")
+        if name in bluefog.INSTEAD:
+            _say_once(f"{name} is BlueFog's and is ignored: {bluefog.INSTEAD[name]}")
         elif name in byteps.INSTEAD:
             if environ[name].strip():
                 _say_once(f"{name} of BytePS does nothing{byteps.answer(name)}")

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from fastps.config import (
     BUILD_NAMES,
-    OF_BLUEFOG,
     SETTINGS,
     Setting,
+    bluefog,
     byteps,
     explain,
     format_value,
@@ -46,7 +46,7 @@ def markdown() -> str:
         rows = [_row(setting) for setting in SETTINGS if setting.section == section]
         parts.append("\n".join([f"## {section}\n", _TABLE_HEAD, *rows, ""]))
     parts.append(_byteps())
-    rows = [f"| `{name}` | {text} |" for name, text in OF_BLUEFOG.items()]
+    rows = [f"| `{name}` | {text} |" for name, text in bluefog.INSTEAD.items()]
     parts.append("\n".join(["## BlueFog's other variables\n", "They are answered, once, with:\n",
                             "| variable | what to do |", "|---|---|", *rows, ""]))  # fmt: skip
     names = ", ".join(f"`{name}`" for name in BUILD_NAMES)

@@ -22,7 +22,7 @@ from fastps import _trace
 from fastps.config import Config
 from fastps.errors import ConfigError, FastPSError
 from fastps.telemetry.clock import Sample, best_of, sample_of
-from fastps.telemetry.spans import NOTES_SUFFIX, SPANS_SUFFIX, read_notes
+from fastps.telemetry.spans import ACTIVITY, NOTES_SUFFIX, SPANS_SUFFIX, read_notes
 from fastps.telemetry.timeline import merge
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,9 @@ class Recorder:
             ) from error
         self._folder = folder
         self._is_closed = False
+        self._activities: dict[tuple[str, str], int] = {}  # numbers, by (what, of what)
+        self._begun: dict[str, list[tuple[str, int]]] = {}  # (what, since), by of what
+        self._naming = threading.Lock()
         self.note(who=_describe(role, number, host_id))
         last = config.trace_end_step or ANY
         self._drain = _trace.Drain(
@@ -77,6 +80,31 @@ class Recorder:
         """Note the name of a tensor that has this number from now on."""
         if not self._is_closed:
             self.note(tensor=tensor_id, name=name, since=_trace.clock_ns())
+
+    # ---- what the program says it does; from any thread ----
+
+    def begin_activity(self, what: str, of: str) -> None:
+        """Note that an activity of a tensor, or of anything with a name, begins."""
+        self._begun.setdefault(of, []).append((what, _trace.clock_ns()))
+
+    def end_activity(self, of: str) -> bool:
+        """Write the activity down that was begun last; False if none of that name is going on."""
+        begun = self._begun.get(of)
+        if not begun:
+            return False
+        self.mark_activity(*begun.pop(), of=of)
+        return True
+
+    def mark_activity(self, what: str, began: int, *, of: str) -> None:
+        """Write an activity down that began at a time of the trace's clock and ends now."""
+        ended = _trace.clock_ns()
+        with self._naming:
+            number = self._activities.get((what, of))
+            if number is None and not self._is_closed:
+                number = self._activities[what, of] = len(self._activities)
+                self.note(activity=number, name=what, of=of)
+        if number is not None:
+            _trace.mark(ACTIVITY, began, ended, key=number)
 
     # ---- clocks ----
 

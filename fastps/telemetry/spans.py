@@ -20,11 +20,11 @@ import numpy as np
 # by number: SpanKind of fastps/_trace.pxd
 KINDS = (
     "", "QUEUE", "PUSH", "AWAIT", "PULL", "COMPRESS", "DECOMPRESS", "REDUCE", "SPREAD", "RECEIVE",
-    "SUM", "RESULT", "OPERATION", "WAIT", "STEP", "DROPPED",
+    "SUM", "RESULT", "OPERATION", "WAIT", "STEP", "ACTIVITY", "DROPPED",
 )  # fmt: skip
 (
     QUEUE, PUSH, AWAIT, PULL, COMPRESS, DECOMPRESS, REDUCE, SPREAD, RECEIVE, SUM, RESULT,
-    OPERATION, WAIT, STEP, DROPPED,
+    OPERATION, WAIT, STEP, ACTIVITY, DROPPED,
 ) = range(1, len(KINDS))  # fmt: skip
 OF_A_WORKER = (QUEUE, PUSH, AWAIT, PULL, COMPRESS, DECOMPRESS, REDUCE, SPREAD, OPERATION)
 SPANS_SUFFIX, NOTES_SUFFIX = ".spans", ".jsonl"
@@ -49,6 +49,7 @@ class Recording:
     spans: Spans
     names: dict[int, list[tuple[int, str]]] = field(default_factory=dict)  # id -> (since, name)
     clocks: list[tuple[int, int, int]] = field(default_factory=list)  # time, offset, bound; ns
+    activities: dict[int, tuple[str, str]] = field(default_factory=dict)  # (what, of what)
     has_ended: bool = False
 
     def name_of(self, key: int, when: int) -> str:
@@ -88,6 +89,8 @@ def read_recording(path: Path) -> Recording:
             recording.who = note["who"]
         elif "tensor" in note:
             recording.names.setdefault(note["tensor"], []).append((note["since"], note["name"]))
+        elif "activity" in note:
+            recording.activities[note["activity"]] = (note["name"], note["of"])
         elif "clock" in note:
             recording.clocks.append(tuple(note["clock"]))
         elif "end" in note:

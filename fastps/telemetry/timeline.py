@@ -23,6 +23,7 @@ import numpy as np
 from fastps.errors import FastPSError
 from fastps.telemetry.clock import Alignment
 from fastps.telemetry.spans import (
+    ACTIVITY,
     DROPPED,
     INDEX_BITS,
     KINDS,
@@ -41,7 +42,7 @@ from fastps.telemetry.spans import (
 
 ROWS = 1000  # of one stage, at most; what is beyond shares the last
 WHOLE = 0  # the row of whole tensors, as BytePS has it
-ORDER = (STEP, WAIT, WHOLE)  # rows from the top; then the stages by number
+ORDER = (STEP, ACTIVITY, WAIT, WHOLE)  # rows from the top; then the stages by number
 OF_PEERS = (PUSH, PULL, RECEIVE, RESULT)
 COLLECTIVES = (
     "allreduce", "allgather", "reduce", "reducescatter", "gather", "scatter", "alltoall",
@@ -155,6 +156,9 @@ def _spans_of(one: Timed, kind: int) -> Iterator[Item]:
         args = {"version": version, "bytes": int(spans["nbytes"][place])}
         if kind == STEP:
             yield began, ended, f"step {version}", {}
+        elif kind == ACTIVITY:
+            name, of = one.recording.activities.get(key, (f"activity {key}", ""))
+            yield began, ended, name, {"of": of} if of else {}
         elif kind == OPERATION:
             yield began, ended, _collective(int(spans["peer"][place])), {**args, "channel": key}
         else:
@@ -198,7 +202,7 @@ def _rows(pid: int, kind: int, items: list[Item], origin: int) -> Iterator[Event
             yield _note(pid, tid, "thread_sort_index", sort_index=tid)
         heapq.heappush(free, (ended, row))
         yield {
-            "name": name, "cat": "Comm" if kind not in (STEP, WAIT) else "Step", "ph": "X",
+            "name": name, "cat": "Step" if kind in (STEP, ACTIVITY, WAIT) else "Comm", "ph": "X",
             "pid": pid, "tid": place * ROWS + row, "ts": (began - origin) * US,
             "dur": (ended - began) * US, "args": args,
         }  # fmt: skip

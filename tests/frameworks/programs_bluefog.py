@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+import warnings
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -105,6 +107,7 @@ def machines() -> str:
     bf.init()
     me, n = bf.rank(), bf.size()
     assert (bf.machine_size(), bf.machine_rank()) == (n // 2, me // 2)
+    assert (bf.local_size(), bf.local_rank()) == (2, me % 2)
     assert bf.is_homogeneous()
     x = torch.full((23, 23), float(me))
     close(bf.allreduce(x, is_hierarchical_local=True), me // 2 * 2 + 0.5)
@@ -178,3 +181,76 @@ def regression() -> dict[str, float]:
     bf.barrier()
     bf.shutdown()
     return found
+
+
+def own_ways() -> list[str]:
+    """Call what BlueFog's programs call by their own habits; give the warnings of optimizers."""
+    bf.init()
+    torch.set_num_threads(1)
+    me, n = bf.rank(), bf.size()
+    assert bf.topology_util.RingGraph is bf.RingGraph is topology_util.RingGraph
+    assert bf.IsTopologyEquivalent(bf.load_topology(), bf.ExponentialGraph(size=n, base=2))
+    assert bf.InferSourceFromDestinationRanks(dst_ranks=[(me + 1) % n]) == [(me - 1) % n]
+    turns = topology_util.GetInnerOuterExpo2DynamicSendRecvRanks(
+        world_size=n, local_size=n, self_rank=me
+    )
+    assert len(next(turns)) == 2
+    for size in (3, 4):  # no names, and others the second time
+        some = [torch.full((size,), float(me)), torch.full((size,), 2.0 * me)]
+        bf.broadcast_parameters(some, root_rank=1)
+        assert [float(one[0]) for one in some] == [1, 2]
+        some[0].fill_(me)
+        bf.allreduce_parameters(some)
+        close(some[0], (n - 1) / 2)
+    assert bf.win_wait(3) is False
+    assert bf.win_poll(None) is False
+    with pytest.raises(ValueError, match="3 is not the handle"):
+        bf.synchronize(3)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        steps = [_two_passes(wrap) for wrap in (
+            bf.DistributedAdaptThenCombineOptimizer, bf.DistributedAdaptWithCombineOptimizer,
+            bf.DistributedGradientAllreduceOptimizer, bf.DistributedWinPutOptimizer)]  # fmt: skip
+    for found in steps[:3]:  # all gradients count; but for puts, which come when they come
+        close(found, -0.2 * (n / 2 + 1))
+    bf.barrier()
+    bf.shutdown()
+    return [str(one.message) for one in said]
+
+
+def _two_passes(wrap: Any) -> torch.Tensor:
+    """Make two backward passes, and as many where the optimizer expects one; twice."""
+    model = nn.Linear(2, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer.turn_on_timeline()
+    for _ in range(2):
+        optimizer.zero_grad()
+        for extra in range(2):
+            inputs = torch.full((1, 2), bf.rank() + 1.0 + extra, dtype=torch.double)
+            (model(inputs).sum() / 2).backward()
+        optimizer.step()
+    optimizer.turn_off_timeline()
+    bf.barrier()
+    return bf.allreduce(model.weight.detach())
+
+
+def shown() -> bool:
+    """Do what a timeline shows."""
+    bf.init()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    bf.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = bf.DistributedGradientAllreduceOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model
+    )
+    optimizer.turn_on_timeline()
+    with bf.timeline_context("outer", "LOAD"), fastps.span("inside", "of it"):
+        is_on = bf.timeline_start_activity("x", "PREPARE")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert bf.timeline_end_activity("x") is is_on
+    assert bf.timeline_end_activity("x") is False
+    bf.shutdown()
+    return is_on

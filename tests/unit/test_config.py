@@ -464,9 +464,22 @@ def test_module_runs():
 
 def test_variables_of_bluefog_are_understood_or_answered(caplog):
     found = load(environ={"BLUEFOG_LOG_LEVEL": "trace", "BLUEFOG_START_TIMEOUT": "33",
-                          "BLUEFOG_NODES_PER_MACHINE": "2"})  # fmt: skip
+                          "BLUEFOG_TIMELINE": "/tmp/a", "BLUEFOG_CYCLE_TIME": "1"})  # fmt: skip
     assert (found.log_level, found.start_timeout_s) == ("DEBUG", 33.0)
-    assert "FASTPS_MACHINE" in caplog.text
+    assert (found.trace_on, found.trace_start_step, found.trace_end_step) == (True, 1, 0)
+    assert found.trace_dir == "/tmp/a"
+    assert "without cycles" in caplog.text
+
+
+def test_so_many_workers_are_a_machine_to_bluefog():
+    environ = {"BLUEFOG_NODES_PER_MACHINE": "2", "FASTPS_SIZE": "4", "FASTPS_RANK": "3",
+               "FASTPS_LOCAL_RANK": "3", "FASTPS_LOCAL_SIZE": "4"}  # fmt: skip
+    found = load(environ=environ)
+    assert (found.machine, found.local_rank, found.local_size) == ("machine 1", None, None)
+    found = load(environ=environ | {"FASTPS_MACHINE": "mine"})
+    assert (found.machine, found.local_rank, found.local_size) == ("mine", 3, 4)
+    with pytest.raises(ConfigError, match="BLUEFOG_NODES_PER_MACHINE='0' is not"):
+        load(environ=environ | {"BLUEFOG_NODES_PER_MACHINE": "0"})
 
 
 def test_reweighting_needs_servers_that_do_not_die_with_a_worker():

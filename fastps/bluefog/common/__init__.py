@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where BlueFog has its graphs."""
 
-from fastps.bluefog import topology_util
+from fastps.bluefog.common import topology_util
 
 __all__ = ["topology_util"]

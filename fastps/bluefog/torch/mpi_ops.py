@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of bluefog.torch, for torch tensors; what they do is what fastps.torch does.
+"""The operations of bluefog.torch, for torch tensors; what they do is what fastps.torch does.
 
 A nonblocking form gives a handle for poll(), synchronize() and wait(). Operations without a name
 belong together by their order. What concerned MPI and NCCL says that there is none.
@@ -7,8 +7,9 @@ belong together by their order. What concerned MPI and NCCL says that there is n
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,13 +32,6 @@ from fastps.neighbors import (
 )
 from fastps.topology import to_networkx
 from fastps.torch import (
-    CommunicationType,
-    DistributedAdaptThenCombineOptimizer,
-    DistributedAdaptWithCombineOptimizer,
-    DistributedGradientAllreduceOptimizer,
-    DistributedPullGetOptimizer,
-    DistributedPushSumOptimizer,
-    DistributedWinPutOptimizer,
     get_current_created_window_names,
     get_win_version,
     hierarchical_neighbor_allreduce,
@@ -47,11 +41,9 @@ from fastps.torch import (
     neighbor_allgather,
     neighbor_allreduce,
     pair_gossip,
-    poll,
     rank,
     shutdown,
     size,
-    synchronize,
     turn_off_win_ops_with_associated_p,
     turn_on_win_ops_with_associated_p,
     win_accumulate,
@@ -60,38 +52,23 @@ from fastps.torch import (
     win_free,
     win_get,
     win_mutex,
-    win_poll,
     win_put,
     win_update,
     win_update_then_collect,
-    win_wait,
 )
 
 __all__ = [
-    "CommunicationType",
-    "DistributedAdaptThenCombineOptimizer",
-    "DistributedAdaptWithCombineOptimizer",
-    "DistributedAllreduceOptimizer",
-    "DistributedGradientAllreduceOptimizer",
-    "DistributedHierarchicalNeighborAllreduceOptimizer",
-    "DistributedNeighborAllreduceOptimizer",
-    "DistributedPullGetOptimizer",
-    "DistributedPushSumOptimizer",
-    "DistributedWinPutOptimizer",
     "allgather",
     "allgather_nonblocking",
     "allreduce",
     "allreduce_",
     "allreduce_nonblocking",
     "allreduce_nonblocking_",
-    "allreduce_parameters",
     "barrier",
     "broadcast",
     "broadcast_",
     "broadcast_nonblocking",
     "broadcast_nonblocking_",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
     "get_current_created_window_names",
     "get_skip_negotiate_stage",
     "get_win_version",
@@ -158,6 +135,8 @@ __all__ = [
     "win_wait",
 ]
 
+log = logging.getLogger(__name__)
+
 broadcast_nonblocking = fps.broadcast_async
 broadcast_nonblocking_ = fps.broadcast_async_
 neighbor_allreduce_nonblocking = fps.neighbor_allreduce_async
@@ -171,7 +150,6 @@ neighbor_win_accumulate = win_accumulate
 win_put_nonblocking = neighbor_win_put_nonblocking = fps.win_put_async
 win_get_nonblocking = neighbor_win_get_nonblocking = fps.win_get_async
 win_accumulate_nonblocking = neighbor_win_accumulate_nonblocking = fps.win_accumulate_async
-wait = synchronize
 
 
 # ---- the job ----
@@ -214,6 +192,45 @@ def resume() -> None:
 def barrier() -> None:
     """Wait until all workers are here."""
     fps.barrier()
+
+
+# ---- handles ----
+
+
+def poll(handle: Any) -> bool:
+    """Tell whether an operation has ended, well or not; ValueError for what is no handle."""
+    return bool(fps.poll(_checked(handle)))
+
+
+def synchronize(handle: Any) -> Any:
+    """Wait for an operation and give its tensor; ValueError for what is no handle."""
+    return fps.synchronize(_checked(handle))
+
+
+wait = synchronize
+
+
+def _checked(handle: Any) -> Any:
+    if isinstance(handle, int | None):
+        raise ValueError(f"{handle!r} is not the handle of an operation")
+    return handle
+
+
+def win_poll(handle: Any) -> bool:
+    """Tell whether win_wait() would return at once; False for what is no handle."""
+    return _is_of_a_window(handle) and fps.win_poll(handle)
+
+
+def win_wait(handle: Any) -> bool:
+    """Wait for an operation on a window; False, and a warning, for what is no handle."""
+    return _is_of_a_window(handle) and fps.win_wait(handle)
+
+
+def _is_of_a_window(handle: Any) -> bool:
+    if isinstance(handle, int | None):
+        log.warning("%r is not the handle of an operation on a window", handle)
+        return False
+    return True
 
 
 # ---- operations of all ----
@@ -284,56 +301,6 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     return fps.allgather_async(tensor, name).wait()
 
 
-# ---- parameters and optimizers ----
-
-
-def broadcast_parameters(
-    params: Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]], root_rank: int
-) -> None:
-    """Overwrite tensors on all workers with the root's."""
-    fps.broadcast_parameters(params, root_rank)
-
-
-def allreduce_parameters(
-    params: Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]],
-) -> None:
-    """Overwrite tensors on all workers with their average."""
-    fps.average_parameters(params)
-
-
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-    """Give the optimizer on every worker the state of the root's."""
-    fps.broadcast_optimizer_state(optimizer, root_rank)
-
-
-def DistributedNeighborAllreduceOptimizer(
-    optimizer: Any, model: Any, num_steps_per_communication: int = 1
-) -> Any:
-    """Mix with neighbours while forward and backward run: BlueFog's older name."""
-    return DistributedAdaptWithCombineOptimizer(
-        optimizer, model, CommunicationType.neighbor_allreduce, num_steps_per_communication
-    )
-
-
-def DistributedAllreduceOptimizer(
-    optimizer: Any, model: Any, num_steps_per_communication: int = 1
-) -> Any:
-    """Average parameters over all while forward and backward run: BlueFog's older name."""
-    return DistributedAdaptWithCombineOptimizer(
-        optimizer, model, CommunicationType.allreduce, num_steps_per_communication
-    )
-
-
-def DistributedHierarchicalNeighborAllreduceOptimizer(
-    optimizer: Any, model: Any, num_steps_per_communication: int = 1
-) -> Any:
-    """Mix with neighbouring machines while forward and backward run: BlueFog's older name."""
-    return DistributedAdaptWithCombineOptimizer(
-        optimizer, model, CommunicationType.hierarchical_neighbor_allreduce,
-        num_steps_per_communication,
-    )  # fmt: skip
-
-
 # ---- what concerned MPI, NCCL and BlueFog's own thread ----
 
 
@@ -361,17 +328,23 @@ def get_skip_negotiate_stage() -> bool:
     return True
 
 
-def timeline_start_activity(_tensor_name: str, _activity_name: str) -> bool:
-    """Tell that there is no timeline."""
-    return False
+# ---- the timeline ----
 
 
-def timeline_end_activity(_tensor_name: str) -> bool:
-    """Tell that there is no timeline."""
-    return False
+def timeline_start_activity(tensor_name: str, activity_name: str) -> bool:
+    """Show in the timeline, where one is made, that something begins; False: none is made."""
+    recorder = current().steps.recorder
+    if recorder is not None:
+        recorder.begin_activity(activity_name, tensor_name)
+    return recorder is not None
 
 
-@contextlib.contextmanager
-def timeline_context(_tensor_name: str, _activity_name: str) -> Iterator[None]:
-    """Do nothing: there is no timeline."""
-    yield
+def timeline_end_activity(tensor_name: str) -> bool:
+    """Show that what began last of that name ends; False: no timeline, or nothing began."""
+    recorder = current().steps.recorder
+    return recorder is not None and recorder.end_activity(tensor_name)
+
+
+def timeline_context(tensor_name: str, activity_name: str) -> AbstractContextManager[None]:
+    """Show in the timeline what is done within the block; as fastps.span()."""
+    return fastps.span(activity_name, tensor_name)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizers of bluefog.torch: those of fastps.torch, with what BlueFog's have besides.
+
+More backward passes before step() than num_steps_per_communication says are an error in
+fastps.torch. BlueFog warns and goes on, and so do these; no gradient is lost. Threads: hooks run
+where forward and backward do.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import fastps.torch as fps
+from fastps.current import current
+from fastps.frameworks.torch.decentralized import AdaptThenCombine, Way
+from fastps.frameworks.torch.synchronized import SynchronizedOptimizer
+from fastps.torch import CommunicationType
+
+__all__ = [
+    "CommunicationType",
+    "DistributedAdaptThenCombineOptimizer",
+    "DistributedAdaptWithCombineOptimizer",
+    "DistributedAllreduceOptimizer",
+    "DistributedGradientAllreduceOptimizer",
+    "DistributedHierarchicalNeighborAllreduceOptimizer",
+    "DistributedNeighborAllreduceOptimizer",
+    "DistributedPullGetOptimizer",
+    "DistributedPushSumOptimizer",
+    "DistributedWinPutOptimizer",
+]
+
+
+class _Extras:
+    """What an optimizer of BlueFog does besides: it forgives passes, and shows layers."""
+
+    def __init__(self, optimizer: Any, models: list[torch.nn.Module]) -> None:
+        """Watch forward passes, and give the optimizer two methods more."""
+        self._optimizer, self._models = optimizer, models
+        self._has_warned = False
+        self._hooks: list[Any] = []  # of the timeline
+        way: Way | None = getattr(optimizer, "_way", None)
+        self._passes = 1 if way is None else way.passes
+        # before the hook that counts forward passes
+        models[0].register_forward_pre_hook(self._forward, prepend=True)
+        vars(optimizer).update(
+            turn_on_timeline=self.turn_on_timeline, turn_off_timeline=self.turn_off_timeline
+        )
+
+    # ---- more passes than were announced ----
+
+    def _forward(self, module: torch.nn.Module, _inputs: Any) -> None:
+        """Make room for one pass more, if all passes have been and no step() after them."""
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if isinstance(self._optimizer, SynchronizedOptimizer):
+            if self._optimizer._exchange.round.in_flight:
+                self._warn("gradients are averaged after each")
+                self._optimizer.synchronize()  # what comes is added to the average
+            return
+        way: Way = self._optimizer._way
+        is_whole = max(way._counts.values(), default=0) >= way.passes
+        if is_whole and isinstance(way, AdaptThenCombine):
+            self._warn("each is a step of its own")
+            self._optimizer.step()  # the parameters have been updated already
+            self._optimizer.zero_grad()
+        elif is_whole:
+            self._warn("their gradients are added")
+            way.passes += 1
+        elif not any(way._counts.values()):
+            way.passes = self._passes
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "Unexpected behavior: more backward passes before step() than "
+                f"num_steps_per_communication says; {what}. Make it as many",
+                stacklevel=2,
+            )
+
+    # ---- the timeline ----
+
+    def turn_on_timeline(self, _model: Any = None) -> None:
+        """Show in the timeline how long the forward of each layer and each gradient take."""
+        self.turn_off_timeline()
+        for model in self._models:
+            ended = [0]  # when forward did
+            model_hook = functools.partial(_note_end, ended)
+            self._hooks.append(model.register_forward_hook(model_hook))
+            for name, layer in model.named_modules():
+                if next(layer.parameters(recurse=False), None) is not None:
+                    began: list[int] = []
+                    note = functools.partial(_note_begin, began)
+                    show = functools.partial(_show_forward, began, name or type(layer).__name__)
+                    self._hooks += [
+                        layer.register_forward_pre_hook(note), layer.register_forward_hook(show)
+                    ]  # fmt: skip
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    hooked: Any = parameter  # torch's hooks have no types
+                    show_gradient = functools.partial(_show_gradient, ended, name)
+                    self._hooks.append(hooked.register_post_accumulate_grad_hook(show_gradient))
+
+    def turn_off_timeline(self) -> None:
+        """Show it no more."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def _note_begin(began: list[int], _layer: Any, _inputs: Any) -> None:
+    began.append(time.monotonic_ns())
+
+
+def _note_end(ended: list[int], _model: Any, _inputs: Any, _found: Any) -> None:
+    ended[0] = time.monotonic_ns()
+
+
+def _show_forward(began: list[int], name: str, _layer: Any, _inputs: Any, _found: Any) -> None:
+    if began:
+        _show("FORWARD", began.pop(), name)
+
+
+def _show_gradient(ended: list[int], name: str, _parameter: torch.Tensor) -> None:
+    if ended[0]:
+        _show("GRADIENT COMPT.", ended[0], name)
+
+
+def _show(what: str, began: int, name: str) -> None:
+    recorder = current().steps.recorder
+    if recorder is not None:
+        recorder.mark_activity(what, began, of=name)
+
+
+# ---- what users call ----
+
+
+def _extended(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def run(optimizer: Any, model: Any, *args: Any, **options: Any) -> Any:
+        found = make(optimizer, model, *args, **options)
+        models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        _Extras(found, models)
+        return found
+
+    return run
+
+
+DistributedGradientAllreduceOptimizer = _extended(fps.DistributedGradientAllreduceOptimizer)
+DistributedAdaptWithCombineOptimizer = _extended(fps.DistributedAdaptWithCombineOptimizer)
+DistributedAdaptThenCombineOptimizer = _extended(fps.DistributedAdaptThenCombineOptimizer)
+DistributedWinPutOptimizer = _extended(fps.DistributedWinPutOptimizer)
+DistributedPullGetOptimizer = _extended(fps.DistributedPullGetOptimizer)
+DistributedPushSumOptimizer = _extended(fps.DistributedPushSumOptimizer)
+
+
+def DistributedNeighborAllreduceOptimizer(
+    optimizer: Any, model: Any, num_steps_per_communication: int = 1
+) -> Any:
+    """Mix with neighbours while forward and backward run: BlueFog's older name."""
+    return DistributedAdaptWithCombineOptimizer(
+        optimizer, model, CommunicationType.neighbor_allreduce, num_steps_per_communication
+    )
+
+
+def DistributedAllreduceOptimizer(
+    optimizer: Any, model: Any, num_steps_per_communication: int = 1
+) -> Any:
+    """Average parameters over all while forward and backward run: BlueFog's older name."""
+    return DistributedAdaptWithCombineOptimizer(
+        optimizer, model, CommunicationType.allreduce, num_steps_per_communication
+    )
+
+
+def DistributedHierarchicalNeighborAllreduceOptimizer(
+    optimizer: Any, model: Any, num_steps_per_communication: int = 1
+) -> Any:
+    """Mix with neighbouring machines while forward and backward run: BlueFog's older name."""
+    return DistributedAdaptWithCombineOptimizer(
+        optimizer, model, CommunicationType.hierarchical_neighbor_allreduce,
+        num_steps_per_communication,
+    )  # fmt: skip
