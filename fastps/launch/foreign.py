@@ -2,7 +2,8 @@
 """Words of other launchers' command lines: those that mean the same here, and advice for others.
 
 From torchrun, horovodrun, mpirun, deepspeed and bfrun. Pure. A word is taken over only where it
-can mean but one thing; for every other one there is a sentence that says what to do instead.
+can mean but one thing; some that asked for what nobody needs here are said to be left out, and for
+every other one there is a sentence that says what to do instead.
 """
 
 from __future__ import annotations
@@ -13,19 +14,13 @@ PER_MACHINE = ("--nproc-per-node", "--nproc_per_node")
 MACHINES_TOO = ("--nnodes",)
 RANK_TOO = ("--node-rank", "--node_rank")
 HOSTFILE = ("--hostfile", "-hostfile", "--machinefile", "-machinefile")
-_SWITCHES = ("--use-infiniband", "--enable-heartbeat", "--standalone", "--oversubscribe", "--gloo",
+_SWITCHES = ("--enable-heartbeat", "--standalone", "--oversubscribe", "--gloo",
              "--mpi", "--allow-run-as-root")  # fmt: skip
 ADVICE = {
-    "--use-infiniband": "RDMA is used where there is a device; FASTPS_TRANSPORT=rdma insists",
-    "--extra-mpi-flags": "there is no MPI",
     "--mpi-args": "there is no MPI",
     "--mca": "there is no MPI; docs/env.md has the settings",
-    "--prefix": "give the path of the program, or --env PATH=...",
-    "--timeline-filename": "fastps-run --timeline writes one; see docs/timeline.md",
     "--ipython-profile": "use %load_ext fastps.notebook in a notebook",
     "--enable-heartbeat": "leases are always on: FASTPS_HEARTBEAT_S, FASTPS_LEASE_S",
-    "--network-interface": "say --env FASTPS_INTERFACE=NAME",
-    "--network-interfaces": "say --env FASTPS_INTERFACE=NAME",
     "--standalone": "one machine needs nothing: fastps-run -np 4 python train.py",
     "--rdzv-backend": "the scheduler is the meeting; on several machines -H a:4,b:4, or "
     "--scheduler-host and --scheduler-port",
@@ -43,6 +38,14 @@ ADVICE = {
     "--log-dir": "say --output-dir DIR",
 }
 
+# Words of bfrun and horovodrun that a job starts without.
+LEFT_OUT = {
+    "--use-infiniband": "RDMA is used where there is a device (FASTPS_TRANSPORT=rdma insists)",
+    "--extra-mpi-flags": "there is no MPI",
+    "--prefix": "there is no MPI whose path could matter",
+}
+INTERFACES = ("--network-interface", "--network-interfaces", "--nics")
+
 
 def field_of(flag: str) -> str:
     """Give the name that argparse keeps a long word under."""
@@ -57,3 +60,21 @@ def add_advice(group: argparse._ArgumentGroup) -> None:
             group.add_argument(*names, action="store_const", const=True, help=argparse.SUPPRESS)
         else:
             group.add_argument(*names, help=argparse.SUPPRESS)
+    for flag in LEFT_OUT:
+        action = "store_true" if flag == "--use-infiniband" else "store"
+        group.add_argument(flag, dest=field_of(flag), action=action, default=None,
+                           help=argparse.SUPPRESS)  # fmt: skip
+
+
+def left_out(found: dict[str, object]) -> list[str]:
+    """Take the words out that a job starts without; give a sentence for each that was said."""
+    return [
+        f"{flag} is left out: {why}"
+        for flag, why in LEFT_OUT.items()
+        if found.pop(field_of(flag)) is not None
+    ]
+
+
+def timeline_of(text: str) -> str:
+    """Name the file of a timeline of which bfrun's word, or horovodrun's, is the beginning."""
+    return text if text.endswith(".json") else f"{text}.json"

@@ -10,17 +10,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
+import sys
 from collections.abc import Sequence
 
 from fastps.config.words import add_words, count, number, word
 from fastps.launch.foreign import (
     ADVICE,
     HOSTFILE,
+    INTERFACES,
     MACHINES_TOO,
     PER_MACHINE,
     RANK_TOO,
     add_advice,
     field_of,
+    left_out,
+    timeline_of,
 )
 from fastps.launch.hosts import (
     Host,
@@ -99,6 +103,28 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(map(count(0, 4096), text.split(",")))
 
 
+def _judges(text: str) -> tuple[int, ...]:
+    """Parse numbers of validators, which -v is of here and not in bfrun and horovodrun."""
+    try:
+        return _counts(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{error}: -v says how many validators; -v alone, or --version, gives the version"
+        ) from None
+
+
+def _interface(text: str) -> tuple[str, str]:
+    if "," in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: one name, or a network as 10.0.0.0/24 that is on all machines"
+        )
+    return "FASTPS_INTERFACE", text
+
+
+def _timeline(text: str) -> pathlib.Path:
+    return _file(timeline_of(text))
+
+
 def _file(text: str) -> pathlib.Path:
     path = pathlib.Path(text)
     if not path.name or path.is_dir():
@@ -138,7 +164,7 @@ class Options:
     is_placed: bool = True  # the user has said which machines
     is_counted: bool = True  # the user has said how many workers
     has_srun: bool = False  # the hosts are nodes of our allocation
-    ssh_port: int | None = word(MACHINES, "--ssh-port", None, count(1, 65535), "PORT",
+    ssh_port: int | None = word(MACHINES, "--ssh-port -p", None, count(1, 65535), "PORT",
         "port of the ssh servers of -H")
     ssh_identity: pathlib.Path | None = word(MACHINES, "--ssh-identity-file", None, pathlib.Path,  # noqa: RUF009
         "FILE", "private key that ssh shall use for -H")
@@ -189,7 +215,10 @@ class Options:
 def parse(arguments: Sequence[str]) -> Options:
     """Make Options of the words after `fastps-run`; SystemExit(2) with the reason if wrong."""
     parser = make_parser()
-    found = vars(parser.parse_args(arguments))
+    is_version = list(arguments) == ["-v"]  # as bfrun has it; with a number it is of validators
+    found = vars(parser.parse_args(["--version"] if is_version else arguments))
+    for sentence in left_out(found):
+        sys.stderr.write(f"{parser.prog}: {sentence}\n")
     for flag, advice in ADVICE.items():
         if found.pop(field_of(flag), None) is not None:
             parser.error(f"{flag} is not needed here: {advice}")
@@ -279,7 +308,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="server processes of each machine, or a list (default 0)",
     )  # fmt: skip
     here.add_argument(
-        "-v", "--validators", type=_counts, default=None, metavar="N",
+        "-v", "--validators", type=_judges, default=None, metavar="N",
         help="validators of each machine, or a list (default 0): trusted copies of the command, "
         "which judge what workers send (docs/byzantine.md)",
     )  # fmt: skip
@@ -289,6 +318,10 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add_advice(here)
     here.add_argument("--verbose", dest="log_level", action="store_const", const="INFO",
+                      default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
+    here.add_argument("--timeline-filename", dest="timeline", type=_timeline,
+                      default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
+    here.add_argument(*INTERFACES, dest="environment", type=_interface, action="append",
                       default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
     all_of_them.add_argument(
         "-H", "--hosts", "--host", dest="host_list", default=None, metavar="LIST",

@@ -498,16 +498,37 @@ def test_help_names_only_what_exists(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--use-infiniband"], "FASTPS_TRANSPORT=rdma"),
+        (["--use-infiniband"], "--use-infiniband is left out: RDMA is used"),
         (["--extra-mpi-flags", "-x A"], "there is no MPI"),
-        (["--network-interface", "eth0"], "FASTPS_INTERFACE"),
-        (["--timeline-filename", "a"], "--timeline"),
+        (["--prefix", "/opt/mpi"], "--prefix is left out"),
+        (["--verbose", "-p", "2222"], ""),
     ],
 )
-def test_flags_of_bfrun_are_answered(capsys, words, answer):
-    with pytest.raises(SystemExit):
-        parse(["-np", "2", *words, "python", "train.py"])
-    assert answer in capsys.readouterr().err
+def test_words_of_bfrun_that_nobody_needs_are_left_out(capsys, words, answer):
+    options = parse(["-np", "2", *words, "python", "train.py"])
+    assert options.command == ("python", "train.py")
+    assert options.ssh_port == (2222 if "-p" in words else None)
+    said = capsys.readouterr().err
+    assert answer in said
+    assert said.count("\n") == bool(answer)
+
+
+def test_words_of_bfrun_that_mean_something_here(capsys):
+    words = ["--network-interface", "eth0", "--timeline-filename", "a", "--env", "A=1"]
+    options = parse(["-np", "2", *words, "python", "train.py"])
+    assert list(options.environment) == [("FASTPS_INTERFACE", "eth0"), ("A", "1")]
+    assert str(options.timeline) == "a.json"
+    assert str(parse(["--timeline-filename", "b.json", "python", "a.py"]).timeline) == "b.json"
+    with pytest.raises(SystemExit) as ended:
+        parse(["-v"])
+    assert ended.value.code == 0
+    assert "fastps" in capsys.readouterr().out
+    for words, answer in {
+        ("-v", "python"): "gives the version", ("--network-interface", "a,b"): "one name"
+    }.items():  # fmt: skip
+        with pytest.raises(SystemExit):
+            parse([*words, "python", "train.py"])
+        assert answer in capsys.readouterr().err
 
 
 def test_a_timeline_is_no_folder(tmp_path, capsys):
