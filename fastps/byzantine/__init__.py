@@ -4,6 +4,9 @@
 rules.py       what to give as rule=: the parameters of each, with its paper
 reference.py   what each rule makes of updates, in NumPy
 scores.py      rules that compare with a trusted update: FLTrust, Zeno, Zeno++, FedAsync, Kardam
+judges.py      what validators make of updates in blocks by either, with kernels
+whole.py       rules for whole tensors, where these are several blocks
+updates.py     which updates are whole, in order and new, and what became of them
 attacks.py     what liars send
 
 docs/byzantine.md says which rule is for what.
