@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,15 +12,35 @@ import pytest
 
 pytest.importorskip("torch")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 
-import programs_bluefog
-from job import run_job
+import programs_bluefog  # noqa: E402
+from harness import clean_environ  # noqa: E402
+from job import run_job  # noqa: E402
 
-from aids.timeline_rules import check_timeline
+from aids.timeline_rules import check_timeline  # noqa: E402
 
 WORKERS = 4
 MEMORY = {"FASTPS_SHARED_MEMORY": "1"}
+LIMIT_S = 400
+CONVEX = (
+    "bluefog_consensus.py --data-size 1000 --max-iters 60 --virtual-topology star",
+    "bluefog_consensus.py --data-size 1000 --max-iters 20 --enable-dynamic-topology",
+    "bluefog_consensus.py --data-size 1000 --asynchronous-mode --enable-dynamic-topology",
+    *(
+        f"bluefog_optimization.py --method {method}"
+        for method in ("diffusion", "exact_diffusion", "gradient_tracking", "push_diging")
+    ),
+    "bluefog_optimization.py --method exact_diffusion --task linear --topology ring",
+)
+TRAINED = (
+    "bluefog_mnist.py",
+    "bluefog_mnist.py --dist-optimizer win_put",
+    "bluefog_mnist.py --dist-optimizer gradient_allreduce --disable-dynamic-topology",
+    "bluefog_benchmark.py --model lenet",
+    "bluefog_benchmark.py --batches-per-allreduce 2 --atc-style",
+)
 
 
 def run(program, **how):
@@ -66,3 +88,38 @@ def test_activities_are_in_the_timeline(tmp_path):
 
 def test_without_a_timeline_nothing_is_shown():
     assert run_job(programs_bluefog.shown, workers=2, servers=0, environment=MEMORY) == [False] * 2
+
+
+def run_examples(folder: Path, lines: tuple[str, ...]) -> str:
+    """Run examples one after the other, each of which asserts its result, in one job of four."""
+    command = [sys.executable, "-m", "fastps.launch.run", "-np", str(WORKERS), sys.executable]
+    done = subprocess.run(
+        [*command, "tests/frameworks/programs_examples.py", str(folder), *lines],
+        cwd=ROOT, env=clean_environ() | MEMORY | {"PYTHONPATH": str(ROOT)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S - 10, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_examples_agree_and_find_the_optimum(tmp_path):
+    said = run_examples(tmp_path, CONVEX)
+    errors = [float(found) for found in re.findall(r"first, ([\d.e-]+) at last", said)]
+    assert len(errors) == 3 * WORKERS
+    assert max(errors) < 1e-6
+    found = re.findall(r"\[(\w+)\] rank \d: gradient ([\d.e-]+), apart ([\d.e-]+)", said)
+    assert len(found) == 5 * WORKERS
+    exact = [float(norm) for method, norm, _ in found if method != "diffusion"]
+    assert max(exact) < 1e-6
+    assert min(float(apart) for method, _, apart in found if method == "diffusion") > 1e-4
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_examples_learn_digits_and_random_pictures(tmp_path):
+    pytest.importorskip("sklearn")
+    said = run_examples(tmp_path, TRAINED)
+    accuracies = [float(found) for found in re.findall(r"all models: ([\d.]+) %", said)]
+    assert len(accuracies) == 3
+    assert min(accuracies) > 85, said
+    assert len(re.findall(r"Total img/sec on 4 CPU\(s\): [\d.]+ \+-", said)) == 2
