@@ -246,6 +246,28 @@ def killed(rounds: int) -> Any:
     return [], few(held.arrays)
 
 
+def without_a_validator(rounds: int) -> str:
+    """Validator 1 is killed on its way; say what the others get, and when."""
+    fastps.init()
+    held = {"w": np.zeros(1000, np.float32)}
+    try:
+        if fastps.role() == "validator":
+            judge = fastps.Validator(held, "average")
+            for number in range(rounds):
+                judge.round()
+                if number == 2:
+                    mark("three")
+                    time.sleep(0.2 if fastps.validator_rank() == 0 else 60.0)
+        else:
+            mine = fastps.HeldParameters(held)
+            for number in range(1, rounds + 1):
+                mine.push([np.ones(1000, np.float32)])
+                mine.pull(stamp=number)
+    except fastps.PeerLostError as error:
+        return str(error)
+    return "done"
+
+
 def few(arrays: list[np.ndarray]) -> list[list[float]]:
     """Give a sum and some elements of each array."""
     return [

@@ -85,6 +85,19 @@ def test_who_is_killed_is_done_without():
         np.testing.assert_allclose(one[0], other[0], rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.parametrize("goes_on", ["fail", "reweight"])
+def test_the_loss_of_a_validator_ends_the_job_and_is_named(goes_on):
+    with Job(
+        programs.without_a_validator, workers=2, servers=1, validators=2,
+        environment={"FASTPS_ON_LOSS": goes_on}, arguments={"rounds": 20},
+    ) as job:  # fmt: skip
+        validators = job.of_role("validator")
+        validators[1].wait_line("three")
+        validators[1].send(signal.SIGKILL)
+        said = [one.result() for one in (*job.workers, validators[0])]
+    assert all("validator 1" in one and "is lost" in one for one in said), said
+
+
 def test_at_their_pace_each_update_is_added_once():
     found = run_job(
         programs.at_their_pace, workers=4, servers=2, validators=2, arguments={"updates": 10}
