@@ -27,7 +27,7 @@ from fastps.contract import (
 )
 from fastps.control.protocol import TensorSpec
 from fastps.errors import ConfigError
-from fastps.given import what_else
+from fastps.given import check_output, what_else
 from fastps.partition import ALIGNMENT, MAX_PARTITION_BYTES
 from fastps.rules import SUMMED, Rule
 from fastps.types import DType, dtype_of
@@ -102,21 +102,6 @@ def check_arrays(
     if average and code is DType.BOOL:
         raise TypeError(f"tensor {name!r}: booleans have no average; use average=False")
     check_output(f"tensor {name!r}", array, output)
-
-
-def check_output(what: str, array: Array, output: Array) -> None:
-    """Refuse an output that is not like an input, element by element; what: names them."""
-    if not array.flags.c_contiguous or not output.flags.c_contiguous:
-        raise ValueError(f"{what} is not C-contiguous; pass np.ascontiguousarray(...)")
-    if output is array:
-        return
-    if output.shape != array.shape or output.dtype != array.dtype:
-        raise ValueError(
-            f"{what}: the output is {output.dtype} {output.shape}, the input "
-            f"{array.dtype} {array.shape}"
-        )
-    if np.may_share_memory(array, output) and array.ctypes.data != output.ctypes.data:
-        raise ValueError(f"{what}: input and output overlap; use the same array or two")
 
 
 def checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:

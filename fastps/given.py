@@ -36,3 +36,18 @@ def what_else(tensor: object) -> str:
         cure = f"import fastps.{face} in the place of fastps, or pass np.asarray(...)"
     kind = type(tensor).__name__ if home == "builtins" else f"{home}.{type(tensor).__name__}"
     return f"of type {kind}, not a NumPy array: {cure}"
+
+
+def check_output(what: str, array: Array, output: Array) -> None:
+    """Refuse an output that is not like an input, element by element; what: names them."""
+    if not array.flags.c_contiguous or not output.flags.c_contiguous:
+        raise ValueError(f"{what} is not C-contiguous; pass np.ascontiguousarray(...)")
+    if output is array:
+        return
+    if output.shape != array.shape or output.dtype != array.dtype:
+        raise ValueError(
+            f"{what}: the output is {output.dtype} {output.shape}, the input "
+            f"{array.dtype} {array.shape}"
+        )
+    if np.may_share_memory(array, output) and array.ctypes.data != output.ctypes.data:
+        raise ValueError(f"{what}: input and output overlap; use the same array or two")

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from fastps.arrays import check_output
 from fastps.current import current
 from fastps.flights import (
     Average,
@@ -34,7 +33,7 @@ from fastps.flights import (
     start_reduce,
     start_reducescatter,
 )
-from fastps.given import readable
+from fastps.given import check_output, readable
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op, dtype_of
 from fastps.worker.handle import Array, Handle
