@@ -292,6 +292,21 @@ class TestLosing:
             peer: [] for peer in servers
         }
 
+    def test_who_has_run_out_of_data_is_in_no_meeting_until_all_have(self) -> None:
+        driver = Driver(size=3)
+        workers, _ = driver.start()
+        driver.barrier(workers[1])
+        driver.say(workers[0], Tell((), b"", has_joined=True))
+        failure = failure_of(driver, workers[1])  # who was there, and who comes
+        assert failure.kind == "mismatch"
+        assert "worker 0 has run out of data and called join()" in failure.message
+        driver.barrier(workers[2])
+        assert failure_of(driver, workers[2]).kind == "mismatch"
+        for peer in workers[1:]:
+            driver.say(peer, Tell((), b"", has_joined=True))
+        requests = [driver.barrier(peer) for peer in workers]
+        assert [driver.last(peer) for peer in workers] == [Done(one) for one in requests]
+
     def test_silence_longer_than_the_lease(self) -> None:
         driver = Driver(lease_s=10)
         workers, servers = driver.start()
