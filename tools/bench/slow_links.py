@@ -5,14 +5,15 @@
 
 Needs root: tools/netlab.py makes hosts with links of that rate, one worker on each, with a server
 in it. A model of 25 million parameters is trained with AdamW, by LocalSGD with Nesterov outside,
-in fragments that arrive while the next steps are done, as int4 with error feedback; and without
-any exchange. Both take turns for --sync-every steps each, in the same processes, and each turn
-begins where no fragment is under way, so all that leaves in a turn arrives in it; the first turn
-of both is not counted. Printed: median seconds of a step of both, the share of the speed that is
-kept, and the bytes that left a host in a turn over what its link can carry in it; then how long a
-fragment's bytes need on a link, which should be less than the steps of --delay take. Then the
-processor time of all workers and servers, alone over that of both: where workers have fewer
-processors than they need, that share can be kept, and the load of other programs is not in it.
+in fragments that arrive while the next steps are done, as int4 of 11 levels with error feedback;
+and without any exchange. Both take turns for --sync-every steps each, in the same processes, and
+each turn begins where no fragment is under way, so all that leaves in a turn arrives in it; the
+first turn of both is not counted. Printed: median seconds of a step of both, the share of the
+speed that is kept, and the bytes that left a host in a turn over what its link can carry in it;
+then how long a fragment's bytes need on a link, which should be less than the steps of --delay
+take. Then the processor time of all workers and servers, alone over that of both: where workers
+have fewer processors than they need, that share can be kept, and the load of other programs is
+not in it.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def work(options: argparse.Namespace) -> None:
         model, inner,
         torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True),
         sync_every=options.sync_every, fragments=options.fragments, delay=options.delay,
-        compression=fastps.Compression.int4(ef="vanilla"),
+        compression=fastps.Compression.int4(11, ef="vanilla"),
     )  # fmt: skip
     for _ in range(phase_of(options)):
         train(model, local.step, options.batch, 1)
