@@ -20,9 +20,12 @@ from codec_oracle import Reference
 import fastps
 from fastps import outer
 from fastps.coding import Option
+from fastps.contract import Policy
+from fastps.current import current
 from fastps.local_async import Polynomial
 from fastps.local_blocks import Lots
 from fastps.local_steps import Terms
+from fastps.types import DType
 
 STEPS, EVERY = 13, 3
 SHAPES = {"a": (5, 4), "b": (7,), "c": (2, 3), "d": ()}
@@ -237,6 +240,10 @@ def resumed(rank: int) -> None:
     assert keeps.state_dict()["fragments"][0]["kept"][0][0][0] == residual
     with pytest.raises(ValueError, match="as many fragments"):
         keeps.load_state_dict(saved)
+    own = keeps._fragments[0].names[0]
+    for beside, message in (("nobody", "no tensor 'nobody'"), (own, "keep no")):
+        with pytest.raises(fastps.ConfigError, match=message):
+            current().declare([("lacks", (3,), DType.FLOAT32)], policy=Policy.KEPT, beside=beside)
 
 
 def go_on(rank: int, optimizer: Any, label: str = "", **words: Any) -> dict[str, Any]:
@@ -378,6 +385,7 @@ def in_turns() -> str:
             parameters, sync_every=1, alpha=Polynomial(0.5), compression=coding,
             prefix=f"turns{number}", **words,
         )  # fmt: skip
+        fastps.barrier()  # all begin with rank 0's, and nothing that was added since
         for step in range(6):
             for turn in range(size):
                 do_step(list(expected.own[turn].values()), turn, step)

@@ -296,6 +296,7 @@ def as_arrays(rank: int, size: int) -> None:
         model, sgd(model.parameters()), sync_every=2, compression=codec, prefix="torch", **words
     )
     twin = fastps.AsyncLocalSGD(arrays, sync_every=2, compression=codec, prefix="numpy", **words)
+    fps.barrier()  # both begin with rank 0's, and nothing that was added since
     for step in range(12):
         for turn in range(size):
             if turn == rank:

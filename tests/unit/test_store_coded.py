@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_store import BROKEN, CHUNK, PEER_LOST, PROTOCOL, TIMEOUT_S, Server, make
 
-from aids.wire import FrameKind
+from aids.wire import FrameFlag, FrameKind
 from fastps.coding import Codec, Coding, Option
-from fastps.contract import Unit
+from fastps.contract import ANY_STALENESS, Policy, Unit
 from fastps.errors import PeerLostError
 from fastps.reduce.codec._coder import Coder
 from fastps.server._coded import CodedRule
@@ -20,6 +20,7 @@ from fastps.types import DType
 __all__ = ["make"]
 KEY = 5 << 16
 WIRE = 3 * CHUNK
+PLAIN = FrameFlag.PLAIN
 CODINGS = {  # with a partition of so many elements, which has WIRE bytes when it is encoded
     "onebit": (Coding(Codec.ONEBIT, 0, Option.FEEDBACK), 32 * 46),
     "topk": (Coding(Codec.TOPK, 23), 1000),
@@ -81,14 +82,71 @@ def test_what_is_damaged_is_a_wrong_sum_for_all_alike_and_nothing_worse(name, da
         declare(server, name)
         for rank in (0, 1):
             server.post(rank, bytes(wire), chunk_bytes=CHUNK, key=KEY)
-        found = []
-        for rank in (0, 1):
-            got = b""
-            while len(got) < WIRE:
-                _, header, payload = server.boxes[rank].receive(timeout_s=TIMEOUT_S)
-                assert header["kind"] == FrameKind.RESULT
-                got += payload
-            found.append(got)
+        found = [receive(server, rank, WIRE) for rank in (0, 1)]
         assert found[0] == found[1]
     finally:
         server.close()
+
+
+# ---- values of which changes travel encoded ----
+
+COUNT = CODINGS["onebit"][1]
+MIXED = {
+    "plain in the middle": [(bytes(CHUNK), {}), (bytes(CHUNK), {"offset": CHUNK, "flags": PLAIN})],
+    "encoded in the middle": [(bytes(CHUNK), {"flags": PLAIN}), (bytes(CHUNK), {"offset": CHUNK})],
+    "as long as plain": [(bytes(WIRE), {"chunk_bytes": CHUNK}), (bytes(CHUNK), {"offset": WIRE})],
+    "beyond plain": [(bytes(CHUNK), {"flags": PLAIN, "offset": 4 * COUNT})],
+}
+
+
+def follow(server: Server) -> None:
+    """Make a value that workers follow by encoded changes."""
+    coding = CODINGS["onebit"][0].without_memory()
+    answers = Coder(coding, DType.FLOAT32, nbytes=4 * COUNT, chunk_bytes=CHUNK, name="t", rank=0)
+    server.declare(
+        KEY >> 16, 4 * COUNT, unit=Unit.PARTITION, policy=Policy.ACCUMULATE, is_ruled=True,
+        staleness=ANY_STALENESS, coders={0: answers},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_an_operation_is_encoded_or_plain_throughout(make, name):
+    server = make(2)
+    follow(server)
+    *before, (payload, fields) = MIXED[name]
+    for earlier, its_fields in before:
+        server.post(0, earlier, **{"key": KEY} | its_fields)
+    with pytest.raises(PeerLostError):
+        server.post(0, payload, **{"key": KEY} | fields)
+    assert server.boxes[0].wait_ended(0, timeout_s=TIMEOUT_S) == PEER_LOST
+
+
+def test_answers_are_encoded_like_what_was_asked(make):
+    server = make(2)
+    follow(server)
+    seed = np.linspace(-1, 1, COUNT, dtype=np.float32)
+    server.post(0, seed.tobytes(), chunk_bytes=CHUNK, key=KEY, flags=PLAIN)
+    assert receive(server, 0, 4 * COUNT) == seed.tobytes()
+    server.post(1, b"", key=KEY, kind=FrameKind.PULL, flags=PLAIN)
+    assert receive(server, 1, 4 * COUNT) == seed.tobytes()
+    update = np.ones(COUNT, np.float32)
+    wire = coder("onebit", rank=0, pushes=True).encode(update.view(np.uint8), version=2)
+    server.post(0, bytes(wire), chunk_bytes=CHUNK, key=KEY, key_version=2)
+    got, change = receive(server, 0, WIRE), np.empty(COUNT, np.float32)
+    coder("onebit").decode(got, change.view(np.uint8), version=1)
+    np.testing.assert_array_equal(change, update)
+    server.post(1, b"", key=KEY, key_version=2, kind=FrameKind.PULL)
+    assert receive(server, 1, WIRE) == got
+    server.post(1, b"", key=KEY, key_version=3, kind=FrameKind.PULL, flags=PLAIN)
+    whole = np.frombuffer(receive(server, 1, 4 * COUNT), np.float32)
+    np.testing.assert_array_equal(whole, seed + update)
+
+
+def receive(server: Server, rank: int, nbytes: int) -> bytes:
+    """Receive a whole answer."""
+    got = b""
+    while len(got) < nbytes:
+        _, header, payload = server.boxes[rank].receive(timeout_s=TIMEOUT_S)
+        assert header["kind"] == FrameKind.RESULT
+        got += payload
+    return bytes(got)
