@@ -26,14 +26,18 @@ from fastps.frameworks.torch.differentiable import (
 )
 from fastps.frameworks.torch.sparse import start_rows
 from fastps.frameworks.torch.tensors import (
-    Array,
     check_kind,
-    check_tensor,
-    mark_written,
-    sendable,
-    tensor_over,
     view_of,
     wire_dtype,
+)
+from fastps.frameworks.torch.travelling import (
+    op_of,
+    result_of,
+    rows_of,
+    scaled,
+    stored,
+    target_of,
+    wire_of,
 )
 from fastps.operations import blocking
 from fastps.sets import ProcessSet, global_process_set
@@ -56,13 +60,13 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
     """Begin allreduce() into a new tensor; the tensor must not be changed meanwhile."""
-    op = _op(op, average)
-    source = _wire(_scaled(check_kind(tensor, name), prescale_factor), name, op)
+    op = op_of(op, average)
+    source = wire_of(scaled(check_kind(tensor, name), prescale_factor), name, op)
     flight = _sum(source, None, op, name, process_set)
 
     def finish(found: list[Any]) -> torch.Tensor:
-        return _scaled(
-            _result(found[0], source, tensor), postscale_factor * _correction(flight, source)
+        return scaled(
+            result_of(found[0], source, tensor), postscale_factor * _correction(flight, source)
         )
 
     return Later([flight], finish)
@@ -78,18 +82,18 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
     """Begin allreduce() in place."""
-    op = _op(op, average)
-    target = _target(tensor, name)
-    source = _wire(_scaled(target, prescale_factor), name, op)
-    in_place = _wire(target, name, op)
+    op = op_of(op, average)
+    target = target_of(tensor, name)
+    source = wire_of(scaled(target, prescale_factor), name, op)
+    in_place = wire_of(target, name, op)
     same = in_place.data_ptr() == target.data_ptr()
     flight = _sum(source, in_place if same else source, op, name, process_set)
 
     def finish(found: list[Any]) -> torch.Tensor:
         factor = postscale_factor * _correction(flight, source)
         if not same or factor != 1.0:
-            result = target if same else _result(found[0], source, tensor)
-            target.copy_(_scaled(result, factor))
+            result = target if same else result_of(found[0], source, tensor)
+            target.copy_(scaled(result, factor))
         return tensor
 
     return Later([flight], finish)
@@ -114,7 +118,7 @@ def allreduce(
     for it. Sparse tensors are gathered, as sparse_allreduce_async() says. Otherwise as
     fastps.allreduce(). Its gradient is the allreduce of gradients in the same way.
     """
-    how: dict[str, Any] = {"op": _op(op, average), "process_set": process_set}
+    how: dict[str, Any] = {"op": op_of(op, average), "process_set": process_set}
     if check_kind(tensor, name).is_sparse:
         return sparse_allreduce_async(tensor, name, **how).wait()
     how |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
@@ -140,7 +144,7 @@ def grouped_allreduce_async(
 ) -> Later[list[torch.Tensor]]:
     """Begin allreduce_async() of several tensors, in one submit of a dtype."""
     some = [check_kind(tensor, name).detach() for tensor in tensors]
-    return _start_grouped(some, _op(op, average), name, prescale_factor, postscale_factor,
+    return _start_grouped(some, op_of(op, average), name, prescale_factor, postscale_factor,
                           process_set, is_in_place=False)  # fmt: skip
 
 
@@ -154,8 +158,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Later[list[torch.Tensor]]:
     """Begin allreduce_async_() of several tensors, in one submit of a dtype."""
-    targets = [_target(tensor, name) for tensor in tensors]
-    flight = _start_grouped(targets, _op(op, average), name, prescale_factor, postscale_factor,
+    targets = [target_of(tensor, name) for tensor in tensors]
+    flight = _start_grouped(targets, op_of(op, average), name, prescale_factor, postscale_factor,
                             process_set, is_in_place=True)  # fmt: skip
 
     def finish(found: list[Any]) -> list[torch.Tensor]:
@@ -182,7 +186,7 @@ def _start_grouped(
     *,
     is_in_place: bool,
 ) -> Later[list[torch.Tensor]]:
-    wires = [_wire(_scaled(tensor, prescale_factor), name, op) for tensor in tensors]
+    wires = [wire_of(scaled(tensor, prescale_factor), name, op) for tensor in tensors]
     codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
     flight = ops.start_grouped(
         [view_of(wire) for wire in wires], op, name, process_set, codes, is_in_place=is_in_place
@@ -190,7 +194,7 @@ def _start_grouped(
 
     def finish(found: list[Any]) -> list[torch.Tensor]:
         return [
-            _scaled(_result(array, wire, tensor), postscale_factor * lack)
+            scaled(result_of(array, wire, tensor), postscale_factor * lack)
             for (array, lack), wire, tensor in zip(found[0], wires, tensors, strict=True)
         ]
 
@@ -208,7 +212,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Give the allreduce() of each of several tensors, all under way at once; blocks."""
-    how = (_op(op, average), prescale_factor, postscale_factor, process_set)
+    how = (op_of(op, average), prescale_factor, postscale_factor, process_set)
 
     def run(*some: torch.Tensor) -> list[torch.Tensor]:
         return compressed(
@@ -312,12 +316,12 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Promise:
     """Begin reducescatter() and give a handle."""
-    source = _wire(_scaled(check_kind(tensor, name), prescale_factor), name, op)
+    source = wire_of(scaled(check_kind(tensor, name), prescale_factor), name, op)
     flight = ops.start_reducescatter(
         view_of(source), op, name, process_set, dtype=wire_dtype(source.dtype, name or "tensor")
     )
     return Later(
-        [flight], lambda found: _scaled(_result(found[0], source, tensor), postscale_factor)
+        [flight], lambda found: scaled(result_of(found[0], source, tensor), postscale_factor)
     )
 
 
@@ -342,7 +346,7 @@ def reducescatter(
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
         times = prescale_factor * postscale_factor * (process_set.size() if op is Sum else 1)
-        return allgather(_scaled(gradient, times), _of_gradient(name), process_set)
+        return allgather(scaled(gradient, times), _of_gradient(name), process_set)
 
     return differentiable(run, back, tensor)
 
@@ -356,8 +360,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Later[list[torch.Tensor]]:
     """Begin reducescatter_async() of several tensors, in one submit of a dtype."""
-    some = [_scaled(check_kind(tensor, name), prescale_factor) for tensor in tensors]
-    wires = [_wire(one, name, op) for one in some]
+    some = [scaled(check_kind(tensor, name), prescale_factor) for tensor in tensors]
+    wires = [wire_of(one, name, op) for one in some]
     codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
     flight = ops.start_grouped_reducescatter(
         [view_of(wire) for wire in wires], op, name, process_set, dtypes=codes
@@ -365,7 +369,7 @@ def grouped_reducescatter_async(
 
     def finish(found: list[Any]) -> list[torch.Tensor]:
         return [
-            _scaled(_result(*each), postscale_factor)
+            scaled(result_of(*each), postscale_factor)
             for each in zip(found[0], wires, tensors, strict=True)
         ]
 
@@ -391,7 +395,7 @@ def grouped_reducescatter(
         )
 
     def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
-        scaled = [_scaled(gradient, times) for gradient in gradients]
+        scaled = [scaled(gradient, times) for gradient in gradients]
         return grouped_allgather(scaled, _of_gradient(name), process_set)
 
     return differentiable_list(run, back, tensors)
@@ -444,12 +448,12 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
     """Begin to copy the root's tensor into everybody's."""
-    target = _target(tensor, name)
-    wire = _wire(target, name)
+    target = target_of(tensor, name)
+    wire = wire_of(target, name)
     code = wire_dtype(wire.dtype, name or "tensor")
     flight = ops.start_broadcast(view_of(wire), root_rank, name, process_set, dtype=code)
 
-    return Later([flight], lambda found: _stored(found[0], wire, target, tensor))
+    return Later([flight], lambda found: stored(found[0], wire, target, tensor))
 
 
 broadcast_ = blocking(
@@ -501,14 +505,14 @@ def reduce_to_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[torch.Tensor | None]:
     """Begin reduce_to(); the tensor must not be changed meanwhile."""
-    wire = _wire(tensor, name, op)
+    wire = wire_of(tensor, name, op)
     code = wire_dtype(wire.dtype, name or "tensor")
     flight = ops.start_reduce(view_of(wire), root_rank, op, name, process_set, dtype=code)
 
     def finish(found: list[Any]) -> torch.Tensor | None:
         if current().rank != root_rank:
             return None
-        return _scaled(_result(np.asarray(found[0]), wire, tensor), _correction(flight, wire))
+        return scaled(result_of(np.asarray(found[0]), wire, tensor), _correction(flight, wire))
 
     return Later([flight], finish)
 
@@ -525,10 +529,10 @@ def gather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[torch.Tensor | None]:
     """Begin gather(); blocks until all members have told their first dimensions."""
-    wire = _rows(tensor, name)
+    wire = rows_of(tensor, name)
     code = wire_dtype(wire.dtype, name or "tensor")
     flight, out = ops.start_gather(view_of(wire), root_rank, name, process_set, dtype=code)
-    return Later([flight], lambda _: None if out is None else _result(out, wire, tensor))
+    return Later([flight], lambda _: None if out is None else result_of(out, wire, tensor))
 
 
 gather = blocking(gather_async, "Give the root the allgather(), and the others None; blocks.")
@@ -542,13 +546,13 @@ def scatter_async(
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
     """Begin scatter(); neither tensor may be touched meanwhile."""
-    wire = _wire(target := _target(out, name), name)
-    given = None if tensor is None else view_of(_wire(tensor, name)).reshape(-1)
+    wire = wire_of(target := target_of(out, name), name)
+    given = None if tensor is None else view_of(wire_of(tensor, name)).reshape(-1)
     flight = process_set.group().scatter(
         given, view_of(wire), root=process_set.member(root_rank, "root_rank"), name=name,
         dtype=wire_dtype(wire.dtype, name or "tensor"),
     )  # fmt: skip
-    return Later([flight], lambda found: _stored(np.asarray(found[0]), wire, target, out))
+    return Later([flight], lambda found: stored(np.asarray(found[0]), wire, target, out))
 
 
 scatter = blocking(
@@ -564,7 +568,7 @@ def send_async(
     tensor: torch.Tensor, target: int, tag: int = 0, process_set: ProcessSet = global_process_set
 ) -> Later[None]:
     """Begin send(); the tensor must not be changed meanwhile."""
-    wire = _wire(tensor, "tensor")
+    wire = wire_of(tensor, "tensor")
     member, code = process_set.member(target, "target"), wire_dtype(wire.dtype, "tensor")
     flight = process_set.group().send(view_of(wire), member, tag=tag, dtype=code)
     return Later([flight], lambda _: None)
@@ -583,12 +587,12 @@ def receive_async(
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
     """Begin receive()."""
-    target = _target(tensor, None)
-    wire = _wire(target, "tensor")
+    target = target_of(tensor, None)
+    wire = wire_of(target, "tensor")
     member = None if source is None else process_set.member(source, "source")
     code = wire_dtype(wire.dtype, "tensor")
     flight = process_set.group().receive(view_of(wire), member, tag=tag, dtype=code)
-    return Later([flight], lambda found: _stored(found[0], wire, target, tensor))
+    return Later([flight], lambda found: stored(found[0], wire, target, tensor))
 
 
 receive = blocking(
@@ -602,62 +606,6 @@ receive = blocking(
 
 def _of_gradient(name: str | None) -> str | None:
     return None if name is None else f"{name}.gradient"
-
-
-def _op(op: Op | None, average: bool | None) -> Op:
-    """Give what is asked for by Horovod's two words."""
-    if op is not None and average is not None:
-        raise ValueError("give op or average, not both: average is the older word")
-    if op is None:
-        return Sum if average is False else Average
-    if not isinstance(op, Op):
-        raise ValueError(f"op must be one of {', '.join(Op.__members__)}, not {op!r}")
-    return op
-
-
-def _wire(tensor: torch.Tensor, name: str | None, op: Op = Sum) -> torch.Tensor:
-    """Give the tensor as it travels: contiguous, complex numbers as pairs of floats."""
-    label, plain = name or "tensor", check_kind(tensor, name).detach()
-    if plain.is_complex():
-        if op not in (Sum, Average):
-            raise TypeError(f"{label!r} is complex, and complex numbers have no {op.value}")
-        plain = torch.view_as_real(plain.resolve_conj())
-    return sendable(check_tensor(plain, label))
-
-
-def _target(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-    """Give a tensor to write to, or raise ValueError where autograd would not see it."""
-    if check_kind(tensor, name).requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
-        raise ValueError(
-            "the tensor is a result that autograd follows, which would not see an in-place "
-            "change: use the form without underscore, or tensor.detach()"
-        )
-    mark_written(tensor)
-    return tensor.detach()
-
-
-def _result(array: Array, wire: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Give an operation's array as a tensor like the one that was given."""
-    found = tensor_over(array, wire.dtype)
-    return torch.view_as_complex(found) if tensor.is_complex() else found
-
-
-def _stored(
-    array: Array, wire: torch.Tensor, target: torch.Tensor, tensor: torch.Tensor
-) -> torch.Tensor:
-    """Give the tensor, once an array that came for it is there."""
-    if wire.data_ptr() != target.data_ptr():
-        target.copy_(_result(array, wire, tensor))
-    return tensor
-
-
-def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply; integers by way of float64, and cut to integers."""
-    if factor == 1.0:
-        return tensor
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor * factor
-    return (tensor.double() * factor).to(tensor.dtype)
 
 
 def _sum(
@@ -678,30 +626,26 @@ def _correction(flight: ops.Flight, wire: torch.Tensor) -> float:
     return ops.correction_of(flight, wire_dtype(wire.dtype, "tensor"))
 
 
-def _rows(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-    return _wire(tensor if check_kind(tensor, name).dim() else tensor.reshape(1), name)
-
-
 def _gathering(
     tensor: torch.Tensor, name: str | None, process_set: ProcessSet
 ) -> tuple[Promise, list[int]]:
-    wire = _rows(tensor, name)
+    wire = rows_of(tensor, name)
     code = wire_dtype(wire.dtype, name or "tensor")
     flight, counts = ops.start_allgather(view_of(wire), name, process_set, dtype=code)
-    return Later([flight], lambda found: _result(found[0], wire, tensor)), counts
+    return Later([flight], lambda found: result_of(found[0], wire, tensor)), counts
 
 
 def _gathering_each(
     tensors: Tensors, name: str | None, process_set: ProcessSet
 ) -> tuple[Later[list[torch.Tensor]], list[list[int]]]:
-    wires = [_rows(tensor, name) for tensor in tensors]
+    wires = [rows_of(tensor, name) for tensor in tensors]
     codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
     flight, counts = ops.start_grouped_allgather(
         [view_of(wire) for wire in wires], name, process_set, dtypes=codes
     )
 
     def finish(found: list[Any]) -> list[torch.Tensor]:
-        return [_result(*some) for some in zip(found[0], wires, tensors, strict=True)]
+        return [result_of(*some) for some in zip(found[0], wires, tensors, strict=True)]
 
     return Later([flight], finish), counts
 
@@ -712,8 +656,8 @@ def _alltoall(
     name: str | None,
     process_set: ProcessSet,
 ) -> tuple[Promise, list[int]]:
-    wire = _rows(tensor, name)
+    wire = rows_of(tensor, name)
     code = wire_dtype(wire.dtype, name or "tensor")
     counts = splits.tolist() if isinstance(splits, torch.Tensor) else splits
     flight, received = ops.start_alltoall(view_of(wire), counts, name, process_set, dtype=code)
-    return Later([flight], lambda found: _result(found[0], wire, tensor)), received
+    return Later([flight], lambda found: result_of(found[0], wire, tensor)), received

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors as they travel in the operations of collectives.py, and results as what was given.
+
+Complex numbers travel as pairs of floats, what is not contiguous as a copy. Threads: any.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fastps.flights import Average, Sum
+from fastps.frameworks.torch.tensors import (
+    Array,
+    check_kind,
+    check_tensor,
+    mark_written,
+    sendable,
+    tensor_over,
+)
+from fastps.types import Op
+
+
+def op_of(op: Op | None, average: bool | None) -> Op:
+    """Give what is asked for by Horovod's two words."""
+    if op is not None and average is not None:
+        raise ValueError("give op or average, not both: average is the older word")
+    if op is None:
+        return Sum if average is False else Average
+    if not isinstance(op, Op):
+        raise ValueError(f"op must be one of {', '.join(Op.__members__)}, not {op!r}")
+    return op
+
+
+def wire_of(tensor: torch.Tensor, name: str | None, op: Op = Sum) -> torch.Tensor:
+    """Give the tensor as it travels: contiguous, complex numbers as pairs of floats."""
+    label, plain = name or "tensor", check_kind(tensor, name).detach()
+    if plain.is_complex():
+        if op not in (Sum, Average):
+            raise TypeError(f"{label!r} is complex, and complex numbers have no {op.value}")
+        plain = torch.view_as_real(plain.resolve_conj())
+    return sendable(check_tensor(plain, label))
+
+
+def target_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+    """Give a tensor to write to, or raise ValueError where autograd would not see it."""
+    if check_kind(tensor, name).requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+        raise ValueError(
+            "the tensor is a result that autograd follows, which would not see an in-place "
+            "change: use the form without underscore, or tensor.detach()"
+        )
+    mark_written(tensor)
+    return tensor.detach()
+
+
+def result_of(array: Array, wire: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Give an operation's array as a tensor like the one that was given."""
+    found = tensor_over(array, wire.dtype)
+    return torch.view_as_complex(found) if tensor.is_complex() else found
+
+
+def stored(
+    array: Array, wire: torch.Tensor, target: torch.Tensor, tensor: torch.Tensor
+) -> torch.Tensor:
+    """Give the tensor, once an array that came for it is there."""
+    if wire.data_ptr() != target.data_ptr():
+        target.copy_(result_of(array, wire, tensor))
+    return tensor
+
+
+def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply; integers by way of float64, and cut to integers."""
+    if factor == 1.0:
+        return tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor * factor
+    return (tensor.double() * factor).to(tensor.dtype)
+
+
+def rows_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+    """Give the tensor as it travels, one number as a row."""
+    return wire_of(tensor if check_kind(tensor, name).dim() else tensor.reshape(1), name)
