@@ -275,8 +275,11 @@ def broadcast_async(
 ) -> Later[Any]:
     """Begin broadcast() and give a handle for synchronize(); does not block."""
     if name is not None and process_set is global_process_set:
-        handle = current().broadcast_async(tensor, root_rank, name)
-        return Later([handle], lambda found: found[0])
+        if isinstance(tensor, np.ndarray):
+            handle = current().broadcast_async(_wire(tensor), root_rank, name)
+            return Later([handle], lambda _: tensor)
+        handle = current().broadcast_async([_wire(one) for one in tensor], root_rank, name)
+        return Later([handle], lambda _: list(tensor))
     if isinstance(tensor, np.ndarray) and (name is None or isinstance(name, str)):
         flight = start_broadcast(_wire(tensor), root_rank, name, process_set)
         return Later([flight], lambda _: tensor)

@@ -319,6 +319,8 @@ def dtypes() -> list[str]:
                 for op in range(len(ops) if start in REDUCING else 1):
                     flight, wanted = start(Step(where, None, dtype, 500, str(op), op))
                     _finish(f"{kind} of {dtype}, {ops[op]}", flight, wanted)
+        flight, wanted = broadcast(Step(fastps.global_process_set, dtype, dtype, 500, "0", 1))
+        _finish(f"broadcast of {dtype} by name", flight, wanted)
     integer_averages()
     fastps.shutdown()
     return sorted(OPS)
