@@ -33,7 +33,7 @@ from fastps.flights import (
     start_reduce,
     start_reducescatter,
 )
-from fastps.given import check_output, readable
+from fastps.given import check_kind, check_output, readable
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op, dtype_of
 from fastps.worker.handle import Array, Handle
@@ -278,7 +278,8 @@ def broadcast_async(
         if isinstance(tensor, np.ndarray):
             handle = current().broadcast_async(_wire(tensor), root_rank, name)
             return Later([handle], lambda _: tensor)
-        handle = current().broadcast_async([_wire(one) for one in tensor], root_rank, name)
+        wires = [_wire(check_kind(one)) for one in tensor]
+        handle = current().broadcast_async(wires, root_rank, name)
         return Later([handle], lambda _: list(tensor))
     if isinstance(tensor, np.ndarray) and (name is None or isinstance(name, str)):
         flight = start_broadcast(_wire(tensor), root_rank, name, process_set)
