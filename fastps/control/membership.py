@@ -373,11 +373,9 @@ class Membership:
         self._notes.clear()
         for place, item in enumerate(plan.peers):
             item.number, item.is_owner = place, place in plan.owners
+        owners = {place: plan.peers[place].peer for place in plan.owners}
         self._declarations = Declarations(
-            self._config,
-            owners={place: plan.peers[place].peer for place in plan.owners},
-            weights=plan.weights,
-            refused=self.refused,
+            self._config, owners=owners, weights=plan.weights, refused=self.refused
         )
         self._goes_on = workers[0].join.goes_on
         self._collectives = Collectives(
