@@ -17,6 +17,7 @@ import numpy as np
 
 from fastps.collectives import schedule as plans
 from fastps.collectives.names import Channels
+from fastps.collectives.places import check_arrays, copy_alone, is_apart
 from fastps.collectives.schedule import Kind, Place, Schedule, Step
 from fastps.errors import (
     FastPSError,
@@ -73,23 +74,6 @@ class Promise(Handle):
         """Members whose messages were left out, for they are lost; only when it is done."""
         missed = self.operations[0].missed if self.operations else ()
         return [self._members.index(rank) for rank in missed]
-
-
-def is_apart(array: Array, out: Array, place: int | None = None) -> bool:
-    """Tell whether arrays share no memory, or the first lies at element `place` of the second."""
-    if not np.may_share_memory(array, out):
-        return True
-    return place is not None and array.ctypes.data == out.ctypes.data + place * out.itemsize
-
-
-def _copy_alone(steps: Schedule, array: Array | None, out: Array | None) -> None:
-    """Do the operation of a group of one."""
-    flat = [None if one is None else one.reshape(-1).view(np.uint8) for one in (array, out)]
-    for step in steps.steps:
-        if step.sources and flat[1] is not None and flat[0] is not None:
-            source = step.sources[0]
-            end = step.offset + step.nbytes
-            flat[1][step.offset : end] = flat[0][source.offset : source.offset + step.nbytes]
 
 
 # What an operation is, for other members too: a kind, times 8, and the rule of a sum
@@ -537,16 +521,12 @@ class Group:
         weights: Sequence[float] = (),
         goes_on: bool = False,
     ) -> Promise:
-        for one in (array, out):
-            if one is not None and not one.flags.c_contiguous:
-                raise ValueError(f"{label}: an array is not C-contiguous")
-        if array is not None and out is not None and array.dtype != out.dtype:
-            raise ValueError(f"{label}: the output is {out.dtype}, the input {array.dtype}")
+        check_arrays(label, array, out)
         self._host.check_usable()
         if name is not None:
             self._host.check_name(self, name)
         if self.size == 1:
-            _copy_alone(make(), array, out)
+            copy_alone(make(), array, out)
             return self._host.promise((), result, self._explain, self.ranks)
         key = (*key, "weighted", rule, dtype) if weights else (*key, rule, dtype)
         kind = self._kinds.get(key) or self._prepare(

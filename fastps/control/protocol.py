@@ -148,24 +148,23 @@ class Job(_Record, frozen=True):
         if self.validators:
             return (1,) * len(self.owners)
         n_apart = len(self.members) - self.size
-        is_colocated = len(self.owners) > n_apart
-        return server_weights(len(self.machines), n_apart, is_colocated=is_colocated)
+        is_joint = len(self.owners) > n_apart
+        return server_weights(len(self.machines), n_apart, is_colocated=is_joint)
 
     def owner_name(self, number: int) -> str:
         """Name an owner for an error, with the worker whose process it is in; or a member."""
         host = self.members[number]
+        name = f"{host.role} {host.rank}"
         if number not in self.owners:
-            return f"{host.role} {host.rank}"
-        where = f" (in {host.role} {host.rank})" if number < self.size else ""
-        return f"server {self.owners.index(number)}{where}"
+            return name
+        return f"server {self.owners.index(number)}" + f" (in {name})" * (number < self.size)
 
 
 class TensorSpec(_Record, frozen=True):
     """What a worker declares; dtype is a code of fastps.types.DType.
 
-    partition_bytes: the most that one partition may have; the scheduler cuts. policy, staleness,
-    coding, rule, compensation, givers, gathering: of fastps.contract. beside: of KEPT, name of the
-    tensor whose elements' codecs keep this, cut and placed as that is.
+    partition_bytes: the most that one may have; the scheduler cuts. policy to gathering: of
+    fastps.contract. beside: of KEPT, the tensor whose codecs keep this; it is cut as that is.
     """
 
     name: Name
@@ -364,8 +363,7 @@ class ReportLost(_Message, frozen=True):
 class Tell(_Message, frozen=True):
     """Let some workers know something: each gets a Told.
 
-    has_joined: it is that this worker has run out of data, so that it is in no meeting until all
-    have.
+    has_joined: it is that this worker has run out of data, and meets nobody until all have.
     """
 
     members: Annotated[tuple[Rank, ...], Meta(max_length=MAX_MEMBERS)]
@@ -694,8 +692,7 @@ def check_name(name: str, *, dimensions: int = 0) -> None:
     if name != text_of(name):
         raise ConfigError(f"the name {name!r} is not valid Unicode")
     if dimensions > MAX_DIMENSIONS:
-        text = f"{dimensions} dimensions, {MAX_DIMENSIONS} are allowed"
-        raise ConfigError(f"tensor {name!r} has {text}")
+        raise ConfigError(f"tensor {name!r} has {dimensions} dimensions, {MAX_DIMENSIONS} at most")
 
 
 def failure_of(answer: Failed) -> FastPSError:

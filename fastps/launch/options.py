@@ -284,6 +284,16 @@ def _check_alone(machines: int | None, machine: int | None, hosts: Sequence[Host
         raise ValueError(f"--machines {machines}, but there are {len(hosts)} hosts: leave it out")
 
 
+def _add_others_words(group: argparse._ArgumentGroup) -> None:
+    """Add words of other launchers that mean something here; --help does not list them."""
+    group.add_argument("--verbose", dest="log_level", action="store_const", const="INFO",
+                      default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
+    group.add_argument("--timeline-filename", dest="timeline", type=_timeline,
+                      default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
+    group.add_argument(*INTERFACES, dest="environment", type=_interface, action="append",
+                      default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser; its help is the manual of the command."""
     parser = argparse.ArgumentParser(
@@ -317,12 +327,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="worker processes of the whole job, for mpirun's and horovodrun's users",
     )  # fmt: skip
     add_advice(here)
-    here.add_argument("--verbose", dest="log_level", action="store_const", const="INFO",
-                      default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
-    here.add_argument("--timeline-filename", dest="timeline", type=_timeline,
-                      default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
-    here.add_argument(*INTERFACES, dest="environment", type=_interface, action="append",
-                      default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
+    _add_others_words(here)
     all_of_them.add_argument(
         "-H", "--hosts", "--host", dest="host_list", default=None, metavar="LIST",
         help="start the job on these machines by ssh: a:4,b:4,c:0+1 is HOST:WORKERS, or "

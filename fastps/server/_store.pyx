@@ -458,19 +458,8 @@ cdef class ServerStore(LinkOwner):
             if tensor == NULL:
                 raise MemoryError("no memory for a tensor")
             tensor.n_partitions = n_partitions
-            for (index, nbytes, _), cast in zip(partitions, casts):
-                model.cast = <Cast*><uintptr_t>cast
-                model.key = tensor_id << KEY_BITS | <uint64_t>index
-                model.rule_state = <void*><uintptr_t>(states[index].state if states else 0)
-                if coders:
-                    model.code = &(<Coder?>coders[index]).code
-                    model.coded_bytes = (<Coder>coders[index]).code.wire_bytes
-                model.engine = self.engine_of_rules() if is_ruled else self.choose_engine(
-                    nbytes if is_whole else min(nbytes, chunk_bytes), inline_bytes, nbytes)
-                tensor.entries[<uint32_t>index] = make_entry(&model, nbytes, is_whole)
-                if tensor.entries[<uint32_t>index] == NULL:
-                    free_tensor(tensor, NULL)
-                    raise MemoryError(f"no memory for partition {index} of tensor {tensor_id}")
+            fill_tensor(self, tensor, &model, tensor_id, zip(partitions, casts), states, coders,
+                        chunk_bytes if unit == contract.Unit.CHUNK else 0, inline_bytes)
             if not table_put(self.store.tensors, tensor_id, tensor):
                 free_tensor(tensor, NULL)
                 raise MemoryError("no memory for the tensor table")

@@ -33,3 +33,22 @@ cdef int set_gathering(Entry* model, int policy, how, dtype, uint32_t least) exc
     model.gathering.first, model.gathering.second = how.first, how.second
     model.gathering.least = least
     return 0
+
+
+cdef int fill_tensor(ServerStore store, Tensor* tensor, Entry* model, uint64_t tensor_id, places,
+                     states, coders, uint32_t unit_bytes, uint32_t inline_bytes) except -1:
+    """Make the entries of a tensor, or free all of it; unit_bytes: 0 for a partition."""
+    for (index, nbytes, _), cast in places:
+        model.cast = <Cast*><uintptr_t>cast
+        model.key = tensor_id << KEY_BITS | <uint64_t>index
+        model.rule_state = <void*><uintptr_t>(states[index].state if states else 0)
+        if coders:
+            model.code = &(<Coder?>coders[index]).code
+            model.coded_bytes = (<Coder>coders[index]).code.wire_bytes
+        model.engine = store.engine_of_rules() if model.is_ruled else store.choose_engine(
+            min(nbytes, unit_bytes) if unit_bytes else nbytes, inline_bytes, nbytes)
+        tensor.entries[<uint32_t>index] = make_entry(model, nbytes, unit_bytes == 0)
+        if tensor.entries[<uint32_t>index] == NULL:
+            free_tensor(tensor, NULL)
+            raise MemoryError(f"no memory for partition {index} of tensor {tensor_id}")
+    return 0

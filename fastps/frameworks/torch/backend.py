@@ -74,13 +74,13 @@ def _offer_hooks() -> None:
     theirs = DistributedDataParallel._register_builtin_comm_hook
 
     def register_hook(model: Any, kind: Any) -> None:
-        is_half = kind == dist.BuiltinCommHookType.FP16_COMPRESS
+        is_half = kind.name == "FP16_COMPRESS"
         if is_half and dist.get_backend(model.process_group) == NAME:
             hooks = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
             half = importlib.import_module(hooks).fp16_compress_hook
             model.register_comm_hook(model.process_group, half)  # the same in Python
         else:
-            theirs(model, kind)
+            theirs(model, kind)  # type: ignore[no-untyped-call]
 
     DistributedDataParallel._register_builtin_comm_hook = register_hook  # type: ignore[method-assign]
 

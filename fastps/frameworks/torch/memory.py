@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from fastps.collectives.group import is_apart
+from fastps.collectives.places import is_apart
 from fastps.frameworks.torch.tensors import (
     WIRE_DTYPES,
     Array,
