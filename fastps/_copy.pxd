@@ -14,7 +14,7 @@ cdef extern from *:
     #if defined(__x86_64__)
     #include <immintrin.h>
     __attribute__((target("avx2"), always_inline, unused))
-    static inline void fps_pass(char *to, const char *from) {  /* two cache lines, past the caches */
+    static inline void fps_pass(char *to, const char *from) {  /* two cache lines */
         __m256i a = _mm256_loadu_si256((const __m256i *)from);
         __m256i b = _mm256_loadu_si256((const __m256i *)(from + 32));
         __m256i c = _mm256_loadu_si256((const __m256i *)(from + 64));

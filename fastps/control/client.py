@@ -280,6 +280,7 @@ class ControlClient:
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
         """Wait until every worker has entered the barrier; StallError names the missing."""
+        self._check_may_wait(f"barrier {name!r}")
         self.enter_barrier(name, timeout_s=timeout_s).wait()
 
     def enter_barrier(self, name: str, *, timeout_s: float) -> Asked[Done]:
@@ -451,9 +452,12 @@ class ControlClient:
         self, message: Request, kind: type[AnswerT], *, what: str, timeout_s: float
     ) -> AnswerT:
         """Send a request and wait for its answer."""
+        self._check_may_wait(what)
+        return self._begin(message, kind, what=what, timeout_s=timeout_s).wait()
+
+    def _check_may_wait(self, what: str) -> None:
         if threading.current_thread() is self._reader:
             raise FastPSError(f"{what}: on_event must not wait for the scheduler")
-        return self._begin(message, kind, what=what, timeout_s=timeout_s).wait()
 
     def _begin(
         self, message: Request, kind: type[AnswerT], *, what: str, timeout_s: float

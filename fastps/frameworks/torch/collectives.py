@@ -395,8 +395,8 @@ def grouped_reducescatter(
         )
 
     def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
-        scaled = [scaled(gradient, times) for gradient in gradients]
-        return grouped_allgather(scaled, _of_gradient(name), process_set)
+        some = [scaled(gradient, times) for gradient in gradients]
+        return grouped_allgather(some, _of_gradient(name), process_set)
 
     return differentiable_list(run, back, tensors)
 
