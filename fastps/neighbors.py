@@ -251,6 +251,14 @@ def machine_rank() -> int:
     return current().groups.neighbors.machine
 
 
+def is_homogeneous() -> bool:
+    """Tell whether all machines have as many workers, with ranks one after the other."""
+    machines = current().groups.neighbors.machines
+    return [rank for members in machines for rank in members] == list(range(current().size)) and (
+        len({len(members) for members in machines}) == 1
+    )
+
+
 def set_machine_topology(topology: Any = None, is_weighted: bool = False) -> bool:
     """Choose the graph of machines, as set_topology() does that of workers."""
     current().groups.neighbors.set_machine_graph(topology, is_weighted=is_weighted)

@@ -127,6 +127,16 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     return found
 
 
+def add_unused(process_sets: Iterable[ProcessSet | Iterable[int]]) -> None:
+    """Do add_process_set() for those of some sets that are not in use; all workers alike."""
+    for one in process_sets:
+        is_used = isinstance(one, ProcessSet) and (
+            one is global_process_set or one._home is current().groups
+        )
+        if not is_used:
+            add_process_set(one)
+
+
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Take a set out of use; False where it is not in use, or is that of all workers.
 

@@ -49,7 +49,6 @@ from fastps import (
     in_neighbor_ranks,
     infer_destination_from_source_ranks,
     infer_source_from_destination_ranks,
-    init,
     is_initialized,
     is_topo_weighted,
     join,
@@ -93,11 +92,16 @@ from fastps.frameworks.torch.broadcast import (
     broadcast_parameters,
 )
 from fastps.frameworks.torch.built import (
+    ccl_built,
     cuda_built,
+    ddl_built,
     gloo_built,
+    gloo_enabled,
     mpi_built,
+    mpi_enabled,
     mpi_threads_supported,
     nccl_built,
+    rocm_built,
 )
 from fastps.frameworks.torch.collectives import (
     allgather,
@@ -147,6 +151,14 @@ from fastps.frameworks.torch.decentralized import (
     DistributedAdaptThenCombineOptimizer,
     DistributedAdaptWithCombineOptimizer,
     DistributedGradientAllreduceOptimizer,
+)
+from fastps.frameworks.torch.horovod import (
+    HorovodInternalError,
+    cross_rank,
+    cross_size,
+    init,
+    start_timeline,
+    stop_timeline,
 )
 from fastps.frameworks.torch.local_async import AsyncLocalSGD
 from fastps.frameworks.torch.local_sgd import LocalSGD
@@ -199,6 +211,7 @@ from fastps.graph.rules import (
     SelfCentredClipping,
     TrimmedMean,
 )
+from fastps.neighbors import is_homogeneous
 
 __all__ = [
     "BAND",
@@ -227,6 +240,7 @@ __all__ = [
     "DistributedPushSumOptimizer",
     "DistributedWinPutOptimizer",
     "FastPSError",
+    "HorovodInternalError",
     "LocalSGD",
     "Max",
     "Min",
@@ -266,8 +280,12 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "comm_hook",
+    "cross_rank",
+    "cross_size",
     "cuda_built",
+    "ddl_built",
     "declare",
     "forget",
     "gather",
@@ -276,6 +294,7 @@ __all__ = [
     "get_win_version",
     "global_process_set",
     "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -291,6 +310,7 @@ __all__ = [
     "infer_destination_from_source_ranks",
     "infer_source_from_destination_ranks",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "is_topo_weighted",
     "join",
@@ -301,6 +321,7 @@ __all__ = [
     "machine_rank",
     "machine_size",
     "mpi_built",
+    "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
     "neighbor_allgather",
@@ -324,6 +345,7 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "rocm_built",
     "role",
     "scatter",
     "scatter_async",
@@ -334,6 +356,8 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
     "turn_off_win_ops_with_associated_p",
     "turn_on_win_ops_with_associated_p",

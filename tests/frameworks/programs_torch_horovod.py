@@ -415,3 +415,48 @@ def torch_s_own_wrappers(rank, size):
         for p, want in zip(one.parameters(), made[0].parameters(), strict=True):
             torch.testing.assert_close(p, want)
     dist.destroy_process_group()
+
+
+@check
+def where_workers_are_and_what_is_built(rank, size):
+    assert hvd.is_homogeneous()
+    is_one_machine = hvd.machine_size() == 1
+    assert (hvd.cross_rank(), hvd.cross_size()) == ((0, 1) if is_one_machine else (rank, size))
+    for told in (
+        hvd.ccl_built, hvd.cuda_built, hvd.ddl_built, hvd.gloo_built, hvd.gloo_enabled,
+        hvd.mpi_built, hvd.mpi_enabled, hvd.mpi_threads_supported, hvd.nccl_built, hvd.rocm_built,
+    ):  # fmt: skip
+        assert not told()
+
+
+@check
+def errors_have_horovod_s_name(rank, size):
+    with pytest.raises(hvd.HorovodInternalError):
+        hvd.allreduce(torch.ones(2 + rank), name="of different shapes")
+    assert issubclass(hvd.PeerLostError, hvd.HorovodInternalError)
+
+
+@check
+def timelines_that_nobody_makes(rank, size):
+    hvd.start_timeline("nowhere.json", mark_cycles=True)  # a warning, and training goes on
+    hvd.stop_timeline()
+
+
+@check
+def begun_with_process_sets(rank, size):
+    first, rest = hvd.ProcessSet([0]), hvd.ProcessSet(range(1, size))
+    hvd.init(process_sets=[first])  # is in the job already
+    hvd.init(process_sets=[hvd.global_process_set, first, rest])
+    mine = rest if rank else first
+    for _ in range(2):
+        total = hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum, process_set=mine)
+        assert total.item() == mine.size()
+        hvd.init(None, "dynamic")
+    everybody = list(range(size))
+    hvd.init(comm=everybody)
+    for comm, words in (([0], "ProcessSet"), (everybody[::-1], "ProcessSet"), (object(), "MPI")):
+        with pytest.raises(hvd.ConfigError, match=words):
+            hvd.init(comm=comm)
+    assert hvd.is_initialized()
+    with pytest.raises(hvd.ConfigError, match="dynamic"):
+        hvd.init(process_sets="static")

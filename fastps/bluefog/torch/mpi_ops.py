@@ -22,6 +22,7 @@ from fastps.frameworks.torch.tensors import sendable, tensor_over, view_of, wire
 from fastps.neighbors import (
     in_neighbor_machine_ranks,
     in_neighbor_ranks,
+    is_homogeneous,
     is_topo_weighted,
     machine_rank,
     machine_size,
@@ -169,14 +170,6 @@ def load_topology() -> Any:
 def load_machine_topology() -> Any:
     """Give the graph of machines as a networkx.DiGraph."""
     return to_networkx(fastps.load_machine_topology())
-
-
-def is_homogeneous() -> bool:
-    """Tell whether all machines have as many workers, with ranks one after the other."""
-    machines = current().groups.neighbors.machines
-    return [rank for members in machines for rank in members] == list(range(size())) and (
-        len({len(members) for members in machines}) == 1
-    )
 
 
 def suspend() -> None:

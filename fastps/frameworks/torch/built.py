@@ -2,8 +2,18 @@
 """What scripts for Horovod ask about the way it was built; here nothing is built in."""
 
 
+def ccl_built() -> bool:
+    """Tell whether Intel's oneCCL is used: no."""
+    return False
+
+
 def cuda_built() -> bool:
     """Tell whether tensors on CUDA devices are reduced there: no."""
+    return False
+
+
+def ddl_built() -> bool:
+    """Tell whether IBM's DDL is used: no."""
     return False
 
 
@@ -12,8 +22,18 @@ def gloo_built() -> bool:
     return False
 
 
+def gloo_enabled() -> bool:
+    """Tell whether this job uses Gloo: no."""
+    return False
+
+
 def mpi_built() -> bool:
     """Tell whether MPI is used: no."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Tell whether this job uses MPI: no."""
     return False
 
 
@@ -25,3 +45,8 @@ def mpi_threads_supported() -> bool:
 def nccl_built() -> int:
     """Give the version of NCCL that is used: 0 for none."""
     return 0
+
+
+def rocm_built() -> bool:
+    """Tell whether tensors on devices of ROCm are reduced there: no."""
+    return False
