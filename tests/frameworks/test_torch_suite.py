@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's own tests for backends: what passed with "fastps" passes still.
-
-With three ranks; with two in tests/soak, since nearly all tests do the same then.
-"""
+"""PyTorch's own tests for backends: what passed with "fastps" passes still, with 2 and 3 ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ SUITE_S = 900
 @pytest.mark.stress
 @pytest.mark.timeout(SUITE_S + 60)
 @pytest.mark.skipif(not torch.__version__.startswith(MADE_WITH), reason="the list is of 2.13")
-@pytest.mark.parametrize("size", [3])
+@pytest.mark.parametrize("size", [3, 2])
 def test_torch_s_own_tests(size):
     program = [sys.executable, str(HERE / "run_torch_suite.py")]
     run = subprocess.run(
