@@ -420,8 +420,8 @@ def torch_s_own_wrappers(rank, size):
 @check
 def where_workers_are_and_what_is_built(rank, size):
     assert hvd.is_homogeneous()
-    is_one_machine = hvd.machine_size() == 1
-    assert (hvd.cross_rank(), hvd.cross_size()) == ((0, 1) if is_one_machine else (rank, size))
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert hvd.local_size() * hvd.cross_size() == size
     for told in (
         hvd.ccl_built, hvd.cuda_built, hvd.ddl_built, hvd.gloo_built, hvd.gloo_enabled,
         hvd.mpi_built, hvd.mpi_enabled, hvd.mpi_threads_supported, hvd.nccl_built, hvd.rocm_built,

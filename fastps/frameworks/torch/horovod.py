@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable
 
 import fastps
+from fastps.config import load
 from fastps.current import current
 from fastps.errors import ConfigError, FastPSError
 from fastps.sets import ProcessSet, add_unused
@@ -38,7 +39,8 @@ def init(
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ConfigError(f'process_sets is a list of process sets or "dynamic": {process_sets!r}')
     ranks = _ranks_of(comm)
-    _check_everybody(ranks, len(ranks))
+    known = load(settings).size if ranks else 0
+    _check_everybody(ranks, known if known > 1 else len(ranks))  # before others are waited for
     was_initialized = fastps.is_initialized()
     fastps.init(**settings)
     try:
@@ -83,10 +85,14 @@ def cross_rank() -> int:
 
 
 def _across() -> list[int]:
-    """List the workers that have this one's place on their machines."""
-    neighbors = current().groups.neighbors
-    place = neighbors.machines[neighbors.machine].index(current().rank)
-    return [members[place] for members in neighbors.machines if len(members) > place]
+    """List the workers that have this one's place on their hosts, as local_rank() counts."""
+    session, hosts = current(), dict[str, list[int]]()
+    if session.size == 1:
+        return [session.rank]
+    for rank, worker in enumerate(session.connections.job.workers[: session.size]):
+        hosts.setdefault(worker.hostname, []).append(rank)
+    place = next(one.index(session.rank) for one in hosts.values() if session.rank in one)
+    return [members[place] for members in hosts.values() if len(members) > place]
 
 
 # ---- the timeline ----
