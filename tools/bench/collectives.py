@@ -13,14 +13,15 @@ The third needs root: tools/netlab.py makes hosts with links of that rate, one w
 fourth starts workers by mpirun, the fifth loads oneCCL (oneccl-tcp: over sockets): they need what
 tools/bench/peers/install.py installs. The last compares with what memory has to carry at least, by
 copies and sums within each process; a C library that knows a large cache has to be told to write
-large copies past it. Both systems run in the same processes and take turns in
-every round; torch has one thread. A size is that of what a worker brings, for a reduce-scatter
-what it gets. Arrays are private ones or of fastps.empty(). Every operation of fastps is checked
-against the other's result in every round. Columns: median time of fastps, of the other, and the
-median of their ratios within a round; with --hosts then the time of fastps over the least that
-the links allow (docs/collectives.md, floor). "one peer" is the mean of ours and the worker's
-before us: by isend, irecv and a sum with gloo; "peer or all" stands it beside the other's
-all-reduce, in whose place it is taken; "exponential" is the mean of ours and of those 1, 2, 4, ...
+large copies past it. Both systems run in the same processes and take turns in every round; torch
+has one thread. A size is that of what a worker brings, for a reduce-scatter and a scatter what it
+gets. A root is worker 0, whose times are told. Arrays are private ones or of fastps.empty(). Every
+operation of fastps is checked against the other's result in every round. Columns: median time of
+fastps, of the other, and the median of their ratios within a round; with --hosts then the time of
+fastps over the least that the links allow (docs/collectives.md, floor). "one peer" is the mean of
+ours and the worker's before us: by isend, irecv and a sum with gloo; "peer or all" stands it
+beside the other's all-reduce, in whose place it is taken; "exponential" is the mean of ours and of
+those 1, 2, 4, ...
 before us, with gloo alone. "dist.all_reduce" is torch's call over the backend "fastps".
 """
 
@@ -65,6 +66,9 @@ LINK_ARRAYS: dict[str, Callable[[int], float]] = {
     "reducescatter": lambda n: n - 1,
     "alltoall": lambda n: n - 1,
     "broadcast": lambda n: 1,
+    "reduce": lambda n: 1,
+    "gather": lambda n: n - 1,
+    "scatter": lambda n: n - 1,
     "send, receive": lambda n: 1,
     "one peer": lambda n: 1,
     "peer or all": lambda n: 1,
@@ -161,6 +165,19 @@ class Gloo:
             "send, receive": exchange,
             "one peer": mix,
             "peer or all": allreduce,
+        } | self.rooted_runs(arrays)
+
+    def rooted_runs(self, arrays: Arrays) -> dict[str, Run | InPlace]:
+        """Give the operations that end or begin at one worker, and the one without bytes."""
+        one, all_, theirs = map(torch.from_numpy, (arrays.one, arrays.all, arrays.theirs.numpy()))
+        is_root = fastps.rank() == 0
+        parts = list(all_.chunk(fastps.size())) if is_root else None
+        chunks = list(arrays.all_theirs.chunk(fastps.size())) if is_root else None
+        return {
+            "reduce": InPlace(lambda: theirs.copy_(one), lambda: dist.reduce(theirs, 0)),
+            "gather": lambda: dist.gather(one, chunks, 0),
+            "scatter": lambda: dist.scatter(theirs, parts, 0),
+            "barrier": dist.barrier,
         }
 
 
@@ -180,7 +197,8 @@ class OpenMPI:
         """Give by name what does an operation of these arrays."""
         world, one, all_ = self.world, arrays.one, arrays.all
         theirs, all_theirs = arrays.theirs.numpy(), arrays.all_theirs.numpy()
-        there = one if fastps.rank() == 0 else theirs
+        is_root = fastps.rank() == 0
+        there = one if is_root else theirs
 
         def mix() -> None:
             world.Sendrecv(one, arrays.after, 0, theirs, arrays.before)
@@ -193,6 +211,10 @@ class OpenMPI:
             "reducescatter": lambda: world.Reduce_scatter_block(all_, theirs),
             "alltoall": lambda: world.Alltoall(all_, all_theirs),
             "broadcast": lambda: world.Bcast(there, 0),
+            "reduce": lambda: world.Reduce(one, theirs if is_root else None),
+            "gather": lambda: world.Gather(one, all_theirs if is_root else None),
+            "scatter": lambda: world.Scatter(all_ if is_root else None, theirs),
+            "barrier": world.Barrier,
             "send, receive": lambda: world.Sendrecv(one, arrays.after, 0, theirs, arrays.before),
             "one peer": mix,
             "peer or all": lambda: world.Allreduce(one, theirs),
@@ -370,6 +392,25 @@ def own_runs(
     }  # fmt: skip
 
 
+def own_rooted_runs(arrays: Arrays) -> dict[str, tuple[Run, Any, torch.Tensor]]:
+    """Give the operations that end at one worker, or begin there; without a result elsewhere."""
+    world = current.current().groups.world
+    is_root = world.rank == 0
+    one, other = arrays.one, arrays.other
+    all_, all_too = (arrays.all, arrays.all_too) if is_root else (None, None)
+    return {
+        "reduce": (
+            lambda: world.reduce(one, other, root=0, op=Op.SUM).wait(),
+            other if is_root else None, arrays.theirs,
+        ),
+        "gather": (
+            lambda: world.gather(one, all_too, root=0).wait(), all_too, arrays.all_theirs
+        ),
+        "scatter": (lambda: world.scatter(all_, other, root=0).wait(), other, arrays.theirs),
+        "barrier": (lambda: world.barrier().wait(), None, arrays.theirs),
+    }  # fmt: skip
+
+
 def torch_runs(arrays: Arrays, other: Other) -> dict[str, tuple[Run, Any, torch.Tensor]]:
     """Give what torch does over our backend, where it is compared with gloo."""
     if not isinstance(other, Gloo):
@@ -399,7 +440,7 @@ def compare(nbytes: int, kind: str, rounds: int, only: str, other: Other) -> Non
     arrays = Arrays(max(nbytes // 4, 1), fastps.size(), is_shared=kind == "shared")
     times = max(1, min(300, int(ROUND_BYTES / (nbytes * fastps.size() ** 2 + 1e5))))
     runs = other.runs(arrays)
-    every = own_runs(arrays) | torch_runs(arrays, other)
+    every = own_runs(arrays) | own_rooted_runs(arrays) | torch_runs(arrays, other)
     wanted = {name: how for name, how in every.items() if only in name}
     for name, (ours, result, expected) in wanted.items():
         if name not in runs:
@@ -408,7 +449,8 @@ def compare(nbytes: int, kind: str, rounds: int, only: str, other: Other) -> Non
         for _ in range(rounds):
             both = [time_of(run, times, other.barrier) for run in (ours, runs[name])]
             seconds.append((both[0], both[1]))
-            is_right = isinstance(other, Memory) or np.array_equal(result, expected.numpy())
+            is_checked = result is not None and not isinstance(other, Memory)
+            is_right = not is_checked or np.array_equal(result, expected.numpy())
             assert is_right, f"{name} of {nbytes} bytes is wrong"
         mine, others = (statistics.median(column) * 1e6 for column in zip(*seconds, strict=True))
         ratio = statistics.median(a / b for a, b in seconds)
