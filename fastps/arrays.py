@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -66,10 +66,12 @@ def check_distinct(names: Sequence[str]) -> None:
         )
 
 
-def outputs_of(arrays: Sequence[Array], out: Arrays | None, *, is_single: bool) -> Sequence[Array]:
-    """Give the arrays that results go to: new ones for None."""
+def outputs_of(
+    arrays: Sequence[Array], out: Arrays | None, make: Callable[[Array], Array], *, is_single: bool
+) -> Sequence[Array]:
+    """Give the arrays that results go to: for None new ones, of make."""
     if out is None:
-        return [np.empty_like(array) for array in arrays]
+        return list(map(make, arrays))
     if isinstance(out, np.ndarray):
         if not is_single:
             raise ValueError("a sequence of tensors needs a sequence of outputs")

@@ -219,11 +219,8 @@ class Groups:
         return self._session.connections.machine_of(rank) if self._session.size > 1 else 0
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-        """Make an array for a result, in memory that others reach if there is some left."""
-        try:
-            return self._session.empty(shape, dtype)
-        except MemoryError:
-            return np.empty(shape, dtype)
+        """Make an array for a result; see Session.result()."""
+        return self._session.result(shape, dtype)
 
     def check_usable(self) -> None:
         """Raise NotInitializedError in a forked child."""

@@ -86,6 +86,7 @@ log = logging.getLogger(__name__)
 SUM, AVERAGE = -1, -2
 _OPERATIONS = {SUM: "a sum", AVERAGE: "an average"}
 _ENDINGS = (PeerLostError, ShutdownError)  # what an engine raises that has ended
+RESULT_BYTES = 256 << 10  # of a result from which on it lies in shared memory: it costs 2 us
 
 
 class Session(Forgetting):
@@ -389,7 +390,9 @@ class Session(Forgetting):
         self.check_usable()
         is_single = isinstance(name, str)
         names, arrays = pair(name, tensor)
-        outputs = arrays if out is tensor else outputs_of(arrays, out, is_single=is_single)
+        outputs = arrays
+        if out is not tensor:
+            outputs = outputs_of(arrays, out, self._make_result, is_single=is_single)
         tensors = self._fitting(names, arrays) if out is tensor and dtype is None else None
         if tensors is None:
             for label, array, output in zip(names, arrays, outputs, strict=True):
@@ -532,6 +535,18 @@ class Session(Forgetting):
         block, _ = self.connections.arena.allocate(count * kind.itemsize)
         flat: Array = np.frombuffer(block, kind, count)  # type: ignore[call-overload]
         return flat.reshape(shape)
+
+    def result(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Give an array for a result, in memory that others reach if there is some left."""
+        try:
+            return self.empty(shape, dtype)
+        except MemoryError:
+            return np.empty(shape, dtype)
+
+    def _make_result(self, array: Array) -> Array:
+        """Give where a sum goes: a large one gains by memory that others write."""
+        make = self.result if array.nbytes > RESULT_BYTES else np.empty
+        return make(array.shape, array.dtype)
 
     def is_shared(self, array: Array) -> bool:
         """Tell whether an array lies in one piece in memory that other workers reach."""

@@ -93,6 +93,10 @@ def use_in_place() -> dict[str, Any]:
     result = fastps.push_pull(array, "a", average=False, out=array)
     assert result is array
     assert (array == plain * size).all()
+    made = fastps.push_pull(array, "made", average=False)  # a large result lies there too
+    assert session.current().is_shared(made)
+    assert (made == array * size).all()
+    assert not session.current().is_shared(fastps.push_pull(array[:9], "small"))
     matrix = fastps.empty((300, 70), "float16")
     matrix[:] = 1
     fastps.push_pull(matrix[10:20], "rows", average=False, out=matrix[10:20])

@@ -86,8 +86,8 @@ def test_arrays_and_sessions_come_and_go():
 def test_the_face_of_shared_arrays():
     results = run_job(programs_shared.use_in_place, workers=2, servers=0, environment=SHARED)
     for result in results:
-        assert result["registered"] == 800_000 + 1400
-        assert result["staged"] == 800_000
+        assert result["registered"] == 2 * 800_000 + 1400
+        assert result["staged"] == 800_000 + 72
 
 
 def test_too_little_memory_says_which_setting():
