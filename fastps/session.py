@@ -392,7 +392,7 @@ class Session(Forgetting):
         names, arrays = pair(name, tensor)
         outputs = arrays
         if out is not tensor:
-            outputs = outputs_of(arrays, out, self._make_result, is_single=is_single)
+            outputs = outputs_of(arrays, out, self.result_like, is_single=is_single)
         tensors = self._fitting(names, arrays) if out is tensor and dtype is None else None
         if tensors is None:
             for label, array, output in zip(names, arrays, outputs, strict=True):
@@ -543,7 +543,7 @@ class Session(Forgetting):
         except MemoryError:
             return np.empty(shape, dtype)
 
-    def _make_result(self, array: Array) -> Array:
+    def result_like(self, array: Array) -> Array:
         """Give where a sum goes: a large one gains by memory that others write."""
         make = self.result if array.nbytes > RESULT_BYTES else np.empty
         return make(array.shape, array.dtype)

@@ -253,6 +253,9 @@ class FakeSession:
         self._cluster.shared.append(array)
         return array
 
+    def result_like(self, array: np.ndarray) -> np.ndarray:
+        return np.empty_like(array)
+
     def declare(self, specs: Sequence[tuple[str, tuple[int, ...], DType]]) -> None:
         with self._cluster.changed:
             for name, shape, code in specs:

@@ -31,6 +31,7 @@ from fastps.frameworks.torch.tensors import (
     is_sendable,
     mark_written,
     sendable,
+    tensor_over,
     view_of,
     wire_dtype,
 )
@@ -74,7 +75,7 @@ def push_pull_async(
     average, name = _named(average, name, "push_pull_async")
     _checked(tensor, name, average)
     if is_sendable(tensor):
-        output = torch.empty_like(tensor, requires_grad=False)
+        output = tensor_over(session.current().result_like(view_of(tensor)), tensor.dtype)
         return _start(tensor, output, name, average, priority)
     copy = sendable(tensor)
     return _start(copy, copy, name, average, priority)
