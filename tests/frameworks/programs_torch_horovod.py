@@ -417,6 +417,43 @@ def torch_s_own_wrappers(rank, size):
     dist.destroy_process_group()
 
 
+class Hidden:
+    """An output of a class in which nobody finds the tensor."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Hiding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = small_model()
+
+    def forward(self, x):
+        return Hidden(self.inner(x))
+
+
+@check
+def compiled_autograd_is_refused_by_our_wrapper(rank, size):
+    from torch._dynamo import compiled_autograd as compiled  # noqa: PLC0415
+
+    x = torch.ones(2, 3) + rank
+    for module in (small_model(), Hiding()):
+        model = hvd.DistributedDataParallel(module)
+        outputs = model(x)
+        loss = getattr(outputs, "tensor", outputs).sum()
+        with (
+            compiled._enable(torch.compile(backend="eager")),
+            pytest.raises(fastps.FastPSError, match=r"compiled autograd.*DistributedOptimizer"),
+        ):
+            loss.backward()
+        outputs = model(x)  # without it the same wrapper goes on
+        model.zero_grad()
+        getattr(outputs, "tensor", outputs).sum().backward()
+        bias = list(model.parameters())[-1]
+        torch.testing.assert_close(bias.grad, torch.full_like(bias, 2.0))
+
+
 @check
 def where_workers_are_and_what_is_built(rank, size):
     assert hvd.is_homogeneous()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -41,6 +42,13 @@ from fastps.types import Op
 _TWICE = (
     "one backward pass reaches the parameter several times, as it does through a checkpoint that "
     "re-enters autograd: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+
+_COMPILED = (
+    "compiled autograd runs this backward pass, of which DistributedDataParallel does not learn "
+    "when it ends, and no gradient was averaged: take no step with them. "
+    "Use fastps.torch.DistributedOptimizer instead, or switch compiled autograd off "
+    "(torch.compile(model) alone needs none)"
 )
 
 
@@ -97,8 +105,13 @@ class BackwardExchange(GradientExchange):
     def _on_output(self, gradient: torch.Tensor) -> None:
         self._begin()
 
+    # Compiled autograd is to call it as it is: traced, its error would become one of Dynamo's.
+    _on_output._torchdynamo_disable = True  # type: ignore[attr-defined]
+
     def _begin(self) -> None:
         if not self._is_begun:
+            if _is_autograd_compiled():
+                raise FastPSError(_COMPILED)
             self._is_begun = True
             _call_at_the_end(self._send_rest)
 
@@ -355,6 +368,13 @@ def _call_at_the_end(function: Any) -> None:
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _is_autograd_compiled() -> bool:
+    """Tell whether compiled autograd runs the backward pass; importing it would take long."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    switch = getattr(module, "compiled_autograd_enabled", False)  # where torch tells no more
+    return bool(getattr(module, "in_compiled_autograd_region", switch))
 
 
 def _leaves_of(outputs: Any) -> Iterator[torch.Tensor]:
