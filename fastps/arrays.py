@@ -67,9 +67,16 @@ def check_distinct(names: Sequence[str]) -> None:
 
 
 def outputs_of(
-    arrays: Sequence[Array], out: Arrays | None, make: Callable[[Array], Array], *, is_single: bool
+    tensor: Arrays,
+    arrays: Sequence[Array],
+    out: Arrays | None,
+    make: Callable[[Array], Array],
+    *,
+    is_single: bool,
 ) -> Sequence[Array]:
-    """Give the arrays that results go to: for None new ones, of make."""
+    """Give the arrays that results go to: those of tensor in place, for None new ones, of make."""
+    if out is tensor:
+        return arrays
     if out is None:
         return list(map(make, arrays))
     if isinstance(out, np.ndarray):

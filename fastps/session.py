@@ -390,9 +390,7 @@ class Session(Forgetting):
         self.check_usable()
         is_single = isinstance(name, str)
         names, arrays = pair(name, tensor)
-        outputs = arrays
-        if out is not tensor:
-            outputs = outputs_of(arrays, out, self.result_like, is_single=is_single)
+        outputs = outputs_of(tensor, arrays, out, self.result_like, is_single=is_single)
         tensors = self._fitting(names, arrays) if out is tensor and dtype is None else None
         if tensors is None:
             for label, array, output in zip(names, arrays, outputs, strict=True):
