@@ -53,6 +53,21 @@ def test_synthetic_benchmark() -> None:
     )
 
 
+@pytest.mark.timeout(480)
+def test_pictures_are_learnt_and_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    words = ("--folder", str(tmp_path), "--batches-per-allreduce", "2")
+    found = re.findall(
+        r"epoch (\d): .* accuracy ([\d.]+)%", run("horovod_imagenet", *words, "--epochs", "1")
+    )
+    more = ("--fp16-allreduce", "--gradient-predivide-factor", "2", "--epochs", "2")
+    found += re.findall(
+        r"epoch (\d): .* accuracy ([\d.]+)%", run("horovod_imagenet", *words, *more, shared="0")
+    )
+    assert [number for number, _ in found] == ["1", "2"]  # the second job began with the second
+    assert float(found[-1][1]) > 90, found
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.timeout(240)
 def test_digits_are_learnt_by_a_script_for_byteps() -> None:
     said = run("byteps_mnist", "--no-cuda", "--fp16-pushpull")
