@@ -68,8 +68,9 @@ class Block:
     """One tensor: what the worker trains, what all agreed on, and where its change travels.
 
     agreed: float32 for halves; without rounds, what came from servers last. base: what changes
-    are counted from; agreed itself, unless an error reset is literal. value: where servers hold
-    it, what came from them. lane: which of its fragment's rooms `change` and `value` are views of.
+    are counted from; agreed itself, unless an error reset is literal or own is narrower. value:
+    where servers hold it, what came from them. lane: which of its fragment's rooms `change` and
+    `value` are views of.
     """
 
     own: Any
@@ -78,6 +79,11 @@ class Block:
     change: Any = None
     value: Any = None
     lane: int = 0
+
+
+def is_narrow(block: Block) -> bool:
+    """Tell whether what is agreed is rounded where the worker trains it: halves."""
+    return bool(block.own.dtype != block.agreed.dtype)
 
 
 class Blocks(ABC):
@@ -102,7 +108,11 @@ class Blocks(ABC):
             return
         last -= block.agreed
         own = block.own
-        own -= last
+        if is_narrow(block):
+            base = block.agreed if block.base is block.agreed else block.base - last
+            self._round(block, base, self._widen(own) - last)
+        else:
+            own -= last
         if reset == "literal":
             block.base = self._widen(block.own)
 
@@ -114,7 +124,16 @@ class Blocks(ABC):
             own *= keep
             own += agreed
             return
-        own[...] = agreed + keep * (own - agreed) if keep else agreed
+        value = agreed + keep * (own - agreed) if keep else agreed
+        if is_narrow(block):
+            self._round(block, block.agreed, value)
+        else:
+            own[...] = value
+
+    def _round(self, block: Block, base: Any, value: Any) -> None:
+        """Give the worker a value that its type cannot hold: rounding is no change of its own."""
+        block.own[...] = value
+        block.base = base + (self._widen(block.own) - value)
 
 
 class ArrayBlocks(Blocks):

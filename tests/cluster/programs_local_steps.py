@@ -178,6 +178,36 @@ def uploads() -> dict[str, float]:
     return found
 
 
+# ---- halves ----
+
+
+def halves() -> str:
+    """Step by what halves hold, agree on what they round: as with float32, it adds up."""
+    start()
+    for number, words in enumerate([
+        {}, {"outer_on": "servers"}, {"participation": 0.5}, {"fragments": 1, "delay": 1},
+        {"participation": 0.5, "error_reset": "literal"},
+    ]):  # fmt: skip
+        ends = []
+        for dtype in (np.float16, np.float32):
+            own = np.full(8, 1000, dtype)  # the next smaller half is 999.5
+            local = fastps.LocalSGD(
+                {"own": own}, outer.Outer(lr=1 / 8), sync_every=2,
+                prefix=f"halves {number} {own.dtype}.", **words,
+            )  # fmt: skip
+            for _ in range(16):
+                own -= dtype(0.5)
+                local.step()
+            agreed = local._fragments[0].blocks[0].agreed
+            ends.append(float(agreed[0]))
+            local.synchronize()
+            ends.append(float(agreed[0]))
+        near = 0.03 if "delay" in words else 2e-3  # the share that is kept is of rounded values
+        assert np.allclose(ends[:2], ends[2:], rtol=0, atol=near), (words, ends)
+        assert words or ends[0] == 999, ends
+    return end()
+
+
 # ---- codecs, rules, checkpoints ----
 
 

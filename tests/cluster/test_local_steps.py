@@ -12,7 +12,7 @@ WORKERS = 4
 APART = {"FASTPS_SHARED_MEMORY": "0"}
 
 
-@pytest.mark.parametrize("program", ["recursions", "conserved", "coded", "in_turns"])
+@pytest.mark.parametrize("program", ["recursions", "conserved", "coded", "in_turns", "halves"])
 def test_programs(program):
     found = run_job(
         getattr(programs, program), workers=WORKERS, servers=1, timeout_s=110.0, environment=APART
