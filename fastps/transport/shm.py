@@ -20,9 +20,11 @@ import hmac
 import logging
 import mmap
 import os
+import select
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -146,6 +148,8 @@ class Arena:
         self._returned: deque[int] = deque()  # a block may end on any thread, even within allocate
         self._backed = 0  # bytes from the start that have memory
         self._is_frozen = False
+        self._inherited: list[tuple[_Children, set[int]]] = []  # offsets that were lent at a fork
+        _arenas.add(self)
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Tell whether bytes lie here."""
@@ -192,9 +196,26 @@ class Arena:
             os.close(self.descriptor)
             self.descriptor = -1
 
+    def keep_for(self, children: _Children) -> None:
+        """Lend what is lent now again only when children have ended: they have it too."""
+        with self._lock:
+            self._take_back()
+            self._forget_children()
+            self._inherited.append((children, set(self._lent)))
+
+    def _forget_children(self) -> None:
+        self._inherited = [one for one in self._inherited if not one[0].have_ended()]
+
     def _take_back(self) -> None:
-        while self._returned:
+        if not self._returned:
+            return
+        self._forget_children()
+        used: set[int] = set().union(*(offsets for _, offsets in self._inherited))
+        for _ in range(len(self._returned)):
             offset = self._returned.popleft()
+            if offset in used:
+                self._returned.append(offset)
+                continue
             size = self._lent.pop(offset)
             if not self._is_frozen:
                 bisect.insort(self._free, (offset, size))
@@ -237,6 +258,55 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((offset, size))
     return joined
+
+
+# ---- forked children ----
+
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()  # of this process
+_forking = threading.local()  # the pipe of the fork under way on this thread
+
+
+class _Children:
+    """What a fork left behind: it holds a pipe open as long as one of it lives."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLIN)
+
+    def have_ended(self) -> bool:
+        """Tell whether nobody holds the other end."""
+        return bool(self._poll.poll(0))
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
+def _before_fork() -> None:
+    _forking.pipe = None
+    if any(arena.used_bytes for arena in list(_arenas)):
+        with contextlib.suppress(OSError):  # too many files: then nobody is told apart
+            _forking.pipe = os.pipe()
+
+
+def _after_fork_in_parent() -> None:
+    if _forking.pipe is not None:
+        os.close(_forking.pipe[1])
+        children = _Children(_forking.pipe[0])
+        for arena in list(_arenas):
+            arena.keep_for(children)
+
+
+def _after_fork_in_child() -> None:
+    if _forking.pipe is not None:
+        os.close(_forking.pipe[0])  # the other end stays open until this process ends
+    _arenas.clear()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)  # fmt: skip
 
 
 # ---- handing round ----

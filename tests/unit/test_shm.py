@@ -232,3 +232,34 @@ def test_who_does_not_come_is_named():
     with pytest.raises(TransportTimeout, match="first worker"):
         shm.exchange((mine,), ranks=[0, 3], rank=3, key=KEY, deadline=time.monotonic() + 0.2)
     os.close(mine)
+
+
+def test_what_a_forked_child_sees_is_not_lent_again_while_it_lives():
+    arena = shm.Arena(16 * MIB)
+    gone, first = arena.allocate(MIB)
+    kept, second = arena.allocate(MIB)
+    np.frombuffer(gone, np.uint8)[:] = 7
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if not child:  # looks when it is told to, and says what it saw
+        ours.close()
+        theirs.recv(1)
+        theirs.send(bytes(np.frombuffer(gone, np.uint8)[:1]))
+        theirs.recv(1)
+        os._exit(0)
+    theirs.close()
+    try:
+        del gone
+        later, third = arena.allocate(MIB)
+        np.frombuffer(later, np.uint8)[:] = 9
+        ours.send(b"1")
+        assert ours.recv(1) == b"\7"
+        assert third not in (first, second)
+        del later
+        assert arena.allocate(MIB)[1] == third  # which no child has
+    finally:
+        ours.close()  # ends the child
+        os.waitpid(child, 0)
+    assert arena.allocate(MIB)[1] == first
+    del kept
+    arena.close()
