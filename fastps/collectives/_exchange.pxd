@@ -45,6 +45,7 @@ cdef struct Entry:              # of the table
     uint32_t nbytes
     uint8_t dtype
     uint8_t code                # of the operation
+    bint is_whole               # who receives it has one place for all of it
     int32_t status              # REFUSED: why
     char* payload               # EARLY
     Entry* newer                # EARLY: the next in the list of all of them

@@ -61,6 +61,7 @@ cdef enum:
     EAGER_BYTES = 32 << 10      # a message up to this size is sent unasked
     UNASKED_BYTES = 1 << 20     # of one sender that a receiver keeps, at most
     FLAG_EAGER = 0x80           # of a MESSAGE: it was not asked for; the other bits: the operation
+    FLAG_WHOLE = 0x80           # of a READY: there is one place for all of it
     CONTROL_PRIORITY = 0x7fffffff
     ANYONE = 0xffffffff         # in the place of a peer
     OWN = 1                     # code of a refusal that is ours: others have not heard of it
@@ -262,6 +263,7 @@ cdef class Operation:
         leg.entry.channel = leg.item.header.key = self.task.channel
         leg.entry.peer = spec.peer
         leg.entry.label = leg.item.header.subject = spec.label
+        leg.entry.is_whole = spec.kind == LEG_RECEIVE
         leg.entry.nbytes = spec.nbytes
         leg.entry.dtype = leg.item.header.dtype = self.task.dtype
         leg.entry.code = self.task.code
@@ -519,6 +521,7 @@ cdef class Exchange(LinkOwner):
         self.c_owner.context = self.state
         self.c_owner.landing = exchange_landing
         self.c_owner.adopt = exchange_adopt
+        self.c_owner.whole = exchange_whole
         self.c_owner.deliver = exchange_deliver
         self.c_owner.closed = exchange_closed
 

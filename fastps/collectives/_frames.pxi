@@ -50,14 +50,14 @@ cdef int choose(State* state, Peer* peer, const Header* header, Entry* name,
     return OK if peer.early != NULL else E_NOMEM
 
 
-cdef int announce(State* state, Link* link, const Header* header) noexcept nogil:
-    """A frame is there or about to come: find its place."""
+cdef int announce(State* state, Link* link, const Header* header, uint32_t most) noexcept nogil:
+    """A frame of at most so many bytes is there or about to come: find its place."""
     cdef Peer* peer = &state.peers[link.peer]
     cdef Entry name
     cdef Work work
     cdef int status
     peer.landing = NOWHERE
-    if header.kind < KIND_MESSAGE or header.length > CHUNK_BYTES:
+    if header.kind < KIND_MESSAGE or header.length > most:
         return E_PROTOCOL
     if header.kind != KIND_MESSAGE:
         return OK if header.length == 0 else E_PROTOCOL
@@ -85,7 +85,7 @@ cdef void* exchange_landing(void* context, Link* link, const Header* header,
     cdef Peer* peer = &state.peers[link.peer]
     if header.kind == KIND_WINDOW:
         return guest_landing(state, link, header, status)
-    status[0] = announce(state, link, header)
+    status[0] = announce(state, link, header, CHUNK_BYTES)
     if status[0] != OK:
         return NULL
     if peer.landing == IN_LEG:
@@ -112,7 +112,7 @@ cdef int exchange_adopt(void* context, Link* link, const Header* header,
         if status == OK:
             fps_copy(place, payload, header.length, 0)
         return status
-    status = announce(state, link, header)
+    status = announce(state, link, header, CHUNK_BYTES)
     if status != OK:
         return status
     if peer.landing == IN_LEG:
@@ -124,6 +124,17 @@ cdef int exchange_adopt(void* context, Link* link, const Header* header,
         peer.result = fold_lies(state, peer.leg.fold, header.offset / CHUNK_BYTES,
                                 peer.leg.source, payload)
     return OK
+
+
+cdef void* exchange_whole(void* context, Link* link, const Header* header,
+                          int* status) noexcept nogil:
+    """Say where a message goes that comes as one frame."""
+    cdef State* state = <State*>context
+    cdef Peer* peer = &state.peers[link.peer]
+    status[0] = E_PROTOCOL
+    if header.kind == KIND_MESSAGE and not header.flags & FLAG_EAGER:
+        status[0] = announce(state, link, header, header.length)
+    return peer.leg.address if status[0] == OK and peer.landing == IN_LEG else NULL
 
 
 cdef void landed(State* state, Leg* leg, uint32_t nbytes, Work* work) noexcept nogil:
@@ -216,6 +227,7 @@ cdef void take_ready(State* state, Entry* name, Work* work) noexcept nogil:
             note(state, name)
     elif agrees(held, name):
         held.leg.state = GOING
+        held.leg.item.is_whole = name.is_whole
         add_leg(work, held.leg)
     else:
         held.leg.state = BLOCKED

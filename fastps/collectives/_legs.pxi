@@ -244,6 +244,7 @@ cdef void begin_send(State* state, Leg* leg, Work* work) noexcept nogil:
         leg.state = BLOCKED
         refuse(state, leg.task, work)
         return
+    leg.item.is_whole = ready != NULL and ready.is_whole
     free(ready)
     leg.state = GOING
     add_leg(work, leg)

@@ -96,6 +96,7 @@ cdef void name_of(Entry* name, const Header* header, uint32_t peer) noexcept nog
     name.nbytes = <uint32_t>header.status
     name.dtype = header.dtype
     name.code = header.flags & ~FLAG_EAGER
+    name.is_whole = header.flags & FLAG_WHOLE != 0
     name.payload = NULL
     name.leg = NULL
     name.status = header.status
@@ -201,6 +202,8 @@ cdef void add_control(State* state, Work* work, int kind, const Entry* name,
     control.item.header.sender = state.me
     control.item.header.dtype = name.dtype
     control.item.header.flags = name.code
+    if kind == KIND_READY and name.is_whole:
+        control.item.header.flags |= FLAG_WHOLE
     control.item.header.status = number
     control.item.header.priority = CONTROL_PRIORITY
     control.item.sent = control_sent

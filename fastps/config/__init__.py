@@ -318,6 +318,10 @@ class Config:
     shared_memory_bytes: int = _set(DATA, 0, unit="bytes", allowed=(0, MAX_POOL_BYTES),
         text="Most shared memory one process may take; 0 allows what the machine, or its "
              "container, has.")
+    peer_memory: bool = _set(DATA, True,
+        text="Let workers that share memory read and write each other's private arrays of 256 KiB "
+             "and more where they lie, where the kernel allows it; 0 takes two copies through "
+             "shared memory.")
     unix_sockets: bool = _set(DATA, True,
         text="Use Unix sockets in the place of TCP between processes of one machine.")
     partition_bytes: int = _set(DATA, 4096000, "BYTEPS_PARTITION_BYTES", parse=as_aligned,

@@ -32,6 +32,7 @@ cdef struct SendItem:
     int64_t queued          # while a trace is on: now_ns() of send(),
     int64_t taken           # and of its first frame's turn
     uint32_t turn           # among items as urgent the lower goes first; 0: the lower key
+    bint is_whole           # its reader has one place for all of it: it may go as one frame
     bint is_credited        # count nbytes against the link's credit until credit() returns them
     sent_fn sent            # all bytes have left our memory, or the link closed; may be NULL
     void* context           # owner's
@@ -58,6 +59,10 @@ cdef struct Owner:
     # link, or `closed` of this link returned. OK, or a negative status as from `landing`.
     int (*adopt)(void* context, Link* link, const Header* header,
                  const char* payload) noexcept nogil
+    # Needed where items are whole: in the place of `landing`, where all of one goes, or NULL with
+    # OK: nobody wants it. `deliver` follows, with a length of 0 if the payload could not be had in
+    # this way: it comes again then, as frames that land.
+    void* (*whole)(void* context, Link* link, const Header* header, int* status) noexcept nogil
     # May be NULL. Where a frame with this header will land in a later round; NULL: not known.
     # Asked right after `landing` of the same frame in an earlier round. The answer is a promise
     # until the link's withdraw() or end: peers may write there without asking again.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 
@@ -74,16 +75,19 @@ class LocalGroup:
         for place, peer in enumerate(ranks):
             if peer != rank:
                 stages.pipes.adopt(place, exchange, peer)
+        if config.peer_memory:
+            stages.pipes.show_memory(secrets.randbits(62) | 1)
         self._pipes = stages.pipes
         engine.share(stages)
 
     def statistics(self) -> dict[str, int]:
-        """Count the bytes of shared memory in use, and what went by pipes to how many ranks."""
+        """Count bytes of shared memory, and of pipes; ranks with pipes, and with open memory."""
         piped = self._pipes.statistics()
         return {
             "shared_memory_bytes": self.arena.used_bytes,
             "pipes": piped["links"],
             "pipe_bytes": piped["bytes_sent"],
+            "peer_memory": piped["readable"],
         }
 
     def traffic(self) -> Iterator[Traffic]:

@@ -47,6 +47,8 @@ cdef struct Box:
     int ended[MAX_PEERS]        # status of closed(), 1 while open
     int32_t hesitations[MAX_PEERS]      # frames that are put off; atomic
     uint64_t max_frame
+    char* place                 # of the next whole payload, if it has one
+    uint64_t place_bytes
     Completion arrival          # a new Completion is armed before each wait
     bint is_armed
 
@@ -91,10 +93,23 @@ cdef int box_adopt(void* context, Link* link, const Header* header,
     return status
 
 
+cdef void* box_whole(void* context, Link* link, const Header* header, int* status) noexcept nogil:
+    """Take all of a payload in one place; nobody wants one that is too large."""
+    cdef Box* box = <Box*>context
+    cdef void* place
+    if header.length > box.max_frame:
+        return NULL
+    place = box_landing(context, link, header, status)
+    return box.place if box.place_bytes == header.length else place
+
+
 cdef int box_deliver(void* context, Link* link, const Header* header) noexcept nogil:
     cdef Box* box = <Box*>context
     cdef Letter* letter = box.landing[link.peer]
     box.landing[link.peer] = NULL
+    if letter == NULL or header.length != letter.header.length:     # not wanted, or not to be had
+        free_letter(letter)
+        return OK
     pthread_mutex_lock(&box.lock)
     if box.last == NULL:
         box.first = letter
@@ -160,6 +175,7 @@ cdef class Mailbox(LinkOwner):
     """
 
     cdef Box* box
+    cdef object placed
     cdef object parcels         # on their way, as far as we know: links use their memory
 
     def __cinit__(self, *, uint64_t max_frame=1 << 30, bint adopts=False):
@@ -173,6 +189,7 @@ cdef class Mailbox(LinkOwner):
         self.c_owner.landing = box_landing
         self.c_owner.deliver = box_deliver
         self.c_owner.closed = box_closed
+        self.c_owner.whole = box_whole
         if adopts:
             self.c_owner.adopt = box_adopt
 
@@ -186,7 +203,7 @@ cdef class Mailbox(LinkOwner):
     def post(self, uint32_t peer, payload, *, int kind=1, uint64_t key=0, int priority=0,
              uint32_t chunk_bytes=0, bint is_credited=False, int kick=KICK_WAKE, uint8_t dtype=0,
              uint8_t flags=0, uint32_t key_version=0, uint32_t sender=0, uint32_t offset=0,
-             int status=0, uint32_t subject=0, uint32_t turn=0):
+             int status=0, uint32_t subject=0, uint32_t turn=0, bint is_whole=False):
         """Send bytes-like payload as frames of chunk_bytes; return a Parcel to wait for.
 
         offset: of the payload within its partition. The other fields travel in the header.
@@ -210,6 +227,7 @@ cdef class Mailbox(LinkOwner):
         parcel.item.chunk_bytes = chunk_bytes
         parcel.item.is_credited = is_credited
         parcel.item.turn = turn
+        parcel.item.is_whole = is_whole
         parcel.item.sent = parcel_sent
         parcel.item.context = &parcel.done
         completion_reset(&parcel.done, 1)
@@ -269,6 +287,12 @@ cdef class Mailbox(LinkOwner):
             with nogil:
                 status = completion_wait(&self.box.arrival, deadline, 0)
         return status == OK
+
+    def place(self, unsigned char[::1] place):
+        """Have whole payloads of this size go there; the letter that tells of them has nothing."""
+        self.placed = place
+        self.box.place = <char*>&place[0]
+        self.box.place_bytes = place.shape[0]
 
     def hesitate(self, uint32_t peer, int32_t times):
         """Put off what peer sends, so many times."""

@@ -162,7 +162,7 @@ def test_what_is_under_way_comes_back_when_it_ends(pipes):
 def test_a_frame_that_no_peer_sends_ends_the_link(pipes):
     net = pipes()
     net.boxes[0].post(1, b"x" * 64, kick=2)
-    header = OFFSET + 2 * 64 + 192 + (192 + PIPE)  # rank 0's pipe to rank 1, its first frame
+    header = OFFSET + 2 * 64 + 320 + (320 + PIPE)  # rank 0's pipe to rank 1, its first frame
     raw = np.ctypeslib.as_array(
         (np.ctypeslib.ctypes.c_uint8 * 8).from_address(net.memory.address + header)
     )

@@ -33,7 +33,7 @@ ROOMS = {
     "_trace": 420,
     "reduce/": 4560,
     "config/": 1300,
-    "transport/": 9210,
+    "transport/": 9640,
     "control/": 5030,
     "server/": 4980,
     "worker/": 3430,

@@ -17,7 +17,10 @@ cdef enum:
 # ---- shared by all ranks; atomics throughout ----
 cdef struct Mail:               # of one rank, a line
     int64_t news[WORDS]         # a bit per rank that has written to us, or read what we wrote
-    int64_t pad[4]
+    int64_t token               # a number that only its process has, at this address; 0: not yet,
+    int64_t token_at            # or its memory is nobody's
+    int64_t pid
+    int64_t pad
 
 cdef struct Pipe:               # frames from one rank to another; their bytes follow
     int64_t tail                # bytes written since the start, by the writer
@@ -26,14 +29,23 @@ cdef struct Pipe:               # frames from one rank to another; their bytes f
     int64_t pad_too[7]
     int64_t watched             # how far the reader is to come before it tells the writer; 0: not
     int64_t pad_three[7]
+    # of frames that lie in the writer's own memory; written by the reader, see _whole.pxi
+    int64_t share               # parts of the one that is being read that nobody has taken
+    int64_t whole_end           # position of its end
+    int64_t place               # where the reader wants it, in its memory
+    int64_t declined            # end of one that has to come again; 0 once the writer knows
+    int64_t is_readable         # the reader can read the writer's memory
+    int64_t pad_four[3]
+    int64_t writing             # Writing: what the writer does with a part that it has taken
+    int64_t pad_five[7]
 
 cdef struct Place:              # before each frame, a line
     Header header
-    int64_t offset              # of the payload in the writer's arena, or INLINE, or SKIP
-    int64_t pad
+    int64_t offset              # of the payload in the writer's arena, or INLINE, SKIP, or WHOLE
+    int64_t address             # WHOLE: in the writer's memory
 
 # ---- this rank's own ----
-cdef struct Loan:               # an item whose payload the reader takes from our arena
+cdef struct Loan:               # an item whose payload the reader takes from our memory
     SendItem* item
     int64_t end                 # it is sent when the reader has come so far
 
@@ -46,7 +58,7 @@ cdef struct PipeLink:
     pthread_mutex_t lock        # guards:
     Queue* queue
     SendItem* current           # popped, not yet written whole
-    bint is_current_lent        # by its address
+    int32_t current_way         # Way: how
     int64_t wanted              # how far the reader has to come before its next frame is written
     Loan* loans                 # a ring
     uint32_t loan_room
@@ -60,11 +72,22 @@ cdef struct PipeLink:
     int32_t close_status        # atomic; first call of close() wins
     bint is_attached
     bint has_bye                # the peer said BYE; whoever steps
+    # memory of the peer's process; of whoever steps, but for the first, which the lock guards
+    bint is_probed
+    int32_t pid
+    int64_t token
+    int64_t token_at
+    bint is_reading             # a frame that lies there:
+    bint is_spoiled             # some part of it cannot be had
+    Header whole
+    int64_t source              # there
+    char* target                # here
 
 cdef struct Pipes:
     uint32_t n
     uint32_t me
     uint32_t capacity           # bytes of a pipe
+    int64_t token               # that peers look for in our memory; 0: they are not to
     Mail* mail
     char* first                 # of the pipes
     char* arenas[MAX_RANKS]

@@ -3,8 +3,9 @@
 
 Theory of operation. Each rank has a pipe to each other: a ring of frames that the writer fills
 and the reader empties. A payload that lies in the writer's arena stays there, and the frame says
-where; any other is copied into the pipe, and out of it by the reader. So an item is `sent` when
-its bytes are in the pipe, or, if they are lent, when the reader has read past its last frame.
+where; any other is copied into the pipe, and out of it by the reader, or, where both may reach
+into each other's memory, goes from one to the other (_whole.pxi). So an item is `sent` when its
+bytes are in the pipe, or, if they are lent, when the reader has read past its last frame.
 The reader hands the payload to its owner by address (`adopt`): that takes what it wants before it
 returns, and no byte is copied between.
 
@@ -17,6 +18,7 @@ cimport cython
 from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
+from posix.unistd cimport getpid, getppid, usleep
 
 from fastps._atomic cimport (
     fps_add32, fps_cas32, fps_cas64, fps_fence, fps_load32, fps_load64, fps_or64, fps_store32,
@@ -37,9 +39,14 @@ from fastps.transport._link cimport (
 from fastps.transport._shm cimport Mapping
 from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
 
+cdef extern from "<sys/prctl.h>" nogil:
+    int prctl(int, unsigned long, unsigned long, unsigned long, unsigned long)
+    int PR_SET_PTRACER
+
 cdef enum:
     INLINE = -1                 # the payload follows
     SKIP = -2                   # no frame: go on at the start of the pipe
+    WHOLE = -3                  # the payload lies in the writer's own memory, at an address
     # Bytes of a pipe. What is in flight in a large one lets two processes copy at memory speed;
     # but all pairs of ranks have addresses for theirs, and memory for what they used of it.
     FEW_RANKS = 4
@@ -50,6 +57,11 @@ cdef enum:
     FRAMES_PER_PIPE = 3         # as many of the longest frames fit
     BATCH = 16                  # items given back at a time
     QUEUE_HINT = 16
+
+cdef enum Way:                  # how the bytes of an item travel
+    COPIED = 0                  # through the pipe
+    LENT = 1                    # from our arena
+    BY_ADDRESS = 2              # from wherever they lie
 
 
 # ---------------------------------------------------------------- places in the memory
@@ -87,9 +99,9 @@ cdef inline uint32_t next_length(PipeLink* link, const SendItem* item) noexcept 
     """Bytes of an item's next frame: chunks, as far as they fit a pipe."""
     cdef uint32_t left = item.nbytes - item.cursor
     cdef uint32_t most = link.pipes.capacity / FRAMES_PER_PIPE - LINE
-    if item.chunk_bytes and left > item.chunk_bytes:
+    if item.chunk_bytes and left > item.chunk_bytes and link.current_way != BY_ADDRESS:
         left = item.chunk_bytes
-    return left if link.is_current_lent or left < most else most
+    return left if link.current_way != COPIED or left < most else most
 
 
 cdef Place* claim(PipeLink* link, uint32_t nbytes, int64_t* end) noexcept nogil:
@@ -107,8 +119,8 @@ cdef Place* claim(PipeLink* link, uint32_t nbytes, int64_t* end) noexcept nogil:
     return place_at(pipes, link.out, start)
 
 
-cdef bint lend(PipeLink* link, SendItem* item, int64_t end) noexcept nogil:
-    """Note that an item is sent when the reader has come to end; False: no memory for that."""
+cdef bint can_lend(PipeLink* link) noexcept nogil:
+    """Make room for one more loan; False: no memory for that."""
     cdef uint32_t room, i
     cdef Loan* loans
     if link.n_loans == link.loan_room:
@@ -122,16 +134,23 @@ cdef bint lend(PipeLink* link, SendItem* item, int64_t end) noexcept nogil:
         link.loans = loans
         link.loan_room = room
         link.first_loan = 0
+    return True
+
+
+cdef void lend(PipeLink* link, SendItem* item, int64_t end) noexcept nogil:
+    """Note that an item is sent when the reader has come to end; can_lend() was so."""
     link.loans[(link.first_loan + link.n_loans) % link.loan_room].item = item
     link.loans[(link.first_loan + link.n_loans) % link.loan_room].end = end
     link.n_loans += 1
-    return True
 
 
 cdef bint write_frame(PipeLink* link, SendItem* item, int64_t* end) noexcept nogil:
     """Put the next frame of an item into the pipe; False: there is no room."""
     cdef uint32_t length = next_length(link, item)
-    cdef Place* place = claim(link, LINE if link.is_current_lent else LINE + lines(length), end)
+    cdef int32_t way = link.current_way
+    cdef Place* place = NULL
+    if way == COPIED or can_lend(link):
+        place = claim(link, LINE + lines(length) if way == COPIED else LINE, end)
     if place == NULL:
         return False
     place.header = item.header
@@ -140,7 +159,10 @@ cdef bint write_frame(PipeLink* link, SendItem* item, int64_t* end) noexcept nog
         place.header.offset = item.base + item.cursor
     header_seal(&place.header)
     place.offset = INLINE
-    if link.is_current_lent:
+    if way == BY_ADDRESS:
+        place.offset = WHOLE
+        place.address = <int64_t>item.payload
+    elif way == LENT:
         place.offset = item.payload + item.cursor - link.pipes.arenas[link.pipes.me]
     elif length:
         fps_copy(<char*>place + LINE, item.payload + item.cursor, length, 0)
@@ -157,7 +179,9 @@ cdef SendItem* next_item(PipeLink* link) noexcept nogil:
     cdef void* item
     if link.current == NULL and queue_pop_nowait(link.queue, &item) == OK:
         link.current = <SendItem*>item
-        link.is_current_lent = is_in_arena(link.pipes, link.current)
+        probe(link)
+        link.current_way = (LENT if is_in_arena(link.pipes, link.current) else
+                            BY_ADDRESS if can_go_whole(link, link.current) else COPIED)
     return link.current
 
 
@@ -175,9 +199,10 @@ cdef SendItem* put_next(PipeLink* link, bint* has_room) noexcept nogil:
     if item == &link.bye:
         link.has_left = True
         return NULL
-    if is_in_arena(link.pipes, item) and lend(link, item, end):
-        return NULL
-    return item
+    if link.current_way == COPIED:
+        return item
+    lend(link, item, end)
+    return NULL
 
 
 cdef int write_frames(PipeLink* link, SendItem** sent, int most) noexcept nogil:
@@ -193,15 +218,27 @@ cdef int write_frames(PipeLink* link, SendItem** sent, int most) noexcept nogil:
     return count
 
 
+cdef bint is_declined(PipeLink* link, Loan* loan) noexcept nogil:
+    """Queue an item again that could not be read where it lies; False: it was read."""
+    if fps_load64(&link.out.declined) != loan.end:
+        return False
+    loan.item.is_whole = False
+    loan.item.cursor = 0
+    queue_push(link.queue, loan.item.header.priority, turn_of(loan.item), 0, loan.item)
+    fps_store64(&link.out.declined, 0)
+    return True
+
+
 cdef int take_loans(PipeLink* link, SendItem** sent) noexcept nogil:
     """Take up to BATCH items off the loans that the reader is through with; give how many."""
     cdef int64_t head = fps_load64(&link.out.head)
     cdef int count = 0
     while count < BATCH and link.n_loans and link.loans[link.first_loan].end <= head:
-        sent[count] = link.loans[link.first_loan].item
+        if not is_declined(link, &link.loans[link.first_loan]):
+            sent[count] = link.loans[link.first_loan].item
+            count += 1
         link.first_loan = (link.first_loan + 1) % link.loan_room
         link.n_loans -= 1
-        count += 1
     return count
 
 
@@ -277,6 +314,9 @@ cdef void pipe_close(Link* base, int status) noexcept nogil:
     link.pipes.wake(link.pipes.context, link.pipes.me)
 
 
+include "_whole.pxi"
+
+
 # ---------------------------------------------------------------- reading; whoever steps
 
 cdef const char* payload_of(PipeLink* link, const Place* place) noexcept nogil:
@@ -339,9 +379,15 @@ cdef bint read_next(PipeLink* link, int* status) noexcept nogil:
     if place.offset == SKIP:
         head += pipes.capacity - head % pipes.capacity
         place = place_at(pipes, link.inlet, head)
-    if place.offset == INLINE:
-        nbytes += lines(place.header.length)
-    status[0] = read_frame(link, place)
+    if place.offset == WHOLE:
+        if not read_whole(link, place, head + nbytes, status):
+            return False
+        if link.is_reading:
+            return True
+    else:
+        if place.offset == INLINE:
+            nbytes += lines(place.header.length)
+        status[0] = read_frame(link, place)
     fps_store64(&link.inlet.head, head + nbytes)
     fps_fence()
     watched = fps_load64(&link.inlet.watched)
@@ -360,6 +406,7 @@ cdef void end_link(PipeLink* link, int status) noexcept nogil:
     cdef int count = BATCH
     fps_cas32(&link.close_status, OK, status)
     fps_store32(&link.is_leaving, 1)
+    fence_off(link)
     pthread_mutex_lock(&link.lock)
     link.is_over = True
     queue_close(link.queue)
@@ -391,6 +438,8 @@ cdef void settle(PipeLink* link) noexcept nogil:
         status = E_SHUTDOWN
     if status == OK and link.has_left and not link.n_loans:
         status = E_SHUTDOWN
+    if status == E_SHUTDOWN and is_written(link):
+        return                          # it tells when it is through
     if status != OK:
         end_link(link, status)
 
@@ -406,7 +455,7 @@ cdef bint settle_all(Pipes* pipes) noexcept nogil:
             continue
         settle(link)
         has_moved |= link.is_over
-        if not link.is_over and (fps_load32(&link.is_leaving)):
+        if not link.is_over and fps_load32(&link.is_leaving):
             fps_store32(&pipes.is_closing, 1)
     return has_moved
 
@@ -425,7 +474,7 @@ cdef bint serve(PipeLink* link) noexcept nogil:
             fps_cas32(&link.close_status, OK, status)
         settle(link)
         return True
-    return pump(link) or has_read
+    return pump(link) or has_read or help_reader(link)
 
 
 cdef bint pipes_has_news(Pipes* pipes) noexcept nogil:
@@ -505,6 +554,22 @@ cdef class PipeTransport:
             self.pipes.arenas[i] = (<Mapping>arenas[i]).start
             self.pipes.arena_bytes[i] = (<Mapping>arenas[i]).nbytes
         self.kept = [memory, *arenas]
+
+    def show_memory(self, int64_t token):
+        """Let peers that show theirs, too, read and write large arrays where they lie.
+
+        token: not 0, of this process alone. Before anybody steps. Where Yama restricts who may
+        reach into a process, it allows the descendants of our parent (the launcher) to, unless
+        that is the parent of all.
+        """
+        cdef Mail* mail = &self.pipes.mail[self.pipes.me]
+        cdef int parent = getppid()
+        if parent > 1:
+            prctl(PR_SET_PTRACER, <unsigned long>parent, 0, 0, 0)
+        self.pipes.token = token
+        mail.token_at = <int64_t>&self.pipes.token
+        mail.pid = getpid()
+        fps_store64(&mail.token, token)
 
     def adopt(self, uint32_t index, LinkOwner owner not None, uint32_t peer):
         """Give owner a link to the rank at index, which it knows as peer; before anybody steps."""
@@ -587,14 +652,19 @@ cdef class PipeTransport:
         return found
 
     def statistics(self):
-        """Sum the counters of all links, as a dict; `links` counts those that carried frames."""
+        """Sum the counters of all links, as a dict.
+
+        links: those that carried frames; readable: peers whose memory we read where it lies.
+        """
         cdef LinkStats sums = self.total()
-        cdef uint32_t i, links = 0
+        cdef uint32_t i, links = 0, readable = 0
         for i in range(self.pipes.n):
             links += self.pipes.links[i].link.stats.frames_sent > 0
+            if self.pipes.links[i].is_attached:
+                readable += fps_load64(&self.pipes.links[i].inlet.is_readable) != 0
         return {"bytes_sent": sums.bytes_sent, "bytes_received": sums.bytes_received,
                 "frames_sent": sums.frames_sent, "frames_received": sums.frames_received,
-                "links": links}
+                "links": links, "readable": readable}
 
     def __dealloc__(self):
         cdef uint32_t i

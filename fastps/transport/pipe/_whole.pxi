@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _transport.pyx: payloads that lie in their writer's own memory, and go into the reader's
+# by one copy that both do.
+#
+# The frame says where the payload lies. The reader takes parts of it from the front, by
+# process_vm_readv, and says where it wants them; a writer that has time takes parts from the end
+# and writes them there, by process_vm_writev. A part is taken by changing `share`, so nobody does
+# one twice, and the writer says that it is writing before it takes one: so when all parts are
+# taken and nobody writes, the frame has been read, and the memory is its owner's again.
+#
+# Each rank shows a number that only its process has, and where that lies: who can read it there
+# has the right to, and looks at the same process, in the same container. It is looked at again
+# after a frame and before a part is written, for a process that died may have its number used
+# again. What cannot be read or written where it lies (a device's memory) is declined, and comes
+# again through the pipe.
+
+cdef extern from "<sys/uio.h>" nogil:
+    struct iovec:
+        void* iov_base
+        size_t iov_len
+    ssize_t process_vm_readv(int, const iovec*, unsigned long, const iovec*, unsigned long,
+                             unsigned long)
+    ssize_t process_vm_writev(int, const iovec*, unsigned long, const iovec*, unsigned long,
+                              unsigned long)
+
+cdef extern from "<signal.h>" nogil:
+    int kill(int, int)
+    int SIGKILL
+
+cdef enum:
+    WHOLE_BYTES = 256 << 10     # below it the pipe is as fast
+    LEAST_PART = 64 << 10
+    MOST_PART = 512 << 10
+    PARTS = 16                  # of a frame, if they are not too large or too small
+    FIRST_SHIFT = 24            # a share: round, the first part that is left, end of the last
+    ROUND_SHIFT = 48
+    PART_MASK = (1 << 24) - 1
+    ROUND_MASK = (1 << 15) - 1
+    FENCE_NAPS = 20000          # for a writer that is to stop, of
+    FENCE_NAP_US = 50
+
+cdef enum Writing:              # what the writer does with a part that it has taken
+    IDLE = 0
+    ACTIVE = 1
+    FAILED = 2                  # it could not write it; IDLE again once the reader knows
+
+
+# ---------------------------------------------------------------- whose memory it is
+
+cdef bint reach(PipeLink* link, char* ours, int64_t theirs, uint64_t nbytes,
+                bint is_read) noexcept nogil:
+    """Copy from or to the peer's memory; False: some of it cannot be reached."""
+    cdef iovec here, there
+    cdef uint64_t done = 0
+    cdef ssize_t count
+    while done < nbytes:
+        here.iov_base = ours + done
+        there.iov_base = <void*>(theirs + <int64_t>done)
+        here.iov_len = there.iov_len = nbytes - done
+        if is_read:
+            count = process_vm_readv(link.pid, &here, 1, &there, 1, 0)
+        else:
+            count = process_vm_writev(link.pid, &here, 1, &there, 1, 0)
+        if count <= 0:
+            return False
+        done += count
+    return True
+
+
+cdef bint is_there(PipeLink* link) noexcept nogil:
+    """Whether the peer's process lives, and we can reach it."""
+    cdef int64_t token = 0
+    return (reach(link, <char*>&token, link.token_at, sizeof(token), True)
+            and token == link.token)
+
+
+cdef void probe(PipeLink* link) noexcept nogil:
+    """Find out, once both show their numbers, whether we can read the peer's memory; tell it."""
+    cdef Mail* mail = &link.pipes.mail[link.index]
+    if link.is_probed or not link.pipes.token or not fps_load64(&mail.token):
+        return
+    link.is_probed = True
+    link.token = fps_load64(&mail.token)
+    link.token_at = mail.token_at
+    link.pid = <int32_t>mail.pid
+    fps_store64(&link.inlet.is_readable, is_there(link))
+
+
+cdef bint can_go_whole(PipeLink* link, const SendItem* item) noexcept nogil:
+    """Whether the reader may take an item from where it lies."""
+    return (item.is_whole and item.nbytes >= WHOLE_BYTES and link.is_probed
+            and fps_load64(&link.out.is_readable) != 0)
+
+
+# ---------------------------------------------------------------- parts
+
+cdef inline uint64_t part_bytes(uint64_t nbytes) noexcept nogil:
+    return max(min(nbytes / PARTS & ~<uint64_t>(LEAST_PART - 1), <uint64_t>MOST_PART),
+               <uint64_t>LEAST_PART)
+
+
+cdef inline uint64_t part_length(uint64_t nbytes, int64_t part) noexcept nogil:
+    return min(part_bytes(nbytes), nbytes - part * part_bytes(nbytes))
+
+
+cdef inline int64_t parts_left(int64_t share) noexcept nogil:
+    return (share & PART_MASK) - (share >> FIRST_SHIFT & PART_MASK)
+
+
+cdef void share_out(Pipe* pipe, uint64_t nbytes) noexcept nogil:
+    """Let parts be taken; of a round of its own, so nobody takes one that he meant elsewhere."""
+    cdef int64_t turn = (fps_load64(&pipe.share) >> ROUND_SHIFT) + 1 & ROUND_MASK
+    cdef int64_t parts = (nbytes + part_bytes(nbytes) - 1) / part_bytes(nbytes)
+    fps_store64(&pipe.share, turn << ROUND_SHIFT | parts)
+
+
+cdef int64_t take_first(Pipe* pipe) noexcept nogil:
+    """Take the first part that is left; -1: there is none."""
+    cdef int64_t share = fps_load64(&pipe.share)
+    while parts_left(share) > 0:
+        if fps_cas64(&pipe.share, share, share + (<int64_t>1 << FIRST_SHIFT)):
+            return share >> FIRST_SHIFT & PART_MASK
+        share = fps_load64(&pipe.share)
+    return -1
+
+
+cdef void take_rest(Pipe* pipe) noexcept nogil:
+    """Have nobody take any further part."""
+    cdef int64_t share = fps_load64(&pipe.share)
+    while not fps_cas64(&pipe.share, share, share - parts_left(share)):
+        share = fps_load64(&pipe.share)
+
+
+# ---------------------------------------------------------------- reading; whoever steps
+
+cdef int took_whole(PipeLink* link) noexcept nogil:
+    """Tell the owner that a payload is in its place, or comes again."""
+    link.link.stats.reads += 1
+    link.link.stats.frames_received += 1
+    link.link.stats.bytes_received += HEADER_BYTES + link.whole.length
+    return link.link.owner.deliver(link.link.owner.context, &link.link, &link.whole)
+
+
+cdef int open_whole(PipeLink* link, const Place* place, int64_t end) noexcept nogil:
+    """Ask the owner where a payload goes, and let its parts be taken."""
+    cdef int status
+    link.whole = place.header           # what we check is what we use
+    link.source = place.address
+    status = header_check(&link.whole)
+    if status == OK and (link.whole.kind == KIND_BYE or link.link.owner.whole == NULL
+                         or not link.pid):
+        status = E_PROTOCOL
+    if status != OK:
+        return status
+    link.target = <char*>link.link.owner.whole(
+        link.link.owner.context, &link.link, &link.whole, &status)
+    if status != OK or link.target == NULL:
+        return status if status != OK else took_whole(link)
+    link.is_reading = True
+    link.is_spoiled = False
+    fps_store64(&link.inlet.whole_end, end)
+    fps_store64(&link.inlet.place, <int64_t>link.target)
+    share_out(link.inlet, link.whole.length)
+    tell(link)                          # it may help
+    return OK
+
+
+cdef void read_part(PipeLink* link, int64_t part) noexcept nogil:
+    cdef uint64_t offset = part * part_bytes(link.whole.length)
+    probe_hit(PROBE_LINK_RECV, link.whole.key, link.whole.key_version)
+    if not reach(link, link.target + offset, link.source + <int64_t>offset,
+                 part_length(link.whole.length, part), True):
+        link.is_spoiled = True
+        take_rest(link.inlet)
+
+
+cdef int close_whole(PipeLink* link, int64_t end) noexcept nogil:
+    """No part of a payload is left, and nobody writes: it is there, or has to come again."""
+    if fps_load64(&link.inlet.writing) == FAILED:
+        link.is_spoiled = True
+        fps_store64(&link.inlet.writing, IDLE)
+    link.is_reading = False
+    if not is_there(link):
+        return E_PEER_LOST
+    if link.is_spoiled:
+        link.whole.length = 0
+        fps_store64(&link.inlet.declined, end)
+    return took_whole(link)
+
+
+cdef bint read_whole(PipeLink* link, const Place* place, int64_t end, int* status) noexcept nogil:
+    """Do a part of what lies in the writer's memory; False: it waits for the writer."""
+    cdef int64_t part
+    if not link.is_reading:
+        status[0] = open_whole(link, place, end)
+        return True
+    part = take_first(link.inlet)
+    if part >= 0:
+        read_part(link, part)
+        return True
+    if fps_load64(&link.inlet.writing) == ACTIVE or fps_load64(&link.inlet.declined):
+        return False                    # both the writer's, who tells
+    status[0] = close_whole(link, end)
+    return True
+
+
+cdef bint is_written(PipeLink* link) noexcept nogil:
+    """Whether the writer has a part of ours under its hands; it gets no further one."""
+    if not link.is_reading:
+        return False
+    link.is_spoiled = True
+    take_rest(link.inlet)
+    return fps_load64(&link.inlet.writing) == ACTIVE and is_there(link)
+
+
+cdef void fence_off(PipeLink* link) noexcept nogil:
+    """See to it that memory which goes back to its owner is not written any more.
+
+    The writer is through in microseconds. A process that is stopped just there, and given up by
+    the job, is killed: it may go on at any time.
+    """
+    cdef int naps
+    for naps in range(FENCE_NAPS):
+        if not is_written(link):
+            return
+        usleep(FENCE_NAP_US)
+    if link.pid != getpid():
+        kill(link.pid, SIGKILL)
+    while is_written(link):
+        usleep(FENCE_NAP_US)
+
+
+# ---------------------------------------------------------------- writing; whoever steps
+
+cdef SendItem* loan_until(PipeLink* link, int64_t end) noexcept nogil:
+    """The item whose frame ends there, or NULL."""
+    cdef SendItem* found = NULL
+    cdef Loan* loan
+    cdef uint32_t i
+    pthread_mutex_lock(&link.lock)
+    for i in range(link.n_loans):
+        loan = &link.loans[(link.first_loan + i) % link.loan_room]
+        if loan.end == end:
+            found = loan.item
+            break
+    pthread_mutex_unlock(&link.lock)
+    return found
+
+
+cdef bint write_part(PipeLink* link, const SendItem* item, int64_t part) noexcept nogil:
+    cdef uint64_t offset = part * part_bytes(item.nbytes)
+    return is_there(link) and reach(link, <char*>item.payload + offset,
+                                    fps_load64(&link.out.place) + <int64_t>offset,
+                                    part_length(item.nbytes, part), False)
+
+
+cdef bint help_reader(PipeLink* link) noexcept nogil:
+    """Write a part, from the end, of what the reader is reading; False: none is left."""
+    cdef Pipe* out = link.out
+    cdef SendItem* item
+    cdef int64_t share
+    cdef bint has_taken, is_done = True
+    if parts_left(fps_load64(&out.share)) <= 0 or fps_load64(&out.writing) != IDLE:
+        return False
+    fps_swap64(&out.writing, ACTIVE)    # before the part is ours
+    share = fps_load64(&out.share)
+    item = loan_until(link, fps_load64(&out.whole_end))
+    has_taken = (item != NULL and parts_left(share) > 0
+                 and fps_cas64(&out.share, share, share - 1))
+    if has_taken:
+        is_done = write_part(link, item, (share & PART_MASK) - 1)
+    fps_store64(&out.writing, IDLE if is_done else FAILED)
+    fps_fence()
+    if parts_left(fps_load64(&out.share)) <= 0:
+        tell(link)                      # it may wait for that
+    return has_taken
