@@ -79,6 +79,7 @@ cdef struct PipeLink:
     int64_t token_at
     bint is_reading             # a frame that lies there:
     bint is_spoiled             # some part of it cannot be had
+    bint is_helpless            # the peer's memory cannot be written
     Header whole
     int64_t source              # there
     char* target                # here

@@ -15,6 +15,7 @@ Memory of a pipe is touched when it is used, so a rank pays for whom it talks to
 """
 
 cimport cython
+from libc.errno cimport ENOSYS, EPERM, errno
 from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset

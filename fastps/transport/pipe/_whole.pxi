@@ -11,8 +11,8 @@
 # Each rank shows a number that only its process has, and where that lies: who can read it there
 # has the right to, and looks at the same process, in the same container. It is looked at again
 # after a frame and before a part is written, for a process that died may have its number used
-# again. What cannot be read or written where it lies (a device's memory) is declined, and comes
-# again through the pipe.
+# again. What cannot be read or written where it lies (a device's memory, or that of a process that
+# has closed it) is declined, and comes again through the pipe.
 
 cdef extern from "<sys/uio.h>" nogil:
     struct iovec:
@@ -67,11 +67,12 @@ cdef bint reach(PipeLink* link, char* ours, int64_t theirs, uint64_t nbytes,
     return True
 
 
-cdef bint is_there(PipeLink* link) noexcept nogil:
-    """Whether the peer's process lives, and we can reach it."""
+cdef int look(PipeLink* link) noexcept nogil:
+    """OK: the peer's process is there; E_PEER_LOST: it is not; E_SHUTDOWN: it is closed to us."""
     cdef int64_t token = 0
-    return (reach(link, <char*>&token, link.token_at, sizeof(token), True)
-            and token == link.token)
+    if reach(link, <char*>&token, link.token_at, sizeof(token), True):
+        return OK if token == link.token else E_PEER_LOST
+    return E_SHUTDOWN if errno in (EPERM, ENOSYS) else E_PEER_LOST
 
 
 cdef void probe(PipeLink* link) noexcept nogil:
@@ -83,7 +84,7 @@ cdef void probe(PipeLink* link) noexcept nogil:
     link.token = fps_load64(&mail.token)
     link.token_at = mail.token_at
     link.pid = <int32_t>mail.pid
-    fps_store64(&link.inlet.is_readable, is_there(link))
+    fps_store64(&link.inlet.is_readable, look(link) == OK)
 
 
 cdef bint can_go_whole(PipeLink* link, const SendItem* item) noexcept nogil:
@@ -176,12 +177,17 @@ cdef void read_part(PipeLink* link, int64_t part) noexcept nogil:
 
 cdef int close_whole(PipeLink* link, int64_t end) noexcept nogil:
     """No part of a payload is left, and nobody writes: it is there, or has to come again."""
+    cdef int status
     if fps_load64(&link.inlet.writing) == FAILED:
         link.is_spoiled = True
         fps_store64(&link.inlet.writing, IDLE)
     link.is_reading = False
-    if not is_there(link):
-        return E_PEER_LOST
+    status = look(link)
+    if status == E_PEER_LOST:
+        return status
+    if status != OK:
+        link.is_spoiled = True
+        fps_store64(&link.inlet.is_readable, False)
     if link.is_spoiled:
         link.whole.length = 0
         fps_store64(&link.inlet.declined, end)
@@ -210,7 +216,7 @@ cdef bint is_written(PipeLink* link) noexcept nogil:
         return False
     link.is_spoiled = True
     take_rest(link.inlet)
-    return fps_load64(&link.inlet.writing) == ACTIVE and is_there(link)
+    return fps_load64(&link.inlet.writing) == ACTIVE and look(link) != E_PEER_LOST
 
 
 cdef void fence_off(PipeLink* link) noexcept nogil:
@@ -224,8 +230,9 @@ cdef void fence_off(PipeLink* link) noexcept nogil:
         if not is_written(link):
             return
         usleep(FENCE_NAP_US)
-    if link.pid != getpid():
-        kill(link.pid, SIGKILL)
+    if link.pid == getpid() or look(link) != OK:
+        return
+    kill(link.pid, SIGKILL)
     while is_written(link):
         usleep(FENCE_NAP_US)
 
@@ -249,9 +256,9 @@ cdef SendItem* loan_until(PipeLink* link, int64_t end) noexcept nogil:
 
 cdef bint write_part(PipeLink* link, const SendItem* item, int64_t part) noexcept nogil:
     cdef uint64_t offset = part * part_bytes(item.nbytes)
-    return is_there(link) and reach(link, <char*>item.payload + offset,
-                                    fps_load64(&link.out.place) + <int64_t>offset,
-                                    part_length(item.nbytes, part), False)
+    return look(link) == OK and reach(link, <char*>item.payload + offset,
+                                      fps_load64(&link.out.place) + <int64_t>offset,
+                                      part_length(item.nbytes, part), False)
 
 
 cdef bint help_reader(PipeLink* link) noexcept nogil:
@@ -260,7 +267,7 @@ cdef bint help_reader(PipeLink* link) noexcept nogil:
     cdef SendItem* item
     cdef int64_t share
     cdef bint has_taken, is_done = True
-    if parts_left(fps_load64(&out.share)) <= 0 or fps_load64(&out.writing) != IDLE:
+    if link.is_helpless or parts_left(fps_load64(&out.share)) <= 0:
         return False
     fps_swap64(&out.writing, ACTIVE)    # before the part is ours
     share = fps_load64(&out.share)
@@ -269,6 +276,7 @@ cdef bint help_reader(PipeLink* link) noexcept nogil:
                  and fps_cas64(&out.share, share, share - 1))
     if has_taken:
         is_done = write_part(link, item, (share & PART_MASK) - 1)
+    link.is_helpless = not is_done      # the reader does better without
     fps_store64(&out.writing, IDLE if is_done else FAILED)
     fps_fence()
     if parts_left(fps_load64(&out.share)) <= 0:
