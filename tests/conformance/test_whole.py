@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pipes import CHUNK, OFFSET, PIPE, Pipes, pipes
-from transport_nets import OPEN, PEER_LOST, collect, outcome, payload_of
+from transport_nets import IN_ORDER, OPEN, PEER_LOST, collect, outcome, payload_of
 
 from aids.mailbox import Mailbox
 from fastps.errors import PeerLostError, StallError
@@ -133,6 +133,19 @@ def test_small_and_unready_payloads_go_through_the_pipe(seeing):
     assert frames(net) == 3 * WHOLE // CHUNK
 
 
+def test_a_payload_that_has_begun_goes_on_as_it_began(pipes):
+    net = pipes()
+    data = payload_of(2 * PIPE)
+    post(net, data)  # as much of it as fits, before anybody knows the other's memory
+    for index, end in enumerate(net.ends):
+        end.show_memory(1000 + index)
+    for index in (1, 0):
+        net.boxes[index].post(1 - index, b"", key=9, kick=2)
+    net.settle()
+    found = arrived(net)
+    assert found == {(0, 1, 0): data, (0, 1, 9): b"", (1, 0, 9): b""}
+
+
 def test_what_nobody_wants_is_not_copied():
     small = Mailbox(max_frame=WHOLE - 1, adopts=True)
     other = Pipes()
@@ -194,6 +207,18 @@ def test_several_at_once_out_of_reach(seeing):
     net.settle()
     expected = {(0, 1, key): bytes(WHOLE) for key in (0, 1, 3)}
     assert arrived(net) == {(0, 1, 2): payload_of(WHOLE, 2)} | expected
+
+
+def test_who_leaves_is_heard_after_what_has_to_come_again(seeing):
+    net = seeing()
+    parcel = post(net, secret_memory(WHOLE), key=1)
+    net.ends[0].leave()
+    while net.ends[1].step():
+        pass
+    net.settle()
+    assert arrived(net) == {(0, 1, 1): bytes(WHOLE)}
+    assert outcome(parcel) == "OK"
+    assert [net.boxes[1].ended(0), net.boxes[0].ended(1)] == [IN_ORDER, IN_ORDER]
 
 
 def test_others_go_by_one_copy_after_one_that_could_not(seeing):

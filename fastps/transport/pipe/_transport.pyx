@@ -190,6 +190,10 @@ cdef SendItem* put_next(PipeLink* link, bint* has_room) noexcept nogil:
     """Write one frame; give the item if it is sent with it."""
     cdef SendItem* item = next_item(link)
     cdef int64_t end
+    if item == &link.bye and link.n_loans:      # one of them may have to come again
+        link.current = NULL
+        queue_push(link.queue, INT64_MIN, <uint64_t>-1, 0, item)
+        item = NULL
     has_room[0] = item != NULL and write_frame(link, item, &end)
     if not has_room[0]:
         return NULL

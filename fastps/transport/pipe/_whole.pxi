@@ -89,7 +89,7 @@ cdef void probe(PipeLink* link) noexcept nogil:
 
 cdef bint can_go_whole(PipeLink* link, const SendItem* item) noexcept nogil:
     """Whether the reader may take an item from where it lies."""
-    return (item.is_whole and item.nbytes >= WHOLE_BYTES and link.is_probed
+    return (item.is_whole and item.cursor == 0 and item.nbytes >= WHOLE_BYTES and link.is_probed
             and fps_load64(&link.out.is_readable) != 0)
 
 
