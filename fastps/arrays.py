@@ -6,6 +6,7 @@ Pure. Errors name the tensor.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -131,11 +132,11 @@ def make_spec(
     is_sent: bool, policy: Policy = Policy.SUM, staleness: int = 0, coding: Coding | None = None,
     partition_bytes: int = 0, rule: Rule | None = None, n: int = 1,
     compensation: Compensation = PROMPT, givers: Givers = Givers.WORKERS,
-    gathering: Gathering = ALONE, beside: str = "",
+    gathering: Gathering = ALONE, beside: str = "", updates: Coding | None = None,
 ) -> TensorSpec:  # fmt: skip
     """Say what is declared. is_sent: to servers; only then, and if it pays, it is compressed.
 
-    staleness, compensation, givers, gathering: of the contract. beside: of TensorSpec.
+    staleness, compensation, givers, gathering: of the contract. beside, updates: of TensorSpec.
     partition_bytes: 0 takes what settings say. n: workers. ConfigError for a codec or a rule
     under a policy that has none, and a rule that n workers cannot have; TypeError for elements
     that have no rules.
@@ -151,10 +152,10 @@ def make_spec(
             + f" with a staleness of {staleness}" * (policy is Policy.ACCUMULATE)
             + ": declare it without compression"
         )
-    if coding is None or not (
-        is_sent and coding.fits(dtype, nbytes, min_bytes=config.min_compress_bytes)
-    ):
-        coding = PLAIN
+    fits = functools.partial(Coding.fits, code=dtype, nbytes=nbytes,
+                             min_bytes=config.min_compress_bytes)  # fmt: skip
+    coding = coding if coding is not None and is_sent and fits(coding) else PLAIN
+    updates = updates if updates is not None and fits(updates) else PLAIN
     if is_followed(policy, coding) and dtype not in (DType.FLOAT32, DType.FLOAT64):
         raise ConfigError(
             f"{name!r} is {dtype.name.lower()}, and changes of held values travel encoded for "
@@ -172,6 +173,7 @@ def make_spec(
     return TensorSpec(
         name, int(dtype), shape, nbytes, partition_bytes, chunk_bytes, policy, staleness, coding,
         SUMMED if rule is None else rule, compensation, givers, gathering, beside,
+        updates,
     )  # fmt: skip
 
 

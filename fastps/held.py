@@ -55,8 +55,8 @@ class HeldParameters:
         one of fastps.Compression for workers' updates, which are judged as they are decoded; each
         worker keeps its own error feedback, blocks below min_compress_bytes go as they are.
         prefix: another one for a second model. All workers and validators call it alike,
-        MismatchError else; an update through another codec is malformed. ConfigError in a job
-        without validators, or where nobody holds the values.
+        MismatchError of those who differ from the validators else. ConfigError in a job without
+        validators, or where nobody holds the values.
         """
         self._session = session = current()
         if not session.config.num_validators:
@@ -95,12 +95,13 @@ class HeldParameters:
             for _, _, dtype in specs:
                 ReduceOp.TRIMMED_MEAN.check(dtype)
         counts = [np.zeros(1) for _ in self._ticks]
-        session.declare(
-            specs + [(name, (1,), DType.FLOAT64) for name in self._ticks],
-            policy=self._policy,
-            staleness=ANY_STALENESS if self.is_asynchronous else 0,
-            givers=Givers.VALIDATORS,
+        staleness = ANY_STALENESS if self.is_asynchronous else 0
+        declare = functools.partial(
+            session.declare, policy=self._policy, staleness=staleness, givers=Givers.VALIDATORS
         )
+        declare(specs, updates=self._compression)
+        if self._ticks:
+            declare([(name, (1,), DType.FLOAT64) for name in self._ticks])
         taken = {one.channel for one, _ in session.held.values()}
         self.channel: int = 1 + max(taken, default=0)  # the same everywhere
         for place, name in enumerate(self.names):

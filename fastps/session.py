@@ -137,12 +137,14 @@ class Session(Forgetting):
         *,
         policy: Policy = Policy.SUM,
         compression: Choice = None,
+        updates: Choice = None,
         rule: RuleChoice = None,
         **terms: Any,
     ) -> None:
         """Declare tensors by (name, shape, dtype) before their first use, all in one round trip.
 
-        policy: of fastps.contract. compression, rule: of fastps.push_pull(). terms: others of
+        policy: of fastps.contract. compression, rule: of fastps.push_pull(). updates: of what
+        validators change, the compression of what is pushed to them. terms: others of
         arrays.make_spec(). Declaring twice is allowed. Blocks until every server is ready for
         them. Raises MismatchError when another worker, or this one earlier, declared one
         differently, ConfigError when no server is there for the policy or the rule, or such a
@@ -159,7 +161,8 @@ class Session(Forgetting):
         wanted = [
             self._spec(
                 name, checked_shape(name, shape), DType(code), policy=policy,
-                coding=coding_of(compression, name), rule=found, **terms,
+                coding=coding_of(compression, name), updates=coding_of(updates, name), rule=found,
+                **terms,
             )
             for name, shape, code in specs
         ]  # fmt: skip

@@ -28,7 +28,7 @@ from fastps.coding import PLAIN, Coding, Option
 from fastps.config import Config
 from fastps.contract import ALONE, PROMPT, Compensation, Gathering, Givers, Policy
 from fastps.control.blame import join_names
-from fastps.control.collectives import Answers, Entry, workers_text
+from fastps.control.collectives import Answers, Entry
 from fastps.control.protocol import (
     Code,
     Declare,
@@ -55,6 +55,10 @@ from fastps.rules import SUMMED, Rule
 from fastps.types import DType
 
 REFUSED = "declarations"  # kind of what is refused of workers, against the validators' word
+_UPDATES_CURE = (
+    ": give all HeldParameters and Validators of it the same compression=, and all processes the "
+    "same FASTPS_MIN_COMPRESS_BYTES"
+)
 _EARLY = -1  # a batch that no server has, of declarations for which validators have no word yet
 MAX_POISON_LINES = 4  # tensors named in one MismatchError; the rest are counted
 MAX_VERSION = 1 << 31  # an id that has come so far is not used again: versions have 32 bits
@@ -76,9 +80,10 @@ class _Terms(msgspec.Struct, frozen=True, array_like=True):
     givers: Givers = Givers.WORKERS
     gathering: Gathering = ALONE
     beside: Text = ""
+    updates: Coding = PLAIN
 
 
-_USUAL = (Policy.SUM, 0, PLAIN, SUMMED, PROMPT, Givers.WORKERS, ALONE, "")
+_USUAL = (Policy.SUM, 0, PLAIN, SUMMED, PROMPT, Givers.WORKERS, ALONE, "", PLAIN)
 
 
 def _short(layout: Layout) -> tuple[Any, ...]:
@@ -390,6 +395,7 @@ class Declarations:
             raise ConfigError(f"{_side(spec.layout)} has {nbytes} bytes, not {spec.nbytes}")
         try:
             spec.coding.check()
+            spec.updates.check()
             spec.rule.check()
             spec.gathering.check()
         except ValueError as error:
@@ -526,12 +532,19 @@ class Declarations:
                 f"{_full_side(spec.layout)}: give it another name, or prefix=, or forget() it"
             )
         first = (tensor.agreed & -tensor.agreed).bit_length() - 1
-        others = workers_text(self._present(tensor) or [first])
+        others = self._names_text(self._present(tensor) or [first])
+        cure = _UPDATES_CURE if spec.updates != tensor.facts.terms.updates else ""
         return (
             f"tensor {spec.name!r} differs between workers: worker {rank} declared "
             f"{_full_side(spec.layout)}, but {others} declared "
             f"{_full_side(astuple(tensor.facts.terms))}"
+            f"{cure}"
         )
+
+    def _names_text(self, ranks: Sequence[int]) -> str:
+        """Name workers, and validators, which have the numbers after them."""
+        n = self._n_workers
+        return join_names([f"worker {i}" if i < n else f"validator {i - n}" for i in ranks])
 
 
 def _side(layout: Layout) -> str:
@@ -545,4 +558,5 @@ def _full_side(layout: Layout) -> str:
         + (f", {layout[7]}" if layout[7].has_meaning() else "")
         + (f", {layout[8]}" if layout[8].strength else "")
         + (f", {layout[10]}" if layout[4] is Policy.GATHERED else "")
+        + (f", of updates that are {layout[12]}" if layout[9] is Givers.VALIDATORS else "")
     )

@@ -64,7 +64,7 @@ Staleness: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]  # operations
 Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and owner of each partition
 Layout: TypeAlias = tuple[  # all but name and nbytes of a spec
     Code, Shape, PartBytes, PartBytes, Policy, Staleness, Coding, Rule, Compensation, Givers,
-    Gathering, Text,
+    Gathering, Text, Coding,
 ]  # fmt: skip
 
 
@@ -165,6 +165,7 @@ class TensorSpec(_Record, frozen=True):
 
     partition_bytes: the most that one may have; the scheduler cuts. policy to gathering: of
     fastps.contract. beside: of KEPT, the tensor whose codecs keep this; it is cut as that is.
+    updates: of what validators change, how workers' updates travel to them; no server's business.
     """
 
     name: Name
@@ -181,6 +182,7 @@ class TensorSpec(_Record, frozen=True):
     givers: Givers = Givers.WORKERS
     gathering: Gathering = ALONE
     beside: Text = ""
+    updates: Coding = PLAIN
 
     @property
     def layout(self) -> Layout:
@@ -188,7 +190,7 @@ class TensorSpec(_Record, frozen=True):
         return (
             self.dtype, self.shape, self.partition_bytes, self.chunk_bytes, self.policy,
             self.staleness, self.coding, self.rule, self.compensation, self.givers,
-            self.gathering, self.beside,
+            self.gathering, self.beside, self.updates,
         )  # fmt: skip
 
 
@@ -220,8 +222,6 @@ class KeySpec(_Record, frozen=True):
 
 
 # ---- member to scheduler ----
-
-
 class Join(_Message, frozen=True):
     """Ask for a place in the job; None or 0 means "not configured here".
 

@@ -166,6 +166,33 @@ def what_is_wrong(rounds: int) -> Any:
     return ended("done")
 
 
+def another_codec(rounds: int) -> Any:
+    """Worker 1 begins with a codec that its validator does not have, and then does as it is told.
+
+    Gives what worker 1 was told, and of the validator its counts.
+    """
+    fastps.init()
+    codec = fastps.Compression.int8()
+    begin = {"w": np.zeros(1 << 16, np.float32), "b": np.zeros(3, np.float32)}
+    if fastps.role() == "validator":
+        judge = fastps.Validator(begin, "average", compression=codec)
+        for _ in range(rounds):
+            judge.round()
+        judge.close()
+        return ended(judge.statistics())
+    said = ""
+    if fastps.rank() == 1:
+        with pytest.raises(fastps.MismatchError) as caught:
+            fastps.HeldParameters(begin, compression=fastps.Compression.int4(levels=11))
+        said = str(caught.value)
+    held = fastps.HeldParameters(begin, compression=codec)
+    for number in range(1, rounds + 1):
+        held.push([np.ones_like(one) for one in held.arrays])
+        held.pull(stamp=number)
+    assert all(np.all(one == rounds) for one in held.arrays), held.arrays
+    return ended(said)
+
+
 def all_leave(rounds: int) -> Any:
     """Workers leave in order before the validator says that it is done."""
     fastps.init()

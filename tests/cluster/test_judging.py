@@ -93,6 +93,26 @@ def test_what_is_wrong_with_updates_has_a_name():
     assert not [name for name in counts if name.endswith("lost")]
 
 
+def test_who_encodes_updates_otherwise_than_its_validator_is_told_and_can_mend_it():
+    rounds = 3
+    first, said, counts = run_job(
+        programs.another_codec, workers=2, servers=1, validators=1, arguments={"rounds": rounds}
+    )
+    assert first == ""
+    for words in (
+        "'Held.w' differs between workers: worker 1 declared",
+        "of updates that are compressed by int4(k=11), but ",
+        "validator 0 declared",
+        "of updates that are compressed by int8()",
+        "the same compression=",
+    ):
+        assert words in said, said
+    assert "'Held.b'" not in said  # too small for a codec, with any of them
+    for worker in range(2):
+        assert counts[f"accepted_of_worker_{worker}"] == 2 * rounds
+    assert not [name for name in counts if name.startswith("refused")]
+
+
 def test_who_leaves_in_order_is_refused_nothing():
     *_, counts = run_job(
         programs.all_leave, workers=3, servers=1, validators=1, arguments={"rounds": 2}
