@@ -68,14 +68,16 @@ class Block:
     """One tensor: what the worker trains, what all agreed on, and where its change travels.
 
     agreed: float32 for halves; without rounds, what came from servers last. base: what changes
-    are counted from; agreed itself, unless an error reset is literal or own is narrower. value:
-    where servers hold it, what came from them. lane: which of its fragment's rooms `change` and
-    `value` are views of.
+    are counted from; agreed itself, unless an error reset is literal. rounding: of halves, by how
+    much own is more than what it stands for, which is no change of the worker's; None: by nothing.
+    value: where servers hold it, what came from them. lane: which of its fragment's rooms `change`
+    and `value` are views of.
     """
 
     own: Any
     agreed: Any
     base: Any = None
+    rounding: Any = None
     change: Any = None
     value: Any = None
     lane: int = 0
@@ -107,14 +109,13 @@ class Blocks(ABC):
             self._take(block, keep)
             return
         last -= block.agreed
-        own = block.own
         if is_narrow(block):
-            base = block.agreed if block.base is block.agreed else block.base - last
-            self._round(block, base, self._widen(own) - last)
+            self._put(block, self._whole(block) - last)
         else:
+            own = block.own
             own -= last
         if reset == "literal":
-            block.base = self._widen(block.own)
+            block.base = self._whole(block)
 
     def _take(self, block: Block, keep: float) -> None:
         """Give the worker what is agreed; keep: the share of its own that it keeps."""
@@ -124,16 +125,20 @@ class Blocks(ABC):
             own *= keep
             own += agreed
             return
-        value = agreed + keep * (own - agreed) if keep else agreed
-        if is_narrow(block):
-            self._round(block, block.agreed, value)
-        else:
-            own[...] = value
+        self._put(block, agreed + keep * (self._whole(block) - agreed) if keep else agreed)
 
-    def _round(self, block: Block, base: Any, value: Any) -> None:
-        """Give the worker a value that its type cannot hold: rounding is no change of its own."""
+    def _whole(self, block: Block) -> Any:
+        """Copy what the worker trains, as wide as what is agreed, and not rounded by _put()."""
+        whole = self._widen(block.own)
+        if block.rounding is not None:
+            whole -= block.rounding
+        return whole
+
+    def _put(self, block: Block, value: Any) -> None:
+        """Give the worker a value, also one that its type has to round."""
         block.own[...] = value
-        block.base = base + (self._widen(block.own) - value)
+        if is_narrow(block):
+            block.rounding = self._widen(block.own) - value
 
 
 class ArrayBlocks(Blocks):

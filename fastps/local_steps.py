@@ -269,6 +269,8 @@ class LocalSteps(Blocks):
         for block in fragment.blocks:
             if fragment.gives[block.lane]:
                 self._subtract(block.base, block.own, out=block.change)
+                if block.rounding is not None:
+                    block.change += block.rounding
         fragment.handles = self._start(fragment)
         fragment.exchanges += 1
         fragment.sent, fragment.due = self.steps, self.steps + delay
@@ -388,6 +390,10 @@ class LocalSteps(Blocks):
                 None if block.base is block.agreed else self._clone(block.base)
                 for block in fragment.blocks
             ],
+            "roundings": [
+                None if block.rounding is None else self._clone(block.rounding)
+                for block in fragment.blocks
+            ],
             "changes": [self._clone(block.change) for block in fragment.blocks],
             "kept": [
                 [] if tensor is None else tensor.kept() for tensor in self._tensors(fragment)
@@ -422,11 +428,13 @@ class LocalSteps(Blocks):
 
     def _load(self, fragment: Fragment, state: Mapping[str, Any]) -> None:
         fragment.wait()
-        for block, agreed, base, change in zip(
-            fragment.blocks, state["agreed"], state["bases"], state["changes"], strict=True
-        ):
+        for block, agreed, base, rounding, change in zip(
+            fragment.blocks, state["agreed"], state["bases"], state["roundings"],
+            state["changes"], strict=True,
+        ):  # fmt: skip
             block.agreed[...] = agreed
             block.base = block.agreed if base is None else self._clone(base)
+            block.rounding = None if rounding is None else self._clone(rounding)
             block.change[...] = change
         for tensor, kept in zip(self._tensors(fragment), state["kept"], strict=True):
             if tensor is not None:

@@ -202,8 +202,7 @@ def halves() -> str:
             ends.append(float(agreed[0]))
             local.synchronize()
             ends.append(float(agreed[0]))
-        near = 0.03 if "delay" in words else 2e-3  # the share that is kept is of rounded values
-        assert np.allclose(ends[:2], ends[2:], rtol=0, atol=near), (words, ends)
+        assert np.allclose(ends[:2], ends[2:], rtol=0, atol=2e-3), (words, ends)
         assert words or ends[0] == 999, ends
     return end()
 
