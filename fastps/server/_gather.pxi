@@ -284,12 +284,20 @@ cdef void count_missing(Value* value) noexcept nogil:
 
 
 cdef void pack_all(Value* value) noexcept nogil:
-    """Encode the answers of all who have pushed for the round that ends, before the lock."""
+    """Encode the answers of all who have pushed for the round that ends, but for the lock.
+
+    Who has not may begin to meanwhile, and can only come into the next one.
+    """
+    cdef Entry* entry = value.entry
     cdef uint32_t index
     cdef Caller* caller
-    for index in range(value.entry.cast.n_contributors):
+    cdef bint is_answered
+    for index in range(entry.cast.n_contributors):
         caller = &value.callers[index]
-        if caller.n_answered < caller.n_taken and is_coded(caller):
+        pthread_mutex_lock(&entry.lock)
+        is_answered = caller.n_answered < caller.n_taken and is_coded(caller)
+        pthread_mutex_unlock(&entry.lock)
+        if is_answered:
             pack(caller, value.stamp + 1)
 
 
