@@ -68,7 +68,7 @@ cdef struct IoThread:
     int32_t is_asleep           # atomic: in a blocking epoll_wait
     int32_t has_starved         # atomic: some link may have to borrow, or to ask its owner again
     bint has_deadlines
-    bint is_watching            # more than its own descriptor; before its first event
+    int32_t is_watching         # atomic: more than its own descriptor; before its first event
     uint64_t moved              # bytes read in this turn
     int64_t spin_ns
     pthread_mutex_t lock

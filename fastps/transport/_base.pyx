@@ -424,7 +424,8 @@ cdef int watch(IoThread* io, int operation, int fd, uint32_t events, uint64_t wh
     cdef epoll_event event
     event.events = events
     event.data.u64 = what
-    io.is_watching |= what != 0
+    if what:
+        fps_store32(&io.is_watching, 1)     # also by threads that send
     return epoll_ctl(io.epoll_fd, operation, fd, &event)
 
 
@@ -471,7 +472,7 @@ cdef int wait_events(IoThread* io, epoll_event* events, int64_t spin_until) noex
     """Poll with sched_yield until spin_until, then sleep until something happens."""
     cdef int timeout = -1
     cdef int count = 0
-    if io.is_watching:
+    if fps_load32(&io.is_watching):
         count = epoll_wait(io.epoll_fd, events, MAX_EVENTS, 0)
     while count == 0 and not fps_load32(&io.n_kicked) and now_ns() < spin_until:
         sched_yield()

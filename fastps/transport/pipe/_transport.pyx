@@ -80,10 +80,15 @@ cdef inline uint32_t lines(uint32_t nbytes) noexcept nogil:
     return (nbytes + LINE - 1) & ~<uint32_t>(LINE - 1)
 
 
+cdef inline int64_t bit_of(uint32_t member) noexcept nogil:
+    """Give a member's bit in its word of 64."""
+    return <int64_t>(<uint64_t>1 << (member & 63))
+
+
 cdef void tell(PipeLink* link) noexcept nogil:
     """Let the peer know that there is something new in one of our two pipes."""
     cdef Pipes* pipes = link.pipes
-    fps_or64(&pipes.mail[link.index].news[pipes.me >> 6], <int64_t>1 << (pipes.me & 63))
+    fps_or64(&pipes.mail[link.index].news[pipes.me >> 6], bit_of(pipes.me))
     fps_fence()
     pipes.wake(pipes.context, link.index)
 
@@ -504,7 +509,7 @@ cdef bint pipes_step(Pipes* pipes) noexcept nogil:
                 if serve(&pipes.links[word * 64 + bit]):
                     has_moved = True
                 else:
-                    pipes.active[word] &= ~(<int64_t>1 << bit)
+                    pipes.active[word] &= ~bit_of(bit)
             bits = <int64_t>(<uint64_t>bits >> 1)
             bit += 1
     if fps_load32(&pipes.is_closing):
