@@ -57,7 +57,7 @@ class ServerParameters:
         MismatchError else.
         ConfigError where no server is there to hold them; a worker without any others needs none.
         """
-        self.bound = _bound_of(staleness)
+        self._prefix, self.bound = prefix, _bound_of(staleness)
         self.compensation = compensation_of(delay_compensation)
         self.arrays = list(parameters.values())
         self._given = list(parameters)
@@ -83,11 +83,14 @@ class ServerParameters:
             specs, policy=Policy.ACCUMULATE, staleness=self.bound, compensation=self.compensation,
             compression=compression,
         )  # fmt: skip
-        self._session.broadcast_async(self.arrays, 0, self._names, dtype=self._dtype).wait()
+        self._take_seed()
         for name, array in zip(self._names, self.arrays, strict=True):
             (started,) = self._session.started([name])
             if started.tensor.is_followed:
                 self._copies[name] = array.copy()
+
+    def _take_seed(self) -> None:
+        self._session.broadcast_async(self.arrays, 0, self._names, dtype=self._dtype).wait()
 
     def push(
         self,
@@ -152,6 +155,47 @@ class ServerParameters:
             if name in self._copies:
                 np.copyto(array, self._copies[name])
         return self.arrays
+
+    # ---- checkpoints ----
+
+    @property
+    def is_coded(self) -> bool:
+        """Tell whether changes travel encoded, of some parameters at least."""
+        return bool(self._copies)
+
+    def read(self) -> list[Array]:
+        """Give what servers hold, whole, and leave the parameters here as they are; blocks.
+
+        When no push of this worker is under way. Waits for nobody, but workers that share memory
+        call it alike. What comes encoded from then on is a change of just this.
+        """
+        found = [array.copy() for array in self.arrays]
+        if self._session.size > 1:
+            self._session.start_held("start_pull", self._names, found).wait()
+            self._note_whole(found)
+        return found
+
+    def seed(self, values: Sequence[Array]) -> None:
+        """Let servers hold rank 0's values in the place of what they hold, and read them; blocks.
+
+        All workers call it alike, when no push of theirs is under way. values: of read(), or, but
+        of rank 0, whatever has their shapes.
+        """
+        for array, value in zip(self.arrays, values, strict=True):
+            array[...] = value
+        if self._session.size == 1:
+            return
+        for _ in range(2):  # who reads the first time may come before rank 0 has written
+            self._session.barrier(f"{self._prefix} seed")
+            self._take_seed()
+        self._session.barrier(f"{self._prefix} seed")
+        self._note_whole(self.arrays)
+
+    def _note_whole(self, values: Sequence[Array]) -> None:
+        """Remember what came whole: what comes encoded then is by how much it has changed."""
+        for name, value in zip(self._names, values, strict=True):
+            if name in self._copies:
+                np.copyto(self._copies[name], value)
 
     def kept(self) -> list[Any]:
         """Give what the codecs of this worker keep (error feedback, momentum) of each parameter.

@@ -104,7 +104,8 @@ class AsyncSteps(Blocks):
         self.steps += 1
         if self.proximal:
             for block in self._blocks:
-                block.own[...] = block.own + self.proximal * (block.agreed - block.own)
+                own = self._exact(block)
+                self._put(block, own + self.proximal * (block.agreed - own))
         if self.steps % self.sync_every == 0:
             self.exchange()
 
@@ -123,7 +124,7 @@ class AsyncSteps(Blocks):
             for block, given in zip(self._blocks, gives, strict=True)
         ]
         self._held.push([
-            self._view(self.share * (block.own - block.base)) if given else None
+            self._view(self.share * (self._exact(block) - block.base)) if given else None
             for block, given in zip(self._blocks, gives, strict=True)
         ])  # fmt: skip
         self._stamp = float(self._clock.push([np.full(1, float(any(gives)))])[0][0])
@@ -139,38 +140,58 @@ class AsyncSteps(Blocks):
         lots = self._lots.draw(session.size, 0, self.exchanges - 1, n)
         return [bool(one) for one in lots[session.rank]]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Give the steps, and what this worker has changed and not sent; each saves its own.
+    # ---- checkpoints ----
 
-        What its codecs keep is in it too. What servers hold is rank 0's to save: exchange() on it,
-        after a barrier(), gives it, but for what the lot leaves out.
+    def state_dict(self) -> dict[str, Any]:
+        """Give all that is needed to go on, own values too; each worker saves its own.
+
+        What servers hold is in rank 0's state, as it is at that moment: barrier() before and
+        after, and a run goes on from there as this one does. Blocks to read it; with a codec
+        everybody reads it whole, and workers that share memory call it alike.
         """
+        held: list[Array] = []
+        if not current().rank or self._held.is_coded or current().can_share:
+            held = self._held.read() + self._clock.read()
         return {
             "steps": self.steps,
             "exchanges": self.exchanges,
-            "changes": [block.own - block.base for block in self._blocks],
-            "bases": [
-                None if block.base is block.agreed else block.base - block.agreed
+            "stamp": self._stamp,
+            "blocks": [
+                [self._clone(block.own), self._clone(block.agreed)]
+                + [
+                    None if one is None or one is block.agreed else self._clone(one)
+                    for one in (block.base, block.rounding)
+                ]
                 for block in self._blocks
             ],
             "kept": self._held.kept(),
+            "held": None if current().rank else [self._packed(one) for one in held],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state_dict(), with servers that were seeded by rank 0. ValueError else.
+        """Go on from a state_dict(): servers hold what rank 0's says; all workers call it alike.
 
-        What a worker had not sent yet is sent with what comes; rank 0's is in the seed.
+        What a worker had not sent yet is sent with what comes. Blocks; ValueError for a state of
+        another model.
         """
-        given = state.get("changes", ())
-        if [one.shape for one in given] != [block.agreed.shape for block in self._blocks]:
+        given = state.get("blocks", ())
+        if [row[1].shape for row in given] != [block.agreed.shape for block in self._blocks]:
             raise ValueError("this is no state of an AsyncLocalSGD of this model")
-        self.steps, self.exchanges = state["steps"], state["exchanges"]
+        held, clock = self._held.arrays, np.zeros(1)
+        if not current().rank:
+            if state["held"] is None:
+                raise ValueError("this is another worker's state: each loads its own")
+            *held, clock = [np.asarray(one) for one in state["held"]]
+        self._held.seed(held)
+        self._clock.seed([clock])
         self._held.restore(state["kept"])
-        for block, change, base in zip(self._blocks, given, state["bases"], strict=True):
-            block.base = block.agreed
-            if current().rank and base is not None:
-                block.base = block.agreed + base
-            block.own[...] = block.base + change if current().rank else block.agreed
+        self.steps, self.exchanges = state["steps"], state["exchanges"]
+        self._stamp = state["stamp"]
+        for block, (own, agreed, base, rounding) in zip(self._blocks, given, strict=True):
+            block.own[...] = own
+            block.agreed[...] = agreed
+            block.base = block.agreed if base is None else self._clone(base)
+            block.rounding = None if rounding is None else self._clone(rounding)
 
 
 def _checked(share: float) -> float:

@@ -93,6 +93,7 @@ class Blocks(ABC):
 
     _subtract: ClassVar[Callable[..., Any]]
     _clone: ClassVar[Callable[..., Any]]
+    _packed: ClassVar[Callable[..., Any]]  # copies an array into what checkpoints may hold
 
     @abstractmethod
     def _widen(self, own: Any) -> Any:
@@ -125,7 +126,11 @@ class Blocks(ABC):
             own *= keep
             own += agreed
             return
-        self._put(block, agreed + keep * (self._whole(block) - agreed) if keep else agreed)
+        self._put(block, agreed + keep * (self._exact(block) - agreed) if keep else agreed)
+
+    def _exact(self, block: Block) -> Any:
+        """Give what the worker trains to read: itself, or, of halves, a copy as _whole()."""
+        return self._whole(block) if is_narrow(block) else block.own
 
     def _whole(self, block: Block) -> Any:
         """Copy what the worker trains, as wide as what is agreed, and not rounded by _put()."""
@@ -146,6 +151,7 @@ class ArrayBlocks(Blocks):
 
     _subtract = staticmethod(np.subtract)
     _clone = staticmethod(np.copy)
+    _packed = staticmethod(np.copy)
 
     def _widen(self, own: Array) -> Array:
         return np.array(own, np.float32 if own.dtype == np.float16 else own.dtype, order="C")

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from fastps.compression import Choice
 from fastps.current import current
 from fastps.local_blocks import ArrayBlocks, Block, Reset
@@ -20,8 +18,6 @@ from fastps.worker.handle import Array
 
 class LocalSGD(ArrayBlocks, LocalSteps):
     """Train arrays with steps of one's own, and exchange what they changed every so many steps."""
-
-    _packed = staticmethod(np.copy)
 
     def __init__(
         self,

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -131,8 +131,6 @@ class Fragment:
 
 class LocalSteps(Blocks):
     """Exchange what local steps change; subclasses know the framework's tensors."""
-
-    _packed: ClassVar[Callable[..., Any]]  # copies an array into what checkpoints may hold
 
     def __init__(
         self, named: Sequence[tuple[str, Any]], terms: Terms, *, compression: Any, rule: Rule,

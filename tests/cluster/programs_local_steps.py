@@ -433,6 +433,78 @@ def in_turns() -> str:
     return end()
 
 
+def on_without_rounds() -> str:
+    """Go on from a state, between two exchanges and in turns, as one who was not interrupted."""
+    rank, size = start()
+    int4 = fastps.Compression.int4(11, ef="vanilla")
+    for number, (dtype, words) in enumerate([
+        (np.float64, {"proximal": 0.1}),
+        (np.float16, {"proximal": 0.2, "participation": 0.6}),
+        (np.float32, {"compression": int4, "participation": 0.7, "sparsity": 0.3}),
+        (np.float16, {"compression": int4, "sparsity": 0.5, "error_reset": "literal"}),
+    ]):  # fmt: skip
+
+        def make(
+            label: str, number: int = number, dtype: Any = dtype, words: Any = words
+        ) -> tuple[dict[str, np.ndarray], fastps.AsyncLocalSGD]:
+            parameters = model(dtype)
+            local = fastps.AsyncLocalSGD(
+                parameters, sync_every=3, alpha=Polynomial(0.5), prefix=f"{label}{number}", **words
+            )
+            fastps.barrier()  # all begin with rank 0's, and nothing that was added since
+            return parameters, local
+
+        def train(
+            parameters: dict[str, np.ndarray], local: fastps.AsyncLocalSGD, steps: range
+        ) -> list[float]:
+            seen = []
+            for step in steps:
+                for turn in range(size):
+                    if turn == rank:
+                        do_step(list(parameters.values()), rank, step)
+                        local.step()
+                        seen.append(local.share)
+                    fastps.barrier()
+            return seen
+
+        parameters, local = make("first")
+        train(parameters, local, range(11))  # two more than are exchanged
+        saved = copy.deepcopy(local.state_dict())
+        fastps.barrier()
+        shares = train(parameters, local, range(11, 30))
+        again, second = make("second")
+        for one in again.values():
+            one.fill(7)
+        second.load_state_dict(saved)
+        assert train(again, second, range(11, 30))[1:] == shares[1:]
+        for name, one in parameters.items():
+            np.testing.assert_array_equal(one, again[name], err_msg=str(words))
+        for mine, its in zip(local._held.arrays, second._held.arrays, strict=True):
+            np.testing.assert_array_equal(mine, its)
+        if rank == 0:
+            with pytest.raises(ValueError, match="each loads its own"):
+                second.load_state_dict(saved | {"held": None})
+    return end()
+
+
+def halves_without_rounds() -> str:
+    """Pull halves back to what they cannot hold, and go on from states: as with float32."""
+    start()
+    ends = []
+    for dtype in (np.float16, np.float32):
+        own = np.full(8, 1000, dtype)  # the next smaller half is 999.5
+        local = fastps.AsyncLocalSGD(
+            {"own": own}, sync_every=2, alpha=1 / 8, proximal=0.3, prefix=own.dtype.name
+        )
+        for _ in range(16):
+            own -= dtype(0.5)
+            local.step()
+            local.load_state_dict(copy.deepcopy(local.state_dict()))
+        ends.append(float(local._blocks[0].agreed[0]))
+    assert abs(ends[0] - ends[1]) < 2e-3, ends
+    return end()
+
+
 def stopped() -> dict[str, list[float]]:
     """Exchange while another worker's process is stopped for three seconds."""
     rank, _ = start()

@@ -20,6 +20,19 @@ def test_programs(program):
     assert found == ["done"] * WORKERS
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_without_rounds_a_state_is_gone_on_from_bit_by_bit(workers):
+    servers = 1 if workers > 1 else 0
+    found = run_job(
+        programs.on_without_rounds, workers=workers, servers=servers, environment=APART
+    )
+    assert found == ["done"] * workers
+
+
+def test_halves_are_pulled_back_and_gone_on_from_without_rounding():
+    assert run_job(programs.halves_without_rounds, workers=1, servers=0) == ["done"]
+
+
 def test_uploads_are_what_was_drawn_and_indicators():
     found = run_job(programs.uploads, workers=WORKERS, servers=1, environment=APART)
     for one in found:

@@ -281,9 +281,12 @@ def at_its_own_pace(rank: int) -> None:
     local.exchange()
     assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
     assert loss_of(model, 0, 1000).item() < before
-    state = local.state_dict()
+    state, found = local.state_dict(), [one.detach().clone() for one in model.parameters()]
+    train(model, local, 0, 3)
     local.load_state_dict(copy.deepcopy(state))
     assert local.steps == 20 + 10 * rank
+    for one, before_it in zip(model.parameters(), found, strict=True):
+        assert torch.equal(one, before_it)
 
 
 def as_arrays(rank: int, size: int) -> None:

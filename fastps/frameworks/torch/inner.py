@@ -17,6 +17,7 @@ class TensorBlocks(Blocks):
 
     _subtract = staticmethod(torch.sub)
     _clone = staticmethod(torch.clone)
+    _packed = staticmethod(lambda array: torch.from_numpy(array.copy()))
 
     def _widen(self, own: torch.Tensor) -> torch.Tensor:
         half = own.dtype in (torch.float16, torch.bfloat16)

@@ -76,7 +76,7 @@ class AsyncLocalSGD(TensorBlocks, AsyncSteps, InnerSteps):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state_dict(), with servers that were seeded by rank 0. ValueError else."""
+        """Go on from a state_dict(), model and servers too; as AsyncSteps does, all alike."""
         super().load_state_dict(state)
         self.inner.load_state_dict(state["inner"])
 

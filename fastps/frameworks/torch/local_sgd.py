@@ -31,8 +31,6 @@ from fastps.worker.handle import Array
 class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
     """Train with steps of one's own, and exchange what they changed every so many steps."""
 
-    _packed = staticmethod(lambda array: torch.from_numpy(array.copy()))
-
     def __init__(
         self,
         model: torch.nn.Module,
