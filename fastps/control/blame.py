@@ -35,6 +35,14 @@ ENDINGS = {
     Status.SYS: "a system call on a link failed",
     Status.LINK_TIMEOUT: "a server's machine, or the network to it, is gone",
 }
+_AGAIN = "start the job again from a checkpoint, or let fastps-run --restarts do that"
+# Why a job ends that goes on without workers, by the role of who is lost.
+NEEDED = {
+    "validator": "FASTPS_ON_LOSS=reweight goes on without workers, not without a validator, for "
+    f"nobody else judges what its workers push: {_AGAIN}",
+    "server": "FASTPS_ON_LOSS=reweight goes on without workers, not without a server, for nobody "
+    f"else holds its share of the tensors: {_AGAIN}",
+}
 
 
 def join_names(names: list[str]) -> str:
@@ -88,11 +96,15 @@ class Suspicions:
         """List when they become due."""
         return [item.until for item in self._all]
 
-    def cause(self, peer: int, cause: str) -> str:
-        """Say why a member is lost, with what others and it itself said before."""
+    def cause(self, peer: int, cause: str, *, role: str = "") -> str:
+        """Say why a member is lost, with what others and it itself said before.
+
+        role: what it was, in a job that goes on without workers.
+        """
         related = [item.text for item in self._all if item.suspect == peer]
         related += [item.text_of_reporter for item in self._all if item.reporter == peer]
-        return "; ".join([cause, *(item for item in related if item not in cause)])
+        related = [item for item in related if item not in cause]
+        return "; ".join([cause, *related, *([NEEDED[role]] if role in NEEDED else [])])
 
     def drop(self, peer: int) -> None:
         """Suspect a member no more: it is gone."""

@@ -534,8 +534,8 @@ class Membership:
         self._after_departure(now)
 
     def _lost(self, member: Peer, cause: str) -> PeerLost:
-        text, join = self._suspicions.cause(member.peer, cause), member.join
-        goes_on = self._can_spare(member)
+        join, goes_on = member.join, self._can_spare(member)
+        text = self._suspicions.cause(member.peer, cause, role=join.role * self._goes_on)
         return PeerLost(join.role, member.rank or 0, join.hostname, join.pid, text, goes_on)
 
     def _can_spare(self, member: Peer) -> bool:
