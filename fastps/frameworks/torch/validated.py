@@ -8,15 +8,13 @@ as the statistics of a BatchNorm, stay each member's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 import fastps
-from fastps.compression import Choice
 from fastps.frameworks.torch.inner import InnerSteps
 from fastps.frameworks.torch.tensors import check_tensor, tensor_over, view_of
-from fastps.held import Among
 from fastps.validated import ValidatedSteps, training
 from fastps.validators import Judged
 from fastps.worker.handle import Array
@@ -56,36 +54,18 @@ class ValidatedOptimizer(ValidatedSteps, InnerSteps):
     """An optimizer of a worker, whose steps count as far as validators accept them."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        inner: torch.optim.Optimizer,
-        *,
-        sync_every: int = 1,
-        participation: float = 1.0,
-        sparsity: float = 0.0,
-        error_reset: Literal["kept", "literal"] = "kept",
-        seed: int = 0,
-        proximal: float = 0.0,
-        asynchronous: bool = False,
-        among: Among = "mean",
-        compression: Choice = None,
-        prefix: str = "Held.",
+        self, model: torch.nn.Module, inner: torch.optim.Optimizer, **options: Any
     ) -> None:
         """Give the model what servers hold, validator 0's parameters; blocks until all are there.
 
         model: its parameters that train. inner: any optimizer of them; its state stays the
         worker's own. After every sync_every-th step() what has changed goes to a validator, and
-        the model is what validators make of everybody's changes. participation, sparsity,
-        error_reset, seed, proximal: of fastps.ValidatedSteps. asynchronous, among, compression,
-        prefix: of fastps.HeldParameters, as fastps.torch.Validator has them. Raises ValueError,
-        TypeError, and ConfigError in a job without validators.
+        the model is what validators make of everybody's changes. options: of
+        fastps.ValidatedSteps, sync_every among them; some are fastps.torch.Validator's too. Raises
+        ValueError, TypeError, and ConfigError in a job without validators.
         """
         self.inner = inner
-        super().__init__(
-            _trained(model), sync_every=sync_every, participation=participation,
-            sparsity=sparsity, error_reset=error_reset, seed=seed, proximal=proximal,
-            asynchronous=asynchronous, among=among, compression=compression, prefix=prefix,
-        )  # fmt: skip
+        super().__init__(_trained(model), **options)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do a step of the inner optimizer, then advance(); give the closure's loss."""
