@@ -10,6 +10,7 @@ cdef extern from *:
     """
     #include <stdint.h>
     #include <string.h>
+    enum { FPS_BY_LIBRARY, FPS_BY_MOVES, FPS_BY_STREAMS };
     #define FPS_PAST_CACHES (8ul << 20)  /* what follows finds a smaller array in the cache */
     #if defined(__x86_64__)
     #include <immintrin.h>
@@ -59,19 +60,30 @@ cdef extern from *:
         }
         memcpy(to + i, from + i, n - i);
     }
-    static inline void fps_copy(void *to, const void *from, uint64_t n, uint64_t whole) {
+    static inline int fps_copy_way(uint64_t n, uint64_t whole) {
         if (n < FPS_SHORT || !__builtin_cpu_supports("avx2"))
+            return FPS_BY_LIBRARY;
+        return whole >= FPS_PAST_CACHES ? FPS_BY_STREAMS : FPS_BY_MOVES;
+    }
+    static inline void fps_copy(void *to, const void *from, uint64_t n, uint64_t whole) {
+        int way = fps_copy_way(n, whole);
+        if (way == FPS_BY_LIBRARY)
             memcpy(to, from, n);
-        else if (whole >= FPS_PAST_CACHES)
+        else if (way == FPS_BY_STREAMS)
             fps_stream((char *)to, (const char *)from, n);
         else
             fps_move((char *)to, (const char *)from, n);
     }
     #else
+    static inline int fps_copy_way(uint64_t n, uint64_t whole) {
+        return FPS_BY_LIBRARY;
+    }
     static inline void fps_copy(void *to, const void *from, uint64_t n, uint64_t whole) {
         memcpy(to, from, n);
     }
     #endif
     """
+    const int FPS_BY_LIBRARY, FPS_BY_MOVES, FPS_BY_STREAMS
+    int fps_copy_way(uint64_t n, uint64_t whole) noexcept nogil     # how fps_copy() does it
     # memcpy() of n bytes into an array of `whole` bytes; 0: one that is soon read.
     void fps_copy(void* to, const void* source, uint64_t n, uint64_t whole) noexcept nogil

@@ -20,6 +20,7 @@ from fastps._core cimport (
     now_ns, probe_hit, queue_close, queue_create, queue_credit_return, queue_free, queue_lend,
     queue_pop, queue_pop_nowait, queue_push, queue_stats, thread_create, thread_join,
 )
+from fastps._copy cimport FPS_BY_MOVES, FPS_BY_STREAMS, fps_copy, fps_copy_way
 from fastps._posix cimport syscall
 
 import warnings
@@ -380,3 +381,15 @@ def status_codes() -> dict[str, int]:
         "E_SYS": E_SYS,
         "E_LINK_TIMEOUT": E_LINK_TIMEOUT,
     }
+
+
+def copy(unsigned char[::1] target not None, const unsigned char[::1] source not None,
+         uint64_t whole):
+    """Copy bytes as into an array of `whole` bytes; give the way: library, moves or streams."""
+    cdef uint64_t n = source.shape[0]
+    cdef int way = fps_copy_way(n, whole)
+    if <uint64_t>target.shape[0] < n:
+        raise ValueError(f"{n} bytes into {target.shape[0]}")
+    if n:
+        fps_copy(&target[0], &source[0], n, whole)
+    return "moves" if way == FPS_BY_MOVES else "streams" if way == FPS_BY_STREAMS else "library"
