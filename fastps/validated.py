@@ -99,11 +99,22 @@ class ValidatedSteps:
         """Count a step that was done; every sync_every-th ends with an exchange, which blocks."""
         self.steps += 1
         if self.proximal:
-            for own, held in zip(self._own, self.held.arrays, strict=True):
-                now = self._read(own)
-                self._write(own, np.asarray(now + self.proximal * (held - now)))
+            for place in range(len(self._own)):
+                self._draw_back(place)
         if self.steps % self._terms.sync_every == 0:
             self.exchange()
+
+    def _draw_back(self, place: int) -> None:
+        """Draw a tensor back to what was held; what rounding does to it is no step of ours."""
+        own, held, lost = self._own[place], self.held.arrays[place], self._lost[place]
+        now = self._read(own)
+        begun = held if lost is None or self._terms.error_reset == "literal" else held + lost
+        value = np.asarray(now + self.proximal * (begun - now))
+        self._write(own, value)
+        if self._is_narrow(own):
+            off = self._read(own)
+            off -= value
+            self._lost[place] = off if lost is None else np.asarray(lost + off)
 
     def exchange(self, *, is_whole: bool = False) -> None:
         """Push what has changed, and go on from what validators make of it; blocks.

@@ -113,6 +113,32 @@ def against_the_algorithm(exchanges: int, proximal: float = 0.0, **terms: Any) -
     return "done"
 
 
+def halves_drawn_back() -> float:
+    """Step by what halves hold, and draw back to what they round; give by how far they are off."""
+    fastps.init()
+    ends = []
+    for dtype in (np.float16, np.float32):
+        own = np.full(8, 1000, dtype)  # the next smaller half is 999.5
+        names = {"own": own.astype(np.float32)}
+        prefix = f"{own.dtype}."
+        if fastps.role() == "validator":
+            judge = fastps.Validator(names, "average", prefix=prefix)
+            for _ in range(8):
+                judge.round()
+            judge.close()
+            ends.append(float(judge.arrays[0][0]))
+            continue
+        steps = fastps.ValidatedSteps({"own": own}, sync_every=2, proximal=0.3, prefix=prefix)
+        for _ in range(16):
+            own -= dtype(0.5)
+            steps.step()
+        ends.append(float(steps.held.arrays[0][0]))
+    assert ends[1] < 996
+    fastps.barrier()
+    fastps.shutdown()
+    return abs(ends[0] - ends[1])
+
+
 def coded(rounds: int, codec: str, ef: str | None, k: float | None) -> Any:
     """Push the same update again and again; give what of it has come, and the bytes of it."""
     fastps.init(min_compress_bytes=100)

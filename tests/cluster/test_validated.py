@@ -25,6 +25,11 @@ def test_all_members_have_what_the_algorithm_says(terms):
     assert found == ["done"] * 4
 
 
+def test_halves_are_drawn_back_as_float32_is():
+    found = run_job(programs.halves_drawn_back, workers=1, servers=1, validators=1)
+    assert max(found) < 2e-3
+
+
 @pytest.mark.parametrize(
     ("codec", "k", "share", "most"),  # without error feedback the last are 0.28, 3.1 and 1.9
     [("int4", None, 8.2, 0.02), ("onebit", None, 33, 2.0), ("topk", 0.05, 10.2, 0.6)],
