@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # A table from tensor id to a C record that I/O threads read without a lock. It grows under the
-# GIL only; records are complete before they are put, and leave the table all together.
+# GIL only; records are complete before they are put, which who finds one sees, and leave the table
+# all together.
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
+
+from fastps._atomic cimport fps_load_ptr, fps_store_ptr
 
 cdef enum:
     PAGE_RECORDS = 1024
@@ -16,22 +19,25 @@ ctypedef void (*record_fn)(void* record, void* context) noexcept nogil
 
 
 cdef inline void* table_get(IdTable* table, uint64_t number) noexcept nogil:
-    if number >= MAX_RECORDS or table.pages[number / PAGE_RECORDS] == NULL:
+    cdef void** page
+    if number >= MAX_RECORDS:
         return NULL
-    return table.pages[number / PAGE_RECORDS][number % PAGE_RECORDS]
+    page = <void**>fps_load_ptr(<void**>&table.pages[number / PAGE_RECORDS])
+    return NULL if page == NULL else fps_load_ptr(&page[number % PAGE_RECORDS])
 
 
 cdef inline bint table_put(IdTable* table, uint64_t number, void* record) noexcept nogil:
     """False: no memory, or the number is out of range."""
-    cdef void*** page
+    cdef void** page
     if number >= MAX_RECORDS:
         return False
-    page = &table.pages[number / PAGE_RECORDS]
-    if page[0] == NULL:
-        page[0] = <void**>calloc(PAGE_RECORDS, sizeof(void*))
-    if page[0] == NULL:
+    page = table.pages[number / PAGE_RECORDS]
+    if page == NULL:
+        page = <void**>calloc(PAGE_RECORDS, sizeof(void*))
+        fps_store_ptr(<void**>&table.pages[number / PAGE_RECORDS], page)
+    if page == NULL:
         return False
-    page[0][number % PAGE_RECORDS] = record
+    fps_store_ptr(&page[number % PAGE_RECORDS], record)
     return True
 
 

@@ -265,6 +265,8 @@ cdef class Window:
         """
         cdef Shape* shape = &self.shape
         cdef uint32_t i
+        cdef uintptr_t own, head
+        cdef bint is_direct
         self.places = keep
         shape.targets = <Target*>calloc(len(targets) + 1, sizeof(Target))
         if shape.targets == NULL:
@@ -275,11 +277,13 @@ cdef class Window:
         shape.n_targets = len(targets)
         self.targets = tuple(peer for peer, _ in targets)
         for i in range(shape.n_buffers):
-            shape.buffers[i].is_direct = shape.buffers[i].peer in direct
-            if shape.buffers[i].peer in theirs:
-                own, head = theirs[shape.buffers[i].peer]
-                shape.buffers[i].theirs = <char*><uintptr_t>own
-                shape.buffers[i].their_head = <Head*><uintptr_t>head
+            own, head = theirs.get(shape.buffers[i].peer, (0, 0))
+            is_direct = shape.buffers[i].peer in direct
+            pthread_mutex_lock(&shape.home.lock)    # the threads that take frames read these
+            shape.buffers[i].is_direct = is_direct
+            shape.buffers[i].theirs = <char*><uintptr_t>own
+            shape.buffers[i].their_head = <Head*><uintptr_t>head
+            pthread_mutex_unlock(&shape.home.lock)
 
     # ---- actions ----
 
