@@ -8,6 +8,7 @@ import time
 
 import programs_windows
 import pytest
+from harness import slowed
 from job import Job, run_job
 from test_collectives import WAYS
 
@@ -33,7 +34,7 @@ def test_one_worker_is_all():
 @pytest.mark.parametrize("way", ["memory", "tcp"])
 def test_the_python_of_receivers_takes_no_part(way):
     found = run_job(programs_windows.busy, workers=2, servers=0, environment=WAYS[way])
-    assert max(found[0]) < 1.5, found  # the others' Python comes back after 2 s
+    assert max(found[0]) < min(slowed(1.5), 1.9), found  # the others' Python comes back after 2 s
 
 
 @pytest.mark.timeout(240)
