@@ -426,8 +426,9 @@ class LocalSteps(Blocks):
 
     def _load(self, fragment: Fragment, state: Mapping[str, Any]) -> None:
         fragment.wait()
+        none = [None] * len(fragment.blocks)  # states of before these were kept
         for block, agreed, base, rounding, change in zip(
-            fragment.blocks, state["agreed"], state["bases"], state["roundings"],
+            fragment.blocks, state["agreed"], state["bases"], state.get("roundings", none),
             state["changes"], strict=True,
         ):  # fmt: skip
             block.agreed[...] = agreed
