@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.distributed's backend "fastps" in real jobs, and how it gets known and joins one.
 
-One job of torchrun for each number of ranks runs all cases of programs_torch_backend.py and
-programs_torch_trained.py.
+One job of torchrun for each number of ranks and way to travel runs all cases of
+programs_torch_backend.py and programs_torch_trained.py.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ CASES = [
     for path in (PROGRAM, HERE / "programs_torch_trained.py")
     for name in re.findall(r"^@case\ndef (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
 ]
+TCP = {"FASTPS_SHARED_MEMORY": "0", "FASTPS_UNIX_SOCKETS": "0"}
 JOB_S = 400.0
 
 
 def environ(**more: str) -> dict[str, str]:
-    """Give the environment of a job on one machine that may share memory."""
-    kept = clean_environ() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
+    """Give the environment of a job on one machine that may share memory, if not told else."""
+    kept = clean_environ() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     kept.pop("FASTPS_SHARED_MEMORY", None)
-    return kept
+    return kept | more
 
 
 def free_port() -> int:
@@ -66,13 +67,25 @@ def torchrun(size: int, *words: str, **more: str) -> subprocess.CompletedProcess
     )
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[(2, {}), (3, {}), (3, TCP)],
+    ids=["2 ranks", "3 ranks", "3 ranks over TCP"],
+)
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """Give what became of each case, by rank, and the job's output."""
     folder = tmp_path_factory.mktemp("torchrun")
-    job = torchrun(request.param, str(PROGRAM), str(folder))
-    found = [folder / f"{rank}.json" for rank in range(request.param)]
-    return [json.loads(path.read_text()) if path.exists() else {} for path in found], job
+    size, travel = request.param
+    job = torchrun(size, str(PROGRAM), str(folder), FASTPS_BANNER="1", **travel)
+    way = "memory, TCP" if travel else "memory of this machine"
+    assert f"transport: {way}" in job.stderr, job.stdout + job.stderr
+    return outcomes_of(folder, size), job
+
+
+def outcomes_of(folder: Path, size: int) -> list[dict[str, str]]:
+    """Read what became of each case, by rank."""
+    found = [folder / f"{rank}.json" for rank in range(size)]
+    return [json.loads(path.read_text()) if path.exists() else {} for path in found]
 
 
 @pytest.mark.timeout(JOB_S + 60)
