@@ -2,7 +2,7 @@
 """torch.distributed's backend "fastps" in real jobs, and how it gets known and joins one.
 
 One job of torchrun for each number of ranks and way to travel runs all cases of
-programs_torch_backend.py and programs_torch_trained.py.
+programs_torch_backend.py, programs_torch_trained.py and programs_torch_built_on.py.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from harness import clean_environ  # noqa: E402
 from job import run_workers  # noqa: E402
 
 PROGRAM = HERE / "programs_torch_backend.py"
+PROGRAMS = (PROGRAM, HERE / "programs_torch_trained.py", HERE / "programs_torch_built_on.py")
 CASES = [
     name
-    for path in (PROGRAM, HERE / "programs_torch_trained.py")
+    for path in PROGRAMS
     for name in re.findall(r"^@case\ndef (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
 ]
 TCP = {"FASTPS_SHARED_MEMORY": "0", "FASTPS_UNIX_SOCKETS": "0"}
@@ -101,6 +102,13 @@ def test_case(results, name):
 def test_job_ends_well(results):
     _, job = results
     assert job.returncode == 0, job.stdout + job.stderr
+
+
+@pytest.mark.timeout(JOB_S + 60)
+def test_shards_that_are_replicated(tmp_path):
+    """With 4 ranks a mesh of two dimensions has two of each."""
+    job = torchrun(4, str(PROGRAM), str(tmp_path), "hsdp")
+    assert outcomes_of(tmp_path, 4) == [{"hsdp": ""}] * 4, job.stdout + job.stderr
 
 
 def test_job_of_the_launcher(tmp_path):

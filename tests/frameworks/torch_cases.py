@@ -34,7 +34,7 @@ def refused(call, *arguments) -> str:
     """Give the text of the error that a call raises."""
     try:
         call(*arguments)
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return str(error).lower()
     raise AssertionError("not refused")
 
