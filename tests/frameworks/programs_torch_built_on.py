@@ -28,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_cases import case, refused
 from torch_values import check, values
 
+import fastps.torch as fps
+
 # ---- gradients through operations
 
 
@@ -200,7 +202,7 @@ def ddp_compiled(rank, size):
 
 @case
 def ddp_in_compiled_autograd(rank, size):
-    """Compile steps with their backward passes."""
+    """Compile steps with their backward passes; a hook that asks for buckets is refused there."""
     if size > 2 or torch.__version__ < (2, 7):  # takes seconds; does not average, as gloo
         return
     from torch._dynamo import config, reset
@@ -218,6 +220,10 @@ def ddp_in_compiled_autograd(rank, size):
             optimizer.step()
         close(model.parameters(), trained_alone())
         assert counters["compiled_autograd"]["captures"] > 0
+        model = DistributedDataParallel(Own())
+        model.register_comm_hook(None, fps.comm_hook("reducer"))
+        text = refused(lambda: loss_of(model, batch(0)).backward())
+        assert "python_reducer" in text, text
 
 
 @case

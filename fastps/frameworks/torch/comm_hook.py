@@ -14,6 +14,7 @@ import torch
 
 from fastps import session
 from fastps.config import load
+from fastps.errors import ConfigError
 from fastps.frameworks.torch.compression import (
     Compressing,
     Compression,
@@ -31,13 +32,20 @@ def comm_hook(name: str = "ddp", *, compression: Compressing = Compression.none)
 
     Gradients are averaged over all workers of the job. name: one for each model. compression: as
     for push_pull(). Buckets of earlier layers have the higher priority. A gradient that is sparse
-    raises TypeError from backward().
+    raises TypeError from backward(), and a torch that has no buckets (its "python_reducer")
+    ConfigError.
     """
     completer, timeout_s = Completer(), load({}).op_timeout_s
     compressor = compressor_of(compression)
     options = {"compression": compressor.choice} if isinstance(compressor, OnTheWay) else {}
 
     def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        if isinstance(bucket, tuple):
+            raise ConfigError(
+                f'comm_hook("{name}"): with torch._dynamo.config.optimize_ddp = "python_reducer" '
+                "torch gives hooks single gradients, not buckets; leave the hook out, or use "
+                "fastps.torch.DistributedOptimizer"
+            )
         gradients, index = bucket.buffer(), bucket.index()
         # torch lays buckets out anew after the first step
         label = f"{name}.{index}.{gradients.numel()}"
