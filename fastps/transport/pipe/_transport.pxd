@@ -20,7 +20,7 @@ cdef struct Mail:               # of one rank, a line
     int64_t token               # a number that only its process has, at this address; 0: not yet,
     int64_t token_at            # or its memory is nobody's
     int64_t pid
-    int64_t pad
+    int64_t arena               # where its arena lies for itself
 
 cdef struct Pipe:               # frames from one rank to another; their bytes follow
     int64_t tail                # bytes written since the start, by the writer
@@ -81,7 +81,8 @@ cdef struct PipeLink:
     bint is_spoiled             # some part of it cannot be had
     bint is_helpless            # the peer's memory cannot be written
     Header whole
-    int64_t source              # there
+    int64_t source              # there,
+    const char* seen            # and here, if it is in an arena
     char* target                # here
 
 cdef struct Pipes:

@@ -62,7 +62,7 @@ cdef enum:
 cdef enum Way:                  # how the bytes of an item travel
     COPIED = 0                  # through the pipe
     LENT = 1                    # from our arena
-    BY_ADDRESS = 2              # from wherever they lie
+    BY_ADDRESS = 2              # from wherever they lie, whole
 
 
 # ---------------------------------------------------------------- places in the memory
@@ -186,8 +186,8 @@ cdef SendItem* next_item(PipeLink* link) noexcept nogil:
     if link.current == NULL and queue_pop_nowait(link.queue, &item) == OK:
         link.current = <SendItem*>item
         probe(link)
-        link.current_way = (LENT if is_in_arena(link.pipes, link.current) else
-                            BY_ADDRESS if can_go_whole(link, link.current) else COPIED)
+        link.current_way = (BY_ADDRESS if can_go_whole(link, link.current) else
+                            LENT if is_in_arena(link.pipes, link.current) else COPIED)
     return link.current
 
 
@@ -579,6 +579,7 @@ cdef class PipeTransport:
         self.pipes.token = token
         mail.token_at = <int64_t>&self.pipes.token
         mail.pid = getpid()
+        mail.arena = <int64_t>self.pipes.arenas[self.pipes.me]
         fps_store64(&mail.token, token)
 
     def adopt(self, uint32_t index, LinkOwner owner not None, uint32_t peer):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _transport.pyx: payloads that lie in their writer's own memory, and go into the reader's
-# by one copy that both do.
+# Part of _transport.pyx: payloads that go from where they lie into the reader's memory, by one copy
+# that both do.
 #
-# The frame says where the payload lies. The reader takes parts of it from the front, by
-# process_vm_readv, and says where it wants them; a writer that has time takes parts from the end
-# and writes them there, by process_vm_writev. A part is taken by changing `share`, so nobody does
+# The frame says where the payload lies. The reader takes parts of it from the front, and says where
+# it wants them; a writer that has time takes parts from the end and writes them there: memory of
+# the other's arena by an ordinary copy, other memory by process_vm_readv and writev. A part is taken by changing `share`, so nobody does
 # one twice, and the writer says that it is writing before it takes one: so when all parts are
 # taken and nobody writes, the frame has been read, and the memory is its owner's again.
 #
@@ -147,6 +147,7 @@ cdef int open_whole(PipeLink* link, const Place* place, int64_t end) noexcept no
     cdef int status
     link.whole = place.header           # what we check is what we use
     link.source = place.address
+    link.seen = seen_at(link, link.source, link.whole.length)
     status = header_check(&link.whole)
     if status == OK and (link.whole.kind == KIND_BYE or link.link.owner.whole == NULL
                          or not link.pid):
@@ -166,11 +167,21 @@ cdef int open_whole(PipeLink* link, const Place* place, int64_t end) noexcept no
     return OK
 
 
+cdef char* seen_at(PipeLink* link, int64_t theirs, uint64_t nbytes) noexcept nogil:
+    """Where memory of the peer lies for us, if it is its arena's; else NULL."""
+    cdef int64_t offset = theirs - link.pipes.mail[link.index].arena
+    cdef int64_t room = <int64_t>(link.pipes.arena_bytes[link.index] - nbytes)
+    return link.pipes.arenas[link.index] + offset if 0 <= offset <= room else NULL
+
+
 cdef void read_part(PipeLink* link, int64_t part) noexcept nogil:
     cdef uint64_t offset = part * part_bytes(link.whole.length)
     probe_hit(PROBE_LINK_RECV, link.whole.key, link.whole.key_version)
-    if not reach(link, link.target + offset, link.source + <int64_t>offset,
-                 part_length(link.whole.length, part), True):
+    if link.seen != NULL:
+        fps_copy(link.target + offset, link.seen + offset,
+                 part_length(link.whole.length, part), link.whole.length)
+    elif not reach(link, link.target + offset, link.source + <int64_t>offset,
+                   part_length(link.whole.length, part), True):
         link.is_spoiled = True
         take_rest(link.inlet)
 
@@ -256,9 +267,13 @@ cdef SendItem* loan_until(PipeLink* link, int64_t end) noexcept nogil:
 
 cdef bint write_part(PipeLink* link, const SendItem* item, int64_t part) noexcept nogil:
     cdef uint64_t offset = part * part_bytes(item.nbytes)
-    return look(link) == OK and reach(link, <char*>item.payload + offset,
-                                      fps_load64(&link.out.place) + <int64_t>offset,
-                                      part_length(item.nbytes, part), False)
+    cdef uint64_t nbytes = part_length(item.nbytes, part)
+    cdef int64_t place = fps_load64(&link.out.place) + <int64_t>offset
+    cdef char* seen = seen_at(link, place, nbytes)
+    if seen != NULL:
+        fps_copy(seen, item.payload + offset, nbytes, item.nbytes)
+        return True
+    return look(link) == OK and reach(link, <char*>item.payload + offset, place, nbytes, False)
 
 
 cdef bint help_reader(PipeLink* link) noexcept nogil:
