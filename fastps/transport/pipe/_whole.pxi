@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _transport.pyx: payloads that go from where they lie into the reader's memory, by one copy
-# that both do.
+# Part of _transport.pyx: payloads that go from where they lie into the reader's memory, by one
+# copy that both ends do.
 #
-# The frame says where the payload lies. The reader takes parts of it from the front, and says where
-# it wants them; a writer that has time takes parts from the end and writes them there: memory of
-# the other's arena by an ordinary copy, other memory by process_vm_readv and writev. A part is taken by changing `share`, so nobody does
-# one twice, and the writer says that it is writing before it takes one: so when all parts are
-# taken and nobody writes, the frame has been read, and the memory is its owner's again.
+# The frame says where the payload lies. The reader takes parts of it from the front, and says
+# where it wants them; a writer that has time takes parts from the end and writes them there:
+# memory of the other's arena by an ordinary copy, other memory by process_vm_readv and writev. A
+# part is taken by changing `share`, so nobody does one twice, and the writer says that it is
+# writing before it takes one: so when all parts are taken and nobody writes, the frame has been
+# read, and the memory is its owner's again.
 #
 # Each rank shows a number that only its process has, and where that lies: who can read it there
 # has the right to, and looks at the same process, in the same container. It is looked at again
 # after a frame and before a part is written, for a process that died may have its number used
-# again. What cannot be read or written where it lies (a device's memory, or that of a process that
-# has closed it) is declined, and comes again through the pipe.
+# again. What cannot be read or written where it lies (a device's memory, or that of a process
+# that has closed it) is declined, and comes again through the pipe.
 
 cdef extern from "<sys/uio.h>" nogil:
     struct iovec:
