@@ -30,6 +30,8 @@ cdef enum EntryKind:
     COUNT_IN = 9                # and received
     FAILED = 10                 # an operation failed here: what still comes of it is not foreign
     REMINDED = 11               # others were, of messages on a channel that may come unasked
+    LATE = 12                   # what the next operation on a channel has to tell of one before
+    HEARD = 13                  # of a channel; nbytes: the last operation that was a mismatch here
 
 cdef struct Leg
 cdef struct State
@@ -42,11 +44,12 @@ cdef struct Entry:              # of the table
     uint32_t label              # which of the messages between two members
     uint32_t peer
     int32_t what                # EntryKind
-    uint32_t nbytes
+    uint32_t nbytes             # REFUSED, LATE: the member that told us
     uint8_t dtype
-    uint8_t code                # of the operation
+    uint8_t code                # of the operation; LATE: see OWN
     bint is_whole               # who receives it has one place for all of it
     int32_t status              # REFUSED: why
+    uint32_t mistake            # of a refusal: the operation in which members differed; 0: this
     char* payload               # EARLY
     Entry* newer                # EARLY: the next in the list of all of them
     Entry* older
@@ -118,6 +121,9 @@ cdef struct Task:               # one operation in flight
     uint32_t n_left             # not over, and one for whoever starts it
     int32_t status
     uint32_t culprit            # member that made it fail
+    uint32_t mistake            # the earlier operation for which it fails; 0: for itself
+    bint is_late                # it does its part, and fails at its end for an earlier one
+    bint is_reminded            # somebody has waited for it for REMIND_NS
     Leg* legs
     uint32_t* edges             # the program's
     uint32_t* members           # of the group; the program's

@@ -13,8 +13,10 @@ Links are whatever reaches a member: pipes in shared memory, sockets, RDMA. A pi
 bytes where they lie, and a fold uses them there.
 
 A mistake (another size, type or operation at the other end) fails the operation on all its
-members by REFUSE. A lost member fails all operations; or, where the job goes on without it, those
-of all members, while others leave its messages out (docs/decentralized.md has the protocol).
+members by REFUSE. Who was through already hears late: its next operation on the channel does its
+part for the others, and then fails. REFUSE names the mistake, so each hears of it once. A lost
+member fails all operations; or, where the job goes on without it, those of all members, while
+others leave its messages out (docs/decentralized.md has the protocol).
 
 Threads. start() runs on user threads, the rest on those of links or whoever waits. One lock guards
 the table, legs and counts; it is never held over a copy of more than EAGER_BYTES, a fold, or a
@@ -64,7 +66,8 @@ cdef enum:
     FLAG_WHOLE = 0x80           # of a READY: there is one place for all of it
     CONTROL_PRIORITY = 0x7fffffff
     ANYONE = 0xffffffff         # in the place of a peer
-    OWN = 1                     # code of a refusal that is ours: others have not heard of it
+    OWN = 1                     # code of what is late: all members are to hear of it from us
+    UNHEARD = 2                 # our user has to hear of it too
     OF_SENDER = 1               # label of a refusal: of one message, for the end that sends it
     OF_RECEIVER = 2             # or receives it; 0: of an operation of all members
     OF_ONE = 3                  # of an operation that one is through with: tell its others
@@ -85,6 +88,7 @@ cdef enum Landing:              # what the frame under way on a link is
 
 include "_messages.pxi"
 include "_folds.pxi"
+include "_mistakes.pxi"
 include "_legs.pxi"
 include "_frames.pxi"
 
@@ -338,6 +342,11 @@ cdef class Operation:
         return self.task.culprit
 
     @property
+    def mistake(self):
+        """Number of the operation before it for which it fails, after a Mismatch; 0: none."""
+        return self.task.mistake
+
+    @property
     def met(self):
         """Member whose message a receive got; when it is done."""
         return self.task.legs.entry.peer
@@ -415,8 +424,6 @@ cdef class Operation:
 
 cdef void begin_task(State* state, Task* task, Work* work) noexcept nogil:
     """Number an operation, list it, and gather the legs that may start. The lock is held."""
-    cdef Entry refusal
-    cdef Entry* refused
     cdef Leg* leg
     cdef uint32_t i
     cdef int32_t way = COUNT_OUT if task.legs.kind == LEG_SEND else COUNT_IN
@@ -432,18 +439,9 @@ cdef void begin_task(State* state, Task* task, Work* work) noexcept nogil:
         leg.entry.number = leg.item.header.key_version = task.number
         if leg.state == STARTING and (leg.kind == LEG_COPY) == (i >= task.n_legs):
             add_leg(work, leg)
-    refusal.channel = task.channel
-    refusal.number = task.number
-    refusal.label = 0
-    refusal.peer = ANYONE
-    refused = take(state, &refusal, REFUSED)
     if state.goes_on and not (task.goes_on or task.is_numbered):
         fail_without(state, task, work)
-    if refused != NULL:
-        if refused.code == OWN:
-            refuse(state, task, work)
-        fail_task(state, task, refused.status, state.me, work)
-        free(refused)
+    hear_what_came(state, task, work)
 
 
 cdef void fail_without(State* state, Task* task, Work* work) noexcept nogil:
@@ -462,6 +460,8 @@ cdef void start_task(State* state, Task* task) noexcept nogil:
     pthread_mutex_unlock(&state.lock)
     flush(state, &work)
     pthread_mutex_lock(&state.lock)
+    if task.status == OK and meets_foreign(state, task):
+        refuse(state, task, &work)
     count_down(state, task, &work)      # what start itself counted for
     pthread_mutex_unlock(&state.lock)
     flush(state, &work)

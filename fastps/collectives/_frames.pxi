@@ -263,17 +263,20 @@ cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
         return
     task = task_of(state, name)
     if name.label == OF_ONE:
-        if task != NULL and task.status == OK:
+        if task == NULL:
+            hear_late(state, name, OWN, work)
+        elif task.status == OK:
             fail_task(state, task, name.status, name.peer, work)
             tell_members(state, task, work)
         return
     if task != NULL:
-        fail_task(state, task, name.status, name.peer, work)
+        fail_as_told(state, task, name, name.peer, work)
         return
     if has_begun(state, name, ANYONE):
-        fail_next(state, name, work)
+        hear_late(state, name, 0, work)
         return
     name.label = name.code = 0
+    name.nbytes = name.peer
     name.peer = ANYONE
     if find(state, name, REFUSED)[0] == NULL:
         name.what = REFUSED
@@ -346,6 +349,9 @@ cdef void remind(State* state, Task* task) noexcept nogil:
             add_ready(state, &work, leg)
     if find(state, &late, REMINDED)[0] == NULL:
         note(state, &late)
+    task.is_reminded = True
+    if task.is_late:
+        refuse_for(state, task, task.mistake, &work)
     pthread_mutex_unlock(&state.lock)
     flush(state, &work)
 

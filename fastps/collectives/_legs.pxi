@@ -3,68 +3,6 @@
 
 # ---------------------------------------------------------------- ends; the lock is held
 
-cdef int has_failed(State* state, const Entry* name) noexcept nogil:
-    """Why the operation of a message failed here; OK: it did not, or not for what others did."""
-    cdef Entry failed = name[0]
-    cdef Entry* found
-    failed.label = 0
-    failed.peer = ANYONE
-    found = find(state, &failed, FAILED)[0]
-    return OK if found == NULL else found.status
-
-
-cdef void fail_next(State* state, const Entry* name, Work* work) noexcept nogil:
-    """Another did something else where we are through: what is in flight on the channel fails.
-
-    If nothing is, the next operation. What one that failed still gets is nobody's mistake.
-    """
-    cdef Entry refusal
-    cdef Task* task = state.tasks
-    if has_failed(state, name) != OK:
-        return
-    while task != NULL and (task.channel != name.channel or task.status != OK):
-        task = task.next
-    if task != NULL:
-        refuse(state, task, work)
-        return
-    memset(&refusal, 0, sizeof(refusal))
-    refusal.channel = name.channel
-    refusal.number = count_of(state, name.channel, ANYONE, COUNT_OUT, 0) + 1
-    refusal.peer = ANYONE
-    refusal.status = E_MISMATCH
-    refusal.code = OWN
-    if find(state, &refusal, REFUSED)[0] == NULL:
-        note(state, &refusal)
-
-
-cdef void too_late(State* state, Entry* early, Work* work) noexcept nogil:
-    """Bytes came of an operation that is over and did not want them."""
-    cdef Entry refusal = early[0]
-    taken_unasked(state, early, work)
-    if state.status == OK and has_failed(state, early) == OK:
-        refusal.label = OF_ONE          # who sent them may wait for an answer
-        add_control(state, work, KIND_REFUSE, &refusal, E_MISMATCH)
-    fail_next(state, early, work)
-    free(early.payload)
-    free(early)
-
-
-cdef void drop_foreign(State* state, const Task* task, Work* work) noexcept nogil:
-    """Look, among the newest, for messages of an operation that is over and did not want them."""
-    cdef Entry* early = state.early
-    cdef Entry* older
-    cdef int i
-    for i in range(MANY_EARLY):
-        if early == NULL:
-            return
-        older = early.older
-        if early.channel == task.channel and early.number == task.number:
-            drop(state, early)
-            unlist_early(state, early)
-            too_late(state, early, work)
-        early = older
-
-
 cdef void end_task(State* state, Task* task, Work* work) noexcept nogil:
     """Everything of an operation is over: nobody has its memory any more."""
     cdef Task** place = &state.tasks
@@ -74,6 +12,8 @@ cdef void end_task(State* state, Task* task, Work* work) noexcept nogil:
         place[0] = task.next
     if state.early != NULL and task.status == OK and not task.is_numbered:
         drop_foreign(state, task, work)
+    if task.is_late and task.status == OK:
+        task.status = E_MISMATCH
     task.next_over = work.over
     work.over = task
 
@@ -141,6 +81,8 @@ cdef void fail_task(State* state, Task* task, int status, uint32_t culprit,
         failed.what = FAILED
         failed.status = status
         note(state, &failed)
+    if status == E_MISMATCH and not task.is_numbered:
+        hear(state, task)
     task.n_left += 1                    # it is not to end under our hands
     for i in range(task.n_legs):
         give_up(state, &task.legs[i], work)
@@ -152,23 +94,47 @@ cdef void refuse(State* state, Task* task, Work* work) noexcept nogil:
 
     A message of two is theirs alone: others have messages of the same number.
     """
+    refuse_for(state, task, 0, work)
+
+
+cdef void refuse_for(State* state, Task* task, uint32_t mistake, Work* work) noexcept nogil:
+    """Fail an operation on all its members for an earlier one; mistake 0: for itself."""
     if task.status == OK:
         fail_task(state, task, E_MISMATCH, state.me, work)
+        task.mistake = mistake
         tell_members(state, task, work)
+
+
+cdef void fail_as_told(State* state, Task* task, const Entry* refusal, uint32_t peer,
+                       Work* work) noexcept nogil:
+    """Fail an operation, as another member says."""
+    if task.status == OK:
+        fail_task(state, task, refusal.status, peer, work)
+        task.mistake = refusal.mistake
 
 
 cdef void tell_members(State* state, Task* task, Work* work) noexcept nogil:
     """Have an operation that failed here fail at the other end of its message, or everywhere."""
-    cdef uint32_t i
     cdef Entry name
     cdef Leg* leg = &task.legs[0]
-    name_task(&name, task)
     if task.is_numbered:
+        name_task(&name, task)
         name.number = leg.entry.number
         name.peer = leg.entry.peer
         name.label = OF_RECEIVER if leg.kind == LEG_SEND else OF_SENDER
         add_control(state, work, KIND_REFUSE, &name, E_MISMATCH)
-        return
+    else:
+        tell_all(state, task, task.number, task.mistake, work)
+
+
+cdef void tell_all(State* state, const Task* task, uint32_t number, uint32_t mistake,
+                   Work* work) noexcept nogil:
+    """Refuse an operation to the others of a group, of which we have one in flight."""
+    cdef uint32_t i
+    cdef Entry name
+    name_task(&name, task)
+    name.number = number
+    name.mistake = mistake
     for i in range(task.n_members):
         name.peer = task.members[i]
         if name.peer != state.me:

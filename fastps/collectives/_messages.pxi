@@ -100,6 +100,7 @@ cdef void name_of(Entry* name, const Header* header, uint32_t peer) noexcept nog
     name.payload = NULL
     name.leg = NULL
     name.status = header.status
+    name.mistake = header.offset if header.kind == KIND_REFUSE else 0
 
 
 cdef inline bint agrees(const Entry* one, const Entry* other) noexcept nogil:
@@ -205,6 +206,7 @@ cdef void add_control(State* state, Work* work, int kind, const Entry* name,
     if kind == KIND_READY and name.is_whole:
         control.item.header.flags |= FLAG_WHOLE
     control.item.header.status = number
+    control.item.header.offset = name.mistake
     control.item.header.priority = CONTROL_PRIORITY
     control.item.sent = control_sent
     control.item.context = control

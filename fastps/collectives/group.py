@@ -673,8 +673,13 @@ class Group:
         if refusal:
             return MismatchError(f"{operation.name}: {refusal}")
         if status == Status.MISMATCH:
+            which = operation.mistake and (
+                f" as operation {operation.mistake}, {operation.number - operation.mistake} before"
+                " this one and over here by then,"
+            )
             return MismatchError(
-                f"{operation.name}: what members of workers {list(self.ranks)} started is not the "
+                f"{operation.name}: what members of workers {list(self.ranks)} started"
+                f"{which or ''} is not the "
                 f"same operation, size and type, as member {operation.culprit} noticed; "
                 "make all of them call the same in the same order, and neighbors agree on who "
                 "sends to whom"

@@ -9,11 +9,10 @@ whole or left out, and members that are alive hear each other always.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from exchange_fleet import Fleet
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,17 +24,12 @@ from hypothesis.stateful import (
 )
 
 from fastps.collectives import schedule as collective_plans
-from fastps.collectives._exchange import Exchange, Operation, Program
+from fastps.collectives._exchange import Operation, Program
 from fastps.errors import Status
 from fastps.graph import schedule as plans
 from fastps.graph.schedule import Edges
-from fastps.transport import shm
-from fastps.transport._shm import Mapping
-from fastps.transport.pipe._transport import PipeTransport, pipe_memory_bytes
-from fastps.worker._engine import WorkerEngine
 
 CHANNEL = 77
-OFFSET = 4096
 SIZES = (8, 5_000, 40_000, 300_000)  # bytes: unasked, asked for, in several chunks
 MAX_MEMBERS = 4
 OF_ALL = ("all", "pass")  # which cannot do without anybody
@@ -55,19 +49,8 @@ class Losses(RuleBasedStateMachine):
         kinds = st.tuples(st.sampled_from(SIZES), st.sampled_from(["some", "ring", "all", "pass"]))
         self.kinds = data.draw(st.lists(kinds, min_size=1, max_size=6))
         self.edges = [self.draw_edges(kind, data) for _, kind in self.kinds]
-        descriptor = shm.create_memory(OFFSET + pipe_memory_bytes(n))
-        memory = Mapping(descriptor, OFFSET + pipe_memory_bytes(n))
-        os.close(descriptor)
-        self.arenas = [shm.Arena(1 << 20) for _ in range(n)]
-        mappings = [arena.mapping for arena in self.arenas]
-        self.pipes = [PipeTransport(memory, OFFSET, mappings, index) for index in range(n)]
-        self.exchanges = [
-            Exchange(me=me, n_members=n, engine=WorkerEngine(me=me, n_members=n), goes_on=True)
-            for me in range(n)
-        ]
-        for me, pipes in enumerate(self.pipes):
-            for other in set(range(n)) - {me}:
-                pipes.adopt(other, self.exchanges[me], other)
+        self.fleet = Fleet(n, goes_on=True)
+        self.pipes, self.exchanges = self.fleet.pipes, self.fleet.exchanges
         self.operations: list[list[Operation]] = [[] for _ in range(n)]
         self.outputs: list[list[np.ndarray[Any, Any]]] = [[] for _ in range(n)]
         self.dead: set[int] = set()
@@ -151,21 +134,12 @@ class Losses(RuleBasedStateMachine):
                 self.start(member)
             for dead in self.dead:
                 self.notice(member, dead)
-        self.settle(self.alive)
+        self.fleet.settle(self.alive)
         try:
             for member in self.alive:
                 self.check(member)
         finally:
-            for pipes in self.pipes:
-                pipes.abort()
-            self.settle(range(self.n))
-            for arena in self.arenas:
-                arena.close()
-
-    def settle(self, members: Iterable[int]) -> None:
-        """Step until nobody has anything to do."""
-        while sum(self.pipes[member].step() for member in members):
-            pass
+            self.fleet.close()
 
     def check(self, member: int) -> None:
         for number, operation in enumerate(self.operations[member]):

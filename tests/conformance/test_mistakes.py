@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members of an exchange call different operations; each hears of each mistake once.
+
+The engine itself, over pipes that are stepped by hand: Hypothesis chooses where members differ,
+who starts its next operation, and whose frames move, in any order. Whatever the order was, nobody
+waits, what is right and ends well is right, and each member has one error for each mistake: of
+the operation itself, or of the next but one at the latest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from exchange_fleet import Fleet
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+
+from fastps.collectives import schedule as plans
+from fastps.collectives._exchange import Operation, Program
+from fastps.collectives.schedule import Schedule
+from fastps.errors import Status
+
+CHANNEL = 77
+SIZES = (8, 5_000, 40_000)  # bytes: unasked, asked for
+MAX_MEMBERS = 4
+AMONG = 2  # so many operations of all later everybody has heard
+
+
+@dataclasses.dataclass
+class Call:
+    """What one member does: a broadcast if there is a root, else an all-gather."""
+
+    nbytes: int = 8
+    root: int | None = None
+    code: int = 1
+
+
+def mistaken(calls: Sequence[Call]) -> bool:
+    """Whether members do not mean the same."""
+    return any(call != calls[0] for call in calls)
+
+
+class Members:
+    """What each member started, in a fleet."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.fleet = Fleet(n)
+        self.operations: list[list[Operation]] = [[] for _ in range(n)]
+        self.outputs: list[list[np.ndarray[Any, Any]]] = [[] for _ in range(n)]
+
+    def start(self, member: int, call: Call) -> Operation:
+        """Begin the member's next operation."""
+        number = len(self.operations[member])
+        own, steps = content(member, number, call.nbytes), self.steps(member, call)
+        is_gather = call.root is None
+        out = np.zeros(call.nbytes * (self.n if is_gather else 1), np.uint8)
+        if call.root == member:
+            out[:] = own
+        self.outputs[member].append(out)
+        self.operations[member].append(
+            self.fleet.exchanges[member].start(
+                Program(steps.steps, steps.scratch_bytes, range(self.n)), CHANNEL,
+                name=f"{number}", input=own, output=out, code=call.code + is_gather,
+            )
+        )  # fmt: skip
+        return self.operations[member][-1]
+
+    def steps(self, member: int, call: Call) -> Schedule:
+        if call.root is None:
+            return plans.allgather(member, [call.nbytes] * self.n, [0] * self.n)
+        return plans.broadcast(member, self.n, call.nbytes, call.root, [0] * self.n)
+
+    def errors(self, member: int) -> list[int]:
+        """List the operations that failed; all are over."""
+        found = []
+        for number, operation in enumerate(self.operations[member]):
+            assert operation.is_done, (member, number, operation.awaited)
+            status = operation.wait(timeout_s=0.0)
+            assert status in (0, Status.MISMATCH)
+            found += [number] * (status != 0)
+        return found
+
+
+def content(rank: int, number: int, nbytes: int) -> np.ndarray[Any, Any]:
+    """Make what a member brings to an operation."""
+    return np.random.default_rng([rank, number]).integers(0, 256, nbytes, np.uint8)
+
+
+class Mistakes(RuleBasedStateMachine):
+    """Members that differ, in any order of frames."""
+
+    @initialize(n=st.integers(2, MAX_MEMBERS), data=st.data())
+    def begin(self, n: int, data: st.DataObject) -> None:
+        self.n = n
+        self.members = Members(n)
+        count = data.draw(st.integers(1, 4))
+        self.calls = [self.draw_calls(data) for _ in range(count)]
+        self.calls += [[Call()] * n] * (AMONG + 1)
+
+    def draw_calls(self, data: st.DataObject) -> list[Call]:
+        """Draw what members call; somebody sends unasked, else they wait until they remind."""
+        nbytes = data.draw(st.sampled_from(SIZES))
+        kind = data.draw(st.sampled_from(["all", "pass", "roots", "size", "kinds"]))
+        ranks = st.integers(0, self.n - 1)
+        if kind == "all":
+            return [Call(nbytes)] * self.n
+        if kind == "pass":
+            return [Call(nbytes, data.draw(ranks))] * self.n
+        one = data.draw(ranks)
+        if kind == "size":
+            return [Call(8 if member == one else 16) for member in range(self.n)]
+        if kind == "kinds":
+            return [Call(8, one) if member == one else Call(8) for member in range(self.n)]
+        roots = [one if member == one else data.draw(ranks) for member in range(self.n)]
+        return [Call(8, root) for root in roots]
+
+    @rule(data=st.data())
+    def starts(self, data: st.DataObject) -> None:
+        begun = self.members.operations
+        able = [
+            m for m in range(self.n)
+            if len(begun[m]) < len(self.calls) and all(one.is_done for one in begun[m][-2:-1])
+        ]  # fmt: skip
+        if able:
+            self.start(data.draw(st.sampled_from(able)))
+
+    def start(self, member: int) -> None:
+        number = len(self.members.operations[member])
+        self.members.start(member, self.calls[number][member])
+
+    @rule(data=st.data(), times=st.integers(1, 5))
+    def moves(self, data: st.DataObject, times: int) -> None:
+        member = data.draw(st.integers(0, self.n - 1))
+        for _ in range(times):
+            self.members.fleet.pipes[member].step()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "members"):
+            return
+        try:
+            self.finish()
+            for member in range(self.n):
+                self.check(member)
+        finally:
+            self.members.fleet.close()
+
+    def finish(self) -> None:
+        """Let each start its next when its last is over, as programs do."""
+        begun = self.members.operations
+        able: list[int] = [*range(self.n)]
+        while able:
+            self.members.fleet.settle(range(self.n))
+            able = [
+                member for member, some in enumerate(begun)
+                if len(some) < len(self.calls) and all(one.is_done for one in some)
+            ]  # fmt: skip
+            for member in able:
+                self.start(member)
+        self.members.fleet.settle(range(self.n))
+        assert all(len(some) == len(self.calls) for some in begun), "somebody waits in vain"
+
+    def check(self, member: int) -> None:
+        errors = self.members.errors(member)
+        wrong = [number for number, calls in enumerate(self.calls) if mistaken(calls)]
+        assert len(errors) <= len(wrong), "nobody hears of a mistake twice"
+        for number in wrong:
+            again = [
+                later
+                for later in range(number + 1, len(self.calls))
+                if self.calls[later][0].root is None and not mistaken(self.calls[later])
+            ]
+            assert any(number <= error <= again[AMONG - 1] for error in errors), (wrong, errors)
+        assert len(self.calls) - 1 not in errors
+        for number, calls in enumerate(self.calls):
+            if number not in errors and number not in wrong:
+                self.check_result(member, number, calls[0])
+
+    def check_result(self, member: int, number: int, call: Call) -> None:
+        sources = range(self.n) if call.root is None else [call.root]
+        rows = self.members.outputs[member][number].reshape(len(sources), call.nbytes)
+        for row, source in zip(rows, sources, strict=True):
+            np.testing.assert_array_equal(row, content(source, number, call.nbytes))
+
+
+def test_each_member_hears_once_of_each_mistake():
+    run_state_machine_as_test(
+        Mistakes,
+        settings=settings(
+            max_examples=200, stateful_step_count=50, deadline=None, report_multiple_bugs=False
+        ),
+    )
+
+
+@pytest.fixture
+def three():
+    members = Members(3)
+    yield members
+    members.fleet.close()
+
+
+def test_who_has_had_the_error_is_not_told_again_by_what_comes_late(three):
+    """A message of a mistake lies unread until the operation after the one that told of it."""
+    pipes = three.fleet.pipes
+    for member in (0, 1):
+        three.start(member, Call(root=member))  # each is through: it sent what it had
+        three.start(member, Call())
+    while pipes[1].step():
+        pass
+    assert three.operations[1][1].mistake == 1
+    three.start(2, Call(root=2))
+    three.start(2, Call())
+    three.fleet.settle([0, 2])  # what came of it lies before member 1
+    assert [three.errors(member) for member in (0, 2)] == [[1], [1]]
+    after = [three.start(member, Call()) for member in (1, 0, 2)]
+    three.fleet.settle(range(3))
+    assert [three.errors(member) for member in range(3)] == [[1], [1], [1]]
+    assert all(one.wait(timeout_s=0.0) == 0 for one in after)
+
+
+def test_who_was_through_hears_while_the_others_go_on(three):
+    """Others have had their error, so the next operation fails for one of them alone."""
+    three.start(0, Call(root=0))
+    three.start(1, Call(root=0))
+    three.start(2, Call(root=0, code=3))
+    three.fleet.settle([1, 2])
+    assert [three.errors(member) for member in range(3)] == [[], [], [0]]
+    last = [three.start(member, Call()) for member in range(3)]
+    three.fleet.settle(range(3))
+    assert [three.errors(member) for member in range(3)] == [[1], [1], [0]]
+    assert [one.mistake for one in last] == [1, 1, 0]
+    assert last[0].culprit == last[1].culprit == 2
+    for member in range(3):
+        np.testing.assert_array_equal(
+            three.outputs[member][1].reshape(3, -1),
+            [content(source, 1, 8) for source in range(3)],
+        )
+
+
+def test_who_hears_late_does_not_wait_for_those_who_do_not_come(three):
+    """Others gave up after their error: who was through ends after a second all the same."""
+    three.start(0, Call(root=0))
+    for member in (1, 2):
+        three.start(member, Call(root=0, code=3))
+    three.fleet.settle(range(3))
+    late = three.start(0, Call())
+    three.fleet.settle(range(3))
+    assert not late.is_done, "it may be that the others come"
+    assert late.wait(timeout_s=20.0) == Status.MISMATCH
+    assert late.mistake == 1
+    others = [three.start(member, Call()) for member in (1, 2)]
+    three.fleet.settle(range(3))
+    assert all(one.wait(timeout_s=0.0) == Status.MISMATCH for one in others)
+    assert [one.mistake for one in others] == [1, 1]
+    after = [three.start(member, Call()) for member in range(3)]
+    three.fleet.settle(range(3))
+    assert all(one.wait(timeout_s=0.0) == 0 for one in after)
+
+
+def test_what_came_before_an_operation_that_does_not_want_it_is_a_mistake_at_once(three):
+    three.start(0, Call(root=0))
+    three.start(1, Call(root=0))
+    three.fleet.settle(range(3))
+    assert three.start(2, Call(root=1)).is_done, "from whom it waits for a message sends none"
+    after = [three.start(member, Call()) for member in range(3)]
+    three.fleet.settle(range(3))
+    assert [three.errors(member) for member in range(3)] == [[1], [1], [0]]
+    assert [one.mistake for one in after] == [1, 1, 0]
