@@ -540,7 +540,7 @@ def broadcast_object(
 
 
 def barrier(
-    *, timeout_s: float | None = None, process_set: ProcessSet = global_process_set
+    process_set: ProcessSet = global_process_set, *, timeout_s: float | None = None
 ) -> None:
     """Wait until every member has come here; StallError names which worker is missing."""
     if process_set is not global_process_set:

@@ -185,8 +185,10 @@ def test_optimizer_state_is_dropped_where_the_root_has_none(cluster: FakeCluster
     models = [small_model(0), small_model(0)]
     optimizers = [torch.optim.Adam(model.parameters()) for model in models]
     train(models[1], optimizers[1], 2)
-    cluster.run(lambda rank: broadcast_optimizer_state(optimizers[rank]))
+    # with the model, as scripts for Horovod say it
+    cluster.run(lambda rank: broadcast_optimizer_state(optimizers[rank], 0, models[rank]))
     assert not optimizers[1].state_dict()["state"]
+    cluster.run(lambda rank: broadcast_optimizer_state(optimizers[rank], 0, model=models[rank]))
 
 
 def test_options_keep_their_types(cluster: FakeCluster) -> None:

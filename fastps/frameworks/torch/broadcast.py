@@ -75,10 +75,15 @@ def broadcast_object(
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, prefix: str = "Parameter."
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    prefix: str | torch.nn.Module = "Parameter.",
+    *,
+    model: torch.nn.Module | None = None,
 ) -> None:
     """Give the optimizer on every rank the state and the options of the root rank's.
 
+    model, also in the place of prefix: scripts for Horovod give it; it is not needed.
     Works for any optimizer with state_dict() and load_state_dict(): state is made where there is
     none, dropped where the root has none, and options keep their types. LBFGS is refused
     (ValueError): its state depends on the closure, so broadcast the parameters and start it anew.
@@ -88,6 +93,8 @@ def broadcast_optimizer_state(
             "the state of LBFGS cannot be broadcast, it belongs to the closure of one process: "
             "broadcast the parameters and start LBFGS anew on all ranks"
         )
+    if isinstance(prefix, torch.nn.Module):
+        prefix = "Parameter."
     is_root = session.current().rank == root_rank
     state = optimizer.state_dict() if is_root else None
     state = _broadcast_tree(state, root_rank, f"{prefix}optimizer_state")
