@@ -88,7 +88,6 @@ cdef enum Landing:              # what the frame under way on a link is
 
 include "_messages.pxi"
 include "_folds.pxi"
-include "_mistakes.pxi"
 include "_legs.pxi"
 include "_frames.pxi"
 
