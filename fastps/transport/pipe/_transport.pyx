@@ -228,25 +228,29 @@ cdef int write_frames(PipeLink* link, SendItem** sent, int most) noexcept nogil:
     return count
 
 
-cdef bint is_declined(PipeLink* link, Loan* loan) noexcept nogil:
-    """Queue an item again that could not be read where it lies; False: it was read."""
-    if fps_load64(&link.out.declined) != loan.end:
+cdef bint queue_again(PipeLink* link, SendItem* item) noexcept nogil:
+    """Queue an item that could not be read where it lies; False: the link has ended."""
+    item.is_whole = False
+    item.cursor = 0
+    if queue_push(link.queue, item.header.priority, turn_of(item), 0, item) != OK:
         return False
-    loan.item.is_whole = False
-    loan.item.cursor = 0
-    queue_push(link.queue, loan.item.header.priority, turn_of(loan.item), 0, loan.item)
     fps_store64(&link.out.declined, 0)
+    tell(link)                          # the reader may wait to decline another
     return True
 
 
 cdef int take_loans(PipeLink* link, SendItem** sent) noexcept nogil:
     """Take up to BATCH items off the loans that the reader is through with; give how many."""
     cdef int64_t head = fps_load64(&link.out.head)
+    cdef Loan* loan
     cdef int count = 0
     while count < BATCH and link.n_loans and link.loans[link.first_loan].end <= head:
-        if not is_declined(link, &link.loans[link.first_loan]):
-            sent[count] = link.loans[link.first_loan].item
+        loan = &link.loans[link.first_loan]
+        if fps_load64(&link.out.declined) != loan.end:
+            sent[count] = loan.item
             count += 1
+        elif not queue_again(link, loan.item):
+            break
         link.first_loan = (link.first_loan + 1) % link.loan_room
         link.n_loans -= 1
     return count
