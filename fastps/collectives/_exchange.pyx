@@ -13,8 +13,8 @@ Links are whatever reaches a member: pipes in shared memory, sockets, RDMA. A pi
 bytes where they lie, and a fold uses them there.
 
 A mistake (another size, type or operation at the other end) fails the operation on all its
-members by REFUSE. Who was through already hears late: its next operation on the channel does its
-part for the others, and then fails. REFUSE names the mistake, so each hears of it once. A lost
+members by REFUSE, which names it. Who was through already hears late: its next operation on the
+channel does its part for the others, and then fails; if they do not come, it fails for all. A lost
 member fails all operations; or, where the job goes on without it, those of all members, while
 others leave its messages out (docs/decentralized.md has the protocol).
 
