@@ -319,9 +319,9 @@ class Config:
         text="Most shared memory one process may take; 0 allows what the machine, or its "
              "container, has.")
     peer_memory: bool = _set(DATA, True,
-        text="Let workers that share memory copy arrays of 256 KiB and more together, private ones "
-             "too, where they lie, if the kernel allows that; 0 has the receiver alone copy, what "
-             "is private by way of shared memory.")
+        text="Let workers that share memory copy arrays of 256 KiB and more together, private "
+             "ones too, where they lie, if the kernel allows that; 0 has the receiver alone copy, "
+             "what is private by way of shared memory.")
     unix_sockets: bool = _set(DATA, True,
         text="Use Unix sockets in the place of TCP between processes of one machine.")
     partition_bytes: int = _set(DATA, 4096000, "BYTEPS_PARTITION_BYTES", parse=as_aligned,

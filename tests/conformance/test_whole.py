@@ -227,7 +227,7 @@ def test_who_leaves_is_heard_after_what_has_to_come_again(seeing):
 
 
 def test_a_reader_that_waits_for_the_writer_is_told(seeing):
-    """The pipe is full, so that the writer has nothing to write when it knows what was declined."""
+    """The pipe is full, so the writer has nothing to write when it sees what was declined."""
     net = seeing()
     post(net, secret_memory(WHOLE), key=1)
     post(net, payload_of(WHOLE), key=2)
