@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 CLEAN_FOLDERS = ("unit", "cluster", "conformance", "faults", "stress")
 JOBS = ("frameworks", "cluster", "faults")  # few tests, each of many processes
+LONG_FILES = ("test_wheel.py", "test_docs.py")  # minutes each, on one processor
 SETTLE_S = 5.0  # threads that were told to end may need a moment on a loaded machine
 SPARE_DESCRIPTORS = 8  # caches of libraries, such as an imported module's open file
 
@@ -35,8 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes long, so that no processor waits for it in the end."""
 
     def place(item: pytest.Item) -> tuple[bool, bool, bool]:
-        folder = item.path.parent.name
-        return item.get_closest_marker("stress") is None, folder not in JOBS, folder == "house"
+        folder, is_long = item.path.parent.name, item.path.name in LONG_FILES
+        is_job = folder in JOBS or is_long
+        return item.get_closest_marker("stress") is None, not is_job, folder == "house"
 
     items.sort(key=place)
 

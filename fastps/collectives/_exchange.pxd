@@ -76,6 +76,7 @@ cdef struct Fold:               # n sources into one place, chunk by chunk
     int64_t divisor             # of a sum
     uint32_t n_sources
     uint32_t n_remote
+    bint is_past_caches         # what it makes is written past them
     int32_t chunks_left         # atomic
     int32_t* counts             # of each chunk: sources that came; atomic
     char** own                  # of each source: where ours lies, NULL: a message brings it

@@ -33,7 +33,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memmove, memset
 
 from fastps._atomic cimport fps_add32, fps_add64, fps_load32
-from fastps._copy cimport fps_copy
+from fastps._copy cimport FPS_BY_STREAMS, fps_copy, fps_copy_way
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, BufferPool,
     completion_is_done, completion_part_done, completion_reset, completion_wait_signals,
@@ -208,6 +208,7 @@ cdef class Operation:
             PyObject_GetBuffer(array, view, PyBUF_SIMPLE | (PyBUF_WRITABLE if is_written else 0))
             self.n_views += 1
             self.places[place] = <char*>view.buf
+            self.task.nbytes = max(self.task.nbytes, <uint64_t>view.len)
         if self.program.needed[place] > (0 if array is None else <uint64_t>view.len):
             raise ValueError(
                 f"operation {self.name!r}: an array of {0 if array is None else view.len} bytes, "
@@ -266,7 +267,7 @@ cdef class Operation:
         leg.entry.channel = leg.item.header.key = self.task.channel
         leg.entry.peer = spec.peer
         leg.entry.label = leg.item.header.subject = spec.label
-        leg.entry.is_whole = spec.kind == LEG_RECEIVE
+        leg.entry.is_whole = spec.kind == LEG_RECEIVE and self.program.n_folds == 0
         leg.entry.nbytes = spec.nbytes
         leg.entry.dtype = leg.item.header.dtype = self.task.dtype
         leg.entry.code = self.task.code
@@ -306,6 +307,7 @@ cdef class Operation:
             source = &self.program.sources[spec.first_source + i]
             if source.place >= 0:
                 fold.own[i] = self.places[source.place] + source.offset
+        fold.is_past_caches = goes_past(fold)
         return 0
 
     cdef void free_views(self) noexcept:
@@ -591,7 +593,6 @@ cdef class Exchange(LinkOwner):
         for i in range(operation.n_views):
             if self.pin is not None and operation.views[i].len > SMALL_BYTES:
                 self.pin(<object>operation.views[i].obj)
-            operation.task.nbytes = max(operation.task.nbytes, <uint64_t>operation.views[i].len)
         operation.task.since = now_ns() if tracing.is_on else 0
         completion_reset(&operation.task.done, 1)
         self.in_flight[id(operation)] = operation

@@ -13,11 +13,38 @@ cdef inline uint32_t n_chunks(uint64_t nbytes) noexcept nogil:
     return <uint32_t>((nbytes + CHUNK_BYTES - 1) / CHUNK_BYTES)
 
 
+cdef bint goes_past(const Fold* fold) noexcept nogil:
+    """Whether what a fold makes is too long for a cache, in no cache yet, and not sent on."""
+    cdef uint32_t i
+    for i in range(fold.n_sources):
+        if fold.own[i] == fold.leg.address:
+            return False
+    return (fold.leg.n_edges == 0
+            and fps_copy_way(CHUNK_BYTES, fold.leg.task.nbytes) == FPS_BY_STREAMS)
+
+
+cdef int64_t run_rule(State* state, Fold* fold, uint64_t chunk,
+                      const void** sources) noexcept nogil:
+    """Have a chunk made; past the caches by way of a buffer, so that no line is read first."""
+    cdef char* place = fold.leg.address + chunk * CHUNK_BYTES
+    cdef int64_t nbytes = chunk_length(fold, chunk)
+    cdef int64_t count = nbytes / fold.leg.task.itemsize
+    cdef char* loan = NULL
+    cdef int64_t done
+    if fold.is_past_caches:
+        loan = <char*>(<BufferPool>state.pool).c_loan(CHUNK_BYTES)
+    if loan == NULL:
+        return fold.rule(sources, fold.n_sources, place, count, fold.args)
+    done = fold.rule(sources, fold.n_sources, loan, count, fold.args)
+    fps_copy(place, loan, nbytes, fold.leg.task.nbytes)
+    (<BufferPool>state.pool).c_give_back(loan)
+    return done
+
+
 cdef int make_chunk(State* state, Fold* fold, uint64_t chunk, uint32_t source,
                     const char* payload) noexcept nogil:
     """Do one chunk; all its sources are there, that of `source` at payload if it is not NULL."""
     cdef const void* sources[MAX_SOURCES]
-    cdef Task* task = fold.leg.task
     cdef char** came = fold.came + chunk * fold.n_sources
     cdef uint32_t i
     cdef int64_t done
@@ -26,8 +53,7 @@ cdef int make_chunk(State* state, Fold* fold, uint64_t chunk, uint32_t source,
                       else <void*>came[i])
         if payload != NULL and i == source:
             sources[i] = payload
-    done = fold.rule(sources, fold.n_sources, fold.leg.address + chunk * CHUNK_BYTES,
-                     chunk_length(fold, chunk) / task.itemsize, fold.args)
+    done = run_rule(state, fold, chunk, sources)
     for i in range(fold.n_sources):
         if came[i] != NULL:
             (<BufferPool>state.pool).c_give_back(came[i])

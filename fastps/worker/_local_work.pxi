@@ -229,7 +229,9 @@ cdef bint stage_sum(Local* local, Record* record, Task* task) noexcept nogil:
         if mine.kernel(sources, local.n, result, nbytes / mine.itemsize, &divisor) != 1:
             fps_cas32(&local.plan.status, OK, E_PROTOCOL)
             return False
-        fps_copy(record.output + offset, result, nbytes, task.nbytes)
+        # What is summed in place lies in the cache: past it, it would have to be thrown out first.
+        fps_copy(record.output + offset, result, nbytes,
+                 0 if record.output == record.input else task.nbytes)
     fps_store64(stage_flag(local, local.me, number, True), number + 1)
     local.stage_sum += 1
     return True

@@ -20,6 +20,7 @@ from fastps.transport.pipe._transport import PipeTransport, pipe_memory_bytes
 
 CHUNK = 64 << 10
 PIPE = 1 << 22
+BOTH_WAYS = 1 << 20
 OFFSET = 4096
 ARENA = 16 << 20
 
@@ -119,6 +120,19 @@ def test_a_writer_without_room_is_told_when_half_the_pipe_was_read(pipes):
     assert n_frames // 2 <= told.index(True) + 1 <= n_frames // 2 + 2
 
 
+def test_who_has_something_to_read_writes_no_more_than_caches_hold(pipes):
+    net = pipes()
+    there, back = payload_of(2 * BOTH_WAYS, 1), payload_of(3 * BOTH_WAYS, 2)
+    parcels = [net.boxes[0].post(1, there, chunk_bytes=CHUNK, kick=2)]
+    parcels.append(net.boxes[1].post(0, back, chunk_bytes=CHUNK, kick=2))
+    read = [net.ends[0].step() for _ in range(2 * BOTH_WAYS // CHUNK)]
+    assert read == [True] * (BOTH_WAYS // (CHUNK + 64)) + [False] * read.count(False)
+    net.settle()
+    assert b"".join(net.boxes[0].receive(timeout_s=0.0)[2] for _ in range(48)) == back
+    assert b"".join(net.boxes[1].receive(timeout_s=0.0)[2] for _ in range(32)) == there
+    assert {outcome(parcel) for parcel in parcels} == {"OK"}
+
+
 def test_a_full_pipe_goes_on_when_it_was_read(pipes):
     net = pipes()
     data = [payload_of(PIPE // 3, seed) for seed in range(9)]
@@ -181,7 +195,7 @@ def test_any_order_of_posts_and_steps(data):
 
 
 def _post_and_step(net: Pipes, n: int, data: st.DataObject) -> None:
-    sizes = st.sampled_from([0, 1, 64, 5000, CHUNK, 200_000])
+    sizes = st.sampled_from([0, 1, 64, 5000, CHUNK, 200_000, 700_000])
     sent: dict[tuple[int, int], list[bytes]] = {}
     parcels = []
     for number in range(data.draw(st.integers(0, 25), label="steps")):

@@ -58,6 +58,7 @@ from tools.bench.push_pull import format_size, parse_size
 
 ROUND_BYTES = 1e8  # of what is moved by one system in a round, at most 300 times
 PATIENCE = timedelta(minutes=5)
+LONG_BYTES = 4 << 20  # arrays that take so long to write that ranks do not end together
 # What the busiest link carries one way, in arrays of a worker (n: workers).
 LINK_ARRAYS: dict[str, Callable[[int], float]] = {
     "allreduce": lambda n: 2 * (n - 1) / n,
@@ -80,10 +81,19 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class InPlace:
-    """An operation that overwrites what it reads: that is written anew before each, untimed."""
+    """An operation that overwrites what it reads: that is written anew before each, untimed.
+
+    Where that takes milliseconds, which differ from rank to rank, all meet after it.
+    """
 
     anew: Run
     run: Run
+
+    def prepare(self, barrier: Run, *, is_long: bool) -> None:
+        """Do all that comes before a run."""
+        self.anew()
+        if is_long:
+            barrier()
 
 
 def distances(size: int) -> list[int]:
@@ -421,16 +431,16 @@ def torch_runs(arrays: Arrays, other: Other) -> dict[str, tuple[Run, Any, torch.
     return {"dist.all_reduce": (allreduce, arrays.other, arrays.theirs)}
 
 
-def time_of(run: Run | InPlace, times: int, barrier: Run) -> float:
+def time_of(run: Run | InPlace, times: int, barrier: Run, *, is_long: bool) -> float:
     """Give the seconds of one run, after one that is not counted; all ranks begin together."""
-    anew, run = (run.anew, run.run) if isinstance(run, InPlace) else (None, run)
+    call = run.run if isinstance(run, InPlace) else run
     barrier()
     seconds = 0.0
     for turn in range(times + 1):
-        if anew is not None:
-            anew()
+        if isinstance(run, InPlace):
+            run.prepare(barrier, is_long=is_long)
         began = time.perf_counter()
-        run()
+        call()
         seconds += time.perf_counter() - began if turn else 0.0
     return seconds / times
 
@@ -447,7 +457,10 @@ def compare(nbytes: int, kind: str, rounds: int, only: str, other: Other) -> Non
             continue
         seconds = []
         for _ in range(rounds):
-            both = [time_of(run, times, other.barrier) for run in (ours, runs[name])]
+            both = [
+                time_of(run, times, other.barrier, is_long=nbytes >= LONG_BYTES)
+                for run in (ours, runs[name])
+            ]
             seconds.append((both[0], both[1]))
             is_checked = result is not None and not isinstance(other, Memory)
             is_right = not is_checked or np.array_equal(result, expected.numpy())

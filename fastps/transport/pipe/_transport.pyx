@@ -56,6 +56,7 @@ cdef enum:
     MIDDLE_PIPE = 1 << 20
     SMALL_PIPE = 1 << 19
     FRAMES_PER_PIPE = 3         # as many of the longest frames fit
+    BOTH_WAYS_BYTES = 1 << 20   # ahead of a reader who writes to us as well, at most
     BATCH = 16                  # items given back at a time
     QUEUE_HINT = 16
 
@@ -114,10 +115,15 @@ cdef Place* claim(PipeLink* link, uint32_t nbytes, int64_t* end) noexcept nogil:
     """Find room for a frame of nbytes with its line; NULL: the reader has to move on first."""
     cdef Pipes* pipes = link.pipes
     cdef int64_t tail = link.out.tail
+    cdef int64_t head = fps_load64(&link.out.head)
     cdef int64_t rest = pipes.capacity - tail % pipes.capacity
     cdef int64_t start = tail if rest >= nbytes else tail + rest
     end[0] = start + nbytes
-    if end[0] - fps_load64(&link.out.head) > pipes.capacity:
+    if (tail + nbytes - head > BOTH_WAYS_BYTES      # more than caches hold, and there is to read
+            and fps_load64(&link.inlet.tail) != fps_load64(&link.inlet.head)):
+        link.wanted = tail + nbytes - BOTH_WAYS_BYTES
+        return NULL
+    if end[0] - head > pipes.capacity:
         link.wanted = min(tail, end[0] - pipes.capacity / 2)    # half a pipe: woken less often
         return NULL
     if start != tail:
