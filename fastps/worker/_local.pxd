@@ -120,6 +120,7 @@ cdef struct Local:
     bint has_leaver             # somebody left in order:
     uint32_t leaver             # the rank
     int32_t is_stopping         # atomic
+    int64_t moved_at            # when a thread last slept only to get another core; atomic
     Thread* helper
     Part* crowded               # to be published, when the ring has room; atomic
     pthread_mutex_t lock        # the runner's: all below

@@ -82,6 +82,8 @@ cdef enum:
     CROWDED_SLICE_NS = 1000000      # and everybody while the ring is full: nobody tells of room
     PAUSE_SPIN_NS = 2000            # pausing beyond this starves whoever shares the core
     HELPER_SPIN_NS = 20000          # how long the helper looks again; its user needs the core
+    TURN_NS = 3000                  # who has given the core away so long, somebody else had it
+    MOVE_NS = 5000000               # where all cores are taken, that does no good
     PRIVATE = -1                    # an array that only its owner can reach
     PAGE = 4096
     INLINE_BYTES = 64 << 10         # summed by the last to arrive; waking others takes longer
@@ -116,6 +118,18 @@ cdef void leave(Local* local) noexcept nogil:
         ring(local, local.me, True)
 
 
+cdef bint shares_core(Local* local, int64_t since) noexcept nogil:
+    """Whether somebody else had our core, so that we had better sleep: who wakes is given an idle one.
+
+    Two that wait for each other on one core take turns for as long as nobody moves them.
+    """
+    cdef int64_t now = now_ns()
+    if now - since < TURN_NS or now - fps_load64(&local.moved_at) < MOVE_NS:
+        return False
+    fps_store64(&local.moved_at, now)
+    return True
+
+
 cdef bint spin(Local* local, int64_t* idle_since, int64_t spin_ns) noexcept nogil:
     """Wait a moment for others; False: it has been too long, sleep."""
     cdef int64_t now = now_ns()
@@ -126,9 +140,9 @@ cdef bint spin(Local* local, int64_t* idle_since, int64_t spin_ns) noexcept nogi
     if now - idle_since[0] < PAUSE_SPIN_NS:
         cpu_relax()
         cpu_relax()
-    else:
-        sched_yield()
-    return True
+        return True
+    sched_yield()
+    return not shares_core(local, now)
 
 
 cdef void sleep_as(Local* local, int32_t bell, int64_t deadline, int32_t whom) noexcept nogil:
