@@ -119,9 +119,10 @@ cdef void leave(Local* local) noexcept nogil:
 
 
 cdef bint shares_core(Local* local, int64_t since) noexcept nogil:
-    """Whether somebody else had our core, so that we had better sleep: who wakes is given an idle one.
+    """Whether somebody else had our core, so that we had better sleep.
 
-    Two that wait for each other on one core take turns for as long as nobody moves them.
+    Who wakes is given an idle core; two that wait for each other on one take turns for as long as
+    nobody moves them.
     """
     cdef int64_t now = now_ns()
     if now - since < TURN_NS or now - fps_load64(&local.moved_at) < MOVE_NS:
