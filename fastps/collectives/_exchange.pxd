@@ -47,7 +47,7 @@ cdef struct Entry:              # of the table
     uint32_t nbytes             # REFUSED, LATE: the member that told us
     uint8_t dtype
     uint8_t code                # of the operation; LATE: see OWN
-    bint is_whole               # who receives it has one place for all of it
+    bint is_whole               # there is one place for all of it, and it is no sum, still cached
     int32_t status              # REFUSED: why
     uint32_t mistake            # of a refusal: the operation in which members differed; 0: this
     char* payload               # EARLY

@@ -132,7 +132,7 @@ cdef bint shares_core(Local* local, int64_t since) noexcept nogil:
 
 
 cdef bint spin(Local* local, int64_t* idle_since, int64_t spin_ns) noexcept nogil:
-    """Wait a moment for others; False: it has been too long, sleep."""
+    """Wait a moment for others; False: sleep, for it has been too long, or the core is shared."""
     cdef int64_t now = now_ns()
     if idle_since[0] == 0:
         idle_since[0] = now

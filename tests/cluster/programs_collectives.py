@@ -377,6 +377,15 @@ def past_caches() -> int:
     for turn in range(2):
         found = fastps.push_pull(array_of(fastps.rank(), count), "large", average=False)
         assert np.array_equal(found, total), turn
+    for where in (np.copy, shared):
+        own = where(array_of(fastps.rank(), count))
+        assert np.array_equal(fastps.push_pull(own, "in place", out=own, average=False), total)
+        own, out = where(array_of(fastps.rank(), count)), where(np.zeros(count, np.float32))
+        peers = [other for other in range(world.size) if other != world.rank]
+        weights = {"src_weights": dict.fromkeys(peers, 1.0), "dst_weights": peers}
+        neighbors = current.current().groups.neighbors
+        neighbors.allreduce(own, out, self_weight=1.0, **weights).wait(WAIT_S)
+        assert np.array_equal(out, total)
     peers = int(fastps.statistics().get("peer_memory", 0))
     fastps.shutdown()
     return peers

@@ -119,9 +119,9 @@ cdef Place* claim(PipeLink* link, uint32_t nbytes, int64_t* end) noexcept nogil:
     cdef int64_t rest = pipes.capacity - tail % pipes.capacity
     cdef int64_t start = tail if rest >= nbytes else tail + rest
     end[0] = start + nbytes
-    if (tail + nbytes - head > BOTH_WAYS_BYTES      # more than caches hold, and there is to read
+    if (tail > head and tail + nbytes - head > BOTH_WAYS_BYTES  # caches hold no more: read first
             and fps_load64(&link.inlet.tail) != fps_load64(&link.inlet.head)):
-        link.wanted = tail + nbytes - BOTH_WAYS_BYTES
+        link.wanted = min(tail, tail + nbytes - BOTH_WAYS_BYTES)
         return NULL
     if end[0] - head > pipes.capacity:
         link.wanted = min(tail, end[0] - pipes.capacity / 2)    # half a pipe: woken less often
