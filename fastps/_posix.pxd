@@ -13,7 +13,16 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_unlock(pthread_mutex_t*)
 
 cdef extern from "<sched.h>" nogil:
+    ctypedef struct cpu_set_t:
+        pass
+    int sched_getaffinity(int, size_t, cpu_set_t*)
+    int sched_getcpu()
+    int sched_setaffinity(int, size_t, const cpu_set_t*)
     int sched_yield()
+    int CPU_COUNT(const cpu_set_t*)
+    int CPU_ISSET(int, const cpu_set_t*)
+    void CPU_SET(int, cpu_set_t*)
+    void CPU_ZERO(cpu_set_t*)
 
 cdef extern from "<unistd.h>" nogil:
     int close(int)

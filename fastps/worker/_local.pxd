@@ -8,7 +8,7 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 
 from fastps._core cimport Completion, Thread
-from fastps._posix cimport pthread_mutex_t
+from fastps._posix cimport cpu_set_t, pthread_mutex_t
 from fastps.transport.pipe._transport cimport Pipes, PipeTransport
 from fastps.worker._stage cimport Part, Plan, Stage
 from fastps.worker._tensor cimport PlanHolder, PlannedTensor
@@ -122,6 +122,10 @@ cdef struct Local:
     int32_t is_stopping         # atomic
     int64_t moved_at            # when a thread last slept only to get another core; atomic
     Thread* helper
+    int32_t follower            # its thread's number, if it stays on its user's core; atomic
+    int32_t core                # which one that is; atomic
+    int64_t followed_at         # when that was seen; atomic
+    cpu_set_t cpus              # where it may run
     Part* crowded               # to be published, when the ring has room; atomic
     pthread_mutex_t lock        # the runner's: all below
     int64_t cursor              # tasks passed

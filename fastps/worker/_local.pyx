@@ -41,7 +41,8 @@ from fastps._core cimport (
     thread_join,
 )
 from fastps._posix cimport (
-    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
+    CPU_COUNT, CPU_ISSET, CPU_SET, CPU_ZERO, cpu_set_t, pthread_mutex_destroy, pthread_mutex_init,
+    pthread_mutex_lock, pthread_mutex_unlock, sched_getaffinity, sched_getcpu, sched_setaffinity,
     sched_yield, syscall,
 )
 from fastps._table cimport table_each, table_get
@@ -57,6 +58,7 @@ from fastps.transport.pipe._transport import pipe_memory_bytes
 cdef extern from "<sys/syscall.h>" nogil:
     enum:
         SYS_futex
+        SYS_gettid
 
 cdef extern from "<linux/futex.h>" nogil:
     enum:
@@ -104,8 +106,35 @@ include "_local_start.pxi"
 
 # ---------------------------------------------------------------- threads
 
+cdef void stay_near(Local* local) noexcept nogil:
+    """Keep the helper on its user's core where no rank has one to spare.
+
+    Elsewhere it would take turns with another rank, which would be late for what both wait for.
+    """
+    cdef cpu_set_t core
+    cdef int here = sched_getcpu()
+    if fps_load32(&local.core) == here or fps_load32(&local.follower) == 0:
+        return
+    if now_ns() - fps_load64(&local.followed_at) < MOVE_NS or not CPU_ISSET(here, &local.cpus):
+        return
+    fps_store64(&local.followed_at, now_ns())
+    fps_store32(&local.core, here)
+    CPU_ZERO(&core)
+    CPU_SET(here, &core)
+    sched_setaffinity(fps_load32(&local.follower), sizeof(core), &core)
+
+
+cdef void begin_to_follow(Local* local) noexcept nogil:
+    """See where the helper, whose first step this is, may run, and whether ranks need it all."""
+    fps_store32(&local.core, -1)
+    if (sched_getaffinity(0, sizeof(local.cpus), &local.cpus) == 0
+            and CPU_COUNT(&local.cpus) <= <int>local.n):
+        fps_store32(&local.follower, <int32_t>syscall(SYS_gettid))
+
+
 cdef void enter(Local* local) noexcept nogil:
     fps_add32(&cell_of(local, local.me).users_active, 1)
+    stay_near(local)
 
 
 cdef void leave(Local* local) noexcept nogil:
@@ -182,6 +211,7 @@ cdef void helper_main(void* arg) noexcept nogil:
     cdef Cell* cell = cell_of(local, local.me)
     cdef int64_t idle_since = 0
     cdef int32_t bell
+    begin_to_follow(local)
     while not fps_load32(&local.is_stopping):
         if fps_load32(&cell.users_active) == 0:
             if run_step(local):
@@ -197,6 +227,7 @@ cdef void helper_main(void* arg) noexcept nogil:
             continue
         sleep_as(local, bell, now_ns() + HELPER_SLICE_NS, HELPER)
         idle_since = 0
+    fps_store32(&local.follower, 0)
 
 
 cdef bint step_once(void* worker) noexcept nogil:

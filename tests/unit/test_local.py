@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -348,3 +350,54 @@ def test_a_limit_names_its_setting():
         for group, tensor, array in zip(groups, tensors, arrays, strict=True):
             group.engine.start(tensor, array, array)
         assert finish(tensors) == [0, 0]
+
+
+def helpers():
+    """List the helper threads of this process: number and place of its rank."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            name = (task / "comm").read_text().strip()
+            if name.startswith("fastps:local:"):
+                found[int(task.name)] = int(name.rpartition(":")[2])
+    return found
+
+
+def follow(groups, new, places):
+    """Let the users of ranks run on a core each; say where the helpers may run then."""
+    tensors = declare(groups, next(_numbers), 4000)
+    barrier = threading.Barrier(len(groups), timeout=TIMEOUT_S)
+
+    def rank(place):
+        os.sched_setaffinity(0, {places[place]})
+        array = np.ones(1000, np.float32)
+        for _ in range(400):  # who comes last does not wait
+            barrier.wait()
+            groups[place].engine.start(tensors[place], array, array)
+            assert tensors[place].wait(timeout_s=TIMEOUT_S) == 0
+
+    threads = [threading.Thread(target=rank, args=(place,)) for place in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {place: os.sched_getaffinity(number) for number, place in new.items()}
+
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("n", [len(CORES), len(CORES) - 1])
+def test_a_helper_stays_with_its_user_where_no_core_is_spare(n):
+    if not 2 <= n <= 8:
+        pytest.skip(f"{n} ranks are no test of {len(CORES)} cores")
+    others = helpers()
+    with machine(n) as groups:
+        new = {number: place for number, place in helpers().items() if number not in others}
+        for turn in range(2):
+            places = [CORES[(place + turn) % len(CORES)] for place in range(n)]
+            expected = {
+                place: {core} if n == len(CORES) else set(CORES)
+                for place, core in enumerate(places)
+            }
+            assert follow(groups, new, places) == expected
