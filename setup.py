@@ -38,6 +38,7 @@ MODULES = [
     "fastps.worker._local",
     "fastps.transport.pipe._transport",
     "fastps.collectives._exchange",
+    "fastps.collectives._eager",
     "fastps.graph._windows",
     "fastps.frameworks._lent",
     "fastps.frameworks.jax._ffi",

@@ -546,7 +546,7 @@ def barrier(
     if process_set is not global_process_set:
         process_set.group().barrier().wait(timeout_s)
         return
-    _current.current().barrier(timeout_s=timeout_s)
+    _current.current().groups.barrier(timeout_s)
 
 
 def mark_step() -> None:

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from fastps import eager
 from fastps.adasum import adasum
 from fastps.collectives.names import part_of
+from fastps.collectives.places import is_apart
 from fastps.current import current
 from fastps.errors import FastPSError, MismatchError
 from fastps.evened import integers_text
@@ -24,7 +26,6 @@ from fastps.sets import (
     ProcessSet,
     gather_objects,
     global_process_set,
-    row_counts,
     row_counts_of_each,
 )
 from fastps.types import DType, Op, dtype_of
@@ -80,6 +81,21 @@ class Later(Generic[T]):
         return self._result[0]
 
 
+class Landed:
+    """The promise of a result that is there."""
+
+    def __init__(self, result: Array) -> None:
+        self._result = result
+
+    def poll(self) -> bool:
+        """Tell that wait() returns at once."""
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> Array:
+        """Give the result."""
+        return self._result
+
+
 class Averaging:
     """The promise of an average, and of what it lacks where members had run out of data."""
 
@@ -119,7 +135,7 @@ def start_allreduce(
     """
     if op is Adasum:
         return _start_adasum(array, out, name, process_set, dtype)
-    code = dtype_of(array.dtype) if dtype is None else dtype
+    code = _code_of(array, dtype)
     if name is not None and _goes_by_servers([array], [name], op, process_set, code):
         session, name = current(), str(name)
         handle = session.push_pull_async(
@@ -136,7 +152,7 @@ def _start_adasum(
     array: Array, out: Array | None, name: str | None, process_set: ProcessSet, dtype: DType | None
 ) -> Flight:
     """Do an Adasum: blocks, since a level needs the one before."""
-    code = dtype_of(array.dtype) if dtype is None else dtype
+    code = _code_of(array, dtype)
     found = adasum([array], code, process_set.group(), name)[0]
     if out is not None:
         out[...] = found
@@ -264,10 +280,7 @@ def _fused_name(name: str | None, code: DType) -> str | None:
 
 
 def _codes(arrays: Sequence[Array], dtypes: Sequence[DType | None]) -> list[DType]:
-    return [
-        dtype_of(array.dtype) if dtype is None else dtype
-        for array, dtype in zip(arrays, dtypes, strict=True)
-    ]
+    return [_code_of(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
 
 
 def _start_parts(
@@ -312,13 +325,21 @@ def start_allgather(
     counts: these, where they are known; else blocks until all members have told them. out: where
     all of them go; ours may lie there already.
     """
-    group = process_set.group()
-    rows = np.atleast_1d(array)
-    counts = row_counts(group, len(rows), name) if counts is None else list(counts)
+    group, rows, told = process_set.group(), np.atleast_1d(array), None
+    if counts is None:
+        told = eager.allgather(group, rows, _code_of(rows, dtype), name, "allgather")
+        counts = told.counts
+    if out is not None and not is_apart(rows, out, sum(counts[: group.rank]) * width_of(rows)):
+        raise ValueError("array and out overlap; use two")
     out = _result_of("allgather", name, (sum(counts), *rows.shape[1:]), rows.dtype, out)
-    width = width_of(rows)
-    sizes = [count * width for count in counts]
-    return group.allgather(rows, out, counts=sizes, name=name, dtype=dtype), counts
+    if told is not None and told.is_whole:
+        return Landed(told.land(out)), told.counts
+    sizes = [count * width_of(rows) for count in counts]
+    return group.allgather(rows, out, counts=sizes, name=name, dtype=dtype), list(counts)
+
+
+def _code_of(array: Array, dtype: DType | None) -> DType:
+    return dtype_of(array.dtype) if dtype is None else dtype
 
 
 def start_grouped_allgather(
@@ -388,9 +409,13 @@ def start_alltoall(
     """
     group = process_set.group()
     sent = _splits(array, splits, process_set)
-    found = group.alltoall(np.array(sent, np.int64), name=part_of(name, " sizes")).wait()
-    received = [int(count) for count in np.asarray(found)]
+    told = eager.alltoall(group, array, sent, _code_of(array, dtype), name)
+    received = told.counts
+    if out is not None and not is_apart(array, out):
+        raise ValueError("array and out overlap; use two")
     out = _result_of("alltoall", name, (sum(received), *array.shape[1:]), array.dtype, out)
+    if told.is_whole:
+        return Landed(told.land(out)), received
     width = width_of(array)
     flight = group.alltoall(
         array, out, name=name, dtype=dtype,
@@ -480,10 +505,11 @@ def start_reduce(
     process_set: ProcessSet,
     *,
     dtype: DType | None = None,
+    out: Array | None = None,
 ) -> Flight:
-    """Begin to give the root the all-reduce; what others get is no result."""
+    """Begin to give the root the all-reduce, in its out; what others get is no result."""
     group, root = process_set.group(), process_set.member(root_rank, "root_rank")
-    flight = group.reduce(array, root=root, op=op, name=name, dtype=dtype)
+    flight = group.reduce(array, out, root=root, op=op, name=name, dtype=dtype)
     return averaging(flight, group, name) if op is Average else flight
 
 
@@ -494,17 +520,22 @@ def start_gather(
     process_set: ProcessSet,
     *,
     dtype: DType | None = None,
+    out: Array | None = None,
 ) -> tuple[Flight, Array | None]:
-    """Begin to give the root the all-gather, in what comes back there; None elsewhere.
+    """Begin to give the root the all-gather, in its out or what comes back; None elsewhere.
 
     Blocks until all members have told their rows.
     """
     group, root = process_set.group(), process_set.member(root_rank, "root_rank")
     rows = np.atleast_1d(array)
-    counts, width = row_counts(group, len(rows), name), width_of(rows)
-    is_root, shape = group.rank == root, (sum(counts), *rows.shape[1:])
-    out = current().groups.empty(shape, rows.dtype) if is_root else None
-    sizes = [count * width for count in counts]
+    told = eager.allgather(group, rows, _code_of(rows, dtype), name, "gather")
+    shape = sum(told.counts), *rows.shape[1:]
+    out = _result_of("gather", name, shape, rows.dtype, out) if group.rank == root else None
+    if out is not None and not is_apart(rows, out):
+        raise ValueError("array and out overlap; use two")
+    if told.is_whole:
+        return Landed(rows if out is None else told.land(out)), out
+    sizes = [count * width_of(rows) for count in told.counts]
     return group.gather(rows, out, root=root, counts=sizes, name=name, dtype=dtype), out
 
 
@@ -519,7 +550,7 @@ def start_broadcast(
     """Begin a broadcast in place: by servers where it has a name and everybody takes part."""
     if name is not None and process_set is global_process_set:
         session = current()
-        code = dtype_of(array.dtype) if dtype is None else dtype
+        code = _code_of(array, dtype)
         if session.is_free_for(name, array.shape, code):
             return session.broadcast_async(array, root_rank, name, dtype=dtype)
     root = process_set.member(root_rank, "root_rank")

@@ -7,14 +7,23 @@ first use, arrays, and the words of a failure. Threads: any.
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastps.collectives.group import Group, Promise
-from fastps.errors import ConfigError, FastPSError, MismatchError, Status, TransportError
+from fastps.collectives.names import BARRIER
+from fastps.errors import (
+    ConfigError,
+    FastPSError,
+    MismatchError,
+    StallError,
+    Status,
+    TransportError,
+)
 from fastps.graph.neighbors import Neighbors
 from fastps.sets import gather_objects
 from fastps.stalls import pending_operation
@@ -23,6 +32,8 @@ from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
+    from fastps.collectives.host import Explain
+    from fastps.flights import Flight
     from fastps.graph.agreed import Agreed
     from fastps.graph.windows import WindowTable
     from fastps.session import Session
@@ -46,6 +57,7 @@ class Groups:
         self._pairs: dict[int, Group] = {}
         self._windows: WindowTable | None = None
         self._agreed: dict[str, Agreed] = {}
+        self._late_barrier: Promise | None = None
 
     def _everybody(self) -> Sequence[int]:
         """List the workers; a validator is not among them, and has none."""
@@ -103,6 +115,26 @@ class Groups:
 
             self._agreed[name] = Agreed(self.world, self.living, gather_objects, name)
         return self._agreed[name]
+
+    def start_barrier(self, timeout_s: float | None = None) -> Flight:
+        """Begin to wait for all workers: in shared memory by its pipes, else by the scheduler.
+
+        Which knows of validators and of who is left, and opens no links for it.
+        """
+        config, is_here = self._session.config, self.arena and self.world.is_on_one_machine
+        if is_here and not (config.goes_on or config.num_validators):
+            return self.world.barrier(name=BARRIER)
+        return self._session.enter_barrier(timeout_s=timeout_s) or self.world.barrier()
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Wait for all workers; who comes again after a StallError still waits for the same."""
+        flight, self._late_barrier = self._late_barrier or self.start_barrier(timeout_s), None
+        try:
+            flight.wait(timeout_s)
+        except StallError:
+            if isinstance(flight, Promise):
+                self._late_barrier = flight
+            raise
 
     def broadcast_to_those_left(
         self, arrays: Sequence[Array], codes: Sequence[DType], root_rank: int
@@ -235,7 +267,7 @@ class Groups:
         self,
         operations: Sequence[Operation],
         output: Array,
-        explain: Callable[[Operation, int, int | None, float], FastPSError],
+        explain: Explain,
         members: Sequence[int],
     ) -> Promise:
         """Make the handle of an operation."""
@@ -245,6 +277,14 @@ class Groups:
             timeout_s=config.op_timeout_s, seconds=self._session.wait_seconds,
             spin_us=config.spin_us, members=members,
         )  # fmt: skip
+
+    def wait(self, operation: Operation, explain: Explain) -> None:
+        """Wait for an operation that needs no handle; as Promise.wait() does."""
+        config, began = self._session.config, time.perf_counter()
+        status = operation.wait(timeout_s=config.op_timeout_s, spin_us=config.spin_us)
+        self._session.wait_seconds[0] += time.perf_counter() - began
+        if status != Status.OK:
+            raise explain(operation, 0, status, config.op_timeout_s)
 
     @property
     def is_uneven(self) -> bool:

@@ -304,12 +304,16 @@ def reduce_to_async(
     *,
     op: Op = Average,
     name: str | None = None,
+    out: Array | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array | None]:
     """Begin reduce_to() and give a handle for synchronize()."""
     source = readable(tensor, name)
-    flight = start_reduce(_sum_wire(source, op), root_rank, op, name, process_set)
-    is_root, result = current().rank == root_rank, _result(flight, source)
+    if out is not None:
+        check_output("reduce_to" if name is None else f"tensor {name!r}", source, out)
+    to = None if out is None else _wire(out)
+    flight = start_reduce(_sum_wire(source, op), root_rank, op, name, process_set, out=to)
+    is_root, result = current().rank == root_rank, _result(flight, source, out=out)
     return Later([result if is_root else flight], lambda found: found[0] if is_root else None)
 
 
@@ -317,7 +321,8 @@ reduce_to = blocking(
     reduce_to_async,
     """Give the root the allreduce(), and the others None; blocks.
 
-    Called reduce elsewhere; fastps.reduce is the room of kernels.
+    out: where the root wants it, as for allreduce(). Called reduce elsewhere; fastps.reduce is the
+    room of kernels.
     """,
 )
 
@@ -327,15 +332,26 @@ def gather_async(
     root_rank: int = 0,
     *,
     name: str | None = None,
+    out: Array | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array | None]:
     """Begin gather(); blocks until all members have told their first dimensions."""
     source = readable(tensor, name)
-    flight, out = start_gather(_rows_wire(source), root_rank, name, process_set)
-    return Later([flight], lambda _: None if out is None else _unwire(out, source.dtype))
+    flight, made = start_gather(
+        _rows_wire(source), root_rank, name, process_set, out=_out_wire(out, source, name)
+    )
+    is_root = made is not None
+    found = _result(flight, source, out=out) if is_root else flight
+    return Later([found], lambda arrays: arrays[0] if is_root else None)
 
 
-gather = blocking(gather_async, """Give the root the allgather(), and the others None; blocks.""")
+gather = blocking(
+    gather_async,
+    """Give the root the allgather(), and the others None; blocks.
+
+    out: where the root wants it, C-contiguous, another than tensor.
+    """,
+)
 
 
 def scatter_async(
@@ -364,11 +380,10 @@ scatter = blocking(
 
 
 def barrier_async(*, process_set: ProcessSet = global_process_set) -> Later[None]:
-    """Begin barrier() and give a handle for synchronize(); of all workers one at a time."""
+    """Begin barrier() and give a handle for synchronize()."""
     if process_set is not global_process_set:
         return Later([process_set.group().barrier()], lambda _: None)
-    asked = current().enter_barrier()
-    return Later([] if asked is None else [asked], lambda _: None)
+    return Later([current().groups.start_barrier()], lambda _: None)
 
 
 def send_async(

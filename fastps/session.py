@@ -86,7 +86,8 @@ log = logging.getLogger(__name__)
 SUM, AVERAGE = -1, -2
 _OPERATIONS = {SUM: "a sum", AVERAGE: "an average"}
 _ENDINGS = (PeerLostError, ShutdownError)  # what an engine raises that has ended
-RESULT_BYTES = 256 << 10  # of a result from which on it lies in shared memory: it costs 2 us
+RESULT_BYTES = 256 << 10  # of a sum from which on it lies in shared memory
+SMALL_BYTES = 16 << 10  # of a result up to which a copy costs less than finding room for it there
 
 
 class Session(Forgetting):
@@ -538,7 +539,9 @@ class Session(Forgetting):
         return flat.reshape(shape)
 
     def result(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Give an array for a result, in memory that others reach if there is some left."""
+        """Give an array for a result, a large one in memory that others reach if there is some."""
+        if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
+            return np.empty(shape, dtype)
         try:
             return self.empty(shape, dtype)
         except MemoryError:

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastps import eager
 from fastps.collectives.names import part_of
 from fastps.current import current
 from fastps.errors import FastPSError, MismatchError
+from fastps.types import DType
+from fastps.worker.handle import Array
 
 if TYPE_CHECKING:  # importing fastps brings as little as it can
     from fastps.collectives.group import Group
@@ -152,15 +155,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def row_counts(group: Group, count: int, name: str | None) -> list[int]:
-    """Tell everybody a number and give everybody's, in the order of members; blocks."""
-    return row_counts_of_each(group, [count], name)[0]
-
-
 def row_counts_of_each(group: Group, counts: Sequence[int], name: str | None) -> list[list[int]]:
-    """Do row_counts() for several numbers in one operation; MismatchError if not all tell as many.
+    """Tell everybody some numbers, and give everybody's of each, in the order of members; blocks.
 
-    Blocks.
+    MismatchError if not all tell as many.
     """
     found = group.allgather(np.array(counts, np.int64), name=part_of(name, " sizes")).wait()
     by_member: list[list[int]] = np.asarray(found).reshape(group.size, len(counts)).tolist()
@@ -175,11 +173,15 @@ def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
         data = encode_object((True, obj))
     except (TypeError, RecursionError) as error:
         data = encode_object((False, str(error)))
-    counts = row_counts(group, len(data), name)
     own = np.frombuffer(data, np.uint8)
-    everything = np.asarray(group.allgather(own, counts=counts, name=name).wait()).tobytes()
-    found, start = [], 0
-    for rank, count in zip(group.ranks, counts, strict=True):
+    told = eager.allgather(group, own, DType.UINT8, name, "objects")
+    whole: Array = np.empty(sum(told.counts), np.uint8)
+    if told.is_whole:
+        told.land(whole)
+    else:
+        group.allgather(own, whole, counts=told.counts, name=name).wait()
+    everything, found, start = whole.tobytes(), [], 0
+    for rank, count in zip(group.ranks, told.counts, strict=True):
         is_whole, value = decode_object(everything[start : start + count])
         if not is_whole:
             raise TypeError(f"worker {rank} could not send its object: {value}")

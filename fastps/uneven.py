@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fastps.collectives.names import Part, part_of
+from fastps.collectives.names import BARRIER, Part, part_of
 from fastps.errors import FastPSError, StallError, Status
 from fastps.objects import decode_object, encode_object
 from fastps.types import DType, Op, ReduceOp, numpy_dtype
@@ -269,9 +269,10 @@ class Uneven:
         me = self._session.rank
         if isinstance(one.place, str):
             return bool(one.what[-1] == me)
-        kind, *sizes = one.what[2]
+        _, words, (kind, *sizes), _ = one.what
         is_ours = kind == "broadcast" and one.members[sizes[1]] == me
-        return is_ours or kind not in ("allreduce", "reduce", "broadcast", "barrier")
+        is_meeting = kind == "barrier" and words == (BARRIER, "")
+        return is_ours or is_meeting or kind not in ("allreduce", "reduce", "broadcast", "barrier")
 
     def _take_part(self, one: Started, flights: dict[Place, Handle], timeout_s: float) -> None:
         """Start what others have; what has to fail fails on all of them, and is no error here."""
@@ -298,6 +299,8 @@ class Uneven:
         key, words, what, divisor = one.what
         name = words and part_of(*words)
         group, kind = self._session.groups.of_key(key, one.members), what[0]
+        if kind == "barrier" and is_refused:  # anything else that all take part in
+            return group.allreduce(np.zeros(1, np.uint8), op=Op.MAX, name=name)
         if kind == "barrier" or is_refused:
             return group.barrier(name=name)
         *sizes, rule, code = what[1:]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,8 @@ from fastps.types import DType, Op, ReduceOp, dtype_of
 from fastps.worker.handle import Array, Handle
 
 if TYPE_CHECKING:
-    from fastps.collectives._exchange import Exchange, Operation, Program
+    from fastps.collectives._exchange import Operation, Program
+    from fastps.collectives.host import Host
 
 MANY_KINDS = 512  # of operations that a group keeps ready
 ANYBODY = -1
@@ -89,35 +90,6 @@ _NEIGHBOR_RULES = {
 }  # fmt: skip
 
 
-class _Host(Protocol):
-    """What a group needs of its session."""
-
-    @property
-    def me(self) -> int: ...
-    @property
-    def exchange(self) -> Exchange: ...
-    def reach(self, members: Sequence[int]) -> None: ...
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array: ...
-    def check_usable(self) -> None: ...
-    def check_name(self, group: Group, name: str) -> None: ...
-    def ended(self, name: str, error: FastPSError) -> FastPSError: ...
-    def promise(
-        self,
-        operations: Sequence[Operation],
-        output: Array,
-        explain: Callable[[Operation, int, int | None, float], FastPSError],
-        members: Sequence[int],
-    ) -> Promise: ...
-    def explain(
-        self, operation: Operation, status: int | None, timeout_s: float
-    ) -> FastPSError: ...
-    def machine_of(self, rank: int) -> int: ...
-    @property
-    def is_uneven(self) -> bool: ...
-    def tell(self, operation: Operation) -> None: ...
-    def refusal(self, operation: Operation) -> str: ...
-
-
 class Group:
     """The members of a process set; made by Session.group() or add_process_set().
 
@@ -126,7 +98,7 @@ class Group:
     Every operation begins at once and gives a Handle.
     """
 
-    def __init__(self, host: _Host, ranks: Sequence[int], key: str = "", words: str = "") -> None:
+    def __init__(self, host: Host, ranks: Sequence[int], key: str = "", words: str = "") -> None:
         self.ranks = tuple(ranks)
         self._of = words and f" of {words} {list(self.ranks)}"
         self.size = len(self.ranks)
@@ -134,6 +106,7 @@ class Group:
         self._host = host
         self.key = f"{key}/{self.ranks}"
         self.machines = tuple(host.machine_of(rank) for rank in self.ranks)
+        self.is_on_one_machine = len(set(self.machines)) == 1
         self._kinds: dict[tuple[object, ...], _Kind] = {}
         self.channels = Channels(self.key)
         self._lock = threading.Lock()
@@ -378,6 +351,31 @@ class Group:
             rule=rule, divisor=divisor, weights=weights, goes_on=goes_on,
         )  # fmt: skip
 
+    # ---- bytes that are waited for at once ----
+
+    def trade(self, kind: str, sent: bytearray, found: bytearray, name: str | None) -> None:
+        """Do an allgather() or an alltoall() of even blocks of bytes; blocks. What eager.py needs.
+
+        Of more than one member. As they do, without what takes longer than the bytes.
+        """
+        self._host.check_usable()
+        if name is not None:
+            self._host.check_name(self, name)
+        key: tuple[object, ...] = (kind, len(sent), len(found))
+        ready = self._kinds.get(key) or self._prepare(
+            key, lambda: self._even(kind, len(sent)), None, None, is_weighted=False
+        )
+        label = self._label(key, name)
+        operation = self._launch(ready, self.channels.of(name), label, sent, found)
+        self._note(operation, name, key, 1)
+        self._host.wait(operation, self._explain)
+
+    def _even(self, kind: str, nbytes: int) -> Schedule:
+        if kind == "allgather":
+            return plans.allgather(self.rank, [nbytes] * self.size, self.machines)
+        blocks = [nbytes // self.size] * self.size
+        return plans.alltoall(self.rank, blocks, blocks, self.machines)
+
     # ---- operations of two ----
 
     def send(
@@ -532,34 +530,37 @@ class Group:
         kind = self._kinds.get(key) or self._prepare(
             key, make, rule, dtype, is_weighted=bool(weights)
         )
+        operation = self._launch(
+            kind, channel, label, array, out, divisor=divisor, priority=priority,
+            is_numbered=is_numbered, weights=weights, goes_on=goes_on,
+        )  # fmt: skip
+        if not is_numbered:
+            self._note(operation, name, key, divisor)
+        return self._host.promise([operation], result, self._explain, self.ranks)
+
+    def _launch(
+        self, kind: _Kind, channel: int, label: str, array: Any, out: Any, **how: Any
+    ) -> Operation:
+        """Let the engine begin; array, out: buffers or None."""
         try:
             if not kind.program.is_linked:
                 self._host.reach(kind.program.peers)
                 kind.program.is_linked = True
-            operation = self._host.exchange.start(
-                kind.program,
-                channel,
-                name=label,
-                input=array,
-                output=out,
-                itemsize=kind.itemsize,
-                rule=kind.address,
-                divisor=divisor,
-                dtype=kind.dtype,
-                code=kind.code,
-                priority=priority,
-                is_numbered=is_numbered,
-                mix=kind.mix,
-                weights=weights,
-                goes_on=goes_on,
-            )
+            return self._host.exchange.start(
+                kind.program, channel, name=label, input=array, output=out,
+                itemsize=kind.itemsize, rule=kind.address, dtype=kind.dtype, code=kind.code,
+                mix=kind.mix, **how,
+            )  # fmt: skip
         except (TransportError, ShutdownError) as error:
             raise self._host.ended(label, error) from None
-        if not is_numbered:
-            operation.about = (self, name, key, divisor)
-            if self._host.is_uneven:
-                self._host.tell(operation)
-        return self._host.promise([operation], result, self._explain, self.ranks)
+
+    def _note(
+        self, operation: Operation, name: str | None, key: tuple[object, ...], divisor: int
+    ) -> None:
+        """Note what an operation is, for those who ask or have run out of data."""
+        operation.about = (self, name, key, divisor)
+        if self._host.is_uneven:
+            self._host.tell(operation)
 
     def _prepare(
         self,

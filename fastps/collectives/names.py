@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Container
 
+BARRIER = "of all workers"  # the name of their barriers
+
 
 class Part(str):
     """The name of a part of an operation; forgotten with the name of the whole."""

@@ -165,6 +165,9 @@ class Arena:
             return self._allocate(nbytes, _round_up(max(nbytes, 1)))
 
     def _allocate(self, nbytes: int, size: int) -> tuple[Block, int]:
+        if self._is_next(size):  # as in a loop whose results have one size
+            offset = self._returned.popleft()
+            return Block(self.mapping, offset, nbytes, self._returned.append), offset
         self._take_back()
         for index, (offset, room) in enumerate(self._free):
             if room >= size:
@@ -205,6 +208,11 @@ class Arena:
 
     def _forget_children(self) -> None:
         self._inherited = [one for one in self._inherited if not one[0].have_ended()]
+
+    def _is_next(self, size: int) -> bool:
+        """Tell whether what came back first has just this size, and may be lent as it is."""
+        is_plain = bool(self._returned) and not self._is_frozen and not self._inherited
+        return is_plain and self._lent[self._returned[0]] == size
 
     def _take_back(self) -> None:
         if not self._returned:

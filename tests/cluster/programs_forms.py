@@ -17,6 +17,8 @@ def everything() -> str:
     fastps.init()
     outputs_that_fit()
     outputs_that_do_not()
+    small_and_large()
+    rows_that_differ()
     async_forms()
     grouped_forms()
     fastps.barrier()
@@ -49,6 +51,47 @@ def outputs_that_fit() -> None:
         again, counts = fastps.alltoall(own, [2] * size, out=there)
         assert again is there
         assert counts.tolist() == [2] * size
+        outputs_of_a_root(own, total, name)
+
+
+def outputs_of_a_root(own: Any, total: int, name: str | None) -> None:
+    """Have the results of a root where it wants them."""
+    me, size = fastps.rank(), fastps.size()
+    out, rows = np.zeros_like(own), np.zeros((4 * size, 3), own.dtype)
+    found = fastps.reduce_to(own, 1, op=fastps.Sum, out=out, name=name and f"{name} at one")
+    assert found is (out if me == 1 else None)
+    assert (out == (total if me == 1 else 0)).all()
+    found = fastps.gather(own[:4], 1, out=rows, name=name and f"{name} gathered")
+    assert found is (rows if me == 1 else None)
+    assert np.array_equal(rows[:, 0], np.repeat(np.arange(1, size + 1), 4) * (me == 1))
+
+
+def small_and_large() -> None:
+    """Have rows that travel with their sizes, those that do not, and both in one operation."""
+    me, size = fastps.rank(), fastps.size()
+    for most in (0, 1, 1023, 1024, 2047, 2048, 2049, 5000):
+        lengths = [most * (rank + 1) // size for rank in range(size)]
+        own = np.full(lengths[me], me, np.float32)
+        everything = np.repeat(np.arange(size), lengths)
+        assert np.array_equal(fastps.allgather(own), everything)
+        found = fastps.gather(own, size - 1)
+        assert found is None if me < size - 1 else np.array_equal(found, everything)
+        sent = np.repeat(np.arange(size, dtype=np.float32), lengths)
+        found, counts = fastps.alltoall(sent, lengths)
+        assert counts.tolist() == [lengths[me]] * size
+        assert np.array_equal(found, np.full(size * lengths[me], me))
+    found = fastps.allgather_object(["x" * (4000 * me)])
+    assert [len(one[0]) for one in found] == [4000 * rank for rank in range(size)]
+
+
+def rows_that_differ() -> None:
+    """Hear whose rows differ, on all workers, and go on."""
+    me, other = fastps.rank(), fastps.size() - 1
+    for own in (np.ones((2, 3 + (me == other))), np.ones((2, 3), "f4" if me == other else "f8")):
+        for call in (fastps.allgather, fastps.gather, lambda own: fastps.alltoall(own, [2, 0, 0])):
+            with pytest.raises(fastps.MismatchError, match=r"worker \d has rows of \d elements"):
+                call(own)
+    assert fastps.allreduce(np.ones(1))[0] == 1
 
 
 def outputs_that_do_not() -> None:

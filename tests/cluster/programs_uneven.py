@@ -149,7 +149,10 @@ def meet_as_one_joins() -> str:
         assert fastps.join() >= 0
     else:
         flight = fastps.barrier_async()
-        if fastps.rank() == 1:
+        if fastps.rank() == 2:
+            fastps.send(np.ones(1), 1)
+        else:
+            fastps.receive(np.empty(1), 2)
             fastps.send(np.ones(1), 0)
         with pytest.raises(MismatchError, match="worker 0 has run out of data"):
             fastps.synchronize(flight)

@@ -7,10 +7,12 @@ import programs_uneven
 import pytest
 from job import Job, run_job
 
+WAYS = {"tcp": {}, "memory": {"FASTPS_SHARED_MEMORY": "1"}}
 
-@pytest.mark.parametrize("environment", [{}, {"FASTPS_SHARED_MEMORY": "1"}], ids=["tcp", "memory"])
-def test_workers_run_out_one_after_the_other(environment):
-    found = run_job(programs_uneven.everything, workers=3, servers=1, environment=environment)
+
+@pytest.mark.parametrize("way", WAYS)
+def test_workers_run_out_one_after_the_other(way):
+    found = run_job(programs_uneven.everything, workers=3, servers=1, environment=WAYS[way])
     assert found == ["done"] * 3
 
 
@@ -19,5 +21,7 @@ def test_a_worker_is_lost_while_another_waits_in_join():
         assert job.workers[0].result() == "told"
 
 
-def test_who_waits_in_a_meeting_hears_that_another_has_joined():
-    assert run_job(programs_uneven.meet_as_one_joins, workers=3, servers=0) == ["done"] * 3
+@pytest.mark.parametrize("way", WAYS)
+def test_who_waits_in_a_meeting_hears_that_another_has_joined(way):
+    found = run_job(programs_uneven.meet_as_one_joins, workers=3, servers=0, environment=WAYS[way])
+    assert found == ["done"] * 3

@@ -41,7 +41,7 @@ try:
     fastps.synchronize(fastps.push_pull_async(x, "w"), timeout_s=2.5)
 except fastps.StallError as error:
     print("error:", error, flush=True)
-fastps.barrier(timeout_s=50)
+fastps.broadcast_object(None, 1)
 """
 
 
@@ -72,6 +72,6 @@ def test_stalls_are_told_with_stacks_and_an_interruption_too(tmp_path):
         if "error:" in line:
             assert all(part in line for part in [*late, "(operation 3 on it)", "2.5 s"]), line
     first = rest.index("SIGINT: ending the workers")
-    told = rest.index("barrier 'barrier' waits for", first)
+    told = rest.index("blob 'object' waits for", first)
     assert "in dawdle <" in rest[told:].splitlines()[0], rest
     assert told < rest.index("KeyboardInterrupt")

@@ -74,6 +74,7 @@ PART_OF = {
     "fastps.banner": "fastps.session",
     "fastps.arrays": "fastps.session",
     "fastps.current": "fastps.session",
+    "fastps.eager": "fastps.session",
     "fastps.flights": "fastps.session",
     "fastps.groups": "fastps.session",
     "fastps.joining": "fastps.session",

@@ -50,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fastps
 from fastps import current
 from fastps.reduce import reduce_kernel
-from fastps.types import DType, Op, ReduceOp
+from fastps.types import DType, ReduceOp
 from tools.bench._hosts import SCHEDULER, environment_of, on_hosts
 from tools.bench.peers import _places, _systems
 from tools.bench.peers._systems import AS_ROOT, MPIRUN
@@ -350,11 +350,10 @@ def own_runs(
     arrays: Arrays,
 ) -> dict[str, tuple[Run | InPlace, np.ndarray[Any, Any], torch.Tensor]]:
     """Give by name how fastps does it, where its result is, and where the other's."""
-    world = current.current().groups.world
 
     def exchange() -> None:
-        handle = world.receive(arrays.other, arrays.before)
-        world.send(arrays.one, arrays.after).wait()
+        handle = fastps.receive_async(arrays.other, arrays.before)
+        fastps.send(arrays.one, arrays.after)
         handle.wait()
 
     neighbors = current.current().groups.neighbors
@@ -363,38 +362,38 @@ def own_runs(
     def mix() -> None:
         neighbors.allreduce(arrays.one, arrays.other, **peer).wait()
 
-    size, steps = world.size, distances(world.size)
+    size, rank, steps = fastps.size(), fastps.rank(), distances(fastps.size())
     share = 1 / (len(steps) + 1)
     some = {
         "self_weight": share,
-        "src_weights": {(world.rank - step) % size: share for step in steps},
-        "dst_weights": [(world.rank + step) % size for step in steps],
+        "src_weights": {(rank - step) % size: share for step in steps},
+        "dst_weights": [(rank + step) % size for step in steps],
     }
 
     def mix_some() -> None:
         neighbors.allreduce(arrays.one, arrays.other, **some).wait()
 
     theirs, all_theirs = arrays.theirs, arrays.all_theirs
-    mean = torch.from_numpy((2 * arrays.one - world.rank + arrays.before) * np.float32(0.5))
-    is_root = world.rank == 0
+    mean = torch.from_numpy((2 * arrays.one - rank + arrays.before) * np.float32(0.5))
+    is_root = rank == 0
     here = arrays.one if is_root else arrays.other
     there = torch.from_numpy(arrays.one) if is_root else theirs
     return {
         "allreduce": (
-            lambda: world.allreduce(arrays.one, arrays.other, op=Op.SUM).wait(),
+            lambda: fastps.allreduce(arrays.one, op=fastps.Sum, out=arrays.other),
             arrays.other, theirs,
         ),
         "allgather": (
-            lambda: world.allgather(arrays.one, arrays.all_too).wait(), arrays.all_too, all_theirs
+            lambda: fastps.allgather(arrays.one, out=arrays.all_too), arrays.all_too, all_theirs
         ),
         "reducescatter": (
-            lambda: world.reducescatter(arrays.all, arrays.other, op=Op.SUM).wait(),
+            lambda: fastps.reducescatter(arrays.all, op=fastps.Sum, out=arrays.other),
             arrays.other, theirs,
         ),
         "alltoall": (
-            lambda: world.alltoall(arrays.all, arrays.all_too).wait(), arrays.all_too, all_theirs
+            lambda: fastps.alltoall(arrays.all, out=arrays.all_too), arrays.all_too, all_theirs
         ),
-        "broadcast": (lambda: world.broadcast(here, root=0).wait(), here, there),
+        "broadcast": (lambda: fastps.broadcast(here), here, there),
         "send, receive": (exchange, arrays.other, theirs),
         "one peer": (mix, arrays.other, theirs),
         "peer or all": (mix, arrays.other, mean),
@@ -404,20 +403,17 @@ def own_runs(
 
 def own_rooted_runs(arrays: Arrays) -> dict[str, tuple[Run, Any, torch.Tensor]]:
     """Give the operations that end at one worker, or begin there; without a result elsewhere."""
-    world = current.current().groups.world
-    is_root = world.rank == 0
+    is_root = fastps.rank() == 0
     one, other = arrays.one, arrays.other
     all_, all_too = (arrays.all, arrays.all_too) if is_root else (None, None)
     return {
         "reduce": (
-            lambda: world.reduce(one, other, root=0, op=Op.SUM).wait(),
+            lambda: fastps.reduce_to(one, op=fastps.Sum, out=other),
             other if is_root else None, arrays.theirs,
         ),
-        "gather": (
-            lambda: world.gather(one, all_too, root=0).wait(), all_too, arrays.all_theirs
-        ),
-        "scatter": (lambda: world.scatter(all_, other, root=0).wait(), other, arrays.theirs),
-        "barrier": (lambda: world.barrier().wait(), None, arrays.theirs),
+        "gather": (lambda: fastps.gather(one, out=all_too), all_too, arrays.all_theirs),
+        "scatter": (lambda: fastps.scatter(all_, other), other, arrays.theirs),
+        "barrier": (fastps.barrier, None, arrays.theirs),
     }  # fmt: skip
 
 

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a group needs of its session; groups.py has it. Types only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import numpy as np
+
+from fastps.errors import FastPSError
+from fastps.worker.handle import Array
+
+if TYPE_CHECKING:
+    from fastps.collectives._exchange import Exchange, Operation
+    from fastps.collectives.group import Group, Promise
+
+# Words the failure of an operation: its place in the handle, status, seconds
+Explain: TypeAlias = "Callable[[Operation, int, int | None, float], FastPSError]"
+
+
+class Host(Protocol):
+    """What a group needs of its session."""
+
+    @property
+    def me(self) -> int:
+        """Rank of this worker."""
+
+    @property
+    def exchange(self) -> Exchange:
+        """The engine."""
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether somebody has run out of data."""
+
+    def reach(self, members: Sequence[int]) -> None:
+        """Make the links to members that there are not yet; blocks."""
+
+    def machine_of(self, rank: int) -> int:
+        """Give the number of the machine that a worker is on."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+        """Make an array for a result."""
+
+    def check_usable(self) -> None:
+        """Raise NotInitializedError in a forked child."""
+
+    def check_name(self, group: Group, name: str) -> None:
+        """Raise MismatchError for a name that has failed for all workers."""
+
+    def promise(
+        self,
+        operations: Sequence[Operation],
+        output: Array,
+        explain: Explain,
+        members: Sequence[int],
+    ) -> Promise:
+        """Make the handle of an operation."""
+
+    def wait(self, operation: Operation, explain: Explain) -> None:
+        """Wait for an operation that needs no handle."""
+
+    def tell(self, operation: Operation) -> None:
+        """Let those take part who have run out of data."""
+
+    def explain(self, operation: Operation, status: int | None, timeout_s: float) -> FastPSError:
+        """Word the error of an operation that failed, or, if status is None, did not end."""
+
+    def refusal(self, operation: Operation) -> str:
+        """Say why others made an operation fail, where that is known; else empty."""
+
+    def ended(self, name: str, error: FastPSError) -> FastPSError:
+        """Word the error of an operation that could not begin, since the job has ended."""
