@@ -295,7 +295,7 @@ class OneCCLOverTCP(OneCCL):
 
 
 class Memory:
-    """The floor of a machine: what each process has to read and to write, in memory of its own.
+    """The floor of a machine: what each process has to read of the others' memory, and to write.
 
     Nobody is waited for. Sums are those of fastps's kernel, copies those of the C library.
     """
@@ -310,29 +310,42 @@ class Memory:
         divisor = (ctypes.c_int64 * 1)(1)
         return lambda: self.sum(table, len(rows), out.ctypes.data, out.size, divisor)
 
+    def open(self, count: int) -> list[np.ndarray[Any, Any]]:
+        """Give an array of every worker, float32[count], ours and those of the others' memory."""
+        groups = current.current().groups
+        self.ours = fastps.empty(count, np.float32)
+        self.ours[:] = fastps.rank()
+        offset = self.ours.ctypes.data - groups.arena.mapping.address
+        offsets = fastps.allgather(np.array([offset]))
+        starts = [groups.arenas[rank].address + int(at) for rank, at in enumerate(offsets)]
+        views = [(ctypes.c_float * count).from_address(start) for start in starts]
+        return [np.frombuffer(view, np.float32) for view in views]
+
     def runs(self, arrays: Arrays) -> dict[str, Run]:
         """Give by name what does an operation of these arrays."""
-        one, all_ = arrays.one, arrays.all
+        me, size, count = fastps.rank(), fastps.size(), arrays.one.size
         theirs, all_theirs = arrays.theirs.numpy(), arrays.all_theirs.numpy()
-        rows = [*all_.reshape(fastps.size(), -1), one]
-        steps = distances(fastps.size())
+        blocks = [array.reshape(size, -1) for array in self.open(size * count)]
+        before, to = blocks[arrays.before][0], all_theirs.reshape(size, -1)
 
         def copy() -> None:
-            np.copyto(theirs, one)
+            np.copyto(theirs, before)
 
-        def copy_all() -> None:
-            np.copyto(all_theirs, all_)
+        def gather(place: int) -> None:
+            for rank in range(size):
+                np.copyto(to[rank], blocks[rank][place])
 
+        steps = [blocks[(me - step) % size][0] for step in distances(size)]
         return {
             "allreduce": copy,  # all shares of one part of the sum are read, and all are written
-            "allgather": copy_all,
-            "reducescatter": self.add(rows[:-1], theirs),
-            "alltoall": copy_all,
+            "allgather": lambda: gather(0),
+            "reducescatter": self.add([block[me] for block in blocks], theirs),
+            "alltoall": lambda: gather(me),
             # As many copy as get something; the first among them, for its time is what is told.
-            "broadcast": copy if fastps.rank() < fastps.size() - 1 else lambda: None,
+            "broadcast": copy if me < size - 1 else lambda: None,
             "send, receive": copy,
-            "one peer": self.add(rows[-2:], theirs),
-            "exponential": self.add(rows[-1 - len(steps) :], theirs),
+            "one peer": self.add([before, blocks[me][0]], theirs),
+            "exponential": self.add([*steps, blocks[me][0]], theirs),
         }
 
 
