@@ -390,8 +390,8 @@ def send_async(
     tensor: Array, target: int, *, tag: int = 0, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Begin send() and give a handle for synchronize()."""
-    member = process_set.member(target, "target")
-    return process_set.group().send(_wire(readable(tensor)), member, tag=tag)
+    group, member = process_set.group(), process_set.member(target, "target")
+    return group.send(_wire(readable(tensor)), member, tag=tag)
 
 
 def send(
@@ -425,8 +425,9 @@ def receive_async(
     process_set: ProcessSet = global_process_set,
 ) -> Receipt:
     """Begin receive(); the done handle's `source` is the sender's place in the set."""
+    group = process_set.group()
     member = None if source is None else process_set.member(source, "source")
-    return Receipt(process_set.group().receive(_wire(out), member, tag=tag), out)
+    return Receipt(group.receive(_wire(out), member, tag=tag), out)
 
 
 def receive(

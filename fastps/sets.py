@@ -101,6 +101,11 @@ class _Everybody(ProcessSet):
     def group(self) -> Group:
         return current().groups.world
 
+    def member(self, rank: int, what: str) -> int:
+        if 0 <= operator.index(rank) < current().size:
+            return operator.index(rank)
+        raise ValueError(f"{what} {rank} is not in process set {self.ranks}")
+
     def __repr__(self) -> str:
         return "global_process_set"
 

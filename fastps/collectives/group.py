@@ -108,6 +108,7 @@ class Group:
         self.machines = tuple(host.machine_of(rank) for rank in self.ranks)
         self.is_on_one_machine = len(set(self.machines)) == 1
         self._kinds: dict[tuple[object, ...], _Kind] = {}
+        self._routes: dict[tuple[object, ...], tuple[_Kind, int, str]] = {}  # of messages
         self.channels = Channels(self.key)
         self._lock = threading.Lock()
 
@@ -404,28 +405,38 @@ class Group:
         self, kind: Kind, array: Array, peer: int, tag: int, dtype: DType | None,
         priority: int = 0,
     ) -> Promise:  # fmt: skip
-        if peer == self.rank:
-            raise ValueError("a member sends nothing to itself")
         if array.nbytes > plans.MAX_MESSAGE_BYTES:
             return self._messages(kind, array, peer, tag, dtype, priority)
-        is_send = kind is Kind.SEND
-        place = Place.INPUT if is_send else Place.OUTPUT
-
-        def make() -> Schedule:
-            return Schedule((Step(kind, peer, 0, place, 0, array.nbytes),), 0)
-
-        return self._start(
-            ("send", int(kind), array.nbytes, peer),
-            make,
-            array if is_send else None,
-            None if is_send else array,
-            array,
-            channel=self.channels.of(f"messages {operator.index(tag)}"),
-            label=f"{'send' if is_send else 'receive'} with tag {tag}{self._of}",
-            dtype=self._dtype(array, dtype),
-            priority=priority,
-            is_numbered=True,
+        key = kind, array.nbytes, peer, operator.index(tag), array.dtype, dtype
+        ready, channel, label = self._routes.get(key) or self._route(*key)
+        check_arrays(label, array, None)
+        self._host.check_usable()
+        source, out = (array, None) if kind is Kind.SEND else (None, array)
+        operation = self._launch(
+            ready, channel, label, source, out, priority=priority, is_numbered=True
         )
+        return self._host.promise([operation], array, self._explain, self.ranks)
+
+    def _route(
+        self, kind: Kind, nbytes: int, peer: int, tag: int, kept: np.dtype[Any],
+        dtype: DType | None,
+    ) -> tuple[_Kind, int, str]:  # fmt: skip
+        """Make what all messages of one size to or from a member have in common."""
+        if peer == self.rank:
+            raise ValueError("a member sends nothing to itself")
+        place = Place.INPUT if kind is Kind.SEND else Place.OUTPUT
+        steps = Schedule((Step(kind, peer, 0, place, 0, nbytes),), 0)
+        code = self._dtype(np.empty(0, kept), dtype)
+        key = ("send", int(kind), nbytes, peer, None, code)
+        ready = self._kinds.get(key) or self._prepare(
+            key, lambda: steps, None, code, is_weighted=False
+        )
+        words = "send" if kind is Kind.SEND else "receive"
+        if len(self._routes) >= MANY_KINDS:
+            self._routes.clear()
+        route = ready, self.channels.of(f"messages {tag}"), f"{words} with tag {tag}{self._of}"
+        self._routes[kind, nbytes, peer, tag, kept, dtype] = route
+        return route
 
     def _messages(
         self, kind: Kind, array: Array, peer: int, tag: int, dtype: DType | None, priority: int
