@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from aids.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100
@@ -23,12 +24,6 @@ line = f"{fastps.size()} {total.tolist()}\\n"
 os.write(1, line.encode())  # in one piece: both workers write to one pipe
 fastps.shutdown()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.timeout(LIMIT_S + 20)

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from aids.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100
@@ -56,12 +57,9 @@ def start(argv: list[str], folder: Path, **more: str) -> subprocess.Popen[str]:
 
 
 def job_of(secret: str, machines: int) -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return {
         "DMLC_NUM_WORKER": str(machines), "DMLC_NUM_SERVER": "1", "FASTPS_TOKEN": secret,
-        "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port),
+        "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port()),
         "DMLC_INTERFACE": "127.0.0.1",
     }  # fmt: skip
 

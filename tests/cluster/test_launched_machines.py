@@ -14,6 +14,8 @@ import time
 import pytest
 from launched import LIMIT_S, JobRunner, last_line, wait_lines
 
+from aids.free_ports import free_port
+
 DEATH_LIMIT_S = 20.0  # the promise is 5 s; the machine may be busy
 SUM = """
 import os, numpy as np, fastps
@@ -70,9 +72,7 @@ class Machines:
         self.job = JobRunner(folder)
         self.token = folder / "job.token"
         self.write_token(self.token)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
 
     def write_token(self, path) -> None:
         path.touch(mode=0o600)

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT, clean_environ
 
+from aids.free_ports import free_ports
 from fastps.config import load
 from fastps.config.launchers import find, is_left_alone
 from fastps.control import launched
@@ -167,14 +168,6 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)  # other people's daemons tell nobody when they are ready
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @pytest.mark.parametrize(

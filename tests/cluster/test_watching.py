@@ -8,7 +8,6 @@ import json
 import os
 import pty
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import urllib.request
 import pytest
 from harness import ROOT, clean_environ
 
+from aids.free_ports import free_ports
 from fastps.config import load
 from fastps.errors import ConfigError
 from fastps.launch.doctor import main as fastps_command
@@ -72,16 +72,6 @@ def wait_until(condition) -> None:
         time.sleep(0.05)  # other processes are watched from outside
 
 
-def free_ports() -> int:
-    """Find four ports in a row."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as probe, contextlib.suppress(OSError):
-            first = probe.getsockname()[1]
-            for port in (first + 1, first + 2, first + 3):
-                socket.create_server(("127.0.0.1", port)).close()
-            return first
-
-
 def get(port: int, path: str, token: str = "", method: str = "GET") -> str:
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
     request.add_header("Authorization", f"Bearer {token}")
@@ -95,7 +85,7 @@ def job(tmp_path_factory: pytest.TempPathFactory):
     (folder / "train.py").write_text(TRAIN)
     (folder / "token").write_text("a token of scrapers")
     (folder / "token").chmod(0o600)
-    port, job_id = free_ports(), f"watched-{os.getpid()}"
+    port, job_id = free_ports(4)[0], f"watched-{os.getpid()}"
     settings = {"FASTPS_METRICS_PORT": str(port), "FASTPS_METRICS_TOKEN_FILE": f"{folder}/token"}
     launch = [sys.executable, "-m", "fastps.launch.run", "-np", "2", "-s", "1"]
     train = [sys.executable, f"{folder}/train.py", f"{folder}/end"]

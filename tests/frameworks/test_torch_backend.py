@@ -14,7 +14,6 @@ import importlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import weakref
@@ -22,6 +21,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from aids.free_ports import free_port
 
 torch = pytest.importorskip("torch")
 
@@ -48,13 +49,6 @@ def environ(**more: str) -> dict[str, str]:
     kept = clean_environ() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     kept.pop("FASTPS_SHARED_MEMORY", None)
     return kept | more
-
-
-def free_port() -> int:
-    """Find a port for torch's store."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def torchrun(size: int, *words: str, **more: str) -> subprocess.CompletedProcess[str]:

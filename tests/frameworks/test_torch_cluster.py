@@ -8,13 +8,14 @@ needs no process is tested in the files beside this one.
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from aids.free_ports import free_port
 
 torch = pytest.importorskip("torch")
 
@@ -398,9 +399,7 @@ PARALLEL = """
 
 def test_parallel_equals_torchs(tmp_path: Path) -> None:
     """Views and copies, buffers, no_sync, unused layers, a deep model of small tensors."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
-    environ = {**PIECES, "TEST_GLOO": f"tcp://127.0.0.1:{port}", "GLOO_SOCKET_IFNAME": "lo"}
+    environ = {**PIECES, "TEST_GLOO": f"tcp://127.0.0.1:{free_port()}", "GLOO_SOCKET_IFNAME": "lo"}
     script = "import os\n" + textwrap.dedent(PARALLEL)
     result = run(script, tmp_path, servers=1, environ=environ).check()
     for reports in result.reports:
