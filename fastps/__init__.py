@@ -542,7 +542,11 @@ def broadcast_object(
 def barrier(
     process_set: ProcessSet = global_process_set, *, timeout_s: float | None = None
 ) -> None:
-    """Wait until every member has come here; StallError names which worker is missing."""
+    """Wait until every member has come here; StallError names which worker is missing.
+
+    Blocks up to timeout_s seconds (default: op_timeout_s). Who calls it again after a StallError
+    in shared memory waits for the same barrier.
+    """
     if process_set is not global_process_set:
         process_set.group().barrier().wait(timeout_s)
         return

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,29 @@ def outputs_of_a_root(own: Any, total: int, name: str | None) -> None:
     found = fastps.gather(own[:4], 1, out=rows, name=name and f"{name} gathered")
     assert found is (rows if me == 1 else None)
     assert np.array_equal(rows[:, 0], np.repeat(np.arange(1, size + 1), 4) * (me == 1))
+
+
+def barrier_again() -> str:
+    """Come to a barrier again after a StallError, and still meet who is late."""
+    fastps.init()
+    me, stalls = fastps.rank(), []
+    for _ in range(2):
+        if me == 0:
+            time.sleep(0.7)
+            fastps.barrier()
+        while me:
+            try:
+                fastps.barrier(timeout_s=0.2)
+            except fastps.StallError as error:
+                stalls.append(str(error))
+            else:
+                break
+        assert fastps.allreduce(np.full(1, me), op=fastps.Sum)[0] == sum(range(fastps.size()))
+    assert (me == 0) == (len(stalls) < 2)
+    assert all("worker 0" in text for text in stalls), stalls
+    fastps.barrier()
+    fastps.shutdown()
+    return "done"
 
 
 def small_and_large() -> None:

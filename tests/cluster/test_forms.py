@@ -15,5 +15,11 @@ def test_every_form_of_an_operation(way):
     assert found == ["done"] * 3
 
 
+def test_who_comes_again_to_a_barrier_is_still_in_it():
+    environment = WAYS["memory"]
+    found = run_job(programs_forms.barrier_again, workers=3, servers=0, environment=environment)
+    assert found == ["done"] * 3
+
+
 def test_forms_of_one_worker():
     assert run_job(programs_forms.async_forms_alone, workers=1, servers=0) == ["done"]
