@@ -224,14 +224,14 @@ cdef class WorkerEngine(LinkOwner):
             part.index = record.n_parts
             part.offset = offset
             part.nbytes = nbytes
-            part.wire_bytes = <uint32_t>nbytes
             part.has = SPEAKS
             part.item.header.dtype = record.dtype
             part.item.header.key = key
             part.item.chunk_bytes = record.chunk_bytes
             part.item.sent = part_sent
             part.item.context = part
-            if self.remote.n_links:
+            if self.remote.n_links:     # else a part is a whole tensor, of any size
+                part.wire_bytes = <uint32_t>nbytes
                 part.owner = <uint32_t>owner
                 part.slot = &self.remote.links[
                     self.remote.first[<uint32_t>owner]

@@ -198,6 +198,12 @@ def test_many_in_flight_in_another_order_on_every_rank(trio):
             assert all(np.all(arrays[place][index] == 6.0) for place in range(3))
 
 
+def test_a_tensor_of_more_bytes_than_32_bits_count_is_one_part(trio):
+    for tensor, group in zip(declare(trio, next(_numbers), 5 << 30), trio, strict=True):
+        assert tensor.nbytes == 5 << 30
+        group.engine.forget(tensor)
+
+
 def test_rounds_without_a_pause(trio):
     tensors = declare(trio, next(_numbers), 4096)
     arrays = [shared(group, np.zeros(1024, np.float32)) for group in trio]
