@@ -39,6 +39,7 @@ Counts: TypeAlias = dict[Place, int]
 
 _OPS = {op.reduction: op for op in Op if op not in (Op.AVERAGE, Op.ADASUM)}
 _JOINED, _STARTED = "joined", "started"
+NEWS_S = 0.1  # others may have heard sooner who has joined, and an operation have failed by that
 
 REFUSAL = (
     "has run out of data and called join(): allreduce, reduce, barriers of process sets, and "
@@ -143,10 +144,11 @@ class Uneven:
 
     def refusal(self, operation: Operation) -> str:
         """Say who made a group's operation fail because they have joined; else empty."""
-        if not self.is_on or operation.about is None:
+        if operation.about is None:
             return ""
         one = _of_group(operation)
         with self._news:
+            self._news.wait_for(lambda: self.is_on, NEWS_S)
             absent = self._rounds[self._number].absent(one.place, one.number)
         gone = sorted(absent.intersection(one.members))
         return f"worker {', '.join(map(str, gone))} {REFUSAL}" if gone else ""
