@@ -127,11 +127,14 @@ class Groups:
         return self._session.enter_barrier(timeout_s=timeout_s) or self.world.barrier()
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        """Wait for all workers; who comes again after a StallError still waits for the same."""
+        """Wait for all workers; who comes again after a StallError still waits for the same.
+
+        After Ctrl-C, and a time that is none, too: the others count this worker as having come.
+        """
         flight, self._late_barrier = self._late_barrier or self.start_barrier(timeout_s), None
         try:
             flight.wait(timeout_s)
-        except StallError:
+        except (StallError, ValueError, KeyboardInterrupt):
             if isinstance(flight, Promise):
                 self._late_barrier = flight
             raise

@@ -71,6 +71,9 @@ def barrier_again() -> str:
     """Come to a barrier again after a StallError, and still meet who is late."""
     fastps.init()
     me, stalls = fastps.rank(), []
+    if me == 1:
+        with pytest.raises(ValueError, match=r"timeout|seconds"):
+            fastps.barrier(timeout_s=-1)
     for _ in range(2):
         if me == 0:
             time.sleep(0.7)
