@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small blocks travel with their sizes, in one exchange instead of two: MPI's eager protocol.
+"""How members learn of first dimensions that may differ: in an exchange, or from the last one.
 
-Where first dimensions may differ all members tell theirs first. Each block of rows goes behind
-its head, if it is small; all members are told the largest of all blocks, so they agree on whether
-everything has come. The bytes that this takes: docs/collectives.md. Threads: any.
+They tell theirs first. Each block of rows goes behind its head, if it is small: MPI's eager
+protocol; all members are told the largest of all blocks, so they agree on whether everything has
+come. Sizes that stayed the same are not told again (collectives/steady.py). The bytes that this
+takes: docs/collectives.md. Threads: any.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastps.collectives.names import part_of
+from fastps.collectives.promise import SizesDifferError
 from fastps.errors import MismatchError
 from fastps.types import DType
 from fastps.worker.handle import Array
@@ -26,52 +27,80 @@ FAR_ROOM_BYTES = 2 << 10  # between machines,
 ALL_ROOM_BYTES = 64 << 10  # and of the blocks of all members
 
 
-def allgather(group: Group, rows: Array, code: DType, name: str | None, call: str) -> Blocks:
-    """Tell everybody the rows of an array, and what they are if they are few; blocks.
+class Rows(NamedTuple):
+    """What a member brings to an operation in which others may have another number of rows.
 
-    rows: C-contiguous. call: what an error names. Raises MismatchError on all members where rows
-    or dtypes differ.
+    array: C-contiguous, with counts rows for each member, or one number, for all of them. call:
+    what errors name; who waits for rows, and not for sizes first, does what is called its kind.
     """
-    return _trade(group, "allgather", rows, [len(rows)], code, name, call)
+
+    group: Group
+    kind: str  # allgather or alltoall
+    array: Array
+    counts: list[int]
+    code: DType
+    name: str | None
+    call: str
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.array.shape[1:])
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What all members know of the operation."""
+        return self.kind, self.name, self.width, self.code
+
+    @property
+    def part(self) -> str | None:
+        """Name of an exchange that may be one of sizes, or of the rows."""
+        return part_of(self.name, " sizes")
 
 
-def alltoall(
-    group: Group, rows: Array, splits: Sequence[int], code: DType, name: str | None
-) -> Blocks:
-    """Do allgather() for rows of which each member gets its own, as many as splits say; blocks."""
-    return _trade(group, "alltoall", rows, list(splits), code, name, "alltoall")
+def tell(rows: Rows, *, is_again: bool = False) -> Blocks:
+    """Tell everybody how many rows there are, and what they are if they are few; blocks.
 
-
-def _trade(
-    group: Group,
-    kind: str,
-    rows: Array,
-    counts: list[int],
-    code: DType,
-    name: str | None,
-    call: str,
-) -> Blocks:
+    is_again: all of them tell, for they heard that sizes are not as before. Raises MismatchError
+    on all members where widths or dtypes differ.
+    """
     from fastps.collectives._eager import Blocks, pack  # noqa: PLC0415  (few need them at once)
 
+    group, counts, code, width = rows.group, rows.counts, rows.code, rows.width
     most = ROOM_BYTES if group.is_on_one_machine else FAR_ROOM_BYTES
     room = min(most, ALL_ROOM_BYTES // group.size) & ~7
-    width = math.prod(rows.shape[1:])
-    row_bytes = width * rows.itemsize
-    found = packed = pack(rows, counts, row_bytes, width, code, room)
+    row_bytes = width * rows.array.itemsize
+    found = packed = pack(rows.array, counts, row_bytes, width, code, room)
     if group.size > 1:
         found = bytearray(len(packed) // len(counts) * group.size)
-        group.trade(kind, packed, found, part_of(name, " sizes"))
+        _trade(rows, packed, found, may_differ=rows.call == rows.kind and not is_again)
     blocks = Blocks(found, group.size, row_bytes, width, code)
     if blocks.odd >= 0:
-        raise _odd(blocks, call if name is None else f"{call} {name}", group, width, code)
+        raise _odd(blocks, rows)
+    if rows.call == rows.kind and blocks.is_full and not blocks.is_whole:
+        group.steady.told(rows.key, counts, blocks.counts)
     return blocks
 
 
-def _odd(blocks: Blocks, what: str, group: Group, width: int, code: DType) -> MismatchError:
+def _trade(rows: Rows, packed: bytearray, found: bytearray, *, may_differ: bool) -> None:
+    """Send heads and what is behind them; once more, if others take sizes for granted."""
+    group = rows.group
+    try:
+        group.trade(rows.kind, packed, found, rows.part, may_differ=may_differ)
+    except SizesDifferError:
+        group.steady.missed(rows.key)
+        _trade(rows, packed, found, may_differ=False)
+    except BaseException:
+        group.steady.end()
+        raise
+
+
+def _odd(blocks: Blocks, rows: Rows) -> MismatchError:
     """Say whose rows differ from ours."""
     its_width, its_dtype = blocks.its
+    what = rows.call if rows.name is None else f"{rows.call} {rows.name}"
     return MismatchError(
-        f"{what}: worker {group.ranks[blocks.odd]} has rows of {its_width} elements of "
-        f"{DType(its_dtype).name}, this one of {width} of {code.name}; first dimensions alone may "
-        "differ, so this is not the same operation, size and type"
+        f"{what}: worker {rows.group.ranks[blocks.odd]} has rows of {its_width} elements of "
+        f"{DType(its_dtype).name}, this one of {rows.width} of {rows.code.name}; first dimensions "
+        "alone may differ, so this is not the same operation, size and type"
     )

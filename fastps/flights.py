@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from fastps import eager
 from fastps.adasum import adasum
 from fastps.collectives.names import part_of
 from fastps.collectives.places import is_apart
+from fastps.collectives.promise import SizesDifferError
 from fastps.current import current
+from fastps.eager import Rows, tell
 from fastps.errors import FastPSError, MismatchError
 from fastps.evened import integers_text
 from fastps.sets import (
@@ -32,7 +33,8 @@ from fastps.types import DType, Op, dtype_of
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
-    from fastps.collectives.group import Group, Promise
+    from fastps.collectives.group import Group
+    from fastps.collectives.promise import Promise
 
 Average = Op.AVERAGE
 Sum = Op.SUM
@@ -319,23 +321,62 @@ def start_allgather(
     dtype: DType | None = None,
     counts: Sequence[int] | None = None,
     out: Array | None = None,
+    is_awaited: bool = False,
 ) -> tuple[Flight, list[int]]:
     """Begin to gather arrays of any first dimension, and give the rows of each member.
 
     counts: these, where they are known; else blocks until all members have told them. out: where
-    all of them go; ours may lie there already.
+    all of them go; ours may lie there already. is_awaited: blocks until they are there.
     """
-    group, rows, told = process_set.group(), np.atleast_1d(array), None
+    group, array, told = process_set.group(), np.atleast_1d(array), None
     if counts is None:
-        told = eager.allgather(group, rows, _code_of(rows, dtype), name, "allgather")
+        code = _code_of(array, dtype)
+        rows = Rows(group, "allgather", array, [len(array)], code, name, "allgather")
+        found = _as_before(rows, out) if is_awaited else None
+        if isinstance(found, tuple):
+            return found
+        told = tell(rows, is_again=found is SizesDifferError)
         counts = told.counts
-    if out is not None and not is_apart(rows, out, sum(counts[: group.rank]) * width_of(rows)):
+    if out is not None and not is_apart(array, out, sum(counts[: group.rank]) * width_of(array)):
         raise ValueError("array and out overlap; use two")
-    out = _result_of("allgather", name, (sum(counts), *rows.shape[1:]), rows.dtype, out)
+    out = _result_of("allgather", name, (sum(counts), *array.shape[1:]), array.dtype, out)
     if told is not None and told.is_whole:
         return Landed(told.land(out)), told.counts
-    sizes = [count * width_of(rows) for count in counts]
-    return group.allgather(rows, out, counts=sizes, name=name, dtype=dtype), list(counts)
+    sizes = [count * width_of(array) for count in counts]
+    return group.allgather(array, out, counts=sizes, name=name, dtype=dtype), list(counts)
+
+
+def _as_before(
+    rows: Rows, out: Array | None
+) -> tuple[Flight, list[int]] | type[SizesDifferError] | None:
+    """Exchange rows as many as before, if they are, in one round; blocks.
+
+    None: members have to tell their sizes; SizesDifferError: all of them do.
+    """
+    group, array, width = rows.group, rows.array, rows.width
+    counts = group.steady.guess(rows.key, rows.counts)
+    if counts is None:
+        return None
+    sizes = [count * width for count in counts]
+    how: dict[str, Any] = {"name": rows.part, "dtype": rows.code, "may_differ": True}
+    try:
+        out = _result_of(rows.kind, rows.name, (sum(counts), *array.shape[1:]), array.dtype, out)
+        if rows.kind == "allgather":
+            flight = group.allgather(array, out, counts=sizes, **how)
+        else:
+            own = [count * width for count in rows.counts]
+            flight = group.alltoall(array, out, send_counts=own, receive_counts=sizes, **how)
+    except ValueError:  # the output is for other sizes, or wrong
+        return None
+    try:
+        flight.wait()
+        return Landed(out), counts
+    except SizesDifferError:
+        group.steady.missed(rows.key)
+        return SizesDifferError
+    except BaseException:
+        group.steady.end()
+        raise
 
 
 def _code_of(array: Array, dtype: DType | None) -> DType:
@@ -402,14 +443,20 @@ def start_alltoall(
     *,
     dtype: DType | None = None,
     out: Array | None = None,
+    is_awaited: bool = False,
 ) -> tuple[Flight, list[int]]:
     """Begin an all-to-all of rows, into out, and give how many come from each member.
 
-    Blocks until all members have told how many rows they send.
+    Blocks until all members have told how many rows they send; is_awaited: until the rows are
+    there.
     """
-    group = process_set.group()
+    group, code = process_set.group(), _code_of(array, dtype)
     sent = _splits(array, splits, process_set)
-    told = eager.alltoall(group, array, sent, _code_of(array, dtype), name)
+    rows = Rows(group, "alltoall", array, sent, code, name, "alltoall")
+    found = _as_before(rows, out) if is_awaited else None
+    if isinstance(found, tuple):
+        return found
+    told = tell(rows, is_again=found is SizesDifferError)
     received = told.counts
     if out is not None and not is_apart(array, out):
         raise ValueError("array and out overlap; use two")
@@ -528,7 +575,8 @@ def start_gather(
     """
     group, root = process_set.group(), process_set.member(root_rank, "root_rank")
     rows = np.atleast_1d(array)
-    told = eager.allgather(group, rows, _code_of(rows, dtype), name, "gather")
+    code = _code_of(rows, dtype)
+    told = tell(Rows(group, "allgather", rows, [len(rows)], code, name, "gather"))
     shape = sum(told.counts), *rows.shape[1:]
     out = _result_of("gather", name, shape, rows.dtype, out) if group.rank == root else None
     if out is not None and not is_apart(rows, out):

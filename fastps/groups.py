@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastps.collectives.group import Group, Promise
+from fastps.collectives.group import Group
 from fastps.collectives.names import BARRIER
+from fastps.collectives.promise import Promise
 from fastps.errors import (
     ConfigError,
     FastPSError,

@@ -39,7 +39,7 @@ from fastps.types import Op, dtype_of
 from fastps.worker.handle import Array, Handle
 
 if TYPE_CHECKING:
-    from fastps.collectives.group import Promise
+    from fastps.collectives.promise import Promise
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -151,21 +151,35 @@ def allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array]:
     """Begin allgather(); blocks until all members have told their first dimensions."""
+    return _gathering(tensor, name, out, process_set)
+
+
+def _gathering(
+    tensor: Array,
+    name: str | None,
+    out: Array | None,
+    process_set: ProcessSet,
+    is_awaited: bool = False,
+) -> Later[Array]:
     source = readable(tensor, name)
-    flight, _ = start_allgather(
-        _rows_wire(source), name, process_set, out=_out_wire(out, source, name)
-    )
+    wire, to = _rows_wire(source), _out_wire(out, source, name)
+    flight, _ = start_allgather(wire, name, process_set, out=to, is_awaited=is_awaited)
     return _result(flight, source, out=out)
 
 
-allgather = blocking(
-    allgather_async,
+def allgather(
+    tensor: Array,
+    name: str | None = None,
+    *,
+    out: Array | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Array:
     """Give everybody's array, one after the other along the first dimension.
 
     First dimensions may differ, the others must not (MismatchError). out: where the result goes,
     C-contiguous; the tensor may be a part of it, at its place. Blocks.
-    """,
-)
+    """
+    return _gathering(tensor, name, out, process_set, is_awaited=True).wait()
 
 
 def grouped_allgather_async(
@@ -246,24 +260,43 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[Any]:
     """Begin alltoall(); blocks until all members have told how many rows they send."""
+    return _exchanging(tensor, splits, name, out, process_set)
+
+
+def _exchanging(
+    tensor: Array,
+    splits: Sequence[int] | None,
+    name: str | None,
+    out: Array | None,
+    process_set: ProcessSet,
+    is_awaited: bool = False,
+) -> Later[Any]:
     source = readable(tensor, name)
-    to = _out_wire(out, source, name)
-    flight, received = start_alltoall(_rows_wire(source), splits, name, process_set, out=to)
+    wire, to = _rows_wire(source), _out_wire(out, source, name)
+    flight, received = start_alltoall(
+        wire, splits, name, process_set, out=to, is_awaited=is_awaited
+    )
     result = _result(flight, source, out=out)
     if splits is None:
         return result
     return Later([result], lambda found: (found[0], np.array(received)))
 
 
-alltoall = blocking(
-    alltoall_async,
+def alltoall(
+    tensor: Array,
+    splits: Sequence[int] | None = None,
+    *,
+    name: str | None = None,
+    out: Array | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """Send rows to each member, and give what came from each, in the order of members.
 
     splits: how many rows go to each; None: the same number, and an array comes back; otherwise
     the array and how many rows came from each. out: where the array goes, C-contiguous, another
     than tensor. Blocks.
-    """,
-)
+    """
+    return _exchanging(tensor, splits, name, out, process_set, is_awaited=True).wait()
 
 
 def broadcast_async(

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastps import eager
 from fastps.collectives.names import part_of
 from fastps.current import current
+from fastps.eager import Rows, tell
 from fastps.errors import FastPSError, MismatchError
 from fastps.types import DType
 from fastps.worker.handle import Array
@@ -179,7 +179,7 @@ def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
     except (TypeError, RecursionError) as error:
         data = encode_object((False, str(error)))
     own = np.frombuffer(data, np.uint8)
-    told = eager.allgather(group, own, DType.UINT8, name, "objects")
+    told = tell(Rows(group, "allgather", own, [len(own)], DType.UINT8, name, "objects"))
     whole: Array = np.empty(sum(told.counts), np.uint8)
     if told.is_whole:
         told.land(whole)

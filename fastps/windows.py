@@ -19,7 +19,7 @@ from fastps.given import check_kind
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:  # importing fastps brings as little as it can
-    from fastps.collectives.group import Promise
+    from fastps.collectives.promise import Promise
     from fastps.graph.weights import Targets
 
 # ---- creating and freeing; all workers ----

@@ -11,6 +11,7 @@ def pack(
 class Blocks:
     counts: list[int]
     is_whole: bool
+    is_full: bool
     odd: int
     its: tuple[int, int]
     def __new__(cls, found: bytearray, n: int, row_bytes: int, width: int, dtype: int) -> Self: ...

@@ -12,7 +12,8 @@ cdef packed struct Head:        # little-endian, as all that travels
     int64_t rows                # of the block behind it
     int64_t width               # elements of a row
     int64_t dtype
-    int64_t largest             # bytes of the largest block that the sender sends to anybody
+    int64_t largest             # bytes of the largest block that the sender sends to anybody,
+    int64_t least               # and of the least
 
 
 def pack(rows, list counts, int64_t row_bytes, int64_t width, int64_t dtype, uint64_t room):
@@ -27,12 +28,13 @@ def pack(rows, list counts, int64_t row_bytes, int64_t width, int64_t dtype, uin
     cdef Head* head
     cdef Py_buffer view
     cdef int64_t count
-    cdef int64_t largest = max(counts) * row_bytes
+    cdef int64_t largest = max(counts) * row_bytes, least = min(counts) * row_bytes
     PyObject_GetBuffer(rows, &view, PyBUF_SIMPLE)
     at = <const char*>view.buf
     for count in counts:
         head = <Head*>to
-        head.rows, head.width, head.dtype, head.largest = count, width, dtype, largest
+        head.rows, head.width, head.dtype = count, width, dtype
+        head.largest, head.least = largest, least
         if <uint64_t>largest <= room:
             memcpy(to + sizeof(Head), at, count * row_bytes)
         at += count * row_bytes
@@ -45,14 +47,15 @@ def pack(rows, list counts, int64_t row_bytes, int64_t width, int64_t dtype, uin
 cdef class Blocks:
     """What came of n members: heads, and what lies behind them.
 
-    counts: rows of each; is_whole: the rows are here. odd: the first member whose rows or dtype
-    differ from ours, or -1, its width and dtype.
+    counts: rows of each; is_whole: the rows are here; is_full: no block of anybody is empty. odd:
+    the first member whose rows or dtype differ from ours, or -1, its width and dtype.
     """
 
     cdef bytearray found
     cdef int64_t row_bytes
     cdef readonly list counts
     cdef readonly bint is_whole
+    cdef readonly bint is_full
     cdef readonly int odd
     cdef readonly tuple its
 
@@ -62,10 +65,11 @@ cdef class Blocks:
         cdef Head* head
         cdef int place
         self.found, self.row_bytes, self.counts = found, row_bytes, []
-        self.is_whole, self.odd, self.its = True, -1, ()
+        self.is_whole, self.is_full, self.odd, self.its = True, True, -1, ()
         for place in range(n):
             head = <Head*>(at + place * (sizeof(Head) + room))
             self.counts.append(head.rows)
+            self.is_full &= head.least > 0
             self.is_whole &= head.largest <= room and 0 <= head.rows * row_bytes <= room
             if self.odd < 0 and (head.width != width or head.dtype != dtype):
                 self.odd, self.its = place, (head.width, head.dtype)

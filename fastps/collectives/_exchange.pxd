@@ -46,7 +46,7 @@ cdef struct Entry:              # of the table
     int32_t what                # EntryKind
     uint32_t nbytes             # REFUSED, LATE: the member that told us
     uint8_t dtype
-    uint8_t code                # of the operation; LATE: see OWN
+    uint8_t code                # of the operation; LATE: see OWN; FAILED, REFUSED: Task.differs
     bint is_whole               # there is one place for all of it, and it is no sum, still cached
     int32_t status              # REFUSED: why
     uint32_t mistake            # of a refusal: the operation in which members differed; 0: this
@@ -123,6 +123,7 @@ cdef struct Task:               # one operation in flight
     int32_t status
     uint32_t culprit            # member that made it fail
     uint32_t mistake            # the earlier operation for which it fails; 0: for itself
+    bint differs                # it failed for other sizes, which it may meet: see MAY_DIFFER
     bint is_late                # it does its part, and fails at its end for an earlier one
     bint is_reminded            # somebody has waited for it for REMIND_NS
     Leg* legs

@@ -64,6 +64,7 @@ cdef enum:
     UNASKED_BYTES = 1 << 20     # of one sender that a receiver keeps, at most
     FLAG_EAGER = 0x80           # of a MESSAGE: it was not asked for; the other bits: the operation
     FLAG_WHOLE = 0x80           # of a READY: there is one place for all of it
+    MAY_DIFFER = 0x80           # in a dtype: who means other sizes by the same is not mistaken
     CONTROL_PRIORITY = 0x7fffffff
     ANYONE = 0xffffffff         # in the place of a peer
     OWN = 1                     # code of what is late: all members are to hear of it from us
@@ -348,6 +349,11 @@ cdef class Operation:
         return self.task.mistake
 
     @property
+    def differs(self):
+        """After a Mismatch: whether all who differ began with may_differ, and meant the same."""
+        return self.task.differs
+
+    @property
     def met(self):
         """Member whose message a receive got; when it is done."""
         return self.task.legs.entry.peer
@@ -422,51 +428,6 @@ cdef class Operation:
 
 
 # ---------------------------------------------------------------- the engine
-
-cdef void begin_task(State* state, Task* task, Work* work) noexcept nogil:
-    """Number an operation, list it, and gather the legs that may start. The lock is held."""
-    cdef Leg* leg
-    cdef uint32_t i
-    cdef int32_t way = COUNT_OUT if task.legs.kind == LEG_SEND else COUNT_IN
-    if not task.is_numbered:
-        task.number = count_of(state, task.channel, ANYONE, COUNT_OUT, 1)
-    elif task.legs.entry.peer != ANYONE:
-        task.number = count_of(state, task.channel, task.legs.entry.peer, way, 1)
-    task.next = state.tasks
-    state.tasks = task
-    state.messages += task.n_legs
-    for i in range(2 * task.n_legs):    # copies last: others wait for what we send
-        leg = &task.legs[i % task.n_legs]
-        leg.entry.number = leg.item.header.key_version = task.number
-        if leg.state == STARTING and (leg.kind == LEG_COPY) == (i >= task.n_legs):
-            add_leg(work, leg)
-    if state.goes_on and not (task.goes_on or task.is_numbered):
-        fail_without(state, task, work)
-    hear_what_came(state, task, work)
-
-
-cdef void fail_without(State* state, Task* task, Work* work) noexcept nogil:
-    """Fail an operation of all its members if one is lost, so that nobody waits for the others."""
-    cdef uint32_t i
-    for i in range(task.n_members):
-        if state.peers[task.members[i]].is_lost:
-            fail_task(state, task, E_PEER_LOST, task.members[i], work)
-
-
-cdef void start_task(State* state, Task* task) noexcept nogil:
-    cdef Work work
-    memset(&work, 0, sizeof(work))
-    pthread_mutex_lock(&state.lock)
-    begin_task(state, task, &work)
-    pthread_mutex_unlock(&state.lock)
-    flush(state, &work)
-    pthread_mutex_lock(&state.lock)
-    if task.status == OK and meets_foreign(state, task):
-        refuse(state, task, &work)
-    count_down(state, task, &work)      # what start itself counted for
-    pthread_mutex_unlock(&state.lock)
-    flush(state, &work)
-
 
 cdef void fail_all(State* state, int status, int32_t culprit) noexcept nogil:
     cdef Work work
@@ -552,14 +513,15 @@ cdef class Exchange(LinkOwner):
     def start(self, Program program not None, uint64_t channel, *, str name, input=None,
               output=None, uint32_t itemsize=1, uintptr_t rule=0, int64_t divisor=1,
               uint8_t dtype=0, uint8_t code=0, int32_t priority=0, bint is_numbered=False,
-              uintptr_t mix=0, weights=(), bint goes_on=False):
+              uintptr_t mix=0, weights=(), bint goes_on=False, bint may_differ=False):
         """Begin an operation and give it; does not wait.
 
         channel: names the order of operations that this one is in. input, output: C-contiguous
         buffers. rule: address of what a fold does, on elements of itemsize. code: below 128, what
         other members have to mean too. is_numbered: a program of one leg that counts among the
         messages of its pair. mix, weights: address of the rule of folds with weights, and these.
-        goes_on: messages of who is lost are left out, see Operation.missed.
+        goes_on: messages of who is lost are left out, see Operation.missed. may_differ: see
+        Operation.differs.
         Raises ValueError, PeerLostError, ShutdownError.
         """
         cdef Operation operation = Operation.__new__(Operation)
@@ -574,7 +536,7 @@ cdef class Exchange(LinkOwner):
         task.rule = <rule_fn>rule
         task.mix = <rule_fn>mix
         task.divisor = divisor
-        task.dtype = dtype
+        task.dtype = dtype | (MAY_DIFFER if may_differ else 0)
         task.code = code
         task.priority = priority
         task.is_numbered = is_numbered

@@ -34,7 +34,7 @@ cdef int choose(State* state, Peer* peer, const Header* header, Entry* name,
     if peer.is_lost:
         return OK
     if wanted != NULL and not agrees(wanted, name):
-        refuse(state, wanted.leg.task, work)
+        refuse(state, wanted.leg.task, name, work)
         return OK
     if wanted != NULL:
         peer.leg = wanted.leg
@@ -174,7 +174,7 @@ cdef void keep_early(State* state, Entry* early, Work* work) noexcept nogil:
     else:
         put_early(state, early)
         if is_foreign(task, early, False):
-            refuse(state, task, work)
+            refuse(state, task, early, work)
 
 
 cdef void take_message(State* state, Peer* peer, uint32_t number, const Header* header,
@@ -216,10 +216,12 @@ cdef void take_ready(State* state, Entry* name, Work* work) noexcept nogil:
     """The other side waits for a message: send it, or remember that."""
     cdef Entry* held = take(state, name, HELD)
     cdef Task* task = task_of(state, name) if held == NULL else NULL
+    cdef Entry* failed = failure_of(state, name) if held == NULL else NULL
     if held == NULL and is_foreign(task, name, True):
-        refuse(state, task, work)
-    elif held == NULL and task == NULL and has_failed(state, name) == E_MISMATCH:
+        refuse(state, task, name, work)
+    elif task == NULL and failed != NULL and failed.status == E_MISMATCH:
         name.label = 0                  # it had no link yet when we told all members
+        name.code = failed.code
         add_control(state, work, KIND_REFUSE, name, E_MISMATCH)
     elif held == NULL:
         if not is_on_its_way(state, task, name):
@@ -231,7 +233,7 @@ cdef void take_ready(State* state, Entry* name, Work* work) noexcept nogil:
         add_leg(work, held.leg)
     else:
         held.leg.state = BLOCKED
-        refuse(state, held.leg.task, work)
+        refuse(state, held.leg.task, name, work)
 
 
 cdef void take_offer(State* state, Entry* name, Work* work) noexcept nogil:
@@ -275,7 +277,7 @@ cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
     if has_begun(state, name, ANYONE):
         hear_late(state, name, 0, work)
         return
-    name.label = name.code = 0
+    name.label = 0
     name.nbytes = name.peer
     name.peer = ANYONE
     if find(state, name, REFUSED)[0] == NULL:

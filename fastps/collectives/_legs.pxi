@@ -3,14 +3,12 @@
 
 # ---------------------------------------------------------------- ends; the lock is held
 
-cdef int has_failed(State* state, const Entry* name) noexcept nogil:
-    """Why the operation of a message failed here; OK: it did not, or not for what others did."""
+cdef Entry* failure_of(State* state, const Entry* name) noexcept nogil:
+    """How the operation of a message failed here; NULL: it did not, or not for what others did."""
     cdef Entry failed = name[0]
-    cdef Entry* found
     failed.label = 0
     failed.peer = ANYONE
-    found = find(state, &failed, FAILED)[0]
-    return OK if found == NULL else found.status
+    return find(state, &failed, FAILED)[0]
 
 
 cdef Entry* heard_of(State* state, uint64_t channel) noexcept nogil:
@@ -65,7 +63,7 @@ cdef void hear_late(State* state, const Entry* name, uint8_t code, Work* work) n
     cdef Entry* heard = heard_of(state, name.channel)
     cdef Task* next = state.tasks
     cdef Task* task = NULL
-    if has_failed(state, name) != OK:
+    if failure_of(state, name) != NULL:
         return
     memset(&late, 0, sizeof(late))
     late.mistake = name.mistake if name.mistake else name.number
@@ -92,7 +90,7 @@ cdef void too_late(State* state, Entry* early, Work* work) noexcept nogil:
     """Bytes came of an operation that is over and did not want them."""
     cdef Entry refusal = early[0]
     taken_unasked(state, early, work)
-    if state.status == OK and has_failed(state, early) == OK:
+    if state.status == OK and failure_of(state, early) == NULL:
         refusal.label = OF_ONE          # who sent them may wait for an answer
         add_control(state, work, KIND_REFUSE, &refusal, E_MISMATCH)
     hear_late(state, early, OWN, work)
@@ -116,18 +114,18 @@ cdef void drop_foreign(State* state, const Task* task, Work* work) noexcept nogi
         early = older
 
 
-cdef bint meets_foreign(State* state, Task* task) noexcept nogil:
-    """Whether, among the newest, a message came before an operation that does not want it."""
+cdef void refuse_foreign(State* state, Task* task, Work* work) noexcept nogil:
+    """Look, among the newest, for a message that came before an operation and is not of it."""
     cdef Entry* early = state.early
     cdef int i
     for i in range(MANY_EARLY):
         if early == NULL:
-            return False
+            return
         if (early.channel == task.channel and early.number == task.number
                 and is_foreign(task, early, False)):
-            return True
+            refuse(state, task, early, work)
+            return
         early = early.older
-    return False
 
 
 cdef void hear_what_came(State* state, Task* task, Work* work) noexcept nogil:
@@ -222,10 +220,11 @@ cdef void fail_task(State* state, Task* task, int status, uint32_t culprit,
     task.culprit = culprit
     if (status == E_MISMATCH or state.goes_on) and not task.is_numbered:
         name_task(&failed, task)
+        failed.code = task.differs
         failed.what = FAILED
         failed.status = status
         note(state, &failed)
-    if status == E_MISMATCH and not task.is_numbered:
+    if status == E_MISMATCH and not (task.is_numbered or task.differs):
         hear(state, task)
     task.n_left += 1                    # it is not to end under our hands
     for i in range(task.n_legs):
@@ -233,12 +232,16 @@ cdef void fail_task(State* state, Task* task, int status, uint32_t culprit,
     count_down(state, task, work)
 
 
-cdef void refuse(State* state, Task* task, Work* work) noexcept nogil:
+cdef void refuse(State* state, Task* task, const Entry* other, Work* work) noexcept nogil:
     """Fail an operation whose members mean different things, on all of them.
 
-    A message of two is theirs alone: others have messages of the same number.
+    A message of two is theirs alone: others have messages of the same number. other: what another
+    member means, if that may be the same of other sizes.
     """
-    refuse_for(state, task, 0, work)
+    if task.status == OK:
+        task.differs = (other != NULL and task.dtype & other.dtype & MAY_DIFFER != 0
+                        and task.code == other.code and not task.is_late)
+        refuse_for(state, task, 0, work)
 
 
 cdef void refuse_for(State* state, Task* task, uint32_t mistake, Work* work) noexcept nogil:
@@ -253,6 +256,7 @@ cdef void fail_as_told(State* state, Task* task, const Entry* refusal, uint32_t 
                        Work* work) noexcept nogil:
     """Fail an operation, as another member says."""
     if task.status == OK:
+        task.differs = refusal.code and task.dtype & MAY_DIFFER and not task.is_late
         fail_task(state, task, refusal.status, peer, work)
         task.mistake = refusal.mistake
 
@@ -279,6 +283,7 @@ cdef void tell_all(State* state, const Task* task, uint32_t number, uint32_t mis
     name_task(&name, task)
     name.number = number
     name.mistake = mistake
+    name.code = task.differs and number == task.number
     for i in range(task.n_members):
         name.peer = task.members[i]
         if name.peer != state.me:
@@ -291,7 +296,7 @@ cdef void refuse_task(State* state, Task* task) noexcept nogil:
     memset(&work, 0, sizeof(work))
     pthread_mutex_lock(&state.lock)
     if task.n_left > 0:
-        refuse(state, task, &work)
+        refuse(state, task, NULL, &work)
     pthread_mutex_unlock(&state.lock)
     flush(state, &work)
 
@@ -350,9 +355,9 @@ cdef void begin_send(State* state, Leg* leg, Work* work) noexcept nogil:
             add_control(state, work, KIND_OFFER, &leg.entry, <int32_t>leg.nbytes)
         return
     elif not agrees(ready, &leg.entry):
-        free(ready)
         leg.state = BLOCKED
-        refuse(state, leg.task, work)
+        refuse(state, leg.task, ready, work)
+        free(ready)
         return
     leg.item.is_whole = ready != NULL and ready.is_whole
     free(ready)
@@ -364,7 +369,7 @@ cdef void give_early(State* state, Leg* leg, Entry* early, Work* work) noexcept 
     """Let a leg that is in no table have bytes that came before it; a fold takes them later."""
     if not agrees(early, &leg.entry):
         leg.state = BLOCKED
-        refuse(state, leg.task, work)
+        refuse(state, leg.task, early, work)
     elif leg.kind == LEG_SOURCE:
         leg.entry.payload = early.payload
         early.payload = NULL
@@ -584,5 +589,51 @@ cdef void leg_sent(SendItem* item, int status) noexcept nogil:
         fail_task(state, leg.task, E_PEER_LOST if status == E_SHUTDOWN else status,
                   leg.entry.peer, &work)
     end_leg(state, leg, &work)
+    pthread_mutex_unlock(&state.lock)
+    flush(state, &work)
+
+
+# ---------------------------------------------------------------- operations that begin
+
+cdef void begin_task(State* state, Task* task, Work* work) noexcept nogil:
+    """Number an operation, list it, and gather the legs that may start. The lock is held."""
+    cdef Leg* leg
+    cdef uint32_t i
+    cdef int32_t way = COUNT_OUT if task.legs.kind == LEG_SEND else COUNT_IN
+    if not task.is_numbered:
+        task.number = count_of(state, task.channel, ANYONE, COUNT_OUT, 1)
+    elif task.legs.entry.peer != ANYONE:
+        task.number = count_of(state, task.channel, task.legs.entry.peer, way, 1)
+    task.next = state.tasks
+    state.tasks = task
+    state.messages += task.n_legs
+    for i in range(2 * task.n_legs):    # copies last: others wait for what we send
+        leg = &task.legs[i % task.n_legs]
+        leg.entry.number = leg.item.header.key_version = task.number
+        if leg.state == STARTING and (leg.kind == LEG_COPY) == (i >= task.n_legs):
+            add_leg(work, leg)
+    if state.goes_on and not (task.goes_on or task.is_numbered):
+        fail_without(state, task, work)
+    hear_what_came(state, task, work)
+
+
+cdef void fail_without(State* state, Task* task, Work* work) noexcept nogil:
+    """Fail an operation of all its members if one is lost, so that nobody waits for the others."""
+    cdef uint32_t i
+    for i in range(task.n_members):
+        if state.peers[task.members[i]].is_lost:
+            fail_task(state, task, E_PEER_LOST, task.members[i], work)
+
+
+cdef void start_task(State* state, Task* task) noexcept nogil:
+    cdef Work work
+    memset(&work, 0, sizeof(work))
+    pthread_mutex_lock(&state.lock)
+    begin_task(state, task, &work)
+    pthread_mutex_unlock(&state.lock)
+    flush(state, &work)
+    pthread_mutex_lock(&state.lock)
+    refuse_foreign(state, task, &work)
+    count_down(state, task, &work)      # what start itself counted for
     pthread_mutex_unlock(&state.lock)
     flush(state, &work)

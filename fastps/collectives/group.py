@@ -18,7 +18,9 @@ import numpy as np
 from fastps.collectives import schedule as plans
 from fastps.collectives.names import Channels
 from fastps.collectives.places import check_arrays, copy_alone, is_apart
+from fastps.collectives.promise import Promise, SizesDifferError
 from fastps.collectives.schedule import Kind, Place, Schedule, Step
+from fastps.collectives.steady import Steady
 from fastps.errors import (
     FastPSError,
     MismatchError,
@@ -27,7 +29,7 @@ from fastps.errors import (
     TransportError,
 )
 from fastps.types import DType, Op, ReduceOp, dtype_of
-from fastps.worker.handle import Array, Handle
+from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation, Program
@@ -46,35 +48,6 @@ class _Kind(NamedTuple):
     itemsize: int
     dtype: int
     code: int
-
-
-class Promise(Handle):
-    """The promise of an operation of a group."""
-
-    __slots__ = ("_members", "operations")
-
-    def __init__(
-        self, operations: Sequence[Operation], *args: Any, members: Sequence[int], **options: Any
-    ) -> None:
-        super().__init__(operations, *args, **options)
-        self.operations = operations
-        self._members = members
-
-    @property
-    def number(self) -> int:
-        """Place of the operation among those of its name; 0 in a group of one."""
-        return self.operations[0].number if self.operations else 0
-
-    @property
-    def source(self) -> int:
-        """Member that a receive from anybody received from; only when it is done."""
-        return self._members.index(self.operations[0].met)
-
-    @property
-    def missed(self) -> list[int]:
-        """Members whose messages were left out, for they are lost; only when it is done."""
-        missed = self.operations[0].missed if self.operations else ()
-        return [self._members.index(rank) for rank in missed]
 
 
 # What an operation is, for other members too: a kind, times 8, and the rule of a sum
@@ -110,6 +83,7 @@ class Group:
         self._kinds: dict[tuple[object, ...], _Kind] = {}
         self._routes: dict[tuple[object, ...], tuple[_Kind, int, str]] = {}  # of messages
         self.channels = Channels(self.key)
+        self.steady = Steady()
         self._lock = threading.Lock()
 
     # ---- operations of all members ----
@@ -201,11 +175,13 @@ class Group:
         counts: Sequence[int] | None = None,
         name: str | None = None,
         dtype: DType | None = None,
+        may_differ: bool = False,
     ) -> Promise:
         """Begin to give everybody everybody's array, one after the other.
 
         counts: elements of each member's array; None: all as many as ours. An array that lies in
-        out, where it is to land, is not copied.
+        out, where it is to land, is not copied. may_differ: counts are a guess; SizesDifferError
+        on all members if others guessed another, or trade theirs.
         """
         sizes = [array.size] * self.size if counts is None else list(counts)
         self._check_size("array", array, self._counts(sizes, sum(sizes))[self.rank])
@@ -216,7 +192,7 @@ class Group:
         return self._move(
             ("allgather", *blocks), array, out,
             lambda: plans.allgather(self.rank, blocks, self.machines),
-            name=name, dtype=dtype, place=sum(sizes[: self.rank]),
+            name=name, dtype=dtype, place=sum(sizes[: self.rank]), may_differ=may_differ,
         )  # fmt: skip
 
     def gather(
@@ -282,11 +258,12 @@ class Group:
         receive_counts: Sequence[int] | None = None,
         name: str | None = None,
         dtype: DType | None = None,
+        may_differ: bool = False,
     ) -> Promise:
         """Begin to give each member its block of everybody's array, in the order of senders.
 
         send_counts: elements of our array for each member; receive_counts: those that each has
-        for us; None: even, and the array's size is divisible.
+        for us; None: even, and the array's size is divisible. may_differ: as allgather().
         """
         sends = self._counts(send_counts, array.size)
         receives = self._counts(receive_counts, array.size if out is None else out.size)
@@ -297,7 +274,7 @@ class Group:
         return self._move(
             ("alltoall", *here, *there), array, out,
             lambda: plans.alltoall(self.rank, here, there, self.machines),
-            name=name, dtype=dtype,
+            name=name, dtype=dtype, may_differ=may_differ,
         )  # fmt: skip
 
     def broadcast(
@@ -354,7 +331,10 @@ class Group:
 
     # ---- bytes that are waited for at once ----
 
-    def trade(self, kind: str, sent: bytearray, found: bytearray, name: str | None) -> None:
+    def trade(
+        self, kind: str, sent: bytearray, found: bytearray, name: str | None,
+        *, may_differ: bool = False,
+    ) -> None:  # fmt: skip
         """Do an allgather() or an alltoall() of even blocks of bytes; blocks. What eager.py needs.
 
         Of more than one member. As they do, without what takes longer than the bytes.
@@ -367,7 +347,8 @@ class Group:
             key, lambda: self._even(kind, len(sent)), None, None, is_weighted=False
         )
         label = self._label(key, name)
-        operation = self._launch(ready, self.channels.of(name), label, sent, found)
+        channel = self.channels.of(name)
+        operation = self._launch(ready, channel, label, sent, found, may_differ=may_differ)
         self._note(operation, name, key, 1)
         self._host.wait(operation, self._explain)
 
@@ -497,6 +478,7 @@ class Group:
         dtype: DType | None,
         result: Array | None = None,
         place: int | None = None,
+        may_differ: bool = False,
     ) -> Promise:
         """Begin an operation that moves bytes; place: element of out where ours may lie."""
         if array is not None and out is not None and not is_apart(array, out, place):
@@ -509,6 +491,7 @@ class Group:
             key, make, array, out, result,
             channel=self.channels.of(name), label=self._label(key, name),
             name=name, dtype=None if some is None else self._dtype(some, dtype),
+            may_differ=may_differ,
         )  # fmt: skip
 
     def _start(
@@ -529,6 +512,7 @@ class Group:
         is_numbered: bool = False,
         weights: Sequence[float] = (),
         goes_on: bool = False,
+        may_differ: bool = False,
     ) -> Promise:
         check_arrays(label, array, out)
         self._host.check_usable()
@@ -543,7 +527,7 @@ class Group:
         )
         operation = self._launch(
             kind, channel, label, array, out, divisor=divisor, priority=priority,
-            is_numbered=is_numbered, weights=weights, goes_on=goes_on,
+            is_numbered=is_numbered, weights=weights, goes_on=goes_on, may_differ=may_differ,
         )  # fmt: skip
         if not is_numbered:
             self._note(operation, name, key, divisor)
@@ -681,6 +665,8 @@ class Group:
     def _explain(
         self, operation: Operation, kind: int, status: int | None, timeout_s: float
     ) -> FastPSError:
+        if status == Status.MISMATCH and operation.differs:
+            return SizesDifferError(f"{operation.name}: sizes are not those of before")
         refusal = self._host.refusal(operation) if status == Status.MISMATCH else ""
         if refusal:
             return MismatchError(f"{operation.name}: {refusal}")

@@ -13,7 +13,8 @@ from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
-    from fastps.collectives.group import Group, Promise
+    from fastps.collectives.group import Group
+    from fastps.collectives.promise import Promise
 
 # Words the failure of an operation: its place in the handle, status, seconds
 Explain: TypeAlias = "Callable[[Operation, int, int | None, float], FastPSError]"

@@ -20,7 +20,8 @@ from fastps.types import DType
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
-    from fastps.collectives.group import Group, Promise
+    from fastps.collectives.group import Group
+    from fastps.collectives.promise import Promise
 
 Start: TypeAlias = "Callable[[Group], Promise]"
 Gather: TypeAlias = "Callable[[Group, int, str], Sequence[int]]"

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastps.coding import Coding, Option
-from fastps.collectives.group import Group, Promise
+from fastps.collectives.group import Group
+from fastps.collectives.promise import Promise
 from fastps.graph import schedule as plans
 from fastps.graph.rules import (
     ClippingRule,

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from fastps.collectives._exchange import Exchange
-from fastps.collectives.group import Group, Promise
+from fastps.collectives.group import Group
+from fastps.collectives.promise import Promise
 from fastps.errors import FastPSError, MismatchError, StallError, Status
 from fastps.graph._windows import Window, WindowAction, Windows, buffer_offset, window_bytes
 from fastps.graph.neighbors import Neighbors

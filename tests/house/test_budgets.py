@@ -37,7 +37,7 @@ ROOMS = {
     "control/": 5030,
     "server/": 4980,
     "worker/": 3430,
-    "collectives/": 4060,
+    "collectives/": 4170,
     "frameworks/": 13180,
     "graph/": 3950,
     "byzantine/": 1900,

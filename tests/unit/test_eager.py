@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps import eager
 from fastps.collectives._eager import Blocks, pack
+from fastps.collectives.steady import Steady
+from fastps.eager import Rows, tell
 from fastps.errors import MismatchError
 from fastps.types import DType, dtype_of
 
-HEAD_BYTES = 32
+HEAD_BYTES = 40
 DTYPES = [np.float32, np.float64, np.float16, np.int8, np.int64, np.bool_]
 
 
@@ -31,7 +32,10 @@ class Members:
                 size=n,
                 ranks=[3 * place for place in range(n)],
                 is_on_one_machine=n_machines == 1,
-                trade=lambda kind, sent, found, name, me=place: self.trade(kind, sent, found, me),
+                trade=lambda kind, sent, found, name, me=place, **_: self.trade(
+                    kind, sent, found, me
+                ),
+                steady=Steady(),
             )
             for place in range(n)
         ]
@@ -82,7 +86,9 @@ def test_an_allgather_of_rows(n, data, width, dtype, n_machines):
     arrays = [rng.integers(0, 2, (count, width)).astype(dtype) for count in rows]
     code = dtype_of(np.dtype(dtype))
     members = Members(n, n_machines)
-    found = members.each(lambda me, group: eager.allgather(group, arrays[me], code, None, "x"))
+    found = members.each(
+        lambda me, group: tell(Rows(group, "allgather", arrays[me], [rows[me]], code, None, "x"))
+    )
     largest = max(array.nbytes for array in arrays)
     for told in found:
         assert told.counts == rows
@@ -104,7 +110,7 @@ def test_an_alltoall_of_rows(n, data, dtype):
     cuts = [np.split(a, np.cumsum(s)[:-1]) for a, s in zip(arrays, splits, strict=True)]
     code = dtype_of(np.dtype(dtype))
     found = Members(n).each(
-        lambda me, group: eager.alltoall(group, arrays[me], splits[me], code, None)
+        lambda me, group: tell(Rows(group, "alltoall", arrays[me], splits[me], code, None, "x"))
     )
     largest = max(map(max, splits)) * 2 * np.dtype(dtype).itemsize
     for me, told in enumerate(found):
@@ -126,8 +132,13 @@ def test_an_alltoall_of_rows(n, data, dtype):
 def test_rows_that_differ_are_an_error_for_everybody(shape, dtype, words):
     arrays = [np.ones((2, 3), np.float32), np.ones(shape, dtype), np.ones((5, 3), np.float32)]
     found = Members(3).each(
-        lambda me, group: eager.allgather(group, arrays[me], dtype_of(arrays[me].dtype), None, "x")
-    )
+        lambda me, group: tell(
+            Rows(
+                group, "allgather", arrays[me], [len(arrays[me])], dtype_of(arrays[me].dtype),
+                None, "x",
+            )
+        )
+    )  # fmt: skip
     assert all(isinstance(one, MismatchError) for one in found)
     assert "worker 0 has rows of 3 elements of FLOAT32" in str(found[1])
     with pytest.raises(MismatchError, match=words):

@@ -119,7 +119,9 @@ def allgather(
         if _is_traced(one):
             shape = (sum(counts), *one.shape[1:])
             return _once(("allgather", label, id(process_set)), run, one, shape)
-        flight, counts[:] = start_allgather(_host(one), label, process_set, dtype=code)
+        flight, counts[:] = start_allgather(
+            _host(one), label, process_set, dtype=code, is_awaited=True
+        )
         return _device(flight.wait(), code)
 
     def back(gradient: jax.Array) -> jax.Array:
@@ -176,7 +178,9 @@ def alltoall(
     received: list[int] = []
 
     def exchange(source: Array) -> Array:
-        flight, received[:] = start_alltoall(source, splits, label, process_set, dtype=code)
+        flight, received[:] = start_alltoall(
+            source, splits, label, process_set, dtype=code, is_awaited=True
+        )
         found: Array = flight.wait()
         return found
 

@@ -145,7 +145,8 @@ def allreduce(
 def allgather(tensor: Any, name: str, *, process_set: ProcessSet = global_process_set) -> Any:
     """Give everybody's rows, one after the other along the first dimension; blocks."""
     memory, label = _ready(tensor), check_name(name, "allgather")
-    flight, _ = start_allgather(memory, label, process_set, dtype=dtype_of(memory.dtype))
+    code = dtype_of(memory.dtype)
+    flight, _ = start_allgather(memory, label, process_set, dtype=code, is_awaited=True)
     found = flight.wait()
     return mx.nd.array(found, dtype=found.dtype)
 
@@ -164,7 +165,9 @@ def alltoall(
     """
     memory, label = _ready(tensor), check_name(name, "alltoall")
     code = dtype_of(memory.dtype)
-    flight, received = start_alltoall(memory, splits, label, process_set, dtype=code)
+    flight, received = start_alltoall(
+        memory, splits, label, process_set, dtype=code, is_awaited=True
+    )
     found = flight.wait()
     rows = mx.nd.array(found, dtype=found.dtype)
     return rows if splits is None else (rows, received)

@@ -95,7 +95,9 @@ def allgather(tensor: Any, name: str, *, process_set: ProcessSet = global_proces
 
     def run(array: Array) -> list[Array]:
         code = dtype_of(array.dtype)
-        flight, counts = start_allgather(_wire(array), label, process_set, dtype=code)
+        flight, counts = start_allgather(
+            _wire(array), label, process_set, dtype=code, is_awaited=True
+        )
         first = sum(counts[: process_set.rank()])
         return [_like(flight.wait(), array), np.array(first, np.int64)]
 
@@ -153,7 +155,9 @@ def alltoall(
     def run(array: Array, *sent: Array) -> list[Array]:
         code = dtype_of(array.dtype)
         parts = sent[0].tolist() if sent else None
-        flight, received = start_alltoall(_wire(array), parts, label, process_set, dtype=code)
+        flight, received = start_alltoall(
+            _wire(array), parts, label, process_set, dtype=code, is_awaited=True
+        )
         return [_like(flight.wait(), array), np.array(received, np.int64)]
 
     sent = [] if splits is None else [tf.convert_to_tensor(splits)]

@@ -249,7 +249,8 @@ def add_slices(slices: Any, name: str, op: Op, process_set: ProcessSet) -> Any:
 
 def gathered(array: Array, name: str, process_set: ProcessSet, code: DType) -> Array:
     """Give everybody's rows, in the order of members; blocks."""
-    flight, _ = start_allgather(np.ascontiguousarray(array), name, process_set, dtype=code)
+    rows = np.ascontiguousarray(array)
+    flight, _ = start_allgather(rows, name, process_set, dtype=code, is_awaited=True)
     found: Array = flight.wait()
     factor = correction_of(flight, code)
     if factor != 1.0:

@@ -262,7 +262,7 @@ def allgather(
 
     def run(one: torch.Tensor) -> torch.Tensor:
         nonlocal first
-        flight, counts = _gathering(one, name, process_set)
+        flight, counts = _gathering(one, name, process_set, is_awaited=True)
         first = sum(counts[: process_set.rank()])
         return flight.wait()
 
@@ -427,7 +427,7 @@ def alltoall(
     received: list[int] = []
 
     def run(one: torch.Tensor) -> torch.Tensor:
-        flight, received[:] = _alltoall(one, splits, name, process_set)
+        flight, received[:] = _alltoall(one, splits, name, process_set, is_awaited=True)
         return flight.wait()
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
@@ -627,11 +627,13 @@ def _correction(flight: ops.Flight, wire: torch.Tensor) -> float:
 
 
 def _gathering(
-    tensor: torch.Tensor, name: str | None, process_set: ProcessSet
+    tensor: torch.Tensor, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
 ) -> tuple[Promise, list[int]]:
     wire = rows_of(tensor, name)
     code = wire_dtype(wire.dtype, name or "tensor")
-    flight, counts = ops.start_allgather(view_of(wire), name, process_set, dtype=code)
+    flight, counts = ops.start_allgather(
+        view_of(wire), name, process_set, dtype=code, is_awaited=is_awaited
+    )
     return Later([flight], lambda found: result_of(found[0], wire, tensor)), counts
 
 
@@ -655,9 +657,13 @@ def _alltoall(
     splits: torch.Tensor | Sequence[int] | None,
     name: str | None,
     process_set: ProcessSet,
+    *,
+    is_awaited: bool = False,
 ) -> tuple[Promise, list[int]]:
     wire = rows_of(tensor, name)
     code = wire_dtype(wire.dtype, name or "tensor")
     counts = splits.tolist() if isinstance(splits, torch.Tensor) else splits
-    flight, received = ops.start_alltoall(view_of(wire), counts, name, process_set, dtype=code)
+    flight, received = ops.start_alltoall(
+        view_of(wire), counts, name, process_set, dtype=code, is_awaited=is_awaited
+    )
     return Later([flight], lambda found: result_of(found[0], wire, tensor)), received

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes that stayed the same are not asked for again: what a group remembers of them. Pure.
+
+Where first dimensions may differ members tell theirs before the rows travel. Who sends as much as
+it did when they last told, takes for granted that the others do too, and begins with the rows.
+Where somebody does not, it tells its sizes instead, and nobody gets all that it waits for: so all
+members notice, and then all tell. All have to remember the same for that, so what they remember
+depends on nothing but what they told each other, and every block has bytes.
+
+A wrong guess costs more than a question. So sizes have to come again before they are taken for
+granted, twice as often after each time that this was wrong, and after MOST_MISSES not any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+MANY = 512  # sizes that are remembered
+MOST_MISSES = 32
+
+
+class _Sizes:
+    """What members told of one kind of operation when they last did."""
+
+    __slots__ = ("came", "equal", "needed", "sent")
+
+    def __init__(self, needed: int) -> None:
+        self.sent: Sequence[int] = ()
+        self.came: Sequence[int] = ()
+        self.equal = 0  # times that they told the same again
+        self.needed = needed
+
+
+class Steady:
+    """The sizes of the operations of a group; key: what all members know of one of them."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Sizes] = {}
+        self._misses = 0
+
+    def guess(self, key: Hashable, sent: Sequence[int]) -> list[int] | None:
+        """Give what comes of each member if it is as before; None: ask."""
+        known = self._known.get(key)
+        if known is None or known.equal < known.needed or known.sent != sent:
+            return None
+        return list(known.came)
+
+    def told(self, key: Hashable, sent: Sequence[int], came: Sequence[int]) -> None:
+        """Remember what this member sent, and what came of each; all blocks have bytes."""
+        if self._misses >= MOST_MISSES:
+            return
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MANY:
+                self._known.clear()
+            known = self._known[key] = _Sizes(needed=1)
+        is_equal = known.sent == sent and known.came == came
+        known.equal = known.equal + 1 if is_equal else 0
+        known.sent, known.came = list(sent), list(came)
+
+    def missed(self, key: Hashable) -> None:
+        """Note that somebody took sizes for granted, and somebody had others."""
+        self._misses += 1
+        known = self._known.get(key)
+        if known is not None:
+            known.equal, known.needed = 0, 2 * known.needed
+        if self._misses >= MOST_MISSES:
+            self.end()
+
+    def end(self) -> None:
+        """Take nothing for granted any more: this member may not have heard what others told."""
+        self._misses = MOST_MISSES
+        self._known.clear()
