@@ -4,14 +4,11 @@ from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from fastps._core cimport BufferPool, Completion
+from fastps._hands cimport rule_fn
 from fastps._posix cimport pthread_mutex_t
 from fastps.transport._link cimport LinkOwner, LinkSlot, Owner, SendItem
 from fastps.worker._engine cimport WorkerEngine
 from fastps.worker._stage cimport Plan
-
-# A rule of fastps.reduce; 1: success.
-ctypedef int64_t (*rule_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
-                            const void* args) noexcept nogil
 
 cdef enum:
     BUCKETS = 1 << 10           # of the table of messages

@@ -39,6 +39,7 @@ from fastps._core cimport (
     completion_is_done, completion_part_done, completion_reset, completion_wait_signals,
     deadline_of, now_ns,
 )
+from fastps._hands cimport hands_copy, hands_fold
 from fastps._trace cimport SPAN_OPERATION, trace_span, tracing
 from fastps._posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,

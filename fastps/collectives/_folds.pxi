@@ -23,6 +23,12 @@ cdef bint goes_past(const Fold* fold) noexcept nogil:
             and fps_copy_way(CHUNK_BYTES, fold.leg.task.nbytes) == FPS_BY_STREAMS)
 
 
+cdef inline int64_t fold_into(Fold* fold, const void** sources, char* place,
+                              int64_t count) noexcept nogil:
+    return hands_fold(fold.rule, sources, fold.n_sources, place, count, fold.leg.task.itemsize,
+                      fold.args, fold.leg.task.nbytes)
+
+
 cdef int64_t run_rule(State* state, Fold* fold, uint64_t chunk,
                       const void** sources) noexcept nogil:
     """Have a chunk made; past the caches by way of a buffer, so that no line is read first."""
@@ -34,9 +40,9 @@ cdef int64_t run_rule(State* state, Fold* fold, uint64_t chunk,
     if fold.is_past_caches:
         loan = <char*>(<BufferPool>state.pool).c_loan(CHUNK_BYTES)
     if loan == NULL:
-        return fold.rule(sources, fold.n_sources, place, count, fold.args)
-    done = fold.rule(sources, fold.n_sources, loan, count, fold.args)
-    fps_copy(place, loan, nbytes, fold.leg.task.nbytes)
+        return fold_into(fold, sources, place, count)
+    done = fold_into(fold, sources, loan, count)
+    hands_copy(place, loan, nbytes, fold.leg.task.nbytes, fold.leg.task.nbytes)
     (<BufferPool>state.pool).c_give_back(loan)
     return done
 

@@ -116,7 +116,8 @@ cdef int exchange_adopt(void* context, Link* link, const Header* header,
     if status != OK:
         return status
     if peer.landing == IN_LEG:
-        fps_copy(peer.leg.address + header.offset, payload, header.length, peer.leg.task.nbytes)
+        hands_copy(peer.leg.address + header.offset, payload, header.length,
+                   peer.leg.task.nbytes, peer.leg.task.nbytes)
     elif peer.landing == IN_EARLY:
         fps_copy(peer.early.payload, payload, header.length, 0)
     elif peer.landing == IN_LOAN:

@@ -480,7 +480,7 @@ cdef int do_own(State* state, Leg* leg) noexcept nogil:
         return fold_alone(state, leg.fold)
     distance = leg.address - leg.item.payload
     if distance >= <int64_t>leg.nbytes or -distance >= <int64_t>leg.nbytes:
-        fps_copy(leg.address, leg.item.payload, leg.nbytes, leg.task.nbytes)
+        hands_copy(leg.address, leg.item.payload, leg.nbytes, leg.task.nbytes, leg.task.nbytes)
     elif distance:
         memmove(leg.address, leg.item.payload, leg.nbytes)
     return OK
@@ -501,6 +501,7 @@ cdef void transmit(State* state, Leg* leg, Work* work) noexcept nogil:
     leg.item.header.priority = leg.task.priority
     leg.item.payload = leg.address
     leg.item.nbytes = leg.nbytes
+    leg.item.of = leg.task.nbytes
     leg.item.chunk_bytes = CHUNK_BYTES
     fps_add64(<int64_t*>&state.bytes_sent, leg.nbytes)
     status = send_to(state, leg.entry.peer, &leg.item)

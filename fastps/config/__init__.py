@@ -368,12 +368,14 @@ class Config:
         allowed=(0, 64),
         text="Threads of a worker that compress and decompress; none before a tensor is declared "
              "with compression. 0 chooses: a quarter of the CPUs, 1 to 4.")
+    copy_threads: int = _set(THREADS, -1, "BYTEPS_IPC_COPY_NUM_THREADS", unit="threads",
+        allowed=(-1, 16), text="Threads of a worker that share each long copy and sum in shared "
+        "memory. -1 chooses: its share of the CPUs, at most 4.")
     rules: str = _set(DATA, "",
         text="Rules of one's own (docs/byzantine.md) that a server may import, module:function, "
              "by commas. Workers name them; no code comes from workers.")
     inline_sum_bytes: int = _set(THREADS, 65536, unit="bytes", allowed=(0, GIB),
-        text="Chunks up to this size are summed where they arrive, without waking another "
-             "thread.")
+        text="Chunks up to this size are summed where they arrive, waking no other thread.")
     spin_us: int = _set(THREADS, 50, unit="microseconds", allowed=(0, 10000),
         text="How long a waiting thread looks again before it sleeps.")
     cpus: str = _set(THREADS, "", Derived("BYTEPS_VISIBLE_CPU_CORES", _cpus_of_local_rank),

@@ -17,7 +17,7 @@ _BUILD = "nothing: `pip install .` needs a C compiler alone"
 # Some names with one answer.
 _ROWS: tuple[tuple[str, str], ...] = (
     ("BYTEPS_ENABLE_IPC", "FASTPS_SHARED_MEMORY, which is on"),
-    ("BYTEPS_IPC_COPY_NUM_THREADS BYTEPS_IPC_ENABLE_ASYNC_COPY", "FASTPS_SHARED_MEMORY"),
+    ("BYTEPS_IPC_ENABLE_ASYNC_COPY", "FASTPS_SHARED_MEMORY"),
     ("BYTEPS_MIXED_MODE_BOUND", "nothing: partitions are shared by bytes, without buckets"),
     ("BYTEPS_OMP_THREAD_PER_GPU", "FASTPS_ENGINE_THREADS on servers"),
     ("BYTEPS_PCIE_SWITCH_SIZE BYTEPS_REDUCE_ROOTS BYTEPS_NCCL_GROUP_SIZE BYTEPS_NCCL_NUM_RINGS",

@@ -32,6 +32,7 @@ cdef struct SendItem:
     int64_t queued          # while a trace is on: now_ns() of send(),
     int64_t taken           # and of its first frame's turn
     uint32_t turn           # among items as urgent the lower goes first; 0: the lower key
+    uint64_t of             # bytes of the operation that it is a part of; 0: not many
     bint is_whole           # its reader has one place for all of it: it may go as one frame
     bint is_credited        # count nbytes against the link's credit until credit() returns them
     sent_fn sent            # all bytes have left our memory, or the link closed; may be NULL

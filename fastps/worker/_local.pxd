@@ -8,14 +8,11 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 
 from fastps._core cimport Completion, Thread
+from fastps._hands cimport rule_fn
 from fastps._posix cimport cpu_set_t, pthread_mutex_t
 from fastps.transport.pipe._transport cimport Pipes, PipeTransport
 from fastps.worker._stage cimport Part, Plan, Stage
 from fastps.worker._tensor cimport PlanHolder, PlannedTensor
-
-# Sum n sources of count elements into dst, divided by *divisor (see fastps.reduce); 1: success.
-ctypedef int64_t (*sum_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
-                           const int64_t* divisor) noexcept nogil
 
 cdef enum:
     MAX_LOCAL = 256             # ranks of one machine
@@ -89,7 +86,7 @@ cdef struct Slot:               # one tensor; Arrival[2][n] follows, by parity o
 # ---- this rank's own ----
 cdef struct LocalRecord:        # of one declared tensor
     uint32_t itemsize
-    sum_fn kernel
+    rule_fn kernel              # sums, and divides by what the last argument points to
     Slot* slot
     int64_t shadow              # offset of a copy of a private tensor in our arena, or PRIVATE
     bint is_shadowed            # this operation goes by the shadow

@@ -35,6 +35,7 @@ from fastps._atomic cimport (
     fps_store32, fps_store64, fps_swap32, fps_swap_ptr,
 )
 from fastps._copy cimport fps_copy
+from fastps._hands cimport hands_copy, hands_fold
 from fastps._core cimport (
     E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, PROBE_LOCAL_ARRIVE, PROBE_LOCAL_CHUNK,
     PROBE_LOCAL_STAGE, OK, completion_is_done, deadline_of, probe_hit, now_ns, thread_create,
@@ -359,7 +360,7 @@ cdef class LocalStages:
         if record.tensor_id >= MAX_SLOTS:
             raise FastPSError(f"tensor {tensor.name!r}: more than {MAX_SLOTS} tensors")
         mine.itemsize = itemsize
-        mine.kernel = <sum_fn>kernel
+        mine.kernel = <rule_fn>kernel
         mine.slot = <Slot*>(self.local.slots + record.tensor_id * self.local.slot_bytes)
         mine.shadow = PRIVATE
         for i in range(record.n_parts):

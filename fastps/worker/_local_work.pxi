@@ -68,22 +68,24 @@ cdef inline char* output_of(Local* local, Arrival* arrivals, uint32_t rank) noex
 
 
 cdef void copy_to_others(Local* local, Arrival* arrivals, const char* source, uint32_t owner,
-                         uint64_t offset, uint64_t nbytes) noexcept nogil:
+                         uint64_t offset, uint64_t nbytes, uint64_t of) noexcept nogil:
     cdef uint32_t rank
     for rank in range(local.n):
         if rank != owner:
-            fps_copy(output_of(local, arrivals, rank) + offset, source, nbytes, 0)
+            hands_copy(output_of(local, arrivals, rank) + offset, source, nbytes, 0, of)
 
 
 cdef int sum_inputs(Local* local, LocalRecord* mine, Arrival* arrivals, char* result,
-                    uint64_t offset, uint64_t nbytes, bint is_average) noexcept nogil:
+                    uint64_t offset, uint64_t nbytes, uint64_t of,
+                    bint is_average) noexcept nogil:
     """Add all inputs in rank order; result may be one of them."""
     cdef const void* sources[MAX_LOCAL]
     cdef int64_t divisor = local.n_workers if is_average else 1
     cdef uint32_t rank
     for rank in range(local.n):
         sources[rank] = input_of(local, arrivals, rank) + offset
-    return mine.kernel(sources, local.n, result, nbytes / mine.itemsize, &divisor)
+    return hands_fold(mine.kernel, sources, local.n, result, nbytes / mine.itemsize,
+                      mine.itemsize, &divisor, of)
 
 
 cdef void do_chunk(Local* local, Record* record, Task* task, int32_t chunk) noexcept nogil:
@@ -98,17 +100,17 @@ cdef void do_chunk(Local* local, Record* record, Task* task, int32_t chunk) noex
     probe_hit(PROBE_LOCAL_CHUNK, task.tensor_id << KEY_BITS, task.version)
     if task.kind == TASK_PUBLISH:
         copy_to_others(local, arrivals, output_of(local, arrivals, task.pusher) + offset,
-                       task.pusher, offset, nbytes)
+                       task.pusher, offset, nbytes, task.nbytes)
     elif task.flags & FLAG_BROADCAST:
         copy_to_others(local, arrivals, input_of(local, arrivals, task.root) + offset, task.root,
-                       offset, nbytes)
+                       offset, nbytes, task.nbytes)
     else:
         result = output_of(local, arrivals, target) + offset
-        if sum_inputs(local, local_of(record), arrivals, result, offset, nbytes,
+        if sum_inputs(local, local_of(record), arrivals, result, offset, nbytes, task.nbytes,
                       task.kind != TASK_REDUCE and task.flags & FLAG_AVERAGE) != 1:
             task.status = E_PROTOCOL
         elif task.kind != TASK_REDUCE:
-            copy_to_others(local, arrivals, result, target, offset, nbytes)
+            copy_to_others(local, arrivals, result, target, offset, nbytes, task.nbytes)
 
 
 cdef bint take_chunk(Local* local, Task* task) noexcept nogil:
@@ -180,8 +182,9 @@ cdef bint stage_in(Local* local, Record* record, Task* task) noexcept nogil:
     local.stage_in += 1
     if task.flags & FLAG_BROADCAST or stage_owner(local, task, chunk) == local.me:
         return True
-    fps_copy(stage_slot(local, local.me, number, False),
-             record.input + <uint64_t>chunk * task.chunk_bytes, stage_length(task, chunk), 0)
+    hands_copy(stage_slot(local, local.me, number, False),
+               record.input + <uint64_t>chunk * task.chunk_bytes, stage_length(task, chunk), 0,
+               task.nbytes)
     probe_hit(PROBE_LOCAL_STAGE, task.tensor_id << KEY_BITS, task.version)
     fps_store64(stage_flag(local, local.me, number, False), number + 1)
     return True
@@ -221,17 +224,18 @@ cdef bint stage_sum(Local* local, Record* record, Task* task) noexcept nogil:
         return False
     nbytes = stage_length(task, chunk)
     if task.flags & FLAG_BROADCAST:
-        fps_copy(result, record.input + offset, nbytes, 0)
+        hands_copy(result, record.input + offset, nbytes, 0, task.nbytes)
     else:
         for rank in range(local.n):
             sources[rank] = (<const void*>(record.input + offset) if rank == local.me
                              else stage_slot(local, rank, number, False))
-        if mine.kernel(sources, local.n, result, nbytes / mine.itemsize, &divisor) != 1:
+        if hands_fold(mine.kernel, sources, local.n, result, nbytes / mine.itemsize,
+                      mine.itemsize, &divisor, task.nbytes) != 1:
             fps_cas32(&local.plan.status, OK, E_PROTOCOL)
             return False
         # What is summed in place lies in the cache: past it, it would have to be thrown out first.
-        fps_copy(record.output + offset, result, nbytes,
-                 0 if record.output == record.input else task.nbytes)
+        hands_copy(record.output + offset, result, nbytes,
+                   0 if record.output == record.input else task.nbytes, task.nbytes)
     fps_store64(stage_flag(local, local.me, number, True), number + 1)
     local.stage_sum += 1
     return True
@@ -250,9 +254,9 @@ cdef bint stage_out(Local* local, Record* record, Task* task) noexcept nogil:
     elif fps_load64(stage_flag(local, owner, number, True)) != number + 1:
         return False
     else:
-        fps_copy(record.output + <uint64_t>chunk * task.chunk_bytes,
-                 stage_slot(local, owner, number, True), stage_length(task, chunk),
-                 task.nbytes)
+        hands_copy(record.output + <uint64_t>chunk * task.chunk_bytes,
+                   stage_slot(local, owner, number, True), stage_length(task, chunk),
+                   task.nbytes, task.nbytes)
     local.stage_out += 1
     fps_store64(&cell_of(local, local.me).staged_out, number + 1)
     return True

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 
+from fastps._hands import Hands
 from fastps.config import Config
 from fastps.errors import TransportError
 from fastps.transport import shm
@@ -25,6 +26,14 @@ from fastps.worker._local import LocalStages, control_bytes, stage_area_bytes
 log = logging.getLogger(__name__)
 
 STAGE_BYTES = 256 << 10  # of a staged chunk: it stays in a core's second-level cache
+MOST_HANDS = 4  # threads of a worker that copy or sum at once: memory serves no more much faster
+
+
+def count_hands(copy_threads: int, n_ranks: int) -> int:
+    """Count the threads that help a worker with long copies; copy_threads: -1 to choose."""
+    if copy_threads < 0:
+        copy_threads = min(MOST_HANDS, len(os.sched_getaffinity(0)) // n_ranks)
+    return max(copy_threads - 1, 0)
 
 
 class LocalGroup:
@@ -79,6 +88,7 @@ class LocalGroup:
             stages.pipes.show_memory(secrets.randbits(62) | 1)
         self._pipes = stages.pipes
         engine.share(stages)
+        self._hands = Hands(count_hands(config.copy_threads, len(ranks)))
 
     def statistics(self) -> dict[str, int]:
         """Count bytes of shared memory, and of pipes; ranks with pipes, and with open memory."""
@@ -99,8 +109,9 @@ class LocalGroup:
 
         The last to end: what landed on links was still to be shared.
         """
-        if not self._engine.close_memory(timeout_s=timeout_s):
-            log.warning("the thread of shared memory did not end within %g s", timeout_s)
+        is_closed = self._engine.close_memory(timeout_s=timeout_s)
+        if not self._hands.close(timeout_s) or not is_closed:
+            log.warning("the threads of shared memory did not end within %g s", timeout_s)
         else:
             self._pipes.release()  # memory is not to wait for the collector
         self._stage = None

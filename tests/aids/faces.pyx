@@ -13,6 +13,7 @@ from libc.stdint cimport INT64_MAX, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
 from fastps cimport _core
+from fastps._hands cimport hands_copy, hands_fold, rule_fn
 from fastps._core cimport (
     E_LINK_TIMEOUT, E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_SYS, E_TIMEOUT, OK,
     BufferPool, Completion, Queue, QueueStats, Thread, completion_is_done, completion_part_done,
@@ -393,3 +394,31 @@ def copy(unsigned char[::1] target not None, const unsigned char[::1] source not
     if n:
         fps_copy(&target[0], &source[0], n, whole)
     return "moves" if way == FPS_BY_MOVES else "streams" if way == FPS_BY_STREAMS else "library"
+
+
+def copy_by_hands(unsigned char[::1] target not None, const unsigned char[::1] source not None,
+                  uint64_t of):
+    """Copy bytes as a part of an operation of so many."""
+    cdef uint64_t n = source.shape[0]
+    if <uint64_t>target.shape[0] < n:
+        raise ValueError(f"{n} bytes into {target.shape[0]}")
+    if n:
+        with nogil:
+            hands_copy(&target[0], &source[0], n, of, of)
+
+
+def fold_by_hands(uintptr_t rule, sources, unsigned char[::1] target not None, uint32_t itemsize,
+                  int64_t divisor, uint64_t of):
+    """Do a rule of fastps.reduce on arrays of bytes; 1: success."""
+    cdef const unsigned char[::1] source
+    cdef const void* places[128]
+    cdef int64_t done, n = len(sources)
+    for i, array in enumerate(sources):
+        source = array
+        if source.shape[0] != target.shape[0] or n > 128:
+            raise ValueError("sources of one size, 128 at most")
+        places[<int>i] = &source[0]
+    with nogil:
+        done = hands_fold(<rule_fn>rule, places, n, &target[0], target.shape[0] / itemsize,
+                          itemsize, &divisor, of)
+    return done

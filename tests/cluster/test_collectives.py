@@ -70,7 +70,7 @@ def test_a_mistake_of_ours_is_told_with_its_cure():
 @pytest.mark.parametrize("way", ["memory", "unix"])
 def test_a_worker_among_many_costs_what_it_costs_among_few(way):
     """Links, threads and memory follow from whom a worker talks to, not from the job's size."""
-    settings = WAYS[way] | {"FASTPS_START_TIMEOUT_S": "180"}
+    settings = WAYS[way] | {"FASTPS_START_TIMEOUT_S": "180", "FASTPS_COPY_THREADS": "1"}
     many = 64 if way == "memory" else 16
     few = run_job(programs_collectives.ring, workers=4, servers=0, environment=settings)
     found = run_job(
@@ -92,3 +92,10 @@ def test_what_no_cache_holds(way):
     settings = WAYS[way]
     found = run_job(programs_collectives.past_caches, workers=2, servers=0, environment=settings)
     assert found == [int(way == "memory")] * 2  # workers whose memory is open to this one
+
+
+@pytest.mark.parametrize("way", ["memory", "pipes"])
+def test_long_arrays_by_many_hands(way):
+    """Copies and sums that several threads share, on however few cores."""
+    settings = WAYS[way] | {"FASTPS_COPY_THREADS": "3"}
+    run_job(programs_collectives.past_caches, workers=2, servers=0, environment=settings)

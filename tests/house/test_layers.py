@@ -69,6 +69,7 @@ PART_OF = {
     "fastps._copy": "fastps._core",
     "fastps._table": "fastps._core",
     "fastps._trace": "fastps._core",
+    "fastps._hands": "fastps._core",
     "fastps._posix": "fastps._core",
     "fastps.adasum": "fastps.session",
     "fastps.banner": "fastps.session",

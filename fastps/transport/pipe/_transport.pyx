@@ -26,6 +26,7 @@ from fastps._atomic cimport (
     fps_store64, fps_swap32, fps_swap64,
 )
 from fastps._copy cimport fps_copy
+from fastps._hands cimport hands_copy, hands_do, hands_help
 from fastps._core cimport (
     E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, OK, PROBE_LINK_RECV, PROBE_LINK_SEND, probe_hit,
     queue_close, queue_create, queue_free, queue_pop_nowait, queue_push,
@@ -34,8 +35,7 @@ from fastps._posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
 )
 from fastps.transport._link cimport (
-    LINK_BY_REFERENCE, Link, LinkOwner, LinkStats, SendItem, header_check, header_seal,
-    turn_of,
+    LINK_BY_REFERENCE, Link, LinkOwner, LinkStats, SendItem, header_check, header_seal, turn_of,
 )
 from fastps.transport._shm cimport Mapping
 from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
@@ -177,7 +177,7 @@ cdef bint write_frame(PipeLink* link, SendItem* item, int64_t* end) noexcept nog
     elif way == LENT:
         place.offset = item.payload + item.cursor - link.pipes.arenas[link.pipes.me]
     elif length:
-        fps_copy(<char*>place + LINE, item.payload + item.cursor, length, 0)
+        hands_copy(<char*>place + LINE, item.payload + item.cursor, length, 0, item.of)
     probe_hit(PROBE_LINK_SEND, item.header.key, item.header.key_version)
     fps_store64(&link.out.tail, end[0])
     item.cursor += length

@@ -68,6 +68,35 @@ cdef bint reach(PipeLink* link, char* ours, int64_t theirs, uint64_t nbytes,
     return True
 
 
+cdef struct Reach:
+    PipeLink* link
+    char* ours
+    int64_t theirs
+    uint64_t nbytes
+    bint is_read
+    int32_t n_failed            # pieces; atomic
+
+
+cdef void reach_piece(void* context, int64_t piece) noexcept nogil:
+    cdef Reach* one = <Reach*>context
+    cdef uint64_t start = piece * LEAST_PART
+    if not reach(one.link, one.ours + start, one.theirs + <int64_t>start,
+                 min(<uint64_t>LEAST_PART, one.nbytes - start), one.is_read):
+        fps_add32(&one.n_failed, 1)
+
+
+cdef bint reach_part(PipeLink* link, char* ours, int64_t theirs, uint64_t nbytes, uint64_t of,
+                     bint is_read) noexcept nogil:
+    """Do reach() for a part of a message, with whatever hands are idle."""
+    cdef Reach one
+    if not hands_help(of):
+        return reach(link, ours, theirs, nbytes, is_read)
+    one.link, one.ours, one.theirs, one.nbytes = link, ours, theirs, nbytes
+    one.is_read, one.n_failed = is_read, 0
+    hands_do(reach_piece, &one, (nbytes + LEAST_PART - 1) / LEAST_PART)
+    return fps_load32(&one.n_failed) == 0
+
+
 cdef int look(PipeLink* link) noexcept nogil:
     """OK: the peer's process is there; E_PEER_LOST: it is not; E_SHUTDOWN: it is closed to us."""
     cdef int64_t token = 0
@@ -179,10 +208,10 @@ cdef void read_part(PipeLink* link, int64_t part) noexcept nogil:
     cdef uint64_t offset = part * part_bytes(link.whole.length)
     probe_hit(PROBE_LINK_RECV, link.whole.key, link.whole.key_version)
     if link.seen != NULL:
-        fps_copy(link.target + offset, link.seen + offset,
-                 part_length(link.whole.length, part), link.whole.length)
-    elif not reach(link, link.target + offset, link.source + <int64_t>offset,
-                   part_length(link.whole.length, part), True):
+        hands_copy(link.target + offset, link.seen + offset,
+                   part_length(link.whole.length, part), link.whole.length, link.whole.length)
+    elif not reach_part(link, link.target + offset, link.source + <int64_t>offset,
+                        part_length(link.whole.length, part), link.whole.length, True):
         link.is_spoiled = True
         take_rest(link.inlet)
 
@@ -272,9 +301,10 @@ cdef bint write_part(PipeLink* link, const SendItem* item, int64_t part) noexcep
     cdef int64_t place = fps_load64(&link.out.place) + <int64_t>offset
     cdef char* seen = seen_at(link, place, nbytes)
     if seen != NULL:
-        fps_copy(seen, item.payload + offset, nbytes, item.nbytes)
+        hands_copy(seen, item.payload + offset, nbytes, item.nbytes, item.nbytes)
         return True
-    return look(link) == OK and reach(link, <char*>item.payload + offset, place, nbytes, False)
+    return look(link) == OK and reach_part(link, <char*>item.payload + offset, place, nbytes,
+                                           item.nbytes, False)
 
 
 cdef bint help_reader(PipeLink* link) noexcept nogil:

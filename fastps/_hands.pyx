@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads that help with a long copy or sum, where cores are idle.
+
+Theory of operation. A task is cut into pieces, and one word counts those that nobody has taken,
+with the number of the task above it: so a piece is taken by one compare-and-swap, and who comes
+late cannot take one of the next task for one of this. Whoever has a task does pieces of it as all
+others do, and at the end waits only for those that were taken: hands that sleep, or whose core
+somebody else has, hold nobody up for longer than a piece. They look for the next task a moment
+before they sleep, so that within a long operation nobody has to be woken.
+
+There is one set of hands in a process; none where the workers of a machine have a core each, and
+then nothing here is ever waited for or woken. Threads: any, without the GIL.
+"""
+
+cimport cython
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.string cimport memset
+from posix.time cimport timespec
+
+from fastps._atomic cimport (
+    fps_add32, fps_cas64, fps_fence, fps_load32, fps_load64, fps_store32, fps_store64,
+)
+from fastps._copy cimport fps_copy
+from fastps._core cimport OK, Thread, deadline_of, now_ns, thread_create, thread_join
+from fastps._posix cimport (
+    getpid, pthread_mutex_init, pthread_mutex_t, pthread_mutex_trylock, pthread_mutex_unlock,
+    sched_yield, syscall,
+)
+
+from fastps.errors import FastPSError
+
+cdef extern from "<sys/syscall.h>" nogil:
+    enum:
+        SYS_futex
+
+cdef extern from "<linux/futex.h>" nogil:
+    enum:
+        FUTEX_WAIT_PRIVATE
+        FUTEX_WAKE_PRIVATE
+
+cdef extern from *:
+    """
+    #if defined(__x86_64__)
+    #define fastps_relax() __builtin_ia32_pause()
+    #elif defined(__aarch64__)
+    #define fastps_relax() __asm__ volatile("yield")
+    #else
+    #define fastps_relax() ((void)0)
+    #endif
+    """
+    void cpu_relax "fastps_relax"() noexcept nogil
+
+cdef enum:
+    LONG_BYTES = 4 << 20        # less is done before those who sleep have come
+    PIECE_BYTES = 32 << 10      # takes some microseconds, to hand it over less than one
+    LOOK_NS = 100000            # how long hands look for a task before they sleep
+    PATIENCE_NS = 20000         # who waits for a piece so long gives its core away
+    SLEEP_S = 1
+    COUNT_MASK = (1 << 20) - 1  # of the word: pieces left; above it the number of the task
+    NUMBER = 1 << 20
+    MAX_SOURCES = 64            # of a fold that is cut
+
+cdef struct State:
+    pthread_mutex_t lock        # whose task it is
+    int64_t word                # atomic
+    int32_t left                # pieces that are not done; atomic
+    int32_t sleepers            # atomic
+    int32_t bell                # futex
+    int32_t is_stopping         # atomic
+    int32_t n                   # hands
+    int32_t pid                 # whose they are; not a forked child's
+    piece_fn run
+    void* context
+    Thread* threads[MAX_HANDS]
+
+cdef State hands
+memset(&hands, 0, sizeof(hands))
+pthread_mutex_init(&hands.lock, NULL)
+
+
+# ---------------------------------------------------------------- tasks
+
+cdef bint take_piece() noexcept nogil:
+    """Do a piece of the task; False: none is left."""
+    cdef int64_t word = fps_load64(&hands.word)
+    if word & COUNT_MASK == 0:
+        return False
+    if fps_cas64(&hands.word, word, word - 1):
+        hands.run(hands.context, (word & COUNT_MASK) - 1)
+        fps_add32(&hands.left, -1)
+    return True
+
+
+cdef void wake_hands() noexcept nogil:
+    fps_fence()
+    if fps_load32(&hands.sleepers):
+        fps_add32(&hands.bell, 1)
+        syscall(SYS_futex, &hands.bell, FUTEX_WAKE_PRIVATE, MAX_HANDS, NULL, NULL, 0)
+
+
+cdef bint hands_help(uint64_t of) noexcept nogil:
+    return of >= LONG_BYTES and fps_load32(&hands.n) > 0
+
+
+cdef void hands_do(piece_fn run, void* context, int64_t n_pieces) noexcept nogil:
+    cdef int64_t piece, since
+    if fps_load32(&hands.n) == 0 or n_pieces < 2 or n_pieces > COUNT_MASK or (
+            pthread_mutex_trylock(&hands.lock) != 0):
+        for piece in range(n_pieces):
+            run(context, piece)
+        return
+    hands.run, hands.context = run, context
+    fps_store32(&hands.left, <int32_t>n_pieces)
+    fps_store64(&hands.word, (fps_load64(&hands.word) / NUMBER + 1) * NUMBER + n_pieces)
+    wake_hands()
+    while take_piece():
+        pass
+    since = now_ns()
+    while fps_load32(&hands.left):
+        cpu_relax()
+        if now_ns() - since > PATIENCE_NS:
+            sched_yield()
+    pthread_mutex_unlock(&hands.lock)
+
+
+cdef void sleep_a_while() noexcept nogil:
+    cdef int32_t bell = fps_load32(&hands.bell)
+    cdef timespec most
+    most.tv_sec, most.tv_nsec = SLEEP_S, 0
+    fps_add32(&hands.sleepers, 1)
+    fps_fence()
+    if fps_load64(&hands.word) & COUNT_MASK == 0 and not fps_load32(&hands.is_stopping):
+        syscall(SYS_futex, &hands.bell, FUTEX_WAIT_PRIVATE, bell, &most, NULL, 0)
+    fps_add32(&hands.sleepers, -1)
+
+
+cdef void hand_main(void* _) noexcept nogil:
+    cdef int64_t since = now_ns()
+    while not fps_load32(&hands.is_stopping):
+        if take_piece():
+            since = now_ns()
+        elif now_ns() - since < LOOK_NS:
+            cpu_relax()
+        else:
+            sleep_a_while()
+            since = now_ns()
+
+
+# ---------------------------------------------------------------- copies and sums
+
+cdef struct Copy:
+    char* to
+    const char* source
+    uint64_t n
+    uint64_t whole
+
+
+cdef inline uint64_t piece_length(uint64_t n, int64_t piece) noexcept nogil:
+    return min(<uint64_t>PIECE_BYTES, n - piece * PIECE_BYTES)
+
+
+cdef inline int64_t n_pieces_of(uint64_t n) noexcept nogil:
+    return (n + PIECE_BYTES - 1) / PIECE_BYTES
+
+
+cdef void copy_piece(void* context, int64_t piece) noexcept nogil:
+    cdef Copy* copy = <Copy*>context
+    cdef uint64_t start = piece * PIECE_BYTES
+    fps_copy(copy.to + start, copy.source + start, piece_length(copy.n, piece), copy.whole)
+
+
+cdef void hands_copy(void* to, const void* source, uint64_t n, uint64_t whole,
+                     uint64_t of) noexcept nogil:
+    cdef Copy copy
+    if not hands_help(of) or n < 2 * PIECE_BYTES:
+        fps_copy(to, source, n, whole)
+        return
+    copy.to, copy.source, copy.n, copy.whole = <char*>to, <const char*>source, n, whole
+    hands_do(copy_piece, &copy, n_pieces_of(n))
+
+
+cdef struct Fold:
+    rule_fn rule
+    const void* const* sources
+    int64_t n
+    char* to
+    uint64_t nbytes
+    uint32_t itemsize
+    const void* args
+    int32_t n_failed            # atomic
+
+
+cdef void fold_piece(void* context, int64_t piece) noexcept nogil:
+    cdef Fold* fold = <Fold*>context
+    cdef const void* sources[MAX_SOURCES]
+    cdef uint64_t start = piece * PIECE_BYTES
+    cdef int64_t i
+    for i in range(fold.n):
+        sources[i] = <const char*>fold.sources[i] + start
+    if fold.rule(sources, fold.n, fold.to + start,
+                 piece_length(fold.nbytes, piece) / fold.itemsize, fold.args) != 1:
+        fps_add32(&fold.n_failed, 1)
+
+
+cdef int64_t hands_fold(rule_fn rule, const void* const* sources, int64_t n, void* dst,
+                        int64_t count, uint32_t itemsize, const void* args,
+                        uint64_t of) noexcept nogil:
+    cdef Fold fold
+    cdef uint64_t nbytes = <uint64_t>count * itemsize
+    if (not hands_help(of) or nbytes < 2 * PIECE_BYTES or n > MAX_SOURCES
+            or PIECE_BYTES % itemsize):
+        return rule(sources, n, dst, count, args)
+    fold.rule, fold.sources, fold.n, fold.to = rule, sources, n, <char*>dst
+    fold.nbytes, fold.itemsize, fold.args, fold.n_failed = nbytes, itemsize, args, 0
+    hands_do(fold_piece, &fold, n_pieces_of(nbytes))
+    return 1 if fold.n_failed == 0 else 0
+
+
+# ---------------------------------------------------------------- Python face
+
+@cython.final
+cdef class Hands:
+    """So many threads, until close(); none if this process has hands already."""
+
+    cdef readonly int count
+
+    def __init__(self, int count):
+        """Start them. Raises ValueError, FastPSError."""
+        if not 0 <= count <= MAX_HANDS:
+            raise ValueError(f"{count} hands: 0 to {MAX_HANDS} are possible")
+        if hands.pid != getpid():       # they stayed behind in the process that forked
+            hands.n = 0
+            pthread_mutex_init(&hands.lock, NULL)
+        if hands.n or not count:
+            return
+        hands.pid = getpid()
+        hands.is_stopping = hands.sleepers = 0
+        while self.count < count:
+            hands.threads[self.count] = thread_create(b"hand", self.count, hand_main, NULL)
+            if hands.threads[self.count] == NULL:
+                self.close()
+                raise FastPSError("cannot start a thread for long copies; check `ulimit -u`")
+            self.count += 1
+        fps_store32(&hands.n, self.count)
+
+    def close(self, double timeout_s=10.0):
+        """End the threads; nothing may be copied any more. Tells whether they ended in time."""
+        cdef int64_t deadline = deadline_of(timeout_s)
+        cdef int status = OK
+        if self.count == 0 or hands.pid != getpid():
+            return True
+        fps_store32(&hands.n, 0)
+        fps_store32(&hands.is_stopping, 1)
+        wake_hands()
+        while self.count and status == OK:
+            with nogil:
+                status = thread_join(hands.threads[self.count - 1], deadline)
+            self.count -= status == OK
+        return status == OK
+
+    def __dealloc__(self):
+        if self.count:
+            self.close()
