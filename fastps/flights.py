@@ -328,7 +328,8 @@ def start_allgather(
     counts: these, where they are known; else blocks until all members have told them. out: where
     all of them go; ours may lie there already. is_awaited: blocks until they are there.
     """
-    group, array, told = process_set.group(), np.atleast_1d(array), None
+    group, told = process_set.group(), None
+    array = array if array.ndim else array.reshape(1)
     if counts is None:
         code = _code_of(array, dtype)
         rows = Rows(group, "allgather", array, [len(array)], code, name, "allgather")
@@ -353,24 +354,17 @@ def _as_before(
 
     None: members have to tell their sizes; SizesDifferError: all of them do.
     """
-    group, array, width = rows.group, rows.array, rows.width
+    group, array, nbytes = rows.group, rows.array, rows.width * rows.array.itemsize
     counts = group.steady.guess(rows.key, rows.counts)
     if counts is None:
         return None
-    sizes = [count * width for count in counts]
-    how: dict[str, Any] = {"name": rows.part, "dtype": rows.code, "may_differ": True}
+    here, there = [nbytes * n for n in rows.counts], [nbytes * n for n in counts]
     try:
         out = _result_of(rows.kind, rows.name, (sum(counts), *array.shape[1:]), array.dtype, out)
-        if rows.kind == "allgather":
-            flight = group.allgather(array, out, counts=sizes, **how)
-        else:
-            own = [count * width for count in rows.counts]
-            flight = group.alltoall(array, out, send_counts=own, receive_counts=sizes, **how)
+        group.guess(rows.kind, array, out, here, there, rows.part, rows.code)
+        return Landed(out), counts
     except ValueError:  # the output is for other sizes, or wrong
         return None
-    try:
-        flight.wait()
-        return Landed(out), counts
     except SizesDifferError:
         group.steady.missed(rows.key)
         return SizesDifferError

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastps.collectives.group import Group
+from fastps.collectives.members import Members
 from fastps.collectives.names import BARRIER
 from fastps.collectives.promise import Promise
 from fastps.errors import (
@@ -262,7 +263,7 @@ class Groups:
         """Raise NotInitializedError in a forked child."""
         self._session.check_usable()
 
-    def check_name(self, group: Group, name: str) -> None:
+    def check_name(self, group: Members, name: str) -> None:
         """Raise MismatchError for a name that has failed for all workers."""
         if group is self._world:
             self._session.ways.check(name)

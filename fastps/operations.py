@@ -151,19 +151,9 @@ def allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array]:
     """Begin allgather(); blocks until all members have told their first dimensions."""
-    return _gathering(tensor, name, out, process_set)
-
-
-def _gathering(
-    tensor: Array,
-    name: str | None,
-    out: Array | None,
-    process_set: ProcessSet,
-    is_awaited: bool = False,
-) -> Later[Array]:
     source = readable(tensor, name)
     wire, to = _rows_wire(source), _out_wire(out, source, name)
-    flight, _ = start_allgather(wire, name, process_set, out=to, is_awaited=is_awaited)
+    flight, _ = start_allgather(wire, name, process_set, out=to)
     return _result(flight, source, out=out)
 
 
@@ -179,7 +169,11 @@ def allgather(
     First dimensions may differ, the others must not (MismatchError). out: where the result goes,
     C-contiguous; the tensor may be a part of it, at its place. Blocks.
     """
-    return _gathering(tensor, name, out, process_set, is_awaited=True).wait()
+    source = readable(tensor, name)
+    wire, to = _rows_wire(source), _out_wire(out, source, name)
+    flight, _ = start_allgather(wire, name, process_set, out=to, is_awaited=True)
+    found = flight.wait()
+    return _unwire(found, source.dtype) if out is None else out
 
 
 def grouped_allgather_async(
@@ -260,22 +254,9 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[Any]:
     """Begin alltoall(); blocks until all members have told how many rows they send."""
-    return _exchanging(tensor, splits, name, out, process_set)
-
-
-def _exchanging(
-    tensor: Array,
-    splits: Sequence[int] | None,
-    name: str | None,
-    out: Array | None,
-    process_set: ProcessSet,
-    is_awaited: bool = False,
-) -> Later[Any]:
     source = readable(tensor, name)
     wire, to = _rows_wire(source), _out_wire(out, source, name)
-    flight, received = start_alltoall(
-        wire, splits, name, process_set, out=to, is_awaited=is_awaited
-    )
+    flight, received = start_alltoall(wire, splits, name, process_set, out=to)
     result = _result(flight, source, out=out)
     if splits is None:
         return result
@@ -296,7 +277,12 @@ def alltoall(
     the array and how many rows came from each. out: where the array goes, C-contiguous, another
     than tensor. Blocks.
     """
-    return _exchanging(tensor, splits, name, out, process_set, is_awaited=True).wait()
+    source = readable(tensor, name)
+    wire, to = _rows_wire(source), _out_wire(out, source, name)
+    flight, counts = start_alltoall(wire, splits, name, process_set, out=to, is_awaited=True)
+    found = flight.wait()
+    result = _unwire(found, source.dtype) if out is None else out
+    return result if splits is None else (result, np.array(counts))
 
 
 def broadcast_async(
@@ -494,7 +480,7 @@ def _wire(array: Array) -> Array:
 
 def _rows_wire(array: Array) -> Array:
     """Give an array of rows as it travels: a complex scalar is one row, not two."""
-    return _wire(np.atleast_1d(array))
+    return _wire(array if array.ndim else array.reshape(1))
 
 
 def _unwire(array: Array, dtype: np.dtype[Any]) -> Array:

@@ -1,90 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups: the operations among the members of one process set, on NumPy arrays.
 
-Checks arrays, chooses the schedule (schedule.py) and starts it on the engine (_exchange.pyx); the
-same schedule is used again for the same sizes. Members are numbered within the group. Threads:
-any; operations without a name have to be started in one order, the same on all members.
+Checks arrays and chooses the schedule (schedule.py); members.py starts it on the engine, and
+keeps it for the next of the same sizes. Members are numbered within the group. Threads: any;
+operations without a name have to be started in one order, the same on all members.
 """
 
 from __future__ import annotations
 
 import operator
-import threading
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from fastps.collectives import schedule as plans
-from fastps.collectives.names import Channels
-from fastps.collectives.places import check_arrays, copy_alone, is_apart
-from fastps.collectives.promise import Promise, SizesDifferError
+from fastps.collectives.members import MANY_KINDS, Members, ReadyKind
+from fastps.collectives.places import check_arrays, is_apart
+from fastps.collectives.promise import Promise
 from fastps.collectives.schedule import Kind, Place, Schedule, Step
-from fastps.collectives.steady import Steady
-from fastps.errors import (
-    FastPSError,
-    MismatchError,
-    ShutdownError,
-    Status,
-    TransportError,
-)
-from fastps.types import DType, Op, ReduceOp, dtype_of
+from fastps.types import DType, Op, ReduceOp
 from fastps.worker.handle import Array
 
-if TYPE_CHECKING:
-    from fastps.collectives._exchange import Operation, Program
-    from fastps.collectives.host import Host
-
-MANY_KINDS = 512  # of operations that a group keeps ready
 ANYBODY = -1
 
 
-class _Kind(NamedTuple):
-    """What operations of one kind and size have in common."""
-
-    program: Program
-    address: int  # of the rule of a sum
-    mix: int  # of that of a sum with weights
-    itemsize: int
-    dtype: int
-    code: int
-
-
-# What an operation is, for other members too: a kind, times 8, and the rule of a sum
-KINDS = (
-    "allreduce", "allgather", "reduce", "reducescatter", "gather", "scatter", "alltoall",
-    "broadcast", "barrier", "send", "neighbor_allreduce", "neighbor_allgather",
-    "hierarchical_neighbor_allreduce", "neighbor_trimmed_mean", "neighbor_gather",
-    "neighbor_coded",
-)  # fmt: skip
 _NEIGHBOR_RULES = {
     "neighbor_allgather": None, "neighbor_coded": None,
     "neighbor_trimmed_mean": ReduceOp.TRIMMED_MEAN,
 }  # fmt: skip
 
 
-class Group:
-    """The members of a process set; made by Session.group() or add_process_set().
+class Group(Members):
+    """What the members of a process set do; made by Session.group() or add_process_set().
 
-    ranks: their numbers in the job, ascending or not; their order is that of sums and blocks.
-    key: tells apart groups of the same ranks. words: what errors call it, if it is not everybody.
     Every operation begins at once and gives a Handle.
     """
-
-    def __init__(self, host: Host, ranks: Sequence[int], key: str = "", words: str = "") -> None:
-        self.ranks = tuple(ranks)
-        self._of = words and f" of {words} {list(self.ranks)}"
-        self.size = len(self.ranks)
-        self.rank = self.ranks.index(host.me)
-        self._host = host
-        self.key = f"{key}/{self.ranks}"
-        self.machines = tuple(host.machine_of(rank) for rank in self.ranks)
-        self.is_on_one_machine = len(set(self.machines)) == 1
-        self._kinds: dict[tuple[object, ...], _Kind] = {}
-        self._routes: dict[tuple[object, ...], tuple[_Kind, int, str]] = {}  # of messages
-        self.channels = Channels(self.key)
-        self.steady = Steady()
-        self._lock = threading.Lock()
 
     # ---- operations of all members ----
 
@@ -175,13 +126,11 @@ class Group:
         counts: Sequence[int] | None = None,
         name: str | None = None,
         dtype: DType | None = None,
-        may_differ: bool = False,
     ) -> Promise:
         """Begin to give everybody everybody's array, one after the other.
 
         counts: elements of each member's array; None: all as many as ours. An array that lies in
-        out, where it is to land, is not copied. may_differ: counts are a guess; SizesDifferError
-        on all members if others guessed another, or trade theirs.
+        out, where it is to land, is not copied.
         """
         sizes = [array.size] * self.size if counts is None else list(counts)
         self._check_size("array", array, self._counts(sizes, sum(sizes))[self.rank])
@@ -192,7 +141,7 @@ class Group:
         return self._move(
             ("allgather", *blocks), array, out,
             lambda: plans.allgather(self.rank, blocks, self.machines),
-            name=name, dtype=dtype, place=sum(sizes[: self.rank]), may_differ=may_differ,
+            name=name, dtype=dtype, place=sum(sizes[: self.rank]),
         )  # fmt: skip
 
     def gather(
@@ -258,12 +207,11 @@ class Group:
         receive_counts: Sequence[int] | None = None,
         name: str | None = None,
         dtype: DType | None = None,
-        may_differ: bool = False,
     ) -> Promise:
         """Begin to give each member its block of everybody's array, in the order of senders.
 
         send_counts: elements of our array for each member; receive_counts: those that each has
-        for us; None: even, and the array's size is divisible. may_differ: as allgather().
+        for us; None: even, and the array's size is divisible.
         """
         sends = self._counts(send_counts, array.size)
         receives = self._counts(receive_counts, array.size if out is None else out.size)
@@ -274,7 +222,7 @@ class Group:
         return self._move(
             ("alltoall", *here, *there), array, out,
             lambda: plans.alltoall(self.rank, here, there, self.machines),
-            name=name, dtype=dtype, may_differ=may_differ,
+            name=name, dtype=dtype,
         )  # fmt: skip
 
     def broadcast(
@@ -329,35 +277,6 @@ class Group:
             rule=rule, divisor=divisor, weights=weights, goes_on=goes_on,
         )  # fmt: skip
 
-    # ---- bytes that are waited for at once ----
-
-    def trade(
-        self, kind: str, sent: bytearray, found: bytearray, name: str | None,
-        *, may_differ: bool = False,
-    ) -> None:  # fmt: skip
-        """Do an allgather() or an alltoall() of even blocks of bytes; blocks. What eager.py needs.
-
-        Of more than one member. As they do, without what takes longer than the bytes.
-        """
-        self._host.check_usable()
-        if name is not None:
-            self._host.check_name(self, name)
-        key: tuple[object, ...] = (kind, len(sent), len(found))
-        ready = self._kinds.get(key) or self._prepare(
-            key, lambda: self._even(kind, len(sent)), None, None, is_weighted=False
-        )
-        label = self._label(key, name)
-        channel = self.channels.of(name)
-        operation = self._launch(ready, channel, label, sent, found, may_differ=may_differ)
-        self._note(operation, name, key, 1)
-        self._host.wait(operation, self._explain)
-
-    def _even(self, kind: str, nbytes: int) -> Schedule:
-        if kind == "allgather":
-            return plans.allgather(self.rank, [nbytes] * self.size, self.machines)
-        blocks = [nbytes // self.size] * self.size
-        return plans.alltoall(self.rank, blocks, blocks, self.machines)
-
     # ---- operations of two ----
 
     def send(
@@ -401,7 +320,7 @@ class Group:
     def _route(
         self, kind: Kind, nbytes: int, peer: int, tag: int, kept: np.dtype[Any],
         dtype: DType | None,
-    ) -> tuple[_Kind, int, str]:  # fmt: skip
+    ) -> tuple[ReadyKind, int, str]:  # fmt: skip
         """Make what all messages of one size to or from a member have in common."""
         if peer == self.rank:
             raise ValueError("a member sends nothing to itself")
@@ -478,7 +397,6 @@ class Group:
         dtype: DType | None,
         result: Array | None = None,
         place: int | None = None,
-        may_differ: bool = False,
     ) -> Promise:
         """Begin an operation that moves bytes; place: element of out where ours may lie."""
         if array is not None and out is not None and not is_apart(array, out, place):
@@ -491,154 +409,12 @@ class Group:
             key, make, array, out, result,
             channel=self.channels.of(name), label=self._label(key, name),
             name=name, dtype=None if some is None else self._dtype(some, dtype),
-            may_differ=may_differ,
         )  # fmt: skip
-
-    def _start(
-        self,
-        key: tuple[object, ...],
-        make: Callable[[], Schedule],
-        array: Array | None,
-        out: Array | None,
-        result: Array,
-        *,
-        channel: int,
-        label: str,
-        dtype: DType | None,
-        name: str | None = None,
-        rule: ReduceOp | None = None,
-        divisor: int = 1,
-        priority: int = 0,
-        is_numbered: bool = False,
-        weights: Sequence[float] = (),
-        goes_on: bool = False,
-        may_differ: bool = False,
-    ) -> Promise:
-        check_arrays(label, array, out)
-        self._host.check_usable()
-        if name is not None:
-            self._host.check_name(self, name)
-        if self.size == 1:
-            copy_alone(make(), array, out)
-            return self._host.promise((), result, self._explain, self.ranks)
-        key = (*key, "weighted", rule, dtype) if weights else (*key, rule, dtype)
-        kind = self._kinds.get(key) or self._prepare(
-            key, make, rule, dtype, is_weighted=bool(weights)
-        )
-        operation = self._launch(
-            kind, channel, label, array, out, divisor=divisor, priority=priority,
-            is_numbered=is_numbered, weights=weights, goes_on=goes_on, may_differ=may_differ,
-        )  # fmt: skip
-        if not is_numbered:
-            self._note(operation, name, key, divisor)
-        return self._host.promise([operation], result, self._explain, self.ranks)
-
-    def _launch(
-        self, kind: _Kind, channel: int, label: str, array: Any, out: Any, **how: Any
-    ) -> Operation:
-        """Let the engine begin; array, out: buffers or None."""
-        try:
-            if not kind.program.is_linked:
-                self._host.reach(kind.program.peers)
-                kind.program.is_linked = True
-            return self._host.exchange.start(
-                kind.program, channel, name=label, input=array, output=out,
-                itemsize=kind.itemsize, rule=kind.address, dtype=kind.dtype, code=kind.code,
-                mix=kind.mix, **how,
-            )  # fmt: skip
-        except (TransportError, ShutdownError) as error:
-            raise self._host.ended(label, error) from None
-
-    def _note(
-        self, operation: Operation, name: str | None, key: tuple[object, ...], divisor: int
-    ) -> None:
-        """Note what an operation is, for those who ask or have run out of data."""
-        operation.about = (self, name, key, divisor)
-        if self._host.is_uneven:
-            self._host.tell(operation)
-
-    def _prepare(
-        self,
-        key: tuple[object, ...],
-        make: Callable[[], Schedule],
-        rule: ReduceOp | None,
-        dtype: DType | None,
-        *,
-        is_weighted: bool,
-    ) -> _Kind:
-        """Make what all operations of one kind and size need, once."""
-        from fastps.collectives._exchange import Program  # noqa: PLC0415
-
-        steps = make()
-        program = Program(steps.steps, steps.scratch_bytes, self.ranks)
-        if key[0] == "send":
-            program.offer()
-        address, mix, itemsize = 0, 0, 1 if dtype is None else dtype.itemsize
-        if rule is not None:
-            from fastps.reduce import reduce_kernel  # noqa: PLC0415  (few need kernels)
-
-            address = reduce_kernel(rule, DType(dtype or 0))
-            if is_weighted:
-                mix = reduce_kernel(ReduceOp.MIX, DType(dtype or 0))
-        code = KINDS.index(str(key[0])) * 8 + int(rule or 0) % 8  # a trimmed mean has its own kind
-        kind = _Kind(program, address, mix, itemsize, int(dtype or 0), code)
-        if len(self._kinds) >= MANY_KINDS:
-            self._kinds.clear()
-        self._kinds[key] = kind
-        return kind
-
-    # ---- what is known of names ----
-
-    def in_flight(self, names: Iterable[str] | None = None) -> list[str]:
-        """Say what is under way here; names: under one of these."""
-        if self.size == 1:
-            return []
-        some = self.channels if names is None else names
-        channels = {self.channels[name] for name in some}
-        operations = self._host.exchange.operations
-        return [one.name for one in operations if one.channel in channels and not one.is_done]
-
-    def stuck(self, names: Iterable[str]) -> list[str]:
-        """List the names under which something went wrong or was late, so that they are kept."""
-        is_well = self._host.exchange.is_forgettable
-        return [name for name in names if not is_well(self.channels[name])]
-
-    def forget(self, name: str, kept: Container[str] = ()) -> list[int]:
-        """Forget what a name stands for, but for what is kept; give the channels.
-
-        All members do, while nothing is in flight on them, before one uses it again.
-        """
-        channels = self.channels.forget(name, kept)
-        for channel in channels if self.size > 1 else ():
-            self._host.exchange.forget(channel)
-        return channels
 
     # ---- checks ----
 
-    def _label(self, key: tuple[object, ...], name: str | None) -> str:
-        return f"{key[0]}{self._of}" if name is None else f"{key[0]} {name}{self._of}"
-
     def _like(self, array: Array) -> Array:
         return self._host.empty(array.shape, array.dtype)
-
-    def _dtype(self, array: Array, dtype: DType | None) -> DType:
-        code = dtype_of(array.dtype) if dtype is None else dtype
-        if code.itemsize != array.itemsize:
-            raise TypeError(f"{array.dtype} elements do not hold {code.name}")
-        return code
-
-    def gone(self) -> list[int]:
-        """List the members that are lost or have left."""
-        gone = self._host.exchange.gone if self.size > 1 else ()
-        return [self.ranks.index(rank) for rank in gone if rank in self.ranks]
-
-    def count_of(self, name: str) -> int:
-        """Do count() without noting a name that was not used."""
-        return self.count(name) if name in self.channels else 0
-
-    def count(self, name: str | None) -> int:
-        """Count the operations that were started under a name."""
-        return self._host.exchange.count(self.channels.of(name))
 
     def _member(self, index: int, what: str) -> int:
         if not 0 <= operator.index(index) < self.size:
@@ -661,25 +437,3 @@ class Group:
 
     def _bytes(self, counts: Sequence[int], array: Array) -> list[int]:
         return [count * array.itemsize for count in counts]
-
-    def _explain(
-        self, operation: Operation, kind: int, status: int | None, timeout_s: float
-    ) -> FastPSError:
-        if status == Status.MISMATCH and operation.differs:
-            return SizesDifferError(f"{operation.name}: sizes are not those of before")
-        refusal = self._host.refusal(operation) if status == Status.MISMATCH else ""
-        if refusal:
-            return MismatchError(f"{operation.name}: {refusal}")
-        if status == Status.MISMATCH:
-            which = operation.mistake and (
-                f" as operation {operation.mistake}, {operation.number - operation.mistake} before"
-                " this one and over here by then,"
-            )
-            return MismatchError(
-                f"{operation.name}: what members of workers {list(self.ranks)} started"
-                f"{which or ''} is not the "
-                f"same operation, size and type, as member {operation.culprit} noticed; "
-                "make all of them call the same in the same order, and neighbors agree on who "
-                "sends to whom"
-            )
-        return self._host.explain(operation, status, timeout_s)

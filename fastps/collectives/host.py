@@ -13,7 +13,7 @@ from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
-    from fastps.collectives.group import Group
+    from fastps.collectives.members import Members
     from fastps.collectives.promise import Promise
 
 # Words the failure of an operation: its place in the handle, status, seconds
@@ -47,7 +47,7 @@ class Host(Protocol):
     def check_usable(self) -> None:
         """Raise NotInitializedError in a forked child."""
 
-    def check_name(self, group: Group, name: str) -> None:
+    def check_name(self, group: Members, name: str) -> None:
         """Raise MismatchError for a name that has failed for all workers."""
 
     def promise(

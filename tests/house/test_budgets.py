@@ -38,7 +38,7 @@ ROOMS = {
     "control/": 5030,
     "server/": 4980,
     "worker/": 3460,
-    "collectives/": 4170,
+    "collectives/": 4260,
     "frameworks/": 13180,
     "graph/": 3950,
     "byzantine/": 1900,

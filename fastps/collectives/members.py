@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The members of a process set, and how what they do begins on the engine, and ends.
+
+Knows names, kinds that are kept ready, and failures; nothing of what an operation does, which
+group.py says. Threads: any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastps.collectives import schedule as plans
+from fastps.collectives.names import Channels
+from fastps.collectives.places import check_arrays, copy_alone, is_apart
+from fastps.collectives.promise import Promise, SizesDifferError
+from fastps.collectives.schedule import Schedule
+from fastps.collectives.steady import Steady
+from fastps.errors import (
+    FastPSError,
+    MismatchError,
+    ShutdownError,
+    Status,
+    TransportError,
+)
+from fastps.types import DType, ReduceOp, dtype_of
+from fastps.worker.handle import Array
+
+if TYPE_CHECKING:
+    from fastps.collectives._exchange import Operation, Program
+    from fastps.collectives.host import Host
+
+MANY_KINDS = 512  # of operations that are kept ready
+
+
+class ReadyKind(NamedTuple):
+    """What operations of one kind and size have in common."""
+
+    program: Program
+    address: int  # of the rule of a sum
+    mix: int  # of that of a sum with weights
+    itemsize: int
+    dtype: int
+    code: int
+
+
+# What an operation is, for other members too: a kind, times 8, and the rule of a sum
+KINDS = (
+    "allreduce", "allgather", "reduce", "reducescatter", "gather", "scatter", "alltoall",
+    "broadcast", "barrier", "send", "neighbor_allreduce", "neighbor_allgather",
+    "hierarchical_neighbor_allreduce", "neighbor_trimmed_mean", "neighbor_gather",
+    "neighbor_coded",
+)  # fmt: skip
+
+
+class Members:
+    """The members of a process set.
+
+    ranks: their numbers in the job, ascending or not; their order is that of sums and blocks.
+    key: tells apart sets of the same ranks. words: what errors call it, if it is not everybody.
+    """
+
+    def __init__(self, host: Host, ranks: Sequence[int], key: str = "", words: str = "") -> None:
+        self.ranks = tuple(ranks)
+        self._of = words and f" of {words} {list(self.ranks)}"
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(host.me)
+        self._host = host
+        self.key = f"{key}/{self.ranks}"
+        self.machines = tuple(host.machine_of(rank) for rank in self.ranks)
+        self.is_on_one_machine = len(set(self.machines)) == 1
+        self._kinds: dict[tuple[object, ...], ReadyKind] = {}
+        self._routes: dict[tuple[object, ...], tuple[ReadyKind, int, str]] = {}  # of messages
+        self.channels = Channels(self.key)
+        self.steady = Steady()
+
+    # ---- starting ----
+
+    def _start(
+        self,
+        key: tuple[object, ...],
+        make: Callable[[], Schedule],
+        array: Array | None,
+        out: Array | None,
+        result: Array,
+        *,
+        channel: int,
+        label: str,
+        dtype: DType | None,
+        name: str | None = None,
+        rule: ReduceOp | None = None,
+        divisor: int = 1,
+        priority: int = 0,
+        is_numbered: bool = False,
+        weights: Sequence[float] = (),
+        goes_on: bool = False,
+    ) -> Promise:
+        check_arrays(label, array, out)
+        self._host.check_usable()
+        if name is not None:
+            self._host.check_name(self, name)
+        if self.size == 1:
+            copy_alone(make(), array, out)
+            return self._host.promise((), result, self._explain, self.ranks)
+        key = (*key, "weighted", rule, dtype) if weights else (*key, rule, dtype)
+        kind = self._kinds.get(key) or self._prepare(
+            key, make, rule, dtype, is_weighted=bool(weights)
+        )
+        operation = self._launch(
+            kind, channel, label, array, out, divisor=divisor, priority=priority,
+            is_numbered=is_numbered, weights=weights, goes_on=goes_on,
+        )  # fmt: skip
+        if not is_numbered:
+            self._note(operation, name, key, divisor)
+        return self._host.promise([operation], result, self._explain, self.ranks)
+
+    def _launch(
+        self, kind: ReadyKind, channel: int, label: str, array: Any, out: Any, **how: Any
+    ) -> Operation:
+        """Let the engine begin; array, out: buffers or None."""
+        try:
+            if not kind.program.is_linked:
+                self._host.reach(kind.program.peers)
+                kind.program.is_linked = True
+            return self._host.exchange.start(
+                kind.program, channel, name=label, input=array, output=out,
+                itemsize=kind.itemsize, rule=kind.address, dtype=kind.dtype, code=kind.code,
+                mix=kind.mix, **how,
+            )  # fmt: skip
+        except (TransportError, ShutdownError) as error:
+            raise self._host.ended(label, error) from None
+
+    def _note(
+        self, operation: Operation, name: str | None, key: tuple[object, ...], divisor: int
+    ) -> None:
+        """Note what an operation is, for those who ask or have run out of data."""
+        operation.about = (self, name, key, divisor)
+        if self._host.is_uneven:
+            self._host.tell(operation)
+
+    def _prepare(
+        self,
+        key: tuple[object, ...],
+        make: Callable[[], Schedule],
+        rule: ReduceOp | None,
+        dtype: DType | None,
+        *,
+        is_weighted: bool,
+    ) -> ReadyKind:
+        """Make what all operations of one kind and size need, once."""
+        from fastps.collectives._exchange import Program  # noqa: PLC0415
+
+        steps = make()
+        program = Program(steps.steps, steps.scratch_bytes, self.ranks)
+        if key[0] == "send":
+            program.offer()
+        address, mix, itemsize = 0, 0, 1 if dtype is None else dtype.itemsize
+        if rule is not None:
+            from fastps.reduce import reduce_kernel  # noqa: PLC0415  (few need kernels)
+
+            address = reduce_kernel(rule, DType(dtype or 0))
+            if is_weighted:
+                mix = reduce_kernel(ReduceOp.MIX, DType(dtype or 0))
+        code = KINDS.index(str(key[0])) * 8 + int(rule or 0) % 8  # a trimmed mean has its own kind
+        kind = ReadyKind(program, address, mix, itemsize, int(dtype or 0), code)
+        if len(self._kinds) >= MANY_KINDS:
+            self._kinds.clear()
+        self._kinds[key] = kind
+        return kind
+
+    # ---- what is waited for at once: eager.py and flights.py need it ----
+
+    def trade(
+        self, kind: str, sent: bytearray, found: bytearray, name: str | None,
+        *, may_differ: bool = False,
+    ) -> None:  # fmt: skip
+        """Do an allgather() or an alltoall() of even blocks of bytes; blocks. What eager.py needs.
+
+        Of more than one member. As they do, without what takes longer than the bytes.
+        may_differ: others may begin a guess instead; then SizesDifferError.
+        """
+        here = [len(sent)] if kind == "allgather" else [len(sent) // self.size] * self.size
+        there = [len(found) // self.size] * self.size
+        self._wait_for(kind, sent, found, here, there, name, None, may_differ=may_differ)
+
+    def guess(
+        self,
+        kind: str,
+        array: Array,
+        out: Array,
+        here: Sequence[int],
+        there: Sequence[int],
+        name: str | None,
+        dtype: DType,
+    ) -> None:
+        """Do an allgather() or an alltoall() with bytes for each, and of each, that are a guess.
+
+        Blocks. SizesDifferError on all members if others guess other sizes, or trade theirs.
+        """
+        place = sum(there[: self.rank]) // array.itemsize if kind == "allgather" else None
+        if not is_apart(array, out, place):
+            raise ValueError("array and out overlap; use two")
+        check_arrays(kind, array, out)
+        self._wait_for(kind, array, out, here, there, name, dtype, may_differ=True)
+
+    def _wait_for(
+        self,
+        kind: str,
+        sent: Any,
+        found: Any,
+        here: Sequence[int],
+        there: Sequence[int],
+        name: str | None,
+        dtype: DType | None,
+        *,
+        may_differ: bool,
+    ) -> None:
+        """Do an operation on buffers of so many bytes; blocks."""
+        self._host.check_usable()
+        if name is not None:
+            self._host.check_name(self, name)
+        key = (kind, *here, *there, dtype)
+        ready = self._kinds.get(key) or self._prepare(
+            key, lambda: self._rows_plan(kind, here, there), None, dtype, is_weighted=False
+        )
+        operation = self._launch(
+            ready, self.channels.of(name), self._label(key, name), sent, found,
+            may_differ=may_differ,
+        )  # fmt: skip
+        self._note(operation, name, key, 1)
+        self._host.wait(operation, self._explain)
+
+    def _rows_plan(self, kind: str, here: Sequence[int], there: Sequence[int]) -> Schedule:
+        if kind == "allgather":
+            return plans.allgather(self.rank, there, self.machines)
+        return plans.alltoall(self.rank, here, there, self.machines)
+
+    # ---- what is known of names ----
+
+    def in_flight(self, names: Iterable[str] | None = None) -> list[str]:
+        """Say what is under way here; names: under one of these."""
+        if self.size == 1:
+            return []
+        some = self.channels if names is None else names
+        channels = {self.channels[name] for name in some}
+        operations = self._host.exchange.operations
+        return [one.name for one in operations if one.channel in channels and not one.is_done]
+
+    def stuck(self, names: Iterable[str]) -> list[str]:
+        """List the names under which something went wrong or was late, so that they are kept."""
+        is_well = self._host.exchange.is_forgettable
+        return [name for name in names if not is_well(self.channels[name])]
+
+    def forget(self, name: str, kept: Container[str] = ()) -> list[int]:
+        """Forget what a name stands for, but for what is kept; give the channels.
+
+        All members do, while nothing is in flight on them, before one uses it again.
+        """
+        channels = self.channels.forget(name, kept)
+        for channel in channels if self.size > 1 else ():
+            self._host.exchange.forget(channel)
+        return channels
+
+    def gone(self) -> list[int]:
+        """List the members that are lost or have left."""
+        gone = self._host.exchange.gone if self.size > 1 else ()
+        return [self.ranks.index(rank) for rank in gone if rank in self.ranks]
+
+    def count_of(self, name: str) -> int:
+        """Do count() without noting a name that was not used."""
+        return self.count(name) if name in self.channels else 0
+
+    def count(self, name: str | None) -> int:
+        """Count the operations that were started under a name."""
+        return self._host.exchange.count(self.channels.of(name))
+
+    # ---- words ----
+
+    def _label(self, key: tuple[object, ...], name: str | None) -> str:
+        return f"{key[0]}{self._of}" if name is None else f"{key[0]} {name}{self._of}"
+
+    def _dtype(self, array: Array, dtype: DType | None) -> DType:
+        code = dtype_of(array.dtype) if dtype is None else dtype
+        if code.itemsize != array.itemsize:
+            raise TypeError(f"{array.dtype} elements do not hold {code.name}")
+        return code
+
+    def _explain(
+        self, operation: Operation, kind: int, status: int | None, timeout_s: float
+    ) -> FastPSError:
+        if status == Status.MISMATCH and operation.differs:
+            return SizesDifferError(f"{operation.name}: sizes are not those of before")
+        refusal = self._host.refusal(operation) if status == Status.MISMATCH else ""
+        if refusal:
+            return MismatchError(f"{operation.name}: {refusal}")
+        if status == Status.MISMATCH:
+            which = operation.mistake and (
+                f" as operation {operation.mistake}, {operation.number - operation.mistake} before"
+                " this one and over here by then,"
+            )
+            return MismatchError(
+                f"{operation.name}: what members of workers {list(self.ranks)} started"
+                f"{which or ''} is not the "
+                f"same operation, size and type, as member {operation.culprit} noticed; "
+                "make all of them call the same in the same order, and neighbors agree on who "
+                "sends to whom"
+            )
+        return self._host.explain(operation, status, timeout_s)
