@@ -29,7 +29,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-ALWAYS = ("numpy.random", "fastps", "fastps.server.main")
+JOINING = ("fastps.joining", "fastps.groups")  # what fastps.init() and the first groups import
+SERVING = ("fastps.server.main", "fastps.server.server")
+ALWAYS = ("numpy.random", "pytest", "fastps", *JOINING, *SERVING)
 TORCH = ("fastps.torch", "torch._dynamo", "torch.nn.parallel")
 LATE = ("FASTPS_", "DMLC_", "BYTEPS_")  # names of what is read when it is used
 # As the launcher sets it where workers are not fewer than processors. No thread may be there
