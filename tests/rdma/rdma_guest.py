@@ -18,7 +18,13 @@ MACHINE = ROOT / "tools" / "rdma-vm"
 PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
 SETUP_TIMEOUT_S = 240.0
 GUEST_TIMEOUT_S = 540.0  # a minute or two on an idle machine
-PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5")
+TESTS = ROOT / "tests"
+# Plugins, and what conftest.py files share, are of no use in a guest, and take seconds to import.
+ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+PYTEST = (
+    *(sys.executable, "-m", "pytest", "-q", "--noconftest", "--durations=5"),
+    *("-p", "no:cacheprovider", "-p", "pytest_timeout"),
+)
 # What guests need: the codecs are those of guest_coded.py.
 KERNELS = (*(code.name.lower() for code in DType), "onebit", "topk", "int4")
 # Kernels for nearly any CPU, so that a cache filled on the host serves in a guest. Not for every
@@ -53,7 +59,20 @@ def set_up(site: Path) -> str:
     if status:
         pytest.skip(f"no guest with an RDMA device: {text.strip()[-300:]}")
     (site / "pyverbs").symlink_to(PYVERBS)
-    return f"{ROOT}:{site}"
+    compile_sources()
+    return f"{ROOT}:{TESTS}:{site}"
+
+
+def compile_sources() -> None:
+    """Compile here what guests import, whatever the environment says: there it takes seconds."""
+    settings = ALONE | {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": f"{ROOT}:{TESTS}"}
+    guests = map(str, sorted(TESTS.glob("rdma/guest_*.py")))
+    for command in (
+        (sys.executable, "-m", "compileall", "-q", str(ROOT / "fastps"), str(TESTS)),
+        (*PYTEST, "--collect-only", *guests),  # pytest compiles tests in a way of its own
+    ):
+        status, text = run(command, SETUP_TIMEOUT_S, **settings)
+        assert status == 0, text
 
 
 def fill_cache(folder: Path) -> tuple[str, ...]:
@@ -90,6 +109,7 @@ def run_in_guest(
         GUEST_TIMEOUT_S + 30,
         PYTHONPATH=python_path,
         PYTHONDONTWRITEBYTECODE="1",
+        **ALONE,
         FASTPS_TEST_DATA_PATH=data_path,
     )
     assert status == 0, text

@@ -20,8 +20,7 @@ HAND = "tests/rdma/machine_hand.py"
 @pytest.mark.timeout(SETUP_TIMEOUT_S + GUEST_TIMEOUT_S + 60)
 def test_jobs_across_machines(python_path, with_kernels):
     hand = (sys.executable, HAND, str(MACHINES))
-    # what all tests share is of no use there, and takes seconds to import
-    test = (*PYTEST, "--noconftest", "tests/rdma/guest_machines.py")
+    test = (*PYTEST, "tests/rdma/guest_machines.py")
     text = run_in_guest(
         python_path, native_or_pyverbs(), *with_kernels, *hand, *test, options=OPTIONS
     )
