@@ -35,12 +35,13 @@ class Rows(NamedTuple):
     """
 
     group: Group
-    kind: str  # allgather or alltoall
+    kind: str  # allgather, alltoall or gather
     array: Array
     counts: list[int]
     code: DType
     name: str | None
     call: str
+    root: int = -1  # of a gather
 
     @property
     def width(self) -> int:

@@ -359,10 +359,11 @@ def _as_before(
     if counts is None:
         return None
     here, there = [nbytes * n for n in rows.counts], [nbytes * n for n in counts]
+    shape, gets_all = (sum(counts), *array.shape[1:]), rows.root in (-1, group.rank)
     try:
-        out = _result_of(rows.kind, rows.name, (sum(counts), *array.shape[1:]), array.dtype, out)
-        group.guess(rows.kind, array, out, here, there, rows.part, rows.code)
-        return Landed(out), counts
+        out = _result_of(rows.kind, rows.name, shape, array.dtype, out) if gets_all else None
+        group.guess(rows.kind, array, out, here, there, rows.part, rows.code, rows.root)
+        return Landed(array if out is None else out), counts
     except ValueError:  # the output is for other sizes, or wrong
         return None
     except SizesDifferError:
@@ -562,23 +563,28 @@ def start_gather(
     *,
     dtype: DType | None = None,
     out: Array | None = None,
-) -> tuple[Flight, Array | None]:
-    """Begin to give the root the all-gather, in its out or what comes back; None elsewhere.
+    is_awaited: bool = False,
+) -> Flight:
+    """Begin to give the root the all-gather, in its out or what the flight gives.
 
-    Blocks until all members have told their rows.
+    Blocks until all members have told their rows; is_awaited: until the root has them.
     """
     group, root = process_set.group(), process_set.member(root_rank, "root_rank")
-    rows = np.atleast_1d(array)
-    code = _code_of(rows, dtype)
-    told = tell(Rows(group, "allgather", rows, [len(rows)], code, name, "gather"))
-    shape = sum(told.counts), *rows.shape[1:]
-    out = _result_of("gather", name, shape, rows.dtype, out) if group.rank == root else None
-    if out is not None and not is_apart(rows, out):
+    array = array if array.ndim else array.reshape(1)
+    code = _code_of(array, dtype)
+    rows = Rows(group, "gather", array, [len(array)], code, name, "gather", root)
+    found = _as_before(rows, out) if is_awaited else None
+    if isinstance(found, tuple):
+        return found[0]
+    told = tell(rows, is_again=found is SizesDifferError)
+    shape = sum(told.counts), *array.shape[1:]
+    out = _result_of("gather", name, shape, array.dtype, out) if group.rank == root else None
+    if out is not None and not is_apart(array, out):
         raise ValueError("array and out overlap; use two")
     if told.is_whole:
-        return Landed(rows if out is None else told.land(out)), out
-    sizes = [count * width_of(rows) for count in told.counts]
-    return group.gather(rows, out, root=root, counts=sizes, name=name, dtype=dtype), out
+        return Landed(array if out is None else told.land(out))
+    sizes = [count * width_of(array) for count in told.counts]
+    return group.gather(array, out, root=root, counts=sizes, name=name, dtype=dtype)
 
 
 def start_broadcast(

@@ -356,21 +356,31 @@ def gather_async(
 ) -> Later[Array | None]:
     """Begin gather(); blocks until all members have told their first dimensions."""
     source = readable(tensor, name)
-    flight, made = start_gather(
-        _rows_wire(source), root_rank, name, process_set, out=_out_wire(out, source, name)
-    )
-    is_root = made is not None
+    wire, to = _rows_wire(source), _out_wire(out, source, name)
+    flight = start_gather(wire, root_rank, name, process_set, out=to)
+    is_root = current().rank == root_rank
     found = _result(flight, source, out=out) if is_root else flight
     return Later([found], lambda arrays: arrays[0] if is_root else None)
 
 
-gather = blocking(
-    gather_async,
+def gather(
+    tensor: Array,
+    root_rank: int = 0,
+    *,
+    name: str | None = None,
+    out: Array | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Array | None:
     """Give the root the allgather(), and the others None; blocks.
 
     out: where the root wants it, C-contiguous, another than tensor.
-    """,
-)
+    """
+    source = readable(tensor, name)
+    wire, to = _rows_wire(source), _out_wire(out, source, name)
+    found = start_gather(wire, root_rank, name, process_set, out=to, is_awaited=True).wait()
+    if current().rank != root_rank:
+        return None
+    return _unwire(found, source.dtype) if out is None else out
 
 
 def scatter_async(

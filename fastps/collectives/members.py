@@ -176,64 +176,66 @@ class Members:
     ) -> None:  # fmt: skip
         """Do an allgather() or an alltoall() of even blocks of bytes; blocks. What eager.py needs.
 
-        Of more than one member. As they do, without what takes longer than the bytes.
-        may_differ: others may begin a guess instead; then SizesDifferError.
+        Of more than one member. As they do, without what takes longer than the bytes. kind: what
+        it is a part of; all but an alltoall begin with an allgather. may_differ: others may begin
+        a guess instead; then SizesDifferError.
         """
-        here = [len(sent)] if kind == "allgather" else [len(sent) // self.size] * self.size
+        is_each = kind == "alltoall"
+        here = [len(sent) // self.size] * self.size if is_each else [len(sent)]
         there = [len(found) // self.size] * self.size
-        self._wait_for(kind, sent, found, here, there, name, None, may_differ=may_differ)
+        self._wait_for((kind, *here, *there), sent, found, name, None, may_differ, lambda: (
+            plans.alltoall(self.rank, here, there, self.machines) if is_each
+            else plans.allgather(self.rank, there, self.machines)
+        ))  # fmt: skip
 
     def guess(
         self,
         kind: str,
         array: Array,
-        out: Array,
+        out: Array | None,
         here: Sequence[int],
         there: Sequence[int],
         name: str | None,
         dtype: DType,
+        root: int,
     ) -> None:
-        """Do an allgather() or an alltoall() with bytes for each, and of each, that are a guess.
+        """Do an operation that begins with a trade, with bytes for each, and of each, as a guess.
 
         Blocks. SizesDifferError on all members if others guess other sizes, or trade theirs.
+        root: of a gather; out of the others is None.
         """
         place = sum(there[: self.rank]) // array.itemsize if kind == "allgather" else None
-        if not is_apart(array, out, place):
+        if out is not None and not is_apart(array, out, place):
             raise ValueError("array and out overlap; use two")
         check_arrays(kind, array, out)
-        self._wait_for(kind, array, out, here, there, name, dtype, may_differ=True)
+        self._wait_for((kind, *here, *there, root), array, out, name, dtype, True, lambda: (
+            plans.gather(self.rank, there, root, is_confirmed=True) if kind == "gather"
+            else plans.allgather(self.rank, there, self.machines) if kind == "allgather"
+            else plans.alltoall(self.rank, here, there, self.machines)
+        ))  # fmt: skip
 
     def _wait_for(
         self,
-        kind: str,
+        key: tuple[object, ...],
         sent: Any,
         found: Any,
-        here: Sequence[int],
-        there: Sequence[int],
         name: str | None,
         dtype: DType | None,
-        *,
         may_differ: bool,
+        make: Callable[[], Schedule],
     ) -> None:
-        """Do an operation on buffers of so many bytes; blocks."""
+        """Do an operation on buffers; blocks."""
         self._host.check_usable()
         if name is not None:
             self._host.check_name(self, name)
-        key = (kind, *here, *there, dtype)
-        ready = self._kinds.get(key) or self._prepare(
-            key, lambda: self._rows_plan(kind, here, there), None, dtype, is_weighted=False
-        )
+        key = (*key, dtype)
+        ready = self._kinds.get(key) or self._prepare(key, make, None, dtype, is_weighted=False)
         operation = self._launch(
             ready, self.channels.of(name), self._label(key, name), sent, found,
             may_differ=may_differ,
         )  # fmt: skip
         self._note(operation, name, key, 1)
         self._host.wait(operation, self._explain)
-
-    def _rows_plan(self, kind: str, here: Sequence[int], there: Sequence[int]) -> Schedule:
-        if kind == "allgather":
-            return plans.allgather(self.rank, there, self.machines)
-        return plans.alltoall(self.rank, here, there, self.machines)
 
     # ---- what is known of names ----
 

@@ -222,13 +222,22 @@ def broadcast(me: int, n: int, nbytes: int, root: int, machines: Sequence[int] =
     return steps.done()
 
 
-def gather(me: int, counts: Sequence[int], root: int) -> Schedule:
+def gather(me: int, counts: Sequence[int], root: int, *, is_confirmed: bool = False) -> Schedule:
     """Give the root everybody's INPUT, of counts[member] bytes, one after the other in OUTPUT.
 
-    One message, counts[me] bytes. Floor: (M - counts[root]) / B, the root's way in.
+    One message, counts[me] bytes. Floor: (M - counts[root]) / B, the root's way in. is_confirmed:
+    nobody is through before the root has everything; it tells each other member by one byte.
     """
     mine = [counts[me] if who == root else 0 for who in range(len(counts))]
-    return alltoall(me, mine, counts if me == root else [0] * len(counts))
+    moves = alltoall(me, mine, counts if me == root else [0] * len(counts)).steps
+    if not is_confirmed:
+        return Schedule(moves, 0)
+    everything = tuple(range(len(moves)))
+    if me != root:
+        return Schedule((*moves, Step(Kind.RECEIVE, root, 0, Place.SCRATCH, 0, 1)), 1)
+    others = [who for who in range(len(counts)) if who != root]
+    words = [Step(Kind.SEND, who, 0, Place.SCRATCH, 0, 1, after=everything) for who in others]
+    return Schedule((*moves, *words), 1)
 
 
 def scatter(me: int, counts: Sequence[int], root: int) -> Schedule:

@@ -181,7 +181,11 @@ def again(it: Step) -> tuple[Any, Any]:
             return it.count // 4 + member + (member == it.root and other == 0) * more
 
         arrays = it.arrays(2, rows=lambda member: sum(part(member, i) for i in range(it.n)))
-        if int(it.op) % 2:
+        if int(it.op) % 3 == 2:
+            whole = fastps.gather(arrays[it.me], it.ranks[it.root], **it.how)
+            found.append(np.zeros(0) if whole is None else whole)
+            wanted.append(np.concatenate(arrays) if it.me == it.root else None)
+        elif int(it.op) % 3:
             is_late = turn == 3 and it.me == 0  # somebody does not take sizes for granted
             how = fastps.allgather_async(arrays[it.me], **it.how).wait if is_late else None
             found.append(how() if how else fastps.allgather(arrays[it.me], **it.how))

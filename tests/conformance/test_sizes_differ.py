@@ -36,13 +36,14 @@ TRADE: Sent = [[TRADED] * MOST] * MOST
 
 
 class Sizes(RuleBasedStateMachine):
-    """All-to-alls; members know the sizes of the last one that all of them told."""
+    """All-to-alls, or gathers; members know the sizes of the last one that all of them told."""
 
     @initialize(n=st.integers(2, MOST), data=st.data())
     def begin(self, n: int, data: st.DataObject) -> None:
         self.n, self.fleet = n, Fleet(n)
         row = st.lists(SIZES, min_size=n, max_size=n)
         sent = data.draw(st.lists(row, min_size=n, max_size=n))
+        self.root = data.draw(st.none() | st.integers(0, n - 1))  # of gathers
         self.told = [sent] * n  # what each remembers
         self.rounds: list[Sent] = []
         self.guesses: list[list[bool]] = []
@@ -73,11 +74,16 @@ class Sizes(RuleBasedStateMachine):
         if number >= len(self.rounds):
             return False
         sizes = self.sizes_of(member)
-        here, there = sizes[member][: self.n], [row[member] for row in sizes[: self.n]]
+        gets = member if self.root is None or sizes is TRADE else self.root
+        here, there = sizes[member][: self.n], [row[gets] for row in sizes[: self.n]]
         own = [content(number, member, i, size) for i, size in enumerate(here)]
         wanted = [content(number, i, member, size) for i, size in enumerate(there)]
-        out = np.zeros(sum(there), np.uint8)
         steps = plans.alltoall(member, here, there, [0] * self.n)
+        if self.root is not None and sizes is not TRADE:
+            own = own[self.root : self.root + 1]
+            wanted = wanted if member == self.root else [np.zeros(0, np.uint8)]
+            steps = plans.gather(member, there, self.root, is_confirmed=True)
+        out = np.zeros(sum(map(len, wanted)), np.uint8)
         self.outputs[member].append((out, np.concatenate(wanted)))
         self.begun[member].append(
             self.fleet.exchanges[member].start(

@@ -204,13 +204,28 @@ def test_gather_and_scatter(changed, n, data, seed):
     whole = [poisoned(sum(counts) if me == root else 0) for me in range(n)]
     back = [poisoned(count) for count in counts]
     with limits(changed):
-        to_root = [schedule.gather(me, counts, root) for me in range(n)]
+        confirmed = data.draw(st.booleans())
+        to_root = [schedule.gather(me, counts, root, is_confirmed=confirmed) for me in range(n)]
         from_root = [schedule.scatter(me, counts, root) for me in range(n)]
     run(to_root, pieces, whole, seed=seed)
     np.testing.assert_array_equal(whole[root], np.concatenate(pieces))
     run(from_root, whole, back, seed=seed)
     for one, other in zip(pieces, back, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_gather_that_is_confirmed_ends_for_nobody_before_it_has_ended_for_the_root():
+    counts = [5, 7, 9]
+    to_root = [schedule.gather(me, counts, 1, is_confirmed=True) for me in range(3)]
+    moves = len(schedule.gather(1, counts, 1).steps)
+    words = to_root[1].steps[moves:]
+    assert [(step.kind, step.peer) for step in words] == [
+        (schedule.Kind.SEND, who) for who in (0, 2)
+    ]
+    assert all(step.after == tuple(range(moves)) for step in words)
+    for me in (0, 2):
+        assert to_root[me].steps[-1].kind is schedule.Kind.RECEIVE
+        assert to_root[me].steps[-1].peer == 1
 
 
 def test_large_blocks_between_machines_are_asked_for_one_by_one():

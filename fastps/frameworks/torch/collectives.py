@@ -529,13 +529,17 @@ def gather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[torch.Tensor | None]:
     """Begin gather(); blocks until all members have told their first dimensions."""
-    wire = rows_of(tensor, name)
-    code = wire_dtype(wire.dtype, name or "tensor")
-    flight, out = ops.start_gather(view_of(wire), root_rank, name, process_set, dtype=code)
-    return Later([flight], lambda _: None if out is None else result_of(out, wire, tensor))
+    return _gathering_to(tensor, root_rank, name, process_set)
 
 
-gather = blocking(gather_async, "Give the root the allgather(), and the others None; blocks.")
+def gather(
+    tensor: torch.Tensor,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | None:
+    """Give the root the allgather(), and the others None; blocks."""
+    return _gathering_to(tensor, root_rank, name, process_set, is_awaited=True).wait()
 
 
 def scatter_async(
@@ -635,6 +639,23 @@ def _gathering(
         view_of(wire), name, process_set, dtype=code, is_awaited=is_awaited
     )
     return Later([flight], lambda found: result_of(found[0], wire, tensor)), counts
+
+
+def _gathering_to(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    is_awaited: bool = False,
+) -> Later[torch.Tensor | None]:
+    wire = rows_of(tensor, name)
+    is_root = process_set.rank() == process_set.member(root_rank, "root_rank")
+    code = wire_dtype(wire.dtype, name or "tensor")
+    flight = ops.start_gather(
+        view_of(wire), root_rank, name, process_set, dtype=code, is_awaited=is_awaited
+    )
+    return Later([flight], lambda found: result_of(found[0], wire, tensor) if is_root else None)
 
 
 def _gathering_each(
