@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from fastps._hands import Hands
+from fastps.affinity import parse_cpu_list
 from fastps.config import Config
 from fastps.errors import TransportError
 from fastps.transport import shm
@@ -29,11 +30,13 @@ STAGE_BYTES = 256 << 10  # of a staged chunk: it stays in a core's second-level 
 MOST_HANDS = 4  # threads of a worker that copy or sum at once: memory serves no more much faster
 
 
-def count_hands(copy_threads: int, n_ranks: int) -> int:
-    """Count the threads that help a worker with long copies; copy_threads: -1 to choose."""
-    if copy_threads < 0:
-        copy_threads = min(MOST_HANDS, len(os.sched_getaffinity(0)) // n_ranks)
-    return max(copy_threads - 1, 0)
+def count_hands(config: Config, n_ranks: int) -> int:
+    """Count the threads that help a worker with long copies."""
+    threads = config.copy_threads
+    if threads < 0:
+        cpus = parse_cpu_list(config.cpus) or os.sched_getaffinity(0)
+        threads = min(MOST_HANDS, len(cpus) // n_ranks)
+    return max(threads - 1, 0)
 
 
 class LocalGroup:
@@ -88,7 +91,7 @@ class LocalGroup:
             stages.pipes.show_memory(secrets.randbits(62) | 1)
         self._pipes = stages.pipes
         engine.share(stages)
-        self._hands = Hands(count_hands(config.copy_threads, len(ranks)))
+        self._hands = Hands(count_hands(config, len(ranks)))
 
     def statistics(self) -> dict[str, int]:
         """Count bytes of shared memory, and of pipes; ranks with pipes, and with open memory."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from aids import faces
 from fastps._hands import Hands
+from fastps.config import load
 from fastps.reduce import reduce_kernel
 from fastps.types import DType, ReduceOp
 from fastps.worker.local import count_hands
@@ -163,5 +164,10 @@ def test_so_many_are_not_possible(count):
 
 def test_a_worker_has_its_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
-    assert [count_hands(-1, ranks) for ranks in (2, 4, 5, 8, 9, 64)] == [3, 3, 2, 1, 0, 0]
-    assert [count_hands(threads, 2) for threads in (0, 1, 2, 16)] == [0, 0, 1, 15]
+
+    def count(threads: int, ranks: int, cpus: str = "") -> int:
+        return count_hands(load({"copy_threads": threads, "cpus": cpus}, {}), ranks)
+
+    assert [count(-1, ranks) for ranks in (2, 4, 5, 8, 9, 64)] == [3, 3, 2, 1, 0, 0]
+    assert [count(threads, 2) for threads in (0, 1, 2, 16)] == [0, 0, 1, 15]
+    assert [count(-1, 2, cpus) for cpus in ("0", "0-3", "4,6-9")] == [0, 1, 1]
