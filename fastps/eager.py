@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastps.collectives.names import part_of
+from fastps.collectives.names import SIZES, part_of
 from fastps.collectives.promise import SizesDifferError
 from fastps.errors import MismatchError
 from fastps.types import DType
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
     @property
     def part(self) -> str | None:
         """Name of an exchange that may be one of sizes, or of the rows."""
-        return part_of(self.name, " sizes")
+        return part_of(self.name, SIZES)
 
 
 def tell(rows: Rows, *, is_again: bool = False) -> Blocks:

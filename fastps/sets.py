@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastps.collectives.names import part_of
+from fastps.collectives.names import SIZES, part_of
 from fastps.current import current
 from fastps.eager import Rows, tell
 from fastps.errors import FastPSError, MismatchError
@@ -165,7 +165,7 @@ def row_counts_of_each(group: Group, counts: Sequence[int], name: str | None) ->
 
     MismatchError if not all tell as many.
     """
-    found = group.allgather(np.array(counts, np.int64), name=part_of(name, " sizes")).wait()
+    found = group.allgather(np.array(counts, np.int64), name=part_of(name, SIZES)).wait()
     by_member: list[list[int]] = np.asarray(found).reshape(group.size, len(counts)).tolist()
     return [list(told) for told in zip(*by_member, strict=True)]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastps.collectives import schedule as plans
-from fastps.collectives.names import Channels
+from fastps.collectives.names import SIZES, Channels
 from fastps.collectives.places import check_arrays, copy_alone, is_apart
 from fastps.collectives.promise import Promise, SizesDifferError
 from fastps.collectives.schedule import Schedule
@@ -231,8 +231,8 @@ class Members:
         key = (*key, dtype)
         ready = self._kinds.get(key) or self._prepare(key, make, None, dtype, is_weighted=False)
         operation = self._launch(
-            ready, self.channels.of(name), self._label(key, name), sent, found,
-            may_differ=may_differ,
+            ready, self.channels.of(name), self._label(key, name and name.removesuffix(SIZES)),
+            sent, found, may_differ=may_differ,
         )  # fmt: skip
         self._note(operation, name, key, 1)
         self._host.wait(operation, self._explain)

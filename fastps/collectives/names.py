@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Container
 
 BARRIER = "of all workers"  # the name of their barriers
+SIZES = " sizes"  # ends the name of what tells them first; errors call it as the rest
 
 
 class Part(str):
