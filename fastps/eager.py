@@ -72,13 +72,14 @@ def tell(rows: Rows, *, is_again: bool = False) -> Blocks:
     room = min(most, ALL_ROOM_BYTES // group.size) & ~7
     row_bytes = width * rows.array.itemsize
     found = packed = pack(rows.array, counts, row_bytes, width, code, room)
+    is_asked = group.size > 1 and rows.call == rows.kind
     if group.size > 1:
         found = bytearray(len(packed) // len(counts) * group.size)
-        _trade(rows, packed, found, may_differ=rows.call == rows.kind and not is_again)
+        _trade(rows, packed, found, may_differ=is_asked and not is_again)
     blocks = Blocks(found, group.size, row_bytes, width, code)
     if blocks.odd >= 0:
         raise _odd(blocks, rows)
-    if rows.call == rows.kind and blocks.is_full and not blocks.is_whole:
+    if is_asked and blocks.is_full and not blocks.is_whole:
         group.steady.told(rows.key, counts, blocks.counts)
     return blocks
 

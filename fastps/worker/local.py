@@ -90,8 +90,8 @@ class LocalGroup:
         if config.peer_memory:
             stages.pipes.show_memory(secrets.randbits(62) | 1)
         self._pipes = stages.pipes
-        engine.share(stages)
         self._hands = Hands(count_hands(config, len(ranks)))
+        engine.share(stages)
 
     def statistics(self) -> dict[str, int]:
         """Count bytes of shared memory, and of pipes; ranks with pipes, and with open memory."""

@@ -59,3 +59,11 @@ def test_what_other_frameworks_have_is_told_its_face(home, cure):
 def test_arguments_that_changed_places_are_told():
     with pytest.raises(TypeError, match="a sequence of them comes first, then its name"):
         fastps.push_pull("x", np.ones(3))
+
+
+@pytest.mark.parametrize("name", [None, "rows"])
+def test_rows_as_many_as_before_come_back_each_time(name):
+    own = np.arange(9000.0)
+    for _ in range(4):
+        for call in (fastps.allgather, fastps.alltoall, fastps.gather):
+            assert np.array_equal(call(own, name=name), own)
