@@ -122,6 +122,15 @@ OTHERS = """
     for one in (x, y):
         with pytest.raises(mx.base.MXNetError, match="FastPSError: told to fail"):
             one.asnumpy()
+    for _ in range(30):  # MXNet keeps errors where two threads at once would spoil its memory
+        both = [nd.ones(3) for _ in range(200)]
+        nd.waitall()
+        for i, one in enumerate(both):
+            engine.push(*((fail, lambda: None) if i % 2 else (lambda: None, fail)), writes=[one])
+        for one in both:
+            with pytest.raises(mx.base.MXNetError, match="FastPSError: told to fail"):
+                one.asnumpy()
+        nd.waitall()
     gate, x = threading.Event(), nd.ones(3)
     engine.push(lambda: None, lambda: gate.wait(60), writes=[x])
     y = x + 1

@@ -37,6 +37,8 @@ _CPUS = ("cpu", "cpu_pinned", "cpu_shared")
 _LABEL = b"fastps"  # of what we push, in MXNet's profiler
 _ERROR_BYTES = 64  # of a std::runtime_error, generously
 
+_failing = threading.Lock()  # MXNet puts errors into a vector of its own without a lock
+
 _Start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 _Complete = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
@@ -60,7 +62,8 @@ class _Completion(ctypes.Structure):
         made = ctypes.create_string_buffer(_ERROR_BYTES)
         text = f"{type(error).__name__}: {error}".encode()
         library._ZNSt13runtime_errorC1EPKc(made, text)
-        done(self.engine, self.operation, made)  # MXNet copies it
+        with _failing:
+            done(self.engine, self.operation, made)  # MXNet copies it
         library._ZNSt13runtime_errorD1Ev(made)
 
 
