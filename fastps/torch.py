@@ -84,6 +84,7 @@ from fastps.frameworks._adapter import (
     Average,
     Sum,
 )
+from fastps.frameworks.torch import elastic
 from fastps.frameworks.torch.backend import register as _register
 from fastps.frameworks.torch.batchnorm import SyncBatchNorm
 from fastps.frameworks.torch.broadcast import (
@@ -287,6 +288,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "declare",
+    "elastic",
     "forget",
     "gather",
     "gather_async",

@@ -18,7 +18,8 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastps.config import bluefog, byteps
+from fastps.config import bluefog, byteps, derived
+from fastps.config.derived import Environ, Values
 from fastps.config.parsers import (
     as_aligned,
     as_boolean,
@@ -47,12 +48,6 @@ ROLES = ("worker", "server", "scheduler", "validator")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-# ---- derived aliases: values that other systems spread over several variables
-
-Environ = Mapping[str, str]
-Values = Mapping[str, Any]
-
-
 class Derived(NamedTuple):
     """Name an alias that is computed: how docs show it, and the rule that computes it.
 
@@ -62,82 +57,6 @@ class Derived(NamedTuple):
 
     label: str
     rule: Callable[[Environ, Values], object | None]
-
-
-def _number(environ: Environ, name: str) -> int | None:
-    """Read an integer variable of another system; ConfigError if it is not one."""
-    text = environ.get(name, "").strip()
-    if not text:
-        return None
-    try:
-        return int(text, 10)
-    except ValueError:
-        raise ConfigError(f"{name}={text!r} is not an integer; example: {name}=1") from None
-
-
-def _size_of_machines(environ: Environ, values: Values) -> int | None:
-    """BytePS counts machines; we count processes."""
-    machines = _number(environ, "DMLC_NUM_WORKER")
-    return None if machines is None else machines * (values["local_size"] or 1)
-
-
-def _role_of_zenops(environ: Environ, values: Values) -> str | None:
-    """ZenoPS's validators are a kind of worker."""
-    is_worker = environ.get("DMLC_ROLE", "").strip() in ("", "worker")
-    kind = environ.get("DMLC_WORKER_TYPE", "").strip()
-    return "validator" if is_worker and kind == "validator" else None
-
-
-def _rank_of_validator(environ: Environ, values: Values) -> int | None:
-    """ZenoPS numbers validators apart from workers."""
-    return _number(environ, "DMLC_VALIDATOR_ID") if values["role"] == "validator" else None
-
-
-def _rank_of_machine(environ: Environ, values: Values) -> int | None:
-    machine = _number(environ, "DMLC_WORKER_ID")
-    if machine is None and _number(environ, "DMLC_NUM_WORKER") == 1:
-        return values["local_rank"]  # type: ignore[no-any-return]
-    if machine is None:
-        return None
-    return machine * (values["local_size"] or 1) + (values["local_rank"] or 0)
-
-
-def _mixed_mode(environ: Environ, values: Values) -> str | None:
-    """BytePS's mixed mode has servers both on worker machines and apart."""
-    wanted = _number(environ, "BYTEPS_ENABLE_MIXED_MODE")
-    return None if wanted is None else ("on" if wanted else "auto")
-
-
-def _rdma_of_byteps(environ: Environ, values: Values) -> str | None:
-    """BytePS switches RDMA on by 1 or the name of its library; a wrong word is refused later."""
-    word = environ.get("DMLC_ENABLE_RDMA", "").strip()
-    return {"": None, "0": None, "zmq": None, "1": "rdma", "ibverbs": "rdma"}.get(word, word)
-
-
-def _credit_in_partitions(environ: Environ, values: Values) -> int | None:
-    """BytePS counts credit in partitions."""
-    credit = _number(environ, "BYTEPS_SCHEDULING_CREDIT")
-    return None if credit is None else credit * int(values["partition_bytes"])
-
-
-def _cpus_of_local_rank(environ: Environ, values: Values) -> str | None:
-    """BytePS lists the CPUs of every local rank, divided by colons."""
-    text = environ.get("BYTEPS_VISIBLE_CPU_CORES", "").strip()
-    if not text:
-        return None
-    parts = text.split(":")
-    if len(parts) == 1:
-        return text
-    local_rank = values["local_rank"] or 0
-    if local_rank >= len(parts):
-        raise ConfigError(
-            f"BYTEPS_VISIBLE_CPU_CORES={text!r} has {len(parts)} parts "
-            f"but this is local rank {local_rank}; give one part to each local rank"
-        )
-    return parts[local_rank]
-
-
-# ---- the table
 
 
 class Setting(NamedTuple):
@@ -219,7 +138,7 @@ class Config:
     """Hold every setting of one process; made by `load`. The fields are the table of settings."""
 
     # fmt: off
-    role: str = _set(JOB, "worker", Derived("DMLC_WORKER_TYPE=validator", _role_of_zenops),
+    role: str = _set(JOB, "worker", Derived("DMLC_WORKER_TYPE=validator", derived.role_of_zenops),
         "DMLC_ROLE", allowed=ROLES, text="What this process is.")
     job_id: str = _set(JOB, "", "BYTEPS_JOB_ID",
         text="Name of the job; processes of different jobs never join each other.")
@@ -231,7 +150,7 @@ class Config:
         "OMPI_COMM_WORLD_LOCAL_SIZE", unit="processes", allowed=(1, MAX_PROCESSES),
         text="Number of workers on this machine; counted by the scheduler if unset.")
     size: int = _set(JOB, 1, "FASTPS_NUM_WORKERS", "WORLD_SIZE",
-        Derived("DMLC_NUM_WORKER x local size", _size_of_machines), "OMPI_COMM_WORLD_SIZE",
+        Derived("DMLC_NUM_WORKER x local size", derived.size_of_machines), "OMPI_COMM_WORLD_SIZE",
         "SLURM_NTASKS", unit="processes", allowed=(1, MAX_PROCESSES),
         text="Number of worker processes of the job.")
     num_servers: int = _set(JOB, 0, "DMLC_NUM_SERVER", unit="processes",
@@ -240,9 +159,9 @@ class Config:
         allowed=(0, 256),
         text="Number of validators of the job, which run the workers' program and are trusted; "
              "see docs/byzantine.md. The same in all processes.")
-    rank: int | None = _set(JOB, None, Derived("DMLC_VALIDATOR_ID", _rank_of_validator),
+    rank: int | None = _set(JOB, None, Derived("DMLC_VALIDATOR_ID", derived.rank_of_validator),
         "RANK", "BYTEPS_GLOBAL_RANK",
-        Derived("DMLC_WORKER_ID x local size + local rank", _rank_of_machine),
+        Derived("DMLC_WORKER_ID x local size + local rank", derived.rank_of_machine),
         "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", allowed=(0, MAX_PROCESSES - 1),
         text="Number of this worker, or validator, in the job; given by the scheduler if unset.")
     force_distributed: bool = _set(JOB, False, "BYTEPS_FORCE_DISTRIBUTED",
@@ -250,7 +169,7 @@ class Config:
     machine: str = _set(JOB, "", Derived(bluefog.NODES_PER_MACHINE, bluefog.machine_of),
         text="Name of the machine this process counts as part of; unset, the kernel's boot id "
              "and the network namespace tell machines apart.")
-    colocate: str = _set(JOB, "auto", Derived("BYTEPS_ENABLE_MIXED_MODE", _mixed_mode),
+    colocate: str = _set(JOB, "auto", Derived("BYTEPS_ENABLE_MIXED_MODE", derived.mixed_mode),
         allowed=("auto", "on", "off"),
         text="Whether one worker of every machine serves a share of the bytes too; auto: where "
              "there are fewer servers than worker machines.")
@@ -265,6 +184,9 @@ class Config:
              "to differ.")
     enable_async: bool = _set(JOB, False, "BYTEPS_ENABLE_ASYNC",
         text="Let optimizers train asynchronously unless told otherwise.")
+    commit_dir: str = _set(JOB, "", parse=as_path,
+        text="Directory where rank 0 keeps what fastps.torch.elastic commits, for a job that is "
+             "started again; fastps-run --restarts gives one.")
     scheduler_host: str = _set(ADDRESS, "", "DMLC_PS_ROOT_URI", "MASTER_ADDR",
         text="Name or address of the scheduler.")
     scheduler_port: int = _set(ADDRESS, 0, "DMLC_PS_ROOT_PORT", allowed=(0, 65535),
@@ -287,7 +209,7 @@ class Config:
         text="File that holds the token, of mode 0600 or stricter; used when the token is unset.")
     insecure: bool = _set(SECURITY, False,
         text="Allow a job without a token: whoever reaches a port may join it.")
-    transport: str = _set(DATA, "auto", Derived("DMLC_ENABLE_RDMA=1", _rdma_of_byteps),
+    transport: str = _set(DATA, "auto", Derived("DMLC_ENABLE_RDMA=1", derived.rdma),
         allowed=("auto", "tcp", "rdma"),
         text="How tensors travel: auto takes RDMA between machines that both have a device for "
              "it, else TCP; rdma takes nothing else, also within one machine.")
@@ -335,8 +257,8 @@ class Config:
         allowed=(0, GIB),
         text="Smaller tensors travel uncompressed, whatever compression is asked for.")
     credit_bytes: int = _set(DATA, 0,
-        Derived("BYTEPS_SCHEDULING_CREDIT x partition_bytes", _credit_in_partitions), unit="bytes",
-        allowed=(0, MAX_POOL_BYTES),
+        Derived("BYTEPS_SCHEDULING_CREDIT x partition_bytes", derived.credit_in_partitions),
+        unit="bytes", allowed=(0, MAX_POOL_BYTES),
         text="Bytes pushed on one link that have no result yet, before the rest waits; keeps "
              "bulk data in the caches and lets urgent tensors overtake. 0 chooses: 640 KiB to a "
              "server on the same machine, 512 KiB to others, up to 4 MiB as the link turns out "
@@ -378,7 +300,7 @@ class Config:
         text="Chunks up to this size are summed where they arrive, waking no other thread.")
     spin_us: int = _set(THREADS, 50, unit="microseconds", allowed=(0, 10000),
         text="How long a waiting thread looks again before it sleeps.")
-    cpus: str = _set(THREADS, "", Derived("BYTEPS_VISIBLE_CPU_CORES", _cpus_of_local_rank),
+    cpus: str = _set(THREADS, "", Derived("BYTEPS_VISIBLE_CPU_CORES", derived.cpus_of_local_rank),
         text="CPUs for the library's threads, as 0-3,8; empty leaves them where the process may "
              "run.")
     numa_node: int = _set(THREADS, -1, allowed=(-1, 1023),

@@ -31,7 +31,8 @@ ADVICE = {
     "--mpi": "there is no MPI",
     "--oversubscribe": "any number of workers may be started",
     "--allow-run-as-root": "root may",
-    "--min-np": "a job has a fixed number of workers; --restarts N starts it again",
+    "--min-np": "a job has a fixed number of workers; --restarts N starts it again, and "
+    "hvd.elastic goes on",
     "--max-np": "a job has a fixed number of workers; --restarts N starts it again",
     "--host-discovery-script": "a job has fixed hosts: -H a:4,b:4, or --hostfile",
     "--output-filename": "say --output-dir DIR",

@@ -22,6 +22,7 @@ from fastps.config.token import hold_token
 from fastps.errors import ConfigError, FastPSError
 from fastps.launch import timeline
 from fastps.launch.allocation import spread
+from fastps.launch.commits import kept_commits
 from fastps.launch.ending import make_screen, run_again, show_end, wants_live
 from fastps.launch.job import Cause, Job, SignalInbox
 from fastps.launch.lead import lead
@@ -90,6 +91,13 @@ def launch(
 
     server_command stands for the server program. Blocks until every process has ended.
     """
+    with kept_commits(options, environment) as complete:
+        return _launch(complete, environment, server_command)
+
+
+def _launch(
+    options: Options, environment: Mapping[str, str], server_command: Sequence[str]
+) -> int:
     screen = make_screen(options, environment)
     inherited = inherited_environment(environment)
     identity = _identity(options, environment)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 from launched import LIMIT_S, JobRunner, last_line, wait_lines
@@ -575,6 +576,9 @@ def test_workers_that_never_join_were_separate_runs(job):
 def test_a_job_that_fails_is_started_again_as_a_whole(job):
     program = """
         import os, pathlib, sys, time
+        commits = pathlib.Path(os.environ["FASTPS_COMMIT_DIR"])
+        pathlib.Path(__file__).with_name("commits").write_text(str(commits))
+        commits.joinpath(os.environ["FASTPS_RANK"]).open("a").write("x")
         runs = pathlib.Path(__file__).with_name("runs-" + os.environ["FASTPS_RANK"])
         runs.write_text(runs.read_text() + "x" if runs.exists() else "x")
         if os.environ["FASTPS_RANK"] == "1":
@@ -582,12 +586,14 @@ def test_a_job_that_fails_is_started_again_as_a_whole(job):
             while not other.exists() or other.read_text() != runs.read_text():
                 assert time.monotonic() < until, "worker 0 did not start"
                 time.sleep(0.01)
+            assert commits.joinpath("1").read_text() == runs.read_text()  # the same in each run
             sys.exit(0 if runs.read_text() == "xxx" else f"no memory {len(runs.read_text())}")
         time.sleep(60 if runs.read_text() != "xxx" else 0)
     """
     result = job.run(job.python("-np", "2", "--restarts", "5", code=program))
     assert result.returncode == 0, result.stderr
     assert [job.folder.joinpath(f"runs-{rank}").read_text() for rank in (0, 1)] == ["xxx"] * 2
+    assert not Path(job.folder.joinpath("commits").read_text()).exists()  # gone with the job
     told = [line for line in result.stderr.splitlines() if "restart" in line]
     assert len(told) == 2
     for number, line in enumerate(told, 1):

@@ -47,6 +47,24 @@ def test_digits_are_learnt(words: list[str]) -> None:
 
 
 @pytest.mark.timeout(240)
+def test_a_worker_that_is_lost_changes_no_weight() -> None:
+    whole = run("horovod_elastic")
+    words = ("--lose-worker-at", "7")
+    again = run("horovod_elastic", *words, launch=("-np", "2", "--restarts", "2"))
+    assert re.findall(r"epoch (\d): .* before: (\d)", whole) == [
+        ("1", "0"),
+        ("2", "0"),
+        ("3", "0"),
+    ]
+    assert re.findall(r"epoch (\d): .* before: (\d)", again) == [
+        ("1", "0"),
+        ("2", "1"),
+        ("3", "1"),
+    ]
+    assert re.findall("weights: .*", again) == re.findall("weights: .*", whole) != []
+
+
+@pytest.mark.timeout(240)
 def test_synthetic_benchmark() -> None:
     assert re.search(
         r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-", run("horovod_synthetic_benchmark")

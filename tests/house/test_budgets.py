@@ -39,7 +39,7 @@ ROOMS = {
     "server/": 4980,
     "worker/": 3460,
     "collectives/": 4260,
-    "frameworks/": 13180,
+    "frameworks/": 13680,
     "graph/": 3950,
     "byzantine/": 1900,
     "bluefog/": 1020,

@@ -9,7 +9,6 @@ is refused on all ranks. Blocks; called by all ranks in the same order.
 from __future__ import annotations
 
 import uuid
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,6 +26,7 @@ from fastps.frameworks.torch.tensors import (
     submit_broadcast,
     wire_dtype,
 )
+from fastps.frameworks.torch.trees import put_back, take_out
 from fastps.sets import ProcessSet, global_process_set
 
 
@@ -139,7 +139,7 @@ def _broadcast_tree(value: Any, root_rank: int, name: str) -> Any:
     tensors: list[torch.Tensor] = []
     mark = uuid.uuid4().hex
     try:
-        plain = _take_out(value, mark, tensors)
+        plain = take_out(value, mark, tensors)
         specs = [_describe(tensor) for tensor in tensors]
         current.broadcast_object({"value": plain, "mark": mark, "specs": specs}, root_rank, name)
     except (TypeError, RecursionError) as error:
@@ -155,51 +155,7 @@ def _receive_tree(current: session.Session, root_rank: int, name: str) -> Any:
         raise TypeError(f"rank {root_rank} could not send the value: {message['refused']}")
     tensors = [_make(code, shape) for code, shape in message["specs"]]
     _broadcast(tensors, _labels(name, tensors), root_rank)
-    return _put_back(message["value"], message["mark"], tensors)
-
-
-def _take_out(value: Any, mark: str, tensors: list[torch.Tensor]) -> Any:
-    """Replace each tensor by a tuple of the mark, which nothing else contains, and its place."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return mark, len(tensors) - 1
-    if isinstance(value, torch.Size):
-        return mark, "Size", tuple(value)
-    if isinstance(value, torch.dtype):
-        return mark, "dtype", str(value).removeprefix("torch.")
-    if isinstance(value, dict):
-        return _like(value, ((key, _take_out(item, mark, tensors)) for key, item in value.items()))
-    if isinstance(value, list | tuple):
-        return _like(value, (_take_out(item, mark, tensors) for item in value))
-    return value
-
-
-def _like(value: Any, items: Iterable[Any]) -> Any:
-    """Make a container of the items: of the kind that the value is, where that can travel."""
-    if isinstance(value, dict):
-        return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
-    if isinstance(value, list):
-        return list(items)
-    make = getattr(type(value), "_make", tuple)  # a named tuple's
-    return make(items)
-
-
-def _put_back(value: Any, mark: str, tensors: list[torch.Tensor]) -> Any:
-    """Replace each tuple of the mark and a place by the tensor."""
-    if isinstance(value, dict):
-        return _like(value, ((key, _put_back(item, mark, tensors)) for key, item in value.items()))
-    if isinstance(value, tuple) and len(value) and value[0] == mark:
-        return _taken_out(value, tensors)
-    if isinstance(value, list | tuple):
-        return _like(value, (_put_back(item, mark, tensors) for item in value))
-    return value
-
-
-def _taken_out(value: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
-    """Give what a tuple with the mark stands for."""
-    if len(value) == 2:
-        return tensors[value[1]]
-    return torch.Size(value[2]) if value[1] == "Size" else getattr(torch, value[2])
+    return put_back(message["value"], message["mark"], tensors)
 
 
 def _labels(name: str, tensors: list[torch.Tensor]) -> list[str]:
