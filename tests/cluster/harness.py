@@ -26,6 +26,7 @@ PRELUDE = (
     "f.write(json.dumps(value) + '\\n'); f.close()"
 )
 SPARE_S = 30.0  # for the launcher to end a job after its own limit
+MOST_SLOWED = 4.0  # so 2 s stay less than a lease, by which the dead would be noticed anyway
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,14 @@ def _launched(command: list[str], timeout_s: float, environ: Mapping[str, str]) 
 
 
 def slowed(seconds: float) -> float:
-    """Give a bound of an idle machine, longer where each process has less of a processor."""
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    """Give a bound of an idle machine, longer where each process has less of a processor.
+
+    The average of the last minute lags; how many can run says so at once, of this moment alone.
+    """
+    average, _, _, tasks, _ = Path("/proc/loadavg").read_text(encoding="ascii").split()
+    others = int(tasks.partition("/")[0]) - 1
+    share = max(float(average), others) / (os.cpu_count() or 1)
+    return seconds * min(max(1.0, share), MOST_SLOWED)
 
 
 def write_script(script: str, folder: Path) -> Path:
