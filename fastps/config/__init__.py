@@ -144,8 +144,7 @@ class Config:
         text="Name of the job; processes of different jobs never join each other.")
     local_rank: int | None = _set(JOB, None, "LOCAL_RANK", "BYTEPS_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", allowed=(0, MAX_PROCESSES - 1),
-        text="Number of this worker among the workers of its machine; given by the scheduler if "
-             "unset.")
+        text="Number of this worker among those of its machine; given by the scheduler if unset.")
     local_size: int | None = _set(JOB, None, "LOCAL_WORLD_SIZE", "BYTEPS_LOCAL_SIZE",
         "OMPI_COMM_WORLD_LOCAL_SIZE", unit="processes", allowed=(1, MAX_PROCESSES),
         text="Number of workers on this machine; counted by the scheduler if unset.")
@@ -244,6 +243,9 @@ class Config:
         text="Let workers that share memory copy arrays of 256 KiB and more together, private "
              "ones too, where they lie, if the kernel allows that; 0 has the receiver alone copy, "
              "what is private by way of shared memory.")
+    launcher_pid: int = _set(DATA, 0, allowed=(0, 1 << 22),
+        text="Process of fastps-run on this machine, whose descendants may reach this worker's "
+             "memory where Yama restricts that; set by it.")
     unix_sockets: bool = _set(DATA, True,
         text="Use Unix sockets in the place of TCP between processes of one machine.")
     partition_bytes: int = _set(DATA, 4096000, "BYTEPS_PARTITION_BYTES", parse=as_aligned,
@@ -251,8 +253,7 @@ class Config:
         text="Largest piece of a tensor that one server owns; rounded up to a multiple of 64.")
     chunk_bytes: int = _set(DATA, 0, parse=as_aligned, unit="bytes", allowed=(0, GIB),
         text="Largest frame of a partition, the grain of overlap; rounded up to a multiple of "
-             "64, at least 4096. 0 chooses: 512 KiB if all servers are on the loopback, else 64 "
-             "KiB.")
+             "64, at least 4096. 0: 512 KiB if all servers are on the loopback, else 64 KiB.")
     min_compress_bytes: int = _set(DATA, 65536, "BYTEPS_MIN_COMPRESS_BYTES", unit="bytes",
         allowed=(0, GIB),
         text="Smaller tensors travel uncompressed, whatever compression is asked for.")
@@ -331,8 +332,7 @@ class Config:
         text="A process that gave no sign of life for so long is taken for dead; at least twice "
              "heartbeat_s.")
     linger_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.0, DAY_S),
-        text="How long scheduler and servers stay after the last worker left, for another "
-             "init().")
+        text="How long scheduler and servers stay after the last worker left, for a new init().")
     tcp_user_timeout_s: float = _set(TIMES, 30.0, unit="seconds", allowed=(1.0, 3600.0),
         text="A data connection whose bytes stay unacknowledged for so long is given up.")
     trace_on: bool = _set(TRACING, False, "BYTEPS_TRACE_ON",

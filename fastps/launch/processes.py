@@ -180,7 +180,7 @@ def _start(spec: ProcessSpec, *, inherited: Mapping[str, str]) -> subprocess.Pop
     try:
         return subprocess.Popen(
             spec.argv,
-            env={**inherited, **spec.environment},
+            env={**inherited, **spec.environment, "FASTPS_LAUNCHER_PID": str(os.getpid())},
             stdin=None if spec.has_stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

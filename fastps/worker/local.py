@@ -20,6 +20,7 @@ from fastps.errors import TransportError
 from fastps.transport import shm
 from fastps.transport._link import LinkOwner
 from fastps.transport._shm import Block, Mapping
+from fastps.transport.pipe.reach import choose_root, list_ancestors
 from fastps.transport.traffic import Traffic, traffic
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._local import LocalStages, control_bytes, stage_area_bytes
@@ -88,7 +89,8 @@ class LocalGroup:
             if peer != rank:
                 stages.pipes.adopt(place, exchange, peer)
         if config.peer_memory:
-            stages.pipes.show_memory(secrets.randbits(62) | 1)
+            root = choose_root(config.launcher_pid, list_ancestors())
+            stages.pipes.show_memory(secrets.randbits(62) | 1, root)
         self._pipes = stages.pipes
         self._hands = Hands(count_hands(config, len(ranks)))
         engine.share(stages)

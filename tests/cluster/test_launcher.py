@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -81,6 +82,16 @@ def test_one_worker_alone_meets_nobody(job):
     result = job.run(job.python(code=code))
     assert result.returncode == 0
     assert result.stdout == "[worker 0] ['FASTPS_SIZE']\n"
+
+
+def test_a_worker_under_a_shell_knows_the_launcher_among_its_ancestors(job):
+    code = (
+        "from fastps.config import load; from fastps.transport.pipe.reach import list_ancestors;"
+        "print(list_ancestors().index(load().launcher_pid))"
+    )
+    python = shlex.join([sys.executable, "-c", code])
+    result = job.run(job.command("sh", "-c", f"{python}; exit $?"))
+    assert result.stdout == "[worker 0] 1\n", result.stderr  # behind the shell
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])

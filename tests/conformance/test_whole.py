@@ -53,7 +53,7 @@ def show(net: Pipes, shows: tuple[int, ...] | None = None) -> None:
     """Let ranks, all if none are named, reach into each other's memory, and know that."""
     n = len(net.ends)
     for index in range(n) if shows is None else shows:
-        net.ends[index].show_memory(1000 + index)
+        net.ends[index].show_memory(1000 + index, 0)
     for index in range(n):  # whoever has written something has looked
         for other in set(range(n)) - {index}:
             net.boxes[index].post(other, b"", kick=2)
@@ -119,7 +119,7 @@ def test_both_have_to_show_their_memory(seeing, shows):
 def test_memory_that_is_not_the_peers_is_not_read(pipes):
     net = pipes()
     for end in net.ends:
-        end.show_memory(7)
+        end.show_memory(7, 0)
     mail = net.memory.address + OFFSET
     ctypes.c_int64.from_address(mail + 32).value = 8  # as if its number were of another process
     data = payload_of(WHOLE)
@@ -143,7 +143,7 @@ def test_a_payload_that_has_begun_goes_on_as_it_began(pipes):
     data = payload_of(2 * PIPE)
     post(net, data)  # as much of it as fits, before anybody knows the other's memory
     for index, end in enumerate(net.ends):
-        end.show_memory(1000 + index)
+        end.show_memory(1000 + index, 0)
     for index in (1, 0):
         net.boxes[index].post(1 - index, b"", key=9, kick=2)
     net.settle()
@@ -368,7 +368,7 @@ class Side:
         self.end = PipeTransport(memory, OFFSET, arenas, index)
         self.box = Mailbox(adopts=True)
         self.end.adopt(1 - index, self.box, 1 - index)
-        self.end.show_memory(1000 + index)
+        self.end.show_memory(1000 + index, os.getppid())
 
     def word(self, place: int) -> ctypes.c_int64:
         """Give a word of the pipe from 0 to 1."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole jobs over RDMA, servers and all; runs where there is a device."""
+"""Whole jobs over RDMA, servers and all, and under Yama; runs where there is a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import programs_rdma
 import pytest
-from harness import ROOT, clean_environ
+from harness import ROOT, clean_environ, reports_of, write_script
 from job import Job, run_workers
 
 HERE = Path(__file__).parent
@@ -117,3 +117,40 @@ def test_operations_among_workers(tmp_path):
     for ((requests, nbytes),) in result.check().reports:
         assert requests > 0
         assert nbytes > 5 * 40_000 * 4
+
+
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+UNDER_YAMA = """
+from pathlib import Path
+import fastps, numpy as np
+status = Path("/proc/self/status").read_text()
+assert not int(status.partition("CapEff:")[2].split()[0], 16) >> 19 & 1  # CAP_SYS_PTRACE
+fastps.init()
+found, _ = fastps.alltoall(np.full(300_000, fastps.rank(), np.float32), [100_000] * 3)
+assert np.array_equal(found, np.repeat(np.arange(3), 100_000))
+report(fastps.statistics()["peer_memory"])
+fastps.shutdown()
+"""
+# What stands between launcher and workers; of worker 2 nobody says who the launcher is.
+SHELL = 'if [ "$FASTPS_RANK" = 2 ]; then unset FASTPS_LAUNCHER_PID; fi; "$@"; exit $?'
+
+
+@pytest.mark.timeout(200)
+def test_under_yama_workers_behind_a_shell_reach_into_each_other(tmp_path):
+    YAMA.write_text("1")
+    path = write_script(UNDER_YAMA, tmp_path)
+    limited = ("setpriv", "--bounding-set", "-sys_ptrace")  # root might reach into anybody
+    launcher = (sys.executable, "-m", "fastps.launch.run", "--timeout", str(JOB_TIMEOUT_S))
+    done = subprocess.run(
+        [*limited, *launcher, "-np", "3", "sh", "-c", SHELL, "sh", sys.executable, str(path)],
+        cwd=ROOT,
+        env=clean_environ() | SLOW | {"FASTPS_SHARED_MEMORY": "1"},
+        capture_output=True,
+        text=True,
+        timeout=JOB_TIMEOUT_S + 20,
+        check=False,
+    )
+    YAMA.write_text("0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    # worker 2 has opened its memory to descendants of its shell, of which others are none
+    assert [reports_of(path, rank) for rank in range(3)] == [(1,), (1,), (2,)], done.stderr

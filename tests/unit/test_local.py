@@ -6,6 +6,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +22,7 @@ from fastps import config
 from fastps.errors import FastPSError, PeerLostError, ShutdownError, Status
 from fastps.reduce import sum_kernel
 from fastps.transport._link import LinkOwner
+from fastps.transport.pipe.reach import choose_root, list_ancestors
 from fastps.types import DType, dtype_of
 from fastps.worker._engine import WorkerEngine
 from fastps.worker.local import LocalGroup
@@ -388,6 +392,33 @@ def follow(groups, new, places):
     for thread in threads:
         thread.join()
     return {place: os.sched_getaffinity(number) for number, place in new.items()}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ancestors", "root"),
+    [
+        (0, [40, 30, 1], 40),  # of another launcher: the parent
+        (30, [40, 30, 1], 30),  # a shell stands between
+        (40, [40, 30, 1], 40),
+        (50, [40, 30, 1], 40),  # a number of another pid namespace: a stranger's here
+        (1, [40, 1], 0),  # who is the first process of a container
+        (0, [1], 0),
+        (7, [], 0),  # the parent is outside of the namespace
+    ],
+)
+def test_whose_descendants_may_reach_into_a_worker(launcher, ancestors, root):
+    assert choose_root(launcher, ancestors) == root
+
+
+def test_ancestors_begin_with_the_parent():
+    found = list_ancestors()
+    assert found[0] == os.getppid()
+    code = "from fastps.transport.pipe.reach import list_ancestors; print(*list_ancestors())"
+    done = subprocess.run(
+        ["sh", "-c", f"{shlex.join([sys.executable, '-c', code])}; exit $?"],
+        capture_output=True, text=True, check=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert [*map(int, done.stdout.split())][1:] == [os.getpid(), *found]
 
 
 CORES = sorted(os.sched_getaffinity(0))

@@ -19,7 +19,7 @@ from libc.errno cimport ENOSYS, EPERM, errno
 from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
-from posix.unistd cimport getpid, getppid, usleep
+from posix.unistd cimport getpid, usleep
 
 from fastps._atomic cimport (
     fps_add32, fps_cas32, fps_cas64, fps_fence, fps_load32, fps_load64, fps_or64, fps_store32,
@@ -575,17 +575,15 @@ cdef class PipeTransport:
             self.pipes.arena_bytes[i] = (<Mapping>arenas[i]).nbytes
         self.kept = [memory, *arenas]
 
-    def show_memory(self, int64_t token):
+    def show_memory(self, int64_t token, int root):
         """Let peers that show theirs, too, read and write large arrays where they lie.
 
-        token: not 0, of this process alone. Before anybody steps. Where Yama restricts who may
-        reach into a process, it allows the descendants of our parent (the launcher) to, unless
-        that is the parent of all.
+        token: not 0, of this process alone. root: whose descendants may reach into this process
+        where Yama restricts that; 0: nobody's. Before anybody steps.
         """
         cdef Mail* mail = &self.pipes.mail[self.pipes.me]
-        cdef int parent = getppid()
-        if parent > 1:
-            prctl(PR_SET_PTRACER, <unsigned long>parent, 0, 0, 0)
+        if root > 0:
+            prctl(PR_SET_PTRACER, <unsigned long>root, 0, 0, 0)
         self.pipes.token = token
         mail.token_at = <int64_t>&self.pipes.token
         mail.pid = getpid()
