@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -67,13 +71,29 @@ def outputs_of_a_root(own: Any, total: int, name: str | None) -> None:
     assert np.array_equal(rows[:, 0], np.repeat(np.arange(1, size + 1), 4) * (me == 1))
 
 
+def interrupt(function: str) -> None:
+    """Send Ctrl-C to the main thread once it is in a function of Python, or in C called there."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while sys._current_frames()[main].f_code.co_name != function:
+        os.sched_yield()
+    signal.pthread_kill(main, signal.SIGINT)
+
+
 def barrier_again() -> str:
-    """Come to a barrier again after a StallError, and still meet who is late."""
+    """Come to a barrier again after Ctrl-C or a StallError, and still meet who is late."""
     fastps.init()
     me, stalls = fastps.rank(), []
+    pair = fastps.add_process_set([0, 2])
     if me == 1:
         with pytest.raises(ValueError, match=r"timeout|seconds"):
             fastps.barrier(timeout_s=-1)
+    if me == 2:
+        threading.Thread(target=interrupt, args=("_wait_all",)).start()
+        with pytest.raises(KeyboardInterrupt):
+            fastps.barrier()
+    if me != 1:
+        fastps.barrier(process_set=pair)  # before worker 0 comes to the other one
     for _ in range(2):
         if me == 0:
             time.sleep(0.7)
