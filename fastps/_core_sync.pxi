@@ -5,9 +5,6 @@ cdef extern from * nogil:
     """
     #include <sched.h>
     #include <string.h>
-    #include <sys/syscall.h>
-    #include <unistd.h>
-    #include <linux/futex.h>
 
     #ifndef FASTPS_DEBUG
     #define FASTPS_DEBUG 0
@@ -24,14 +21,6 @@ cdef extern from * nogil:
     static inline int fastps_swap_if(int32_t *p, int32_t old, int32_t new_value) {
         return __atomic_compare_exchange_n(p, &old, new_value, 0, __ATOMIC_ACQ_REL,
                                            __ATOMIC_ACQUIRE);
-    }
-
-    static inline void fastps_pause(void) {
-    #if defined(__x86_64__)
-        __builtin_ia32_pause();
-    #elif defined(__aarch64__)
-        __asm__ volatile("yield");
-    #endif
     }
 
     /* Debug builds count what is alive; release builds compile the calls away. */
@@ -92,7 +81,6 @@ cdef extern from * nogil:
     int64_t add64 "fastps_add"(int64_t*, int64_t)
     bint swap_if32 "fastps_swap_if"(int32_t*, int32_t, int32_t)
     bint unlikely "fastps_unlikely"(bint)
-    void cpu_pause "fastps_pause"()
     void count "fastps_count"(int, int)
     int64_t counted "fastps_counted"(int)
     uint32_t crc_fastest "fastps_crc"(const uint8_t*, uint64_t)
@@ -109,14 +97,8 @@ cdef extern from * nogil:
 
 cdef extern from "<sys/syscall.h>" nogil:
     enum:
-        SYS_futex
         SYS_sched_setaffinity
         SYS_set_mempolicy
-
-cdef extern from "<linux/futex.h>" nogil:
-    enum:
-        FUTEX_WAKE_PRIVATE
-        FUTEX_WAIT_BITSET_PRIVATE
 
 cdef enum:
     WORD_PENDING = 0
@@ -175,7 +157,7 @@ cdef void completion_part_done(Completion* c, int status) noexcept nogil:
     # From here on a waiter may free *c. The wake below passes only its address: at worst the
     # kernel wakes a stranger spuriously, which every futex user must bear.
     if exchange32(&c.word, WORD_DONE) == WORD_SLEEPERS:
-        futex_wake(&c.word)
+        fps_wake(&c.word, FPS_ALL, FPS_ANYBODY, FPS_OWN)
 
 
 cdef bint completion_is_done(Completion* c) noexcept nogil:
@@ -191,7 +173,7 @@ cdef int completion_wait(Completion* c, int64_t deadline_ns, int64_t spin_us) no
         if now_ns() >= deadline_ns:
             return E_TIMEOUT
         swap_if32(&c.word, WORD_PENDING, WORD_SLEEPERS)
-        futex_sleep(&c.word, WORD_SLEEPERS, deadline_ns)
+        fps_sleep(&c.word, WORD_SLEEPERS, deadline_ns, FPS_ANYBODY, FPS_OWN)
     return OK
 
 
@@ -204,7 +186,7 @@ cdef bint completion_spin(Completion* c, int64_t deadline_ns, int64_t spin_us) n
     while now < end:
         if now - start < PAUSE_SPIN_NS:
             for i in range(PAUSES_PER_CHECK):
-                cpu_pause()
+                fps_relax()
         else:
             sched_yield()
         if completion_is_done(c):
@@ -229,13 +211,3 @@ cdef int completion_wait_signals(
         if now_ns() >= deadline_ns:
             return E_TIMEOUT
         spin_us = 0
-
-
-cdef inline void futex_sleep(int32_t* word, int32_t expected, int64_t deadline_ns) noexcept nogil:
-    # Returns on wake, change, signal or deadline alike; the caller looks again.
-    cdef timespec deadline = timespec_of(deadline_ns)
-    syscall(SYS_futex, word, FUTEX_WAIT_BITSET_PRIVATE, expected, &deadline, NULL, -1)
-
-
-cdef inline void futex_wake(int32_t* word) noexcept nogil:
-    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 0x7fffffff, NULL, NULL, 0)

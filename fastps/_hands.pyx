@@ -15,47 +15,26 @@ then nothing here is ever waited for or woken. Threads: any, without the GIL.
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
-from posix.time cimport timespec
 
 from fastps._atomic cimport (
     fps_add32, fps_cas64, fps_fence, fps_load32, fps_load64, fps_store32, fps_store64,
 )
 from fastps._copy cimport fps_copy
 from fastps._core cimport OK, Thread, deadline_of, now_ns, thread_create, thread_join
+from fastps._futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, fps_relax, fps_sleep, fps_wake
 from fastps._posix cimport (
     getpid, pthread_mutex_init, pthread_mutex_t, pthread_mutex_trylock, pthread_mutex_unlock,
-    sched_yield, syscall,
+    sched_yield,
 )
 
 from fastps.errors import FastPSError
-
-cdef extern from "<sys/syscall.h>" nogil:
-    enum:
-        SYS_futex
-
-cdef extern from "<linux/futex.h>" nogil:
-    enum:
-        FUTEX_WAIT_PRIVATE
-        FUTEX_WAKE_PRIVATE
-
-cdef extern from *:
-    """
-    #if defined(__x86_64__)
-    #define fastps_relax() __builtin_ia32_pause()
-    #elif defined(__aarch64__)
-    #define fastps_relax() __asm__ volatile("yield")
-    #else
-    #define fastps_relax() ((void)0)
-    #endif
-    """
-    void cpu_relax "fastps_relax"() noexcept nogil
 
 cdef enum:
     LONG_BYTES = 4 << 20        # less is done before those who sleep have come
     PIECE_BYTES = 32 << 10      # takes some microseconds, to hand it over less than one
     LOOK_NS = 100000            # how long hands look for a task before they sleep
     PATIENCE_NS = 20000         # who waits for a piece so long gives its core away
-    SLEEP_S = 1
+    SLEEP_NS = 1000000000
     COUNT_MASK = (1 << 20) - 1  # of the word: pieces left; above it the number of the task
     NUMBER = 1 << 20
     MAX_SOURCES = 64            # of a fold that is cut
@@ -95,7 +74,7 @@ cdef void wake_hands() noexcept nogil:
     fps_fence()
     if fps_load32(&hands.sleepers):
         fps_add32(&hands.bell, 1)
-        syscall(SYS_futex, &hands.bell, FUTEX_WAKE_PRIVATE, MAX_HANDS, NULL, NULL, 0)
+        fps_wake(&hands.bell, FPS_ALL, FPS_ANYBODY, FPS_OWN)
 
 
 cdef bint hands_help(uint64_t of) noexcept nogil:
@@ -117,7 +96,7 @@ cdef void hands_do(piece_fn run, void* context, int64_t n_pieces) noexcept nogil
         pass
     since = now_ns()
     while fps_load32(&hands.left):
-        cpu_relax()
+        fps_relax()
         if now_ns() - since > PATIENCE_NS:
             sched_yield()
     pthread_mutex_unlock(&hands.lock)
@@ -125,12 +104,10 @@ cdef void hands_do(piece_fn run, void* context, int64_t n_pieces) noexcept nogil
 
 cdef void sleep_a_while() noexcept nogil:
     cdef int32_t bell = fps_load32(&hands.bell)
-    cdef timespec most
-    most.tv_sec, most.tv_nsec = SLEEP_S, 0
     fps_add32(&hands.sleepers, 1)
     fps_fence()
     if fps_load64(&hands.word) & COUNT_MASK == 0 and not fps_load32(&hands.is_stopping):
-        syscall(SYS_futex, &hands.bell, FUTEX_WAIT_PRIVATE, bell, &most, NULL, 0)
+        fps_sleep(&hands.bell, bell, now_ns() + SLEEP_NS, FPS_ANYBODY, FPS_OWN)
     fps_add32(&hands.sleepers, -1)
 
 
@@ -140,7 +117,7 @@ cdef void hand_main(void* _) noexcept nogil:
         if take_piece():
             since = now_ns()
         elif now_ns() - since < LOOK_NS:
-            cpu_relax()
+            fps_relax()
         else:
             sleep_a_while()
             since = now_ns()

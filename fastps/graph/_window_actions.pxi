@@ -312,7 +312,7 @@ cdef void helper_main(void* arg) noexcept nogil:
         pthread_mutex_unlock(&home.lock)
         flush(home, &work)
         if window == NULL:
-            futex_sleep(&home.bell, bell, now_ns() + HELPER_SLICE_NS)
+            fps_sleep(&home.bell, bell, now_ns() + HELPER_SLICE_NS, FPS_ANYBODY, FPS_OWN)
 
 
 # ---------------------------------------------------------------- what links tell of our parts

@@ -64,7 +64,7 @@ cdef int send_to(Windows_* home, uint32_t peer, SendItem* item) noexcept nogil:
 
 cdef void ring(Windows_* home) noexcept nogil:
     fps_add32(&home.bell, 1)
-    futex_wake(&home.bell, ALL_SLEEPERS)
+    fps_wake(&home.bell, FPS_ALL, FPS_ANYBODY, FPS_OWN)
 
 
 cdef void flush(Windows_* home, Work* work) noexcept nogil:

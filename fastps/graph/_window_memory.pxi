@@ -7,17 +7,6 @@
 
 # ---------------------------------------------------------------- locks
 
-cdef inline void futex_sleep(int32_t* word, int32_t expected, int64_t until_ns) noexcept nogil:
-    cdef timespec until
-    until.tv_sec = until_ns / NS_PER_S
-    until.tv_nsec = until_ns % NS_PER_S
-    syscall(SYS_futex, word, FUTEX_WAIT_BITSET, expected, &until, NULL, FUTEX_ANY)
-
-
-cdef inline void futex_wake(int32_t* word, int count) noexcept nogil:
-    syscall(SYS_futex, word, FUTEX_WAKE_BITSET, count, NULL, NULL, FUTEX_ANY)
-
-
 cdef bint is_lost(Windows_* home, uint32_t member) noexcept nogil:
     return member < home.n_members and home.members[member].is_lost
 
@@ -38,7 +27,8 @@ cdef int wait_buffer(Windows_* home, BufferHead* head, int64_t deadline,
         elif now_ns() >= deadline:
             return E_TIMEOUT
         elif seen & SLEEPERS or fps_cas32(&head.lock, seen, seen | SLEEPERS):
-            futex_sleep(&head.lock, seen | SLEEPERS, min(deadline, now_ns() + SLICE_NS))
+            fps_sleep(&head.lock, seen | SLEEPERS, min(deadline, now_ns() + SLICE_NS), FPS_ANYBODY,
+                      FPS_SHARED)
 
 
 cdef inline int lock_buffer(Windows_* home, BufferHead* head, int64_t deadline,
@@ -50,7 +40,7 @@ cdef inline int lock_buffer(Windows_* home, BufferHead* head, int64_t deadline,
 
 cdef inline void unlock_buffer(BufferHead* head) noexcept nogil:
     if fps_swap32(&head.lock, 0) & SLEEPERS:
-        futex_wake(&head.lock, 1)
+        fps_wake(&head.lock, 1, FPS_ANYBODY, FPS_SHARED)
 
 
 # ---------------------------------------------------------------- bytes; the lock is held

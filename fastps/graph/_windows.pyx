@@ -26,7 +26,6 @@ from cpython.buffer cimport (
 from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
-from posix.time cimport timespec
 
 from fastps._atomic cimport (
     fps_add32, fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
@@ -37,9 +36,10 @@ from fastps._core cimport (
     completion_is_done, completion_part_done, completion_reset, completion_wait_signals,
     deadline_of, now_ns, thread_create, thread_join,
 )
+from fastps._futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, FPS_SHARED, fps_sleep, fps_wake
 from fastps._posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
-    sched_yield, syscall,
+    sched_yield,
 )
 from fastps.collectives._exchange cimport Exchange
 from fastps.transport._link cimport (
@@ -53,25 +53,13 @@ import time
 cdef extern from "Python.h":
     int PyErr_CheckSignals() except -1
 
-cdef extern from "<sys/syscall.h>" nogil:
-    enum:
-        SYS_futex
-
-cdef extern from "<linux/futex.h>" nogil:
-    enum:
-        FUTEX_WAIT_BITSET
-        FUTEX_WAKE_BITSET
-
 cdef enum:
     FRAME_BYTES = 128 << 10     # of a frame
     WRITE_BYTES = 16 << 20      # of one over RDMA: a write, which nobody has to look at on its way
     STEP_BYTES = 64 << 10       # of what is computed before the next is looked at
     SMALL_BYTES = 256 << 10     # is put at once, if nobody has the buffer just now
     SLEEPERS = 1 << 30          # of a lock's futex: somebody may sleep
-    FUTEX_ANY = -1
-    ALL_SLEEPERS = 0x7fffffff
     CONTROL_PRIORITY = 0x7fffffff
-    NS_PER_S = 1000000000
     NS_PER_US = 1000
     SLICE_NS = 100000000        # how long a sleeper does not look whether all has failed
     PATIENCE_NS = 1000000000    # how long the helper waits for one window, others waiting

@@ -28,13 +28,13 @@ cimport cython
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from posix.time cimport timespec
 
 from fastps._atomic cimport (
     fps_add32, fps_cas32, fps_cas64, fps_cas_ptr, fps_fence, fps_load32, fps_load64, fps_load_ptr,
     fps_store32, fps_store64, fps_swap32, fps_swap_ptr,
 )
 from fastps._copy cimport fps_copy
+from fastps._futex cimport FPS_ALL, FPS_SHARED, fps_relax, fps_sleep, fps_wake
 from fastps._hands cimport hands_copy, hands_fold
 from fastps._core cimport (
     E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, PROBE_LOCAL_ARRIVE, PROBE_LOCAL_CHUNK,
@@ -58,28 +58,9 @@ from fastps.transport.pipe._transport import pipe_memory_bytes
 
 cdef extern from "<sys/syscall.h>" nogil:
     enum:
-        SYS_futex
         SYS_gettid
 
-cdef extern from "<linux/futex.h>" nogil:
-    enum:
-        FUTEX_WAIT_BITSET
-        FUTEX_WAKE_BITSET
-
-cdef extern from *:
-    """
-    #if defined(__x86_64__)
-    #define fastps_relax() __builtin_ia32_pause()
-    #elif defined(__aarch64__)
-    #define fastps_relax() __asm__ volatile("yield")
-    #else
-    #define fastps_relax() ((void)0)
-    #endif
-    """
-    void cpu_relax "fastps_relax"() noexcept nogil
-
 cdef enum:
-    NS_PER_S = 1000000000
     NS_PER_US = 1000
     HELPER_SLICE_NS = 1000000000    # how long the helper sleeps at most,
     CROWDED_SLICE_NS = 1000000      # and everybody while the ring is full: nobody tells of room
@@ -93,9 +74,8 @@ cdef enum:
     SHADOW_BYTES = 256 << 10        # private arrays up to this size are copied at the start
     CACHE_BYTES = 768 << 10         # of a core's second level, for the chunks under way
     MIN_CHUNK_BYTES = 32 << 10
-    USERS = 1                       # who sleeps on a bell: bits of the futex
+    USERS = 1                       # who sleeps on a bell: bits for fps_sleep()
     HELPER = 2
-    MAX_THREADS = 0x7fffffff
     ENDING_NS = 1000000000      # for frames that are still in the pipes to leave
     LEFT_IDLE = 1
     LEFT_AT_WORK = 2
@@ -169,8 +149,8 @@ cdef bint spin(Local* local, int64_t* idle_since, int64_t spin_ns) noexcept nogi
     if now - idle_since[0] >= spin_ns:
         return False
     if now - idle_since[0] < PAUSE_SPIN_NS:
-        cpu_relax()
-        cpu_relax()
+        fps_relax()
+        fps_relax()
         return True
     sched_yield()
     return not shares_core(local, now)
@@ -179,7 +159,7 @@ cdef bint spin(Local* local, int64_t* idle_since, int64_t spin_ns) noexcept nogi
 cdef void sleep_as(Local* local, int32_t bell, int64_t deadline, int32_t whom) noexcept nogil:
     if fps_load_ptr(<void**>&local.crowded) != NULL:
         deadline = min(deadline, now_ns() + CROWDED_SLICE_NS)
-    futex_sleep_as(&cell_of(local, local.me).bell, bell, deadline, whom)
+    fps_sleep(&cell_of(local, local.me).bell, bell, deadline, whom, FPS_SHARED)
 
 
 cdef int work_until(void* worker, Completion* done, int64_t deadline,
@@ -462,7 +442,7 @@ cdef class LocalStages:
         fps_store32(&local.is_stopping, 1)
         fps_add32(&cell_of(local, local.me).bell, 1)
         with nogil:
-            futex_wake_some(&cell_of(local, local.me).bell, MAX_THREADS, USERS | HELPER)
+            fps_wake(&cell_of(local, local.me).bell, FPS_ALL, USERS | HELPER, FPS_SHARED)
             status = thread_join(local.helper, deadline)
             if status == OK:
                 local.helper = NULL

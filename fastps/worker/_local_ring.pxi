@@ -19,18 +19,6 @@ cdef inline Arrival* arrival_of(Local* local, Slot* slot, uint32_t version,
 
 # ---------------------------------------------------------------- waking
 
-cdef inline void futex_wake_some(int32_t* word, int count, int32_t whom) noexcept nogil:
-    syscall(SYS_futex, word, FUTEX_WAKE_BITSET, count, NULL, NULL, whom)
-
-
-cdef inline void futex_sleep_as(int32_t* word, int32_t expected, int64_t until_ns,
-                                int32_t whom) noexcept nogil:
-    cdef timespec until
-    until.tv_sec = until_ns / NS_PER_S
-    until.tv_nsec = until_ns % NS_PER_S
-    syscall(SYS_futex, word, FUTEX_WAIT_BITSET, expected, &until, NULL, whom)
-
-
 cdef void ring(Local* local, uint32_t rank, bint is_for_helper) noexcept nogil:
     """Wake a rank's threads that sleep. The caller has published its news and fenced.
 
@@ -40,11 +28,11 @@ cdef void ring(Local* local, uint32_t rank, bint is_for_helper) noexcept nogil:
     cdef Cell* cell = cell_of(local, rank)
     if fps_load32(&cell.users_sleep) and fps_swap32(&cell.users_sleep, 0):
         fps_add32(&cell.bell, 1)
-        futex_wake_some(&cell.bell, MAX_THREADS, USERS)
+        fps_wake(&cell.bell, FPS_ALL, USERS, FPS_SHARED)
     elif (is_for_helper and fps_load32(&cell.users_active) == 0
             and fps_load32(&cell.helper_sleeps) and fps_swap32(&cell.helper_sleeps, 0)):
         fps_add32(&cell.bell, 1)
-        futex_wake_some(&cell.bell, 1, HELPER)
+        fps_wake(&cell.bell, 1, HELPER, FPS_SHARED)
 
 
 cdef void ring_others(Local* local, bint is_for_helper) noexcept nogil:

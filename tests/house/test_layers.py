@@ -67,6 +67,7 @@ PART_OF = {
     "fastps.ray": "fastps.frameworks",
     "fastps._atomic": "fastps._core",
     "fastps._copy": "fastps._core",
+    "fastps._futex": "fastps._core",
     "fastps._table": "fastps._core",
     "fastps._trace": "fastps._core",
     "fastps._hands": "fastps._core",
