@@ -2,7 +2,7 @@
 # Threads that help with a long copy or sum, where cores are idle. See _hands.pyx.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-# A rule of fastps.reduce; 1: success.
+# A rule of fastps.reduce, which makes one of n sources; 1: success, else a negative status.
 ctypedef int64_t (*rule_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
                             const void* args) noexcept nogil
 # Does a piece of a task; pieces are done in any order, on any thread.

@@ -4,13 +4,10 @@ from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from fastps._core cimport Completion, Thread
+from fastps._hands cimport rule_fn
 from fastps._posix cimport pthread_mutex_t
 from fastps.collectives._exchange cimport Exchange, State
 from fastps.transport._link cimport SendItem
-
-# A rule of fastps.reduce; 1: success.
-ctypedef int64_t (*rule_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
-                            const void* args) noexcept nogil
 
 cdef enum:
     LINE = 64                   # grain of a window's memory

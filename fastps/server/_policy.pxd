@@ -12,6 +12,7 @@ from fastps._atomic cimport fps_add32, fps_add64, fps_load32, fps_swap32
 from fastps._core cimport (
     OK, BufferPool, Completion, Queue, Thread, completion_part_done, queue_push,
 )
+from fastps._hands cimport rule_fn
 from fastps._posix cimport pthread_mutex_t
 from fastps._table cimport IdTable
 from fastps.transport._link cimport Link, LinkSlot
@@ -21,13 +22,8 @@ cdef enum:
     MAX_CAST = 4096             # of fastps.contract
     NOBODY = 0xFFFF             # index of who takes no part
 
-# Make one of n sources of count elements: 1 on success, else a negative status. args: a RuleArgs,
-# of which kernels read the divisor alone (see fastps.reduce).
-ctypedef int64_t (*rule_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
-                            const void* args) noexcept nogil
-
 cdef struct RuleArgs:           # what a rule may want besides its sources
-    int64_t divisor
+    int64_t divisor             # which kernels read alone
     uint32_t unit               # number of what it works on,
     uint32_t version            # and its round
     uint64_t first              # and its first element

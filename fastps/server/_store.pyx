@@ -32,6 +32,7 @@ from libc.string cimport memcpy, memset
 from fastps._atomic cimport (
     fps_add32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
 )
+from fastps._hands cimport rule_fn
 from fastps._posix cimport pthread_mutex_destroy, pthread_mutex_init, sched_yield
 from fastps._table cimport MAX_RECORDS, IdTable, table_clear, table_each, table_get, table_put
 from fastps._core cimport (
@@ -43,7 +44,7 @@ from fastps.reduce.codec._coder cimport Coder
 from fastps.server._accumulate cimport ACCUMULATE_POLICY
 from fastps.server._policy cimport (
     NOBODY, Cast, Engine, Entry, Job, Seat, Store, StoreStats, Tensor, bytes_of, ring_news,
-    rule_fn, slot_of,
+    slot_of,
 )
 from fastps.server._rounds cimport SUM_POLICY
 from fastps.transport._link cimport (
