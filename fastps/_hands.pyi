@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from typing import final
 
+def overdue_s() -> float: ...
+
 @final
 class Hands:
     count: int

@@ -8,6 +8,11 @@ others do, and at the end waits only for those that were taken: hands that sleep
 somebody else has, hold nobody up for longer than a piece. They look for the next task a moment
 before they sleep, so that within a long operation nobody has to be woken.
 
+No deadline ends the wait for a piece that a hand has taken: until then memory is written, and must
+not go back to its owner. It is a copy or a sum that the waiting thread would else do itself, so
+only a hand without a core, or memory that does not answer (swapped out, of a file far away), makes
+it long; overdue_s() tells, and the stall watch names it.
+
 There is one set of hands in a process; none where the workers of a machine have a core each, and
 then nothing here is ever waited for or woken. Threads: any, without the GIL.
 """
@@ -43,6 +48,7 @@ cdef struct State:
     pthread_mutex_t lock        # whose task it is
     int64_t word                # atomic
     int32_t left                # pieces that are not done; atomic
+    int64_t late_since          # atomic: when somebody began to wait, losing patience; 0: nobody
     int32_t sleepers            # atomic
     int32_t bell                # futex
     int32_t is_stopping         # atomic
@@ -98,7 +104,9 @@ cdef void hands_do(piece_fn run, void* context, int64_t n_pieces) noexcept nogil
     while fps_load32(&hands.left):
         fps_relax()
         if now_ns() - since > PATIENCE_NS:
+            fps_store64(&hands.late_since, since)
             sched_yield()
+    fps_store64(&hands.late_since, 0)
     pthread_mutex_unlock(&hands.lock)
 
 
@@ -195,6 +203,12 @@ cdef int64_t hands_fold(rule_fn rule, const void* const* sources, int64_t n, voi
 
 # ---------------------------------------------------------------- Python face
 
+def overdue_s():
+    """Say for how many seconds a task has waited for a piece that a hand does; mostly 0.0."""
+    cdef int64_t since = fps_load64(&hands.late_since)
+    return (now_ns() - since) / 1e9 if since and hands.pid == getpid() else 0.0
+
+
 @cython.final
 cdef class Hands:
     """So many threads, until close(); none if this process has hands already."""
@@ -206,7 +220,7 @@ cdef class Hands:
         if not 0 <= count <= MAX_HANDS:
             raise ValueError(f"{count} hands: 0 to {MAX_HANDS} are possible")
         if hands.pid != getpid():       # they stayed behind in the process that forked
-            hands.n = 0
+            hands.n, hands.late_since = 0, 0
             pthread_mutex_init(&hands.lock, NULL)
         if hands.n or not count:
             return

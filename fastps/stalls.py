@@ -10,6 +10,7 @@ which answers also while its program is at something else; error() on users'.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -18,6 +19,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from fastps._hands import overdue_s
 from fastps.contract import ANY_STALENESS, Policy
 from fastps.control.blame import VERDICT_WAIT_S, stall_text
 from fastps.control.protocol import Waiting, Whereabouts, text_of
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from fastps.control.protocol import Locate, TensorSpec
     from fastps.session import Session
     from fastps.worker._tensor import PlannedTensor
+
+log = logging.getLogger(__name__)
 
 FRAMES = 8  # of a stack, innermost first
 _HERE = os.path.dirname(__file__) + os.sep
@@ -57,7 +61,7 @@ class StallWatch:
     def __init__(self, session: Session) -> None:
         self._session: Session = weakref.proxy(session)  # which goes at once when it ends
         self._watch_s = session.config.stall_watch_s
-        self._next_s = self._watch_s
+        self._next_s = self._next_hand_s = self._watch_s
         self._since: dict[tuple[str, int], float] = {}  # when place and version were first seen
         self._client: ControlClient | None = None
 
@@ -70,6 +74,7 @@ class StallWatch:
     def look(self) -> None:
         """See what is in flight; tell of what has been for too long."""
         self._session.ways.look()
+        self._look_at_hands()
         now = time.monotonic()
         pending = list(self._in_flight())
         seen = [(one.place, one.version) for one in pending]
@@ -81,6 +86,20 @@ class StallWatch:
         elif waited_s >= self._next_s:
             self._next_s = 2 * waited_s
             self._tell(oldest, waited_s, len(pending))
+
+    def _look_at_hands(self) -> None:
+        """Tell of a copy that does not end: its memory cannot be given up, and nobody is late."""
+        late_s = overdue_s()
+        if late_s < self._watch_s:
+            self._next_hand_s = self._watch_s
+        elif late_s >= self._next_hand_s:
+            self._next_hand_s = 2 * late_s
+            log.warning(
+                "for %.0f s an operation has waited for a thread of this worker that copies or "
+                "sums (fastps:hand): it gets no processor, or its memory does not answer "
+                "(swapped out, or of a file that is far away)",
+                late_s,
+            )
 
     def answer(self, asked: Locate) -> None:
         """Say how far this worker is; or, where no place is named, what it waits for."""

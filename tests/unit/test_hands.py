@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,15 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aids import faces
-from fastps._hands import Hands
+from fastps._hands import Hands, overdue_s
 from fastps.config import load
 from fastps.reduce import reduce_kernel
+from fastps.stalls import StallWatch
 from fastps.types import DType, ReduceOp
 from fastps.worker.local import count_hands
 
 LONG = 4 << 20
 PIECE = 32 << 10
 MAX_HANDS = 15
+LIMIT_S = 20.0
 
 
 @pytest.fixture(params=[0, 1, 3])
@@ -114,6 +118,64 @@ def test_hands_that_sleep_are_woken(three):
         target = np.zeros_like(source)
         faces.copy_by_hands(target, source, LONG)
         np.testing.assert_array_equal(target, source)
+
+
+RULE = ctypes.CFUNCTYPE(
+    ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
+    ctypes.c_void_p,
+)  # fmt: skip
+
+
+class Watched:
+    """A session without operations, as far as its stall watch looks."""
+
+    def __init__(self, watch_s: float) -> None:
+        self.config = load({"stall_watch_s": watch_s}, {})
+        self.ways = self
+
+    def look(self) -> None: ...
+
+    def started(self) -> tuple[()]:
+        return ()
+
+
+def test_a_piece_that_does_not_end_is_waited_for_and_named(three, caplog):
+    owner: list[int] = []
+    taken, go_on = threading.Event(), threading.Event()
+
+    @RULE
+    def stuck(sources: int, n: int, to: int, count: int, args: int) -> int:
+        if threading.get_ident() in owner:
+            return int(taken.wait(LIMIT_S))
+        taken.set()
+        return int(go_on.wait(LIMIT_S))
+
+    def fold() -> None:
+        owner.append(threading.get_ident())
+        data = np.zeros(4 * PIECE, np.uint8)
+        address = ctypes.cast(stuck, ctypes.c_void_p).value
+        owner.append(faces.fold_by_hands(address, [data], data, 1, 1, LONG))
+
+    session = Watched(0.05)
+    watch, thread = StallWatch(session), threading.Thread(target=fold)
+    watch.look()
+    thread.start()
+    try:
+        end = time.monotonic() + LIMIT_S
+        while overdue_s() < 2 * session.config.stall_watch_s:
+            assert time.monotonic() < end
+            go_on.wait(0.001)
+        watch.look()
+        watch.look()
+        assert thread.is_alive()
+    finally:
+        go_on.set()
+        thread.join()
+    watch.look()
+    assert owner[1] == 1
+    assert overdue_s() == 0.0
+    (line,) = caplog.messages
+    assert "fastps:hand" in line
 
 
 def test_a_process_has_hands_once_and_may_have_them_again():
