@@ -2,8 +2,9 @@
 # Part of _windows.pyx: buffers and the locks before them, and what is done to their bytes.
 #
 # The lock of a buffer is a futex that says who has it, so that whoever waits can name them, and
-# takes over from one who died. It is a leaf: who has one waits for nobody. An update has many; it
-# takes those that others write first, so that no link's thread waits for another process.
+# takes over from one who died. It is a leaf: who has one waits for nobody but hands that help with
+# its bytes. An update has many; it takes those that others write first, so that no link's thread
+# waits for another process.
 
 # ---------------------------------------------------------------- locks
 
@@ -45,22 +46,18 @@ cdef inline void unlock_buffer(BufferHead* head) noexcept nogil:
 
 # ---------------------------------------------------------------- bytes; the lock is held
 
-cdef inline uint64_t step_of(const Shape* window, uint64_t done) noexcept nogil:
-    """Bytes of the next step: so few that they stay in a core's cache."""
-    return min(<uint64_t>STEP_BYTES, window.nbytes - done)
-
-
 cdef int scale(Shape* window, const char* source, char* target, double weight) noexcept nogil:
     """Write source times weight, rounded once; in place too."""
     cdef const void* sources[1]
     if weight == 1.0:
         if source != target:
-            fps_copy(target, source, window.nbytes, window.nbytes)
+            hands_copy(target, source, window.nbytes, window.nbytes, window.nbytes)
         return OK
     sources[0] = source
     if window.mix == NULL:
         return E_MISMATCH
-    if window.mix(sources, 1, target, window.nbytes / window.itemsize, &weight) != 1:
+    if hands_fold(window.mix, sources, 1, target, window.nbytes / window.itemsize,
+                  window.itemsize, &weight, window.nbytes) != 1:
         return E_PROTOCOL
     return OK
 
@@ -71,29 +68,48 @@ cdef int add_bytes(Shape* window, char* target, const char* source,
     cdef int64_t divisor = 1
     sources[0] = target
     sources[1] = source
-    if window.sum(sources, 2, target, nbytes / window.itemsize, &divisor) != 1:
+    if hands_fold(window.sum, sources, 2, target, nbytes / window.itemsize, window.itemsize,
+                  &divisor, nbytes) != 1:
         return E_PROTOCOL
     return OK
 
 
+cdef struct Weighed:            # what add_steps() wants besides its source
+    Shape* window
+    double weight
+
+
+cdef int64_t add_steps(const void* const* sources, int64_t n, void* target, int64_t count,
+                       const void* args) noexcept nogil:
+    """As a rule, step by step: add a source times a weight to what is there."""
+    cdef const Weighed* how = <const Weighed*>args
+    cdef char step[STEP_BYTES]
+    cdef const void* source
+    cdef uint64_t done = 0, total = count * how.window.itemsize, nbytes
+    while done < total:
+        nbytes = min(<uint64_t>STEP_BYTES, total - done)
+        source = <const char*>sources[0] + done
+        if how.window.mix(&source, 1, step, nbytes / how.window.itemsize, &how.weight) != 1:
+            return E_PROTOCOL
+        if add_bytes(how.window, <char*>target + done, step, nbytes) != OK:
+            return E_PROTOCOL
+        done += nbytes
+    return 1
+
+
 cdef int add_scaled(Shape* window, char* target, const char* source, double weight) noexcept nogil:
     """Add source times weight, rounded before it is added as if it had travelled."""
-    cdef char step[STEP_BYTES]
-    cdef const void* sources[1]
-    cdef uint64_t done = 0, nbytes
-    cdef int status = OK
+    cdef const void* place = source
+    cdef Weighed how
     if weight == 1.0:
         return add_bytes(window, target, source, window.nbytes)
     if window.mix == NULL:
         return E_MISMATCH
-    while done < window.nbytes and status == OK:
-        nbytes = step_of(window, done)
-        sources[0] = source + done
-        if window.mix(sources, 1, step, nbytes / window.itemsize, &weight) != 1:
-            return E_PROTOCOL
-        status = add_bytes(window, target + done, step, nbytes)
-        done += nbytes
-    return status
+    how.window, how.weight = window, weight
+    if hands_fold(add_steps, &place, 1, target, window.nbytes / window.itemsize,
+                  window.itemsize, &how, window.nbytes) != 1:
+        return E_PROTOCOL
+    return OK
 
 
 cdef void note_arrival(BufferHead* head, int32_t what, bint has_p, double p) noexcept nogil:
@@ -129,7 +145,7 @@ cdef void trade(Buffer* buffer, char** place, uint32_t nbytes) noexcept nogil:
     """Let what has landed become the buffer's bytes."""
     cdef char* before = buffer.data
     if buffer.is_direct:
-        memcpy(buffer.data, place[0], nbytes)
+        hands_copy(buffer.data, place[0], nbytes, nbytes, nbytes)
     else:
         buffer.data = place[0]
         place[0] = before
@@ -226,7 +242,7 @@ cdef int lock_all(Action* action, bint is_direct, int64_t deadline, int8_t* lock
     return OK
 
 
-cdef uint32_t gather(Action* action, const char** places, double* weights) noexcept nogil:
+cdef uint32_t gather(Action* action, const void** places, double* weights) noexcept nogil:
     """List what an update adds up, in the order of ranks; give how many."""
     cdef Shape* window = action.window
     cdef uint32_t i, count = 0
@@ -244,32 +260,47 @@ cdef uint32_t gather(Action* action, const char** places, double* weights) noexc
     return count
 
 
-cdef int fold(Action* action) noexcept nogil:
-    """Add up, step by step, and empty buffers while they are in the cache."""
-    cdef Shape* window = action.window
-    cdef const char* places[MAX_BUFFERS + 1]
-    cdef const void* sources[MAX_BUFFERS + 1]
-    cdef double weights[MAX_BUFFERS + 1]
-    cdef uint32_t i, count = gather(action, places, weights)
-    cdef int64_t divisor = count if action.is_mean and weights[0] != 1.0 else 1
-    cdef uint64_t done = 0, nbytes
-    cdef int64_t made
-    while done < window.nbytes:
-        nbytes = step_of(window, done)
-        for i in range(count):
-            sources[i] = places[i] + done
-        if action.is_mean:
-            made = window.sum(sources, count, action.array + done, nbytes / window.itemsize,
-                              &divisor)
-        else:
-            made = window.mix(sources, count, action.array + done, nbytes / window.itemsize,
-                              weights)
-        if made != 1:
+cdef struct Folding:            # what fold_steps() wants besides its sources
+    Action* action
+    rule_fn rule
+    const void* args
+
+
+cdef int64_t fold_steps(const void* const* sources, int64_t n, void* target, int64_t count,
+                        const void* args) noexcept nogil:
+    """As a rule, step by step: add up, and empty buffers while they are in the cache."""
+    cdef const Folding* how = <const Folding*>args
+    cdef Shape* window = how.action.window
+    cdef const void* places[MAX_BUFFERS + 1]
+    cdef uint64_t first = <char*>target - how.action.array
+    cdef uint64_t end = first + count * window.itemsize, done = first, nbytes
+    cdef int64_t i
+    while done < end:
+        nbytes = min(<uint64_t>STEP_BYTES, end - done)
+        for i in range(n):
+            places[i] = <const char*>sources[i] + (done - first)
+        if how.rule(places, n, how.action.array + done, nbytes / window.itemsize, how.args) != 1:
             return E_PROTOCOL
         for i in range(window.n_buffers):
-            if action.is_reset[i]:
+            if how.action.is_reset[i]:
                 memset(window.buffers[i].data + done, 0, nbytes)
         done += nbytes
+    return 1
+
+
+cdef int fold(Action* action) noexcept nogil:
+    cdef Shape* window = action.window
+    cdef const void* places[MAX_BUFFERS + 1]
+    cdef double weights[MAX_BUFFERS + 1]
+    cdef uint32_t count = gather(action, places, weights)
+    cdef int64_t divisor = count if action.is_mean and weights[0] != 1.0 else 1
+    cdef Folding how
+    how.action, how.rule, how.args = action, window.mix, weights
+    if action.is_mean:
+        how.rule, how.args = window.sum, &divisor
+    if hands_fold(fold_steps, places, count, action.array, window.nbytes / window.itemsize,
+                  window.itemsize, &how, window.nbytes) != 1:
+        return E_PROTOCOL
     return OK
 
 

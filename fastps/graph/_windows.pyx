@@ -30,13 +30,13 @@ from libc.string cimport memcpy, memset
 from fastps._atomic cimport (
     fps_add32, fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
 )
-from fastps._copy cimport fps_copy
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK,
     completion_is_done, completion_part_done, completion_reset, completion_wait_signals,
     deadline_of, now_ns, thread_create, thread_join,
 )
 from fastps._futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, FPS_SHARED, fps_sleep, fps_wake
+from fastps._hands cimport hands_copy, hands_fold
 from fastps._posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
     sched_yield,
@@ -56,7 +56,7 @@ cdef extern from "Python.h":
 cdef enum:
     FRAME_BYTES = 128 << 10     # of a frame
     WRITE_BYTES = 16 << 20      # of one over RDMA: a write, which nobody has to look at on its way
-    STEP_BYTES = 64 << 10       # of what is computed before the next is looked at
+    STEP_BYTES = 64 << 10       # computed at a time: so few that they stay in a core's cache
     SMALL_BYTES = 256 << 10     # is put at once, if nobody has the buffer just now
     SLEEPERS = 1 << 30          # of a lock's futex: somebody may sleep
     CONTROL_PRIORITY = 0x7fffffff

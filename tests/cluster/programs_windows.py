@@ -298,6 +298,19 @@ def everything() -> str:
     return "done"
 
 
+def long_ones() -> str:
+    """Windows of 4 MiB and more, whose copies and sums several threads share."""
+    fastps.init()
+    me, n = fastps.rank(), fastps.size()
+    for count in ((1 << 20) - 1, (1 << 20) + 1, 2_200_003):
+        puts(me, n, (count,))
+        accumulates(me, n, (count,))
+        gets(me, n, (count,), is_shared=True)
+        gets(me, n, (count,), is_shared=False)
+    fastps.shutdown()
+    return "done"
+
+
 def alone() -> str:
     """Windows of a job of one."""
     fastps.init()

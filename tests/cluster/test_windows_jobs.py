@@ -27,6 +27,13 @@ def test_every_row_of_the_table(workers, way, servers):
     assert found == ["done"] * workers
 
 
+@pytest.mark.parametrize("way", ["memory", "pipes"])
+def test_long_windows_by_many_hands(way):
+    settings = WAYS[way] | {"FASTPS_COPY_THREADS": "3"}
+    found = run_job(programs_windows.long_ones, workers=2, servers=0, environment=settings)
+    assert found == ["done"] * 2
+
+
 def test_one_worker_is_all():
     assert run_job(programs_windows.alone, workers=1, servers=0) == ["done"]
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from window_fleet import TIMEOUT_S, WAYS, Fleet, done, spread
 
 from fastps import topology
+from fastps._hands import Hands
 from fastps.errors import Status
 from fastps.graph._windows import Window
 from fastps.topology import Topology
@@ -23,6 +24,7 @@ from fastps.types import DType
 
 WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0)  # so that sums are exact
 COUNTS = (0, 1, 5, 20_003, 40_000)
+LONG = 4 << 20  # bytes with which hands help, where there are some
 
 
 class Model:
@@ -176,6 +178,31 @@ def test_every_type_is_put_added_and_averaged(make, dtype, code):
         (3 * me + 3 + 2 * sum(3 * j + 3 for j in windows[me].sources)) / 3 for me in range(4)
     ]
     assert [float(array[1000]) for array in arrays] == wanted
+
+
+@pytest.mark.parametrize("count", [LONG // 4 - 1, LONG // 4, LONG // 4 + 8193, 3_000_001])
+def test_long_windows_by_many_hands(make, count):
+    """Every copy and sum of arrays around 4 MiB, and longer ones, which several threads share."""
+    fleet, graph, hands = make(3), topology.fully_connected_graph(3), Hands(3)
+    random = np.random.default_rng(count)
+    arrays = [random.integers(-99, 99, count).astype(np.float32) for _ in range(3)]
+    model = Model(graph, arrays, zero=False)
+    windows = fleet.create(graph, arrays, is_readable=bool(count % 2))
+    for me, window in enumerate(windows):
+        one, other = window.targets
+        for weights, keep, adds in (
+            ({one: 1.0, other: 0.5}, 1.0, False), ({one: 1.0, other: 0.25}, 0.5, True)
+        ):  # fmt: skip
+            done(window.put(arrays[me], weights, adds=adds, self_weight=keep, has_p=True))
+            model.put(me, weights, keep, adds=adds)
+        done(window.get({one: 1.0, other: 2.0}))
+        model.get(me, {one: 1.0, other: 2.0})
+        done(window.update(0.5, {one: 1.0, other: 0.25}, resets=[other], has_p=True))
+        model.update(me, 0.5, {one: 1.0, other: 0.25}, [other])
+        done(window.update(1.0, {one: 1.0, other: 1.0}, resets=[one], is_mean=True, has_p=True))
+        model.update(me, 1.0, {one: 1.0, other: 1.0}, [one])
+    model.check(windows, arrays)
+    assert hands.close()
 
 
 def test_mass_is_kept_whatever_meets(make):
