@@ -253,7 +253,8 @@ class Config:
         text="Largest piece of a tensor that one server owns; rounded up to a multiple of 64.")
     chunk_bytes: int = _set(DATA, 0, parse=as_aligned, unit="bytes", allowed=(0, GIB),
         text="Largest frame of a partition, the grain of overlap; rounded up to a multiple of "
-             "64, at least 4096. 0: 512 KiB if all servers are on the loopback, else 64 KiB.")
+             "64, at least 4096. 0 chooses: 512 KiB if all servers are on the loopback, else 64 "
+             "KiB.")
     min_compress_bytes: int = _set(DATA, 65536, "BYTEPS_MIN_COMPRESS_BYTES", unit="bytes",
         allowed=(0, GIB),
         text="Smaller tensors travel uncompressed, whatever compression is asked for.")
