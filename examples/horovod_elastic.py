@@ -45,13 +45,14 @@ def train(state):
             loss.backward()
             state.optimizer.step()
             state.train_sampler.record_batch(batch_idx, args.batch_size)
+            state.loss = loss.item()
             if (state.batch + 1) % args.batches_per_commit == 0:
                 state.batch += 1
                 state.commit()
         state.batch = 0
         state.train_sampler.set_epoch(state.epoch + 1)
         if hvd.rank() == 0:
-            print(f"epoch {state.epoch}: loss {loss.item():.4f}, lives before: {state.lives}")
+            print(f"epoch {state.epoch}: loss {state.loss:.4f}, lives before: {state.lives}")
 
 
 def on_state_reset():
@@ -73,7 +74,7 @@ model = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 state = hvd.elastic.TorchState(
-    model, optimizer, train_sampler=train_sampler, epoch=1, batch=0, lives=0
+    model, optimizer, train_sampler=train_sampler, epoch=1, batch=0, loss=0.0, lives=0
 )
 state.register_reset_callbacks([on_state_reset])
 train(state)

@@ -53,12 +53,12 @@ def held_of(state: TorchState) -> dict[str, Any]:
 def test_the_next_life_goes_on_from_the_last_commit(
     cluster: FakeCluster, folder: Path, kind: int
 ) -> None:
-    plain = {"epoch": 1, "seen": {3, 4}, "losses": [0.5], "half": torch.ones(3).bfloat16()}
+    plain = {"epoch": 1, "seen": {3, 0}, "losses": [0.5], "half": torch.ones(3).bfloat16()}
 
     @elastic.run
     def first(state: TorchState) -> dict[str, Any]:
         for state.epoch in range(state.epoch, 4):  # noqa: B020  (as in scripts for Horovod)
-            steps_of(state, 2)
+            steps_of(state, 1)
             state.losses.append(float(state.epoch))
             state.commit()
         committed = held_of(state)
@@ -76,13 +76,16 @@ def test_the_next_life_goes_on_from_the_last_commit(
         return word, found, held_of(state)
 
     def life(run: Any, *words: Any) -> Any:
-        def body(rank: int) -> Any:
-            different = {**plain, "losses": [0.5 + rank], "seen": {3, 4 + rank}}
-            state = a_state(kind + rank * len(OPTIMIZERS), **different)
-            state.register_reset_callbacks([lambda: resets.append(rank)])
-            return run(state, *words)
-
-        return cluster.run(body)
+        states = [
+            a_state(
+                kind + rank * len(OPTIMIZERS),
+                **plain | {"losses": [0.5 + rank], "seen": {3, rank}},
+            )
+            for rank in range(2)
+        ]
+        for rank, state in enumerate(states):
+            state.register_reset_callbacks([lambda rank=rank: resets.append(rank)])
+        return cluster.run(lambda rank: run(states[rank], *words))
 
     resets: list[int] = []
     committed = life(first)
@@ -187,6 +190,20 @@ def test_each_index_is_used_once_whatever_is_lost(
     assert set(used) == set(range(n))
     filled_up = sum(used.values()) - n
     assert filled_up < lives[-1][0] + sum(size for size, _ in lives)
+
+
+@pytest.mark.parametrize(("n", "size", "used"), [(640, 3, 5), (10, 4, 1), (10, 4, 3), (1, 4, 0)])
+def test_as_many_workers_get_what_they_would_have_got(
+    monkeypatch: pytest.MonkeyPatch, n: int, size: int, used: int
+) -> None:
+    for rank in range(size):
+        me = SimpleNamespace(rank=rank, size=size)
+        monkeypatch.setattr(session, "current", lambda me=me: me)
+        sampler = ElasticSampler(range(n))
+        whole = list(sampler)
+        sampler.record_batch(0, used)
+        sampler.load_state_dict(sampler.state_dict())
+        assert list(sampler) == whole[used:]
 
 
 def test_each_epoch_has_an_order_of_its_own(alone: FakeCluster) -> None:

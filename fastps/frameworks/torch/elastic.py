@@ -184,7 +184,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     """Share out a dataset's indices, without those that were used before a commit.
 
     As DistributedSampler: each epoch in an order of its own, the same on all ranks, filled up with
-    indices from its beginning so that all ranks get as many. Held by a TorchState.
+    indices from its beginning so that all ranks get as many. Held by a TorchState. Where a job
+    goes on with as many workers, each gets what it would have got.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -219,8 +220,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Give this rank's indices."""
-        now, left = session.current(), itertools.cycle(self._order()[self._n_used :])
-        return itertools.islice(left, now.rank, len(self) * now.size, now.size)
+        now, order = session.current(), self._order()
+        shared = itertools.chain(order[self._n_used :], itertools.cycle(order))
+        return itertools.islice(shared, now.rank, len(self) * now.size, now.size)
 
     def _order(self) -> Sequence[int]:
         """Give all indices in this epoch's order."""
