@@ -65,9 +65,14 @@ cdef extern from *:
             return FPS_BY_LIBRARY;
         return whole >= FPS_PAST_CACHES ? FPS_BY_STREAMS : FPS_BY_MOVES;
     }
+    /* Where both lie alike in their pages that instruction does no harm, and needs a fifth to a
+       quarter less for lines that are in no near cache. */
+    static inline int fps_lie_alike(const void *to, const void *from) {
+        return !(((uintptr_t)to ^ (uintptr_t)from) & 4095);
+    }
     static inline void fps_copy(void *to, const void *from, uint64_t n, uint64_t whole) {
         int way = fps_copy_way(n, whole);
-        if (way == FPS_BY_LIBRARY)
+        if (way == FPS_BY_LIBRARY || (way == FPS_BY_MOVES && fps_lie_alike(to, from)))
             memcpy(to, from, n);
         else if (way == FPS_BY_STREAMS)
             fps_stream((char *)to, (const char *)from, n);

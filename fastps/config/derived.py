@@ -46,6 +46,7 @@ def rank_of_validator(environ: Environ, values: Values) -> int | None:
 
 
 def rank_of_machine(environ: Environ, values: Values) -> int | None:
+    """BytePS numbers machines, and processes within each."""
     machine = _number(environ, "DMLC_WORKER_ID")
     if machine is None and _number(environ, "DMLC_NUM_WORKER") == 1:
         return values["local_rank"]  # type: ignore[no-any-return]

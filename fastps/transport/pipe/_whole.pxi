@@ -4,10 +4,11 @@
 #
 # The frame says where the payload lies. The reader takes parts of it from the front, and says
 # where it wants them; a writer that has time takes parts from the end and writes them there:
-# memory of the other's arena by an ordinary copy, other memory by process_vm_readv and writev. A
-# part is taken by changing `share`, so nobody does one twice, and the writer says that it is
-# writing before it takes one: so when all parts are taken and nobody writes, the frame has been
-# read, and the memory is its owner's again.
+# memory of the other's arena by an ordinary copy, other memory by process_vm_readv and writev.
+# Each takes half of the parts that are left, up to MOST_PART: few calls, 2 us each for the kernel,
+# and small ones at last, so both end at once. Parts are taken by changing `share`, so nobody does
+# one twice, and the writer says that it is writing before it takes any: so when all parts are
+# taken and nobody writes, the frame has been read, and the memory is its owner's again.
 #
 # Each rank shows a number that only its process has, and where that lies: who can read it there
 # has the right to, and looks at the same process, in the same container. It is looked at again
@@ -130,12 +131,18 @@ cdef inline uint64_t part_bytes(uint64_t nbytes) noexcept nogil:
                <uint64_t>LEAST_PART)
 
 
-cdef inline uint64_t part_length(uint64_t nbytes, int64_t part) noexcept nogil:
-    return min(part_bytes(nbytes), nbytes - part * part_bytes(nbytes))
+cdef inline uint64_t parts_length(uint64_t nbytes, int64_t part, int64_t count) noexcept nogil:
+    return min(count * part_bytes(nbytes), nbytes - part * part_bytes(nbytes))
 
 
 cdef inline int64_t parts_left(int64_t share) noexcept nogil:
     return (share & PART_MASK) - (share >> FIRST_SHIFT & PART_MASK)
+
+
+cdef inline int64_t parts_to_take(int64_t share, uint64_t nbytes) noexcept nogil:
+    """Half of what is left, of MOST_PART bytes at most; 0: nothing is left."""
+    cdef int64_t left = parts_left(share)
+    return min((left + 1) / 2, <int64_t>(MOST_PART / part_bytes(nbytes))) if left > 0 else 0
 
 
 cdef void share_out(Pipe* pipe, uint64_t nbytes) noexcept nogil:
@@ -145,14 +152,15 @@ cdef void share_out(Pipe* pipe, uint64_t nbytes) noexcept nogil:
     fps_store64(&pipe.share, turn << ROUND_SHIFT | parts)
 
 
-cdef int64_t take_first(Pipe* pipe) noexcept nogil:
-    """Take the first part that is left; -1: there is none."""
+cdef int64_t take_first(Pipe* pipe, uint64_t nbytes, int64_t* first) noexcept nogil:
+    """Take the first parts that are left; give how many."""
     cdef int64_t share = fps_load64(&pipe.share)
-    while parts_left(share) > 0:
-        if fps_cas64(&pipe.share, share, share + (<int64_t>1 << FIRST_SHIFT)):
-            return share >> FIRST_SHIFT & PART_MASK
+    cdef int64_t count = parts_to_take(share, nbytes)
+    while count and not fps_cas64(&pipe.share, share, share + (count << FIRST_SHIFT)):
         share = fps_load64(&pipe.share)
-    return -1
+        count = parts_to_take(share, nbytes)
+    first[0] = share >> FIRST_SHIFT & PART_MASK
+    return count
 
 
 cdef void take_rest(Pipe* pipe) noexcept nogil:
@@ -204,14 +212,15 @@ cdef char* seen_at(PipeLink* link, int64_t theirs, uint64_t nbytes) noexcept nog
     return link.pipes.arenas[link.index] + offset if 0 <= offset <= room else NULL
 
 
-cdef void read_part(PipeLink* link, int64_t part) noexcept nogil:
+cdef void read_parts(PipeLink* link, int64_t part, int64_t count) noexcept nogil:
     cdef uint64_t offset = part * part_bytes(link.whole.length)
+    cdef uint64_t nbytes = parts_length(link.whole.length, part, count)
     probe_hit(PROBE_LINK_RECV, link.whole.key, link.whole.key_version)
     if link.seen != NULL:
-        hands_copy(link.target + offset, link.seen + offset,
-                   part_length(link.whole.length, part), link.whole.length, link.whole.length)
-    elif not reach_part(link, link.target + offset, link.source + <int64_t>offset,
-                        part_length(link.whole.length, part), link.whole.length, True):
+        hands_copy(link.target + offset, link.seen + offset, nbytes, link.whole.length,
+                   link.whole.length)
+    elif not reach_part(link, link.target + offset, link.source + <int64_t>offset, nbytes,
+                        link.whole.length, True):
         link.is_spoiled = True
         take_rest(link.inlet)
 
@@ -236,14 +245,14 @@ cdef int close_whole(PipeLink* link, int64_t end) noexcept nogil:
 
 
 cdef bint read_whole(PipeLink* link, const Place* place, int64_t end, int* status) noexcept nogil:
-    """Do a part of what lies in the writer's memory; False: it waits for the writer."""
-    cdef int64_t part
+    """Do some of what lies in the writer's memory; False: it waits for the writer."""
+    cdef int64_t part, count
     if not link.is_reading:
         status[0] = open_whole(link, place, end)
         return True
-    part = take_first(link.inlet)
-    if part >= 0:
-        read_part(link, part)
+    count = take_first(link.inlet, link.whole.length, &part)
+    if count:
+        read_parts(link, part, count)
         return True
     if fps_load64(&link.inlet.writing) == ACTIVE or fps_load64(&link.inlet.declined):
         return False                    # both the writer's, who tells
@@ -295,9 +304,10 @@ cdef SendItem* loan_until(PipeLink* link, int64_t end) noexcept nogil:
     return found
 
 
-cdef bint write_part(PipeLink* link, const SendItem* item, int64_t part) noexcept nogil:
+cdef bint write_parts(PipeLink* link, const SendItem* item, int64_t part,
+                      int64_t count) noexcept nogil:
     cdef uint64_t offset = part * part_bytes(item.nbytes)
-    cdef uint64_t nbytes = part_length(item.nbytes, part)
+    cdef uint64_t nbytes = parts_length(item.nbytes, part, count)
     cdef int64_t place = fps_load64(&link.out.place) + <int64_t>offset
     cdef char* seen = seen_at(link, place, nbytes)
     if seen != NULL:
@@ -308,20 +318,21 @@ cdef bint write_part(PipeLink* link, const SendItem* item, int64_t part) noexcep
 
 
 cdef bint help_reader(PipeLink* link) noexcept nogil:
-    """Write a part, from the end, of what the reader is reading; False: none is left."""
+    """Write some, from the end, of what the reader is reading; False: none is left."""
     cdef Pipe* out = link.out
     cdef SendItem* item
-    cdef int64_t share
+    cdef int64_t share, count = 0
     cdef bint has_taken, is_done = True
     if link.is_helpless or parts_left(fps_load64(&out.share)) <= 0:
         return False
-    fps_swap64(&out.writing, ACTIVE)    # before the part is ours
+    fps_swap64(&out.writing, ACTIVE)    # before any part is ours
     share = fps_load64(&out.share)
     item = loan_until(link, fps_load64(&out.whole_end))
-    has_taken = (item != NULL and parts_left(share) > 0
-                 and fps_cas64(&out.share, share, share - 1))
+    if item != NULL:
+        count = parts_to_take(share, item.nbytes)
+    has_taken = count and fps_cas64(&out.share, share, share - count)
     if has_taken:
-        is_done = write_part(link, item, (share & PART_MASK) - 1)
+        is_done = write_parts(link, item, (share & PART_MASK) - count, count)
     link.is_helpless = not is_done      # the reader does better without
     fps_store64(&out.writing, IDLE if is_done else FAILED)
     fps_fence()
