@@ -482,9 +482,9 @@ def compare(nbytes: int, kind: str, rounds: int, only: str, other: Other) -> Non
 
 
 def bound(name: str, nbytes: int, microseconds: float) -> str:
-    """Word the time over what the links of a lab allow; nothing elsewhere."""
+    """Word the time over what the links of a lab allow; nothing elsewhere, and of no array."""
     rate = float(os.environ.get("BENCH_BYTES_PER_S", "0"))
-    if not rate:
+    if not rate or name not in LINK_ARRAYS:
         return ""
     least = LINK_ARRAYS[name](fastps.size()) * nbytes / rate
     return f"  {microseconds * 1e-6 / least:.3f}"
