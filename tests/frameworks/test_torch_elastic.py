@@ -53,7 +53,8 @@ def held_of(state: TorchState) -> dict[str, Any]:
 def test_the_next_life_goes_on_from_the_last_commit(
     cluster: FakeCluster, folder: Path, kind: int
 ) -> None:
-    plain = {"epoch": 1, "seen": {3, 0}, "losses": [0.5], "half": torch.ones(3).bfloat16()}
+    tensors = [torch.ones(3).bfloat16(), torch.tensor(True), torch.empty(0, 2), torch.arange(3)]
+    plain = {"epoch": 1, "seen": {3, 0}, "losses": [0.5], "tensors": tensors}
 
     @elastic.run
     def first(state: TorchState) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def test_the_next_life_goes_on_from_the_last_commit(
         assert same(found, committed[0])
         assert same(restored, committed[0])
     assert sorted(resets) == [0, 1]
-    assert [path.name for path in folder.iterdir()] == ["commit-1.pt"]
+    assert [path.name for path in folder.iterdir()] == ["commit-1.fastps"]
 
 
 def test_attributes_are_what_is_held(alone: FakeCluster) -> None:
@@ -134,7 +135,15 @@ def test_what_cannot_go_on_says_why(
     (folder / "commit-1.new").mkdir()  # nothing can be written there
     with pytest.raises(FastPSError, match="where the one before it still is"):
         commit(TorchState(epoch=2))
-    (folder / "commit-1.pt").write_bytes(b"spoiled")
+    (folder / "commit-1.new").rmdir()
+    (folder / "commit-1.fastps").unlink()
+    commit(TorchState(epoch=1, weights=torch.ones(99)))
+    whole = (folder / "commit-1.fastps").read_bytes()
+    for length in range(len(whole)):
+        (folder / "commit-1.fastps").write_bytes(whole[:length])
+        with pytest.raises(ConfigError, match=r"spoiled.*begin anew"):
+            commit(TorchState(epoch=1, weights=torch.ones(99)))
+    (folder / "commit-1.fastps").write_bytes(b"\xff" * 100)
     with pytest.raises(ConfigError, match=r"spoiled.*begin anew"):
         commit(TorchState(epoch=1))
     alone.current().config.commit_dir = "/dev/null/x"

@@ -140,7 +140,7 @@ def _broadcast_tree(value: Any, root_rank: int, name: str) -> Any:
     mark = uuid.uuid4().hex
     try:
         plain = take_out(value, mark, tensors)
-        specs = [_describe(tensor) for tensor in tensors]
+        specs = [describe(tensor) for tensor in tensors]
         current.broadcast_object({"value": plain, "mark": mark, "specs": specs}, root_rank, name)
     except (TypeError, RecursionError) as error:
         current.broadcast_object({"refused": str(error)}, root_rank, name)
@@ -153,7 +153,7 @@ def _receive_tree(current: session.Session, root_rank: int, name: str) -> Any:
     message = current.broadcast_object(None, root_rank, name)
     if "refused" in message:
         raise TypeError(f"rank {root_rank} could not send the value: {message['refused']}")
-    tensors = [_make(code, shape) for code, shape in message["specs"]]
+    tensors = [make_room(code, shape) for code, shape in message["specs"]]
     _broadcast(tensors, _labels(name, tensors), root_rank)
     return put_back(message["value"], message["mark"], tensors)
 
@@ -166,13 +166,14 @@ def _labels(name: str, tensors: list[torch.Tensor]) -> list[str]:
     ]
 
 
-def _describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+def describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     """Say what others need to make room for a tensor."""
     check_tensor(tensor, "a tensor in the value")
     return wire_dtype(tensor.dtype, "").name.lower(), tuple(tensor.shape)
 
 
-def _make(code: str, shape: tuple[int, ...]) -> torch.Tensor:
+def make_room(code: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Make a tensor that was described, with no values yet."""
     return torch.empty(shape, dtype=getattr(torch, code))
 
 

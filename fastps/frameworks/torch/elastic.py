@@ -25,7 +25,7 @@ import copy
 import functools
 import itertools
 import logging
-import os
+import struct
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
@@ -35,15 +35,17 @@ import torch
 
 from fastps import session
 from fastps.errors import ConfigError, FastPSError
-from fastps.frameworks.torch.broadcast import broadcast_object
+from fastps.frameworks.torch.broadcast import broadcast_object, describe, make_room
 from fastps.frameworks.torch.trees import put_back, take_out
 from fastps.objects import decode_object, encode_object
+from fastps.worker.handle import Array
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
 _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_LENGTH = struct.Struct("<Q")  # of what stands before the tensors
 _runs = itertools.count(1)  # the same program makes the same runs, in each of its lives
 
 
@@ -242,20 +244,23 @@ def _place(folder: str, number: int) -> Path:
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"FASTPS_COMMIT_DIR={folder!r} cannot be made: {error}") from None
-    return Path(folder) / f"commit-{number}.pt"
+    return Path(folder) / f"commit-{number}.fastps"
 
 
 def _write(path: Path, saved: dict[str, Any]) -> None:
     """Write a commit under another name first: an end in between spoils nothing."""
     tensors: list[torch.Tensor] = []
     mark = uuid.uuid4().hex
-    plain = encode_object({"mark": mark, "value": take_out(saved, mark, tensors)})
-    held = {"plain": torch.frombuffer(bytearray(plain), dtype=torch.uint8), "tensors": tensors}
+    plain = {"mark": mark, "value": take_out(saved, mark, tensors)}
+    head = encode_object(plain | {"tensors": [describe(tensor) for tensor in tensors]})
     fresh = path.with_suffix(".new")
     try:
-        torch.save(held, fresh)
-        os.replace(fresh, path)
-    except (OSError, RuntimeError) as error:  # of torch's own writer
+        with fresh.open("wb") as file:
+            file.write(_LENGTH.pack(len(head)) + head)
+            for tensor in tensors:
+                file.write(_bytes_of(tensor.contiguous()))
+        fresh.replace(path)
+    except OSError as error:
         raise FastPSError(
             f"a commit could not be written to {path}, where the one before it still is: {error}; "
             "make room there, or give another directory as FASTPS_COMMIT_DIR"
@@ -264,12 +269,22 @@ def _write(path: Path, saved: dict[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        held = torch.load(path, weights_only=True)
-    except Exception as error:  # of torch and pickle, of many kinds
+        with path.open("rb") as file:
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            head = decode_object(file.read(length))
+            tensors = [make_room(*described) for described in head["tensors"]]
+            if not all(file.readinto(_bytes_of(one)) == one.nbytes for one in tensors):
+                raise ValueError("its end is missing")
+        saved: dict[str, Any] = put_back(head["value"], head["mark"], tensors)
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, struct.error) as error:
         raise ConfigError(
             f"{path} is not a commit, or spoiled: {error}; give an empty directory as "
             "FASTPS_COMMIT_DIR to begin anew"
         ) from error
-    plain = decode_object(held["plain"].numpy().tobytes())
-    saved: dict[str, Any] = put_back(plain["value"], plain["mark"], held["tensors"])
     return saved
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Give the bytes of a contiguous tensor."""
+    array: Array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return array.data
