@@ -60,19 +60,19 @@ cdef extern from *:
         }
         memcpy(to + i, from + i, n - i);
     }
-    static inline int fps_copy_way(uint64_t n, uint64_t whole) {
-        if (n < FPS_SHORT || !__builtin_cpu_supports("avx2"))
-            return FPS_BY_LIBRARY;
-        return whole >= FPS_PAST_CACHES ? FPS_BY_STREAMS : FPS_BY_MOVES;
-    }
     /* Where both lie alike in their pages that instruction does no harm, and needs a fifth to a
        quarter less for lines that are in no near cache. */
-    static inline int fps_lie_alike(const void *to, const void *from) {
-        return !(((uintptr_t)to ^ (uintptr_t)from) & 4095);
+    static inline int fps_copy_way(const void *to, const void *from, uint64_t n,
+                                   uint64_t whole) {
+        if (n < FPS_SHORT || !__builtin_cpu_supports("avx2"))
+            return FPS_BY_LIBRARY;
+        if (whole >= FPS_PAST_CACHES)
+            return FPS_BY_STREAMS;
+        return ((uintptr_t)to ^ (uintptr_t)from) & 4095 ? FPS_BY_MOVES : FPS_BY_LIBRARY;
     }
     static inline void fps_copy(void *to, const void *from, uint64_t n, uint64_t whole) {
-        int way = fps_copy_way(n, whole);
-        if (way == FPS_BY_LIBRARY || (way == FPS_BY_MOVES && fps_lie_alike(to, from)))
+        int way = fps_copy_way(to, from, n, whole);
+        if (way == FPS_BY_LIBRARY)
             memcpy(to, from, n);
         else if (way == FPS_BY_STREAMS)
             fps_stream((char *)to, (const char *)from, n);
@@ -80,7 +80,8 @@ cdef extern from *:
             fps_move((char *)to, (const char *)from, n);
     }
     #else
-    static inline int fps_copy_way(uint64_t n, uint64_t whole) {
+    static inline int fps_copy_way(const void *to, const void *from, uint64_t n,
+                                   uint64_t whole) {
         return FPS_BY_LIBRARY;
     }
     static inline void fps_copy(void *to, const void *from, uint64_t n, uint64_t whole) {
@@ -89,6 +90,7 @@ cdef extern from *:
     #endif
     """
     const int FPS_BY_LIBRARY, FPS_BY_MOVES, FPS_BY_STREAMS
-    int fps_copy_way(uint64_t n, uint64_t whole) noexcept nogil     # how fps_copy() does it
+    # How fps_copy() does it.
+    int fps_copy_way(const void* to, const void* source, uint64_t n, uint64_t whole) noexcept nogil
     # memcpy() of n bytes into an array of `whole` bytes; 0: one that is soon read.
     void fps_copy(void* to, const void* source, uint64_t n, uint64_t whole) noexcept nogil

@@ -20,7 +20,8 @@ cdef bint goes_past(const Fold* fold) noexcept nogil:
         if fold.own[i] == fold.leg.address:
             return False
     return (fold.leg.n_edges == 0
-            and fps_copy_way(CHUNK_BYTES, fold.leg.task.nbytes) == FPS_BY_STREAMS)
+            and fps_copy_way(fold.leg.address, NULL, CHUNK_BYTES, fold.leg.task.nbytes)
+            == FPS_BY_STREAMS)
 
 
 cdef inline int64_t fold_into(Fold* fold, const void** sources, char* place,

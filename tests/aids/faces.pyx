@@ -388,11 +388,13 @@ def copy(unsigned char[::1] target not None, const unsigned char[::1] source not
          uint64_t whole):
     """Copy bytes as into an array of `whole` bytes; give the way: library, moves or streams."""
     cdef uint64_t n = source.shape[0]
-    cdef int way = fps_copy_way(n, whole)
+    cdef int way
     if <uint64_t>target.shape[0] < n:
         raise ValueError(f"{n} bytes into {target.shape[0]}")
-    if n:
-        fps_copy(&target[0], &source[0], n, whole)
+    if not n:
+        return "library"
+    way = fps_copy_way(&target[0], &source[0], n, whole)
+    fps_copy(&target[0], &source[0], n, whole)
     return "moves" if way == FPS_BY_MOVES else "streams" if way == FPS_BY_STREAMS else "library"
 
 
