@@ -15,11 +15,15 @@ NAME = "FASTPS_COMMIT_DIR"
 
 @contextlib.contextmanager
 def kept_commits(options: Options, environment: Mapping[str, str]) -> Iterator[Options]:
-    """Give the options with a directory for commits, if there is none; gone in the end."""
-    is_given = NAME in {**environment, **dict(options.environment)}
-    if not options.restarts or options.is_dry_run or is_given:
+    """Give the options with a directory for commits, if there is none; gone in the end.
+
+    Where none can be made it is without one: whoever commits then says so.
+    """
+    with contextlib.ExitStack() as stack:
+        is_given = NAME in {**environment, **dict(options.environment)}
+        if options.restarts and not options.is_dry_run and not is_given:
+            with contextlib.suppress(OSError):
+                made = tempfile.TemporaryDirectory(prefix="fastps-commits-")
+                words = (*options.environment, (NAME, stack.enter_context(made)))
+                options = dataclasses.replace(options, environment=words)
         yield options
-        return
-    with tempfile.TemporaryDirectory(prefix="fastps-commits-") as folder:
-        words = (*options.environment, (NAME, folder))
-        yield dataclasses.replace(options, environment=words)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections import Counter
@@ -143,6 +144,13 @@ def test_what_cannot_go_on_says_why(
         (folder / "commit-1.fastps").write_bytes(whole[:length])
         with pytest.raises(ConfigError, match=r"spoiled.*begin anew"):
             commit(TorchState(epoch=1, weights=torch.ones(99)))
+    for place in range(len(whole) - 99 * 4):  # of what says what there is
+        for byte in (0, 127, 255):
+            wrong = bytearray(whole)
+            wrong[place] = byte
+            (folder / "commit-1.fastps").write_bytes(wrong)
+            with contextlib.suppress(ConfigError):  # else another value, which nobody can tell
+                elastic._read(folder / "commit-1.fastps")
     (folder / "commit-1.fastps").write_bytes(b"\xff" * 100)
     with pytest.raises(ConfigError, match=r"spoiled.*begin anew"):
         commit(TorchState(epoch=1))

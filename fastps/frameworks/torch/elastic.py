@@ -113,9 +113,9 @@ class TorchState:
         elif not self._is_told and session.current().rank == 0:
             self._is_told = True
             _log.warning(
-                "commits are in memory alone, so a job that is started again begins anew: start "
-                "it by fastps-run --restarts N or name a directory as FASTPS_COMMIT_DIR, and "
-                "commit within a function of elastic.run"
+                "commits are in memory alone, so a job that is started again begins anew: name a "
+                "directory as FASTPS_COMMIT_DIR (on one machine fastps-run --restarts N does), "
+                "and commit within a function of elastic.run"
             )
 
     def restore(self) -> None:
@@ -276,7 +276,7 @@ def _read(path: Path) -> dict[str, Any]:
             if not all(file.readinto(_bytes_of(one)) == one.nbytes for one in tensors):
                 raise ValueError("its end is missing")
         saved: dict[str, Any] = put_back(head["value"], head["mark"], tensors)
-    except (OSError, ValueError, LookupError, TypeError, OverflowError, struct.error) as error:
+    except Exception as error:  # spoiled bytes may stand for anything
         raise ConfigError(
             f"{path} is not a commit, or spoiled: {error}; give an empty directory as "
             "FASTPS_COMMIT_DIR to begin anew"
