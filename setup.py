@@ -40,6 +40,8 @@ MODULES = [
     "fastps.transport.pipe._transport",
     "fastps.collectives._exchange",
     "fastps.collectives._eager",
+    "fastps.collectives._calls",
+    "fastps.collectives._repeated",
     "fastps.graph._windows",
     "fastps.frameworks._lent",
     "fastps.frameworks.jax._ffi",

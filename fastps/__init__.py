@@ -85,8 +85,6 @@ from fastps.sets import (
 from fastps.types import dtype_of
 from fastps.worker.handle import Array, Handle
 
-_current.check_compiled()
-
 if TYPE_CHECKING:
     from fastps.asynchronous import ServerParameters
     from fastps.graph.rules import (

@@ -76,20 +76,6 @@ def _join(config: Config, settings: Mapping[str, object]) -> Session:
     return session
 
 
-def check_compiled() -> None:
-    """Raise ImportError where mere sources, in the working directory say, hide what is installed.
-
-    So that nobody finds out by an import that fails deep inside, in some of a job's processes.
-    """
-    if importlib.util.find_spec("fastps._core") is None:
-        folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        raise ImportError(
-            f"{folder} has the sources of fastps without what is compiled of them, and hides a "
-            "fastps that is installed: work in another directory, or compile them where they are, "
-            "with python setup.py build_ext --inplace"
-        )
-
-
 def wait_before_leaving(wait: Callable[[], object]) -> None:
     """Have wait() called before every end of a session: others need what it has still to do."""
     _waits.append(wait)
@@ -152,3 +138,20 @@ def known() -> Session:
     if _current is None:
         raise NotInitializedError("call fastps.init() first")
     return _current
+
+
+def _check_compiled() -> None:
+    """Raise ImportError where mere sources, in the working directory say, hide what is installed.
+
+    So that nobody finds out by an import that fails deep inside, in some of a job's processes.
+    """
+    if importlib.util.find_spec("fastps._core") is None:
+        folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        raise ImportError(
+            f"{folder} has the sources of fastps without what is compiled of them, and hides a "
+            "fastps that is installed: work in another directory, or compile them where they are, "
+            "with python setup.py build_ext --inplace"
+        )
+
+
+_check_compiled()  # the first import of all

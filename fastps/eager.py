@@ -59,11 +59,10 @@ class Rows(NamedTuple):
         return part_of(self.name, SIZES)
 
 
-def tell(rows: Rows, *, is_again: bool = False) -> Blocks:
+def tell(rows: Rows) -> Blocks:
     """Tell everybody how many rows there are, and what they are if they are few; blocks.
 
-    is_again: all of them tell, for they heard that sizes are not as before. Raises MismatchError
-    on all members where widths or dtypes differ.
+    Raises MismatchError on all members where widths or dtypes differ.
     """
     from fastps.collectives._eager import Blocks, pack  # noqa: PLC0415  (few need them at once)
 
@@ -75,11 +74,11 @@ def tell(rows: Rows, *, is_again: bool = False) -> Blocks:
     is_asked = group.size > 1 and rows.call == rows.kind
     if group.size > 1:
         found = bytearray(len(packed) // len(counts) * group.size)
-        _trade(rows, packed, found, may_differ=is_asked and not is_again)
+        _trade(rows, packed, found, may_differ=is_asked and not group.steady.was_missed(rows.key))
     blocks = Blocks(found, group.size, row_bytes, width, code)
     if blocks.odd >= 0:
         raise _odd(blocks, rows)
-    if is_asked and blocks.is_full and not blocks.is_whole:
+    if is_asked and blocks.is_full:
         group.steady.told(rows.key, counts, blocks.counts)
     return blocks
 
@@ -88,13 +87,10 @@ def _trade(rows: Rows, packed: bytearray, found: bytearray, *, may_differ: bool)
     """Send heads and what is behind them; once more, if others take sizes for granted."""
     group = rows.group
     try:
-        group.trade(rows.kind, packed, found, rows.part, may_differ=may_differ)
+        group.trade(rows.kind, packed, found, rows.part, rows.key, may_differ=may_differ)
     except SizesDifferError:
-        group.steady.missed(rows.key)
+        group.steady.was_missed(rows.key)
         _trade(rows, packed, found, may_differ=False)
-    except BaseException:
-        group.steady.end()
-        raise
 
 
 def _odd(blocks: Blocks, rows: Rows) -> MismatchError:

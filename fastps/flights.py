@@ -33,6 +33,7 @@ from fastps.types import DType, Op, dtype_of
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
+    from fastps.collectives._exchange import Operation
     from fastps.collectives.group import Group
     from fastps.collectives.promise import Promise
 
@@ -62,13 +63,29 @@ class Flight(Protocol):
         """Wait for the end, and give the result."""
 
 
-class Later(Generic[T]):
-    """The promise of a result that is made of what several operations give."""
+def operations_of(flight: object) -> Sequence[Operation]:
+    """List the operations of groups that a flight consists of, if of nothing else."""
+    found: Sequence[Operation] = getattr(flight, "operations", ())
+    return found
 
-    def __init__(self, flights: Sequence[Flight], finish: Callable[[list[Any]], T]) -> None:
+
+class Later(Generic[T]):
+    """The promise of a result that is made of what several operations give.
+
+    is_plain: it is what the only one of them brought, or where that went.
+    """
+
+    def __init__(
+        self,
+        flights: Sequence[Flight],
+        finish: Callable[[list[Any]], T],
+        *,
+        is_plain: bool = False,
+    ) -> None:
         self._flights = flights
         self._finish = finish
         self._result: list[T] = []
+        self.operations = operations_of(flights[0]) if is_plain else ()
 
     def poll(self) -> bool:
         """Tell whether wait() would return at once. Never blocks."""
@@ -83,19 +100,13 @@ class Later(Generic[T]):
         return self._result[0]
 
 
-class Landed:
-    """The promise of a result that is there."""
+class Landed(Later[Array]):
+    """The promise of a result that is there; operations: that brought it."""
 
-    def __init__(self, result: Array) -> None:
-        self._result = result
-
-    def poll(self) -> bool:
-        """Tell that wait() returns at once."""
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> Array:
-        """Give the result."""
-        return self._result
+    def __init__(self, result: Array, *operations: Operation) -> None:
+        super().__init__((), lambda _: result)
+        self._result.append(result)
+        self.operations = operations
 
 
 class Averaging:
@@ -106,13 +117,26 @@ class Averaging:
     ) -> None:
         self._place = (place, number, ranks)
         self.poll, self.wait = flight.poll, flight.wait
+        self.operations = operations_of(flight)
 
     def correction(self, dtype: DType) -> float:
         """Give what the average is to be multiplied by, once it is there; see join()."""
-        factor = current().uneven.correction(*self._place)
-        if factor != 1.0 and dtype > DType.BFLOAT16:
-            raise FastPSError(integers_text(self._place[0]))
-        return factor
+        return _correction(*self._place, dtype)
+
+
+def _correction(place: str | int, number: int, ranks: Sequence[int], dtype: DType) -> float:
+    factor = current().uneven.correction(place, number, ranks)
+    if factor != 1.0 and dtype > DType.BFLOAT16:
+        raise FastPSError(integers_text(place))
+    return factor
+
+
+def correction_of_operation(operation: Operation, dtype: DType) -> float:
+    """Do correction_of() for what a group did."""
+    group, _, (kind, *_), divisor = operation.about
+    if kind not in ("allreduce", "reduce") or divisor == 1:
+        return 1.0
+    return _correction(operation.channel, operation.number, group.ranks, dtype)
 
 
 def correction_of(flight: Flight, dtype: DType) -> float:
@@ -334,9 +358,9 @@ def start_allgather(
         code = _code_of(array, dtype)
         rows = Rows(group, "allgather", array, [len(array)], code, name, "allgather")
         found = _as_before(rows, out) if is_awaited else None
-        if isinstance(found, tuple):
+        if found is not None:
             return found
-        told = tell(rows, is_again=found is SizesDifferError)
+        told = tell(rows)
         counts = told.counts
     if out is not None and not is_apart(array, out, sum(counts[: group.rank]) * width_of(array)):
         raise ValueError("array and out overlap; use two")
@@ -347,31 +371,26 @@ def start_allgather(
     return group.allgather(array, out, counts=sizes, name=name, dtype=dtype), list(counts)
 
 
-def _as_before(
-    rows: Rows, out: Array | None
-) -> tuple[Flight, list[int]] | type[SizesDifferError] | None:
+def _as_before(rows: Rows, out: Array | None) -> tuple[Flight, list[int]] | None:
     """Exchange rows as many as before, if they are, in one round; blocks.
 
-    None: members have to tell their sizes; SizesDifferError: all of them do.
+    None: members have to tell their sizes.
     """
     group, array, nbytes = rows.group, rows.array, rows.width * rows.array.itemsize
-    counts = group.steady.guess(rows.key, rows.counts)
-    if counts is None:
+    guess = group.steady.guess(rows.key, rows.counts)
+    if guess is None:
         return None
+    counts = guess.came
     here, there = [nbytes * n for n in rows.counts], [nbytes * n for n in counts]
     shape, gets_all = (sum(counts), *array.shape[1:]), rows.root in (-1, group.rank)
     try:
         out = _result_of(rows.kind, rows.name, shape, array.dtype, out) if gets_all else None
-        group.guess(rows.kind, array, out, here, there, rows.part, rows.code, rows.root)
-        return Landed(array if out is None else out), counts
-    except ValueError:  # the output is for other sizes, or wrong
+        operation = group.guess(
+            rows.kind, array, out, here, there, rows.part, rows.code, rows.root, guess
+        )
+    except (ValueError, SizesDifferError):  # the output is for other sizes, or wrong
         return None
-    except SizesDifferError:
-        group.steady.missed(rows.key)
-        return SizesDifferError
-    except BaseException:
-        group.steady.end()
-        raise
+    return Landed(array if out is None else out, operation), list(counts)
 
 
 def _code_of(array: Array, dtype: DType | None) -> DType:
@@ -449,9 +468,9 @@ def start_alltoall(
     sent = _splits(array, splits, process_set)
     rows = Rows(group, "alltoall", array, sent, code, name, "alltoall")
     found = _as_before(rows, out) if is_awaited else None
-    if isinstance(found, tuple):
+    if found is not None:
         return found
-    told = tell(rows, is_again=found is SizesDifferError)
+    told = tell(rows)
     received = told.counts
     if out is not None and not is_apart(array, out):
         raise ValueError("array and out overlap; use two")
@@ -574,9 +593,9 @@ def start_gather(
     code = _code_of(array, dtype)
     rows = Rows(group, "gather", array, [len(array)], code, name, "gather", root)
     found = _as_before(rows, out) if is_awaited else None
-    if isinstance(found, tuple):
+    if found is not None:
         return found[0]
-    told = tell(rows, is_again=found is SizesDifferError)
+    told = tell(rows)
     shape = sum(told.counts), *array.shape[1:]
     out = _result_of("gather", name, shape, array.dtype, out) if group.rank == root else None
     if out is not None and not is_apart(array, out):

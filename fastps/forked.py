@@ -7,6 +7,8 @@ import os
 import weakref
 from typing import TYPE_CHECKING
 
+from fastps.collectives._calls import forget_calls
+
 if TYPE_CHECKING:
     from fastps.session import Session
 
@@ -17,6 +19,7 @@ def _forget_sessions_in_child() -> None:
     for session in list(sessions):
         session.abandon()
     sessions.clear()
+    forget_calls()
 
 
 os.register_at_fork(after_in_child=_forget_sessions_in_child)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastps.collectives._calls import forget_calls
 from fastps.collectives.group import Group
 from fastps.collectives.members import Members
 from fastps.collectives.names import BARRIER
@@ -211,6 +212,7 @@ class Groups:
                     f"{name!r} is not declared, nor had an operation this name on any worker: it "
                     "cannot be forgotten"
                 )
+        forget_calls()
         kept = set().union(*(some for _, (_, some, _) in told))
         for group, name in used:
             self._session.uneven.forget(group.forget(name, kept))

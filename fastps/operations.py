@@ -11,17 +11,21 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
+from fastps.collectives._calls import MISSED, Calls
+from fastps.collectives.promise import MeanwhileError
 from fastps.current import current
 from fastps.flights import (
     Average,
     Flight,
+    Landed,
     Later,
     Sum,
     correction_of,
+    correction_of_operation,
     start_allgather,
     start_allreduce,
     start_alltoall,
@@ -39,22 +43,46 @@ from fastps.types import Op, dtype_of
 from fastps.worker.handle import Array, Handle
 
 if TYPE_CHECKING:
+    from fastps.collectives._exchange import Operation
     from fastps.collectives.promise import Promise
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def blocking(start: Callable[P, Later[T]], words: str) -> Callable[P, T]:
-    """Make the form that waits of an operation's _async form; words: its docstring."""
+def blocking(
+    start: Callable[P, Later[T]], words: str, begin: Callable[P, Later[T]] | None = None
+) -> Callable[P, T]:
+    """Make the form that waits of an operation's _async form; words: its docstring.
+
+    begin: for what may begin otherwise, as somebody waits for it. What was called before, with
+    arrays of the same shapes, does not go through all this once more; see collectives/_calls.pyx.
+    """
+    calls, make = Calls(Op, ProcessSet, type(global_process_set)), begin or start
 
     @functools.wraps(start)
     def run(*args: P.args, **options: P.kwargs) -> T:
-        return start(*args, **options).wait()
+        try:
+            found: T = calls.again(args, options)
+        except MeanwhileError as news:
+            return cast("T", _corrected(news.operation, news.result))
+        if found is MISSED:
+            later = make(*args, **options)
+            found = later.wait()
+            calls.remember(args, options, found, later.operations)
+        return found
 
-    run.__name__ = run.__qualname__ = start.__name__.replace("_async", "")
+    run.__name__ = run.__qualname__ = start.__name__.replace("_async", "").lstrip("_")
     run.__doc__ = inspect.cleandoc(words)
     return run
+
+
+def _corrected(operation: Operation, result: Array | None) -> Array | None:
+    """Correct an average that may lack somebody, as _result() does."""
+    if result is not None:
+        factor = correction_of_operation(operation, dtype_of(_wire(result).dtype))
+        return _made(_wire(result), result, factor)
+    return None
 
 
 def join(device: int = -1, *, timeout_s: float | None = None) -> int:
@@ -151,29 +179,32 @@ def allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array]:
     """Begin allgather(); blocks until all members have told their first dimensions."""
-    source = readable(tensor, name)
-    wire, to = _rows_wire(source), _out_wire(out, source, name)
-    flight, _ = start_allgather(wire, name, process_set, out=to)
-    return _result(flight, source, out=out)
+    return _allgather(tensor, name, out=out, process_set=process_set, is_awaited=False)
 
 
-def allgather(
+def _allgather(
     tensor: Array,
     name: str | None = None,
     *,
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Array:
+    is_awaited: bool = True,
+) -> Later[Array]:
+    source = readable(tensor, name)
+    wire, to = _rows_wire(source), _out_wire(out, source, name)
+    flight, _ = start_allgather(wire, name, process_set, out=to, is_awaited=is_awaited)
+    return _rows(flight, source, out)
+
+
+allgather = blocking(
+    allgather_async,
     """Give everybody's array, one after the other along the first dimension.
 
     First dimensions may differ, the others must not (MismatchError). out: where the result goes,
     C-contiguous; the tensor may be a part of it, at its place. Blocks.
-    """
-    source = readable(tensor, name)
-    wire, to = _rows_wire(source), _out_wire(out, source, name)
-    flight, _ = start_allgather(wire, name, process_set, out=to, is_awaited=True)
-    found = flight.wait()
-    return _unwire(found, source.dtype) if out is None else out
+    """,
+    _allgather,
+)
 
 
 def grouped_allgather_async(
@@ -254,35 +285,39 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[Any]:
     """Begin alltoall(); blocks until all members have told how many rows they send."""
-    source = readable(tensor, name)
-    wire, to = _rows_wire(source), _out_wire(out, source, name)
-    flight, received = start_alltoall(wire, splits, name, process_set, out=to)
-    result = _result(flight, source, out=out)
-    if splits is None:
-        return result
-    return Later([result], lambda found: (found[0], np.array(received)))
+    return _alltoall(tensor, splits, name=name, out=out, process_set=process_set, is_awaited=False)
 
 
-def alltoall(
+def _alltoall(
     tensor: Array,
     splits: Sequence[int] | None = None,
     *,
     name: str | None = None,
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Any:
+    is_awaited: bool = True,
+) -> Later[Any]:
+    source = readable(tensor, name)
+    wire, to = _rows_wire(source), _out_wire(out, source, name)
+    flight, received = start_alltoall(
+        wire, splits, name, process_set, out=to, is_awaited=is_awaited
+    )
+    result = _rows(flight, source, out)
+    if splits is None:
+        return result
+    return Later([result], lambda found: (found[0], np.array(received)))
+
+
+alltoall = blocking(
+    alltoall_async,
     """Send rows to each member, and give what came from each, in the order of members.
 
     splits: how many rows go to each; None: the same number, and an array comes back; otherwise
     the array and how many rows came from each. out: where the array goes, C-contiguous, another
     than tensor. Blocks.
-    """
-    source = readable(tensor, name)
-    wire, to = _rows_wire(source), _out_wire(out, source, name)
-    flight, counts = start_alltoall(wire, splits, name, process_set, out=to, is_awaited=True)
-    found = flight.wait()
-    result = _unwire(found, source.dtype) if out is None else out
-    return result if splits is None else (result, np.array(counts))
+    """,
+    _alltoall,
+)
 
 
 def broadcast_async(
@@ -302,7 +337,7 @@ def broadcast_async(
         return Later([handle], lambda _: list(tensor))
     if isinstance(tensor, np.ndarray) and (name is None or isinstance(name, str)):
         flight = start_broadcast(_wire(tensor), root_rank, name, process_set)
-        return Later([flight], lambda _: tensor)
+        return Later([flight], lambda _: tensor, is_plain=True)
     labels = [None] * len(tensor) if name is None else name
     flights = [
         broadcast_async(one, root_rank, name=label, process_set=process_set)
@@ -333,7 +368,9 @@ def reduce_to_async(
     to = None if out is None else _wire(out)
     flight = start_reduce(_sum_wire(source, op), root_rank, op, name, process_set, out=to)
     is_root, result = current().rank == root_rank, _result(flight, source, out=out)
-    return Later([result if is_root else flight], lambda found: found[0] if is_root else None)
+    return Later(
+        [result if is_root else flight], lambda found: found[0] if is_root else None, is_plain=True
+    )
 
 
 reduce_to = blocking(
@@ -355,32 +392,37 @@ def gather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array | None]:
     """Begin gather(); blocks until all members have told their first dimensions."""
-    source = readable(tensor, name)
-    wire, to = _rows_wire(source), _out_wire(out, source, name)
-    flight = start_gather(wire, root_rank, name, process_set, out=to)
-    is_root = current().rank == root_rank
-    found = _result(flight, source, out=out) if is_root else flight
-    return Later([found], lambda arrays: arrays[0] if is_root else None)
+    return _gather(
+        tensor, root_rank, name=name, out=out, process_set=process_set, is_awaited=False
+    )
 
 
-def gather(
+def _gather(
     tensor: Array,
     root_rank: int = 0,
     *,
     name: str | None = None,
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Array | None:
+    is_awaited: bool = True,
+) -> Later[Any]:
+    source = readable(tensor, name)
+    wire, to = _rows_wire(source), _out_wire(out, source, name)
+    flight = start_gather(wire, root_rank, name, process_set, out=to, is_awaited=is_awaited)
+    is_root = current().rank == root_rank
+    if is_root:
+        return _rows(flight, source, out)
+    return Later([flight], lambda _: None, is_plain=isinstance(flight, Landed))
+
+
+gather = blocking(
+    gather_async,
     """Give the root the allgather(), and the others None; blocks.
 
     out: where the root wants it, C-contiguous, another than tensor.
-    """
-    source = readable(tensor, name)
-    wire, to = _rows_wire(source), _out_wire(out, source, name)
-    found = start_gather(wire, root_rank, name, process_set, out=to, is_awaited=True).wait()
-    if current().rank != root_rank:
-        return None
-    return _unwire(found, source.dtype) if out is None else out
+    """,
+    _gather,
+)
 
 
 def scatter_async(
@@ -395,7 +437,7 @@ def scatter_async(
     root = process_set.member(root_rank, "root_rank")
     wire = None if tensor is None else _wire(readable(tensor, name))
     flight = process_set.group().scatter(wire, _wire(out), root=root, name=name)
-    return Later([flight], lambda _: out)
+    return Later([flight], lambda _: out, is_plain=True)
 
 
 scatter = blocking(
@@ -423,21 +465,27 @@ def send_async(
     return group.send(_wire(readable(tensor)), member, tag=tag)
 
 
-def send(
+def _send(
     tensor: Array, target: int, *, tag: int = 0, process_set: ProcessSet = global_process_set
-) -> None:
+) -> Later[None]:
+    flight = send_async(tensor, target, tag=tag, process_set=process_set)
+    return Later([flight], lambda _: None, is_plain=True)
+
+
+send = blocking(
+    _send,
     """Send an array to a worker that calls receive(); blocks until it has been read.
 
     Messages with one tag arrive in the order in which they were sent.
-    """
-    send_async(tensor, target, tag=tag, process_set=process_set).wait()
+    """,
+)
 
 
 class Receipt(Later[Array]):
     """The promise of an array that a message brings."""
 
     def __init__(self, promise: Promise, out: Array) -> None:
-        super().__init__([promise], lambda _: out)
+        super().__init__([promise], lambda _: out, is_plain=True)
         self._promise = promise
 
     @property
@@ -459,16 +507,10 @@ def receive_async(
     return Receipt(group.receive(_wire(out), member, tag=tag), out)
 
 
-def receive(
-    out: Array,
-    source: int | None = None,
-    *,
-    tag: int = 0,
-    process_set: ProcessSet = global_process_set,
-) -> Array:
-    """Receive what a worker sends, or whoever sends first, into an array of just that size."""
-    receive_async(out, source, tag=tag, process_set=process_set).wait()
-    return out
+receive = blocking(
+    receive_async,
+    """Receive what a worker sends, or whoever sends first, into an array of just that size.""",
+)
 
 
 def _scaled(array: Array, factor: float) -> Array:
@@ -521,7 +563,18 @@ def _result(
         made = _made(found[0], source, factor * lack)
         return made if out is None else out
 
-    return Later([flight], finish)
+    return Later([flight], finish, is_plain=factor == 1.0)
+
+
+def _rows(flight: Flight, source: Array, out: Array | None) -> Later[Array]:
+    """Do _result() for rows, of which members may have had to tell before."""
+    if isinstance(flight, Landed) and source.dtype.kind != "c":
+        return flight
+
+    def finish(found: list[Any]) -> Array:
+        return _unwire(found[0], source.dtype) if out is None else out
+
+    return Later([flight], finish, is_plain=isinstance(flight, Landed))
 
 
 def _results(flight: Flight, sources: Sequence[Array], factor: float = 1.0) -> Later[list[Array]]:

@@ -36,6 +36,7 @@ from fastps.arrays import (
     pair,
 )
 from fastps.byzantine import rules
+from fastps.collectives._calls import forget_calls
 from fastps.compression import Choice, coding_of
 from fastps.config import Config
 from fastps.contract import Givers, Policy
@@ -678,6 +679,7 @@ class Session(Forgetting):
 
         Operations still in flight fail with ShutdownError.
         """
+        forget_calls()
         if self._groups is not None and self.is_ours:
             self._groups.close()
         if self._client is None or not self.is_ours:

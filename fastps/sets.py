@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastps.collectives._calls import forget_calls
 from fastps.collectives.names import SIZES, part_of
 from fastps.current import current
 from fastps.eager import Rows, tell
@@ -157,6 +158,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not is_ours:
         return False
     process_set._home = process_set._group = None
+    forget_calls()
     return True
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from fastps.collectives._calls import forget_calls
 from fastps.collectives.names import BARRIER, Part, part_of
 from fastps.errors import FastPSError, StallError, Status
 from fastps.objects import decode_object, encode_object
@@ -113,6 +114,7 @@ class Uneven:
                 found.tellers.setdefault(Started(*told), set()).add(event.member)
             self._news.notify_all()
         if kind == _JOINED:  # what is in flight may wait for that worker
+            forget_calls()
             self._tell(map(_of_group, self._operations()))
             self.tell(self._session.started())
 

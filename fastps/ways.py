@@ -18,6 +18,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from fastps.arrays import describe
+from fastps.collectives._calls import forget_calls
 from fastps.collectives.names import Part
 from fastps.control.protocol import TensorPoisoned
 from fastps.control.stalls import LEAST_S
@@ -120,6 +121,7 @@ class Ways:
     def _fail(self, tensors: list[str], name: str, number: int, text: str) -> None:
         """Let what is in flight here fail, and whatever is started under the names from now on."""
         self._texts |= dict.fromkeys([name, *tensors], text)
+        forget_calls()
         for tensor in tensors:
             self._session.poison(TensorPoisoned(0, tensor, text))
         for operation in self._named():

@@ -216,10 +216,14 @@ cdef class Operation:
     cdef Program program
     cdef Py_buffer views[N_PLACES]
     cdef char* places[N_PLACES]
+    cdef int64_t nbytes[N_PLACES]       # that lie there
     cdef int n_views
     cdef bint is_over           # somebody saw the end
     cdef public object about    # what its group needs to word it; None until start() returned
+    cdef public object group    # that began it
+    cdef public object guess    # of sizes, see steady.py; None: none are told or granted
     cdef int lend(self, int place, array, bint is_written) except -1
+    cdef int lend_all(self, source, target) except -1
     cdef int weigh(self, weights) except -1
     cdef int fill(self, Program program) except -1
     cdef void fill_leg(self, uint32_t index) noexcept

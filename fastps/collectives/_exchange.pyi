@@ -22,6 +22,8 @@ class Operation:
     @property
     def is_done(self) -> bool: ...
     about: Any
+    group: Any
+    guess: Any
     @property
     def number(self) -> int: ...
     channel: int

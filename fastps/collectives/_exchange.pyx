@@ -210,11 +210,19 @@ cdef class Operation:
             PyObject_GetBuffer(array, view, PyBUF_SIMPLE | (PyBUF_WRITABLE if is_written else 0))
             self.n_views += 1
             self.places[place] = <char*>view.buf
+            self.nbytes[place] = view.len
             self.task.nbytes = max(self.task.nbytes, <uint64_t>view.len)
         if self.program.needed[place] > (0 if array is None else <uint64_t>view.len):
             raise ValueError(
                 f"operation {self.name!r}: an array of {0 if array is None else view.len} bytes, "
                 f"and {self.program.needed[place]} are needed")
+        return 0
+
+    cdef int lend_all(self, source, target) except -1:
+        self.lend(0, source, False)
+        self.lend(1, target, True)
+        if self.program.scratch_bytes:
+            self.lend(2, bytearray(self.program.scratch_bytes), True)
         return 0
 
     cdef int weigh(self, weights) except -1:
@@ -543,10 +551,7 @@ cdef class Exchange(LinkOwner):
         task.is_numbered = is_numbered
         task.goes_on = goes_on
         operation.weigh(weights)
-        operation.lend(0, input, False)
-        operation.lend(1, output, True)
-        if program.scratch_bytes:
-            operation.lend(2, bytearray(program.scratch_bytes), True)
+        operation.lend_all(input, output)
         operation.fill(program)
         self.begin(operation)
         return operation

@@ -7,7 +7,7 @@ group.py says. Threads: any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastps.collectives import schedule as plans
@@ -15,7 +15,7 @@ from fastps.collectives.names import SIZES, Channels
 from fastps.collectives.places import check_arrays, copy_alone, is_apart
 from fastps.collectives.promise import Promise, SizesDifferError
 from fastps.collectives.schedule import Schedule
-from fastps.collectives.steady import Steady
+from fastps.collectives.steady import Guess, Steady
 from fastps.errors import (
     FastPSError,
     MismatchError,
@@ -27,6 +27,8 @@ from fastps.types import DType, ReduceOp, dtype_of
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fastps.collectives._exchange import Operation, Program
     from fastps.collectives.host import Host
 
@@ -122,11 +124,13 @@ class Members:
             if not kind.program.is_linked:
                 self._host.reach(kind.program.peers)
                 kind.program.is_linked = True
-            return self._host.exchange.start(
+            operation = self._host.exchange.start(
                 kind.program, channel, name=label, input=array, output=out,
                 itemsize=kind.itemsize, rule=kind.address, dtype=kind.dtype, code=kind.code,
                 mix=kind.mix, **how,
             )  # fmt: skip
+            operation.group = self
+            return operation
         except (TransportError, ShutdownError) as error:
             raise self._host.ended(label, error) from None
 
@@ -135,8 +139,21 @@ class Members:
     ) -> None:
         """Note what an operation is, for those who ask or have run out of data."""
         operation.about = (self, name, key, divisor)
-        if self._host.is_uneven:
+        self.note(operation)
+
+    def note(self, operation: Operation) -> None:
+        """Let those know of an operation who have run out of data."""
+        if self.is_uneven and operation.about is not None:
             self._host.tell(operation)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether somebody has run out of data."""
+        return self._host.is_uneven
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Make an array for a result."""
+        return self._host.empty(shape, dtype)
 
     def _prepare(
         self,
@@ -172,18 +189,19 @@ class Members:
 
     def trade(
         self, kind: str, sent: bytearray, found: bytearray, name: str | None,
-        *, may_differ: bool = False,
+        key: Hashable, *, may_differ: bool = False,
     ) -> None:  # fmt: skip
         """Do an allgather() or an alltoall() of even blocks of bytes; blocks. What eager.py needs.
 
         Of more than one member. As they do, without what takes longer than the bytes. kind: what
         it is a part of; all but an alltoall begin with an allgather. may_differ: others may begin
-        a guess instead; then SizesDifferError.
+        a guess instead, under this key of steady.py; then SizesDifferError.
         """
         is_each = kind == "alltoall"
         here = [len(sent) // self.size] * self.size if is_each else [len(sent)]
         there = [len(found) // self.size] * self.size
-        self._wait_for((kind, *here, *there), sent, found, name, None, may_differ, lambda: (
+        guess, what = Guess(key), (kind, *here, *there)
+        self._wait_for(what, sent, found, name, None, guess, may_differ, lambda: (
             plans.alltoall(self.rank, here, there, self.machines) if is_each
             else plans.allgather(self.rank, there, self.machines)
         ))  # fmt: skip
@@ -198,7 +216,8 @@ class Members:
         name: str | None,
         dtype: DType,
         root: int,
-    ) -> None:
+        guess: Guess,
+    ) -> Operation:
         """Do an operation that begins with a trade, with bytes for each, and of each, as a guess.
 
         Blocks. SizesDifferError on all members if others guess other sizes, or trade theirs.
@@ -208,7 +227,8 @@ class Members:
         if out is not None and not is_apart(array, out, place):
             raise ValueError("array and out overlap; use two")
         check_arrays(kind, array, out)
-        self._wait_for((kind, *here, *there, root), array, out, name, dtype, True, lambda: (
+        key = kind, *here, *there, root
+        return self._wait_for(key, array, out, name, dtype, guess, True, lambda: (
             plans.gather(self.rank, there, root, is_confirmed=True) if kind == "gather"
             else plans.allgather(self.rank, there, self.machines) if kind == "allgather"
             else plans.alltoall(self.rank, here, there, self.machines)
@@ -221,9 +241,10 @@ class Members:
         found: Any,
         name: str | None,
         dtype: DType | None,
+        guess: Guess,
         may_differ: bool,
         make: Callable[[], Schedule],
-    ) -> None:
+    ) -> Operation:
         """Do an operation on buffers; blocks."""
         self._host.check_usable()
         if name is not None:
@@ -234,8 +255,22 @@ class Members:
             ready, self.channels.of(name), self._label(key, name and name.removesuffix(SIZES)),
             sent, found, may_differ=may_differ,
         )  # fmt: skip
+        operation.guess = guess
         self._note(operation, name, key, 1)
-        self._host.wait(operation, self._explain)
+        self.finish(operation)
+        return operation
+
+    def finish(self, operation: Operation) -> None:
+        """Wait for an operation that needs no handle; raises as that, and SizesDifferError."""
+        try:
+            self._host.wait(operation, self._explain)
+        except SizesDifferError:
+            self.steady.missed(operation.guess.key)
+            raise
+        except BaseException:
+            if operation.guess is not None:
+                self.steady.end()
+            raise
 
     # ---- what is known of names ----
 

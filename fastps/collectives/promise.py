@@ -17,6 +17,15 @@ class SizesDifferError(MismatchError):
     """Members remembered other sizes: they ask each other, and no user sees this."""
 
 
+class MeanwhileError(Exception):
+    """A call that was made again went well, and something changed while it was under way."""
+
+    def __init__(self, operation: Operation, result: Any) -> None:
+        super().__init__(operation.name)
+        self.operation = operation
+        self.result = result
+
+
 class Promise(Handle):
     """The promise of an operation of a group."""
 

@@ -19,16 +19,37 @@ MANY = 512  # sizes that are remembered
 MOST_MISSES = 32
 
 
+class Guess:
+    """What an operation takes for granted, if anything: how much comes of each member.
+
+    key: what all members know of it. holds: nobody has told anything else since.
+    """
+
+    __slots__ = ("came", "holds", "key")
+
+    def __init__(self, key: Hashable, came: Sequence[int] = ()) -> None:
+        self.key = key
+        self.came = list(came)
+        self.holds = bool(came)
+
+
 class _Sizes:
     """What members told of one kind of operation when they last did."""
 
-    __slots__ = ("came", "equal", "needed", "sent")
+    __slots__ = ("came", "equal", "guess", "needed", "sent")
 
     def __init__(self, needed: int) -> None:
         self.sent: Sequence[int] = ()
         self.came: Sequence[int] = ()
         self.equal = 0  # times that they told the same again
         self.needed = needed
+        self.guess: Guess | None = None  # that it will be so again
+
+    def change(self) -> None:
+        """Let nobody take it for granted, for now."""
+        self.equal = 0
+        if self.guess is not None:
+            self.guess.holds, self.guess = False, None
 
 
 class Steady:
@@ -36,14 +57,13 @@ class Steady:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Sizes] = {}
+        self._missed: set[Hashable] = set()
         self._misses = 0
 
-    def guess(self, key: Hashable, sent: Sequence[int]) -> list[int] | None:
+    def guess(self, key: Hashable, sent: Sequence[int]) -> Guess | None:
         """Give what comes of each member if it is as before; None: ask."""
         known = self._known.get(key)
-        if known is None or known.equal < known.needed or known.sent != sent:
-            return None
-        return list(known.came)
+        return known.guess if known is not None and known.sent == sent else None
 
     def told(self, key: Hashable, sent: Sequence[int], came: Sequence[int]) -> None:
         """Remember what this member sent, and what came of each; all blocks have bytes."""
@@ -52,22 +72,39 @@ class Steady:
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= MANY:
-                self._known.clear()
+                self._forget()
             known = self._known[key] = _Sizes(needed=1)
-        is_equal = known.sent == sent and known.came == came
-        known.equal = known.equal + 1 if is_equal else 0
-        known.sent, known.came = list(sent), list(came)
+        if known.sent != sent or known.came != came:
+            known.change()
+            known.sent, known.came = list(sent), list(came)
+            return
+        known.equal += 1
+        if known.equal == known.needed:
+            known.guess = Guess(key, came)
 
     def missed(self, key: Hashable) -> None:
         """Note that somebody took sizes for granted, and somebody had others."""
         self._misses += 1
+        self._missed.add(key)
         known = self._known.get(key)
         if known is not None:
-            known.equal, known.needed = 0, 2 * known.needed
+            known.change()
+            known.needed *= 2
         if self._misses >= MOST_MISSES:
             self.end()
+
+    def was_missed(self, key: Hashable) -> bool:
+        """Tell, once, whether all members heard that sizes are not as before, and tell them."""
+        is_missed = key in self._missed
+        self._missed.discard(key)
+        return is_missed
 
     def end(self) -> None:
         """Take nothing for granted any more: this member may not have heard what others told."""
         self._misses = MOST_MISSES
+        self._forget()
+
+    def _forget(self) -> None:
+        for known in self._known.values():
+            known.change()
         self._known.clear()

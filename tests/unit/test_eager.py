@@ -32,7 +32,7 @@ class Members:
                 size=n,
                 ranks=[3 * place for place in range(n)],
                 is_on_one_machine=n_machines == 1,
-                trade=lambda kind, sent, found, name, me=place, **_: self.trade(
+                trade=lambda kind, sent, found, name, key, me=place, **_: self.trade(
                     kind, sent, found, me
                 ),
                 steady=Steady(),

@@ -12,17 +12,28 @@ KEY = "allgather", None, 2, 0
 rows = st.lists(st.integers(1, 2), min_size=3, max_size=3)
 
 
+def came_of(steady, key, sent):
+    """Give what is taken for granted, or None."""
+    guess = steady.guess(key, sent)
+    return guess and guess.came
+
+
 def test_sizes_have_to_come_twice():
     steady = Steady()
     assert steady.guess(KEY, [3]) is None
     steady.told(KEY, [3], [3, 5])
     assert steady.guess(KEY, [3]) is None
     steady.told(KEY, [3], [3, 5])
-    assert steady.guess(KEY, [3]) == [3, 5]
+    assert came_of(steady, KEY, [3]) == [3, 5]
     assert steady.guess(KEY, [4]) is None, "we send something else"
     assert steady.guess((*KEY, "other"), [3]) is None
+    guess = steady.guess(KEY, [3])
+    assert guess.holds
+    steady.told(KEY, [3], [3, 5])
+    assert steady.guess(KEY, [3]) is guess, "it is as it was"
     steady.told(KEY, [3], [3, 6])
     assert steady.guess(KEY, [3]) is None, "others did"
+    assert not guess.holds, "who kept it learns of that"
 
 
 def test_who_was_wrong_waits_twice_as_long():
@@ -44,7 +55,7 @@ def test_nobody_is_wrong_for_ever():
         assert steady.guess(number, [1]) is None
         for _ in range(2):
             steady.told(number, [1], [1, 1])
-        assert steady.guess(number, [1]) == [1, 1]
+        assert came_of(steady, number, [1]) == [1, 1]
         steady.missed(number)
     for _ in range(9):
         steady.told(KEY, [1], [1, 1])
@@ -55,7 +66,9 @@ def test_who_may_not_have_heard_takes_nothing_for_granted():
     steady = Steady()
     for _ in range(3):
         steady.told(KEY, [1], [1, 1])
+    guess = steady.guess(KEY, [1])
     steady.end()
+    assert not guess.holds
     steady.told(KEY, [1], [1, 1])
     steady.told(KEY, [1], [1, 1])
     assert steady.guess(KEY, [1]) is None
@@ -74,7 +87,7 @@ def test_members_guess_the_same_or_one_of_them_asks(turns):
     members = [Steady() for _ in range(3)]
     for sizes, waits in turns:
         guesses = [
-            member.guess(KEY, [size]) if is_waiting else None
+            came_of(member, KEY, [size]) if is_waiting else None
             for member, size, is_waiting in zip(members, sizes, waits, strict=True)
         ]
         if None not in guesses:

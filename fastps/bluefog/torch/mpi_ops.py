@@ -16,6 +16,7 @@ import torch
 
 import fastps
 import fastps.torch as fps
+from fastps.collectives._calls import forget_calls
 from fastps.current import current, known
 from fastps.flights import Average, Flight, Later, Sum
 from fastps.frameworks.torch.tensors import sendable, tensor_over, view_of, wire_dtype
@@ -175,6 +176,7 @@ def load_machine_topology() -> Any:
 def suspend() -> None:
     """Let operations raise FastPSError until resume(): so that none is begun by mistake."""
     current().is_suspended = True
+    forget_calls()
 
 
 def resume() -> None:

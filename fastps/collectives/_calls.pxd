@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+# Calls that are made again and again. See _calls.pyx.
+from libc.stdint cimport int64_t
+
+cdef int64_t changes_so_far() noexcept
+
+cdef class Calls:
+    cdef frozenset same
+    cdef dict known
+    cdef tuple key_of(self, tuple args, dict options, list arrays)
+    cdef bint add(self, list parts, given, list arrays) except -1

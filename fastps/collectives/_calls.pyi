@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Sequence
+from typing import Any, Final, Self, final
+
+from fastps.collectives._exchange import Operation
+
+MISSED: Final[object]
+
+def forget_calls() -> None: ...
+
+@final
+class Calls:
+    def __new__(cls, *same: type[Any]) -> Self: ...
+    def again(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any: ...
+    def remember(
+        self,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        result: Any,
+        operations: Sequence[Operation],
+    ) -> None: ...

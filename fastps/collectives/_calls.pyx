@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that are made again and again begin at once: what is known of them.
+
+To check arrays, names and sizes, to choose a schedule and to make a handle takes Python 15 us
+while its code lies in the caches, and 50 after a long copy; the engine needs a third of that. So
+a call that waits is looked up by all that was given to it, arrays by shape and dtype. When such a
+call has been through once, and was one operation on just these arrays, a Repeated is left here,
+which begins the same on others (_repeated.pyx).
+
+Whatever may change what a call means or does forgets them all: forget_calls(). Threads: any, with
+the GIL.
+"""
+
+cimport cython
+from libc.stdint cimport int64_t
+
+import numpy as np
+
+cdef enum:
+    MANY_CALLS = 512            # of one function, that are known
+
+MISSED = object()
+cdef type ndarray = np.ndarray
+cdef list everything = []       # what is known of each function
+cdef int64_t changes = 0
+
+
+def forget_calls():
+    """Let every call be checked whole again: something has changed."""
+    global changes
+    changes += 1
+    for calls in everything:
+        (<Calls>calls).known.clear()
+
+
+cdef int64_t changes_so_far() noexcept:
+    return changes
+
+
+@cython.final
+cdef class Calls:
+    """Those of one function, which lives as long as the process.
+
+    same: types whose instances are told apart by what they are, not by what they hold.
+    """
+
+    def __cinit__(self, *same):
+        self.same = frozenset(same)
+        self.known = {}
+        everything.append(self)
+
+    def again(self, tuple args, dict options):
+        """Make a call that was made before, and give its result, or MISSED. Blocks."""
+        cdef int64_t before = changes
+        cdef list arrays = []
+        cdef tuple key
+        if not self.known:
+            return MISSED
+        key = self.key_of(args, options, arrays)
+        repeated = None if key is None else self.known.get(key)
+        return MISSED if repeated is None else repeated.run(arrays, before)
+
+    def remember(self, tuple args, dict options, result, operations):
+        """Note what a call led to; operations: nothing but these, and they went well."""
+        cdef list arrays = []
+        cdef tuple key
+        if len(operations) != 1:
+            return
+        key = self.key_of(args, options, arrays)
+        if key is None:
+            return
+        from fastps.collectives._repeated import repeated_of
+        repeated = repeated_of(operations[0], arrays, result)
+        if repeated is None:
+            return
+        if len(self.known) >= MANY_CALLS:
+            self.known.clear()
+        self.known[key] = repeated
+
+    cdef tuple key_of(self, tuple args, dict options, list arrays):
+        """Give what tells a call apart, and its arrays; None: it cannot be told."""
+        cdef list parts = []
+        for given in args:
+            if not self.add(parts, given, arrays):
+                return None
+        for word, given in options.items():
+            parts.append(word)
+            if not self.add(parts, given, arrays):
+                return None
+        return tuple(parts)
+
+    cdef bint add(self, list parts, given, list arrays) except -1:
+        cdef type kind = type(given)
+        if kind is ndarray:
+            arrays.append(given)
+            parts.append(given.shape)
+            parts.append(given.dtype)
+            return True
+        parts.append(given)
+        return given is None or kind is str or kind is int or kind in self.same

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers of test_repeated.py do: the same calls again and again, on other arrays."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps import current
+from fastps.collectives.members import Members
+from fastps.errors import NotInitializedError
+
+TIMES = 5
+SIZES = [1, 6, 3000, 90_000]  # rows of two: told with sizes, unasked, asked for
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """List the operations that begin by way of all checks."""
+    begun: list[str] = []
+    launch = Members._launch
+
+    def spy(self: Members, kind: Any, channel: int, label: str, *args: Any, **how: Any) -> Any:
+        begun.append(label)
+        return launch(self, kind, channel, label, *args, **how)
+
+    Members._launch = spy  # type: ignore[method-assign]
+    try:
+        yield begun
+    finally:
+        Members._launch = launch  # type: ignore[method-assign]
+
+
+class Case:
+    """The arrays of one turn, the same on all workers but for what each has."""
+
+    def __init__(self, rows: int, turn: int, dtype: Any) -> None:
+        self.me, self.size = fastps.rank(), fastps.size()
+        rng = np.random.default_rng([rows, turn])
+        made = rng.integers(0, 99, (self.size, rows * self.size, 2)).astype(dtype)
+        self.all, self.rows = made, rows
+        self.mine = made[self.me].copy()
+        self.part = made[self.me, :rows].copy()
+        self.whole = np.empty((self.size * rows * self.size, 2), dtype)
+        self.like = np.empty_like(self.mine)
+        self.block = np.empty_like(self.part)
+
+    def blocks(self, which: int) -> Any:
+        """Give what everybody has for a member, one after the other."""
+        return self.all[:, which * self.rows : (which + 1) * self.rows].reshape(-1, 2)
+
+
+Call = Callable[[Case], tuple[Any, Any]]  # gives what came, and what is right; None: nothing
+CALLS: dict[str, Call] = {
+    "allreduce": lambda c: (fastps.allreduce(c.mine, op=fastps.Sum), c.all.sum(0, c.all.dtype)),
+    "in place": lambda c: (
+        fastps.allreduce(c.mine, op=fastps.Max, out=c.mine), c.all.max(0)
+    ),
+    "into another": lambda c: (
+        fastps.allreduce(c.mine, op=fastps.Min, out=c.like), c.all.min(0)
+    ),
+    "reducescatter": lambda c: (
+        fastps.reducescatter(c.mine, op=fastps.Sum),
+        c.all.sum(0, c.all.dtype)[c.me * c.rows : (c.me + 1) * c.rows],
+    ),
+    "allgather": lambda c: (fastps.allgather(c.mine, out=c.whole), c.all.reshape(-1, 2)),
+    "allgather anew": lambda c: (fastps.allgather(c.mine), c.all.reshape(-1, 2)),
+    "alltoall": lambda c: (fastps.alltoall(c.mine, out=c.like), c.blocks(c.me)),
+    "gather": lambda c: (
+        fastps.gather(c.mine, 0), c.all.reshape(-1, 2) if c.me == 0 else None
+    ),
+    "scatter": lambda c: (fastps.scatter(c.mine, c.block, 1), c.all[1][c.me * c.rows :][: c.rows]),
+    "broadcast": lambda c: (fastps.broadcast(c.mine, 1), c.all[1]),
+    "reduce": lambda c: (
+        fastps.reduce_to(c.mine, 1, op=fastps.Sum, out=c.like),
+        c.all.sum(0, c.all.dtype) if c.me == 1 else None,
+    ),
+    "messages": lambda c: passed_on(c),
+}  # fmt: skip
+
+
+def passed_on(case: Case) -> tuple[Any, Any]:
+    """Send to the next, receive from the one before; the last receives first."""
+    after, before = (case.me + 1) % case.size, (case.me - 1) % case.size
+    if case.me == case.size - 1:
+        fastps.receive(case.like, before, tag=3)
+    assert fastps.send(case.mine, after, tag=3) is None
+    if case.me < case.size - 1:
+        fastps.receive(case.like, before, tag=3)
+    return case.like, case.all[before]
+
+
+def everything() -> str:
+    """Do every call of every size several times; from the fourth on nothing is checked anew."""
+    fastps.init()
+    for rows in SIZES:
+        for dtype in (np.float32, np.int64):
+            for name, call in CALLS.items():
+                for turn in range(TIMES):
+                    case = Case(rows, turn, dtype)
+                    with counted() as begun:
+                        came, right = call(case)
+                    assert np.array_equal(came, right), (name, rows, turn)
+                    assert turn < 3 or not begun, (name, rows, begun)
+    fastps.barrier()
+    fastps.shutdown()
+    return "done"
+
+
+def otherwise() -> str:
+    """Give calls that are known arrays that lie otherwise, or cannot be used."""
+    fastps.init()
+    me, size, n = fastps.rank(), fastps.size(), 4000
+    own, out = np.full(n, me + 1.0), np.empty(n)
+    total = size * (size + 1) / 2
+    for _ in range(3):
+        assert (fastps.allreduce(own, op=fastps.Sum, out=out) == total).all()
+    wide = np.full((n, 2), me + 1.0)
+    assert (fastps.allreduce(wide[:, 0], op=fastps.Sum, out=out) == total).all()
+    with pytest.raises(ValueError, match="C-contiguous"):
+        fastps.allreduce(own, op=fastps.Sum, out=wide[:, 1])
+    both = np.full(n + 8, me + 1.0)
+    with pytest.raises(ValueError, match="overlap"):
+        fastps.allreduce(both[:n], op=fastps.Sum, out=both[8:])
+    fixed = np.empty(n)
+    fixed.flags.writeable = False
+    with pytest.raises(ValueError, match=r"read-only|writ"):
+        fastps.allreduce(own, op=fastps.Sum, out=fixed)
+    for factor in (1.0, 0.5, 2.0):  # a result that is multiplied is no mere operation
+        found = fastps.allreduce(own, op=fastps.Sum, postscale_factor=factor, out=out)
+        assert (found == factor * total).all()
+    for turn in range(4):  # of complex numbers, and of one
+        found = fastps.allgather(np.full(3, turn + 1j * me))
+        assert np.array_equal(found, np.repeat(turn + 1j * np.arange(size), 3))
+        assert np.array_equal(fastps.allgather(np.float32(turn)), np.full(size, turn))
+        assert fastps.allreduce(np.array(3 * turn + me), op=fastps.Max) == 3 * turn + size - 1
+    _lie_in_each_other(me, size, n)
+    fastps.shutdown()
+    return "done"
+
+
+def _lie_in_each_other(me: int, size: int, n: int) -> None:
+    """Gather what lies where it is to land, and what does not, by the same call."""
+    for turn in range(4):
+        whole = np.full(size * n, -1.0)
+        own = whole[me * n : (me + 1) * n] if turn != 2 else np.empty(n)
+        own[:] = turn + me
+        found = fastps.allgather(own, out=whole)
+        assert np.array_equal(found, np.repeat(turn + np.arange(size), n))
+    whole = np.zeros(size * n + 8)
+    with pytest.raises(ValueError, match="overlap"):
+        fastps.allgather(whole[me * n + 8 : (me + 1) * n + 8], out=whole[: size * n])
+
+
+def changes() -> str:
+    """Change what calls that are known mean: sizes of others, sets, the session itself."""
+    fastps.init()
+    me, size = fastps.rank(), fastps.size()
+    for rows in (2, 3000):
+        _change_sizes(me, size, rows)
+    _set_that_comes_and_goes(me)
+    _two_threads(me)
+    _in_a_child()
+    session, own = weakref.ref(current.current()), np.ones(5000)
+    for _ in range(3):
+        fastps.allgather(own)
+    fastps.barrier()
+    fastps.shutdown()
+    with pytest.raises(NotInitializedError):
+        fastps.allgather(own)
+    gc.collect()
+    assert session() is None, "what is known of calls keeps nothing of a session that is over"
+    return "done"
+
+
+def _set_that_comes_and_goes(me: int) -> None:
+    pair = fastps.add_process_set([0, 1])
+    for turn in range(4):
+        if me < 2:
+            assert fastps.allreduce(np.full(9, me + turn), process_set=pair, op=fastps.Max)[0] == (
+                turn + 1
+            )
+    fastps.remove_process_set(pair)
+    with pytest.raises(ValueError, match="not in use"):
+        fastps.allreduce(np.full(9, 1), process_set=pair, op=fastps.Max)
+    fastps.add_process_set(pair)
+    for turn in range(2):
+        if me < 2:
+            found = fastps.allreduce(np.full(9, me + turn), process_set=pair, op=fastps.Max)
+            assert found[0] == turn + 1
+
+
+def _change_sizes(me: int, size: int, rows: int) -> None:
+    """Have one member, or all, bring other rows after sizes stayed the same for a while."""
+    for turn in range(24):
+        sizes = [rows] * size
+        if turn % 8 == 5:
+            sizes[turn % size] += 1
+        if turn > 18:
+            sizes = [rows + 2] * size
+        right = np.concatenate([np.full(k, 10.0 * turn + i) for i, k in enumerate(sizes)])
+        assert np.array_equal(fastps.allgather(np.full(sizes[me], 10.0 * turn + me)), right)
+        gathered = fastps.gather(np.full(sizes[me], 10.0 * turn + me), 1)
+        assert gathered is None if me != 1 else np.array_equal(gathered, right)
+
+
+def _two_threads(me: int) -> None:
+    """Repeat calls on two sets in two threads."""
+    sets = [fastps.add_process_set(range(fastps.size())) for _ in range(2)]
+    wrong: list[int] = []
+
+    def work(which: int) -> None:
+        for turn in range(200):
+            own = np.full(700, turn + which + me)
+            found = fastps.allreduce(own, op=fastps.Max, process_set=sets[which])
+            if found[0] != turn + which + fastps.size() - 1:
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def _in_a_child() -> None:
+    """Make a call that is known in a forked child: it may not."""
+    for _ in range(3):
+        fastps.allgather(np.ones(3000))
+    child = os.fork()
+    if child == 0:
+        try:
+            fastps.allgather(np.ones(3000))
+        except NotInitializedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def uneven() -> list[float]:
+    """Repeat an average until this worker runs out of data; gives what came since."""
+    fastps.init()
+    me, found = fastps.rank(), []
+    for turn in range(6 + 3 * me):
+        average = fastps.allreduce(np.full(3000, float(10 * turn + me)))
+        assert (average == average[0]).all()
+        found.append(float(average[0]))
+    assert fastps.join() == fastps.size() - 1
+    for turn in range(3):  # and all of them once more
+        found.append(float(fastps.allreduce(np.full(3000, float(turn + me)))[0]))
+    fastps.shutdown()
+    return found
