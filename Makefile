@@ -21,6 +21,9 @@ METADATA := setup.cfg pyproject.toml
 
 FRAMEWORKS := $(basename $(notdir $(wildcard tests/frameworks/matrix/*.txt)))
 
+# Tests start thousands of processes, which are not to compile every module anew, as some images say.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: all demo test test-frameworks check unit bench wheel docs soak build clean distclean
 .DELETE_ON_ERROR:
 

@@ -235,11 +235,34 @@ def test_large_blocks_between_machines_are_asked_for_one_by_one():
         assert [steps[k].peer for k in came] == [0, 3, 2]  # each from the one before it
         return [steps[k].after for k in came], came
 
+    def waits_for_rows(size, machines):
+        steps = schedule.allgather(1, [size] * 4, machines).steps
+        came = [k for k, step in enumerate(steps) if step.kind is schedule.Kind.RECEIVE]
+        assert [steps[k].peer for k in came] == [2, 3, 0]  # who sends to us first
+        return [steps[k].after for k in came], came
+
     large = schedule.ALONE_BYTES
-    after, came = waits(large, [0, 1, 2, 3])
-    assert after == [(), (came[0],), (came[1],)]
-    for size, machines in ((large - 1, [0, 1, 2, 3]), (large, [0, 0, 0, 0]), (large, [])):
-        assert waits(size, machines)[0] == [(), (), ()]
+    for of in (waits, waits_for_rows):
+        after, came = of(large, [0, 1, 2, 3])
+        assert after == [(), (came[0],), (came[1],)]
+        for size, machines in ((large - 1, [0, 1, 2, 3]), (large, [0, 0, 0, 0]), (large, [])):
+            assert of(size, machines)[0] == [(), (), ()]
+
+
+def test_sums_between_machines_leave_behind_what_others_have_to_sum():
+    def turns(machines):
+        steps = schedule.allreduce(1, 4, 32 << 20, 4, machines).steps
+        folds = [k for k, step in enumerate(steps) if step.kind is schedule.Kind.FOLD]
+        sends = [steps[k] for k in range(len(steps)) if steps[k].kind is schedule.Kind.SEND]
+        return folds, [bool(send.after) for send in sends]
+
+    folds, is_sum = turns([0, 1, 2, 3])
+    assert len(folds) == schedule.SUM_PIPELINE
+    assert is_sum.index(True) in range(3 * schedule.SUM_LAG, 3 * schedule.SUM_LAG + 3)
+    assert not any(is_sum[: 3 * schedule.SUM_LAG])
+    assert sum(is_sum) == 3 * len(folds)
+    folds, is_sum = turns([])
+    assert is_sum.index(True) == 3
 
 
 @all_limits
