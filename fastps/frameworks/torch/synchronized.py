@@ -20,6 +20,7 @@ from fastps import session
 from fastps.errors import FastPSError
 from fastps.frameworks._adapter import derived_names, given_names
 from fastps.frameworks.torch import steps
+from fastps.frameworks.torch.endings import call_at_the_end
 from fastps.frameworks.torch.exchange import GradientExchange
 
 _SKIP = (
@@ -37,8 +38,8 @@ class EarlyExchange(GradientExchange):
         """Note a gradient, and at the first that is ready that the pass is to complete all."""
         super().on_gradient(index)
         if not self._is_begun and self.round.is_ready(index):
+            call_at_the_end(self._end)
             self._is_begun = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         self._is_begun = False
