@@ -157,6 +157,10 @@ class GradientExchange:
         self._hook_trainable()
 
     @property
+    def _hook_function(self) -> Callable[..., None]:
+        return arrive
+
+    @property
     def layout(self) -> Layout:
         """How gradients are cut and joined."""
         nbytes, bucket_bytes = self._layout
@@ -406,9 +410,7 @@ class GradientExchange:
         for parameter in parameters:
             hooks: dict[int, object] = parameter._post_accumulate_grad_hooks or {}
             for hook in list(hooks.values()):
-                rival = (
-                    hook.args[0]() if isinstance(hook, partial) and hook.func is _arrive else None
-                )
+                rival = _exchange_of(hook)
                 if rival is not None and rival is not self and not self.can_share_with(rival):
                     rival.release()
 
@@ -428,7 +430,7 @@ class GradientExchange:
 
     def _hook(self, index: int, parameter: torch.Tensor) -> None:
         """Be told whenever a backward pass has added to the gradient, and before."""
-        hook = partial(_arrive, weakref.ref(self), index)
+        hook = partial(self._hook_function, weakref.ref(self), index)
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         if self._sums is not None:
             self._sums.watch(index)
@@ -567,10 +569,19 @@ class GradientExchange:
             )
 
 
-def _arrive(exchange: weakref.ref[GradientExchange], index: int, _: torch.Tensor) -> None:
+def arrive(exchange: weakref.ref[GradientExchange], index: int, _: torch.Tensor) -> None:
+    """Tell an exchange of a gradient; the hook on a parameter."""
     alive = exchange()
     if alive is not None:
         alive.on_gradient(index)
+
+
+def _exchange_of(hook: object) -> GradientExchange | None:
+    """Give the exchange that has put a hook on a parameter, if one has, and is still there."""
+    if not isinstance(hook, partial) or not isinstance(next(iter(hook.args), None), weakref.ref):
+        return None
+    found = hook.args[0]()
+    return found if isinstance(found, GradientExchange) else None
 
 
 def _is_sparse(parameter: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ to know when a backward pass ends: hooks on the outputs of forward(), which run 
 pass, ask the autograd engine to call back at its end. So a pass that re-enters the engine (a
 checkpoint) ends once, and torch.autograd.grad(), which accumulates nothing, sends nothing. What
 hooks cannot be put on (outputs of unknown classes) begins with the first gradient instead.
+Compiled autograd (see endings.py) sends all at the end of the pass.
 
 All of one instance runs in one thread at a time, the one that runs forward and backward.
 """
@@ -15,16 +16,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from fastps import session
@@ -34,7 +33,9 @@ from fastps.frameworks.torch.agreement import check_alike
 from fastps.frameworks.torch.broadcast import broadcast_parameters
 from fastps.frameworks.torch.buffers import BufferSync
 from fastps.frameworks.torch.compression import Compressing, Compression
+from fastps.frameworks.torch.endings import call_at_the_end
 from fastps.frameworks.torch.exchange import GradientExchange, Views
+from fastps.frameworks.torch.untraced import opaque, seen_as
 from fastps.rules import Choice as Rule
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
@@ -42,13 +43,6 @@ from fastps.types import Op
 _TWICE = (
     "one backward pass reaches the parameter several times, as it does through a checkpoint that "
     "re-enters autograd: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-)
-
-_COMPILED = (
-    "compiled autograd runs this backward pass, of which DistributedDataParallel does not learn "
-    "when it ends, and no gradient was averaged: take no step with them. "
-    "Use fastps.torch.DistributedOptimizer instead, or switch compiled autograd off "
-    "(torch.compile(model) alone needs none)"
 )
 
 
@@ -63,6 +57,7 @@ class BackwardExchange(GradientExchange):
         self.is_armed = False
         self._is_blind = False  # the last outputs had no tensor to put a hook on
         self._is_begun = False
+        self._has_traced = False  # a compiled graph has made gradients of this round
 
     def can_share_with(self, other: GradientExchange) -> bool:
         """Tell whether the other one, too, sends only what its own forward() announces."""
@@ -102,18 +97,32 @@ class BackwardExchange(GradientExchange):
             self._begin()
         return self._is_begun
 
+    def on_traced_gradient(self, index: int) -> None:
+        """Note a gradient in a compiled graph; it is sent at the end, and the graph stays whole.
+
+        Not where each is looked at: there, and at a first one that begins the round, it is cut.
+        """
+        if self._sums is not None or (self.is_armed and not self._is_begun):
+            self._on_single_gradient(index)
+        elif self._is_begun:
+            self._has_traced = True
+
+    @opaque
+    def _on_single_gradient(self, index: int) -> None:
+        self.on_gradient(index)
+
+    @property
+    def _hook_function(self) -> Callable[..., None]:
+        return _arrive
+
+    @opaque
     def _on_output(self, gradient: torch.Tensor) -> None:
         self._begin()
 
-    # Compiled autograd is to call it as it is: traced, its error would become one of Dynamo's.
-    _on_output._torchdynamo_disable = True  # type: ignore[attr-defined]
-
     def _begin(self) -> None:
         if not self._is_begun:
-            if _is_autograd_compiled():
-                raise FastPSError(_COMPILED)
+            call_at_the_end(self._send_rest)
             self._is_begun = True
-            _call_at_the_end(self._send_rest)
 
     def _send_rest(self) -> None:
         """Send what did not arrive; the engine calls this after the whole backward pass.
@@ -121,9 +130,9 @@ class BackwardExchange(GradientExchange):
         The wait comes in a second call, so that of several modules in one backward pass all
         have sent before one waits: their order may differ between workers.
         """
-        if self.round.has_arrivals:
+        if self.round.has_arrivals or self._has_traced:
             self.send_missing()
-            _call_at_the_end(self._end)
+            call_at_the_end(self._end)
         else:
             self._is_begun = False  # torch.autograd.grad(); a backward() may still come
 
@@ -134,8 +143,23 @@ class BackwardExchange(GradientExchange):
 
     def _reset(self) -> None:
         self.round.reopen()
-        self._is_begun = False
+        self._is_begun = self._has_traced = False
         self.is_armed = self._is_blind
+
+
+def _arrive_traced(exchange: weakref.ref[BackwardExchange], index: int, _: torch.Tensor) -> None:
+    """Tell an exchange of a gradient, in a graph that compiled autograd has made."""
+    alive = exchange()
+    if alive is not None:
+        alive.on_traced_gradient(index)
+
+
+@seen_as(_arrive_traced)
+def _arrive(exchange: weakref.ref[BackwardExchange], index: int, _: torch.Tensor) -> None:
+    """Tell an exchange of a gradient; not arrive(), whose code Dynamo may compile."""
+    alive = exchange()
+    if alive is not None:
+        alive.on_gradient(index)
 
 
 class _Parts:
@@ -361,20 +385,8 @@ def _check_kinds(module: torch.nn.Module) -> None:
             )
 
 
-def _call_at_the_end(function: Any) -> None:
-    """Ask the engine to call a function when the backward pass that runs now is done."""
-    Variable._execution_engine.queue_callback(function)
-
-
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _is_autograd_compiled() -> bool:
-    """Tell whether compiled autograd runs the backward pass; importing it would take long."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    switch = getattr(module, "compiled_autograd_enabled", False)  # where torch tells no more
-    return bool(getattr(module, "in_compiled_autograd_region", switch))
 
 
 def _leaves_of(outputs: Any) -> Iterator[torch.Tensor]:

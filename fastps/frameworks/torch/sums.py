@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fastps.errors import FastPSError
+from fastps.frameworks.torch.untraced import opaque
 
 
 class EarlierSums:
@@ -91,6 +92,7 @@ def _plain(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.detach_() if gradient.requires_grad else gradient
 
 
+@opaque
 def _call(sums: weakref.ref[EarlierSums], index: int, _: Any) -> None:
     alive = sums()
     if alive is not None:
