@@ -133,6 +133,8 @@ def _correction(place: str | int, number: int, ranks: Sequence[int], dtype: DTyp
 
 def correction_of_operation(operation: Operation, dtype: DType) -> float:
     """Do correction_of() for what a group did."""
+    if operation.about is None:  # a message
+        return 1.0
     group, _, (kind, *_), divisor = operation.about
     if kind not in ("allreduce", "reduce") or divisor == 1:
         return 1.0

@@ -80,9 +80,9 @@ def blocking(
 def _corrected(operation: Operation, result: Array | None) -> Array | None:
     """Correct an average that may lack somebody, as _result() does."""
     if result is not None:
-        factor = correction_of_operation(operation, dtype_of(_wire(result).dtype))
-        return _made(_wire(result), result, factor)
-    return None
+        parts = _wire(result)
+        _made(parts, result, correction_of_operation(operation, dtype_of(parts.dtype)))
+    return result
 
 
 def join(device: int = -1, *, timeout_s: float | None = None) -> int:

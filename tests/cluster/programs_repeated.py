@@ -16,6 +16,7 @@ import pytest
 
 import fastps
 from fastps import current
+from fastps.collectives._calls import forget_calls
 from fastps.collectives.members import Members
 from fastps.errors import NotInitializedError
 
@@ -169,6 +170,7 @@ def changes() -> str:
         _change_sizes(me, size, rows)
     _set_that_comes_and_goes(me)
     _two_threads(me)
+    _disturbed()
     _in_a_child()
     session, own = weakref.ref(current.current()), np.ones(5000)
     for _ in range(3):
@@ -231,6 +233,27 @@ def _two_threads(me: int) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def _disturbed() -> None:
+    """Do every call while another thread says all the time that something has changed."""
+    is_over = threading.Event()
+
+    def disturb() -> None:
+        while not is_over.wait(20e-6):
+            forget_calls()
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    for turn in range(80):
+        for name, call in [one for one in CALLS.items() for _ in range(3)]:
+            came, right = call(Case(300, turn, np.float32))
+            assert np.array_equal(came, right), (name, turn)
+        complex_ = np.full((400, 2), turn + 1j)
+        assert fastps.allreduce(complex_, op=fastps.Sum, out=complex_) is complex_
+        assert complex_[3, 1] == fastps.size() * (turn + 1j)
+    is_over.set()
+    thread.join()
 
 
 def _in_a_child() -> None:
