@@ -388,7 +388,7 @@ def _as_before(rows: Rows, out: Array | None) -> tuple[Flight, list[int]] | None
     try:
         out = _result_of(rows.kind, rows.name, shape, array.dtype, out) if gets_all else None
         operation = group.guess(
-            rows.kind, array, out, here, there, rows.part, rows.code, rows.root, guess
+            rows.kind, array, out, here, there, rows.part, rows.code, rows.root, rows.width, guess
         )
     except (ValueError, SizesDifferError):  # the output is for other sizes, or wrong
         return None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from fastps.collectives._calls import MISSED, Calls
+from fastps.collectives._calls import MISSED, Calls, changes_so_far
 from fastps.collectives.promise import MeanwhileError
 from fastps.current import current
 from fastps.flights import (
@@ -67,9 +67,10 @@ def blocking(
         except MeanwhileError as news:
             return cast("T", _corrected(news.operation, news.result))
         if found is MISSED:
+            before = changes_so_far()
             later = make(*args, **options)
             found = later.wait()
-            calls.remember(args, options, found, later.operations)
+            calls.remember(args, options, found, later.operations, before)
         return found
 
     run.__name__ = run.__qualname__ = start.__name__.replace("_async", "").lstrip("_")
@@ -365,8 +366,9 @@ def reduce_to_async(
     source = readable(tensor, name)
     if out is not None:
         check_output("reduce_to" if name is None else f"tensor {name!r}", source, out)
-    to = None if out is None else _wire(out)
-    flight = start_reduce(_sum_wire(source, op), root_rank, op, name, process_set, out=to)
+    wire = _sum_wire(source, op)
+    to = None if out is None else wire if out is source else _wire(out)
+    flight = start_reduce(wire, root_rank, op, name, process_set, out=to)
     is_root, result = current().rank == root_rank, _result(flight, source, out=out)
     return Later(
         [result if is_root else flight], lambda found: found[0] if is_root else None, is_plain=True

@@ -7,6 +7,7 @@ from fastps.collectives._exchange import Operation
 MISSED: Final[object]
 
 def forget_calls() -> None: ...
+def changes_so_far() -> int: ...
 
 @final
 class Calls:
@@ -18,4 +19,5 @@ class Calls:
         options: dict[str, Any],
         result: Any,
         operations: Sequence[Operation],
+        before: int,
     ) -> None: ...

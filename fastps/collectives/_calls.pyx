@@ -33,7 +33,8 @@ def forget_calls():
         (<Calls>calls).known.clear()
 
 
-cdef int64_t changes_so_far() noexcept:
+cpdef int64_t changes_so_far() noexcept:
+    """Count what made them so."""
     return changes
 
 
@@ -60,11 +61,14 @@ cdef class Calls:
         repeated = None if key is None else self.known.get(key)
         return MISSED if repeated is None else repeated.run(arrays, before)
 
-    def remember(self, tuple args, dict options, result, operations):
-        """Note what a call led to; operations: nothing but these, and they went well."""
+    def remember(self, tuple args, dict options, result, operations, int64_t before):
+        """Note what a call led to; operations: nothing but these, and they went well.
+
+        before: changes_so_far() when the call began.
+        """
         cdef list arrays = []
         cdef tuple key
-        if len(operations) != 1:
+        if len(operations) != 1 or changes != before:
             return
         key = self.key_of(args, options, arrays)
         if key is None:
@@ -76,10 +80,12 @@ cdef class Calls:
         if len(self.known) >= MANY_CALLS:
             self.known.clear()
         self.known[key] = repeated
+        if changes != before:           # while that looked at the key
+            self.known.clear()
 
     cdef tuple key_of(self, tuple args, dict options, list arrays):
         """Give what tells a call apart, and its arrays; None: it cannot be told."""
-        cdef list parts = []
+        cdef list parts = [len(args)]
         for given in args:
             if not self.add(parts, given, arrays):
                 return None

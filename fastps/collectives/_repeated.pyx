@@ -69,7 +69,7 @@ def repeated_of(Operation operation not None, list arrays, result):
             return None
         made.shape, made.dtype = result.shape, result.dtype
     is_plain = made.source != NEW and (made.target != NEW or made.gives == NEW)
-    return made if is_plain and made.take(operation) else None
+    return made if is_plain and made.take(operation, arrays) else None
 
 
 @cython.final
@@ -88,10 +88,11 @@ cdef class Repeated:
     cdef int gives
     cdef object shape           # of a new one
     cdef object dtype
+    cdef bint is_same           # source and target are one array
     cdef bint is_over           # one lies over the other,
     cdef int64_t apart          # so many bytes behind it
 
-    cdef bint take(self, Operation operation) except -1:
+    cdef bint take(self, Operation operation, list arrays) except -1:
         """Note what it was; False if the next may be another, even if all is like this one."""
         self.exchange, self.program, self.name = (
             operation.exchange, operation.program, operation.name)
@@ -101,6 +102,8 @@ cdef class Repeated:
         copy_what(&self.what, &operation.task)
         self.is_over = lie_over(operation)
         self.apart = apart(operation)
+        self.is_same = self.source >= 0 and self.target >= 0 and (
+            arrays[self.source] is arrays[self.target])
         return not self.group.is_uneven
 
     def run(self, list arrays, int64_t before):
@@ -114,7 +117,10 @@ cdef class Repeated:
             else arrays[self.target])
         if changes_so_far() != before or not (self.guess is None or self.guess.holds):
             return _calls.MISSED
-        operation = self.begin(None if self.source == NOTHING else arrays[self.source], target)
+        source = None if self.source == NOTHING else arrays[self.source]
+        if source is not None and (source is target) != self.is_same:
+            return _calls.MISSED
+        operation = self.begin(source, target)
         if operation is None:
             return _calls.MISSED
         if changes_so_far() != before:

@@ -216,22 +216,25 @@ class Members:
         name: str | None,
         dtype: DType,
         root: int,
+        width: int,
         guess: Guess,
     ) -> Operation:
         """Do an operation that begins with a trade, with bytes for each, and of each, as a guess.
 
         Blocks. SizesDifferError on all members if others guess other sizes, or trade theirs.
-        root: of a gather; out of the others is None.
+        root: of a gather; out of the others is None. width: elements of a row; all members have to
+        mean the same two, which sizes need not tell.
         """
         place = sum(there[: self.rank]) // array.itemsize if kind == "allgather" else None
         if out is not None and not is_apart(array, out, place):
             raise ValueError("array and out overlap; use two")
         check_arrays(kind, array, out)
-        key = kind, *here, *there, root
-        return self._wait_for(key, array, out, name, dtype, guess, True, lambda: (
+        key = kind, *here, *there, root, width
+        return self._wait_for(key, array, out, name, dtype, guess, True, lambda: plans.set_apart(
             plans.gather(self.rank, there, root, is_confirmed=True) if kind == "gather"
             else plans.allgather(self.rank, there, self.machines) if kind == "allgather"
-            else plans.alltoall(self.rank, here, there, self.machines)
+            else plans.alltoall(self.rank, here, there, self.machines),
+            31 * width + root,
         ))  # fmt: skip
 
     def _wait_for(

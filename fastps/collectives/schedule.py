@@ -26,7 +26,7 @@ import enum
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ PIECE_BYTES = 1 << 20  # of what is passed on: early enough to overlap, and stil
 MIN_PIECE_BYTES = 64 << 10  # a shorter piece saves less time than its message costs
 PIPELINE = 16  # pieces for each who passes a broadcast on: the last one costs 1/16
 SUM_PIPELINE = 32  # pieces of a share of a sum between machines
+CONFIRMED = 1 << 15  # label of what ends a gather; those of its parts are below it
 SUM_LAG = 2  # pieces after which a sum leaves, between machines
 # A message costs about 5 us, in which 8 KiB travel. Who sends M bytes to all, instead of a share
 # of each sum to its owner and back, saves half of the messages; that pays up to 16 KiB.
@@ -250,9 +251,11 @@ def gather(me: int, counts: Sequence[int], root: int, *, is_confirmed: bool = Fa
         return Schedule(moves, 0)
     everything = tuple(range(len(moves)))
     if me != root:
-        return Schedule((*moves, Step(Kind.RECEIVE, root, 0, Place.SCRATCH, 0, 1)), 1)
+        return Schedule((*moves, Step(Kind.RECEIVE, root, CONFIRMED, Place.SCRATCH, 0, 1)), 1)
     others = [who for who in range(len(counts)) if who != root]
-    words = [Step(Kind.SEND, who, 0, Place.SCRATCH, 0, 1, after=everything) for who in others]
+    words = [
+        Step(Kind.SEND, who, CONFIRMED, Place.SCRATCH, 0, 1, after=everything) for who in others
+    ]
     return Schedule((*moves, *words), 1)
 
 
@@ -310,6 +313,16 @@ def barrier(me: int, n: int) -> Schedule:
         if n > DIRECT_MEMBERS:
             at = at._replace(after=(*at.after, *came.after))
     return steps.done()
+
+
+def set_apart(schedule: Schedule, number: int) -> Schedule:
+    """Give messages labels that those of another number, and of none, have not.
+
+    So that members notice that they mean something else, though sizes are alike.
+    """
+    base = (1 + number % 32_000) << 16
+    steps = [replace(step, label=step.label + base) for step in schedule.steps]
+    return Schedule(tuple(steps), schedule.scratch_bytes)
 
 
 # ---- parts of an array and their ways ----

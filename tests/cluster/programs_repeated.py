@@ -6,9 +6,10 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import fastps
 from fastps import current
 from fastps.collectives._calls import forget_calls
 from fastps.collectives.members import Members
-from fastps.errors import NotInitializedError
+from fastps.errors import FastPSError, MismatchError, NotInitializedError
 
 TIMES = 5
 SIZES = [1, 6, 3000, 90_000]  # rows of two: told with sizes, unasked, asked for
@@ -144,6 +145,14 @@ def otherwise() -> str:
         assert np.array_equal(found, np.repeat(turn + 1j * np.arange(size), 3))
         assert np.array_equal(fastps.allgather(np.float32(turn)), np.full(size, turn))
         assert fastps.allreduce(np.array(3 * turn + me), op=fastps.Max) == 3 * turn + size - 1
+    for _ in range(3):
+        fastps.allreduce(own, op=fastps.Max, out=own)
+    with pytest.raises(ValueError, match="overlap"):
+        fastps.allreduce(own, op=fastps.Max, out=own[:])
+    for _ in range(3):
+        fastps.gather(own, 0, name="g")
+    with pytest.raises(TypeError):
+        fastps.gather(own, 0, "name", "g")
     _lie_in_each_other(me, size, n)
     fastps.shutdown()
     return "done"
@@ -160,6 +169,54 @@ def _lie_in_each_other(me: int, size: int, n: int) -> None:
     whole = np.zeros(size * n + 8)
     with pytest.raises(ValueError, match="overlap"):
         fastps.allgather(whole[me * n + 8 : (me + 1) * n + 8], out=whole[: size * n])
+
+
+def mistakes() -> str:
+    """Have two members mean other things by as many bytes, which both take for granted."""
+    fastps.init()
+    me = fastps.rank()
+    for scale in (1, 5000):
+        narrow, wide = np.ones(4 * scale), np.ones((2 * scale, 2))
+        for _ in range(4):
+            fastps.allgather(narrow)
+            fastps.allgather(wide)
+            fastps.gather(narrow, 0)
+            fastps.gather(narrow, 1)
+        with pytest.raises(MismatchError, match="rows of"):
+            fastps.allgather(wide if me else narrow)
+        with pytest.raises(MismatchError) if scale > 1 else nullcontext():
+            fastps.gather(narrow, me)
+        fastps.barrier()
+    fastps.shutdown()
+    return "done"
+
+
+def suspended() -> str:
+    """Suspend while the first call of its kind is under way: it is not known afterwards."""
+    fastps.init()
+    own, errors = np.ones(5000), list[str]()
+
+    def work() -> None:
+        fastps.allreduce(own, op=fastps.Max)
+        with pytest.raises(FastPSError, match="suspended"):
+            fastps.allreduce(own, op=fastps.Max)
+        errors.append("suspended")
+
+    if fastps.rank() == 0:
+        session, thread = current.current(), threading.Thread(target=work)
+        thread.start()
+        while not session.connections.exchange.operations:
+            time.sleep(0.001)
+        session.is_suspended = True
+        forget_calls()  # both as suspend() does
+        thread.join()
+        session.is_suspended = False
+        assert errors
+    else:
+        time.sleep(0.5)
+        fastps.allreduce(own, op=fastps.Max)
+    fastps.shutdown()
+    return "done"
 
 
 def changes() -> str:

@@ -22,6 +22,11 @@ def test_what_changes_is_noticed():
     assert run_job(programs_repeated.changes, workers=3, servers=0) == ["done"] * 3
 
 
+@pytest.mark.parametrize("program", [programs_repeated.mistakes, programs_repeated.suspended])
+def test_mistakes_are_found_as_in_first_calls(program):
+    assert run_job(program, workers=2, servers=0) == ["done"] * 2
+
+
 def test_averages_of_those_who_have_data():
     found = run_job(programs_repeated.uneven, workers=3, servers=0)
     longest = found[2]

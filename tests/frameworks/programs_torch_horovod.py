@@ -496,6 +496,17 @@ def our_wrapper_in_compiled_autograd(rank, size):
 
 
 @check
+def two_of_our_wrappers_in_one_pass(rank, size):
+    """Workers meet them in different order, in the first pass too, which asks more."""
+    models = [hvd.DistributedDataParallel(small_model()) for _ in range(2)]
+    for step in range(2):
+        x = torch.full((2, 3), rank + step + 1.0)
+        outputs = [model(x) for model in models[:: 1 if rank % 2 else -1]]
+        sum(output.square().sum() for output in outputs).backward()
+        same_everywhere(p.grad for model in models for p in model.parameters())
+
+
+@check
 def passes_in_compiled_autograd_that_fail(rank, size):
     from torch._dynamo import compiled_autograd as compiled  # noqa: PLC0415
 

@@ -62,6 +62,7 @@ from fastps.rules import Choice as Rule
 from fastps.sets import ProcessSet, global_process_set
 from fastps.tuning import Layout
 from fastps.types import Op
+from fastps.worker.handle import Handle
 
 Views: TypeAlias = bool | Literal["auto"]
 
@@ -111,6 +112,7 @@ class GradientExchange:
         self._process_set = process_set
         self._sparse_as_dense = self._knows_sparse = sparse_as_dense
         self._sparse: frozenset[int] = frozenset()  # parameters whose gradients travel as rows
+        self._asked: Handle | None = None  # whose they are
         self._owed: list[int] = []  # those of them that are still to be sent in this round
         self._rows: list[RowsInFlight] = []
         if process_set is not global_process_set:
@@ -246,8 +248,7 @@ class GradientExchange:
         """Send what this rank has not sent in this round, all in one submit per dtype."""
         self.check_in_charge()
         self._hook_trainable()
-        if not self._knows_sparse:
-            self._agree_on_sparse()
+        self._agree_on_sparse()
         self._start(self.round.missing(self._trainable_buckets()))
         self._send_rows()
 
@@ -450,8 +451,13 @@ class GradientExchange:
             return bool(self._sparse) and self._sparse.issuperset(members)
         return any(_is_sparse(self._parameters[member]) for member in members)
 
-    def _agree_on_sparse(self) -> None:
-        """Learn whose gradients are sparse on any worker: one who has none yet cannot know."""
+    def ask_about_sparse(self) -> None:
+        """Begin to learn whose gradients are sparse on any worker, unless that is known or asked.
+
+        One who has none yet cannot know.
+        """
+        if self._knows_sparse or self._asked is not None:
+            return
         known = [
             index in self._sparse or _is_sparse(parameter)
             for index, parameter in enumerate(self._parameters)
@@ -459,9 +465,17 @@ class GradientExchange:
         found = np.array(known, np.int32)
         name = f"{self._prefix}{len(found)}.sparse.alike"
         if self._process_set is global_process_set:
-            session.current().push_pull_async(found, name, average=False, out=found).wait()
+            self._asked = session.current().push_pull_async(found, name, average=False, out=found)
         else:
-            self._process_set.group().allreduce(found, found, op=Sum, name=name).wait()
+            self._asked = self._process_set.group().allreduce(found, found, op=Sum, name=name)
+
+    def _agree_on_sparse(self) -> None:
+        """Learn it."""
+        self.ask_about_sparse()
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return
+        found = np.asarray(asked.wait())
         self._sparse = frozenset(map(int, found.nonzero()[0]))
         self._knows_sparse = True
         self._leave_out_sparse()

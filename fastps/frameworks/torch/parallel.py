@@ -127,14 +127,18 @@ class BackwardExchange(GradientExchange):
     def _send_rest(self) -> None:
         """Send what did not arrive; the engine calls this after the whole backward pass.
 
-        The wait comes in a second call, so that of several modules in one backward pass all
-        have sent before one waits: their order may differ between workers.
+        What waits comes in further calls, so that of several modules in one backward pass all
+        have asked, and have sent, before one waits: their order may differ between workers.
         """
         if self.round.has_arrivals or self._has_traced:
-            self.send_missing()
-            call_at_the_end(self._end)
+            self.ask_about_sparse()
+            call_at_the_end(self._send_asked)
         else:
             self._is_begun = False  # torch.autograd.grad(); a backward() may still come
+
+    def _send_asked(self) -> None:
+        self.send_missing()
+        call_at_the_end(self._end)
 
     def _end(self) -> None:
         self.wait()
