@@ -166,7 +166,8 @@ class Groups:
         return self._windows
 
     def close(self) -> None:
-        """End what has threads; idempotent."""
+        """End what has threads, and forget operations; idempotent."""
+        self._session.uneven.past.clear()
         if self._windows is not None:
             self._windows.close(timeout_s=self._session.config.shutdown_timeout_s)
 
@@ -297,6 +298,10 @@ class Groups:
     def is_uneven(self) -> bool:
         """Whether somebody has run out of data."""
         return self._session.uneven.is_on
+
+    def keep(self, operation: Operation) -> None:
+        """Keep what may be over here before those know of it who have run out of data."""
+        self._session.uneven.keep(operation)
 
     def tell(self, operation: Operation) -> None:
         """Let those take part who have run out of data."""

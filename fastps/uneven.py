@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -40,6 +41,7 @@ Counts: TypeAlias = dict[Place, int]
 
 _OPS = {op.reduction: op for op in Op if op not in (Op.AVERAGE, Op.ADASUM)}
 _JOINED, _STARTED = "joined", "started"
+MANY_PAST = 64  # operations that are kept, as they may be over here and unknown elsewhere
 NEWS_S = 0.1  # others may have heard sooner who has joined, and an operation have failed by that
 
 REFUSAL = (
@@ -56,6 +58,14 @@ class Started(NamedTuple):
     number: int  # among those of its place, from 1
     members: tuple[int, ...]
     what: tuple[Any, ...]
+
+
+class Past(NamedTuple):
+    """An operation of a group that may be over here before all members have started it."""
+
+    channel: int
+    number: int
+    about: tuple[Any, ...]
 
 
 class StartedTensor(NamedTuple):
@@ -96,6 +106,7 @@ class Uneven:
         self._number = 0  # of the round that this worker is in
         self._rounds = {0: _Round()}  # this one, the last one, and those others are in already
         self._has_joined = False
+        self.past: deque[Past] = deque(maxlen=MANY_PAST)
         self._ending: Status | None = None
         self.is_on = self.has_rounds = False
 
@@ -107,15 +118,18 @@ class Uneven:
         with self._news:
             found = self._rounds.setdefault(number, _Round())
             if kind == _JOINED:
-                found.joins[event.member] = told
+                found.joins[event.member], past = told
+                for one in past:
+                    found.tellers.setdefault(Started(*one), set()).add(event.member)
                 self.has_rounds = True
                 self.is_on = bool(self._rounds[self._number].joins)
             else:
                 found.tellers.setdefault(Started(*told), set()).add(event.member)
             self._news.notify_all()
-        if kind == _JOINED:  # what is in flight may wait for that worker
+        if kind == _JOINED:  # what is in flight may wait for that worker, what is over lack it
             forget_calls()
-            self._tell(map(_of_group, self._operations()))
+            known: list[Operation | Past] = [*self._operations(), *list(self.past)]
+            self._tell(map(_of_group, known))
             self.tell(self._session.started())
 
     def end(self, status: Status) -> None:
@@ -132,6 +146,11 @@ class Uneven:
     def tell_group(self, operation: Operation) -> None:
         """Tell those who have joined of a group's operation."""
         self._tell([_of_group(operation)])
+
+    def keep(self, operation: Operation) -> None:
+        """Keep what may be over before those have heard of it who have joined already."""
+        if not self._has_joined:  # then others know of it
+            self.past.append(Past(operation.channel, operation.number, operation.about))
 
     def _tell(self, started: Iterable[Started]) -> None:
         if self._has_joined:  # ours are only those that others started
@@ -194,7 +213,8 @@ class Uneven:
         if not self._has_joined:  # a second call after a StallError just goes on
             self._finish_own(timeout_s)
             self._has_joined = True
-            news = encode_object((self._number, _JOINED, self._counts()))
+            past = [tuple(_of_group(one)) for one in list(self.past)]
+            news = encode_object((self._number, _JOINED, (self._counts(), past)))
             self._session.tell(range(size), news, has_joined=True)
         flights: dict[Place, Handle] = {}
         while True:
@@ -365,7 +385,7 @@ def _of_tensor(tensor: PlannedTensor, spec: TensorSpec, members: tuple[int, ...]
     return Started(spec.name, tensor.version, members, what)
 
 
-def _of_group(operation: Operation) -> Started:
+def _of_group(operation: Operation | Past) -> Started:
     group, name, what, divisor = operation.about
     plain = tuple(int(one) if isinstance(one, int) else one for one in what)
     words = (name.whole, name.ending) if isinstance(name, Part) else name and (name, "")

@@ -17,6 +17,7 @@ from fastps.collectives._exchange cimport Exchange, Operation, Program, Task
 import numpy as np
 
 from fastps.collectives import _calls
+from fastps.collectives.members import MAY_END_FIRST
 from fastps.collectives.promise import MeanwhileError, SizesDifferError
 
 cdef enum:
@@ -88,6 +89,7 @@ cdef class Repeated:
     cdef int gives
     cdef object shape           # of a new one
     cdef object dtype
+    cdef bint is_noted          # others may have to hear of it, though nobody has joined
     cdef bint is_same           # source and target are one array
     cdef bint is_over           # one lies over the other,
     cdef int64_t apart          # so many bytes behind it
@@ -100,6 +102,7 @@ cdef class Repeated:
             operation.group, operation.about, operation.guess)
         memset(&self.what, 0, sizeof(Task))
         copy_what(&self.what, &operation.task)
+        self.is_noted = self.about is not None and self.about[2][0] in MAY_END_FIRST
         self.is_over = lie_over(operation)
         self.apart = apart(operation)
         self.is_same = self.source >= 0 and self.target >= 0 and (
@@ -123,7 +126,7 @@ cdef class Repeated:
         operation = self.begin(source, target)
         if operation is None:
             return _calls.MISSED
-        if changes_so_far() != before:
+        if self.is_noted or changes_so_far() != before:
             self.group.note(operation)
         try:
             self.group.finish(operation)

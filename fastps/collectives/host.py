@@ -62,6 +62,9 @@ class Host(Protocol):
     def wait(self, operation: Operation, explain: Explain) -> None:
         """Wait for an operation that needs no handle."""
 
+    def keep(self, operation: Operation) -> None:
+        """Keep what may be over here before those know of it who have run out of data."""
+
     def tell(self, operation: Operation) -> None:
         """Let those take part who have run out of data."""
 

@@ -55,6 +55,10 @@ KINDS = (
 )  # fmt: skip
 
 
+# What join() takes part in, and may be over on a member before others begin
+MAY_END_FIRST = ("broadcast", "reduce")
+
+
 class Members:
     """The members of a process set.
 
@@ -142,8 +146,12 @@ class Members:
         self.note(operation)
 
     def note(self, operation: Operation) -> None:
-        """Let those know of an operation who have run out of data."""
-        if self.is_uneven and operation.about is not None:
+        """Let those know of an operation who have run out of data, or are about to."""
+        if operation.about is None:
+            return
+        if operation.about[2][0] in MAY_END_FIRST:
+            self._host.keep(operation)
+        if self.is_uneven:
             self._host.tell(operation)
 
     @property

@@ -93,6 +93,28 @@ def everything() -> str:
     return "done"
 
 
+def over_first() -> str:
+    """Run out of data while a root of small broadcasts, or who is no root of sums, is ahead."""
+    fastps.init()
+    me, size = fastps.rank(), fastps.size()
+    steps = [10 if rank == 1 else 13 + (rank == 0) for rank in range(size)]
+    for _ in range(3):
+        for kind in ("broadcast", "reduce", "two names"):
+            for step in range(steps[me]):
+                if kind == "reduce":
+                    total = fastps.reduce_to(np.full(6, me + 1.0), op=fastps.Sum)
+                    want = sum(rank + 1.0 for rank in takers(step, steps))
+                    assert total is None if me else (total == want).all(), (step, total, want)
+                    continue
+                for name in (None, f"z{step % 2}")[: 1 + (kind != "broadcast")]:
+                    own = np.full(6, float(step) if me == 0 else -1.0)
+                    assert (fastps.broadcast(own, 0, name=name) == step).all()
+            fastps.join()
+            assert (fastps.allreduce(np.ones(3), op=fastps.Sum) == size).all()
+    fastps.shutdown()
+    return "done"
+
+
 def refusals() -> None:
     """Get an error for what cannot go on without a worker, and go on."""
     me, size = fastps.rank(), fastps.size()

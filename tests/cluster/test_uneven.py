@@ -16,6 +16,12 @@ def test_workers_run_out_one_after_the_other(way):
     assert found == ["done"] * 3
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_operations_that_are_over_before_others_hear_of_them(workers):
+    found = run_job(programs_uneven.over_first, workers=workers, servers=0)
+    assert found == ["done"] * workers
+
+
 def test_a_worker_is_lost_while_another_waits_in_join():
     with Job(programs_uneven.lost, workers=2, servers=1) as job:
         assert job.workers[0].result() == "told"

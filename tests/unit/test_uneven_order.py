@@ -48,7 +48,7 @@ def wanted(uneven: Uneven) -> list[int]:
 def test_operations_are_taken_in_their_order_when_all_at_work_have_told() -> None:
     session = Session()
     uneven = Uneven(session)  # type: ignore[arg-type]
-    hear(uneven, 0, "joined", {})
+    hear(uneven, 0, "joined", ({}, []))
     for rank, number in ((1, 2), (2, 2), (1, 1)):  # a later one may be told first
         hear(uneven, rank, "started", tuple(operation(number)))
         assert wanted(uneven) == []
@@ -61,13 +61,26 @@ def test_operations_are_taken_in_their_order_when_all_at_work_have_told() -> Non
     assert wanted(uneven) == []
 
 
+def test_who_joins_tells_what_may_be_over_for_it() -> None:
+    session = Session()
+    uneven = Uneven(session)  # type: ignore[arg-type]
+    hear(uneven, 0, "joined", ({}, []))
+    past = [tuple(operation(1)), tuple(operation(2))]
+    hear(uneven, 1, "joined", ({"w": 2}, past))
+    assert wanted(uneven) == [], "member 2 is at work, and has not told"
+    hear(uneven, 2, "joined", ({"w": 2}, past))
+    assert wanted(uneven) == [1]
+    session.versions_of["w"] = 1
+    assert wanted(uneven) == [2]
+
+
 def test_who_has_joined_since_need_not_tell() -> None:
     session = Session()
     uneven = Uneven(session)  # type: ignore[arg-type]
-    hear(uneven, 0, "joined", {})
+    hear(uneven, 0, "joined", ({}, []))
     hear(uneven, 1, "started", tuple(operation(1)))
     assert wanted(uneven) == []
-    hear(uneven, 2, "joined", {"v": 3})
+    hear(uneven, 2, "joined", ({"v": 3}, []))
     assert wanted(uneven) == [1]
     assert uneven.correction("w", 1, range(3)) == 3.0
     assert uneven.correction("v", 3, range(3)) == 1.5
