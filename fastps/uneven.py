@@ -119,8 +119,9 @@ class Uneven:
             found = self._rounds.setdefault(number, _Round())
             if kind == _JOINED:
                 found.joins[event.member], past = told
-                for one in past:
-                    found.tellers.setdefault(Started(*one), set()).add(event.member)
+                for one in (Started(*words) for words in past):
+                    if self._session.rank in one.members:  # that of a set may be others'
+                        found.tellers.setdefault(one, set()).add(event.member)
                 self.has_rounds = True
                 self.is_on = bool(self._rounds[self._number].joins)
             else:

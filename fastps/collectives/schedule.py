@@ -225,7 +225,7 @@ def broadcast(me: int, n: int, nbytes: int, root: int, machines: Sequence[int] =
     is_direct = is_small or far.width < 2 or len(set(machines)) == 1
     n_chain = PIPELINE * len(far.machines)
     is_chain = len(far.machines) > 1 < len(set(machines)) and nbytes >= n_chain * MIN_PIECE_BYTES
-    laps = -(-n_chain // far.width) if is_chain else _laps(nbytes, far.width)
+    laps = -(-n_chain // far.width) if is_chain else _laps(nbytes, far.width, PIPELINE)
     for piece in _wholes(nbytes, root) if is_direct else far.shares(nbytes, laps=laps):
         if is_small and n > DIRECT_MEMBERS:
             role = _binomial(me, n, root)
@@ -410,7 +410,7 @@ def _topology(n: int, machines: Sequence[int]) -> _Topology:
     return _Topology(members.values())
 
 
-def _laps(nbytes: int, width: int, most: int = PIPELINE) -> int:
+def _laps(nbytes: int, width: int, most: int) -> int:
     """Choose how many pieces each of `width` members gets of what is passed on."""
     return min(most, nbytes // max(width * MIN_PIECE_BYTES, 1))
 
