@@ -16,7 +16,7 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -186,9 +186,11 @@ class Uneven:
         n = len(members)
         return n / max(n - len(absent.intersection(members)), 1)
 
-    def forget(self, places: Iterable[Place]) -> None:
-        """Drop what was counted of places in rounds that are over."""
+    def forget(self, places: Collection[Place]) -> None:
+        """Drop what was counted of places in rounds that are over, and what is past of them."""
+        kept = [one for one in list(self.past) if one.channel not in places]
         with self._news:
+            self.past = deque(kept, MANY_PAST)
             for place in places:
                 for found in self._rounds.values():
                     for counts in (*found.joins.values(), found.ends or {}):

@@ -111,6 +111,13 @@ def over_first() -> str:
                     assert (fastps.broadcast(own, 0, name=name) == step).all()
             fastps.join()
             assert (fastps.allreduce(np.ones(3), op=fastps.Sum) == size).all()
+    some = fastps.add_process_set(range(size))
+    for value in (1.0, 2.0):  # what is past of a name that is forgotten is nobody's any more
+        for _ in range(2):
+            own = np.full(6, value if me == 0 else -1.0)
+            assert (fastps.broadcast(own, 0, name="w", process_set=some) == value).all()
+        fastps.forget(["w"])
+        fastps.join()
     fastps.shutdown()
     return "done"
 
