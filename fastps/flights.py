@@ -85,7 +85,12 @@ class Later(Generic[T]):
         self._flights = flights
         self._finish = finish
         self._result: list[T] = []
+        self._after: Callable[[T], None] | None = None
         self.operations = operations_of(flights[0]) if is_plain else ()
+
+    def then(self, after: Callable[[T], None]) -> None:
+        """Have the result given to a function, once, by whoever waits for it first."""
+        self._after = after
 
     def poll(self) -> bool:
         """Tell whether wait() would return at once. Never blocks."""
@@ -97,6 +102,9 @@ class Later(Generic[T]):
             outputs = [flight.wait(timeout_s) for flight in self._flights]
             if not self._result:  # another thread may have been here
                 self._result.append(self._finish(outputs))
+                if self._after is not None:
+                    after, self._after = self._after, None
+                    after(self._result[0])
         return self._result[0]
 
 

@@ -40,7 +40,7 @@ from fastps.flights import (
 from fastps.given import check_kind, check_output, readable
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op, dtype_of
-from fastps.worker.handle import Array, Handle
+from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
@@ -48,6 +48,44 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+L = TypeVar("L", bound=Later[Any])
+
+
+def repeatable(
+    make: Callable[[Promise, Any], L],
+) -> Callable[[Callable[P, L]], Callable[P, L]]:
+    """Have an _async form begin at once what it began before, as blocking() does.
+
+    make: its handle, of the operation's and of where the result will be.
+    """
+
+    def around(start: Callable[P, L]) -> Callable[P, L]:
+        calls = _calls()
+
+        @functools.wraps(start)
+        def run(*args: P.args, **options: P.kwargs) -> L:
+            begun = calls.begin(args, options)
+            if begun is not None:
+                return make(begun[0].group.promise(*begun), begun[1])
+            before = changes_so_far()
+            later = start(*args, **options)
+            operations = later.operations
+            if operations:
+                later.then(lambda found: calls.remember(args, options, found, operations, before))
+            return later
+
+        return run
+
+    return around
+
+
+def _calls() -> Calls:
+    return Calls(Op, ProcessSet, type(global_process_set))
+
+
+def again(promise: Promise, result: Any) -> Later[Any]:
+    """Give the promise of an operation that was begun again."""
+    return Later([promise], lambda _: _corrected(promise.operations[0], result))
 
 
 def blocking(
@@ -58,7 +96,7 @@ def blocking(
     begin: for what may begin otherwise, as somebody waits for it. What was called before, with
     arrays of the same shapes, does not go through all this once more; see collectives/_calls.pyx.
     """
-    calls, make = Calls(Op, ProcessSet, type(global_process_set)), begin or start
+    calls, make = _calls(), begin or inspect.unwrap(start)
 
     @functools.wraps(start)
     def run(*args: P.args, **options: P.kwargs) -> T:
@@ -104,6 +142,7 @@ def join(device: int = -1, *, timeout_s: float | None = None) -> int:
     return session.uneven.join(session.config.op_timeout_s if timeout_s is None else timeout_s)
 
 
+@repeatable(again)
 def allreduce_async(
     tensor: Array,
     name: str | None = None,
@@ -227,6 +266,7 @@ grouped_allgather = blocking(
 )
 
 
+@repeatable(again)
 def reducescatter_async(
     tensor: Array,
     name: str | None = None,
@@ -321,6 +361,7 @@ alltoall = blocking(
 )
 
 
+@repeatable(again)
 def broadcast_async(
     tensor: Array | Sequence[Array],
     root_rank: int = 0,
@@ -353,6 +394,7 @@ broadcast = blocking(
 )
 
 
+@repeatable(again)
 def reduce_to_async(
     tensor: Array,
     root_rank: int = 0,
@@ -427,6 +469,7 @@ gather = blocking(
 )
 
 
+@repeatable(again)
 def scatter_async(
     tensor: Array | None,
     out: Array,
@@ -459,23 +502,18 @@ def barrier_async(*, process_set: ProcessSet = global_process_set) -> Later[None
     return Later([current().groups.start_barrier()], lambda _: None)
 
 
+@repeatable(again)
 def send_async(
     tensor: Array, target: int, *, tag: int = 0, process_set: ProcessSet = global_process_set
-) -> Handle:
+) -> Later[None]:
     """Begin send() and give a handle for synchronize()."""
     group, member = process_set.group(), process_set.member(target, "target")
-    return group.send(_wire(readable(tensor)), member, tag=tag)
-
-
-def _send(
-    tensor: Array, target: int, *, tag: int = 0, process_set: ProcessSet = global_process_set
-) -> Later[None]:
-    flight = send_async(tensor, target, tag=tag, process_set=process_set)
+    flight = group.send(_wire(readable(tensor)), member, tag=tag)
     return Later([flight], lambda _: None, is_plain=True)
 
 
 send = blocking(
-    _send,
+    send_async,
     """Send an array to a worker that calls receive(); blocks until it has been read.
 
     Messages with one tag arrive in the order in which they were sent.
@@ -496,6 +534,7 @@ class Receipt(Later[Array]):
         return self._promise.source
 
 
+@repeatable(Receipt)
 def receive_async(
     out: Array,
     source: int | None = None,

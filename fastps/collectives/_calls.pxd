@@ -7,5 +7,6 @@ cpdef int64_t changes_so_far() noexcept
 cdef class Calls:
     cdef frozenset same
     cdef dict known
+    cdef find(self, tuple args, dict options, list arrays)
     cdef tuple key_of(self, tuple args, dict options, list arrays)
     cdef bint add(self, list parts, given, list arrays) except -1

@@ -3,9 +3,9 @@
 
 To check arrays, names and sizes, to choose a schedule and to make a handle takes Python 15 us
 while its code lies in the caches, and 50 after a long copy; the engine needs a third of that. So
-a call that waits is looked up by all that was given to it, arrays by shape and dtype. When such a
-call has been through once, and was one operation on just these arrays, a Repeated is left here,
-which begins the same on others (_repeated.pyx).
+a call is looked up by all that was given to it, arrays by shape and dtype. When such a call has
+been through once, and was one operation on just these arrays, a Repeated is left here, which
+begins the same on others (_repeated.pyx).
 
 Whatever may change what a call means or does forgets them all: forget_calls(). Threads: any, with
 the GIL.
@@ -54,12 +54,15 @@ cdef class Calls:
         """Make a call that was made before, and give its result, or MISSED. Blocks."""
         cdef int64_t before = changes
         cdef list arrays = []
-        cdef tuple key
-        if not self.known:
-            return MISSED
-        key = self.key_of(args, options, arrays)
-        repeated = None if key is None else self.known.get(key)
+        repeated = self.find(args, options, arrays)
         return MISSED if repeated is None else repeated.run(arrays, before)
+
+    def begin(self, tuple args, dict options):
+        """Begin a call that was made before; give its operation and its result to be, or None."""
+        cdef int64_t before = changes
+        cdef list arrays = []
+        repeated = self.find(args, options, arrays)
+        return None if repeated is None else repeated.begin(arrays, before)
 
     def remember(self, tuple args, dict options, result, operations, int64_t before):
         """Note what a call led to; operations: nothing but these, and they went well.
@@ -82,6 +85,14 @@ cdef class Calls:
         self.known[key] = repeated
         if changes != before:           # while that looked at the key
             self.known.clear()
+
+    cdef find(self, tuple args, dict options, list arrays):
+        """Give what was left of a call like this, or None; append its arrays."""
+        cdef tuple key
+        if not self.known:
+            return None
+        key = self.key_of(args, options, arrays)
+        return None if key is None else self.known.get(key)
 
     cdef tuple key_of(self, tuple args, dict options, list arrays):
         """Give what tells a call apart, and its arrays; None: it cannot be told."""

@@ -113,31 +113,41 @@ cdef class Repeated:
 
         before: changes_so_far() when it was looked up. MeanwhileError if there are others now.
         """
+        begun = self.begin(arrays, before)
+        if begun is None:
+            return _calls.MISSED
+        operation, result = begun
+        try:
+            self.group.finish(operation)
+        except SizesDifferError:
+            return _calls.MISSED
+        if changes_so_far() != before:
+            raise MeanwhileError(operation, result)
+        return result
+
+    def begin(self, list arrays, int64_t before):
+        """Begin it; give the operation and where the call's result will be. None: check it whole.
+
+        before: changes_so_far() when it was looked up.
+        """
         cdef Operation operation
         target = None if self.target == NOTHING else (
             self.group.empty(self.shape, self.dtype) if self.target == NEW
             else arrays[self.target])
         if changes_so_far() != before or not (self.guess is None or self.guess.holds):
-            return _calls.MISSED
+            return None
         source = None if self.source == NOTHING else arrays[self.source]
         if source is not None and (source is target) != self.is_same:
-            return _calls.MISSED
-        operation = self.begin(source, target)
+            return None
+        operation = self.launch(source, target)
         if operation is None:
-            return _calls.MISSED
+            return None
         if self.is_noted or changes_so_far() != before:
             self.group.note(operation)
-        try:
-            self.group.finish(operation)
-        except SizesDifferError:
-            return _calls.MISSED
-        result = None if self.gives == NOTHING else target if self.gives == NEW else (
-            arrays[self.gives])
-        if changes_so_far() != before:
-            raise MeanwhileError(operation, result)
-        return result
+        return operation, (None if self.gives == NOTHING else target if self.gives == NEW
+                           else arrays[self.gives])
 
-    cdef Operation begin(self, source, target):
+    cdef Operation launch(self, source, target):
         """Begin it; None where something is not as it was."""
         cdef Operation operation = Operation.__new__(Operation)
         if self.exchange.state.status != OK:

@@ -118,6 +118,10 @@ class Members:
         )  # fmt: skip
         if not is_numbered:
             self._note(operation, name, key, divisor)
+        return self.promise(operation, result)
+
+    def promise(self, operation: Operation, result: Array) -> Promise:
+        """Make the handle of an operation that has begun."""
         return self._host.promise([operation], result, self._explain, self.ranks)
 
     def _launch(

@@ -36,7 +36,9 @@ cdef struct Cell:               # one rank
     int32_t users_sleep         # 1: one of them sleeps, or is about to
     int32_t helper_sleeps       # 1: the helper sleeps, or is about to
     int32_t has_left            # LEFT_IDLE or LEFT_AT_WORK
-    int32_t pad[11]
+    int32_t pad[1]
+    int64_t user_seen_at        # for its helper: when one of them last came or went
+    int64_t pad2[4]
     int64_t staged_out          # staged chunks it is through with; a line of its own
 
 cdef struct Flag:               # a staged chunk is there: its number plus 1
@@ -105,6 +107,7 @@ cdef struct Local:
     uint32_t slot_bytes
     uint32_t stage_bytes        # of a staging slot
     uint32_t n_workers          # of the whole job: what an average divides by
+    int32_t has_room            # whether each rank has a core more, for its helper; atomic
     Control* control
     char* cells
     char* flags

@@ -66,6 +66,9 @@ cdef enum:
     CROWDED_SLICE_NS = 1000000      # and everybody while the ring is full: nobody tells of room
     PAUSE_SPIN_NS = 2000            # pausing beyond this starves whoever shares the core
     HELPER_SPIN_NS = 20000          # how long the helper looks again; its user needs the core
+    STAND_BY_NS = 200000            # how long it stays awake where it has a core of its own,
+    BACK_NS = 10000                 # and how long it leaves what comes to a user who has just left
+    STAND_BY_PAUSES = 16
     TURN_NS = 3000                  # who has given the core away so long, somebody else had it
     MOVE_NS = 5000000               # where all cores are taken, that does no good
     PRIVATE = -1                    # an array that only its owner can reach
@@ -108,19 +111,26 @@ cdef void stay_near(Local* local) noexcept nogil:
 cdef void begin_to_follow(Local* local) noexcept nogil:
     """See where the helper, whose first step this is, may run, and whether ranks need it all."""
     fps_store32(&local.core, -1)
-    if (sched_getaffinity(0, sizeof(local.cpus), &local.cpus) == 0
-            and CPU_COUNT(&local.cpus) <= <int>local.n):
+    if sched_getaffinity(0, sizeof(local.cpus), &local.cpus) != 0:
+        return
+    if CPU_COUNT(&local.cpus) <= <int>local.n:
         fps_store32(&local.follower, <int32_t>syscall(SYS_gettid))
+    fps_store32(&local.has_room, CPU_COUNT(&local.cpus) >= 2 * <int>local.n)
 
 
 cdef void enter(Local* local) noexcept nogil:
-    fps_add32(&cell_of(local, local.me).users_active, 1)
+    cdef Cell* cell = cell_of(local, local.me)
+    fps_add32(&cell.users_active, 1)
+    if fps_load32(&local.has_room):
+        fps_store64(&cell.user_seen_at, now_ns())
     stay_near(local)
 
 
 cdef void leave(Local* local) noexcept nogil:
     """Stop working for all; if there is something to do the helper takes over."""
     cdef Cell* cell = cell_of(local, local.me)
+    if fps_load32(&local.has_room):
+        fps_store64(&cell.user_seen_at, now_ns())
     fps_add32(&cell.users_active, -1)
     fps_fence()
     if (fps_load64(&task_at(local, local.cursor).number) == local.cursor + 1
@@ -187,6 +197,23 @@ cdef int work_until(void* worker, Completion* done, int64_t deadline,
     return OK if completion_is_done(done) else E_TIMEOUT
 
 
+cdef bint stands_by(Local* local) noexcept nogil:
+    """Stay awake a moment, and out of the user's way; False: that is of no use now.
+
+    Between two short operations the user is back sooner than a thread wakes, and who wakes it
+    pays as much as the operation takes.
+    """
+    cdef Cell* cell = cell_of(local, local.me)
+    cdef int64_t limit = STAND_BY_NS if fps_load32(&cell.users_active) else BACK_NS
+    cdef int _
+    if not fps_load32(&local.has_room) or now_ns() - fps_load64(&cell.user_seen_at) >= limit:
+        return False
+    for _ in range(STAND_BY_PAUSES):        # to look takes what we look at from the user
+        fps_relax()
+    sched_yield()
+    return True
+
+
 cdef void helper_main(void* arg) noexcept nogil:
     cdef Local* local = <Local*>arg
     cdef Cell* cell = cell_of(local, local.me)
@@ -194,6 +221,8 @@ cdef void helper_main(void* arg) noexcept nogil:
     cdef int32_t bell
     begin_to_follow(local)
     while not fps_load32(&local.is_stopping):
+        if stands_by(local):
+            continue
         if fps_load32(&cell.users_active) == 0:
             if run_step(local):
                 idle_since = 0
@@ -250,9 +279,9 @@ cdef uint64_t _pipes_at(uint32_t n):
     return _slots_at(n) + <uint64_t>MAX_SLOTS * _slot_bytes(n)
 
 
-cdef void wake_rank(void* context, uint32_t index) noexcept nogil:
-    """A rank has news in a pipe; maybe we ourselves."""
-    ring(<Local*>context, index, True)
+cdef void wake_rank(void* context, uint32_t index, bint is_all) noexcept nogil:
+    """A rank has news in a pipe; maybe we ourselves. is_all: its helper may have to look, too."""
+    ring(<Local*>context, index, is_all)
 
 
 @cython.final

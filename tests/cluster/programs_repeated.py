@@ -87,7 +87,45 @@ CALLS: dict[str, Call] = {
         c.all.sum(0, c.all.dtype) if c.me == 1 else None,
     ),
     "messages": lambda c: passed_on(c),
+    "average to wait for": lambda c: (
+        fastps.allreduce_async(c.mine * c.size).wait(), c.all.sum(0, c.all.dtype)
+    ),
+    "part to wait for": lambda c: (
+        fastps.reducescatter_async(c.mine, op=fastps.Max).wait(),
+        c.all.max(0)[c.me * c.rows : (c.me + 1) * c.rows],
+    ),
+    "broadcast to wait for": lambda c: (fastps.broadcast_async(c.mine, 1).wait(), c.all[1]),
+    "scatter to wait for": lambda c: (
+        fastps.scatter_async(c.mine, c.block, 1).wait(), c.all[1][c.me * c.rows :][: c.rows]
+    ),
+    "reduction to wait for": lambda c: (
+        fastps.reduce_to_async(c.mine, 1, op=fastps.Max, out=c.like).wait(),
+        c.all.max(0) if c.me == 1 else None,
+    ),
+    "messages at once": lambda c: all_at_once(c),
+    "several at once": lambda c: several(c),
 }  # fmt: skip
+
+
+def all_at_once(case: Case) -> tuple[Any, Any]:
+    """Begin to receive from the one before and from anybody, then send to the next twice."""
+    after, before = (case.me + 1) % case.size, (case.me - 1) % case.size
+    first = fastps.receive_async(case.like, before)
+    second = fastps.receive_async(np.empty_like(case.like), tag=5)
+    sent = [fastps.send_async(case.mine, after), fastps.send_async(case.mine, after, tag=5)]
+    assert first.wait() is case.like
+    assert np.array_equal(second.wait(), case.like)
+    assert first.source == second.source == before
+    assert [one.wait() for one in sent] == [None, None]
+    return case.like, case.all[before]
+
+
+def several(case: Case) -> tuple[Any, Any]:
+    """Have several of a kind in flight, and wait for the last first."""
+    some = [case.mine + turn for turn in range(4)]
+    handles = [fastps.allreduce_async(one, op=fastps.Max) for one in some]
+    found = [handle.wait() for handle in reversed(handles)][::-1]
+    return np.stack(found), np.stack([case.all.max(0) + turn for turn in range(4)])
 
 
 def passed_on(case: Case) -> tuple[Any, Any]:
@@ -232,10 +270,12 @@ def changes() -> str:
     session, own = weakref.ref(current.current()), np.ones(5000)
     for _ in range(3):
         fastps.allgather(own)
-    fastps.barrier()
+        fastps.allreduce_async(own).wait()
+        fastps.barrier()
     fastps.shutdown()
-    with pytest.raises(NotInitializedError):
-        fastps.allgather(own)
+    for call in (fastps.allgather, fastps.allreduce_async, fastps.barrier):
+        with pytest.raises(NotInitializedError):
+            call(*[own][: call is not fastps.barrier])
     gc.collect()
     assert session() is None, "what is known of calls keeps nothing of a session that is over"
     return "done"
@@ -332,7 +372,8 @@ def uneven() -> list[float]:
     fastps.init()
     me, found = fastps.rank(), []
     for turn in range(6 + 3 * me):
-        average = fastps.allreduce(np.full(3000, float(10 * turn + me)))
+        own = np.full(3000, float(10 * turn + me))
+        average = fastps.allreduce(own) if turn % 2 else fastps.allreduce_async(own).wait()
         assert (average == average[0]).all()
         found.append(float(average[0]))
     assert fastps.join() == fastps.size() - 1

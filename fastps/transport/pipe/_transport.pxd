@@ -98,7 +98,7 @@ cdef struct Pipes:
     int32_t is_closing          # some link is to end; atomic
     int32_t n_open              # links not over; atomic
     # Wake a rank that has news; context: of whoever steps.
-    void (*wake)(void* context, uint32_t index) noexcept nogil
+    void (*wake)(void* context, uint32_t index, bint is_all) noexcept nogil
     void* context
     PipeLink* links             # n; our own is never used
 

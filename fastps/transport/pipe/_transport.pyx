@@ -57,6 +57,7 @@ cdef enum:
     SMALL_PIPE = 1 << 19
     FRAMES_PER_PIPE = 3         # as many of the longest frames fit
     BOTH_WAYS_BYTES = 1 << 20   # ahead of a reader who writes to us as well, at most
+    TELL_BYTES = 16 << 10       # written, until a reader who waits begins
     BATCH = 16                  # items given back at a time
     QUEUE_HINT = 16
 
@@ -86,12 +87,11 @@ cdef inline int64_t bit_of(uint32_t member) noexcept nogil:
     return <int64_t>(<uint64_t>1 << (member & 63))
 
 
-cdef void tell(PipeLink* link) noexcept nogil:
-    """Let the peer know that there is something new in one of our two pipes."""
-    cdef Pipes* pipes = link.pipes
-    fps_or64(&pipes.mail[link.index].news[pipes.me >> 6], bit_of(pipes.me))
+cdef void tell(PipeLink* link, bint is_all=True) noexcept nogil:
+    """Let the peer know of news in one of our two pipes; not is_all: only who waits for it."""
+    fps_or64(&link.pipes.mail[link.index].news[link.pipes.me >> 6], bit_of(link.pipes.me))
     fps_fence()
-    pipes.wake(pipes.context, link.index)
+    link.pipes.wake(link.pipes.context, link.index, is_all)
 
 
 # ---------------------------------------------------------------- writing; link.lock is held
@@ -114,8 +114,7 @@ cdef inline uint32_t next_length(PipeLink* link, const SendItem* item) noexcept 
 cdef Place* claim(PipeLink* link, uint32_t nbytes, int64_t* end) noexcept nogil:
     """Find room for a frame of nbytes with its line; NULL: the reader has to move on first."""
     cdef Pipes* pipes = link.pipes
-    cdef int64_t tail = link.out.tail
-    cdef int64_t head = fps_load64(&link.out.head)
+    cdef int64_t tail = link.out.tail, head = fps_load64(&link.out.head)
     cdef int64_t rest = pipes.capacity - tail % pipes.capacity
     cdef int64_t start = tail if rest >= nbytes else tail + rest
     end[0] = start + nbytes
@@ -225,10 +224,13 @@ cdef int write_frames(PipeLink* link, SendItem** sent, int most) noexcept nogil:
     """Write what there is room for, until so many items are sent; give how many."""
     cdef int count = 0
     cdef bint has_room = True
-    cdef int64_t before = link.out.tail
+    cdef int64_t before = link.out.tail, told = before
     while has_room and count < most:
         sent[count] = put_next(link, &has_room)
         count += sent[count] != NULL
+        if has_room and link.out.tail - told >= TELL_BYTES:
+            tell(link, False)
+            told = link.out.tail
     if link.out.tail != before:
         tell(link)
     return count
@@ -331,7 +333,7 @@ cdef void pipe_close(Link* base, int status) noexcept nogil:
         queue_push(link.queue, INT64_MIN, <uint64_t>-1, 0, &link.bye)
         pump(link)
     fps_store32(&link.pipes.is_closing, 1)
-    link.pipes.wake(link.pipes.context, link.pipes.me)
+    link.pipes.wake(link.pipes.context, link.pipes.me, True)
 
 
 include "_whole.pxi"
@@ -529,7 +531,7 @@ cdef bint pipes_step(Pipes* pipes) noexcept nogil:
 
 # ---------------------------------------------------------------- Python face
 
-cdef void wake_nobody(void* context, uint32_t index) noexcept nogil:
+cdef void wake_nobody(void* context, uint32_t index, bint is_all) noexcept nogil:
     """Before somebody steps."""
 
 
