@@ -107,7 +107,7 @@ cdef struct Local:
     uint32_t slot_bytes
     uint32_t stage_bytes        # of a staging slot
     uint32_t n_workers          # of the whole job: what an average divides by
-    int32_t has_room            # whether each rank has a core more, for its helper; atomic
+    bint has_room               # whether we have a core more, for the helper
     Control* control
     char* cells
     char* flags

@@ -22,4 +22,5 @@ class LocalStages:
         arena: Arena,
         stage_bytes: int,
         n_workers: int,
+        has_room: bool = False,
     ) -> Self: ...

@@ -111,17 +111,15 @@ cdef void stay_near(Local* local) noexcept nogil:
 cdef void begin_to_follow(Local* local) noexcept nogil:
     """See where the helper, whose first step this is, may run, and whether ranks need it all."""
     fps_store32(&local.core, -1)
-    if sched_getaffinity(0, sizeof(local.cpus), &local.cpus) != 0:
-        return
-    if CPU_COUNT(&local.cpus) <= <int>local.n:
+    if (sched_getaffinity(0, sizeof(local.cpus), &local.cpus) == 0
+            and CPU_COUNT(&local.cpus) <= <int>local.n):
         fps_store32(&local.follower, <int32_t>syscall(SYS_gettid))
-    fps_store32(&local.has_room, CPU_COUNT(&local.cpus) >= 2 * <int>local.n)
 
 
 cdef void enter(Local* local) noexcept nogil:
     cdef Cell* cell = cell_of(local, local.me)
     fps_add32(&cell.users_active, 1)
-    if fps_load32(&local.has_room):
+    if local.has_room:
         fps_store64(&cell.user_seen_at, now_ns())
     stay_near(local)
 
@@ -129,7 +127,7 @@ cdef void enter(Local* local) noexcept nogil:
 cdef void leave(Local* local) noexcept nogil:
     """Stop working for all; if there is something to do the helper takes over."""
     cdef Cell* cell = cell_of(local, local.me)
-    if fps_load32(&local.has_room):
+    if local.has_room:
         fps_store64(&cell.user_seen_at, now_ns())
     fps_add32(&cell.users_active, -1)
     fps_fence()
@@ -206,7 +204,7 @@ cdef bint stands_by(Local* local) noexcept nogil:
     cdef Cell* cell = cell_of(local, local.me)
     cdef int64_t limit = STAND_BY_NS if fps_load32(&cell.users_active) else BACK_NS
     cdef int _
-    if not fps_load32(&local.has_room) or now_ns() - fps_load64(&cell.user_seen_at) >= limit:
+    if not local.has_room or now_ns() - fps_load64(&cell.user_seen_at) >= limit:
         return False
     for _ in range(STAND_BY_PAUSES):        # to look takes what we look at from the user
         fps_relax()
@@ -291,10 +289,11 @@ cdef class LocalStages:
     ranks: numbers in the job, in order; index: this one's place. control: memory of
     control_bytes(), zeroed when it was made. arenas: mappings by place; arena: our own, as
     fastps.transport.shm.Arena, whose first block is the stage. n_workers: of the whole job.
+    has_room: whether this rank has a core more, for its helper to stay awake.
     """
 
     def __cinit__(self, *, ranks, uint32_t index, Mapping control not None, arenas, arena,
-                  uint32_t stage_bytes, uint32_t n_workers):
+                  uint32_t stage_bytes, uint32_t n_workers, bint has_room=False):
         cdef Local* local
         cdef Mapping mapping
         cdef uint32_t i
@@ -311,6 +310,7 @@ cdef class LocalStages:
         local.n = n
         local.me = index
         local.n_workers = n_workers
+        local.has_room = has_room
         local.stage_bytes = stage_bytes
         local.slot_bytes = <uint32_t>_slot_bytes(n)
         local.control = <Control*>control.start

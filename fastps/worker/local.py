@@ -31,12 +31,16 @@ STAGE_BYTES = 256 << 10  # of a staged chunk: it stays in a core's second-level 
 MOST_HANDS = 4  # threads of a worker that copy or sum at once: memory serves no more much faster
 
 
+def count_cores(config: Config, n_ranks: int) -> int:
+    """Count the cores that each worker of this machine has for itself."""
+    return len(parse_cpu_list(config.cpus) or os.sched_getaffinity(0)) // n_ranks
+
+
 def count_hands(config: Config, n_ranks: int) -> int:
     """Count the threads that help a worker with long copies."""
     threads = config.copy_threads
     if threads < 0:
-        cpus = parse_cpu_list(config.cpus) or os.sched_getaffinity(0)
-        threads = min(MOST_HANDS, len(cpus) // n_ranks)
+        threads = min(MOST_HANDS, count_cores(config, n_ranks))
     return max(threads - 1, 0)
 
 
@@ -84,6 +88,7 @@ class LocalGroup:
             arena=self.arena,
             stage_bytes=STAGE_BYTES,
             n_workers=n_workers,
+            has_room=count_cores(config, len(ranks)) > 1,
         )
         for place, peer in enumerate(ranks):
             if peer != rank:

@@ -24,6 +24,7 @@ from fastps.reduce import sum_kernel
 from fastps.transport._link import LinkOwner
 from fastps.transport.pipe.reach import choose_root, list_ancestors
 from fastps.types import DType, dtype_of
+from fastps.worker import local
 from fastps.worker._engine import WorkerEngine
 from fastps.worker.local import LocalGroup
 
@@ -68,10 +69,14 @@ def machine(n, **overrides):
             group.group.close(timeout_s=10)
 
 
-@pytest.fixture(scope="module")
-def trio():
-    with machine(3) as groups:
-        yield groups
+@pytest.fixture(scope="module", params=[0, 2], ids=["cores", "cores to spare"])
+def trio(request):
+    """Make three ranks; with cores to spare, or so they think, their helpers stay awake."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param:
+            patch.setattr(local, "count_cores", lambda *_: request.param)
+        with machine(3) as groups:
+            yield groups
 
 
 def declare(groups, number, nbytes, dtype=DType.FLOAT32, version=0):
