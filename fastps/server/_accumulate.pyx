@@ -204,6 +204,21 @@ cdef void release_all(Value* value) noexcept nogil:
 
 # ---------------------------------------------------------------- taking turns; one thread at once
 
+cdef bint find_pushed(Value* value, Turn* turn, const void** sources) noexcept nogil:
+    """Find what all contributors have pushed of a unit; False: somebody has not."""
+    cdef Caller* caller
+    cdef uint32_t index
+    cdef bint is_there = True
+    pthread_mutex_lock(&value.entry.lock)       # another may begin its operation just now
+    for index in range(value.entry.cast.n_contributors):
+        caller = &value.callers[index]
+        is_there = is_there and (caller == turn.caller or (
+            caller.version == turn.caller.version and caller.n_taken > turn.unit))
+        sources[index] = caller.buffers[turn.unit]
+    pthread_mutex_unlock(&value.entry.lock)
+    return is_there
+
+
 cdef int settle(Value* value, Turn* turn) noexcept nogil:
     """Make the value of what all contributors have pushed, if this was the last of them.
 
@@ -212,14 +227,9 @@ cdef int settle(Value* value, Turn* turn) noexcept nogil:
     cdef Entry* entry = value.entry
     cdef Cast* cast = entry.cast
     cdef const void* sources[MAX_SETTLERS]
-    cdef uint32_t index, length = unit_length(entry, turn.unit)
-    cdef Caller* caller
-    for index in range(cast.n_contributors):
-        caller = &value.callers[index]
-        if caller != turn.caller and (caller.version != turn.caller.version
-                                      or caller.n_taken <= turn.unit):
-            return OK
-        sources[index] = caller.buffers[turn.unit]
+    cdef uint32_t length = unit_length(entry, turn.unit)
+    if not find_pushed(value, turn, sources):
+        return OK
     probe_hit(PROBE_SERVER_SUM, entry.key, turn.caller.version)
     if entry.rule(sources, cast.n_contributors, value.sums[turn.unit], length / entry.itemsize,
                   &cast.divisor) != 1:

@@ -129,7 +129,7 @@ def test_a_roots_bytes_cross_the_network_once_per_machine(machines, root):
     size, home = 12 * PIECE, machines[root]
     others = set(machines) - {home}
 
-    summed = ran(lambda me: schedule.reduce(me, n, size, 4, root, machines), n)
+    summed = ran(lambda me: schedule.reduce(me, n, size, 2, root, machines), n)
     out, into = summed.crossing(machines)
     assert summed.rounds == 3
     assert into[home] == size
@@ -142,6 +142,25 @@ def test_a_roots_bytes_cross_the_network_once_per_machine(machines, root):
     assert out[home] == size
     assert into == dict.fromkeys(others, size)
     assert max(out.values()) == size
+
+
+@pytest.mark.parametrize("machines", [tuple(range(5)), (0, 0, 1, 1, 2, 2), (2, 0, 1, 0, 3, 2)])
+@pytest.mark.parametrize("root", [0, -1])
+def test_a_large_sum_goes_from_machine_to_machine(machines, root, monkeypatch):
+    """Each machine gets what those before it have summed, and the root, if it is first, all."""
+    monkeypatch.setattr(schedule, "SUM_PIPELINE", 16)
+    n, m = len(machines), len(set(machines))
+    at, size = root % n if root else 0, LIMITS["MIN_PIECE_BYTES"] * 16 * m
+    summed = ran(lambda me: schedule.reduce(me, n, size, 4, at, machines), n)
+    out, into = summed.crossing(machines)
+    is_alone, is_first = m == n, machines[at] == machines[0]
+    assert summed.rounds == m - (not is_first) + (not is_alone)
+    assert sum(out.values()) == sum(into.values()) == size * (m - (not is_first))
+    assert max(out.values()) == max(into.values()) == into[machines[at]] == size
+    pieces = summed.messages(1 if is_alone else n - 2)
+    assert 15 * m <= pieces
+    for member in summed.members:
+        assert member.schedule.scratch_bytes <= schedule.CHAINED_PIECES * size // (16 * m) + 64
 
 
 @pytest.mark.parametrize("machines", [tuple(range(5)), (0, 0, 1, 1, 2, 2), (2, 0, 1, 0, 3, 0)])
