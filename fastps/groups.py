@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastps.collectives._calls import Calls, changes_so_far, forget_calls
+from fastps.collectives._calls import forget_calls
 from fastps.collectives.group import Group
 from fastps.collectives.members import Members
 from fastps.collectives.names import BARRIER
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from fastps.session import Session
     from fastps.transport._shm import Mapping
     from fastps.transport.shm import Arena
-
-_BARRIERS = Calls(Group)  # of groups
 
 
 class Groups:
@@ -128,7 +126,7 @@ class Groups:
         """
         config, is_here = self._session.config, self.arena and self.world.is_on_one_machine
         if is_here and not (config.goes_on or config.num_validators):
-            return _barrier(self.world)
+            return self.world.barrier(name=BARRIER)
         return self._session.enter_barrier(timeout_s=timeout_s) or self.world.barrier()
 
     def barrier(self, timeout_s: float | None = None) -> None:
@@ -276,7 +274,7 @@ class Groups:
     def promise(
         self,
         operations: Sequence[Operation],
-        output: Array,
+        output: Array | None,
         explain: Explain,
         members: Sequence[int],
     ) -> Promise:
@@ -323,12 +321,3 @@ class Groups:
         if status is None:
             return self._session.stalls.error(pending_operation(operation), timeout_s)
         return self._session.blame(operation.name, status, culprit=operation.culprit)
-
-
-def _barrier(group: Group) -> Promise:
-    """Begin a barrier of a group, at once where there was one before."""
-    begun = _BARRIERS.begin((group,), {})
-    if begun is not None:
-        return group.promise(*begun)
-    before, flight = changes_so_far(), group.barrier(name=BARRIER)
-    return flight.then(lambda _: _BARRIERS.remember((group,), {}, None, flight.operations, before))

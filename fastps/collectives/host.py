@@ -53,7 +53,7 @@ class Host(Protocol):
     def promise(
         self,
         operations: Sequence[Operation],
-        output: Array,
+        output: Array | None,
         explain: Explain,
         members: Sequence[int],
     ) -> Promise:

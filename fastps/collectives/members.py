@@ -88,7 +88,7 @@ class Members:
         make: Callable[[], Schedule],
         array: Array | None,
         out: Array | None,
-        result: Array,
+        result: Array | None,
         *,
         channel: int,
         label: str,
@@ -120,7 +120,7 @@ class Members:
             self._note(operation, name, key, divisor)
         return self.promise(operation, result)
 
-    def promise(self, operation: Operation, result: Array) -> Promise:
+    def promise(self, operation: Operation, result: Array | None) -> Promise:
         """Make the handle of an operation that has begun."""
         return self._host.promise([operation], result, self._explain, self.ranks)
 

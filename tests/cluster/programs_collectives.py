@@ -181,7 +181,7 @@ def _sequence(group: Group, seed: int, steps: int, delays: threading.Event) -> N
             root = int(order.integers(0, group.size))
             in_flight.append((group.broadcast(mine, root=root, name=name), arrays[root]))
         else:
-            in_flight.append((group.barrier(name=name), np.empty(0)))
+            in_flight.append((group.barrier(name=name), None))
         while in_flight and own.integers(0, 3) == 0:
             handle, wanted = in_flight.pop(0)
             assert np.array_equal(handle.wait(WAIT_S), wanted)

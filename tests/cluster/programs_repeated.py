@@ -20,6 +20,7 @@ from fastps import current
 from fastps.collectives._calls import forget_calls
 from fastps.collectives.members import Members
 from fastps.errors import FastPSError, MismatchError, NotInitializedError
+from fastps.types import DType, Op
 
 TIMES = 5
 SIZES = [1, 6, 3000, 90_000]  # rows of two: told with sizes, unasked, asked for
@@ -225,6 +226,36 @@ def mistakes() -> str:
         with pytest.raises(MismatchError) if scale > 1 else nullcontext():
             fastps.gather(narrow, me)
         fastps.barrier()
+    fastps.shutdown()
+    return "done"
+
+
+def of_groups() -> str:
+    """Begin what the faces of frameworks begin: of two groups of the same members at once."""
+    fastps.init()
+    me, groups = fastps.rank(), current.current().groups
+    size = fastps.size()
+    some = [groups.group(range(size), "one"), groups.group(range(size), "other")]
+    for turn in range(5):
+        with counted() as begun:
+            for number, group in enumerate(some):
+                own = np.full(5000, 10.0 * turn + number + me)
+                out, mine = np.empty(5000), own.copy()
+                handle = group.allreduce(own, out, op=Op.MAX, dtype=DType.FLOAT64)
+                assert group.broadcast(mine, root=number).wait() is mine
+                assert handle.wait() is out
+                assert (out == own - me + size - 1).all()
+                assert (mine == own - me + number).all()
+                assert (
+                    group.allgather(own).wait().reshape(size, -1)[:, 9] - own[9]
+                    == (np.arange(size) - me)
+                ).all()
+                group.barrier().wait()
+        assert turn < 2 or not begun, (turn, begun)
+    with pytest.raises(TypeError, match="do not hold"):
+        some[0].allreduce(np.ones(5000), np.empty(5000), op=Op.MAX, dtype=DType.FLOAT32)
+    with pytest.raises(ValueError, match="not a member"):
+        some[0].broadcast(np.ones(5000), root=size)
     fastps.shutdown()
     return "done"
 

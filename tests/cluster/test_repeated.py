@@ -14,6 +14,10 @@ def test_every_call_again_and_again(settings):
     assert found == ["done"] * 3
 
 
+def test_operations_of_groups():
+    assert run_job(programs_repeated.of_groups, workers=2, servers=0) == ["done"] * 2
+
+
 def test_arrays_that_lie_otherwise():
     assert run_job(programs_repeated.otherwise, workers=2, servers=0) == ["done"] * 2
 

@@ -38,7 +38,7 @@ ROOMS = {
     "control/": 5030,
     "server/": 4980,
     "worker/": 3460,
-    "collectives/": 4800,
+    "collectives/": 4860,
     "frameworks/": 13680,
     "graph/": 3950,
     "byzantine/": 1900,
