@@ -212,8 +212,10 @@ cdef bint find_pushed(Value* value, Turn* turn, const void** sources) noexcept n
     pthread_mutex_lock(&value.entry.lock)       # another may begin its operation just now
     for index in range(value.entry.cast.n_contributors):
         caller = &value.callers[index]
-        is_there = is_there and (caller == turn.caller or (
-            caller.version == turn.caller.version and caller.n_taken > turn.unit))
+        is_there = caller == turn.caller or (
+            caller.version == turn.caller.version and caller.n_taken > turn.unit)
+        if not is_there:
+            break
         sources[index] = caller.buffers[turn.unit]
     pthread_mutex_unlock(&value.entry.lock)
     return is_there
