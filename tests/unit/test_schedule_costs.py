@@ -15,7 +15,10 @@ from fastps.collectives import schedule
 from fastps.collectives.schedule import Kind, Place, Schedule, Source, Step
 
 PIECE = 1024  # bytes; the arrays here have several pieces for everybody
-LIMITS = {"PIECE_BYTES": PIECE, "MIN_PIECE_BYTES": 128, "SMALL_BYTES": 64, "PIPELINE": 4}
+LIMITS = {
+    "PIECE_BYTES": PIECE, "MIN_PIECE_BYTES": 128, "SMALL_BYTES": 64, "PIPELINE": 4,
+    "SUM_PIPELINE": 4,
+}  # fmt: skip
 LAYOUTS = [(0, 0, 1, 1), (0, 1, 2, 0, 1, 2), (0, 0, 1, 1, 2, 2), (3, 3, 3, 1, 1, 1)]
 
 
