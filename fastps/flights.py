@@ -102,8 +102,8 @@ class Later(Generic[T]):
             outputs = [flight.wait(timeout_s) for flight in self._flights]
             if not self._result:  # another thread may have been here
                 self._result.append(self._finish(outputs))
-                if self._after is not None:
-                    after, self._after = self._after, None
+                after, self._after = self._after, None
+                if after is not None:
                     after(self._result[0])
         return self._result[0]
 

@@ -68,7 +68,7 @@ cdef enum:
     HELPER_SPIN_NS = 20000          # how long the helper looks again; its user needs the core
     STAND_BY_NS = 200000            # how long it stays awake where it has a core of its own,
     BACK_NS = 10000                 # and how long it leaves what comes to a user who has just left
-    STAND_BY_PAUSES = 16
+    STAND_BY_PAUSES = 16            # between two looks
     TURN_NS = 3000                  # who has given the core away so long, somebody else had it
     MOVE_NS = 5000000               # where all cores are taken, that does no good
     PRIVATE = -1                    # an array that only its owner can reach
