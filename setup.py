@@ -18,6 +18,7 @@ MODULES = [
     "fastps._core",
     "fastps._trace",
     "fastps._hands",
+    "fastps._pages",
     "fastps.reduce.codec._coder",
     "fastps.reduce._combiner",
     "fastps.transport._link",

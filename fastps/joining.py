@@ -188,6 +188,7 @@ class Connections:
             engine=self.engine,
             exchange=self.exchange,
         )
+        self.exchange.pages = self._group.pages
 
     def _memory_key(self) -> bytes:
         """Make a key that no other job or generation has, also without a token."""

@@ -556,11 +556,19 @@ cdef class Exchange(LinkOwner):
         self.begin(operation)
         return operation
 
+    cdef int prepare(self, Py_buffer* view) except -1:
+        """Make a long array fit for its ways."""
+        if self.pages is not None:
+            self.pages.saw(<char*>view.buf, view.len)
+        if self.pin is not None:
+            self.pin(<object>view.obj)
+        return 0
+
     cdef int begin(self, Operation operation) except -1:
         cdef int i
         for i in range(operation.n_views):
-            if self.pin is not None and operation.views[i].len > SMALL_BYTES:
-                self.pin(<object>operation.views[i].obj)
+            if operation.views[i].len > SMALL_BYTES:
+                self.prepare(&operation.views[i])
         operation.task.since = now_ns() if tracing.is_on else 0
         completion_reset(&operation.task.done, 1)
         self.in_flight[id(operation)] = operation

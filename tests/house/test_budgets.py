@@ -32,6 +32,7 @@ ROOMS = {
     "_core": 1840,
     "_trace": 420,
     "_hands": 300,
+    "_pages": 130,
     "reduce/": 4560,
     "config/": 1300,
     "transport/": 9740,

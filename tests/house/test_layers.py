@@ -71,6 +71,7 @@ PART_OF = {
     "fastps._table": "fastps._core",
     "fastps._trace": "fastps._core",
     "fastps._hands": "fastps._core",
+    "fastps._pages": "fastps._core",
     "fastps._posix": "fastps._core",
     "fastps.adasum": "fastps.session",
     "fastps.banner": "fastps.session",

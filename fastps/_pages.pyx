@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large pages for private arrays that operations use again and again.
+
+The kernel looks up each page of what it copies from another process: in pages of 4 KiB that takes
+as long as the copy. NumPy asks for pages of 2 MiB from 4 MiB on, PyTorch does not. So what comes
+the USE_TIMES-th time is gathered in such pages (MADV_COLLAPSE, Linux 6.1), as far as it fills
+them: the same bytes at the same addresses, and others may read and write them meanwhile. It takes
+a third of a millisecond for each MiB, once. Where the machine's owner wants none ("never"), or
+the kernel cannot, nothing is done.
+
+Threads: of the caller, with the GIL, which is given up while pages are gathered.
+"""
+
+cimport cython
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+
+from fastps._core cimport now_ns
+
+from pathlib import Path
+
+cdef extern from "<sys/mman.h>" nogil:
+    int madvise(void*, size_t, int)
+
+cdef enum:
+    MADV_COLLAPSE = 25          # older kernels know no such advice
+    PAGE = 4096
+    LARGE_PAGE = 2 << 20
+    LEAST_BYTES = 4 << 20       # of an array
+    USE_TIMES = 3
+    STEP_BYTES = 16 << 20       # gathered at once
+    SLOW_NS = 2000000           # for each MiB: memory is short, or in pieces
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def may_gather(setting=SETTING):
+    """Tell by the file of the kernel's setting, and the kernel, whether we may."""
+    try:
+        return "[never]" not in setting.read_text() and madvise(NULL, 0, MADV_COLLAPSE) == 0
+    except OSError:
+        return False
+
+
+cdef uint64_t gather(const char* start, uint64_t nbytes) noexcept nogil:
+    """Gather what fills large pages, as long as that is quick; give how many bytes."""
+    cdef uint64_t first = (<uintptr_t>start + LARGE_PAGE - 1) & ~<uint64_t>(LARGE_PAGE - 1)
+    cdef uint64_t end = (<uintptr_t>start + nbytes) & ~<uint64_t>(LARGE_PAGE - 1)
+    cdef uint64_t step, at = first
+    cdef int64_t since
+    while at < end:
+        since = now_ns()
+        step = min(end - at, <uint64_t>STEP_BYTES)
+        if madvise(<void*>at, step, MADV_COLLAPSE) != 0:
+            break
+        at += step
+        if now_ns() - since > <int64_t>(step >> 20) * SLOW_NS:
+            break
+    return at - first
+
+
+@cython.final
+cdef class LargePages:
+    """See which arrays come again, and gather them in large pages.
+
+    first, nbytes: a range that is left alone, as memory that is shared.
+    """
+
+    def __init__(self, uintptr_t first=0, uint64_t nbytes=0):
+        self.first = <const char*>first
+        self.end = self.first + nbytes
+
+    def see(self, array):
+        """Do what is done for a C-contiguous array that an operation begins with."""
+        cdef const unsigned char[::1] view = memoryview(array).cast("B")
+        if view.shape[0]:
+            self.saw(<const char*>&view[0], view.shape[0])
+
+    cdef void saw(self, const char* start, uint64_t nbytes) noexcept:
+        cdef uint64_t page = <uintptr_t>start / PAGE
+        cdef Seen* seen = &self.seen[(page ^ page >> 9) & (SEEN_ARRAYS - 1)]
+        if nbytes < LEAST_BYTES or self.first <= start < self.end:
+            return
+        if seen.start != start or seen.nbytes != nbytes:
+            seen.start, seen.nbytes, seen.times = start, nbytes, 0
+        seen.times += 1
+        if seen.times == USE_TIMES:
+            with nogil:
+                nbytes = gather(start, nbytes)
+            self.bytes_gathered += nbytes
