@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ROOM_BYTES = 8 << 10  # of a block on one machine, where a copy costs less than an exchange,
 FAR_ROOM_BYTES = 2 << 10  # between machines,
 ALL_ROOM_BYTES = 64 << 10  # and of the blocks of all members
+ROOT_SHIFT, DTYPE_MASK = 8, 0xFF  # of the number of dtype and root in a head
 
 
 class Rows(NamedTuple):
@@ -66,7 +67,7 @@ def tell(rows: Rows) -> Blocks:
     """
     from fastps.collectives._eager import Blocks, pack  # noqa: PLC0415  (few need them at once)
 
-    group, counts, code, width = rows.group, rows.counts, rows.code, rows.width
+    group, counts, code, width = rows.group, rows.counts, _code(rows.code, rows.root), rows.width
     most = ROOM_BYTES if group.is_on_one_machine else FAR_ROOM_BYTES
     room = min(most, ALL_ROOM_BYTES // group.size) & ~7
     row_bytes = width * rows.array.itemsize
@@ -83,6 +84,11 @@ def tell(rows: Rows) -> Blocks:
     return blocks
 
 
+def _code(dtype: int, root: int) -> int:
+    """Put the dtype of rows and their root, -1 for none, into one number of a head."""
+    return int(dtype) | (root + 1) << ROOT_SHIFT
+
+
 def _trade(rows: Rows, packed: bytearray, found: bytearray, *, may_differ: bool) -> None:
     """Send heads and what is behind them; once more, if others take sizes for granted."""
     group = rows.group
@@ -95,10 +101,15 @@ def _trade(rows: Rows, packed: bytearray, found: bytearray, *, may_differ: bool)
 
 def _odd(blocks: Blocks, rows: Rows) -> MismatchError:
     """Say whose rows differ from ours."""
-    its_width, its_dtype = blocks.its
+    ranks, (its_width, its_code) = rows.group.ranks, blocks.its
+    its_dtype, its_root = DType(its_code & DTYPE_MASK), (its_code >> ROOT_SHIFT) - 1
     what = rows.call if rows.name is None else f"{rows.call} {rows.name}"
+    who = f"{what}: worker {ranks[blocks.odd]}"
+    if its_root != rows.root:
+        its, ours = (f"worker {ranks[root]}" for root in (its_root, rows.root))
+        return MismatchError(f"{who} has {its} for a root, this one {ours}")
     return MismatchError(
-        f"{what}: worker {rows.group.ranks[blocks.odd]} has rows of {its_width} elements of "
-        f"{DType(its_dtype).name}, this one of {rows.width} of {rows.code.name}; first dimensions "
-        "alone may differ, so this is not the same operation, size and type"
+        f"{who} has rows of {its_width} elements of {its_dtype.name}, this one of {rows.width} of "
+        f"{rows.code.name}; first dimensions alone may differ, so this is not the same operation, "
+        "size and type"
     )

@@ -73,6 +73,7 @@ cdef enum:
     OF_SENDER = 1               # label of a refusal: of one message, for the end that sends it
     OF_RECEIVER = 2             # or receives it; 0: of an operation of all members
     OF_ONE = 3                  # of an operation that one is through with: tell its others
+    OF_MESSAGE = 4              # the same, if this message (in `offset`) is still to come or go
     SMALL_BYTES = 4000          # so little is copied by every transport, and never pinned
     MANY_EARLY = 64             # messages that came early are looked at, when an operation ends
     MANY_OPERATIONS = 256       # in flight, before we look for those that nobody waits for
@@ -379,10 +380,11 @@ cdef class Operation:
         if self.is_over:
             return self.task.status
         status = self.wait_until(min(deadline, soon), spin_us)
-        if status != OK and soon < deadline:
+        while status != OK and soon < deadline:
             with nogil:
                 remind(self.task.state, &self.task)
-            status = self.wait_until(deadline, spin_us)
+            soon = now_ns() + REMIND_NS
+            status = self.wait_until(min(deadline, soon), spin_us)
         if status != OK:
             return None
         self.release()

@@ -208,43 +208,64 @@ cdef bint is_on_its_way(State* state, Task* task, const Entry* name) noexcept no
     """Whether a message has been sent that the other side reminds us of."""
     cdef Leg* leg
     if task == NULL:
-        return has_begun(state, name, ANYONE) or has_begun(state, name, name.peer)
+        return has_begun(state, name, name.peer)
     leg = leg_of(task, name, True)
     return leg != NULL and leg.state in (GOING, OVER)
+
+
+cdef bint answer_over(State* state, const Entry* name, Work* work) noexcept nogil:
+    """Answer who waits at the other end of a message of an operation that is over here.
+
+    What we had to send is ahead of the answer on the link, so who still misses it, or has
+    something that we did not want, does another operation. False: it is not over.
+    """
+    cdef Entry answer = name[0]
+    cdef Entry* failed = failure_of(state, name)
+    if task_of(state, name) != NULL or not has_begun(state, name, ANYONE):
+        return False
+    answer.label, answer.code = 0, 0
+    if failed == NULL:                  # else it had no link yet when we told all members
+        answer.label, answer.mistake = OF_MESSAGE, name.label
+    elif failed.status == E_MISMATCH:
+        answer.code = failed.code
+    else:
+        return False
+    add_control(state, work, KIND_REFUSE, &answer, E_MISMATCH)
+    return True
+
+
+cdef void note_once(State* state, Entry* name, int32_t what) noexcept nogil:
+    if find(state, name, what)[0] == NULL:
+        note(state, name)
 
 
 cdef void take_ready(State* state, Entry* name, Work* work) noexcept nogil:
     """The other side waits for a message: send it, or remember that."""
     cdef Entry* held = take(state, name, HELD)
-    cdef Task* task = task_of(state, name) if held == NULL else NULL
-    cdef Entry* failed = failure_of(state, name) if held == NULL else NULL
-    if held == NULL and is_foreign(task, name, True):
-        refuse(state, task, name, work)
-    elif task == NULL and failed != NULL and failed.status == E_MISMATCH:
-        name.label = 0                  # it had no link yet when we told all members
-        name.code = failed.code
-        add_control(state, work, KIND_REFUSE, name, E_MISMATCH)
-    elif held == NULL:
-        if not is_on_its_way(state, task, name):
-            name.what = READY
-            note(state, name)
-    elif agrees(held, name):
+    cdef Task* task = task_of(state, name)
+    if held != NULL and agrees(held, name):
         held.leg.state = GOING
         held.leg.item.is_whole = name.is_whole
         add_leg(work, held.leg)
-    else:
+    elif held != NULL:
         held.leg.state = BLOCKED
         refuse(state, held.leg.task, name, work)
+    elif is_foreign(task, name, True):
+        refuse(state, task, name, work)
+    elif not answer_over(state, name, work) and not is_on_its_way(state, task, name):
+        note_once(state, name, READY)
 
 
 cdef void take_offer(State* state, Entry* name, Work* work) noexcept nogil:
     cdef Leg* leg = who_wants(state, name)
-    if leg == NULL:
-        name.what = OFFERED
-        note(state, name)
-        return
-    put(state, &leg.entry, WANTED)
-    add_ready(state, work, leg)
+    cdef Task* task = task_of(state, name)
+    if leg != NULL:
+        put(state, &leg.entry, WANTED)
+        add_ready(state, work, leg)
+    elif is_foreign(task, name, False):
+        refuse(state, task, name, work)
+    elif not answer_over(state, name, work):
+        note_once(state, name, OFFERED)
 
 
 cdef bint is_end_of(Task* task, const Entry* name) noexcept nogil:
@@ -253,6 +274,15 @@ cdef bint is_end_of(Task* task, const Entry* name) noexcept nogil:
     return (task.is_numbered and task.channel == name.channel and leg.entry.peer == name.peer
             and leg.entry.number == name.number
             and (leg.kind == LEG_SEND) == (name.label == OF_SENDER))
+
+
+cdef bint is_left(Task* task, const Entry* name) noexcept nogil:
+    """Whether an operation waits for a message, or to send it, and nothing of it has moved."""
+    cdef Leg* sent = leg_of(task, name, True)
+    cdef Leg* wanted = leg_of(task, name, False)
+    return (sent != NULL and sent.state == POSTED) or (
+        wanted != NULL and wanted.state == POSTED and not wanted.is_landing
+        and not wanted.received)
 
 
 cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
@@ -265,6 +295,11 @@ cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
             fail_task(state, task, name.status, name.peer, work)
         return
     task = task_of(state, name)
+    if name.label == OF_MESSAGE:
+        name.label = name.mistake
+        if task != NULL and is_left(task, name):
+            refuse(state, task, NULL, work)
+        return
     if name.label == OF_ONE:
         if task == NULL:
             hear_late(state, name, OWN, work)
@@ -335,8 +370,8 @@ cdef bint is_missing(const Leg* leg) noexcept nogil:
 cdef void remind(State* state, Task* task) noexcept nogil:
     """Tell others what an operation waits for, also where that is small and comes unasked.
 
-    Who does another operation refuses ours then; else two that expect each other's message, and
-    send none, would both wait until time is up.
+    Who does another operation refuses ours then, or says that it is through; else two that expect
+    each other's message, or have one for each other, would both wait until time is up.
     """
     cdef Work work
     cdef Leg* leg
@@ -348,10 +383,12 @@ cdef void remind(State* state, Task* task) noexcept nogil:
     pthread_mutex_lock(&state.lock)
     for i in range(task.n_legs):
         leg = &task.legs[i]
-        if is_missing(leg) and leg.kind != LEG_SEND and leg.entry.peer != ANYONE:
+        if is_missing(leg) and leg.kind == LEG_SEND:
+            add_control(state, &work, KIND_OFFER, &leg.entry, <int32_t>leg.nbytes)
+        elif is_missing(leg) and leg.entry.peer != ANYONE:
+            leg.is_asked = False        # the first word may have come too early
             add_ready(state, &work, leg)
-    if find(state, &late, REMINDED)[0] == NULL:
-        note(state, &late)
+    note_once(state, &late, REMINDED)
     task.is_reminded = True
     if task.is_late:
         refuse_for(state, task, task.mistake, &work)

@@ -368,9 +368,7 @@ class Group(Members):
         steps = Schedule((Step(kind, peer, 0, place, 0, nbytes),), 0)
         code = self._dtype(np.empty(0, kept), dtype)
         key = ("send", int(kind), nbytes, peer, None, code)
-        ready = self._kinds.get(key) or self._prepare(
-            key, lambda: steps, None, code, is_weighted=False
-        )
+        ready = self._kind(key, lambda: steps, None, code)
         words = "send" if kind is Kind.SEND else "receive"
         if len(self._routes) >= MANY_KINDS:
             self._routes.clear()

@@ -46,7 +46,7 @@ class ReadyKind(NamedTuple):
     code: int
 
 
-# What an operation is, for other members too: a kind, times 8, and the rule of a sum
+# What an operation is, for other members too: a kind, times 8, and the rule of a sum or AVERAGE
 KINDS = (
     "allreduce", "allgather", "reduce", "reducescatter", "gather", "scatter", "alltoall",
     "broadcast", "barrier", "send", "neighbor_allreduce", "neighbor_allgather",
@@ -54,6 +54,9 @@ KINDS = (
     "neighbor_coded",
 )  # fmt: skip
 
+
+AVERAGE = 0  # instead of a rule, of SUMS; theirs begin at 1
+SUMS = ("allreduce", "reduce", "reducescatter")
 
 # What join() takes part in, and may be over on a member before others begin
 MAY_END_FIRST = ("broadcast", "reduce")
@@ -75,7 +78,7 @@ class Members:
         self.key = f"{key}/{self.ranks}"
         self.machines = tuple(host.machine_of(rank) for rank in self.ranks)
         self.is_on_one_machine = len(set(self.machines)) == 1
-        self._kinds: dict[tuple[object, ...], ReadyKind] = {}
+        self._kinds: dict[object, ReadyKind] = {}
         self._routes: dict[tuple[object, ...], tuple[ReadyKind, int, str]] = {}  # of messages
         self.channels = Channels(self.key)
         self.steady = Steady()
@@ -109,9 +112,10 @@ class Members:
             copy_alone(make(), array, out)
             return self._host.promise((), result, self._explain, self.ranks)
         key = (*key, "weighted", rule, dtype) if weights else (*key, rule, dtype)
-        kind = self._kinds.get(key) or self._prepare(
-            key, make, rule, dtype, is_weighted=bool(weights)
-        )
+        kind = self._kind(
+            key, make, rule, dtype, is_weighted=bool(weights),
+            is_average=divisor != 1 and key[0] in SUMS,
+        )  # fmt: skip
         operation = self._launch(
             kind, channel, label, array, out, divisor=divisor, priority=priority,
             is_numbered=is_numbered, weights=weights, goes_on=goes_on,
@@ -167,21 +171,35 @@ class Members:
         """Make an array for a result."""
         return self._host.empty(shape, dtype)
 
-    def _prepare(
+    def _kind(
         self,
         key: tuple[object, ...],
         make: Callable[[], Schedule],
         rule: ReduceOp | None,
         dtype: DType | None,
         *,
-        is_weighted: bool,
+        is_weighted: bool = False,
+        is_average: bool = False,
     ) -> ReadyKind:
-        """Make what all operations of one kind and size need, once."""
+        """Give what all operations of one kind and size need; made once."""
+        kind = self._kinds.get((is_average, key))
+        if kind is None:
+            if len(self._kinds) >= MANY_KINDS:
+                self._kinds.clear()
+            code = AVERAGE if is_average else int(rule or 0) % 8  # a trimmed mean has its own kind
+            code += KINDS.index(str(key[0])) * 8
+            kind = self._make_kind(key[0], make(), rule, dtype, code, is_weighted=is_weighted)
+            self._kinds[is_average, key] = kind
+        return kind
+
+    def _make_kind(
+        self, what: object, steps: Schedule, rule: ReduceOp | None, dtype: DType | None,
+        code: int, *, is_weighted: bool,
+    ) -> ReadyKind:  # fmt: skip
         from fastps.collectives._exchange import Program  # noqa: PLC0415
 
-        steps = make()
         program = Program(steps.steps, steps.scratch_bytes, self.ranks)
-        if key[0] == "send":
+        if what == "send":
             program.offer()
         address, mix, itemsize = 0, 0, 1 if dtype is None else dtype.itemsize
         if rule is not None:
@@ -190,12 +208,7 @@ class Members:
             address = reduce_kernel(rule, DType(dtype or 0))
             if is_weighted:
                 mix = reduce_kernel(ReduceOp.MIX, DType(dtype or 0))
-        code = KINDS.index(str(key[0])) * 8 + int(rule or 0) % 8  # a trimmed mean has its own kind
-        kind = ReadyKind(program, address, mix, itemsize, int(dtype or 0), code)
-        if len(self._kinds) >= MANY_KINDS:
-            self._kinds.clear()
-        self._kinds[key] = kind
-        return kind
+        return ReadyKind(program, address, mix, itemsize, int(dtype or 0), code)
 
     # ---- what is waited for at once: eager.py and flights.py need it ----
 
@@ -265,11 +278,10 @@ class Members:
         if name is not None:
             self._host.check_name(self, name)
         key = (*key, dtype)
-        ready = self._kinds.get(key) or self._prepare(key, make, None, dtype, is_weighted=False)
+        kind, label = self._kind(key, make, None, dtype), self._label(key, _whole(name))
         operation = self._launch(
-            ready, self.channels.of(name), self._label(key, name and name.removesuffix(SIZES)),
-            sent, found, may_differ=may_differ,
-        )  # fmt: skip
+            kind, self.channels.of(name), label, sent, found, may_differ=may_differ
+        )
         operation.guess = guess
         self._note(operation, name, key, 1)
         self.finish(operation)
@@ -358,3 +370,8 @@ class Members:
                 "sends to whom"
             )
         return self._host.explain(operation, status, timeout_s)
+
+
+def _whole(name: str | None) -> str | None:
+    """Give a name as users know it, without what marks an exchange of sizes."""
+    return name and name.removesuffix(SIZES)

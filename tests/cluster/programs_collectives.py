@@ -244,6 +244,36 @@ def mistakes() -> list[str]:
     return texts
 
 
+def mistakes_without_a_message() -> str:
+    """Differ where no bytes would tell: nobody waits for long, and each has one error or two."""
+    fastps.init(op_timeout_s=20.0)
+    me, last = fastps.rank(), fastps.size() - 1
+    odd = me == last
+    small, large = np.ones(4), np.ones(100_000)
+    calls = [
+        lambda: fastps.allreduce(small, op=fastps.Average if odd else fastps.Sum),
+        lambda: fastps.allreduce(large, op=fastps.Average if odd else fastps.Sum),
+        lambda: fastps.gather(small, 1 if odd else 0),
+        lambda: fastps.gather(large, me),
+        lambda: fastps.broadcast(large, me),  # all have something to send, and nobody wants it
+        lambda: fastps.broadcast(small if odd else small[:0], 0),  # the root was through at once
+        lambda: fastps.reduce_to(large[: len(large) * (not odd)], 0),
+        lambda: fastps.reducescatter(np.ones(0 if odd else last + 1)),
+        lambda: fastps.scatter(None if me else np.ones((last + 1, 4)), np.ones(4), me // 2),
+    ]
+    for number, call in enumerate(calls):
+        errors = 0
+        for attempt in (call, *[lambda: fastps.allreduce(small, op=fastps.Max)] * 3):
+            try:
+                attempt()
+            except MismatchError:
+                errors += 1
+        assert 1 <= errors <= 2, (number, errors)
+        fastps.barrier()
+    fastps.shutdown()
+    return "done"
+
+
 def mistakes_of_one() -> list[str]:
     """Take what is no operator for one, and a name for another shape."""
     fastps.init()

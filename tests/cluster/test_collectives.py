@@ -58,6 +58,12 @@ def test_mistakes_are_everybodys_to_know(way):
         assert all("not the same operation" in text for text in texts), texts
 
 
+@pytest.mark.parametrize("way", ["memory", "tcp"])
+def test_mistakes_of_which_no_message_tells(way):
+    program = programs_collectives.mistakes_without_a_message
+    assert run_job(program, workers=3, servers=0, environment=WAYS[way]) == ["done"] * 3
+
+
 def test_a_mistake_of_ours_is_told_with_its_cure():
     for op, name in run_job(programs_collectives.mistakes_of_one, workers=2, servers=0):
         assert "op is fastps.Average, Sum" in op

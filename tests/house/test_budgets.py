@@ -39,7 +39,7 @@ ROOMS = {
     "control/": 5030,
     "server/": 4980,
     "worker/": 3460,
-    "collectives/": 4860,
+    "collectives/": 4900,
     "frameworks/": 13680,
     "graph/": 3950,
     "byzantine/": 1900,
