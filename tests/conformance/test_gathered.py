@@ -122,7 +122,7 @@ class House:
         return found.copy()
 
     def lasts(self, rank: int) -> bool:
-        """Tell whether an operation goes on when all that was begun is there, and a moment more."""
+        """Tell whether an operation goes on once all that was begun has come, and a moment on."""
         before = None
         while (now := self.net.transport.statistics()) != before or (
             now["bytes_sent"] != now["bytes_received"]
