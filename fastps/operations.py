@@ -134,7 +134,7 @@ def join(device: int = -1, *, timeout_s: float | None = None) -> int:
     join() while settings are tuned. Waits for this worker's own operations first. Gives the rank
     of the last one to come. device: accepted for Horovod's sake. timeout_s: from one operation of
     others to the next (default: op_timeout_s); then StallError says who is at work, and join()
-    may be called again.
+    may be called again. PeerLostError names a worker that left the job instead.
     """
     session = current()
     if session.size == 1:

@@ -102,7 +102,7 @@ class Session(Forgetting):
         self._tensors: dict[str, PlannedTensor] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._witness = Witness()
-        self.left = self._witness.left  # members that left in order, as far as we know
+        self.left, self.gone = self._witness.left, self._witness.gone  # as far as we know
         self._poisoned = self._witness.poisoned
         self.wait_seconds, self.is_suspended = [0.0], False  # by the user, for a while
         self._client: ControlClient | None = None
@@ -657,6 +657,7 @@ class Session(Forgetting):
     def _on_event(self, event: Event) -> None:
         """Take news from the scheduler, on the control client's thread."""
         self._witness.hear(event)
+        self.uneven.wake()
         if isinstance(event, TensorPoisoned):
             self.poison(event)
         elif isinstance(event, Told):

@@ -139,6 +139,11 @@ class Uneven:
             self._ending = status
             self._news.notify_all()
 
+    def wake(self) -> None:
+        """Look whether a worker is gone for which join() waits; on the control thread."""
+        with self._news:
+            self._news.notify_all()
+
     def tell(self, tensors: Iterable[StartedTensor]) -> None:
         """Tell those who have joined what was started on tensors."""
         members = tuple(range(self._session.size))
@@ -254,21 +259,31 @@ class Uneven:
         } | self._session.versions()
 
     def _wait_wanted(self, current: _Round, timeout_s: float) -> list[Started]:
-        """Wait for operations that all others wait for; an empty list when all have joined."""
+        """Wait for operations that all others wait for; an empty list when all have joined.
+
+        PeerLostError where somebody is gone who has not.
+        """
 
         def is_ready() -> bool:
             is_over = len(current.joins) == self._session.size
-            return is_over or self._ending is not None or bool(self._wanted(current))
+            is_in_vain = self._ending is not None or bool(self._gone(current))
+            return is_over or is_in_vain or bool(self._wanted(current))
 
         with self._news:
             if not self._news.wait_for(is_ready, timeout_s):
                 raise StallError(self._stall_text(current, timeout_s))
-            wanted = self._wanted(current)
+            wanted, gone = self._wanted(current), self._gone(current)
             for one in wanted:
                 del current.tellers[one]
         if self._ending is not None:
             raise self._session.blame("join()", self._ending)
+        if gone and not wanted:  # what it has begun before may still be complete
+            raise self._session.blame("join()", Status.PEER_LOST, culprit=gone[0])
         return wanted
+
+    def _gone(self, current: _Round) -> list[int]:
+        """List those who left, or without whom the job goes on, and who have not joined."""
+        return [rank for rank in self._session.gone if rank not in current.joins]
 
     def _wanted(self, current: _Round) -> list[Started]:
         """List what all who are at work have started, but this worker has not."""

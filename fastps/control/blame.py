@@ -182,12 +182,13 @@ class Witness:
     """What one worker has heard: who left, and who of them took along what it owned.
 
     In both the first one comes first: what others do after that, and links that end, are
-    consequences.
+    consequences. gone: who left or is lost, while the job goes on.
     """
 
     me: int = 0
     left: list[int] = field(default_factory=list)
     owners_left: list[int] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
     poisoned: dict[str, TensorPoisoned] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)  # workers without which the job goes on
 
@@ -197,10 +198,12 @@ class Witness:
             self.poisoned[event.name] = event
         elif isinstance(event, PeerLeft):
             self.left.append(event.member)
+            self.gone.append(event.member)
         elif isinstance(event, OwnerLeft):
             self.owners_left.append(event.member)
         elif isinstance(event, PeerLost) and event.goes_on and event.rank != self.me:
             self.lost[event.rank] = str(event)
+            self.gone.append(event.rank)
 
     def report(self, failure: Failure) -> ReportLost | None:
         """Make what to tell the scheduler: a link broke, or our device."""

@@ -206,3 +206,20 @@ def lost() -> str:
     with pytest.raises(PeerLostError, match="worker 1"):
         fastps.join()
     return "told"
+
+
+def left() -> list[str]:
+    """Leave in order while others wait in join(), after a round in which all had joined."""
+    fastps.init()
+    me, size = fastps.rank(), fastps.size()
+    fastps.allreduce(np.ones(1))
+    fastps.join()
+    if me == size - 1:
+        fastps.shutdown()
+        return []
+    errors = []
+    for _ in range(2):
+        with pytest.raises(PeerLostError) as error:
+            fastps.join()
+        errors.append(str(error.value))
+    return errors

@@ -28,6 +28,17 @@ def test_a_worker_is_lost_while_another_waits_in_join():
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_worker_leaves_while_others_wait_in_join(way):
+    environment = WAYS[way] | {"FASTPS_OP_TIMEOUT_S": "50"}
+    *found, last = run_job(programs_uneven.left, workers=3, servers=0, environment=environment)
+    assert not last
+    for errors in found:
+        assert len(errors) == 2
+        for error in errors:
+            assert error.startswith("join() cannot be completed: worker 2 left the job"), found
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_who_waits_in_a_meeting_hears_that_another_has_joined(way):
     found = run_job(programs_uneven.meet_as_one_joins, workers=3, servers=0, environment=WAYS[way])
     assert found == ["done"] * 3
