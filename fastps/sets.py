@@ -8,6 +8,7 @@ job everywhere, except for ProcessSet.rank(). Threads: any; add and remove in on
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -150,15 +151,20 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Take a set out of use; False where it is not in use, or is that of all workers.
 
     All workers call it alike; blocks until they have. Raises FastPSError on all of them, and the
-    set stays in use, where a worker has an operation of it in flight.
+    set stays in use, where a worker has an operation of it in flight. One that another thread
+    begins meanwhile waits for the outcome.
     """
     is_ours = process_set is not global_process_set and process_set._home is current().groups
     group = process_set._group if is_ours else None
-    _agree("remove_process_set", process_set, [] if group is None else group.in_flight())
-    if not is_ours:
-        return False
-    process_set._home = process_set._group = None
-    forget_calls()
+    _agree("remove_process_set", process_set)  # until all are here, some may need operations of it
+    with contextlib.nullcontext() if group is None else group.gate:
+        forget_calls()  # those that are made again do not come to the gate
+        _agree("remove_process_set", process_set, [] if group is None else group.in_flight())
+        if not is_ours:
+            return False
+        if group is not None:
+            group.is_removed = True
+        process_set._home = process_set._group = None
     return True
 
 

@@ -7,6 +7,7 @@ group.py says. Threads: any.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,6 +68,7 @@ class Members:
 
     ranks: their numbers in the job, ascending or not; their order is that of sums and blocks.
     key: tells apart sets of the same ranks. words: what errors call it, if it is not everybody.
+    gate: while it is held, no operation begins that begins with all checks. is_removed: nor later.
     """
 
     def __init__(self, host: Host, ranks: Sequence[int], key: str = "", words: str = "") -> None:
@@ -82,6 +84,7 @@ class Members:
         self._routes: dict[tuple[object, ...], tuple[ReadyKind, int, str]] = {}  # of messages
         self.channels = Channels(self.key)
         self.steady = Steady()
+        self.gate, self.is_removed = threading.RLock(), False
 
     # ---- starting ----
 
@@ -136,11 +139,14 @@ class Members:
             if not kind.program.is_linked:
                 self._host.reach(kind.program.peers)
                 kind.program.is_linked = True
-            operation = self._host.exchange.start(
-                kind.program, channel, name=label, input=array, output=out,
-                itemsize=kind.itemsize, rule=kind.address, dtype=kind.dtype, code=kind.code,
-                mix=kind.mix, **how,
-            )  # fmt: skip
+            with self.gate:
+                if self.is_removed:
+                    raise ValueError(f"{label}: its process set was removed, and is not in use")
+                operation = self._host.exchange.start(
+                    kind.program, channel, name=label, input=array, output=out,
+                    itemsize=kind.itemsize, rule=kind.address, dtype=kind.dtype, code=kind.code,
+                    mix=kind.mix, **how,
+                )  # fmt: skip
             operation.group = self
             return operation
         except (TransportError, ShutdownError) as error:
@@ -305,7 +311,7 @@ class Members:
         """Say what is under way here; names: under one of these."""
         if self.size == 1:
             return []
-        some = self.channels if names is None else names
+        some = list(self.channels) if names is None else names
         channels = {self.channels[name] for name in some}
         operations = self._host.exchange.operations
         return [one.name for one in operations if one.channel in channels and not one.is_done]

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from run_program import mark
 
 import fastps
 from fastps import current
+from fastps.collectives.members import Members
 from fastps.errors import FastPSError
 
 WAIT_S = 60.0
@@ -22,7 +25,7 @@ def caught(action: Callable[[], Any]) -> str:
     """Give kind and message of what an action raises."""
     try:
         action()
-    except FastPSError as error:
+    except (FastPSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -118,6 +121,48 @@ def removal() -> list[str]:
         assert (fastps.allreduce(np.ones(3), process_set=some) == 1).all()
     assert fastps.remove_process_set(some)
     assert not fastps.remove_process_set(some)
+    fastps.shutdown()
+    return texts
+
+
+def removal_beside_a_thread() -> list[str]:
+    """Remove a set while a thread of worker 0 uses it: before all have come, and after the look.
+
+    Gives what that thread is told.
+    """
+    fastps.init()
+    me, own = fastps.rank(), np.ones(3)
+    some = fastps.add_process_set([0, 1])
+    comes, looked, texts, look = threading.Event(), threading.Event(), [], Members.in_flight
+
+    def look_and_dawdle(group: Members, names: Any = None) -> list[str]:
+        found = look(group, names)
+        looked.set()
+        time.sleep(0.3)
+        return found
+
+    def work() -> None:
+        comes.wait(WAIT_S)
+        time.sleep(0.1)
+        fastps.allreduce(own, process_set=some)
+        fastps.send(own, 1)
+        looked.wait(WAIT_S)
+        texts.append(caught(lambda: fastps.allreduce(own, process_set=some)))
+
+    if some.included():
+        fastps.allreduce(own, process_set=some)
+    thread = threading.Thread(target=work)
+    if me == 0:
+        Members.in_flight = look_and_dawdle  # type: ignore[method-assign]
+        thread.start()
+        comes.set()
+    elif me == 1:
+        fastps.allreduce(own, process_set=some)
+        fastps.receive(own, 0)
+    assert fastps.remove_process_set(some)
+    if me == 0:
+        thread.join()
+    assert (fastps.allreduce(own) == 1).all()
     fastps.shutdown()
     return texts
 

@@ -48,6 +48,17 @@ def test_a_set_in_use_is_not_removed():
             assert f"has '{what} of process set [0, 1]' in flight" in text
 
 
+def test_nothing_begins_on_a_set_while_it_is_removed():
+    found = run_job(
+        programs_sets.removal_beside_a_thread, workers=3, servers=0,
+        environment={"FASTPS_OP_TIMEOUT_S": "20"},
+    )  # fmt: skip
+    assert found[1:] == [[], []]
+    (text,) = found[0]
+    assert text.startswith("ValueError: allreduce of process set [0, 1]: "), text
+    assert text.endswith("was removed, and is not in use"), text
+
+
 @pytest.mark.parametrize("way", ["memory", "tcp"])
 def test_names_of_operations_among_members_are_forgotten(way):
     found = run_job(
