@@ -528,7 +528,7 @@ def broadcast_object(
 ) -> Any:
     """Give everybody the root's object, made of plain Python values and arrays; blocks.
 
-    Nothing is pickled: TypeError names a type that cannot travel.
+    Nothing is pickled: TypeError on all workers names a type that cannot travel.
     """
     if process_set is not global_process_set:
         is_root = rank() == root_rank

@@ -39,6 +39,22 @@ def decode_object(data: bytes) -> Any:
     return _from_plain(msgspec.msgpack.decode(data))
 
 
+def encode_for_all(obj: Any) -> bytes:
+    """Encode an object for other workers, or else why it cannot travel."""
+    try:
+        return encode_object((True, obj))
+    except (TypeError, RecursionError) as error:
+        return encode_object((False, str(error)))
+
+
+def decode_of(rank: int, data: bytes) -> Any:
+    """Decode what encode_for_all() made on a worker; TypeError if that could not travel."""
+    is_whole, found = decode_object(data)
+    if not is_whole:
+        raise TypeError(f"worker {rank} could not send its object: {found}")
+    return found
+
+
 def _to_plain(obj: Any) -> Any:
     if type(obj) in _PLAIN:
         return obj

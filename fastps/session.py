@@ -62,7 +62,7 @@ from fastps.errors import (
     Status,
 )
 from fastps.evened import Evened, even
-from fastps.objects import decode_object, encode_object
+from fastps.objects import decode_of, encode_for_all
 from fastps.retiring import Forgetting
 from fastps.rules import SUMMED, Rule
 from fastps.rules import Choice as RuleChoice
@@ -577,16 +577,14 @@ class Session(Forgetting):
         """Give everybody the root's object; blocks, and never unpickles anything.
 
         Carries None, bool, int, float, str, bytes, list, tuple, dict, set and arrays; TypeError
-        names what else was found.
+        on all workers names what else was found.
         """
         self.check_usable()
         root_rank = self._checked_root(root_rank)
-        data = encode_object(obj) if root_rank == self.rank else None
-        if self._client is None:
-            return decode_object(encode_object(obj))
-        return decode_object(
-            self._client.blob(name, root_rank, data, timeout_s=self.config.op_timeout_s)
-        )
+        data = encode_for_all(obj) if root_rank == self.rank else None
+        if (client := self._client) is not None:
+            data = client.blob(name, root_rank, data, timeout_s=self.config.op_timeout_s)
+        return decode_of(root_rank, data or b"")
 
     def statistics(self) -> dict[str, float]:
         """Count operations, bytes, frames, system calls and seconds spent in wait()."""

@@ -180,13 +180,9 @@ def row_counts_of_each(group: Group, counts: Sequence[int], name: str | None) ->
 
 def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
     """Give everybody's object; TypeError on all members if one cannot travel. Blocks."""
-    from fastps.objects import decode_object, encode_object  # noqa: PLC0415
+    from fastps.objects import decode_of, encode_for_all  # noqa: PLC0415
 
-    try:
-        data = encode_object((True, obj))
-    except (TypeError, RecursionError) as error:
-        data = encode_object((False, str(error)))
-    own = np.frombuffer(data, np.uint8)
+    own = np.frombuffer(encode_for_all(obj), np.uint8)
     told = tell(Rows(group, "allgather", own, [len(own)], DType.UINT8, name, "objects"))
     whole: Array = np.empty(sum(told.counts), np.uint8)
     if told.is_whole:
@@ -195,10 +191,7 @@ def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
         group.allgather(own, whole, counts=told.counts, name=name).wait()
     everything, found, start = whole.tobytes(), [], 0
     for rank, count in zip(group.ranks, told.counts, strict=True):
-        is_whole, value = decode_object(everything[start : start + count])
-        if not is_whole:
-            raise TypeError(f"worker {rank} could not send its object: {value}")
-        found.append(value)
+        found.append(decode_of(rank, everything[start : start + count]))
         start += count
     return found
 

@@ -349,8 +349,12 @@ def bounds(size: int) -> None:
     """Refuse roots that do not exist and objects that would need pickle."""
     for root in (-1, size):
         refused(ValueError, "root_rank", lambda: fastps.broadcast(np.zeros(1), root, name="no"))  # noqa: B023
-    if fastps.rank() == 0:
-        refused(TypeError, "object cannot be broadcast", lambda: fastps.broadcast_object(object()))
+    for one in (fastps.global_process_set, fastps.add_process_set(range(size))):
+        refused(
+            TypeError,
+            "worker 0 could not send its object: function cannot be broadcast",
+            lambda: fastps.broadcast_object(refused, process_set=one),  # noqa: B023
+        )
 
 
 def refused(kind: type[Exception], words: str, call: Callable[[], object]) -> None:

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from fastps.errors import FastPSError, MismatchError, NotInitializedError, StallError
-from fastps.objects import decode_object, encode_object
+from fastps.objects import decode_of, encode_for_all
 from fastps.types import DType, dtype_of
 
 TIMEOUT_S = 20.0
@@ -299,7 +299,7 @@ class FakeSession:
         return FakeHandle(self._cluster, operations, many)
 
     def broadcast_object(self, obj: Any, root_rank: int = 0, name: str = "object") -> Any:
-        blob = encode_object(obj) if self.rank == root_rank else b""
+        blob = encode_for_all(obj) if self.rank == root_rank else b""
         size = np.array(len(blob), dtype=np.int64)
         self.broadcast_async(size, root_rank, f"{name}/size").wait()
         data = np.zeros(int(size), dtype=np.uint8)
@@ -309,7 +309,7 @@ class FakeSession:
             self._cluster.declared.pop(f"{name}/data", None)
         self.barrier()
         self.broadcast_async(data, root_rank, f"{name}/data").wait()
-        return decode_object(data.tobytes())
+        return decode_of(root_rank, data.tobytes())
 
     def version_of(self, name: str) -> int:
         return 0

@@ -141,10 +141,10 @@ def _broadcast_tree(value: Any, root_rank: int, name: str) -> Any:
     try:
         plain = take_out(value, mark, tensors)
         specs = [describe(tensor) for tensor in tensors]
-        current.broadcast_object({"value": plain, "mark": mark, "specs": specs}, root_rank, name)
     except (TypeError, RecursionError) as error:
         current.broadcast_object({"refused": str(error)}, root_rank, name)
         raise
+    current.broadcast_object({"value": plain, "mark": mark, "specs": specs}, root_rank, name)
     _broadcast([sendable(tensor) for tensor in tensors], _labels(name, tensors), root_rank)
     return value
 
