@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 FRAMES = 8  # of a stack, innermost first
 _HERE = os.path.dirname(__file__) + os.sep
+IN_VAIN = math.inf  # since when an operation is waited for whose wait ended in a StallError
 _TENSOR, _CHANNEL = "tensor ", "channel "
 
 
@@ -77,8 +79,11 @@ class StallWatch:
         self._look_at_hands()
         now = time.monotonic()
         pending = list(self._in_flight())
-        seen = [(one.place, one.version) for one in pending]
-        self._since = {key: self._since.get(key, now) for key in seen}
+        seen = {(one.place, one.version) for one in pending}
+        for key in self._since.keys() - seen:
+            del self._since[key]
+        for key in seen:
+            self._since.setdefault(key, now)
         oldest = self._oldest(pending)
         waited_s = 0.0 if oldest is None else now - self._since[oldest.place, oldest.version]
         if oldest is None or waited_s < self._watch_s:
@@ -110,13 +115,18 @@ class StallWatch:
             if oldest and since and time.monotonic() - since >= LEAST_S:
                 self._tell(oldest, time.monotonic() - since, len(pending))
             return
-        waits = "" if oldest is None else oldest.what
+        waits = "" if oldest is None else f"{self._how(oldest)} {oldest.what}"
         if (client := self._client) is not None:
             client.tell_where(
                 Whereabouts(
                     asked.inquiry, self._count(asked.place), text_of(waits), text_of(_stack())
                 )
             )
+
+    def _how(self, pending: Pending) -> str:
+        """Say whether somebody waits: after a StallError it may be that nobody does any more."""
+        is_late = self._since.get((pending.place, pending.version)) == IN_VAIN
+        return "waited in vain for" if is_late else "waits for"
 
     def _tell(self, oldest: Pending, waited_s: float, count: int) -> None:
         if (client := self._client) is not None:
@@ -128,7 +138,7 @@ class StallWatch:
         return Waiting(0, text_of(place), number, text_of(what + more), members, waited_s)
 
     def _oldest(self, pending: list[Pending]) -> Pending | None:
-        """Give what has been in flight the longest; of several the first by name."""
+        """Give what has been waited for the longest; of several the first by name."""
         return min(
             pending,
             key=lambda one: (self._since.get((one.place, one.version), 1e300), one.place),
@@ -183,6 +193,7 @@ class StallWatch:
         with contextlib.suppress(FastPSError):
             if (client := self._client) is not None:
                 why = client.who_stalls(self._waiting(pending, timeout_s))
+        self._since[pending.place, pending.version] = IN_VAIN  # who waits again is not heard of
         return StallError(stall_text(pending.what, why, timeout_s))
 
 

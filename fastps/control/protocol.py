@@ -389,7 +389,7 @@ class Waiting(_Message, frozen=True):
 class Whereabouts(_Message, frozen=True):
     """Answer a Locate: how many operations of its place this worker has begun, and where it is.
 
-    waits: for what, if it waits; stack: innermost first, of the main thread.
+    waits: for what, or did in vain; stack: innermost first, of the main thread.
     """
 
     inquiry: Id

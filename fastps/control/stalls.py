@@ -181,5 +181,5 @@ def _words(asked: Waiting, answer: Whereabouts) -> str:
         how = f"has begun {answer.count} operations on it"
     else:
         how = "has not begun it"
-    waits = f", waits for {answer.waits}" if answer.waits else ""
+    waits = f", {answer.waits}" if answer.waits else ""
     return f"{how}{waits}, is at {answer.stack}" if answer.stack else f"{how}{waits}"

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from control_driver import Driver
 
+from fastps.config import load
 from fastps.control.protocol import Locate, StallTold, Waiting, Whereabouts
 from fastps.control.stalls import ANSWER_S
+from fastps.stalls import StallWatch
 
 AT = "train.py:30 in step"
 
@@ -34,7 +38,7 @@ def test_who_has_not_begun_is_named_with_its_stack(caplog) -> None:
     wait_for(driver, first, 10.0)
     driver.say(third, Whereabouts(locate(driver, third).inquiry, 4, "", "train.py:9 in wait"))
     assert not caplog.messages
-    driver.say(second, Whereabouts(locate(driver, second).inquiry, 3, "tensor 'v'", AT))
+    driver.say(second, Whereabouts(locate(driver, second).inquiry, 3, "waits for tensor 'v'", AT))
     (line,) = caplog.messages
     assert line == (
         "tensor 'w' waits for 10 s: worker 1 (node, pid 102) has begun 3 operations on it, waits "
@@ -117,3 +121,56 @@ def test_nobody_is_missing() -> None:
     for peer in (second, third):
         driver.say(peer, Whereabouts(locate(driver, peer).inquiry, 4, "", AT))
     assert "all workers have begun it" in driver.events(first, StallTold)[0].text
+
+
+class Tensor(NamedTuple):
+    """An operation in flight on a tensor."""
+
+    name: str
+    version: int = 1
+    operation: int = -1
+
+
+class Worker:
+    """A session of three workers, as far as its stall watch looks, and its client."""
+
+    def __init__(self) -> None:
+        self.config, self.size = load({"stall_watch_s": 0.0}, {}), 3
+        self.ways = self.steps = self
+        self.count, self.flying, self.said = 0, [Tensor("v")], list[Waiting | Whereabouts]()
+        self.tell_waiting = self.tell_where = self.said.append
+
+    def look(self) -> None: ...
+
+    def started(self, _names: object = None) -> list[tuple[Tensor, None]]:
+        return [(tensor, None) for tensor in self.flying]
+
+    def version_of(self, _name: str) -> int:
+        return 0
+
+    def who_stalls(self, _asked: Waiting) -> str:
+        return "worker 1 has not begun it"
+
+
+def test_what_was_waited_for_in_vain_is_not_said_to_be_waited_for() -> None:
+    worker = Worker()
+    watch = StallWatch(worker)  # type: ignore[arg-type]
+    watch.begin(worker)  # type: ignore[arg-type]
+    watch.look()
+    error = watch.error(watch.pending_of(worker.flying[0]), 3.0)  # type: ignore[arg-type]
+    assert "within 3 s: worker 1 has not begun it" in str(error)
+    watch.look()
+    watch.answer(Locate(0, ""))
+    watch.answer(Locate(7, "tensor w"))
+    worker.flying.append(Tensor("x"))
+    watch.look()
+    watch.answer(Locate(8, "tensor w"))
+    first, vain, second, waits = worker.said
+    assert isinstance(first, Waiting)
+    assert first.place == "tensor v"
+    assert isinstance(vain, Whereabouts)
+    assert vain.waits == "waited in vain for tensor 'v' (operation 1 on it)"
+    assert isinstance(second, Waiting)
+    assert second.place == "tensor x"
+    assert isinstance(waits, Whereabouts)
+    assert waits.waits == "waits for tensor 'x' (operation 1 on it)"
