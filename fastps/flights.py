@@ -19,9 +19,9 @@ from fastps.adasum import adasum
 from fastps.collectives.names import part_of
 from fastps.collectives.places import is_apart
 from fastps.collectives.promise import SizesDifferError
-from fastps.current import current
+from fastps.current import current, known
 from fastps.eager import Rows, tell
-from fastps.errors import FastPSError, MismatchError
+from fastps.errors import FastPSError, MismatchError, NotInitializedError, ShutdownError
 from fastps.evened import integers_text
 from fastps.sets import (
     ProcessSet,
@@ -133,7 +133,11 @@ class Averaging:
 
 
 def _correction(place: str | int, number: int, ranks: Sequence[int], dtype: DType) -> float:
-    factor = current().uneven.correction(place, number, ranks)
+    try:
+        factor = known().uneven.correction(place, number, ranks)
+    except NotInitializedError:
+        text = "shutdown() was called before this average was waited for"
+        raise ShutdownError(text) from None
     if factor != 1.0 and dtype > DType.BFLOAT16:
         raise FastPSError(integers_text(place))
     return factor

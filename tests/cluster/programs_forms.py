@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,14 @@ def everything() -> str:
     rows_that_differ()
     async_forms()
     grouped_forms()
+    flights = [fastps.allreduce_async(np.ones(3), name) for name in (None, "last")]
+    while not all(map(fastps.poll, flights)):
+        time.sleep(0.001)
     fastps.barrier()
     fastps.shutdown()
+    for flight in flights:  # which may lack somebody who had joined; who knows that is gone
+        with pytest.raises(fastps.ShutdownError, match="before this average was waited for"):
+            fastps.synchronize(flight)
     return "done"
 
 
