@@ -79,6 +79,7 @@ from fastps.rules import Choice as RuleChoice
 from fastps.sets import (
     ProcessSet,
     add_process_set,
+    checked_set,
     global_process_set,
     remove_process_set,
 )
@@ -532,7 +533,7 @@ def broadcast_object(
     """
     if process_set is not global_process_set:
         is_root = rank() == root_rank
-        member = process_set.member(root_rank, "root_rank")
+        member = checked_set(process_set).member(root_rank, "root_rank")
         return allgather_object(obj if is_root else None, name, process_set=process_set)[member]
     return _current.current().broadcast_object(obj, root_rank, name)
 
@@ -546,7 +547,7 @@ def barrier(
     in shared memory waits for the same barrier.
     """
     if process_set is not global_process_set:
-        process_set.group().barrier().wait(timeout_s)
+        checked_set(process_set).group().barrier().wait(timeout_s)
         return
     _current.current().groups.barrier(timeout_s)
 

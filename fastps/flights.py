@@ -25,6 +25,7 @@ from fastps.errors import FastPSError, MismatchError, NotInitializedError, Shutd
 from fastps.evened import integers_text
 from fastps.sets import (
     ProcessSet,
+    checked_set,
     gather_objects,
     global_process_set,
     row_counts_of_each,
@@ -183,7 +184,7 @@ def start_allreduce(
         )
         number = session.version_of(name)
         return Averaging(handle, name, number, range(session.size)) if op is Average else handle
-    group = process_set.group()
+    group = checked_set(process_set).group()
     flight = group.allreduce(array, out, op=op, name=name, dtype=dtype, priority=priority)
     return averaging(flight, group, name) if op is Average else flight
 
@@ -193,7 +194,7 @@ def _start_adasum(
 ) -> Flight:
     """Do an Adasum: blocks, since a level needs the one before."""
     code = _code_of(array, dtype)
-    found = adasum([array], code, process_set.group(), name)[0]
+    found = adasum([array], code, checked_set(process_set).group(), name)[0]
     if out is not None:
         out[...] = found
     return Later([], lambda _: found if out is None else out)
@@ -254,7 +255,7 @@ def _start_some(
     """Begin to all-reduce the arrays of one dtype: in one submit to servers, or side by side."""
     some = [arrays[place] for place in places]
     if op is Adasum:
-        sums = adasum(some, code, process_set.group(), name)
+        sums = adasum(some, code, checked_set(process_set).group(), name)
         return [_Part(Later([], lambda _: sums), places, list)]
     names = [f"{name}.{place}" for place in places]
     if name is not None and _goes_by_servers(some, names, op, process_set, code):
@@ -298,7 +299,7 @@ def _start_fused(
     """Begin to all-reduce arrays side by side, among members."""
     some = [arrays[place] for place in places]
     flat = _side_by_side(some)
-    group, label = process_set.group(), _fused_name(name, code)
+    group, label = checked_set(process_set).group(), _fused_name(name, code)
     promise = group.allreduce(flat, flat, op=op, name=label, dtype=code)
     flight = averaging(promise, group, label) if op is Average else promise
     return _Part(flight, places, lambda whole: _cut_like(whole, some))
@@ -366,7 +367,7 @@ def start_allgather(
     counts: these, where they are known; else blocks until all members have told them. out: where
     all of them go; ours may lie there already. is_awaited: blocks until they are there.
     """
-    group, told = process_set.group(), None
+    group, told = checked_set(process_set).group(), None
     array = array if array.ndim else array.reshape(1)
     if counts is None:
         code = _code_of(array, dtype)
@@ -423,7 +424,7 @@ def start_grouped_allgather(
     Blocks until all members have told their rows, once for all; gives those of each array too.
     Raises MismatchError on all members where further dimensions differ.
     """
-    group = process_set.group()
+    group = checked_set(process_set).group()
     rows = [np.atleast_1d(array) for array in arrays]
     widths = [width_of(one) for one in rows]
     told = row_counts_of_each(group, [*map(len, rows), *widths], name)
@@ -478,7 +479,7 @@ def start_alltoall(
     Blocks until all members have told how many rows they send; is_awaited: until the rows are
     there.
     """
-    group, code = process_set.group(), _code_of(array, dtype)
+    group, code = checked_set(process_set).group(), _code_of(array, dtype)
     sent = _splits(array, splits, process_set)
     rows = Rows(group, "alltoall", array, sent, code, name, "alltoall")
     found = _as_before(rows, out) if is_awaited else None
@@ -510,7 +511,7 @@ def start_reducescatter(
     out: Array | None = None,
 ) -> Flight:
     """Begin a reduce-scatter of rows, into out; the first members get one more if uneven."""
-    group = process_set.group()
+    group = checked_set(process_set).group()
     rows = _rows_of_each(array, group)
     shape = rows[group.rank], *array.shape[1:]
     out = _result_of("reducescatter", name, shape, array.dtype, out)
@@ -527,7 +528,7 @@ def start_grouped_reducescatter(
     dtypes: Sequence[DType | None],
 ) -> Later[list[Array]]:
     """Begin start_reducescatter() of several arrays, those of few bytes side by side as one."""
-    group = process_set.group()
+    group = checked_set(process_set).group()
     rows = [_rows_of_each(array, group) for array in arrays]
     labels = labels_of(name, len(arrays))
 
@@ -583,7 +584,7 @@ def start_reduce(
     out: Array | None = None,
 ) -> Flight:
     """Begin to give the root the all-reduce, in its out; what others get is no result."""
-    group, root = process_set.group(), process_set.member(root_rank, "root_rank")
+    group, root = checked_set(process_set).group(), process_set.member(root_rank, "root_rank")
     flight = group.reduce(array, out, root=root, op=op, name=name, dtype=dtype)
     return averaging(flight, group, name) if op is Average else flight
 
@@ -602,7 +603,7 @@ def start_gather(
 
     Blocks until all members have told their rows; is_awaited: until the root has them.
     """
-    group, root = process_set.group(), process_set.member(root_rank, "root_rank")
+    group, root = checked_set(process_set).group(), process_set.member(root_rank, "root_rank")
     array = array if array.ndim else array.reshape(1)
     code = _code_of(array, dtype)
     rows = Rows(group, "gather", array, [len(array)], code, name, "gather", root)
@@ -634,7 +635,7 @@ def start_broadcast(
         code = _code_of(array, dtype)
         if session.is_free_for(name, array.shape, code):
             return session.broadcast_async(array, root_rank, name, dtype=dtype)
-    root = process_set.member(root_rank, "root_rank")
+    root = checked_set(process_set).member(root_rank, "root_rank")
     return process_set.group().broadcast(array, root=root, name=name, dtype=dtype)
 
 
@@ -645,7 +646,7 @@ def allgather_object(
 
     Blocks. TypeError on all members where one holds what cannot travel.
     """
-    return gather_objects(process_set.group(), obj, name)
+    return gather_objects(checked_set(process_set).group(), obj, name)
 
 
 def labels_of(name: str | None, count: int) -> list[str | None]:

@@ -38,7 +38,7 @@ from fastps.flights import (
     start_reducescatter,
 )
 from fastps.given import check_kind, check_output, readable
-from fastps.sets import ProcessSet, global_process_set
+from fastps.sets import ProcessSet, checked_set, global_process_set
 from fastps.types import Op, dtype_of
 from fastps.worker.handle import Array
 
@@ -479,7 +479,7 @@ def scatter_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array]:
     """Begin scatter() and give a handle for synchronize()."""
-    root = process_set.member(root_rank, "root_rank")
+    root = checked_set(process_set).member(root_rank, "root_rank")
     wire = None if tensor is None else _wire(readable(tensor, name))
     flight = process_set.group().scatter(wire, _wire(out), root=root, name=name)
     return Later([flight], lambda _: out, is_plain=True)
@@ -498,7 +498,7 @@ scatter = blocking(
 def barrier_async(*, process_set: ProcessSet = global_process_set) -> Later[None]:
     """Begin barrier() and give a handle for synchronize()."""
     if process_set is not global_process_set:
-        return Later([process_set.group().barrier()], lambda _: None)
+        return Later([checked_set(process_set).group().barrier()], lambda _: None)
     return Later([current().groups.start_barrier()], lambda _: None)
 
 
@@ -507,7 +507,7 @@ def send_async(
     tensor: Array, target: int, *, tag: int = 0, process_set: ProcessSet = global_process_set
 ) -> Later[None]:
     """Begin send() and give a handle for synchronize()."""
-    group, member = process_set.group(), process_set.member(target, "target")
+    group, member = checked_set(process_set).group(), process_set.member(target, "target")
     flight = group.send(_wire(readable(tensor)), member, tag=tag)
     return Later([flight], lambda _: None, is_plain=True)
 
@@ -543,7 +543,7 @@ def receive_async(
     process_set: ProcessSet = global_process_set,
 ) -> Receipt:
     """Begin receive(); the done handle's `source` is the sender's place in the set."""
-    group = process_set.group()
+    group = checked_set(process_set).group()
     member = None if source is None else process_set.member(source, "source")
     return Receipt(group.receive(_wire(out), member, tag=tag), out)
 

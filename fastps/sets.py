@@ -115,6 +115,16 @@ class _Everybody(ProcessSet):
 global_process_set: ProcessSet = _Everybody()
 
 
+def checked_set(process_set: ProcessSet) -> ProcessSet:
+    """Give back what is a process set; TypeError says what else to give."""
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            f"process_set is {process_set!r}, not a ProcessSet: give what add_process_set() gave, "
+            "or leave it out for all workers"
+        )
+    return process_set
+
+
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Bring a set of workers into use and give it.
 

@@ -27,6 +27,7 @@ def everything() -> str:
     rows_that_differ()
     async_forms()
     grouped_forms()
+    no_sets()
     flights = [fastps.allreduce_async(np.ones(3), name) for name in (None, "last")]
     while not all(map(fastps.poll, flights)):
         time.sleep(0.001)
@@ -36,6 +37,24 @@ def everything() -> str:
         with pytest.raises(fastps.ShutdownError, match="before this average was waited for"):
             fastps.synchronize(flight)
     return "done"
+
+
+def no_sets() -> None:
+    """Give what is no process set."""
+    one = np.ones(4)
+    for call in (
+        fastps.allreduce, fastps.allgather, fastps.reducescatter, fastps.alltoall, fastps.gather,
+        fastps.reduce_to, fastps.allgather_object, fastps.broadcast_object,
+        lambda one, **how: fastps.broadcast(one, 0, **how),
+        lambda one, **how: fastps.scatter(one, one, **how),
+        lambda one, **how: fastps.send(one, 0, **how),
+        lambda one, **how: fastps.receive(one, **how),
+        lambda one, **how: fastps.grouped_allreduce([one, one], **how),
+        lambda _, **how: fastps.barrier(**how),
+    ):  # fmt: skip
+        for given in (None, [0]):
+            with pytest.raises(TypeError, match="not a ProcessSet: give what add_process_set"):
+                call(one, process_set=given)
 
 
 def outputs_that_fit() -> None:

@@ -245,6 +245,14 @@ else:
     raises(ValueError, "worker 1 is not in process set [0, 2]",
            lambda: hvd.DistributedOptimizer(torch.optim.SGD(model_of(0).parameters(), lr=1),
                                             process_set=some))
+one = torch.ones(1)
+for call in (
+    hvd.allreduce, hvd.gather, lambda *a, **how: hvd.send(one, 0, **how),
+    lambda *a, **how: hvd.receive(one, **how), lambda *a, **how: hvd.scatter(one, one, **how),
+    lambda *a, **how: hvd.DistributedOptimizer(
+        torch.optim.SGD(model_of(0).parameters(), lr=1), **how),
+):
+    raises(TypeError, "not a ProcessSet", lambda: call(one, process_set=None))
 raises(RuntimeError, "not declared", lambda: hvd.forget("nothing"))
 raises(ValueError, "op=Average", lambda: hvd.DistributedOptimizer(
     torch.optim.SGD(model_of(0).parameters(), lr=1), op=hvd.Sum, gradient_predivide_factor=2.0))

@@ -40,7 +40,7 @@ from fastps.frameworks.torch.travelling import (
     wire_of,
 )
 from fastps.operations import blocking
-from fastps.sets import ProcessSet, global_process_set
+from fastps.sets import ProcessSet, checked_set, global_process_set
 from fastps.types import Op
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
@@ -552,7 +552,7 @@ def scatter_async(
     """Begin scatter(); neither tensor may be touched meanwhile."""
     wire = wire_of(target := target_of(out, name), name)
     given = None if tensor is None else view_of(wire_of(tensor, name)).reshape(-1)
-    flight = process_set.group().scatter(
+    flight = checked_set(process_set).group().scatter(
         given, view_of(wire), root=process_set.member(root_rank, "root_rank"), name=name,
         dtype=wire_dtype(wire.dtype, name or "tensor"),
     )  # fmt: skip
@@ -573,8 +573,9 @@ def send_async(
 ) -> Later[None]:
     """Begin send(); the tensor must not be changed meanwhile."""
     wire = wire_of(tensor, "tensor")
-    member, code = process_set.member(target, "target"), wire_dtype(wire.dtype, "tensor")
-    flight = process_set.group().send(view_of(wire), member, tag=tag, dtype=code)
+    group, member = checked_set(process_set).group(), process_set.member(target, "target")
+    code = wire_dtype(wire.dtype, "tensor")
+    flight = group.send(view_of(wire), member, tag=tag, dtype=code)
     return Later([flight], lambda _: None)
 
 
@@ -593,9 +594,10 @@ def receive_async(
     """Begin receive()."""
     target = target_of(tensor, None)
     wire = wire_of(target, "tensor")
+    group = checked_set(process_set).group()
     member = None if source is None else process_set.member(source, "source")
     code = wire_dtype(wire.dtype, "tensor")
-    flight = process_set.group().receive(view_of(wire), member, tag=tag, dtype=code)
+    flight = group.receive(view_of(wire), member, tag=tag, dtype=code)
     return Later([flight], lambda found: stored(found[0], wire, target, tensor))
 
 
@@ -650,7 +652,7 @@ def _gathering_to(
     is_awaited: bool = False,
 ) -> Later[torch.Tensor | None]:
     wire = rows_of(tensor, name)
-    is_root = process_set.rank() == process_set.member(root_rank, "root_rank")
+    is_root = checked_set(process_set).rank() == process_set.member(root_rank, "root_rank")
     code = wire_dtype(wire.dtype, name or "tensor")
     flight = ops.start_gather(
         view_of(wire), root_rank, name, process_set, dtype=code, is_awaited=is_awaited

@@ -59,7 +59,7 @@ from fastps.frameworks.torch.tensors import (
     tensor_over,
 )
 from fastps.rules import Choice as Rule
-from fastps.sets import ProcessSet, global_process_set
+from fastps.sets import ProcessSet, checked_set, global_process_set
 from fastps.tuning import Layout
 from fastps.types import Op
 from fastps.worker.handle import Handle
@@ -116,7 +116,7 @@ class GradientExchange:
         self._owed: list[int] = []  # those of them that are still to be sent in this round
         self._rows: list[RowsInFlight] = []
         if process_set is not global_process_set:
-            process_set.group()  # ValueError for a worker that is not in it
+            checked_set(process_set).group()  # ValueError for a worker that is not in it
         self._prefix = prefix
         self._views = gradient_views
         self._layout = Layout(0, bucket_bytes)
