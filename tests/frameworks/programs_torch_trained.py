@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch_cases import case
@@ -96,6 +98,31 @@ def ddp_no_sync_and_join(rank, size):
     with model.join():
         train(model, optimizer, rank, size, steps=2 + rank)
     dist.barrier()
+
+
+@case
+def ddp_divides_by_those_who_have_not_joined(rank, size):
+    model, alone = DistributedDataParallel(plain_net()), plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model], divide_by_initial_world_size=False):
+        for step in range(2 + rank):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(step).chunk(size)[rank])
+            gc.collect()  # what nobody holds
+            loss.backward()
+            optimizer.step()
+    other = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(1 + size):
+        other.zero_grad()
+        left = range(max(step - 1, 0), size)  # rank r makes 2 + r steps
+        sum(loss_of(alone, batch(step).chunk(size)[r]) / len(left) for r in left).backward()
+        other.step()
+    close(model.parameters(), [p.detach() for p in alone.parameters()])
+    model.zero_grad()
+    loss_of(model, batch(9).chunk(size)[rank]).backward()  # all count again
+    alone.zero_grad()
+    loss_of(alone, batch(9)).backward()
+    close([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
 
 
 @case

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +28,7 @@ def register() -> None:
         _meet_by_job(dist.default_pg_timeout)
         _end_with_torch()
         _offer_hooks()
+        _keep_news_of_join(dist.Reducer)
         CARRIERS["torchrun"] = _agent_board
 
 
@@ -83,6 +85,22 @@ def _offer_hooks() -> None:
             theirs(model, kind)  # type: ignore[no-untyped-call]
 
     DistributedDataParallel._register_builtin_comm_hook = register_hook  # type: ignore[method-assign]
+
+
+def _keep_news_of_join(reducers: Any) -> None:
+    """Let DDP divide by how many have not joined: its reducer, in C++, waits for a Work of that.
+
+    Of one made in Python it holds only what is inherited, whose wait() has no end. So the last one
+    of each reducer is kept here.
+    """
+    theirs = reducers._set_forward_pass_work_handle
+    last: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def take(reducer: Any, work: Any, is_static: bool) -> None:
+        last[reducer] = work
+        theirs(reducer, work, is_static)
+
+    reducers._set_forward_pass_work_handle = take
 
 
 def create(options: Any, _: Any = None) -> Any:
