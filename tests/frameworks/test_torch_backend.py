@@ -161,6 +161,37 @@ def test_another_rank_than_that_of_the_job_is_refused(tmp_path):
     assert all("leave RANK and WORLD_SIZE" in reports[0] for reports in result.reports)
 
 
+ALONE = """
+import os, sys
+from datetime import timedelta
+import torch.distributed as dist, fastps.torch
+
+def begin(rank, timeout_s, turn):
+    try:
+        dist.init_process_group(
+            "fastps", store=dist.FileStore(sys.argv[1] + turn, 2), rank=rank, world_size=2,
+            timeout=timedelta(seconds=timeout_s))
+    except Exception as error:
+        print(type(error).__name__, error)
+
+begin(1, 0.5, "a")  # before rank 0 has said where the job is
+begin(0, 1.5, "b")
+os.environ["FASTPS_START_TIMEOUT_S"] = "1"
+begin(0, 300, "c")
+"""
+
+
+def test_who_is_missing_is_said_after_torch_s_timeout(tmp_path):
+    job = subprocess.run(
+        [sys.executable, "-c", ALONE, str(tmp_path / "store")], capture_output=True,
+        text=True, check=True, timeout=100, env=environ(),
+    )  # fmt: skip
+    told = job.stdout.splitlines()
+    assert re.match(r"TransportTimeout rank 0 has left .* within 0\.5 s$", told[0]), told
+    for line, limit in zip(told[1:], ("1.5 s", "1 s"), strict=True):
+        assert re.search(rf"within {re.escape(limit)}: .* missing: worker 1;", line), told
+
+
 LOSER = """
 import os, sys, time
 import torch, torch.distributed as dist

@@ -28,7 +28,7 @@ def register() -> None:
         _meet_by_job(dist.default_pg_timeout)
         _end_with_torch()
         _offer_hooks()
-        _keep_news_of_join(dist.Reducer)
+        _keep_news_of_join()
         CARRIERS["torchrun"] = _agent_board
 
 
@@ -87,12 +87,13 @@ def _offer_hooks() -> None:
     DistributedDataParallel._register_builtin_comm_hook = register_hook  # type: ignore[method-assign]
 
 
-def _keep_news_of_join(reducers: Any) -> None:
+def _keep_news_of_join() -> None:
     """Let DDP divide by how many have not joined: its reducer, in C++, waits for a Work of that.
 
     Of one made in Python it holds only what is inherited, whose wait() has no end. So the last one
     of each reducer is kept here.
     """
+    reducers: Any = importlib.import_module("torch.distributed").Reducer
     theirs = reducers._set_forward_pass_work_handle
     last: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -106,8 +107,8 @@ def _keep_news_of_join(reducers: Any) -> None:
 def create(options: Any, _: Any = None) -> Any:
     """Make a process group for torch; options: what register_backend() promises to give.
 
-    The default group joins the job and blocks until all workers are there. Groups of some of its
-    ranks need no communication. Raises what fastps.init() does.
+    The default group joins the job and blocks until all workers are there, or time is up. Groups
+    of some of its ranks need no communication. Raises what fastps.init() does.
     """
     from fastps import current  # noqa: PLC0415
     from fastps.frameworks.torch.meeting import join  # noqa: PLC0415
@@ -116,7 +117,7 @@ def create(options: Any, _: Any = None) -> Any:
     ranks, leave = options.global_ranks_in_group, _nothing
     if not ranks:
         ranks = range(options.group_size)
-        leave = join(options.store, options.group_rank, options.group_size)
+        leave = join(options.store, options.group_rank, options.group_size, options.timeout)
         _warm_up()
     return make_shell(
         current.current().groups.group(tuple(ranks), key=options.group_id),

@@ -15,18 +15,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import TypeAlias
 
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from fastps import current
-from fastps.config import load, process_environment
+from fastps.config import DAY_S, load, process_environment
 from fastps.config.launchers import Launcher
 from fastps.control import meeting
-from fastps.errors import ConfigError
+from fastps.errors import ConfigError, TransportTimeout
 from fastps.transport.interfaces import own_address
 
 _LOOPBACK = "127.0.0.1"
 _STORE = "torch.distributed's store"
+Patience: TypeAlias = dict[str, object]  # the setting of how long to wait for the others, if any
+_LIMITS = ("FASTPS_START_TIMEOUT_S", "BLUEFOG_START_TIMEOUT")
 
 
 def has_job() -> bool:
@@ -38,7 +41,7 @@ def has_job() -> bool:
 
 def meet(timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
     """Give torch's store, and rank and size in the job that is known, as a rendezvous does."""
-    session = current.init({})
+    session = current.init(_patience(timeout))
     if session.size == 1:
         yield HashStore(), 0, 1
         return
@@ -52,12 +55,12 @@ def meet(timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
     yield store, session.rank, session.size
 
 
-def join(store: Store, rank: int, size: int) -> Callable[[], None]:
+def join(store: Store, rank: int, size: int, timeout: timedelta) -> Callable[[], None]:
     """Be rank of size in a job; give what ends, at last, what was begun for that.
 
-    Blocks until all workers are there. Raises what fastps.init() does.
+    Blocks until all workers are there, or time is up. Raises what fastps.init() does.
     """
-    leave = _begin(store, rank, size)
+    leave = _begin(store, rank, size, _patience(timeout))
     session = current.current()
     if (session.rank, session.size) != (rank, size):
         where = f"worker {session.rank} of {session.size}"
@@ -69,25 +72,31 @@ def join(store: Store, rank: int, size: int) -> Callable[[], None]:
     return leave
 
 
-def _begin(store: Store, rank: int, size: int) -> Callable[[], None]:
+def _patience(timeout: timedelta) -> Patience:
+    """Give torch's time limit as that of the start, where the environment names none."""
+    if any(process_environment().get(name, "").strip() for name in _LIMITS):
+        return {}
+    return {"start_timeout_s": min(max(timeout.total_seconds(), 0.1), DAY_S)}
+
+
+def _begin(store: Store, rank: int, size: int, patience: Patience) -> Callable[[], None]:
     if current.is_initialized():
         return lambda: None
     is_launched = bool(load({}).scheduler_port)
     if not is_launched and size > 1:
-        return _begin_by_store(store, rank, size)
-    current.init({} if is_launched else {"rank": 0, "size": 1, "num_servers": 0})
+        return _begin_by_store(store, {"rank": rank, "size": size, "num_servers": 0, **patience})
+    current.init(patience if is_launched else {"rank": 0, "size": 1, "num_servers": 0})
     return current.shutdown
 
 
-def _begin_by_store(store: Store, rank: int, size: int) -> Callable[[], None]:
+def _begin_by_store(store: Store, mine: dict[str, object]) -> Callable[[], None]:
     """Join a job whose scheduler rank 0 hosts; a store may see several, one after the other."""
-    board = StoreBoard(store, f"fastps/job/{store.add(f'fastps/turn/{rank}', 1)}")
-    mine: dict[str, object] = {"rank": rank, "size": size, "num_servers": 0}
-    close: Callable[[], None] = _nothing
     config = load(mine)
-    if rank == 0:
+    board = StoreBoard(store, f"fastps/job/{store.add(f'fastps/turn/{config.rank}', 1)}")
+    close: Callable[[], None] = _nothing
+    if config.rank == 0:
         job, close = meeting.host(
-            config, board, at=_host_of(store), is_one_machine=config.local_size == size
+            config, board, at=_host_of(store), is_one_machine=config.local_size == config.size
         )
     else:
         job = meeting.find(board, timeout_s=config.start_timeout_s)
@@ -96,7 +105,7 @@ def _begin_by_store(store: Store, rank: int, size: int) -> Callable[[], None]:
     except BaseException:
         close()
         raise
-    if rank == 0:  # all are in: nobody needs it any more
+    if config.rank == 0:  # all are in: nobody needs it any more
         board.clear()
 
     def leave() -> None:
@@ -121,8 +130,15 @@ class StoreBoard:
         self._store.set(self._key, text)
 
     def read(self, *, timeout_s: float) -> str:
-        """Wait for the text, as long as the store does."""
-        self._store.wait([self._key], timedelta(seconds=timeout_s))
+        """Wait for the text; TransportTimeout where none comes."""
+        try:
+            self._store.wait([self._key], timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            if "timeout" not in str(error).lower():  # each kind of store has its own
+                raise
+            raise TransportTimeout(
+                f"rank 0 has left no word of the job in {_STORE} within {timeout_s:.3g} s"
+            ) from error
         return self._store.get(self._key).decode()
 
     def clear(self) -> None:
