@@ -61,6 +61,30 @@ def all_reduce_of_what_is_not_contiguous(rank, size):
 
 
 @case
+def elements_that_share_memory(rank, size):
+    leaf = torch.ones(2, 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(leaf.sum() * (rank + 1), leaf)
+    assert grad.stride() == (0, 0)
+    dist.all_reduce(grad)
+    check(grad, torch.full((2, 3), size * (size + 1) / 2))
+    rows = values(rank, (3, 1), torch.float32).expand(3, 4)
+    dist.all_reduce(rows)
+    want = reduced(Op.SUM, (3, 1), torch.float32, size).expand(3, 4)
+    check(rows, want)
+    rows = torch.full((3, 1), rank + 1.0).expand(3, 4)
+    dist.broadcast(rows, 1)
+    check(rows, torch.full((3, 4), 2.0))
+    place = torch.zeros(1).expand(3)
+    for name, call in {
+        "recv": lambda: dist.recv(place, 1 - min(rank, 1)),
+        "all_gather": lambda: dist.all_gather([place] * size, torch.ones(3)),
+        "all_to_all": lambda: dist.all_to_all([place] * size, [torch.ones(3)] * size),
+    }.items():
+        told = refused(call)
+        assert f"{name}: elements of a tensor of shape (3,)" in told, told
+
+
+@case
 def all_reduce_of_parameters_and_complex_numbers(rank, size):
     parameter = nn.Parameter(values(rank, (3,), torch.float32))
     dist.all_reduce(parameter)

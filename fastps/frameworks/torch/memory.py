@@ -32,6 +32,8 @@ _FORMS = {dtype: (code, 1) for dtype, code in WIRE_DTYPES.items()} | {
 }
 _TYPES = {code: numpy_dtype(code).str for code in DType}
 
+_IN_PLACE = ("all_reduce", "reduce", "broadcast")  # which make equal elements of equal ones
+
 Pieces: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # one for all members, or one for each
 Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # to and from, when an operation is done
 
@@ -61,12 +63,17 @@ def reading(pieces: Pieces, operation: str) -> Side:
 
 
 def landing(pieces: Pieces, operation: str) -> Side:
-    """Give a place for new elements of tensors; where it is one tensor, with its present ones."""
+    """Give a place for new elements of tensors; where it is one tensor, with its present ones.
+
+    ValueError for elements in one place of memory, as expand() makes them, where others may come.
+    """
     if isinstance(pieces, torch.Tensor):
         plain = _plain(pieces, operation)
+        _check_places(pieces, operation)
         return _side(plain, None, [] if is_sendable(pieces) else [(pieces, plain)])
     for piece in pieces:
         check_memory(piece, operation)
+        _check_places(piece, operation)
     if all(map(is_sendable, pieces)):
         one = _as_one([piece.detach().reshape(-1) for piece in pieces])
         if one is not None:
@@ -86,9 +93,10 @@ def apart(of: Side, to: Side, place: int | None = None) -> Side:
 
 
 def copy_all(copies: Sequence[Copy]) -> None:
-    """Carry copies out."""
+    """Carry copies out; what expand() made several of is written once, for all come out equal."""
     for target, source in copies:
-        target.detach().copy_(source.view(target.shape))
+        once = tuple(slice(None) if stride else slice(1) for stride in target.stride())
+        target.detach()[once].copy_(source.view(target.shape)[once])
 
 
 def check_numbers(tensor: torch.Tensor, operation: str) -> None:
@@ -100,6 +108,18 @@ def check_numbers(tensor: torch.Tensor, operation: str) -> None:
 def _plain(tensor: torch.Tensor, operation: str) -> torch.Tensor:
     check_memory(tensor, operation)
     return sendable(tensor)
+
+
+def _check_places(tensor: torch.Tensor, operation: str) -> None:
+    """Raise ValueError where elements lie in one place and the operation may give each another."""
+    if operation in _IN_PLACE or tensor.is_contiguous():
+        return
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(size > 1 and not stride for size, stride in sides):
+        raise ValueError(
+            f"{operation}: elements of a tensor of shape {tuple(tensor.shape)} lie in one place "
+            "of memory, as expand() makes them, and cannot take what comes: give its clone()"
+        )
 
 
 def _form(dtype: torch.dtype) -> tuple[DType, int]:
