@@ -144,6 +144,33 @@ def test_who_cannot_host_the_scheduler_tells_the_others(tmp_path):
     assert all("203.0.113.7" in line for line in refused)
 
 
+BESIDE = """
+import sys, torch, torch.distributed as dist, fastps.torch
+
+dist.init_process_group("gloo")
+rank, told = dist.get_rank(), ""
+try: dist.new_group([0], backend="fastps")  # no job is there, and rank 1 does not join one
+except Exception as error: told = f"{type(error).__name__} {error}"
+assert rank or told.startswith("ConfigError"), told
+assert rank or "call fastps.init() before new_group(backend='fastps'), or make" in told, told
+for turn in range(2):
+    group = dist.new_group(backend="fastps")
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    sys.stdout.write(f"SUM {tensor.item()}\\n")  # in one piece
+    dist.destroy_process_group(group)
+dist.destroy_process_group()
+"""
+
+
+def test_groups_beside_gloo_join_a_job(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(BESIDE)
+    job = torchrun(2, str(program))
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("SUM 2.0") == 4, job.stdout
+
+
 def test_another_rank_than_that_of_the_job_is_refused(tmp_path):
     script = """
     import torch.distributed as dist

@@ -108,10 +108,11 @@ def create(options: Any, _: Any = None) -> Any:
     """Make a process group for torch; options: what register_backend() promises to give.
 
     The default group joins the job and blocks until all workers are there, or time is up. Groups
-    of some of its ranks need no communication. Raises what fastps.init() does.
+    of some of its ranks need no communication, but for a first one beside another backend's, which
+    joins too. Raises what fastps.init() does.
     """
     from fastps import current  # noqa: PLC0415
-    from fastps.frameworks.torch.meeting import join  # noqa: PLC0415
+    from fastps.frameworks.torch.meeting import join, join_beside  # noqa: PLC0415
     from fastps.frameworks.torch.process_group import make_shell  # noqa: PLC0415
 
     ranks, leave = options.global_ranks_in_group, _nothing
@@ -119,6 +120,8 @@ def create(options: Any, _: Any = None) -> Any:
         ranks = range(options.group_size)
         leave = join(options.store, options.group_rank, options.group_size, options.timeout)
         _warm_up()
+    elif not current.is_initialized():
+        join_beside(options.store, ranks, options.timeout)
     return make_shell(
         current.current().groups.group(tuple(ranks), key=options.group_id),
         name=options.group_id,

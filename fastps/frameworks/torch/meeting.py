@@ -13,10 +13,11 @@ fastps-run, whose token never travels.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeAlias
 
+from torch import distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from fastps import current
@@ -70,6 +71,21 @@ def join(store: Store, rank: int, size: int, timeout: timedelta) -> Callable[[],
             f"it is {where}; leave RANK and WORLD_SIZE to the launcher"
         )
     return leave
+
+
+def join_beside(store: Store, ranks: Sequence[int], timeout: timedelta) -> None:
+    """Join a job for a group of all ranks beside a default one of another backend.
+
+    Until the process ends: more such groups may come. ConfigError where the group lacks ranks.
+    """
+    everybody = range(dist.get_world_size())
+    if list(ranks) != list(everybody):
+        raise ConfigError(
+            f"a first group of ranks {list(ranks)} cannot join a job that is for all "
+            f"{len(everybody)}: call fastps.init() before new_group(backend='fastps'), or make "
+            "fastps the default group"
+        )
+    join(store, dist.get_rank(), len(everybody), timeout)
 
 
 def _patience(timeout: timedelta) -> Patience:
