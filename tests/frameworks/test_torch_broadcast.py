@@ -90,11 +90,19 @@ def test_parameters_of_mixed_kinds(cluster: FakeCluster) -> None:
             "count": torch.tensor(7 * rank),
             "flag": torch.tensor([bool(rank)]),
             "parameter": torch.nn.Parameter(torch.full((2,), sign)),
+            "complex": torch.nn.Parameter(torch.full((2,), sign * 1j)),
+            "conjugate": torch.full((2,), sign * 1j).conj(),
+            "strided complex": torch.full((4,), sign + 1j, dtype=torch.complex128)[::2],
+            "complex scalar": torch.tensor(sign * 1j),
+            "no complex": torch.ones(0, dtype=torch.complex64).conj(),
         }
         params["tied"] = params["parameter"]
         broadcast_parameters(params, root_rank=1)
         for name in ("transposed", "strided", "bf16", "scalar", "parameter"):
             assert bool((params[name] == 1).all()), name
+        for name, value in (("complex", 1j), ("conjugate", -1j), ("strided complex", 1 + 1j)):
+            assert bool((params[name] == value).all()), name
+        assert params["complex scalar"] == 1j
         assert params["nan"].isnan().all()
         assert params["count"] == 7
         assert params["flag"].tolist() == [True]
@@ -136,6 +144,7 @@ def test_object(cluster: FakeCluster) -> None:
         "big": 2**80,
         "raw": b"\x00\xff",
         "tensors": [torch.arange(3), torch.ones(2, 2, dtype=torch.bfloat16), torch.tensor(1.5)],
+        "complex": [torch.tensor([1 + 2j, 3j]).conj(), torch.tensor(1j), torch.ones(0) + 0j],
     }
 
     def body(rank: int) -> Any:
@@ -189,6 +198,20 @@ def test_optimizer_state_is_dropped_where_the_root_has_none(cluster: FakeCluster
     cluster.run(lambda rank: broadcast_optimizer_state(optimizers[rank], 0, models[rank]))
     assert not optimizers[1].state_dict()["state"]
     cluster.run(lambda rank: broadcast_optimizer_state(optimizers[rank], 0, model=models[rank]))
+
+
+def test_the_state_of_complex_parameters(cluster: FakeCluster) -> None:
+    optimizers = []
+    for steps in (0, 2):
+        weight = torch.nn.Parameter(torch.tensor([1 + 2j, 3j]))
+        optimizers.append(torch.optim.Adam([weight], lr=0.1))
+        for _ in range(steps):
+            (weight * (2 + 1j)).abs().square().sum().backward()
+            optimizers[-1].step()
+    cluster.run(lambda rank: broadcast_optimizer_state(optimizers[rank], root_rank=1))
+    states = [one.state_dict()["state"] for one in optimizers]
+    assert states[0][0]["exp_avg"].is_complex()
+    assert same(*states)
 
 
 def test_options_keep_their_types(cluster: FakeCluster) -> None:

@@ -55,6 +55,7 @@ def test_the_next_life_goes_on_from_the_last_commit(
     cluster: FakeCluster, folder: Path, kind: int
 ) -> None:
     tensors = [torch.ones(3).bfloat16(), torch.tensor(True), torch.empty(0, 2), torch.arange(3)]
+    tensors += [torch.tensor([1 + 2j, 3j]).conj(), torch.tensor(1j), torch.arange(6.0)[::6]]
     plain = {"epoch": 1, "seen": {3, 0}, "losses": [0.5], "tensors": tensors}
 
     @elastic.run

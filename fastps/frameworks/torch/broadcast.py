@@ -19,9 +19,11 @@ from fastps import session
 from fastps.frameworks._adapter import check_name, wait_all
 from fastps.frameworks.torch.collectives import broadcast_async_
 from fastps.frameworks.torch.tensors import (
-    check_tensor,
+    check_kind,
+    check_memory,
     is_sendable,
     mark_written,
+    real_of,
     sendable,
     submit_broadcast,
     wire_dtype,
@@ -48,7 +50,7 @@ def broadcast_parameters(
             handle.wait()
         return
     names = [prefix + check_name(name, "broadcast_parameters") for name, _ in pairs]
-    tensors = [check_tensor(tensor, name) for name, (_, tensor) in zip(names, pairs, strict=True)]
+    tensors = [_check(tensor, name) for name, (_, tensor) in zip(names, pairs, strict=True)]
     _broadcast(tensors, names, root_rank)
 
 
@@ -121,7 +123,8 @@ def _broadcast(tensors: list[torch.Tensor], names: list[str], root_rank: int) ->
     current = session.current()
     _check_root(root_rank, current.size)
     buffers = [sendable(tensor) for tensor in tensors]
-    wait_all(submit_broadcast(current, buffers, names, root_rank) if tensors else [])
+    wires = [real_of(buffer) for buffer in buffers]
+    wait_all(submit_broadcast(current, wires, names, root_rank) if tensors else [])
     with torch.no_grad():
         for tensor, buffer in zip(tensors, buffers, strict=True):
             if is_sendable(tensor):
@@ -161,20 +164,28 @@ def _receive_tree(current: session.Session, root_rank: int, name: str) -> Any:
 def _labels(name: str, tensors: list[torch.Tensor]) -> list[str]:
     """Name tensors so that another value under the same name never meets another shape."""
     return [
-        f"{name}.{place}.{wire_dtype(tensor.dtype, name).name}{list(tensor.shape)}"
+        f"{name}.{place}.{describe(tensor)[0].upper()}{list(tensor.shape)}"
         for place, tensor in enumerate(tensors)
     ]
 
 
 def describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     """Say what others need to make room for a tensor."""
-    check_tensor(tensor, "a tensor in the value")
-    return wire_dtype(tensor.dtype, "").name.lower(), tuple(tensor.shape)
+    _check(tensor, "a tensor in the value")
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
 def make_room(code: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Make a tensor that was described, with no values yet."""
     return torch.empty(shape, dtype=getattr(torch, code))
+
+
+def _check(tensor: object, name: str) -> torch.Tensor:
+    """Give back what can travel, complex numbers as pairs of real ones; TypeError for others."""
+    found = check_kind(tensor, name)
+    check_memory(found, name)
+    wire_dtype(found.dtype.to_real(), name)
+    return found
 
 
 def _check_root(root_rank: int, size: int) -> None:

@@ -36,6 +36,7 @@ import torch
 from fastps import session
 from fastps.errors import ConfigError, FastPSError
 from fastps.frameworks.torch.broadcast import broadcast_object, describe, make_room
+from fastps.frameworks.torch.tensors import sendable
 from fastps.frameworks.torch.trees import put_back, take_out
 from fastps.objects import decode_object, encode_object
 from fastps.worker.handle import Array
@@ -258,7 +259,7 @@ def _write(path: Path, saved: dict[str, Any]) -> None:
         with fresh.open("wb") as file:
             file.write(_LENGTH.pack(len(head)) + head)
             for tensor in tensors:
-                file.write(_bytes_of(tensor.contiguous()))
+                file.write(_bytes_of(sendable(tensor)))
         fresh.replace(path)
     except OSError as error:
         raise FastPSError(
@@ -286,5 +287,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Give the bytes of a contiguous tensor."""
-    array: Array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element has any stride
+    array: Array = flat.view(torch.uint8).numpy()
     return array.data

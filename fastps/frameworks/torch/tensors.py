@@ -85,13 +85,13 @@ def real_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_sendable(tensor: torch.Tensor) -> bool:
     """Tell whether the elements lie in memory one after the other, as they are read."""
-    return tensor.is_contiguous() and not tensor.is_neg()
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
     """Give the tensor without its graph and contiguous: itself where it is so already."""
     plain = tensor.detach() if tensor.requires_grad else tensor
-    return plain if is_sendable(plain) else plain.resolve_neg().contiguous()
+    return plain if is_sendable(plain) else plain.resolve_conj().resolve_neg().contiguous()
 
 
 def view_of(tensor: torch.Tensor) -> Array:
