@@ -640,7 +640,7 @@ def start_broadcast(
 
 
 def allgather_object(
-    obj: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Give everybody the list of everybody's objects, as broadcast_object() carries them.
 

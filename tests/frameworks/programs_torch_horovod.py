@@ -589,6 +589,17 @@ def timelines_that_nobody_makes(rank, size):
 
 
 @check
+def a_process_set_in_its_place(rank, size):
+    """Scripts for Horovod give it as the third argument."""
+    some, weights = hvd.add_process_set([0, 1]), [torch.full((2,), rank + 1.0)]
+    if some.included():
+        hvd.broadcast_parameters(weights, 1, some)
+        assert weights[0].tolist() == [2.0, 2.0]
+        assert hvd.allgather_object(rank, None, some) == [0, 1]
+    assert hvd.remove_process_set(some)
+
+
+@check
 def begun_with_process_sets(rank, size):
     first, rest = hvd.ProcessSet([0]), hvd.ProcessSet(range(1, size))
     hvd.init(process_sets=[first])  # is in the job already

@@ -54,7 +54,7 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-@pytest.mark.parametrize("form", ["state_dict", "named_parameters", "list"])
+@pytest.mark.parametrize("form", ["state_dict", "named_parameters", "list", "parameters"])
 @pytest.mark.parametrize("root", [0, 1])
 def test_parameters(cluster: FakeCluster, form: str, root: int) -> None:
     models = [small_model(0), small_model(1)]
@@ -62,19 +62,19 @@ def test_parameters(cluster: FakeCluster, form: str, root: int) -> None:
 
     def body(rank: int) -> None:
         model = models[rank]
-        forms = {"state_dict": model.state_dict, "named_parameters": model.named_parameters}
-        params = list(model.state_dict().items()) if form == "list" else forms[form]()
+        params = list(model.state_dict().items()) if form == "list" else getattr(model, form)()
         broadcast_parameters(params, root_rank=root)
 
     cluster.run(body)
     for model in models:
-        names = dict(model.named_parameters()) if form == "named_parameters" else want
+        names = dict(model.named_parameters()) if form.endswith("parameters") else want
         got = model.state_dict()
         assert all(torch.equal(got[name], want[name]) for name in names)
     # One submit per rank and dtype (state_dict() has a counter), and names with BytePS's prefix.
     submits = {(e.rank, e.submit) for e in cluster.events}
-    assert len(submits) == (2 if form == "named_parameters" else 4)
-    assert cluster.names(kind="broadcast")[0] == "Parameter.0.weight"
+    assert len(submits) == (2 if form.endswith("parameters") else 4)
+    first = "Parameter.0" if form == "parameters" else "Parameter.0.weight"
+    assert cluster.names(kind="broadcast")[0] == first
 
 
 def test_parameters_of_mixed_kinds(cluster: FakeCluster) -> None:
@@ -116,7 +116,7 @@ def test_no_parameters(cluster: FakeCluster) -> None:
     assert not cluster.events
 
 
-@pytest.mark.parametrize("params", [None, 3, torch.ones(2), ["a"], [torch.ones(1)], "ab"])
+@pytest.mark.parametrize("params", [None, 3, torch.ones(2), ["a"], [(torch.ones(1),)], "ab"])
 def test_parameters_of_a_wrong_form(alone: FakeCluster, params: Any) -> None:
     with pytest.raises(ValueError, match="params must be a mapping"):
         broadcast_parameters(params)

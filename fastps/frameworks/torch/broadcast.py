@@ -33,18 +33,21 @@ from fastps.sets import ProcessSet, global_process_set
 
 
 def broadcast_parameters(
-    params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor] | torch.Tensor],
     root_rank: int = 0,
-    prefix: str = "Parameter.",
+    prefix: str | ProcessSet = "Parameter.",
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Overwrite tensors on all ranks with those of the root rank, in place.
 
     params: model.state_dict(), model.named_parameters() or any mapping or pairs of names and
-    tensors, the same on all ranks (else MismatchError). Give another prefix for a second model
-    whose names are the same. One submit for all tensors.
+    tensors, the same on all ranks (else MismatchError); tensors alone are named by their places.
+    Give another prefix for a second model whose names are the same. process_set, also in the
+    place of prefix, as scripts for Horovod give it. One submit for all tensors.
     """
     pairs = _pairs_of(params)
+    if isinstance(prefix, ProcessSet):
+        prefix, process_set = "Parameter.", prefix
     if process_set is not global_process_set:
         for handle in [broadcast_async_(one, root_rank, None, process_set) for _, one in pairs]:
             handle.wait()
@@ -109,12 +112,15 @@ def _pairs_of(params: Any) -> list[tuple[str, Any]]:
     if isinstance(params, Mapping):
         return list(params.items())
     if isinstance(params, Iterable) and not isinstance(params, torch.Tensor | str):
-        pairs = list(params)
+        pairs = [
+            (str(place), one) if isinstance(one, torch.Tensor) else one
+            for place, one in enumerate(params)
+        ]
         if all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             return pairs
     raise ValueError(
-        "params must be a mapping of names to tensors or hold tuples (name, tensor), as "
-        "model.state_dict() and model.named_parameters() give them"
+        "params must be a mapping of names to tensors, or hold tensors or tuples (name, tensor), "
+        "as model.state_dict(), model.parameters() and model.named_parameters() give them"
     )
 
 
