@@ -589,6 +589,25 @@ def timelines_that_nobody_makes(rank, size):
 
 
 @check
+def workers_outside_a_process_set_step_by_themselves(rank, size):
+    some = hvd.add_process_set(range(size - 1))
+    for op in (hvd.Average, hvd.Sum):
+        model, optimizer, run = linear_of(f"outside {op}.", process_set=some, op=op)
+        with pytest.raises(ValueError, match="already"):
+            hvd.DistributedOptimizer(optimizer, process_set=some)
+        for _ in range(2):
+            optimizer.zero_grad()
+            run()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        total = size * (size - 1) / 2 / (1 if op is hvd.Sum else size - 1)
+        want = 1.0 - 2 * (total if some.included() else rank + 1)
+        assert torch.allclose(model.weight, torch.full((2, 3), want)), (model.weight, want)
+    assert hvd.remove_process_set(some)
+
+
+@check
 def a_process_set_in_its_place(rank, size):
     """Scripts for Horovod give it as the third argument."""
     some, weights = hvd.add_process_set([0, 1]), [torch.full((2,), rank + 1.0)]

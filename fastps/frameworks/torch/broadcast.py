@@ -47,7 +47,7 @@ def broadcast_parameters(
     """
     pairs = _pairs_of(params)
     if isinstance(prefix, ProcessSet):
-        prefix, process_set = "Parameter.", prefix
+        process_set, prefix = prefix, "Parameter."
     if process_set is not global_process_set:
         for handle in [broadcast_async_(one, root_rank, None, process_set) for _, one in pairs]:
             handle.wait()

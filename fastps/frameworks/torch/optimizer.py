@@ -24,6 +24,7 @@ from fastps.frameworks.torch.compression import Compressing, Compression, compre
 from fastps.frameworks.torch.crossing import CrossBarrierOptimizer
 from fastps.frameworks.torch.exchange import GradientExchange, Views
 from fastps.frameworks.torch.pipelined import PipelinedOptimizer
+from fastps.frameworks.torch.steps import OutsideOptimizer, adopt
 from fastps.frameworks.torch.synchronized import EarlyExchange, SynchronizedOptimizer
 from fastps.rules import Choice as Rule
 from fastps.sets import ProcessSet, global_process_set
@@ -31,7 +32,11 @@ from fastps.types import Op
 
 Named: TypeAlias = tuple[list[str], dict[torch.Tensor, str] | None]
 Stepping: TypeAlias = (
-    SynchronizedOptimizer | PipelinedOptimizer | AdasumOptimizer | AsynchronousOptimizer
+    SynchronizedOptimizer
+    | PipelinedOptimizer
+    | AdasumOptimizer
+    | AsynchronousOptimizer
+    | OutsideOptimizer
 )
 
 
@@ -64,7 +69,7 @@ def DistributedOptimizer(
     pass, so clone a gradient that you want to keep. The values are the same in all cases.
     op: Average or Sum; with Adasum each worker takes a step by itself and the steps are added, as
     in Horovod; of the rest only compression, prefix and process_set count then.
-    process_set: who exchanges gradients; workers outside use the optimizer as it is.
+    process_set: who exchanges gradients; workers outside may call it too, and step by themselves.
     sparse_as_dense: let sparse gradients travel with all their zeros; otherwise as rows.
     finish_in_backward: let backward() return when the gradients are complete, for programs that
     clip them out of reach; one pass, or backward_passes_per_step, then makes all of a step.
@@ -81,12 +86,12 @@ def DistributedOptimizer(
     if _is_async(asynchronous, staleness, op, compression, process_set, delay_compensation, rule):
         names, _ = synchronized.named(optimizer, named_parameters)
         return held.adopt(optimizer, names, staleness, prefix, delay_compensation)
+    if not process_set.included():
+        return adopt(optimizer, OutsideOptimizer, "Outside")
     if op is Op.ADASUM:
         return adasum.adopt(optimizer, compressor_of(compression), prefix, process_set)
-    options = _Options(
-        compression, op, prefix, gradient_views, bucket_bytes, backward_passes_per_step,
-        process_set, sparse_as_dense, rule,
-    )  # fmt: skip
+    options = _Options(compression, op, prefix, gradient_views, bucket_bytes,
+                       backward_passes_per_step, process_set, sparse_as_dense, rule)  # fmt: skip
     named = synchronized.named(optimizer, named_parameters)
     if staleness == 1:
         return _pipelined(optimizer, options, named, pipesgd_warmup_iter)
@@ -178,10 +183,7 @@ def CrossBarrier(
 
 def _check(optimizer: object, op: Op, predivide_factor: float) -> None:
     """Refuse what DistributedOptimizer() cannot be given."""
-    if isinstance(
-        optimizer,
-        SynchronizedOptimizer | PipelinedOptimizer | AdasumOptimizer | AsynchronousOptimizer,
-    ):
+    if isinstance(optimizer, Stepping):
         raise ValueError("the optimizer is a DistributedOptimizer already")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch optimizer, not {type(optimizer).__name__}")

@@ -10,13 +10,29 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+
+class OutsideOptimizer(torch.optim.Optimizer):
+    """What DistributedOptimizer() adds where this worker is not in the process set: no waiting."""
+
+    def synchronize(self) -> None:
+        """Do nothing: gradients stay this worker's own."""
+
+    prepare_stale_states = settle = synchronize
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Do nothing: each step() takes the gradients that are there."""
 
 
 def adopt(optimizer: torch.optim.Optimizer, kind: type[O], prefix: str, **state: Any) -> O:
