@@ -24,7 +24,7 @@ from fastps.frameworks.torch.differentiable import (
     differentiable,
     differentiable_list,
 )
-from fastps.frameworks.torch.sparse import start_rows
+from fastps.frameworks.torch.sparse import SparseSum, start_rows
 from fastps.frameworks.torch.tensors import (
     check_kind,
     view_of,
@@ -230,11 +230,12 @@ def sparse_allreduce_async(
     name: str | None = None,
     op: Op = Average,
     process_set: ProcessSet = global_process_set,
-) -> Promise:
+) -> SparseSum:
     """Begin to add a sparse tensor over all members: its indices and values are gathered.
 
     The result is sparse and coalesced; what several members have at one index is added in the
-    order of members. Blocks until all members have told how many values they have.
+    order of members. Blocks until all members have told how many values they have. The handle may
+    be called, too, which gives the result.
     """
     if op not in (Average, Sum):
         raise ValueError(f"sparse tensors have an average and a sum, not {op.value}")

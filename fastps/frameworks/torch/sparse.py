@@ -20,9 +20,17 @@ from fastps.sets import ProcessSet
 from fastps.types import DType, Op
 
 
+class SparseSum(Later[torch.Tensor]):
+    """The promise of a sum of sparse tensors; a function, too, as it is for Horovod."""
+
+    def __call__(self) -> torch.Tensor:
+        """Wait for the sum and give it."""
+        return self.wait()
+
+
 def start_rows(
     gradient: torch.Tensor, op: Op, name: str | None, process_set: ProcessSet
-) -> Later[torch.Tensor]:
+) -> SparseSum:
     """Begin to add a sparse tensor over all members; the result is sparse and coalesced.
 
     Blocks until all members have told how many values they have.
@@ -48,7 +56,7 @@ def start_rows(
         divisor = process_set.size() if op is Average else 1
         return _coalesced(torch.from_numpy(found[0]).t(), total, gradient.shape, divisor)
 
-    return Later([places, rows], finish)
+    return SparseSum([places, rows], finish)
 
 
 def rows_of(parameter: torch.Tensor) -> torch.Tensor:
