@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastps.errors import MismatchError
 from fastps.types import DType
 from fastps.worker.handle import Array
 
@@ -30,7 +31,8 @@ def adasum(
 ) -> list[Array]:
     """Give the Adasum of each of some arrays of one dtype over a group; blocks.
 
-    ValueError where the members are not a power of two, TypeError for other than floats.
+    ValueError where the members are not a power of two, TypeError for other than floats,
+    MismatchError while one of them is in join().
     """
     if group.size & (group.size - 1):
         raise ValueError(f"Adasum needs a power of two of workers, not {group.size}: take a set")
@@ -69,5 +71,11 @@ def _share(both: float, square: float) -> float:
 def _swap(mine: Array, group: Group, other: int, name: str | None) -> Array:
     """Exchange arrays with another member, while others do the same."""
     counts = [mine.size * (member == other) for member in range(group.size)]
-    found = group.alltoall(mine, send_counts=counts, receive_counts=counts, name=name).wait()
+    try:
+        found = group.alltoall(mine, send_counts=counts, receive_counts=counts, name=name).wait()
+    except MismatchError as error:
+        raise MismatchError(
+            "Adasum needs the tensors of all its members, and does not go on without those in "
+            f"join(), as other ops do: {error}"
+        ) from error
     return np.asarray(found)

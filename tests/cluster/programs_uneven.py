@@ -80,7 +80,7 @@ def everything() -> str:
     fastps.init()
     size = fastps.size()
     some = fastps.add_process_set([0, size - 1])
-    SETS.append(fastps.add_process_set(range(size)))
+    SETS[:] = fastps.add_process_set(range(size)), some
     for width in (3, 70_000):
         for steps in ([2, 4, 3], [0, 1, 5], [1, 1, 1], [3, 0, 0]):
             one_round(steps[:size], some, width=width)
@@ -143,6 +143,9 @@ def refusals() -> None:
             call()
     with pytest.raises(MismatchError):
         fastps.broadcast(np.ones(2), 0, name="from who has gone")
+    if me == size - 1:
+        with pytest.raises(MismatchError, match=r"^Adasum .*worker 0 has run out of data"):
+            fastps.allreduce(np.ones(2), op=fastps.Adasum, process_set=SETS[1])
     for call in (
         lambda: fastps.allreduce(np.ones(2, np.int32)),
         lambda: fastps.push_pull(np.ones(2, np.int32), "whole numbers"),
