@@ -9,6 +9,7 @@ come from one.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
@@ -660,13 +661,16 @@ def width_of(array: Array) -> int:
 
 
 def _splits(array: Array, splits: Sequence[int] | None, process_set: ProcessSet) -> list[int]:
-    """Give how many rows go to each member, or raise ValueError."""
+    """Give how many rows go to each member, or raise ValueError, TypeError for no integers."""
     size, rows = process_set.size(), len(array) if array.ndim else 0
     if splits is None:
         if rows % size or not array.ndim:
             raise ValueError(f"{rows} rows do not divide among {size} workers: give splits")
         return [rows // size] * size
-    found = [int(count) for count in splits]
+    try:
+        found = [operator.index(count) for count in splits]
+    except TypeError:
+        raise TypeError(f"splits {splits} are not integers, the rows for each worker") from None
     if len(found) != size or min(found) < 0 or sum(found) != rows:
         raise ValueError(f"splits {found} are not {rows} rows for {size} workers")
     return found

@@ -6,6 +6,7 @@ Imports nothing of the library, since every face does. Threads: any.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,14 @@ def check_kind(tensor: object, name: str | None = None) -> Array:
         what = "the tensor" if name is None else f"tensor {name!r}"
         raise TypeError(f"{what} is {what_else(tensor)}")
     return tensor  # type: ignore[return-value]
+
+
+def check_targets(tensor: Any) -> None:
+    """Raise TypeError for what is neither an array to be written to nor several of them."""
+    is_whole = isinstance(tensor, np.ndarray | np.generic | str)
+    for one in tensor if isinstance(tensor, Collection) and not is_whole else (tensor,):
+        if not isinstance(one, np.ndarray):
+            raise TypeError(f"a tensor to be written to is {what_else(one)}")
 
 
 def readable(tensor: object, name: str | None = None) -> Array:

@@ -37,7 +37,7 @@ from fastps.flights import (
     start_reduce,
     start_reducescatter,
 )
-from fastps.given import check_kind, check_output, readable
+from fastps.given import check_output, check_targets, readable
 from fastps.sets import ProcessSet, checked_set, global_process_set
 from fastps.types import Op, dtype_of
 from fastps.worker.handle import Array
@@ -127,9 +127,9 @@ def _corrected(operation: Operation, result: Array | None) -> Array | None:
 def join(device: int = -1, *, timeout_s: float | None = None) -> int:
     """Take part in what the others do, without data, until all workers have called this; blocks.
 
-    For a worker that has run out of data: the others' allreduce, reduce and broadcasts, those of
-    optimizers and of process sets too, go on without it. An average is over those who take part
-    (n / k times the average over all: the last digit may differ from a sum that is divided). What
+    For a worker that has run out of data: the others' allreduce (but Adasum), reduce, broadcasts,
+    those of optimizers and of process sets too, go on without it. An average is over those who
+    take part (n / k times that over all: the last digit may differ from a sum that is divided). What
     else they start raises MismatchError; the average of integers raises FastPSError, and so does
     join() while settings are tuned. Waits for this worker's own operations first. Gives the rank
     of the last one to come. device: accepted for Horovod's sake. timeout_s: from one operation of
@@ -370,11 +370,12 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Later[Any]:
     """Begin broadcast() and give a handle for synchronize(); does not block."""
+    check_targets(tensor)
     if name is not None and process_set is global_process_set:
         if isinstance(tensor, np.ndarray):
             handle = current().broadcast_async(_wire(tensor), root_rank, name)
             return Later([handle], lambda _: tensor)
-        wires = [_wire(check_kind(one)) for one in tensor]
+        wires = [_wire(one) for one in tensor]
         handle = current().broadcast_async(wires, root_rank, name)
         return Later([handle], lambda _: list(tensor))
     if isinstance(tensor, np.ndarray) and (name is None or isinstance(name, str)):

@@ -349,6 +349,9 @@ def bounds(size: int) -> None:
     """Refuse roots that do not exist and objects that would need pickle."""
     for root in (-1, size):
         refused(ValueError, "root_rank", lambda: fastps.broadcast(np.zeros(1), root, name="no"))  # noqa: B023
+    for wrong in (np.float64(3), 3.0, "ab", [np.zeros(1), np.float64(3)]):
+        for name in (None, "wrong"):
+            refused(TypeError, "not a NumPy array", lambda: fastps.broadcast(wrong, 0, name=name))  # noqa: B023
     for one in (fastps.global_process_set, fastps.add_process_set(range(size))):
         refused(
             TypeError,

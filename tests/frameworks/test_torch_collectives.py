@@ -109,6 +109,8 @@ def rows(members, **how):
     found, received = hvd.alltoall(x, splits, **how)
     assert received.tolist() == [place] * size
     assert found[:, 0].tolist() == [rank for rank in members for _ in range(place)]
+    raises(TypeError, "are not integers",
+           lambda: hvd.alltoall(torch.arange(size), torch.full((size,), 0.5), **how))
     even = hvd.synchronize(hvd.alltoall_async(torch.arange(size) + 10 * me, **how))
     assert even.tolist() == [place + 10 * rank for rank in members]
 
@@ -179,7 +181,8 @@ def sparse(members, **how):
         own = tables[members.index(me)]
         total = sum(table.to_dense() for table in tables) / (size if op is hvd.Average else 1)
         for found in (hvd.allreduce(own, op=op, **how),
-                      hvd.synchronize(hvd.sparse_allreduce_async(own, "table", op, **how))):
+                      hvd.synchronize(hvd.sparse_allreduce_async(own, "table", op, **how)),
+                      hvd.sparse_allreduce_async(own, None, op, **how)()):
             assert found.is_sparse and found.is_coalesced()
             assert torch.equal(found.to_dense(), total)
             assert found._nnz() == len({*members, 5})
