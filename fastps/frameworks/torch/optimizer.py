@@ -86,7 +86,7 @@ def DistributedOptimizer(
     if _is_async(asynchronous, staleness, op, compression, process_set, delay_compensation, rule):
         names, _ = synchronized.named(optimizer, named_parameters)
         return held.adopt(optimizer, names, staleness, prefix, delay_compensation)
-    if not process_set.included():
+    if process_set is not global_process_set and not process_set.included():
         return adopt(optimizer, OutsideOptimizer, "Outside")
     if op is Op.ADASUM:
         return adasum.adopt(optimizer, compressor_of(compression), prefix, process_set)
