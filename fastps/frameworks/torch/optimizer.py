@@ -27,7 +27,7 @@ from fastps.frameworks.torch.pipelined import PipelinedOptimizer
 from fastps.frameworks.torch.steps import OutsideOptimizer, adopt
 from fastps.frameworks.torch.synchronized import EarlyExchange, SynchronizedOptimizer
 from fastps.rules import Choice as Rule
-from fastps.sets import ProcessSet, global_process_set
+from fastps.sets import ProcessSet, checked_set, global_process_set
 from fastps.types import Op
 
 Named: TypeAlias = tuple[list[str], dict[torch.Tensor, str] | None]
@@ -86,7 +86,7 @@ def DistributedOptimizer(
     if _is_async(asynchronous, staleness, op, compression, process_set, delay_compensation, rule):
         names, _ = synchronized.named(optimizer, named_parameters)
         return held.adopt(optimizer, names, staleness, prefix, delay_compensation)
-    if process_set is not global_process_set and not process_set.included():
+    if process_set is not global_process_set and not checked_set(process_set).included():
         return adopt(optimizer, OutsideOptimizer, "Outside")
     if op is Op.ADASUM:
         return adasum.adopt(optimizer, compressor_of(compression), prefix, process_set)
