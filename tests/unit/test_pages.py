@@ -13,7 +13,7 @@ import pytest
 from fastps._pages import LargePages, may_gather
 
 MIB = 1 << 20
-TIMES = 3  # USE_TIMES
+TIMES = 10  # USE_TIMES
 needs_kernel = pytest.mark.skipif(not may_gather(), reason="no large pages, or none on demand")
 
 
