@@ -10,6 +10,7 @@ choice ever runs, and nothing is imported for it. Pure.
 from __future__ import annotations
 
 import enum
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -39,12 +40,16 @@ def decode_object(data: bytes) -> Any:
     return _from_plain(msgspec.msgpack.decode(data))
 
 
-def encode_for_all(obj: Any) -> bytes:
-    """Encode an object for other workers, or else why it cannot travel."""
+def encode_for_all(obj: Any, most: float = math.inf) -> bytes:
+    """Encode an object for other workers, or else why it cannot travel; most: bytes."""
     try:
-        return encode_object((True, obj))
+        data = encode_object((True, obj))
     except (TypeError, RecursionError) as error:
         return encode_object((False, str(error)))
+    if len(data) <= most:
+        return data
+    text = f"it has {len(data)} bytes, {most} are allowed; broadcast large data as arrays"
+    return encode_object((False, text))
 
 
 def decode_of(rank: int, data: bytes) -> Any:

@@ -42,6 +42,7 @@ from fastps.config import Config
 from fastps.contract import Givers, Policy
 from fastps.control.blame import VERDICT_WAIT_S, Failure, Witness
 from fastps.control.protocol import (
+    MAX_BLOB_BYTES,
     Done,
     Event,
     JobOver,
@@ -576,12 +577,12 @@ class Session(Forgetting):
     def broadcast_object(self, obj: Any, root_rank: int = 0, name: str = "object") -> Any:
         """Give everybody the root's object; blocks, and never unpickles anything.
 
-        Carries None, bool, int, float, str, bytes, list, tuple, dict, set and arrays; TypeError
-        on all workers names what else was found.
+        Carries what objects.py can, of 64 MiB at most among several; else TypeError on all.
         """
         self.check_usable()
         root_rank = self._checked_root(root_rank)
-        data = encode_for_all(obj) if root_rank == self.rank else None
+        most = MAX_BLOB_BYTES if self._client else math.inf
+        data = encode_for_all(obj, most) if root_rank == self.rank else None
         if (client := self._client) is not None:
             data = client.blob(name, root_rank, data, timeout_s=self.config.op_timeout_s)
         return decode_of(root_rank, data or b"")

@@ -345,6 +345,9 @@ def broadcast_objects(rank: int, root: int) -> None:
     assert array.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+LARGE = bytes(64 << 20)
+
+
 def bounds(size: int) -> None:
     """Refuse roots that do not exist and objects that would need pickle."""
     for root in (-1, size):
@@ -352,6 +355,7 @@ def bounds(size: int) -> None:
     for wrong in (np.float64(3), 3.0, "ab", [np.zeros(1), np.float64(3)]):
         for name in (None, "wrong"):
             refused(TypeError, "not a NumPy array", lambda: fastps.broadcast(wrong, 0, name=name))  # noqa: B023
+    refused(TypeError, "bytes, 67108864 are allowed", lambda: fastps.broadcast_object(LARGE))
     for one in (fastps.global_process_set, fastps.add_process_set(range(size))):
         refused(
             TypeError,
