@@ -381,8 +381,7 @@ cdef class Operation:
             return self.task.status
         status = self.wait_until(min(deadline, soon), spin_us)
         while status != OK and soon < deadline:
-            with nogil:
-                remind(self.task.state, &self.task)
+            self.remind()
             soon = now_ns() + REMIND_NS
             status = self.wait_until(min(deadline, soon), spin_us)
         if status != OK:
@@ -409,6 +408,11 @@ cdef class Operation:
                 found.add(self.task.legs[i].entry.peer)
         pthread_mutex_unlock(&state.lock)
         return sorted(found)
+
+    def remind(self):
+        """Tell others what it waits for, as wait() does each second."""
+        with nogil:
+            remind_others(self.task.state, &self.task)
 
     cdef int wait_until(self, int64_t deadline, int64_t spin_us) except? 1:
         if self.task.state.plan.work == NULL or completion_is_done(&self.task.done):

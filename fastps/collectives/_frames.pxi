@@ -217,19 +217,16 @@ cdef bint answer_over(State* state, const Entry* name, Work* work) noexcept nogi
     """Answer who waits at the other end of a message of an operation that is over here.
 
     What we had to send is ahead of the answer on the link, so who still misses it, or has
-    something that we did not want, does another operation. False: it is not over.
+    something that we did not want, does another operation, or one that failed here: it had no
+    link yet when we told all members. False: it is not over.
     """
     cdef Entry answer = name[0]
     cdef Entry* failed = failure_of(state, name)
-    if task_of(state, name) != NULL or not has_begun(state, name, ANYONE):
+    if task_of(state, name) != NULL or not has_begun(state, name, ANYONE) or (
+            failed != NULL and failed.status != E_MISMATCH):
         return False
-    answer.label, answer.code = 0, 0
-    if failed == NULL:                  # else it had no link yet when we told all members
-        answer.label, answer.mistake = OF_MESSAGE, name.label
-    elif failed.status == E_MISMATCH:
-        answer.code = failed.code
-    else:
-        return False
+    answer.label, answer.mistake = OF_MESSAGE, name.label
+    answer.code = failed.code if failed != NULL else 0
     add_control(state, work, KIND_REFUSE, &answer, E_MISMATCH)
     return True
 
@@ -296,9 +293,10 @@ cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
         return
     task = task_of(state, name)
     if name.label == OF_MESSAGE:
-        name.label = name.mistake
-        if task != NULL and is_left(task, name):
-            refuse(state, task, NULL, work)
+        name.label, name.mistake = name.mistake, 0
+        if task != NULL and task.status == OK and is_left(task, name):
+            fail_as_told(state, task, name, name.peer, work)
+            tell_members(state, task, work)
         return
     if name.label == OF_ONE:
         if task == NULL:
@@ -367,7 +365,7 @@ cdef bint is_missing(const Leg* leg) noexcept nogil:
     return leg.state == POSTED and leg.kind in (LEG_SEND, LEG_RECEIVE, LEG_SOURCE)
 
 
-cdef void remind(State* state, Task* task) noexcept nogil:
+cdef void remind_others(State* state, Task* task) noexcept nogil:
     """Tell others what an operation waits for, also where that is small and comes unasked.
 
     Who does another operation refuses ours then, or says that it is through; else two that expect

@@ -100,13 +100,15 @@ def content(rank: int, number: int, nbytes: int) -> np.ndarray[Any, Any]:
 class Mistakes(RuleBasedStateMachine):
     """Members that differ, in any order of frames."""
 
+    after = AMONG + 1  # operations that all mean alike, at the end
+
     @initialize(n=st.integers(2, MAX_MEMBERS), data=st.data())
     def begin(self, n: int, data: st.DataObject) -> None:
         self.n = n
         self.members = Members(n)
         count = data.draw(st.integers(1, 4))
         self.calls = [self.draw_calls(data) for _ in range(count)]
-        self.calls += [[Call()] * n] * (AMONG + 1)
+        self.calls += [[Call()] * n] * self.after
 
     def draw_calls(self, data: st.DataObject) -> list[Call]:
         """Draw what members call; somebody sends unasked, else they wait until they remind."""
@@ -160,15 +162,19 @@ class Mistakes(RuleBasedStateMachine):
         begun = self.members.operations
         able: list[int] = [*range(self.n)]
         while able:
-            self.members.fleet.settle(range(self.n))
+            self.settle()
             able = [
                 member for member, some in enumerate(begun)
                 if len(some) < len(self.calls) and all(one.is_done for one in some)
             ]  # fmt: skip
             for member in able:
                 self.start(member)
-        self.members.fleet.settle(range(self.n))
+        self.settle()
         assert all(len(some) == len(self.calls) for some in begun), "somebody waits in vain"
+
+    def settle(self) -> None:
+        """Let frames move until none does."""
+        self.members.fleet.settle(range(self.n))
 
     def check(self, member: int) -> None:
         errors = self.members.errors(member)
@@ -193,11 +199,70 @@ class Mistakes(RuleBasedStateMachine):
             np.testing.assert_array_equal(row, content(source, number, call.nbytes))
 
 
-def test_each_member_hears_once_of_each_mistake():
+class Silences(Mistakes):
+    """Members that differ where no bytes need tell: they remind others of what they wait for.
+
+    Who waits has an error; who was through, or had his, may have another in his next operation.
+    """
+
+    after = 4
+
+    def draw_calls(self, data: st.DataObject) -> list[Call]:
+        """Draw what members call: of any sizes, none too, and roots."""
+        sizes, roots = st.sampled_from((0, *SIZES)), st.integers(0, self.n - 1)
+        kind = data.draw(st.sampled_from(["all", "sizes", "roots", "both", "kinds"]))
+        nbytes, root = data.draw(sizes), data.draw(roots)
+        if kind == "all":
+            return [Call(nbytes, root)] * self.n
+        return [
+            Call(
+                data.draw(sizes) if kind in ("sizes", "both") else nbytes,
+                data.draw(roots) if kind in ("roots", "both") else
+                data.draw(st.sampled_from([root, None])) if kind == "kinds" else root,
+            )
+            for _ in range(self.n)
+        ]  # fmt: skip
+
+    @rule(data=st.data())
+    def reminds(self, data: st.DataObject) -> None:
+        self.remind(data.draw(st.integers(0, self.n - 1)))
+
+    def remind(self, member: int) -> None:
+        for operation in self.members.operations[member]:
+            if not operation.is_done:
+                operation.remind()
+
+    def settle(self) -> None:
+        super().settle()
+        for member in range(self.n):
+            self.remind(member)
+        super().settle()
+
+    def check(self, member: int) -> None:
+        """Look at what a member has; several mistakes in a row may be one error."""
+        errors = self.members.errors(member)
+        wrong = [number for number, calls in enumerate(self.calls) if mistaken(calls)]
+        heard_of = [number for number in wrong if not self.is_nothing(number)]
+        assert bool(errors) == bool(heard_of), (heard_of, errors)
+        assert not errors or heard_of[0] <= errors[-1] < len(self.calls) - 1
+        for number, calls in enumerate(self.calls):
+            if number not in wrong and number not in errors:
+                self.check_result(member, number, calls[0])
+
+    def is_nothing(self, number: int) -> bool:
+        """Whether a mistake concerns nobody: no member has anything to send or to wait for."""
+        return all(call.nbytes == 0 for call in self.calls[number])
+
+
+@pytest.mark.parametrize(("machine", "examples"), [(Mistakes, 200), (Silences, 200)])
+def test_each_member_hears_of_each_mistake(machine, examples):
     run_state_machine_as_test(
-        Mistakes,
+        machine,
         settings=settings(
-            max_examples=200, stateful_step_count=50, deadline=None, report_multiple_bugs=False
+            max_examples=examples,
+            stateful_step_count=50,
+            deadline=None,
+            report_multiple_bugs=False,
         ),
     )
 
