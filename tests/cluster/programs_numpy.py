@@ -355,7 +355,8 @@ def bounds(size: int) -> None:
     for wrong in (np.float64(3), 3.0, "ab", [np.zeros(1), np.float64(3)]):
         for name in (None, "wrong"):
             refused(TypeError, "not a NumPy array", lambda: fastps.broadcast(wrong, 0, name=name))  # noqa: B023
-    refused(TypeError, "bytes, 67108864 are allowed", lambda: fastps.broadcast_object(LARGE))
+    if size > 1:
+        refused(TypeError, "bytes, 67108864 are allowed", lambda: fastps.broadcast_object(LARGE))
     for one in (fastps.global_process_set, fastps.add_process_set(range(size))):
         refused(
             TypeError,
