@@ -17,6 +17,7 @@ cdef enum Status:
 
 cdef enum:
     PAGE_BYTES = 4096
+    HUGE_PAGE_BYTES = 2097152       # slabs start and end on it so that huge pages fit
     MAX_CPUS = 1024
 
 # ---- time and checks ----

@@ -99,7 +99,6 @@ cdef enum:
     MAX_LEVELS = 128                # priorities counted apart; simulated BERT-large has 80 out
     SPARE_CREDITS = 64              # all priorities together: so much beyond the credit of one..
     SPARE_BYTES = 33554432          # ..and no more than this; simulated BERT-large needs 30 MiB
-    HUGE_PAGE_BYTES = 2097152       # slabs start and end on it so that huge pages fit
     SIZE_CLASSES = 64               # the last is 2^32 pages: more than an address space
     SLAB_BYTES = 33554432           # default slab: eight default partitions; pre-faults in ~2 ms
     MAX_LOAN_PAGES = 1073741824     # 4 TiB; far above it rounding could overflow

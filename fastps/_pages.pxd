@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Large pages for private arrays that come again.
+# Huge pages for private arrays that come again.
 cimport cython
 from libc.stdint cimport uint64_t
 
@@ -12,7 +12,7 @@ cdef struct Seen:
     uint64_t times
 
 @cython.final
-cdef class LargePages:
+cdef class HugePages:
     cdef Seen seen[SEEN_ARRAYS]
     cdef const char* first      # what is left alone: from here
     cdef const char* end        # to here

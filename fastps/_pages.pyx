@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large pages for private arrays that operations use again and again.
+"""Huge pages for private arrays that operations use again and again.
 
-The kernel looks up each page of what it copies from another process: in pages of 4 KiB that takes
-as long as the copy. NumPy asks for pages of 2 MiB from 4 MiB on, PyTorch does not. So what comes
-the USE_TIMES-th time is gathered in such pages (MADV_COLLAPSE, Linux 6.1), as far as it fills
-them: the same bytes at the same addresses, and others may read and write them meanwhile. It takes
-0.3 to 3 milliseconds for each MiB, once, and saves some 0.1 each time. Where the machine's owner
-wants none ("never"), or the kernel cannot, nothing is done.
+The kernel looks up each page of what it copies from another process: in pages of 4 KiB a copy
+takes up to twice the time. NumPy asks for pages of 2 MiB from 4 MiB on, PyTorch does not. So what
+comes the USE_TIMES-th time is gathered in such pages (MADV_COLLAPSE, Linux 6.1), as far as it
+fills them: the same bytes at the same addresses, and others may read and write them meanwhile. It
+takes 0.3 to 3 milliseconds for each MiB, once, and saves some 0.05 each time. Where the machine's
+owner wants none ("never"), or the kernel cannot, nothing is done.
 
 Threads: of the caller, with the GIL, which is given up while pages are gathered.
 """
@@ -14,7 +14,7 @@ Threads: of the caller, with the GIL, which is given up while pages are gathered
 cimport cython
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
-from fastps._core cimport now_ns
+from fastps._core cimport HUGE_PAGE_BYTES, PAGE_BYTES, now_ns
 
 from pathlib import Path
 
@@ -23,8 +23,6 @@ cdef extern from "<sys/mman.h>" nogil:
 
 cdef enum:
     MADV_COLLAPSE = 25          # older kernels know no such advice
-    PAGE = 4096
-    LARGE_PAGE = 2 << 20
     LEAST_BYTES = 4 << 20       # of an array
     USE_TIMES = 10
     STEP_BYTES = 16 << 20       # gathered at once
@@ -42,9 +40,10 @@ def may_gather(setting=SETTING):
 
 
 cdef uint64_t gather(const char* start, uint64_t nbytes) noexcept nogil:
-    """Gather what fills large pages, as long as that is quick; give how many bytes."""
-    cdef uint64_t first = (<uintptr_t>start + LARGE_PAGE - 1) & ~<uint64_t>(LARGE_PAGE - 1)
-    cdef uint64_t end = (<uintptr_t>start + nbytes) & ~<uint64_t>(LARGE_PAGE - 1)
+    """Gather what fills huge pages, as long as that is quick; give how many bytes."""
+    cdef uint64_t mask = ~<uint64_t>(HUGE_PAGE_BYTES - 1)
+    cdef uint64_t first = (<uintptr_t>start + HUGE_PAGE_BYTES - 1) & mask
+    cdef uint64_t end = (<uintptr_t>start + nbytes) & mask
     cdef uint64_t step, at = first
     cdef int64_t since
     while at < end:
@@ -59,8 +58,8 @@ cdef uint64_t gather(const char* start, uint64_t nbytes) noexcept nogil:
 
 
 @cython.final
-cdef class LargePages:
-    """See which arrays come again, and gather them in large pages.
+cdef class HugePages:
+    """See which arrays come again, and gather them in huge pages.
 
     first, nbytes: a range that is left alone, as memory that is shared.
     """
@@ -76,7 +75,7 @@ cdef class LargePages:
             self.saw(<const char*>&view[0], view.shape[0])
 
     cdef void saw(self, const char* start, uint64_t nbytes) noexcept:
-        cdef uint64_t page = <uintptr_t>start / PAGE
+        cdef uint64_t page = <uintptr_t>start / PAGE_BYTES
         cdef Seen* seen = &self.seen[(page ^ page >> 9) & (SEEN_ARRAYS - 1)]
         if nbytes < LEAST_BYTES or self.first <= start < self.end:
             return

@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from fastps._core cimport BufferPool, Completion
 from fastps._hands cimport rule_fn
-from fastps._pages cimport LargePages
+from fastps._pages cimport HugePages
 from fastps._posix cimport pthread_mutex_t
 from fastps.transport._link cimport LinkOwner, LinkSlot, Owner, SendItem
 from fastps.worker._engine cimport WorkerEngine
@@ -242,7 +242,7 @@ cdef class Exchange(LinkOwner):
     cdef Py_ssize_t many        # as many in flight are looked through for such as nobody waits for
     cdef object guest           # keeps that
     cdef public object pin      # holder(array) pins large arrays, as RDMA needs; or None
-    cdef public LargePages pages    # for arrays that others read where they lie; or None
+    cdef public HugePages pages    # for arrays that others read where they lie; or None
     cdef int prepare(self, Py_buffer* view) except -1
     cdef int begin(self, Operation operation) except -1
     cdef int check(self, str name) except -1

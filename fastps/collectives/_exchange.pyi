@@ -2,7 +2,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Self, final
 
-from fastps._pages import LargePages
+from fastps._pages import HugePages
 from fastps.collectives.schedule import Step
 from fastps.transport._link import LinkOwner
 from fastps.worker._engine import WorkerEngine
@@ -46,7 +46,7 @@ class Operation:
 @final
 class Exchange(LinkOwner):
     pin: Callable[[Any], object] | None
-    pages: LargePages | None
+    pages: HugePages | None
     def __new__(
         cls, *, me: int, n_members: int, engine: WorkerEngine, goes_on: bool = False
     ) -> Self: ...

@@ -241,8 +241,9 @@ class Config:
              "container, has.")
     peer_memory: bool = _set(DATA, True,
         text="Let workers that share memory copy arrays of 256 KiB and more together, private "
-             "ones too, where they lie, if the kernel allows that; 0 has the receiver alone copy, "
-             "what is private by way of shared memory.")
+             "ones too, where they lie, if the kernel allows that, and gather private ones that "
+             "come again in huge pages; 0 has the receiver alone copy, what is private by way of "
+             "shared memory.")
     launcher_pid: int = _set(DATA, 0, allowed=(0, 1 << 22),
         text="Process of fastps-run on this machine, whose descendants may reach this worker's "
              "memory where Yama restricts that; set by it.")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from fastps._hands import Hands
-from fastps._pages import LargePages, may_gather
+from fastps._pages import HugePages, may_gather
 from fastps.affinity import parse_cpu_list
 from fastps.config import Config
 from fastps.errors import TransportError
@@ -99,7 +99,7 @@ class LocalGroup:
             stages.pipes.show_memory(secrets.randbits(62) | 1, root)
         ours = self.arena.mapping
         can_gather = config.peer_memory and may_gather()
-        self.pages = LargePages(ours.address, ours.nbytes) if can_gather else None
+        self.pages = HugePages(ours.address, ours.nbytes) if can_gather else None
         self._pipes = stages.pipes
         self._hands = Hands(count_hands(config, len(ranks)))
         engine.share(stages)

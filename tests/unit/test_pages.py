@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays that come again are gathered in large pages; nothing else about them changes."""
+"""Arrays that come again are gathered in huge pages; nothing else about them changes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastps._pages import LargePages, may_gather
+from fastps._pages import HugePages, may_gather
 
 MIB = 1 << 20
 TIMES = 10  # USE_TIMES
-needs_kernel = pytest.mark.skipif(not may_gather(), reason="no large pages, or none on demand")
+needs_kernel = pytest.mark.skipif(not may_gather(), reason="no huge pages, or none on demand")
 
 
 def make(nbytes: int) -> np.ndarray:
@@ -28,7 +28,7 @@ def make(nbytes: int) -> np.ndarray:
 
 
 def large(array: np.ndarray) -> int:
-    """Count the bytes of large pages in the mapping of an array."""
+    """Count the bytes of huge pages in the mapping of an array."""
     address = array.ctypes.data
     for part in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
         bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", part)
@@ -38,14 +38,14 @@ def large(array: np.ndarray) -> int:
     raise AssertionError("no such mapping")
 
 
-def see(pages: LargePages, array: np.ndarray, times: int) -> None:
+def see(pages: HugePages, array: np.ndarray, times: int) -> None:
     for _ in range(times):
         pages.see(array)
 
 
 @needs_kernel
 def test_what_comes_again_is_gathered_once_and_stays_what_it_was():
-    array, pages = make(16 * MIB), LargePages()
+    array, pages = make(16 * MIB), HugePages()
     expected, before = array.copy(), large(array)
     see(pages, array, TIMES - 1)
     assert (pages.bytes_gathered, large(array)) == (0, before)
@@ -57,7 +57,7 @@ def test_what_comes_again_is_gathered_once_and_stays_what_it_was():
 
 @needs_kernel
 def test_only_whole_pages_inside_an_array_are_touched():
-    array, pages = make(16 * MIB), LargePages()
+    array, pages = make(16 * MIB), HugePages()
     inside = array[MIB + 1 : 7 * MIB - 1]
     see(pages, inside, TIMES)
     assert pages.bytes_gathered in (4 * MIB, 2 * MIB)  # by where the mapping begins
@@ -73,7 +73,7 @@ def test_only_whole_pages_inside_an_array_are_touched():
     ],
 )
 def test_what_is_short_or_not_private_does_no_harm(make_it):
-    array, pages = make_it(), LargePages()
+    array, pages = make_it(), HugePages()
     before = array.copy()
     see(pages, array, 2 * TIMES)
     assert np.array_equal(array, before)
@@ -82,7 +82,7 @@ def test_what_is_short_or_not_private_does_no_harm(make_it):
 @needs_kernel
 def test_a_range_is_left_alone_and_others_are_not():
     array, other = make(8 * MIB), make(8 * MIB)
-    pages = LargePages(array.ctypes.data, array.nbytes)
+    pages = HugePages(array.ctypes.data, array.nbytes)
     see(pages, array, 2 * TIMES)
     assert pages.bytes_gathered == 0
     see(pages, other, TIMES)
@@ -91,7 +91,7 @@ def test_a_range_is_left_alone_and_others_are_not():
 
 @needs_kernel
 def test_arrays_of_changing_places_are_never_gathered():
-    array, pages = make(16 * MIB), LargePages()
+    array, pages = make(16 * MIB), HugePages()
     for length in range(4 * MIB, 8 * MIB, 4096):
         pages.see(array[:length])
     assert pages.bytes_gathered == 0
