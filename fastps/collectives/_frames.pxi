@@ -204,13 +204,15 @@ cdef void take_message(State* state, Peer* peer, uint32_t number, const Header* 
 
 # ---------------------------------------------------------------- frames without bytes
 
-cdef bint is_on_its_way(State* state, Task* task, const Entry* name) noexcept nogil:
+cdef bint is_on_its_way(State* state, const Entry* name) noexcept nogil:
     """Whether a message has been sent that the other side reminds us of."""
-    cdef Leg* leg
-    if task == NULL:
-        return has_begun(state, name, name.peer)
-    leg = leg_of(task, name, True)
-    return leg != NULL and leg.state in (GOING, OVER)
+    cdef Task* task = state.tasks
+    cdef Leg* leg = NULL
+    while task != NULL and leg == NULL:     # of messages of two, one each way has this number
+        if task.channel == name.channel and task.number == name.number:
+            leg = leg_of(task, name, True)
+        task = task.next
+    return leg.state in (GOING, OVER) if leg != NULL else has_begun(state, name, name.peer)
 
 
 cdef bint answer_over(State* state, const Entry* name, Work* work) noexcept nogil:
@@ -222,8 +224,8 @@ cdef bint answer_over(State* state, const Entry* name, Work* work) noexcept nogi
     """
     cdef Entry answer = name[0]
     cdef Entry* failed = failure_of(state, name)
-    if task_of(state, name) != NULL or not has_begun(state, name, ANYONE) or (
-            failed != NULL and failed.status != E_MISMATCH):
+    if (state.status != OK or task_of(state, name) != NULL or not has_begun(state, name, ANYONE)
+            or failed != NULL and failed.status != E_MISMATCH):
         return False
     answer.label, answer.mistake = OF_MESSAGE, name.label
     answer.code = failed.code if failed != NULL else 0
@@ -249,7 +251,7 @@ cdef void take_ready(State* state, Entry* name, Work* work) noexcept nogil:
         refuse(state, held.leg.task, name, work)
     elif is_foreign(task, name, True):
         refuse(state, task, name, work)
-    elif not answer_over(state, name, work) and not is_on_its_way(state, task, name):
+    elif not answer_over(state, name, work) and not is_on_its_way(state, name):
         note_once(state, name, READY)
 
 

@@ -218,7 +218,7 @@ cdef void fail_task(State* state, Task* task, int status, uint32_t culprit,
         return
     task.status = status
     task.culprit = culprit
-    if (status == E_MISMATCH or state.goes_on) and not task.is_numbered:
+    if not task.is_numbered:            # who asks for a message of it is not to take it for done
         name_task(&failed, task)
         failed.code = task.differs
         failed.what = FAILED

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 
 from fastps.collectives import schedule as plans
 from fastps.collectives._exchange import Operation, Program
-from fastps.collectives.schedule import Schedule
+from fastps.collectives.schedule import Kind, Place, Schedule, Step
 from fastps.errors import Status
 
 CHANNEL = 77
@@ -341,3 +341,24 @@ def test_what_came_before_an_operation_that_does_not_want_it_is_a_mistake_at_onc
     three.fleet.settle(range(3))
     assert [three.errors(member) for member in range(3)] == [[1], [1], [0]]
     assert [one.mistake for one in after] == [1, 1, 0]
+
+
+def test_a_message_that_is_on_its_way_when_it_is_reminded_of_leaves_nothing_behind(three):
+    exchanges, nbytes = three.fleet.exchanges, 40_000
+
+    def start(me: int, peer: int, kind: Kind) -> Operation:
+        place = Place.INPUT if kind is Kind.SEND else Place.OUTPUT
+        program = Program([Step(kind, peer, 0, place, 0, nbytes)], 0, range(3))
+        array = np.zeros(nbytes, np.uint8)
+        given = {"input": array} if kind is Kind.SEND else {"output": array}
+        return exchanges[me].start(program, CHANNEL, name="one", is_numbered=True, **given)
+
+    wanted = start(0, 1, Kind.RECEIVE)
+    ours = [start(1, 0, Kind.SEND), start(1, 0, Kind.RECEIVE)]  # both are the first of their way
+    three.fleet.settle([1])
+    wanted.remind()
+    three.fleet.settle([1])
+    ours.append(start(0, 1, Kind.SEND))
+    three.fleet.settle(range(3))
+    assert all(one.is_done for one in (wanted, *ours))
+    assert exchanges[1].statistics()["messages_kept"] == 2  # how many went and came
