@@ -217,14 +217,22 @@ def test_a_lost_server_fails_everybody():
 def test_a_full_ring_and_a_failed_send_do_not_lock_each_other_out():
     """Whoever hands a part to a dead link tells the others; there may be no room for that."""
     n_parts = 16_000  # the ring has room for 16384 tasks: these, and few of those that follow
-    release = threading.Event()
+    stalled, release = threading.Event(), threading.Event()
+    function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 5)
+    add = function(sum_kernel(DType.FLOAT32))
 
-    @ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 5)
+    @function
     def stalled_kernel(*arguments):
+        stalled.set()
         release.wait(TIMEOUT_S)
         return 1
 
-    kernels = [ctypes.cast(stalled_kernel, ctypes.c_void_p).value, sum_kernel(DType.FLOAT32)]
+    @function
+    def other_kernel(*arguments):
+        stalled.wait(TIMEOUT_S)  # else this rank may do all before the first one wakes
+        return add(*arguments)
+
+    kernels = [ctypes.cast(some, ctypes.c_void_p).value for some in (stalled_kernel, other_kernel)]
     ranks, key = (0, 1), secrets.token_bytes(32)
     engines = [WorkerEngine(me=rank, n_members=1) for rank in ranks]  # no link to send on
     groups: dict[int, LocalGroup] = {}

@@ -34,6 +34,7 @@ CHANNEL = 77
 SIZES = (8, 5_000, 40_000)  # bytes: unasked, asked for
 MAX_MEMBERS = 4
 AMONG = 2  # so many operations of all later everybody has heard
+MOST = 4  # operations in which members may differ
 
 
 @dataclasses.dataclass
@@ -106,7 +107,7 @@ class Mistakes(RuleBasedStateMachine):
     def begin(self, n: int, data: st.DataObject) -> None:
         self.n = n
         self.members = Members(n)
-        count = data.draw(st.integers(1, 4))
+        count = data.draw(st.integers(1, MOST))
         self.calls = [self.draw_calls(data) for _ in range(count)]
         self.calls += [[Call()] * n] * self.after
 
@@ -203,9 +204,11 @@ class Silences(Mistakes):
     """Members that differ where no bytes need tell: they remind others of what they wait for.
 
     Who waits has an error; who was through, or had his, may have another in his next operation.
+    An operation that failed waits for nobody any more, so its member is that much ahead of who
+    tells of the next mistake.
     """
 
-    after = 4
+    after = AMONG + 2 + MOST
 
     def draw_calls(self, data: st.DataObject) -> list[Call]:
         """Draw what members call: of any sizes, none too, and roots."""
