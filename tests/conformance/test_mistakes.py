@@ -54,9 +54,9 @@ def mistaken(calls: Sequence[Call]) -> bool:
 class Members:
     """What each member started, in a fleet."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, *, goes_on: bool = False) -> None:
         self.n = n
-        self.fleet = Fleet(n)
+        self.fleet = Fleet(n, goes_on=goes_on)
         self.operations: list[list[Operation]] = [[] for _ in range(n)]
         self.outputs: list[list[np.ndarray[Any, Any]]] = [[] for _ in range(n)]
 
@@ -365,3 +365,25 @@ def test_a_message_that_is_on_its_way_when_it_is_reminded_of_leaves_nothing_behi
     three.fleet.settle(range(3))
     assert all(one.is_done for one in (wanted, *ours))
     assert exchanges[1].statistics()["messages_kept"] == 2  # how many went and came
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("lost", range(3))
+def test_who_asks_for_a_message_of_what_failed_for_a_lost_member_hears_of_no_mistake(
+    lost, goes_on
+):
+    """One has heard of the loss, the other asks it before it hears of that itself."""
+    some = Members(3, goes_on=goes_on)
+    knows, asks = sorted({0, 1, 2} - {lost})
+    for member in (knows, asks):
+        some.start(member, Call(40_000))
+    some.fleet.exchanges[knows].lose(lost)
+    some.operations[asks][0].remind()
+    some.fleet.settle([knows])
+    some.operations[asks][0].remind()
+    some.fleet.settle([knows, asks])
+    some.fleet.exchanges[asks].lose(lost)
+    for member in (knows, asks):
+        assert some.operations[member][0].wait(timeout_s=0.0) == Status.PEER_LOST
+        assert some.operations[member][0].culprit == lost
+    some.fleet.close()
