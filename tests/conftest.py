@@ -29,6 +29,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("long", settings.get_profile("fastps"), max_examples=2000)
+# The same examples in each run, so that it tells of the change and of nothing else.
+settings.register_profile("ci", settings.get_profile("fastps"), derandomize=True, database=None)
 settings.load_profile("fastps")
 
 
