@@ -117,8 +117,10 @@ build: .venv/.built
 	$(PIP) --no-build-isolation --editable '.[demo]'
 	@touch $@
 
+# What pip would compile with one processor; some of it is for other versions of Python.
 .venv/.test: .venv/.built $(METADATA)
-	$(PIP) --no-build-isolation --editable '.[demo,test]'
+	$(PIP) --no-compile --no-build-isolation --editable '.[demo,test]'
+	@$(RUN) -m compileall -qq -j $(JOBS) .venv/lib || true
 	@touch $@ .venv/.demo
 
 clean:

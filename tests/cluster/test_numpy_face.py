@@ -91,7 +91,7 @@ RANDOM_JOBS = [
     pytest.param(3, 2, 60, 60_000, SMALL | {"FASTPS_CREDIT_BYTES": "20000"}, id="credit"),
     pytest.param(2, 2, 10, 3_000_000, {}, id="large"),
     pytest.param(2, 1, 300, 300, {}, id="small"),
-    pytest.param(4, 3, 500, 60_000, SMALL | {"FASTPS_LINKS_PER_PEER": "2"}, id="long",
+    pytest.param(4, 3, 250, 60_000, SMALL | {"FASTPS_LINKS_PER_PEER": "2"}, id="long",
                  marks=pytest.mark.stress),
 ]  # fmt: skip
 

@@ -106,7 +106,7 @@ def test_benchmarks_for_byteps(words: list[str]) -> None:
 def test_a_bound_lets_workers_go_on_while_one_pauses() -> None:
     """The short form of what docs/async.md has figures of; it is nearer to its thresholds."""
     said = run(
-        "asynchronous", "--seeds", "1", "--steps", "100", launch=("-np", "3", "-s", "1"),
+        "asynchronous", "--seeds", "1", "--steps", "60", launch=("-np", "3", "-s", "1"),
         shared="0", codes=(0, 1),
     )  # fmt: skip
     found = {
