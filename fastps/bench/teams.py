@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import tempfile
@@ -135,8 +136,9 @@ class Team:
         except (OSError, BenchError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LAST_WORDS_S)
-            self._output.seek(0)
-            lines = self._output.read().decode(errors="replace").splitlines()
+            output = self._output.fileno()  # whose place is the job's, which may be writing there
+            text = os.pread(output, os.fstat(output).st_size, 0)
+            lines = text.decode(errors="replace").splitlines()
             said = [line.removeprefix("[fastps-run]").strip() for line in lines if line.strip()]
             what = "it ended" if isinstance(error, ConnectionError) else str(error)
             raise BenchError("; ".join([what, *said[-LAST_LINES:]])) from error

@@ -125,7 +125,7 @@ class Team:
         self.pids: list[int] = []
         self.idle_cpu_s = self.idle_wall_s = 0.0  # while others were measured
         self.links: list[Link] = []
-        self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115
         self.listener = socket.create_server(("127.0.0.1", 0))
         environment = {
             **os.environ,
@@ -195,10 +195,9 @@ class Team:
 
     def last_lines(self) -> str:
         """Give what its processes said last, on lines of their own."""
-        self.log.flush()
-        self.log.seek(0)
-        lines = self.log.read().splitlines()[-LOG_LINES:]
-        return "".join(f"\n    {line}" for line in lines)
+        log = self.log.fileno()  # whose place is the processes', who may be writing there
+        lines = os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace").splitlines()
+        return "".join(f"\n    {line}" for line in lines[-LOG_LINES:])
 
     def ask(self, op: str, **command: object) -> list[dict[str, Any]]:
         """Let all workers run a command; give their answers by rank."""
