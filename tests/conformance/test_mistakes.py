@@ -247,7 +247,8 @@ class Silences(Mistakes):
         wrong = [number for number, calls in enumerate(self.calls) if mistaken(calls)]
         heard_of = [number for number in wrong if not self.is_nothing(number)]
         assert bool(errors) == bool(heard_of), (heard_of, errors)
-        assert not errors or heard_of[0] <= errors[-1] < len(self.calls) - 1
+        latest = len(self.calls) - self.after + AMONG + max(len(heard_of) - 1, 0)
+        assert not errors or heard_of[0] <= errors[-1] <= latest < len(self.calls) - 1
         for number, calls in enumerate(self.calls):
             if number not in wrong and number not in errors:
                 self.check_result(member, number, calls[0])
