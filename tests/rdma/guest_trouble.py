@@ -104,13 +104,19 @@ def test_another_address_may_come_and_go(pair):
 
 @contextlib.contextmanager
 def removal(pair: Pair, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Begin to remove something; it ends when nobody uses it any more, so close the pair first."""
-    with subprocess.Popen(words) as process:
+    """Begin to remove something; the command ends when nothing uses it: close the pair first."""
+    process = subprocess.Popen(words)
+    try:
+        yield process
+    finally:
+        pair.close()
         try:
-            yield process
-        finally:
-            pair.close()
-        assert process.wait(TIMEOUT_S) == 0
+            status = process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(TIMEOUT_S)
+            raise
+    assert status == 0
 
 
 def test_a_device_that_is_removed(pair):

@@ -23,7 +23,7 @@ LINKS = tuple(f"tests/rdma/guest_{name}.py" for name in PARTS)
 # The pyverbs data path is the same protocol under the GIL: what could differ, and little more.
 PYVERBS_TESTS = (
     "payload_arrives or leaks or work_request or withdrawn or breaks or goes_down or is_void "
-    "or opens_nothing or at_once or taken_away"
+    "or opens_nothing or at_once or taken_away or removed"
 )
 SUMS = "(native or pyverbs) and (broadcast or lanes or order or again)"
 NATIVE = native_or_pyverbs()

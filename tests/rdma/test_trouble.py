@@ -7,15 +7,17 @@ The device is simulated, since no real one can be made to tell its news after th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from rdma_net import transport_nets
 from simulated_device import SimulatedDevice
 
+from fastps.transport.rdma import pyverbs
 from fastps.transport.rdma._transport import PythonDevice, RdmaTransport
 
 TIMEOUT_S, PEER_LOST = transport_nets.TIMEOUT_S, transport_nets.PEER_LOST
-PORT, ADDRESS = 2, 3  # Trouble of rdma/_transport.pxd
+DEVICE, PORT, ADDRESS = 1, 2, 3  # Trouble of rdma/_transport.pxd
 WORDS = {PORT: "the device's port is down", ADDRESS: "the address (GID) of the device's port"}
 
 
@@ -92,3 +94,40 @@ def test_news_of_trouble_end_the_links_until_it_is_forgotten(pair):
     pair.transport.forget_failures()
     assert not pair.transport.has_trouble
     assert pair.transport.failure_of(0) == ""
+
+
+class Gone(Exception):
+    """What a query of a device says that is not there any more."""
+
+
+class Context:
+    """What pyverbs knows of a device, of which parts are gone."""
+
+    def __init__(self, *, port: int | None, gid: str | None) -> None:
+        self.port, self.gid = port, gid
+
+    def query_port(self, _port: int) -> SimpleNamespace:
+        """Return the port's state, or fail."""
+        if self.port is None:
+            raise Gone
+        return SimpleNamespace(state=self.port)
+
+    def query_gid(self, _port: int, _index: int) -> SimpleNamespace:
+        """Return the address at its place in the table, or fail."""
+        if self.gid is None:
+            raise Gone
+        return SimpleNamespace(gid=self.gid)
+
+
+@pytest.mark.parametrize(
+    ("port", "gid", "trouble"),
+    [(4, "fe80::1", 0), (4, "fe80::2", ADDRESS), (4, None, ADDRESS), (1, "fe80::1", PORT),
+     (None, None, DEVICE)],
+)  # fmt: skip
+def test_a_query_that_fails_is_trouble_for_pyverbs_too(port, gid, trouble):
+    """The kernel removes a card's addresses before it tells of the card."""
+    device = pyverbs.Device.__new__(pyverbs.Device)
+    device.verbs = SimpleNamespace(Failure=Gone)
+    device.port, device.gid_index, device.gid = 1, 0, "fe80::1"
+    device.context = Context(port=port, gid=gid)
+    assert device.find_trouble() == trouble

@@ -165,10 +165,21 @@ class Device:
         return self.find_trouble() if is_ours else 0  # it may be another port's
 
     def find_trouble(self) -> int:
-        """Look what is wrong with our port or its address now; 0: nothing."""
-        if self.context.query_port(self.port).state != PORT_ACTIVE:
+        """Look what is wrong with our port or its address now; 0: nothing.
+
+        A query that fails is an answer too: a device that is gone has no port, and a network
+        card that is gone leaves no address in its place of the table.
+        """
+        try:
+            state = self.context.query_port(self.port).state
+        except self.verbs.Failure:
+            return TROUBLE_DEVICE
+        if state != PORT_ACTIVE:
             return TROUBLE_PORT
-        gid = self.context.query_gid(self.port, self.gid_index).gid
+        try:
+            gid = self.context.query_gid(self.port, self.gid_index).gid
+        except self.verbs.Failure:
+            return TROUBLE_ADDRESS
         return TROUBLE_ADDRESS if gid != self.gid else 0
 
     def close(self) -> None:
