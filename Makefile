@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Everything happens in .venv; nothing outside this folder is changed.
+# Everything happens in .venv and this folder, but for Debian packages that are missing: they are
+# installed where root runs this, and named otherwise (tools/packages).
 #   make demo    train a classifier on real data with 2 workers and 2 servers, over sockets
 #   make test    the whole test suite, style and types included
 #   make test-frameworks   the plugins, each with its framework in .venvs/
@@ -24,7 +25,9 @@ FRAMEWORKS := $(basename $(notdir $(wildcard tests/frameworks/matrix/*.txt)))
 # Tests start thousands of processes, which are not to compile every module anew, as some images say.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: all demo test test-frameworks check unit bench wheel docs soak build clean distclean
+STAMP := build/.packages
+
+.PHONY: all packages demo test test-frameworks check unit bench wheel docs soak build clean distclean
 .DELETE_ON_ERROR:
 
 all: build
@@ -94,10 +97,15 @@ soak: .venv/.test
 
 build: .venv/.built
 
-.venv/.made:
+# The stamp is newer than what was built only where the build would find other headers now.
+packages:
+	@tools/packages "$(PYTHON)" $(STAMP)
+
+$(STAMP): packages ;
+
+.venv/.made: | $(STAMP)
 	@test -n "$(PYTHON)" || { echo 'Python 3.11 or newer is needed'; exit 1; }
-	$(PYTHON) -m venv .venv || { rm -rf .venv; \
-		echo 'no venv: on Debian run  apt-get install python3-venv'; exit 1; }
+	$(PYTHON) -m venv .venv
 	@touch $@
 
 .venv/.tools: .venv/.made pyproject.toml
@@ -106,10 +114,7 @@ build: .venv/.built
 	@touch $@
 
 # The extensions stand beside their sources, so that edits need no new installation.
-.venv/.built: .venv/.tools $(SOURCES)
-	@$(RUN) -c 'import os, sys, sysconfig as s; \
-		sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' \
-		|| { echo 'no Python.h: on Debian run  apt-get install python3-dev'; exit 1; }
+.venv/.built: .venv/.tools $(SOURCES) $(STAMP)
 	$(RUN) setup.py --quiet build_ext --inplace --parallel $(JOBS)
 	@touch $@
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from harness import ROOT, clean_environ
 
 sys.path.insert(0, str(ROOT))
 
+from aids.debian import require
 from tools import netlab
 from tools.netlab import NetLab
 
@@ -84,7 +84,7 @@ class SshHosts:
         log = (self.folder / f"sshd.{host}.log").open("wb")
         with log:
             return self.lab.popen(
-                host, [shutil.which("sshd") or "/usr/sbin/sshd", "-D", "-e", "-f", str(settings)],
+                host, [require("sshd", "openssh-server"), "-D", "-e", "-f", str(settings)],
                 stdout=log, stderr=log,
             )  # fmt: skip
 
@@ -156,22 +156,13 @@ def everybody() -> Iterator[tuple[int, bytes, bytes]]:
                        (entry / "environ").read_bytes())  # fmt: skip
 
 
-def install() -> None:
-    """Have Debian's ssh server and client, or skip."""
-    if shutil.which("ssh") and pathlib.Path("/usr/sbin/sshd").exists():
-        return
-    get = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "openssh-server",
-           "openssh-client"]  # fmt: skip
-    if os.geteuid() or not shutil.which("apt-get") or subprocess.run(get, check=False).returncode:
-        pytest.skip("needs openssh-server and openssh-client")
-
-
 @contextlib.contextmanager
 def hosts(folder: pathlib.Path) -> Iterator[SshHosts]:
     """Make the hosts and start their servers."""
     if lack := netlab.missing():
         pytest.skip(f"no make-believe hosts here: {lack}")
-    install()
+    require("ssh", "openssh-client")
+    require("sshd", "openssh-server")
     pathlib.Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     assert socket.gethostname() not in NAMES
     with NetLab(hosts=len(NAMES), rate="1gbit") as lab, contextlib.ExitStack() as stack:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 from harness import clean_environ
+
+from aids.debian import require
 
 LIMIT_S = 120
 
@@ -25,7 +25,7 @@ LIMIT_S = 120
     ],
 )
 def test_gdb_shows_where_a_worker_crashed_and_keeps_its_code(end, code, words):
-    install_gdb()
+    require("gdb", "gdb")
     program = f"import ctypes, os, signal, sys; os.write(1, b'runs\\n'); {end}"
     command = [sys.executable, "-m", "fastps.launch.run", "--gdb", sys.executable, "-c", program]
     result = subprocess.run(
@@ -36,12 +36,3 @@ def test_gdb_shows_where_a_worker_crashed_and_keeps_its_code(end, code, words):
     assert words in result.stdout + result.stderr
     assert ("#0 " in result.stdout) == (code == 139)
     assert ("it failed first" in result.stderr) == (code != 0)
-
-
-def install_gdb() -> None:
-    """Have Debian's gdb, or skip."""
-    if shutil.which("gdb"):
-        return
-    get = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "gdb"]
-    if os.geteuid() or not shutil.which("apt-get") or subprocess.run(get, check=False).returncode:
-        pytest.skip("needs gdb")

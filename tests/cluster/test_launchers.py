@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
-import shutil
 import socket
 import stat
 import subprocess
@@ -20,6 +18,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT, clean_environ
 
+from aids.debian import require
 from aids.free_ports import free_ports
 from fastps.config import load
 from fastps.config.launchers import find, is_left_alone
@@ -28,7 +27,6 @@ from fastps.errors import ConfigError, TransportTimeout
 
 LIMIT_S = 100
 ROWS = re.findall(r"^\| ([^|]+) \| `([^`]+)` \|", (ROOT / "docs/launchers.md").read_text(), re.M)
-NEEDS = {"mpirun": "openmpi-bin", "srun": "slurmctld slurmd slurm-client munge"}
 TRAIN = """
 import os, numpy as np, fastps
 for turn in range(2):
@@ -88,15 +86,6 @@ def run(lines: list[str], folder: Path, **more: str) -> list[str]:
     return sorted(re.findall(r"\d of 2: .*", "\n".join(out for out, _ in said)))
 
 
-def install(name: str) -> None:
-    """Have a Debian package's program, or skip."""
-    if shutil.which(name):
-        return
-    get = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *NEEDS[name].split()]
-    if os.geteuid() or not shutil.which("apt-get") or subprocess.run(get, check=False).returncode:
-        pytest.skip(f"needs {NEEDS[name]}")
-
-
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize(
     "line", [pytest.param(line, id=name) for name, line in ROWS if "train" in line
@@ -114,7 +103,7 @@ def test_launchers_that_are_here(line, tmp_path):
 @pytest.mark.alone
 @pytest.mark.timeout(LIMIT_S + 300)
 def test_open_mpi(tmp_path):
-    install("mpirun")
+    require("mpirun", "openmpi-bin")
     one, several = [line for _, line in ROWS if line.startswith("mpirun")]
     assert run([one], tmp_path) == EXPECTED
     apart = several.replace("mpirun", "mpirun -x LOCAL_WORLD_SIZE=1 -x LOCAL_RANK=0")
@@ -124,7 +113,7 @@ def test_open_mpi(tmp_path):
 @pytest.mark.alone
 @pytest.mark.timeout(LIMIT_S + 300)
 def test_slurm(tmp_path):
-    install("srun")
+    require("srun", "slurmctld", "slurmd", "slurm-client", "munge")
     with slurm(tmp_path) as settings:
         for line in [line for _, line in ROWS if line.startswith(("srun", "salloc"))]:
             assert run([line], tmp_path, SLURM_CONF=settings) == EXPECTED

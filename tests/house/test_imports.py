@@ -20,7 +20,7 @@ GROUND = sorted(
     name for name, floor in FLOORS.items()
     if floor <= 1 and name not in ("fastps.objects", "fastps.topology", "fastps.wire")
 )  # fmt: skip
-MOST_S = 0.060  # over NumPy; 20 to 50 ms were measured, a framework or Numba costs far more
+MOST_OF_NUMPY = 1.75  # 1.2 to 1.5 were measured, idle and busy; Numba or a framework makes it 4
 RUNS = 9
 
 
@@ -87,4 +87,4 @@ def test_importing_fastps_costs_little_over_numpy(tmp_path):
         for _ in range(RUNS)
     ]
     leasts = [min(times) for times in zip(*pairs, strict=True)]  # others only make it more
-    assert leasts[1] - leasts[0] < MOST_S, leasts
+    assert leasts[1] < MOST_OF_NUMPY * leasts[0], leasts
