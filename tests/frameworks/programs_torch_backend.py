@@ -439,6 +439,8 @@ def gathered_in_place(rank, size):
 
 
 if __name__ == "__main__":
-    for name in ("programs_torch_trained", "programs_torch_built_on"):
+    for name in (
+        "programs_torch_trained", "programs_torch_built_on", "programs_torch_written"
+    ):  # fmt: skip
         importlib.import_module(name)  # the cases there come after these
     sys.exit(run(Path(sys.argv[1]), sys.argv[2:]))

@@ -2,7 +2,7 @@
 """torch.distributed's backend "fastps" in real jobs, and how it gets known and joins one.
 
 One job of torchrun for each number of ranks and way to travel runs all cases of
-programs_torch_backend.py, programs_torch_trained.py and programs_torch_built_on.py.
+programs_torch_backend.py and of the programs that it imports.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from harness import clean_environ  # noqa: E402
 from job import run_workers  # noqa: E402
 
 PROGRAM = HERE / "programs_torch_backend.py"
-PROGRAMS = (PROGRAM, HERE / "programs_torch_trained.py", HERE / "programs_torch_built_on.py")
+PROGRAMS = (
+    PROGRAM, HERE / "programs_torch_trained.py", HERE / "programs_torch_built_on.py",
+    HERE / "programs_torch_written.py",
+)  # fmt: skip
 CASES = [
     name
     for path in PROGRAMS

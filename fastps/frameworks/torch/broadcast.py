@@ -133,9 +133,11 @@ def _broadcast(tensors: list[torch.Tensor], names: list[str], root_rank: int) ->
     wait_all(submit_broadcast(current, wires, names, root_rank) if tensors else [])
     with torch.no_grad():
         for tensor, buffer in zip(tensors, buffers, strict=True):
+            if current.rank == root_rank:
+                continue  # which reads them
             if is_sendable(tensor):
                 mark_written(tensor)
-            elif current.rank != root_rank:
+            else:
                 tensor.copy_(buffer)
 
 

@@ -187,7 +187,7 @@ class FlatBucket:
                 self._skipped.add(place)
         if found:
             self._take(found, memory)
-        torch.autograd.graph.increment_version(self._slots)  # results land in them unseen
+        torch.autograd.graph.increment_version(self._slots)  # see mark_written()
         self._versions = list(map(_version_of, self._slots))
 
     def _renew_slots(self) -> None:
@@ -229,6 +229,7 @@ class FlatBucket:
             and list(map(_address_of, self._slots)) == self._addresses
         ):
             self._check_each()
+        torch.autograd.graph.increment_version(self._slots)
         if self._copied:
             with torch.no_grad():
                 torch._foreach_copy_(
@@ -308,6 +309,8 @@ class LooseGradient:
         if not is_in_place:
             with torch.no_grad():
                 real_of(copied.gradient).copy_(self._compression.decompress(wire, context))
+        else:
+            mark_written(copied.gradient)
         self._left = weakref.ref(copied.gradient)
         del self._loaded, self.array  # what a compression made may go
 

@@ -27,6 +27,7 @@ from fastps.frameworks.torch.differentiable import (
 from fastps.frameworks.torch.sparse import SparseSum, start_rows
 from fastps.frameworks.torch.tensors import (
     check_kind,
+    mark_written,
     view_of,
     wire_dtype,
 )
@@ -88,12 +89,15 @@ def allreduce_async_(
     in_place = wire_of(target, name, op)
     same = in_place.data_ptr() == target.data_ptr()
     flight = _sum(source, in_place if same else source, op, name, process_set)
+    mark_written(target)
 
     def finish(found: list[Any]) -> torch.Tensor:
         factor = postscale_factor * _correction(flight, source)
         if not same or factor != 1.0:
             result = target if same else result_of(found[0], source, tensor)
             target.copy_(scaled(result, factor))
+        else:
+            mark_written(target)
         return tensor
 
     return Later([flight], finish)
@@ -161,11 +165,14 @@ def grouped_allreduce_async_(
     targets = [target_of(tensor, name) for tensor in tensors]
     flight = _start_grouped(targets, op_of(op, average), name, prescale_factor, postscale_factor,
                             process_set, is_in_place=True)  # fmt: skip
+    mark_written(*targets)
 
     def finish(found: list[Any]) -> list[torch.Tensor]:
         for target, result in zip(targets, found[0], strict=True):
             if target.data_ptr() != result.data_ptr():
                 target.copy_(result)
+            else:
+                mark_written(target)
         return list(tensors)
 
     return Later([flight], finish)
@@ -453,7 +460,9 @@ def broadcast_async_(
     wire = wire_of(target, name)
     code = wire_dtype(wire.dtype, name or "tensor")
     flight = ops.start_broadcast(view_of(wire), root_rank, name, process_set, dtype=code)
-
+    if current().rank == root_rank:
+        return Later([flight], lambda _: tensor)
+    mark_written(target)
     return Later([flight], lambda found: stored(found[0], wire, target, tensor))
 
 
@@ -557,6 +566,7 @@ def scatter_async(
         given, view_of(wire), root=process_set.member(root_rank, "root_rank"), name=name,
         dtype=wire_dtype(wire.dtype, name or "tensor"),
     )  # fmt: skip
+    mark_written(target)
     return Later([flight], lambda found: stored(np.asarray(found[0]), wire, target, out))
 
 
@@ -599,6 +609,7 @@ def receive_async(
     member = None if source is None else process_set.member(source, "source")
     code = wire_dtype(wire.dtype, "tensor")
     flight = group.receive(view_of(wire), member, tag=tag, dtype=code)
+    mark_written(target)
     return Later([flight], lambda found: stored(found[0], wire, target, tensor))
 
 

@@ -64,4 +64,4 @@ def _start(tensor: torch.Tensor, label: str, *, priority: int, **options: Any) -
         session.current(), [view_of(tensor)], [code], [label], average=True,
         priorities=[priority], **options,
     )  # fmt: skip
-    return Operation([handle for handle, _ in started], None)
+    return Operation([handle for handle, _ in started], written=[tensor])

@@ -19,7 +19,6 @@ from fastps.current import current
 from fastps.flights import Flight, Later
 from fastps.frameworks.torch.tensors import (
     check_tensor,
-    mark_written,
     sendable,
     tensor_over,
     view_of,
@@ -183,8 +182,6 @@ def average_parameters(
             tensor.copy_(mean.view_as(tensor))
         return
     grouped_allreduce_(tensors)
-    for tensor in tensors:
-        mark_written(tensor)
 
 
 def mean_of_those_left(

@@ -17,7 +17,7 @@ import torch
 
 from fastps import session
 from fastps.evened import even
-from fastps.flights import Later
+from fastps.flights import Flight, Later
 from fastps.frameworks._adapter import check_name
 from fastps.frameworks.torch.compression import (
     Compressing,
@@ -36,14 +36,13 @@ from fastps.frameworks.torch.tensors import (
     wire_dtype,
 )
 from fastps.rules import Choice as Rule
-from fastps.worker.handle import Handle
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending:
     """An operation under way: give it to poll() and synchronize()."""
 
-    handle: Handle
+    handle: Flight
     output: torch.Tensor
     name: str
 
@@ -96,8 +95,10 @@ def push_pull_async_inplace(
     """
     average, name = _named(average, name, "push_pull_async_inplace")
     _check_in_place(_checked(tensor, name, average), name)
+    started = _start(tensor, tensor, name, average, priority)
     mark_written(tensor)
-    return _start(tensor, tensor, name, average, priority)
+    handle = Later([started.handle], lambda _: mark_written(tensor))
+    return Pending(handle, tensor, name)
 
 
 def push_pull(

@@ -98,7 +98,9 @@ class Operations:
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """Reduce each tensor over all members, in place on the root."""
-        return self._each(self._reduce, opts, tensors)
+        return self._each(
+            self._reduce, opts, tensors, is_written=opts.rootRank == self._group.rank
+        )
 
     def _reduce(self, tensor: torch.Tensor, opts: Any) -> Started:
         to, root = landing(tensor, "reduce"), opts.rootRank
@@ -131,7 +133,9 @@ class Operations:
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         """Copy the root's tensors into everybody's."""
-        return self._each(self._broadcast, opts, tensors)
+        return self._each(
+            self._broadcast, opts, tensors, is_written=opts.rootRank != self._group.rank
+        )
 
     def _broadcast(self, tensor: torch.Tensor, opts: Any) -> Started:
         side = landing(tensor, "broadcast")
@@ -224,7 +228,7 @@ class Operations:
         """Send a tensor to a member, which receives it by the same tag."""
         side = reading(tensors[0], "send")
         handle = self._group.send(side.array, target, tag=tag, dtype=side.code)
-        return self._work([(handle, [])], tensors)
+        return self._work([(handle, [])], tensors, is_written=False)
 
     def recv(self, tensors: Tensors, source: int | None, tag: int = 0) -> Work:
         """Receive a tensor from a member, or from whoever sends first."""
@@ -260,21 +264,35 @@ class Operations:
 
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
-    def _each(self, start: Callable[..., Started], opts: Any, *lists: Sequence[Pieces]) -> Work:
+    def _each(
+        self,
+        start: Callable[..., Started],
+        opts: Any,
+        *lists: Sequence[Pieces],
+        is_written: bool = True,
+    ) -> Work:
         """Start an operation with each tensor, or with those at each place of several lists."""
         started = [start(*each, opts) for each in zip(*lists, strict=True)]
-        return self._work(started, lists[0], opts)
+        return self._work(started, lists[0], opts, is_written=is_written)
 
     def _work(
-        self, started: Sequence[Started], results: Sequence[Pieces], opts: Any = None
+        self,
+        started: Sequence[Started],
+        results: Sequence[Pieces],
+        opts: Any = None,
+        *,
+        is_written: bool = True,
     ) -> Work:
+        """Return the Work of operations; is_written: whether they change their results here."""
         self._count += 1
         copies = [copy for _, some in started for copy in some]
         finish = (lambda: copy_all(copies)) if copies else None
-        operation = Operation([handle for handle, _ in started], finish)
         flat: list[torch.Tensor] = []
         for each in results:
             flat += (each,) if isinstance(each, torch.Tensor) else each
+        operation = Operation(
+            [handle for handle, _ in started], finish, flat if is_written else ()
+        )
         work = self._wrap(operation, flat, opts)
         if self._coalesced is not None:
             self._coalesced.append(work)

@@ -103,10 +103,15 @@ def view_of(tensor: torch.Tensor) -> Array:
     return array
 
 
-def mark_written(tensor: torch.Tensor) -> None:
-    """Tell autograd that the tensor's memory changes, which it cannot see by itself."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
+def mark_written(*tensors: torch.Tensor) -> None:
+    """Tell autograd that the tensors' memory changes, which it cannot see by itself.
+
+    An operation that writes does so when it starts, for values that autograd saved before, and
+    when its results are handed over, for values that were saved while it was in flight.
+    """
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def version_of(tensor: torch.Tensor) -> int:

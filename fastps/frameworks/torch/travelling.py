@@ -48,7 +48,6 @@ def target_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
             "the tensor is a result that autograd follows, which would not see an in-place "
             "change: use the form without underscore, or tensor.detach()"
         )
-    mark_written(tensor)
     return tensor.detach()
 
 
@@ -64,6 +63,8 @@ def stored(
     """Give the tensor, once an array that came for it is there."""
     if wire.data_ptr() != target.data_ptr():
         target.copy_(result_of(array, wire, tensor))
+    else:
+        mark_written(target)
     return tensor
 
 

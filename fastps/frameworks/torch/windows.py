@@ -93,6 +93,8 @@ def _put(
         view_of(source), name, adds=adds, self_weight=self_weight, dst_weights=dst_weights,
         is_locked=require_mutex, is_waited=waits,
     )  # fmt: skip
+    if is_weighed:
+        mark_written(tensor)
 
     def finish(_found: list[Any]) -> torch.Tensor:
         if is_weighed:

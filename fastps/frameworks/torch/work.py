@@ -20,6 +20,7 @@ import torch
 from torch import distributed as dist
 
 from fastps.errors import StallError
+from fastps.frameworks.torch.tensors import mark_written
 from fastps.frameworks.torch.untraced import untraced
 from fastps.worker.handle import Handle
 
@@ -34,11 +35,21 @@ _KEPT: set[Work] = set()
 
 
 class Operation:
-    """Handles of one operation, and what is done with the results, once, when all are there."""
+    """Handles of one operation, and what is done with the results, once, when all are there.
 
-    def __init__(self, handles: Sequence[Handle], finish: Callable[[], object] | None) -> None:
+    written: the tensors whose memory the operation writes; autograd is told here that it changes.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        finish: Callable[[], object] | None = None,
+        written: Sequence[torch.Tensor] = (),
+    ) -> None:
         self.handles = handles
         self.finish = finish  # None when it was done
+        self._written = written  # empty when it was done
+        mark_written(*written)
         self.error: Exception | None = None  # of an operation that is over
         self._lock = threading.Lock()
 
@@ -60,8 +71,10 @@ class Operation:
                 _wait(handle, max(deadline - time.monotonic(), 0.0))
             with self._lock:
                 finish, self.finish = self.finish, None
+                written, self._written = self._written, ()
                 if finish is not None:
                     finish()
+                mark_written(*written)
         except Exception as error:
             if self.poll():
                 self.error = error
