@@ -37,7 +37,7 @@ class _Hook:
     ) -> None:
         if not isinstance(error, FastPSError | KeyboardInterrupt):
             with contextlib.suppress(Exception):  # a text that cannot be made is none
-                self._report(f"{kind.__name__}: {error}"[:MAX_WORDS])
+                self._report(" ".join(f"{kind.__name__}: {error}".split())[:MAX_WORDS])
         elif self._is_brief:
             trace = error.__traceback__ = without_ours(error.__traceback__)
             error.__cause__, error.__suppress_context__ = None, True  # it says that already

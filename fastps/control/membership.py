@@ -68,6 +68,7 @@ from fastps.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MAX_NOTES = 8  # departures before the start that are told to those who wait
+PULSE_CLOSED = "its pulse connection closed: it crashed, was killed or was cut off"
 GAVE_UP = "gave up waiting for the job to start"
 TOGETHER_S = 10.0  # whose waiting for the start ends within this time of another's
 
@@ -187,7 +188,7 @@ class Membership:
         """Note that a pulse connection ended: proof enough against a suspect."""
         text = self._suspicions.of(peer)
         if text is not None:
-            self._drop(peer, f"its pulse ended; {text}", now)
+            self._drop(peer, f"{PULSE_CLOSED}; {text}", now)
         return self._drain(now)
 
     def slept(self, now: float) -> list[Action]:

@@ -33,6 +33,7 @@ from fastps.control.protocol import (
     Failed,
     Join,
     Malformed,
+    PeerLost,
     Started,
     ToMember,
     ToScheduler,
@@ -127,6 +128,12 @@ class Scheduler:
         return self._next_peer > 1
 
     @property
+    def first_cause(self) -> PeerLost | None:
+        """Return which member was lost first, if any; from any thread, also after the end."""
+        membership: Membership | None = getattr(self, "_membership", None)
+        return None if membership is None else membership.first_cause
+
+    @property
     def inquiries(self) -> int:
         """Count the operations of which workers are asked just now."""
         return self._membership.inquiries
@@ -155,7 +162,7 @@ class Scheduler:
         finally:
             await self._gate.close()
             await self._close_connections()
-        was_told = self._has_launcher_ended or self._membership.first_cause is not None
+        was_told = self._has_launcher_ended or self.first_cause is not None
         is_news = finish.code and not was_told
         level = logging.ERROR if is_news else logging.INFO
         log.log(level, "scheduler ends: %s", finish.reason)

@@ -12,7 +12,8 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 
-from fastps.launch.job import Cause, SignalInbox, interrupted, report
+from fastps.launch.cause import Cause, report
+from fastps.launch.job import SignalInbox, interrupted
 from fastps.launch.options import Options
 from fastps.launch.output import Screen, outlets
 

@@ -24,8 +24,9 @@ from typing import Any
 from fastps.config import load, process_environment
 from fastps.config.token import hold_token
 from fastps.errors import ConfigError, FastPSError, TransportError
+from fastps.launch.cause import Cause
 from fastps.launch.ending import show_end
-from fastps.launch.job import Cause, SignalInbox, blames_another, last_words
+from fastps.launch.job import SignalInbox
 from fastps.launch.limits import hold_standard_streams
 from fastps.launch.output import Screen, outlets
 from fastps.launch.plan import Identity, inherited_environment, make_plan
@@ -120,13 +121,11 @@ class Voice:
 
     def tell_cause(self, cause: Cause) -> None:
         """Tell why the job ends, as soon as it is known here."""
-        part, who, how = cause.part, "", cause.text
-        if part is not None:
-            who, how = part.describe(), part.describe_end()
-        blames = part is not None and blames_another(part)
-        words = "" if part is None else last_words(part)
+        part = cause.part
+        who, how = ("", cause.text) if part is None else (part.describe(), cause.how)
         self.tell(failed={
-            "who": who, "how": how, "code": cause.exit_code, "blames": blames, "words": words,
+            "who": who, "how": how, "code": cause.exit_code, "accusation": cause.accusation,
+            "words": cause.words,
         })  # fmt: skip
 
 

@@ -17,54 +17,38 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pathlib
-import re
 import selectors
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import TypeAlias
 
+from fastps.launch.cause import (
+    PROGRAMS,
+    Accusation,
+    Cause,
+    Part,
+    accusation_of,
+    cause_in,
+    cause_of,
+    first_of,
+)
 from fastps.launch.live import PERIOD_S, JointLine, LiveLine
-from fastps.launch.machine import Machine
 from fastps.launch.output import Screen, Stream
 from fastps.launch.processes import Child, sweep
-from fastps.launch.scheduler import ENDED_BY, SchedulerThread
+from fastps.launch.scheduler import SchedulerThread
 
 EXIT_TIMEOUT = 124
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANGUP = signal.SIGHUP  # stays ignored where nohup had it ignored
-_PROGRAMS = ("worker", "validator", "machine")  # who runs the user's command
-_STOP_ORDER = (*_PROGRAMS, "server", "scheduler")
+_STOP_ORDER = (*PROGRAMS, "server", "scheduler")
 _TICK_S = 10.0  # the longest sleep; everything of interest wakes the loop earlier
 _DRAIN_S = 1.0  # pipes that a vanished process left open are read this long
 _KILL_WAIT_S = 10.0  # SIGKILL that does not end a process: it hangs in the kernel
 _SETTLE_S = 2.0  # who lost a peer may be seen to end before the peer itself is
 _READ_BYTES = 64 * 1024
-_LOG_HEAD = re.compile(r"[-\d]+ [\d:,]+ \w+ [A-Z]+ [\w.]+: ")  # time, role, level and place
-# Lines that say nothing of why a process ended: our banner, and what JAX, TensorFlow and gdb add.
-_NOISE = re.compile(
-    r"\[fastps\] |-+$|For simplicity, JAX has removed|\[\[\{\{node |[IW]\d{4} "
-    r"|WARNING: All log messages before absl|Argument to arithmetic operation not a number"
-)
 _LAST_WORDS_BYTES = 1 << 20  # of parts that end, kept for a reader who is behind
-
-Part: TypeAlias = Child | SchedulerThread | Machine
-
-
-@dataclasses.dataclass(frozen=True)
-class Cause:
-    """Why the job ends before its workers have: a text for the user and the exit code.
-
-    has_time: nobody told it to end, so that who reads its output may take their time.
-    """
-
-    text: str
-    exit_code: int
-    part: Part | None = None
-    has_time: bool = True
 
 
 class SignalInbox:
@@ -147,6 +131,7 @@ class Job:
         self._failed: list[Part] = []  # in the order of being noticed
         self._lost: list[Part] = []  # workers without which the others go on
         self._settled_at: float | None = None
+        self._has_waited = False  # longer, for a process that is accused and about to end
         self._is_stopping = False
         self._is_interrupted = False
 
@@ -196,7 +181,7 @@ class Job:
         self._set_cause(cause)
 
     def _has_work(self) -> bool:
-        return self.cause is None and any(map(self._alive, _PROGRAMS))
+        return self.cause is None and any(map(self._alive, PROGRAMS))
 
     def _alive(self, role: str) -> list[Part]:
         return [part for part in self.parts if part.role == role and part.is_alive]
@@ -207,7 +192,7 @@ class Job:
         The scheduler knows when it is over, by leases if need be, and the servers hear it from
         the scheduler, or notice that they lost it.
         """
-        if self._scheduler is not None and any(part.role in _PROGRAMS for part in self.parts):
+        if self._scheduler is not None and any(part.role in PROGRAMS for part in self.parts):
             self._scheduler.end_when_left("its workers have left")
         role = "server" if self._scheduler is None else "scheduler"
         awaited = self._alive(role)
@@ -236,7 +221,18 @@ class Job:
             self._check_timeout()
 
     def _has_settled(self) -> bool:
-        return self._settled_at is not None and time.monotonic() >= self._settled_at
+        """Return whether the parts that failed have had the time to be followed by others.
+
+        A process that they accuse, and that ends by itself, gets the grace period for that.
+        """
+        if self._settled_at is None or time.monotonic() < self._settled_at:
+            return False
+        accusation, accused = self._accused()
+        if accused is None or not accused.is_alive or self._has_waited:
+            return True
+        self._has_waited = accusation is not None and accusation.is_about_an_end
+        self._settled_at += self._grace_s if self._has_waited else 0.0
+        return not self._has_waited
 
     def _sleep_s(self, now: float, until: float | None) -> float:
         waits = [_TICK_S if self._live is None else PERIOD_S]
@@ -323,14 +319,29 @@ class Job:
             self._failed.extend(self._lost)
 
     def _judge(self, *, is_late: bool) -> None:
-        """Name the first cause as soon as somebody failed who has nobody else to blame."""
+        """Name the first cause as soon as nobody else can turn out to be to blame."""
         if self.cause is not None or not self._failed:
             return
-        first = first_of(self._failed)
-        if is_late or not blames_another(first):
-            code = first.exit_code or 0
-            text = f"{first.describe()} {first.describe_end()}"
-            self._set_cause(Cause(text, code if code > 0 else 128 - code, first))
+        accusation, accused = self._accused()
+        if accused is not None and accused.exit_code:
+            self._set_cause(cause_of(accused, None))
+        elif accusation is None or (is_late and accused is None):
+            self._set_cause(cause_of(first_of(self._failed), accusation))
+        elif is_late and accused is not None:
+            self._set_cause(cause_in(accused, accusation, self._failed))
+
+    def _accused(self) -> tuple[Accusation | None, Part | None]:
+        """Return what is said of the culprit, by the scheduler if it is here, and our part."""
+        lost = None if self._scheduler is None else self._scheduler.first_cause
+        if lost is None:
+            accusation = accusation_of(first_of(self._failed)) if self._failed else None
+        else:
+            accusation = Accusation(str(lost), lost.role, lost.rank, f"is lost: {lost.cause}")
+        if accusation is None:
+            return None, None
+        place = accusation.role, accusation.rank
+        found = (part for part in self.parts if isinstance(part, Child))
+        return accusation, next((p for p in found if (p.role, p.rank) == place), None)
 
     def _check_timeout(self) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -360,7 +371,7 @@ class Job:
         self._deadline = None
         for role in _STOP_ORDER:
             group = self._alive(role)
-            if not (self._is_interrupted and role in _PROGRAMS):  # they have the user's signal
+            if not (self._is_interrupted and role in PROGRAMS):  # they have the user's signal
                 self._signal(group, signal.SIGTERM)
             self._wait_for(group, self._grace_s)
             late = self._alive(role)
@@ -433,53 +444,6 @@ def interrupted(cause: Cause | None, number: int) -> Cause:
     """Give the first cause after a signal, which nobody's reading may put off."""
     cause = cause or Cause(f"interrupted by {signal.Signals(number).name}", 128 + number)
     return dataclasses.replace(cause, has_time=False)
-
-
-def first_of(failed: Sequence[Part]) -> Part:
-    """Choose the likeliest first cause among parts that failed, in the order of being seen.
-
-    A process that a signal killed comes before one that gave up, and one that itself blames
-    another comes last.
-    """
-    return min(failed, key=lambda part: (blames_another(part), (part.exit_code or 0) > 0))
-
-
-def blames_another(part: Part) -> bool:
-    """Tell whether a part ended because another one had."""
-    if isinstance(part, Machine):
-        return part.blames
-    says = (b"PeerLostError",) if part.role in _PROGRAMS else (b"is lost", b"cannot start")
-    words = (*says, ENDED_BY.encode())  # as they log it
-    has_given_up = (part.exit_code or 0) > 0
-    return has_given_up and any(word in line for line in part.stderr.tail for word in words)
-
-
-def report(screen: Screen, cause: Cause, *, output_dir: pathlib.Path | None) -> None:
-    """Print the first cause, last and plainly."""
-    part = cause.part
-    if isinstance(part, Machine) and not part.has_culprit:
-        part = None
-    if isinstance(part, Child) and output_dir is not None:
-        screen.say(f"the whole output: {output_dir}/{part.name.replace(' ', '-')}.stderr")
-    if part is None:
-        ending = f"exit code {cause.exit_code}"
-    elif blames_another(part):
-        ending = f"it gave up first, and blames the process named above{last_words(part)}"
-    else:
-        ending = f"it failed first, so the job was ended{last_words(part)}"
-    screen.say(f"{cause.text}; {ending}", is_alarm=True)
-
-
-def last_words(part: Part) -> str:
-    """Give the last line of a part on stderr, which is on the screen already, with the rest."""
-    if isinstance(part, Machine):
-        return part.last_words
-    if (part.exit_code or 0) < 0:
-        return ""
-    lines = [line.decode(errors="replace").strip() for line in part.stderr.tail]
-    theirs = [line for line in lines if line and not _NOISE.match(line)]
-    last = _LOG_HEAD.sub("", theirs[-1]) if theirs else ""
-    return f". Its last words: {last}" if last else ""
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -23,9 +23,10 @@ from typing import Any
 
 from fastps.config import load
 from fastps.errors import ConfigError
+from fastps.launch.cause import Cause, Part
 from fastps.launch.ending import make_screen, run_again, show_end, wants_live
 from fastps.launch.hosts import Host
-from fastps.launch.job import Cause, Job, Part, SignalInbox
+from fastps.launch.job import Job, SignalInbox
 from fastps.launch.limits import StartError, provide_descriptors
 from fastps.launch.live import JointLine
 from fastps.launch.machine import Machine

@@ -231,9 +231,9 @@ class Machine:
         return bool(self._failure and self._failure.get("who"))
 
     @property
-    def blames(self) -> bool:
-        """Tell whether the one that failed there blames another."""
-        return bool(self._failure and self._failure.get("blames"))
+    def accusation(self) -> str:
+        """Return what the part that failed there says of another one; empty if nothing."""
+        return str(self._failure["accusation"]) if self._failure else ""
 
     @property
     def last_words(self) -> str:

@@ -22,9 +22,10 @@ from fastps.config.token import hold_token
 from fastps.errors import ConfigError, FastPSError
 from fastps.launch import timeline
 from fastps.launch.allocation import spread
+from fastps.launch.cause import Cause
 from fastps.launch.commits import kept_commits
 from fastps.launch.ending import make_screen, run_again, show_end, wants_live
-from fastps.launch.job import Cause, Job, SignalInbox
+from fastps.launch.job import Job, SignalInbox
 from fastps.launch.lead import lead
 from fastps.launch.limits import StartError, hold_standard_streams, provide_descriptors
 from fastps.launch.live import LiveLine, ToldLine

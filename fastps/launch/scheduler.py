@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from fastps.config import Config
-from fastps.control.protocol import Absent
+from fastps.control.protocol import Absent, PeerLost
 from fastps.control.scheduler import Scheduler
 from fastps.errors import ConfigError
 from fastps.launch.output import Stream
@@ -51,6 +51,8 @@ class SchedulerThread:
 
     role = "scheduler"
     name = "scheduler"
+    rank = 0
+    description = "the scheduler"
 
     def __init__(
         self,
@@ -148,9 +150,15 @@ class SchedulerThread:
         scheduler: Scheduler | None = getattr(self, "_scheduler", None)
         return scheduler is None or scheduler.has_been_joined
 
+    @property
+    def first_cause(self) -> PeerLost | None:
+        """Return which member was lost first, if any; also after the end."""
+        scheduler: Scheduler | None = getattr(self, "_scheduler", None)
+        return None if scheduler is None else scheduler.first_cause
+
     def describe(self) -> str:
         """Say what this is."""
-        return "the scheduler"
+        return self.description
 
     def describe_end(self) -> str:
         """Say in words how it ended."""

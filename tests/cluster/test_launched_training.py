@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -121,7 +122,7 @@ def test_killed_server_is_the_first_cause(job):
     assert stderr.splitlines()[-1].startswith(f"[fastps-run] server 1 (pid {pid}) was killed by")
 
 
-def test_stopped_worker_is_named_by_who_gives_up(job):
+def test_stopped_worker_is_the_first_cause(job):
     command = job.python("-np", "2", "-s", "1", "--env", "FASTPS_LEASE_S=2", code=STEPS)
     with job.started(command) as process:
         pid = wait_pid(process, "worker 1")
@@ -129,9 +130,51 @@ def test_stopped_worker_is_named_by_who_gives_up(job):
         _, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     last = stderr.splitlines()[-1]
-    assert "gave up first, and blames the process named above. Its last words: " in last
-    assert "worker 1 (" in last.partition("Its last words: ")[2]
-    assert f"pid {pid}" in last
+    assert last.startswith(f"[fastps-run] worker 1 (pid {pid}) is lost: it was silent"), stderr
+
+
+@pytest.mark.parametrize("servers", ["0", "1"])
+@pytest.mark.parametrize("other", ["raise", "os._exit(7)", "raise RuntimeError('no training')"])
+def test_who_raises_is_the_first_cause_however_late_it_ends(job, servers, other):
+    """As with torch, whose programs need seconds to end after an exception."""
+    program = f"""
+        import atexit, os, signal, numpy as np, fastps
+        if os.environ["FASTPS_RANK"] == "1":
+            atexit.register(signal.pause)
+        fastps.init()
+        try:
+            for step in range(1_000_000):
+                if step == 5 and fastps.rank() == 1:
+                    raise ValueError("bad batch\\nin data.bin")
+                fastps.push_pull(np.ones(100, np.float32), "x")
+        except fastps.FastPSError:
+            {other}
+    """
+    result = job.run(job.python("-np", "2", "-s", servers, "--grace", "1", code=program))
+    last = last_line(result)
+    assert re.fullmatch(
+        r"\[fastps-run\] worker 1 \(pid \d+\) is lost: its program ended with ValueError: bad "
+        r"batch in data.bin; it failed first, so the job was ended", last
+    ), result.stderr  # fmt: skip
+    assert result.returncode == (7 if "7" in other else 1)
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
+def test_who_ends_well_too_early_is_the_first_cause(job, end):
+    program = f"""
+        import os, sys, numpy as np, fastps
+        fastps.init()
+        for step in range(1_000_000):
+            if step == 5 and fastps.rank() == 1:
+                {end}
+            fastps.push_pull(np.ones(100, np.float32), "x")
+    """
+    result = job.run(job.python("-np", "3", code=program))
+    assert result.returncode == 1
+    pattern = (
+        r"\[fastps-run\] worker 1 \(pid \d+\) ended with exit code 0 and (is lost|left the job)"
+    )
+    assert re.match(pattern, last_line(result)), result.stderr
 
 
 def test_interrupt_ends_a_training_in_order(job):

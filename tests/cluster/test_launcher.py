@@ -137,6 +137,18 @@ def test_peer_that_gives_up_first_is_not_blamed(job):
     assert last_line(result).endswith("it failed first, so the job was ended")
 
 
+def test_accused_peer_gets_the_grace_to_end_by_itself(job):
+    """The one that gave up has ended more than two seconds before."""
+    program = GIVE_UP_FIRST.replace("is lost", "is lost: its program ended with ValueError: no")
+    program = program.replace("sys.exit(9)", "time.sleep(3)\nsys.exit(9)")
+    result = job.run(job.python("-np", "2", "--grace", "30", code=program))
+    assert result.returncode == 9
+    assert last_line(result).startswith("[fastps-run] worker 1 (pid ")
+    assert last_line(result).endswith(
+        "ended with exit code 9; it failed first, so the job was ended"
+    )
+
+
 def test_peer_that_gives_up_is_believed_when_nobody_else_fails(job):
     program = """
         import os, signal, sys
@@ -150,8 +162,8 @@ def test_peer_that_gives_up_is_believed_when_nobody_else_fails(job):
         last = process.stderr.readlines()[-1].rstrip()
         assert time.monotonic() - began < 9  # it waits for two seconds, not for the next event
         assert process.wait(LIMIT_S) == 1
-    assert last.startswith("[fastps-run] worker 1 (pid ")
-    assert "it gave up first, and blames the process named above" in last
+    assert last.startswith("[fastps-run] worker 0 (pid ")
+    assert last.endswith("is lost; it failed first, so the job was ended")
 
 
 def test_server_that_fails_while_stopping_is_reported(job):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.launch.job import first_of, last_words
+from fastps.launch.cause import accusation_of, cause_of, first_of, last_words
 from fastps.launch.layout import Layout, make_layout
 from fastps.launch.options import EPILOG, parse
 from fastps.launch.output import (
@@ -437,7 +437,10 @@ def failed(name, code, stderr=b"", role="worker"):
         name=name,
         exit_code=code,
         role=role,
+        rank=0,
         stderr=SimpleNamespace(tail=stderr.splitlines()),
+        describe=lambda: f"{role} 0 (pid 7)",
+        describe_end=lambda: f"ended with exit code {code}",
     )
 
 
@@ -452,6 +455,42 @@ def test_first_cause_prefers_the_killed_and_distrusts_who_blames_another():
     assert first_of([server, crashed]).name == "crashed"
     assert first_of([server, victim]).name == "server"
     assert first_of([victim]).name == "victim"
+
+
+LOST = "worker 1 (b, pid 5) is lost: its program ended with ValueError: no"
+LEFT = "worker 1 left the job while others still had work"
+SLOW = "tensor 'x' was not complete within 6 s: worker 1 (b, pid 5) has not begun it"
+OVER = "fastps-run on the scheduler's machine ended it: worker 1 (pid 5) was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "rank"),
+    [
+        (f"fastps.errors.PeerLostError: tensor 'x' cannot be reduced: {LOST}. Restart the job",
+         LOST, 1),
+        (f"PeerLostError {LOST}", LOST, 1),
+        (f"e.PeerLostError: tensor 'x' cannot be reduced: {LEFT}; let all workers call join()",
+         LEFT, 1),
+        (f"fastps.errors.StallError: {SLOW}. Let all workers call the same", SLOW, -1),
+        (f"fastps.errors.ShutdownError: the job is over: {OVER}", OVER, -1),
+        ("PeerLostError: scheduler (10.0.0.1) is lost: it closed the connection",
+         "scheduler (10.0.0.1) is lost: it closed the connection", 0),
+    ],
+)  # fmt: skip
+def test_the_culprit_comes_first_where_it_is_no_part_of_this_launcher(said, text, rank):
+    part = failed("worker 0", 1, f"Traceback:\n{said}\n[fastps] bye".encode())
+    accusation = accusation_of(part)
+    assert (accusation.text, accusation.rank) == (text, rank)
+    cause = cause_of(part, accusation)
+    gave_up = "worker 0 (pid 7) gave up because of that and ended with exit code 1"
+    assert (cause.text, cause.words) == (f"{text}; {gave_up}", "")
+
+
+def test_a_part_does_not_accuse_itself_and_one_that_did_well_nobody():
+    said = b"fastps.errors.PeerLostError: worker 0 (a, pid 7) is lost: its own links broke"
+    assert accusation_of(failed("worker 0", 1, said)) is None
+    assert accusation_of(failed("worker 1", 0, b"PeerLostError: worker 0 is lost")) is None
+    assert accusation_of(failed("worker 1", -9, b"PeerLostError: worker 0 is lost")) is None
 
 
 # ---- the scheduler's log ----

@@ -66,3 +66,8 @@ def test_a_hook_of_the_users_own_goes_on(monkeypatch):
     end_with(error)
     assert seen == [fastps.NotInitializedError]
     assert "current.py" in "".join(traceback.format_exception(error))
+
+
+def test_others_hear_of_an_error_in_one_line(hook, capsys):
+    end_with(ValueError("bad batch\n  in data.bin"))
+    assert hook == ["ValueError: bad batch in data.bin"]

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a job ends before its workers have: which part failed first, and how that is told.
+
+Decides the first cause from how parts ended, from what they wrote last and from what the scheduler
+knows. Knows nothing of signals, pipes or time. A process that lost a peer ends before the one that
+it lost where that one takes long to end, is stopped, or runs on another machine; so the word of
+the scheduler, or else the accusation in the last words of a part, counts more than the order of
+the ends. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from fastps.control.blame import LEFT
+from fastps.launch.machine import Machine
+from fastps.launch.output import Screen
+from fastps.launch.processes import Child
+from fastps.launch.scheduler import ENDED_BY, SchedulerThread
+
+PROGRAMS = ("worker", "validator", "machine")  # parts that run the user's command
+
+Part: TypeAlias = Child | SchedulerThread | Machine
+
+_LOG_HEAD = re.compile(r"[-\d]+ [\d:,]+ \w+ [A-Z]+ [\w.]+: ")  # time, role, level and place
+# Lines that say nothing of why a process ended: our banner, and what JAX, TensorFlow and gdb add.
+_NOISE = re.compile(
+    r"\[fastps\] |-+$|For simplicity, JAX has removed|\[\[\{\{node |[IW]\d{4} "
+    r"|WARNING: All log messages before absl|Argument to arithmetic operation not a number"
+)
+_MEMBER = re.compile(
+    r"\b(?P<role>worker|validator|server|scheduler)(?: (?P<rank>\d+))?(?: \([^()]*\))? "
+    rf"(?P<how>(?:is lost\b|{LEFT}).*)"
+)
+_OTHERS = re.compile(rf"(?P<ended>{ENDED_BY}.*)|\b(?:PeerLostError|StallError):? (?P<error>.*)")
+_OF_SERVICES = re.compile(r"is lost\b|cannot start\b")  # in what scheduler and servers log
+_CURES = re.compile(r"(?:; let all workers call|\. Restart the job|\. Let all workers call).*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Accusation:
+    """What is said of a failure that another process is to blame for.
+
+    role and rank: of that one, empty and -1 where no member is named. how: what happened to it.
+    text: all of it, in one line.
+    """
+
+    text: str
+    role: str = ""
+    rank: int = -1
+    how: str = ""
+
+    @property
+    def is_about_an_end(self) -> bool:
+        """Return whether the accused process ends by itself, if it has not ended yet."""
+        return any(words in self.how for words in ("its program ended with", "closed", LEFT))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why the job ends before its workers have: a text for the user and the exit code.
+
+    part: the part that failed first; how: what happened to it; words: its last ones, as a
+    sentence. accusation: what that part says of a process that is no part of this launcher.
+    has_time: nobody told the job to end, so that a reader of its output may take their time.
+    """
+
+    text: str
+    exit_code: int
+    part: Part | None = None
+    how: str = ""
+    words: str = ""
+    accusation: str = ""
+    has_time: bool = True
+
+
+def accusation_of(part: Part) -> Accusation | None:
+    """Return what a part that gave up says of another one, in its last words; else None."""
+    if isinstance(part, Machine):
+        return Accusation(part.accusation) if part.accusation else None
+    if (part.exit_code or 0) <= 0:
+        return None
+    for line in reversed(part.stderr.tail):
+        found = _read(line.decode(errors="replace").strip(), part.role in PROGRAMS)
+        if found is not None:
+            return None if (found.role, found.rank) == (part.role, part.rank) else found
+    return None
+
+
+def _read(line: str, is_program: bool) -> Accusation | None:
+    """Return the accusation in a line of the standard error of a program or a service."""
+    other = _OTHERS.search(line)
+    if other is None and (is_program or not _OF_SERVICES.search(line)):
+        return None
+    text = _CURES.sub("", _LOG_HEAD.sub("", line))
+    member = _MEMBER.search(text)
+    if member is not None:
+        rank = int(member["rank"] or 0)
+        return Accusation(member[0], member["role"], rank, member["how"])
+    if other is not None:
+        text = _CURES.sub("", other["ended"] or other["error"])
+    return Accusation(text)
+
+
+def first_of(failed: Sequence[Part]) -> Part:
+    """Return the likeliest first cause among parts that failed, in the order of being seen.
+
+    A process that a signal killed comes before one that gave up, and one that itself blames
+    another comes last.
+    """
+    return min(failed, key=lambda part: (accusation_of(part) is not None, _has_given_up(part)))
+
+
+def cause_of(failed: Part, accusation: Accusation | None) -> Cause:
+    """Return the first cause where a part failed; accusation: of a process elsewhere, if any."""
+    code, how = failed.exit_code or 0, failed.describe_end()
+    code = code if code > 0 else 128 - code
+    if accusation is None:
+        return Cause(f"{failed.describe()} {how}", code, failed, how, last_words(failed))
+    text = f"{accusation.text}; {failed.describe()} gave up because of that and {how}"
+    if failed.describe().startswith(SchedulerThread.description):
+        text = accusation.text
+    return Cause(text, code, failed, how, accusation=accusation.text)
+
+
+def cause_in(accused: Part, accusation: Accusation, failed: Iterable[Part]) -> Cause:
+    """Return the first cause where a part of ours is accused that runs on, or ended well."""
+    how = accusation.how if accused.is_alive else f"{accused.describe_end()} and {accusation.how}"
+    codes = [part.exit_code or 0 for part in failed]
+    code = next((code for code in codes if code > 0), 1)
+    return Cause(f"{accused.describe()} {how}", code, accused, how)
+
+
+def report(screen: Screen, cause: Cause, *, output_dir: pathlib.Path | None) -> None:
+    """Print the first cause, last and plainly."""
+    part = cause.part
+    if isinstance(part, Machine) and not part.has_culprit:
+        part = None
+    if isinstance(part, Child) and output_dir is not None:
+        screen.say(f"the whole output: {output_dir}/{part.name.replace(' ', '-')}.stderr")
+    if part is None:
+        ending = f"exit code {cause.exit_code}"
+    elif cause.accusation:
+        ending = "so the job was ended"
+    else:
+        ending = f"it failed first, so the job was ended{cause.words}"
+    screen.say(f"{cause.text}; {ending}", is_alarm=True)
+
+
+def last_words(part: Part) -> str:
+    """Return, as a sentence, the last line that a part which gave up wrote on stderr."""
+    if isinstance(part, Machine):
+        return part.last_words
+    if not _has_given_up(part):
+        return ""
+    lines = [line.decode(errors="replace").strip() for line in part.stderr.tail]
+    theirs = [line for line in lines if line and not _NOISE.match(line)]
+    last = _LOG_HEAD.sub("", theirs[-1]) if theirs else ""
+    return f". Its last words: {last}" if last else ""
+
+
+def _has_given_up(part: Part) -> bool:
+    return (part.exit_code or 0) > 0
