@@ -114,6 +114,11 @@ class Coding(NamedTuple):
         return self.codec in WHOLE
 
     @property
+    def keeps_scale(self) -> bool:
+        """Return whether a factor may come before or after: C(a x) = a C(x) for a above 0."""
+        return self.codec is not Codec.ONEBIT or self.has(Option.SCALING)
+
+    @property
     def is_paired(self) -> bool:
         """Tell whether two codes share 7 bits."""
         return self.codec is Codec.INT4 and self.k == PAIRED_LEVELS

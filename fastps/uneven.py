@@ -181,7 +181,10 @@ class Uneven:
         return f"worker {', '.join(map(str, gone))} {REFUSAL}" if gone else ""
 
     def correction(self, place: Place, number: int, members: Sequence[int]) -> float:
-        """Give what the average of an operation is to be multiplied by, when it is done."""
+        """Give what the average of an operation is to be multiplied by, when it is done.
+
+        FastPSError for signs without a scale, which a worker without data votes on too.
+        """
         if not self.has_rounds:
             return 1.0
         with self._news:
@@ -189,7 +192,15 @@ class Uneven:
                 *(found.absent(place, number) for found in self._rounds.values())
             )
         n = len(members)
-        return n / max(n - len(absent.intersection(members)), 1)
+        factor = n / max(n - len(absent.intersection(members)), 1)
+        known = self._session.started([place]) if factor != 1.0 and isinstance(place, str) else ()
+        for _, spec in known:
+            if not spec.coding.keeps_scale:
+                raise FastPSError(
+                    f"{place!r} is {spec.coding}, and some workers have called join(): their "
+                    "zeros would count as signs; give scaling=True"
+                )
+        return factor
 
     def forget(self, places: Collection[Place]) -> None:
         """Drop what was counted of places in rounds that are over, and what is past of them."""

@@ -23,8 +23,10 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from fastps.coding import PLAIN, Coding
+from fastps.compression import Choice, coding_of
 from fastps.errors import FastPSError, PeerLostError, ShutdownError, StallError
-from fastps.types import Op
+from fastps.types import DType, Op
 
 # Errors that another worker's own error may have led to.
 _CONSEQUENCES = (PeerLostError, StallError, ShutdownError)
@@ -141,25 +143,42 @@ def _brief(thing: object) -> str:
     return type(thing).__name__
 
 
+def codec_of(
+    choice: Choice, name: str, code: DType, nbytes: int, *, min_bytes: int
+) -> tuple[Coding, bool]:
+    """Return the codec of a gradient, and whether the gradient travels alone because of it.
+
+    A codec of whole partitions (onebit, topk, randomk, dithering) has one scale or one k, which
+    gradients side by side would share. So a gradient of min_bytes or more travels alone under
+    such a codec, and a smaller one goes without, as it does by itself.
+    """
+    coding = coding_of(choice, name) or PLAIN
+    if not coding.is_whole:
+        return coding, False
+    return (coding, True) if coding.fits(code, nbytes, min_bytes=min_bytes) else (PLAIN, False)
+
+
 def plan_buckets(
     kinds: Sequence[Hashable],
     sizes: Sequence[int],
     *,
     bucket_bytes: int = BUCKET_BYTES,
     small_bytes: int = SMALL_BYTES,
+    alone: Sequence[bool] | None = None,
 ) -> list[list[int]]:
     """Put small gradients of one kind that backward makes one after the other into buckets.
 
     sizes: bytes, in the order of the layers; backward goes through them from the end, so the
     bucket that is left partly filled is that of the front layers, which is sent last. Larger
-    gradients travel alone, as all do where bucket_bytes is 0. Gives the positions of each
-    bucket, in rising order, buckets by their first position.
+    gradients travel alone, as all do where bucket_bytes is 0, and those for which alone says so.
+    Gives the positions of each bucket, in rising order, buckets by their first position.
     """
     buckets: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
     for place in range(len(sizes) - 1, -1, -1):
         size = sizes[place]
-        if not bucket_bytes or size > min(small_bytes, bucket_bytes):
+        is_alone = alone is not None and alone[place]
+        if is_alone or not bucket_bytes or size > min(small_bytes, bucket_bytes):
             buckets.append([place])
             continue
         bucket, filled = filling.get(kinds[place], ([], 0))

@@ -21,13 +21,15 @@ import numpy as np
 
 from fastps import session
 from fastps.asynchronous import ServerParameters
-from fastps.compression import Choice, is_own
+from fastps.coding import PLAIN
+from fastps.compression import Choice
 from fastps.errors import FastPSError
 from fastps.flights import Flight, correction_of, start_allreduce
 from fastps.frameworks._adapter import (
     BUCKET_BYTES,
     Average,
     check_op,
+    codec_of,
     plan_buckets,
     wait_all,
 )
@@ -177,11 +179,12 @@ class ArrayExchange:
     """Add a fixed list of arrays over all workers, once per step.
 
     specs: in the order of the layers; priorities fall along it. compression: of
-    fastps.push_pull(); integers travel as they are. Arrays up to 64 KiB of one dtype travel
-    together, up to bucket_bytes. is_copied: larger ones too have memory of their own, so that what
-    start() is given may go, and end() and take() finish. Declares its names, blocking, at the
-    first start in each session; raises MismatchError there where workers differ. ValueError for
-    another op than Average and Sum.
+    fastps.push_pull(), for each array by itself: NotInitializedError before init(); integers
+    travel as they are. Arrays up to 64 KiB of one dtype travel together, up to bucket_bytes,
+    unless a codec wants them alone. is_copied: larger ones too have memory of their own, so that
+    what start() is given may go, and end() and take() finish. Declares its names, blocking, at
+    the first start in each session; raises MismatchError there where workers differ. ValueError
+    for another op than Average and Sum.
     """
 
     def __init__(
@@ -198,16 +201,27 @@ class ArrayExchange:
         self._op = check_op(op)
         self._set = process_set
         self._choice = compression
-        is_by_name = callable(compression) and not is_own(compression)
+        codecs = [(PLAIN, False)] * len(specs)
+        if compression is not None:
+            least = session.current().config.min_compress_bytes
+            codecs = [
+                codec_of(compression, spec.name, spec.dtype, spec.nbytes, min_bytes=least)
+                for spec in specs
+            ]
         self.plan = plan_buckets(
-            [spec.dtype for spec in specs],
+            [(spec.dtype, coding) for spec, (coding, _) in zip(specs, codecs, strict=True)],
             [-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in specs],
-            bucket_bytes=0 if is_by_name else bucket_bytes,
+            bucket_bytes=bucket_bytes,
+            alone=[is_alone for _, is_alone in codecs],
         )
         self._buckets = [
             _Bucket([specs[i] for i in places], places, is_copied=is_copied)
             for places in self.plan
         ]
+        self._codings = {
+            bucket.name: codecs[places[0]][0]
+            for bucket, places in zip(self._buckets, self.plan, strict=True)
+        }
         self._home: Callable[[], session.Session | None] = lambda: None
         self._started: dict[int, _Started] = {}
         self._ended: list[_Started] = []
@@ -300,15 +314,11 @@ class ArrayExchange:
             self._home = weakref.ref(current)
 
     def _declare(self, home: session.Session) -> None:
-        """Declare all buckets at once; those of integers without compression."""
-        for is_float, choice in ((True, self._choice), (False, None)):
-            specs = [
-                (bucket.name, bucket.shape, bucket.code)
-                for bucket in self._buckets
-                if (bucket.code <= DType.BFLOAT16) is is_float
-            ]
-            if specs:
-                home.declare(specs, compression=choice)
+        """Declare all buckets at once."""
+        home.declare(
+            [(bucket.name, bucket.shape, bucket.code) for bucket in self._buckets],
+            compression=None if self._choice is None else self._codings.__getitem__,
+        )
 
 
 def broadcast_in_place(arrays: Sequence[Array], names: Sequence[str], root_rank: int) -> None:

@@ -156,6 +156,23 @@ def refusals() -> None:
     fastps.join()
 
 
+def votes() -> str:
+    """Average signs without a scale, on which a worker without data would vote too."""
+    fastps.init()
+    signs = fastps.Compression.onebit(scaling=False)
+    scaled = fastps.Compression.onebit()
+    mine = np.full(40_000, -2.0, np.float32)
+    assert (fastps.push_pull(mine, "signs", compression=signs) == -1).all()
+    assert (fastps.push_pull(mine, "scaled", compression=scaled) == -2).all()
+    if fastps.rank() == 0:
+        with pytest.raises(FastPSError, match=r"'signs' is compressed .*join.*scaling=True"):
+            fastps.push_pull(mine, "signs")
+        assert np.allclose(fastps.push_pull(mine, "scaled"), -2)
+    fastps.join()
+    fastps.shutdown()
+    return "done"
+
+
 def meetings() -> None:
     """Meet nobody who has joined: those at work hear of it at once, whoever comes first."""
     began = time.monotonic()

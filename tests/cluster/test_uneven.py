@@ -16,6 +16,11 @@ def test_workers_run_out_one_after_the_other(way):
     assert found == ["done"] * 3
 
 
+def test_signs_without_a_scale_have_no_average_of_those_with_data():
+    found = run_job(programs_uneven.votes, workers=2, servers=1)
+    assert found == ["done"] * 2
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 def test_operations_that_are_over_before_others_hear_of_them(workers):
     found = run_job(programs_uneven.over_first, workers=workers, servers=0)

@@ -240,7 +240,9 @@ class FakeSession:
 
     uneven = SimpleNamespace(has_rounds=False)
     steps = SimpleNamespace(mark=lambda: None, offer=lambda exchange: None)
-    config = SimpleNamespace(enable_async=False, check_weights=False, goes_on=False)
+    config = SimpleNamespace(
+        enable_async=False, check_weights=False, goes_on=False, min_compress_bytes=65536
+    )
 
     @property
     def can_share(self) -> bool:

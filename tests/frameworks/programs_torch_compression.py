@@ -85,4 +85,27 @@ def everything() -> None:
     assert fastps.Compression.int4() in codings().values()
     counts = fastps.statistics()
     assert 0 < counts["bytes_after_compression"] < counts["bytes_before_compression"] / 4
+    each_by_itself()
     fps.shutdown()
+
+
+def each_by_itself() -> None:
+    """Send the codecs of whole tensors no bucket: one scale, or one k, is of one gradient."""
+    small = 300
+    for number, choice in enumerate(
+        (fps.Compression.topk(2), lambda _: fps.Compression.topk(2), fps.Compression.fp16)
+    ):
+        weights = [nn.Parameter(torch.zeros(n)) for n in (20_000, small, *[10_000] * 4)]
+        prefix = f"alone{number}."
+        optimizer = fps.DistributedOptimizer(
+            torch.optim.SGD(weights, lr=1.0), compression=choice, prefix=prefix
+        )
+        for weight in weights:
+            weight.grad = torch.arange(1.0, 1 + weight.numel())
+        optimizer.step()
+        is_whole = number < 2
+        for weight in weights:
+            is_coded = is_whole and weight.nbytes >= current().config.min_compress_bytes
+            assert int(torch.count_nonzero(weight)) == (2 if is_coded else weight.numel())
+        mine = [name for name in codings() if name.startswith(f"{prefix}group")]
+        assert len(mine) == 2, mine  # the large one, and the others side by side

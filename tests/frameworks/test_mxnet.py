@@ -265,6 +265,72 @@ def test_training_is_that_of_one_process(tmp_path, environ):
     run(TRAINING, tmp_path, environ=environ)
 
 
+CODED = """
+    from fastps.current import current
+    from fastps.errors import ConfigError
+    def make():
+        net = gluon.nn.HybridSequential()
+        net.add(gluon.nn.Dense(100, in_units=200), gluon.nn.Dense(30, in_units=100))
+        net.initialize(mx.init.Constant(0.5))
+        return net
+    signs = {"compressor": "onebit", "scaling": False}
+    def gradients(net, part):
+        parts = []
+        for i, p in enumerate(net.collect_params().values()):
+            draw = np.random.default_rng([i, part])
+            parts.append((draw.normal(size=p.shape) * 10 ** -i).astype("f4"))
+        return parts
+    def moved(prefix, params, **options):
+        net = make()
+        trainer = fps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0},
+                                         prefix=prefix, compression_params=params, **options)
+        before = [p.data().asnumpy() for p in net.collect_params().values()]
+        for p, g in zip(net.collect_params().values(), gradients(net, rank)):
+            p.data()._fresh_grad = True
+            p.grad()[:] = nd.array(g)
+        trainer.step(32)
+        after = [p.data().asnumpy() for p in net.collect_params().values()]
+        return [one - two for one, two in zip(before, after)]
+    every = [gradients(make(), part) for part in range(2)]
+    mean = [(one + two) / 64 for one, two in zip(*every)]
+    both = [np.sign(one) + np.sign(two) for one, two in zip(*every)]
+    is_coded = [g.nbytes >= least for g in mean]
+    assert is_coded == [True, least == 0, least == 0, least == 0]
+    for options in ({}, {"bucket_bytes": 0}):
+        for i, found in enumerate(moved(f"signs{options}", signs, **options)):
+            voted = np.where(both[i] < 0, -1, 1)  # divided by 32 before: a step is 1, not 1 / 32
+            np.testing.assert_allclose(found, voted if is_coded[i] else mean[i], rtol=1e-4,
+                                       atol=1e-5)
+    for i, found in enumerate(moved("scaled", {"compressor": "onebit", "scaling": True})):
+        sizes = np.unique(np.abs(found).round(7))  # one scale for each tensor, not for all
+        assert (len(sizes) < 4) is is_coded[i], (i, sizes)
+        assert np.abs(found).mean() < 4 * np.abs(mean[i]).mean()
+    for i, found in enumerate(moved("topk", {"compressor": "topk", "k": 3})):
+        assert (np.count_nonzero(found) <= 3) is is_coded[i], i  # k of each tensor
+    plain = moved("plain", None)
+    for i, found in enumerate(plain):
+        np.testing.assert_allclose(found, mean[i], rtol=1e-4, atol=1e-5)
+    optimizer = fps.DistributedOptimizer(mx.optimizer.SGD(learning_rate=1.0, rescale_grad=1 / 32),
+                                         compression=signs, prefix="module ")
+    w = nd.zeros((100, 200))
+    mx.optimizer.get_updater(optimizer)(0, nd.array(every[rank][0]), w)
+    same(w, np.where(both[0] < 0, 1, -1).astype("f4"))
+    assert optimizer.rescale_grad == 1 / 32
+    net = make()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore="fastps",
+                            compression_params=signs)
+    with pytest.raises(ConfigError, match="scaling=True"):
+        trainer.step(32)
+    fps.shutdown()
+"""
+
+
+@pytest.mark.parametrize("least", [0, 65536])
+def test_each_tensor_is_divided_and_then_compressed_by_itself(tmp_path, least):
+    environ = {"FASTPS_MIN_COMPRESS_BYTES": str(least)}
+    run(f"    least = {least}" + CODED, tmp_path, environ=environ)
+
+
 ALONE = """
 import sys, numpy as np, fastps.mxnet as fps
 assert "mxnet" not in sys.modules

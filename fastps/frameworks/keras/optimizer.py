@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from fastps.compression import Choice
+from fastps.compression import Choice, coding_of, is_own
 from fastps.frameworks._adapter import BUCKET_BYTES, Average, check_op, check_passes
 from fastps.frameworks._arrays import AsynchronousSteps
 from fastps.frameworks.keras.variables import exchange_of_backend, step_apart
@@ -50,6 +50,7 @@ def DistributedOptimizer(
     base = type(optimizer)
     if base.__name__.startswith(MARK):
         raise ValueError("the optimizer is a DistributedOptimizer already")
+    _check_scale(optimizer, compression)
     options: dict[str, Any] = {
         "op": check_op(op), "compression": compression, "prefix": prefix,
         "sparse_as_dense": sparse_as_dense, "bucket_bytes": bucket_bytes,
@@ -67,6 +68,18 @@ def DistributedOptimizer(
     words |= {"__doc__": base.__doc__, "__module__": base.__module__}
     kind: Any = type(MARK + base.__name__, (base,), words)
     return kind.from_config(config)
+
+
+def _check_scale(optimizer: Any, compression: Choice) -> None:
+    """Refuse a loss scale, which the optimizer would undo after a codec has dropped it."""
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return
+    coding = None if callable(compression) and not is_own(compression) else coding_of(compression)
+    if coding is not None and not coding.keeps_scale:
+        raise ValueError(
+            f"gradients are {coding}, and LossScaleOptimizer would divide the signs by its scale: "
+            "give scaling=True, or LossScaleOptimizer(DistributedOptimizer(inner optimizer))"
+        )
 
 
 def _exchanging(base: Any, is_late: bool, options: Mapping[str, Any]) -> Any:

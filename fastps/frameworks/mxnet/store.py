@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mxnet as mx
 
 import fastps
-from fastps.compression import Choice
+from fastps.coding import Coding
+from fastps.compression import Choice, coding_of
+from fastps.errors import ConfigError
 from fastps.frameworks._adapter import Sum
 from fastps.frameworks.mxnet.sums import add_in_place, broadcast_arrays
 
@@ -49,8 +52,11 @@ class FastPS(mx.kvstore.KVStoreBase):  # type: ignore[misc]
             one[:] = outs[0]
 
     def set_gradient_compression(self, compression_params: Choice) -> None:
-        """Take the compression_params of gluon.Trainer, which are those of DistributedTrainer."""
-        self._compression = compression_params
+        """Take the compression_params of gluon.Trainer, which are those of DistributedTrainer.
+
+        Not onebit without scaling: the first pushpull() raises ConfigError.
+        """
+        self._compression = compression_params and partial(_codec_of, compression_params)
 
     @staticmethod
     def is_capable(capability: str) -> bool:
@@ -71,6 +77,17 @@ class FastPS(mx.kvstore.KVStoreBase):  # type: ignore[misc]
     def num_workers(self) -> int:
         """How many workers there are."""
         return fastps.size()
+
+
+def _codec_of(choice: Choice, name: str) -> Coding | None:
+    """Return the codec of a key; ConfigError for one that has to come after step()'s division."""
+    coding = coding_of(choice, name)
+    if coding is not None and not coding.keeps_scale:
+        raise ConfigError(
+            f"{name!r} is {coding}, and step() would divide these signs by the batch size: give "
+            "scaling=True, or use fastps.mxnet.DistributedTrainer"
+        )
+    return coding
 
 
 def _listed(value: Any) -> list[Any]:

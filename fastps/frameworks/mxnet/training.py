@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -24,7 +25,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     """An optimizer that averages each gradient over all workers, in place, before it updates.
 
     For Module and for programs that call update(); with Gluon take DistributedTrainer.
-    compression: of fastps.push_pull(). prefix: another one for a second optimizer.
+    compression: of fastps.push_pull(); gradients are multiplied by the optimizer's rescale_grad
+    before they are compressed then, instead of after. prefix: another one for a second optimizer.
     """
 
     def __init__(
@@ -56,13 +58,13 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Average the gradients, and update the weights; returns at once."""
-        self._average(index, grad)
-        self._optimizer.update(index, weight, grad, state)
+        with self._averaged(index, grad):
+            self._optimizer.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Average the gradients, and update weights of half precision; returns at once."""
-        self._average(index, grad)
-        self._optimizer.update_multi_precision(index, weight, grad, state)
+        with self._averaged(index, grad):
+            self._optimizer.update_multi_precision(index, weight, grad, state)
 
     def set_learning_rate(self, lr: float) -> None:
         """Change how far the optimizer goes."""
@@ -76,10 +78,22 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         """Set factors of the weight decay for some weights."""
         self._optimizer.set_wd_mult(args_wd_mult)
 
-    def _average(self, index: Any, grad: Any) -> None:
+    @contextmanager
+    def _averaged(self, index: Any, grad: Any) -> Iterator[None]:
+        """Average the gradients, and let the optimizer update with the averages."""
+        rescale = self._optimizer.rescale_grad
+        is_scaled = self._terms["compression"] is not None and rescale != 1.0
         several = isinstance(index, list | tuple)
         for place, one in zip(*((index, grad) if several else ([index], [grad])), strict=True):
+            if is_scaled:
+                one *= rescale
             add_in_place(one, f"{self._prefix}{place}", priority=-place, **self._terms)
+        if is_scaled:
+            self._optimizer.rescale_grad = 1.0
+        try:
+            yield
+        finally:
+            self._optimizer.rescale_grad = rescale
 
 
 class _Placed:
@@ -95,8 +109,11 @@ class _Placed:
         self._memory: list[list[Array] | None] = [None for _ in self._exchange.plan]
         self._arrays: list[list[Any]] = [[] for _ in self._exchange.plan]
 
-    def push(self) -> None:
-        """Begin the sums of all buckets; the front ones are the most urgent."""
+    def push(self, factor: float = 1.0) -> None:
+        """Begin the sums of all buckets, of gradients times a factor; front ones are urgent."""
+        if factor != 1.0:
+            for param in self._params:
+                param._grad[0] *= factor
         for number in reversed(range(len(self._arrays))):
             self._place(number)
             first = self._exchange.plan[number][0]
@@ -133,9 +150,10 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     operations of MXNet's engine: step() returns before they are done, and those of the back layers
     go while the front ones are computed. compression_params: BytePS's {"compressor": "onebit",
     "ef": "vanilla", "momentum": "nesterov", ...}, or another compression of fastps.push_pull(); a
-    momentum there takes the place of the optimizer's. prefix: another one for a second trainer.
-    Gradients are moved into memory that workers share; TypeError for sparse ones, or on several
-    devices.
+    momentum there takes the place of the optimizer's. With a compression step() divides gradients
+    by the batch size before they are compressed, in place, as BytePS does; allreduce_grads() does
+    not, so update() divides after. prefix: another one for a second trainer. Gradients are moved
+    into memory that workers share; TypeError for sparse ones, or on several devices.
     """
 
     def __init__(
@@ -160,15 +178,29 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             "op": Average, "compression": compression, "bucket_bytes": bucket_bytes,
             "process_set": process_set,
         }  # fmt: skip
+        self._scale: float  # of MXNet's: the rescale_grad that the optimizer came with
         self._placed: _Placed | None = None
+        self._factor = 1.0  # of gradients, before they are compressed
         mine = {str(place): param for place, param in enumerate(self._params)}
         broadcast_parameters(mine, root_rank, prefix=f"Parameter of {prefix}.")
+
+    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        """Average gradients and update parameters; batch_size: of this worker."""
+        if self._terms["compression"] is None:
+            super().step(batch_size, ignore_stale_grad)
+            return
+        scale = self._scale
+        self._factor, self._scale = scale / batch_size, batch_size  # which leaves a factor of 1
+        try:
+            super().step(batch_size, ignore_stale_grad)
+        finally:
+            self._factor, self._scale = 1.0, scale
 
     def _allreduce_grads(self) -> None:
         """Begin to average all gradients; called by step()."""
         if self._placed is None:
             self._placed = self._begin()
-        self._placed.push()
+        self._placed.push(self._factor)
 
     def _begin(self) -> _Placed:
         for param in self._params:

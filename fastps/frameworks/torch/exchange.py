@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fastps import session
 from fastps.byzantine.rules import rule_of
+from fastps.coding import PLAIN, Coding
 from fastps.errors import FastPSError, MismatchError
 from fastps.flights import Later
 from fastps.frameworks._adapter import (
@@ -31,6 +32,7 @@ from fastps.frameworks._adapter import (
     Sum,
     Waitable,
     check_op,
+    codec_of,
     plan_buckets,
     wait_all,
 )
@@ -57,6 +59,7 @@ from fastps.frameworks.torch.tensors import (
     real_of,
     submit_push_pull,
     tensor_over,
+    wire_dtype,
 )
 from fastps.rules import Choice as Rule
 from fastps.sets import ProcessSet, checked_set, global_process_set
@@ -124,6 +127,7 @@ class GradientExchange:
         self._names: list[str] = []
         self._ids: set[int] = set()  # of the parameters
         self._buckets: list[Bucket] = []
+        self._codings: dict[str, Coding] = {}  # of each bucket, by its name
         self._members: list[list[int]] = []  # of each bucket
         self._hooked: list[bool] = []
         self._hooks: list[RemovableHandle] = []
@@ -143,7 +147,7 @@ class GradientExchange:
         check_alike(
             self._describe(parameters, full), f"{self._prefix}parameters", self._process_set
         )
-        plan = self._plan(parameters)
+        plan = self._plan(parameters, full)
         buckets = self._fill(plan, parameters, full)
         self._declare(buckets)
         self._take_over(parameters)
@@ -186,7 +190,7 @@ class GradientExchange:
         session.current().forget([bucket.name for bucket in self._buckets])
         self._layout = layout
         names = [self._prefix + name for name in self._names]
-        self._members = self._plan(self._parameters)
+        self._members = self._plan(self._parameters, names)
         self._buckets = self._fill(self._members, self._parameters, names)
         self.round.regroup(self._members)
         self._declare(self._buckets)
@@ -330,20 +334,40 @@ class GradientExchange:
             entries.append((name, tuple(parameter.shape), kind))
         return entries
 
-    def _plan(self, parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+    def _plan(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[list[int]]:
         """Choose buckets from what is the same on all workers: frozen parameters apart."""
-        way = self._compression
-        is_alone = way.is_by_name if isinstance(way, OnTheWay) else way not in _BUILT_IN
-        return plan_buckets(
-            [(parameter.dtype, parameter.requires_grad) for parameter in parameters],
+        codecs = self._codecs(parameters, names)
+        plan = plan_buckets(
+            [
+                (parameter.dtype, parameter.requires_grad, coding)
+                for parameter, (coding, _) in zip(parameters, codecs, strict=True)
+            ],
             [
                 -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
                 if not parameter.is_complex()
                 else BUCKET_BYTES  # alone
                 for parameter in parameters
             ],
-            bucket_bytes=0 if is_alone else self._layout.bucket_bytes,
+            bucket_bytes=self._layout.bucket_bytes if self._is_built_in else 0,
+            alone=[is_alone for _, is_alone in codecs],
         )
+        for places in plan:
+            shapes = [parameters[i].shape for i in places]
+            self._codings[bucket_name([names[i] for i in places], shapes)] = codecs[places[0]][0]
+        return plan
+
+    def _codecs(
+        self, parameters: Sequence[torch.Tensor], names: Sequence[str]
+    ) -> list[tuple[Coding, bool]]:
+        """Return the codec of each gradient, and whether it travels alone because of it."""
+        way = self._compression
+        if not isinstance(way, OnTheWay):
+            return [(PLAIN, False)] * len(parameters)
+        choice, least = way.of(self._prefix), session.current().config.min_compress_bytes
+        return [
+            codec_of(choice, name, wire_dtype(real.dtype, name), real.nbytes, min_bytes=least)
+            for real, name in zip(map(real_of, parameters), names, strict=True)
+        ]
 
     def _fill(
         self, plan: list[list[int]], parameters: Sequence[torch.Tensor], names: Sequence[str]
@@ -398,7 +422,7 @@ class GradientExchange:
         way, partition_bytes = self._compression, self._layout.partition_bytes
         found: dict[str, Any] = {"partition_bytes": partition_bytes} if partition_bytes else {}
         if isinstance(way, OnTheWay):
-            found = {"compression": way.of(self._prefix)}
+            found = {"compression": self._codings.__getitem__}
         return found if self._rule is None else found | {"rule": self._rule}
 
     def _rate(self) -> dict[str, Any]:
