@@ -507,7 +507,7 @@ def push_pull_async(
         tensor, name, average=average, priority=priority, out=out, compression=compression,
         learning_rate=learning_rate, rule=rule,
     )  # fmt: skip
-    return _evened.even(session, handle, name) if average else handle
+    return _evened.even(session, handle) if average else handle
 
 
 def poll(handle: _flights.Flight) -> bool:

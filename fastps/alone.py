@@ -19,10 +19,10 @@ from fastps.worker.handle import Array
 class Flight:
     """What a handle of one worker waits for: nothing; it remembers that somebody did."""
 
-    __slots__ = ("__weakref__", "_is_over", "name")
+    __slots__ = ("__weakref__", "_is_over", "name", "version")
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.version = name, 0
         self._is_over = False
 
     @property

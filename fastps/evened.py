@@ -7,7 +7,6 @@ did. Threads: any.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,41 +18,35 @@ from fastps.worker.handle import Array, Handle
 
 if TYPE_CHECKING:
     from fastps.session import Session
+    from fastps.worker._tensor import Ticket
 
 
-class Evened:
-    """What makes the averages of a push_pull() ones of those who took part, when they are there.
+def make_even(session: Session, tickets: Sequence[Ticket], outputs: Sequence[Array]) -> None:
+    """Multiply the results of a push_pull() that is over, whose tickets these are.
 
-    Made when it has begun. It counts as one by all until then, since somebody may join while it
-    is in flight.
+    They count as averages by all until then, since somebody may join while they are in flight.
+    FastPSError for integers of which some are missing.
     """
-
-    def __init__(self, session: Session, name: str | Sequence[str]) -> None:
-        """Note which operations on tensors the last ones are."""
-        names = (name,) if isinstance(name, str) else name
-        self._session = session
-        self._begun = [(one, session.version_of(one)) for one in names]
-        self._lock = threading.Lock()
-
-    def make_even(self, outputs: Sequence[Array]) -> None:
-        """Multiply the results, once; FastPSError for integers of which some are missing."""
-        uneven = self._session.uneven
-        if not uneven.has_rounds:
-            return
-        with self._lock:
-            begun, self._begun = self._begun, []
-            members = range(self._session.size)
-            for (name, number), array in zip(begun, outputs):  # noqa: B905  (none the next time)
-                factor = uneven.correction(name, number, members)
-                known = self._session.started([name]) if factor != 1.0 else ()
-                for _, spec in known:
-                    if not spec.rule.has_meaning():  # which leaves out whom it likes
-                        _multiply(name, array, DType(spec.dtype), factor)
+    uneven, members = session.uneven, range(session.size)
+    if not uneven.has_rounds:
+        return
+    for ticket, array in zip(tickets, outputs, strict=True):
+        factor = uneven.correction(ticket.name, ticket.version, members)
+        known = session.started([ticket.name]) if factor != 1.0 else ()
+        for _, spec in known:
+            if not spec.rule.has_meaning():  # which leaves out whom it likes
+                _multiply(ticket.name, array, DType(spec.dtype), factor)
 
 
-def even(session: Session, handle: Handle, name: str | Sequence[str]) -> Handle:
-    """Make the averages of a push_pull() that has just begun ones of those who take part."""
-    return handle.then(Evened(session, name).make_even)
+def even(session: Session, handle: Handle) -> Handle:
+    """Make the averages of a push_pull() ones of those who take part."""
+
+    tickets = handle.tickets  # the handle itself would be in a circle
+
+    def after(result: Array | Sequence[Array]) -> None:
+        make_even(session, tickets, [result] if isinstance(result, np.ndarray) else result)
+
+    return handle.then(after)
 
 
 def _multiply(name: str, array: Array, code: DType, factor: float) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -32,12 +33,14 @@ from fastps.sets import (
     row_counts_of_each,
 )
 from fastps.types import DType, Op, dtype_of
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, Outcome
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
     from fastps.collectives.group import Group
     from fastps.collectives.promise import Promise
+    from fastps.session import Session
+    from fastps.worker.handle import Handle
 
 Average = Op.AVERAGE
 Sum = Op.SUM
@@ -71,7 +74,7 @@ def operations_of(flight: object) -> Sequence[Operation]:
     return found
 
 
-class Later(Generic[T]):
+class Later(Outcome[T]):
     """The promise of a result that is made of what several operations give.
 
     is_plain: it is what the only one of them brought, or where that went.
@@ -84,30 +87,19 @@ class Later(Generic[T]):
         *,
         is_plain: bool = False,
     ) -> None:
+        self._lock = threading.Lock()
         self._flights = flights
         self._finish = finish
-        self._result: list[T] = []
-        self._after: Callable[[T], None] | None = None
         self.operations = operations_of(flights[0]) if is_plain else ()
 
-    def then(self, after: Callable[[T], None]) -> None:
-        """Have the result given to a function, once, by whoever waits for it first."""
-        self._after = after
-
-    def poll(self) -> bool:
-        """Tell whether wait() would return at once. Never blocks."""
+    def _is_over(self) -> bool:
         return all(flight.poll() for flight in self._flights)
 
-    def wait(self, timeout_s: float | None = None) -> T:
-        """Wait for all, each up to timeout_s seconds, and give the result; as Handle.wait()."""
-        if not self._result:
-            outputs = [flight.wait(timeout_s) for flight in self._flights]
-            if not self._result:  # another thread may have been here
-                self._result.append(self._finish(outputs))
-                after, self._after = self._after, None
-                if after is not None:
-                    after(self._result[0])
-        return self._result[0]
+    def _collect(self, timeout_s: float | None) -> list[Any]:
+        return [flight.wait(timeout_s) for flight in self._flights]
+
+    def _make(self, found: list[Any]) -> T:
+        return self._finish(found)
 
 
 class Landed(Later[Array]):
@@ -115,7 +107,6 @@ class Landed(Later[Array]):
 
     def __init__(self, result: Array, *operations: Operation) -> None:
         super().__init__((), lambda _: result)
-        self._result.append(result)
         self.operations = operations
 
 
@@ -183,8 +174,7 @@ def start_allreduce(
         handle = session.push_pull_async(
             array, name, average=op is Average, priority=priority, out=out, dtype=dtype
         )
-        number = session.version_of(name)
-        return Averaging(handle, name, number, range(session.size)) if op is Average else handle
+        return _averaging_by_servers(handle, session) if op is Average else handle
     group = checked_set(process_set).group()
     flight = group.allreduce(array, out, op=op, name=name, dtype=dtype, priority=priority)
     return averaging(flight, group, name) if op is Average else flight
@@ -199,6 +189,12 @@ def _start_adasum(
     if out is not None:
         out[...] = found
     return Later([], lambda _: found if out is None else out)
+
+
+def _averaging_by_servers(handle: Handle, session: Session) -> Averaging:
+    """Make the promise of an average that servers make, of the first of its tensors."""
+    first = handle.tickets[0]
+    return Averaging(handle, first.name, first.version, range(session.size))
 
 
 def averaging(flight: Promise, group: Group, name: str | None) -> Averaging:
@@ -261,13 +257,9 @@ def _start_some(
     names = [f"{name}.{place}" for place in places]
     if name is not None and _goes_by_servers(some, names, op, process_set, code):
         outs, session = some if is_in_place else None, current()
-        handle: Flight = session.push_pull_async(
-            some, names, average=op is Average, out=outs, dtype=code
-        )
-        if op is Average:
-            number = session.version_of(names[0])
-            handle = Averaging(handle, names[0], number, range(session.size))
-        return [_Part(handle, places, list)]
+        handle = session.push_pull_async(some, names, average=op is Average, out=outs, dtype=code)
+        flight = _averaging_by_servers(handle, session) if op is Average else handle
+        return [_Part(flight, places, list)]
     small = [place for place in places if arrays[place].nbytes <= FUSED_BYTES]
     parts = [_start_fused(arrays, small, op, name, process_set, code)] if small else []
     for place in places:

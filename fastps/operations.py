@@ -52,7 +52,7 @@ L = TypeVar("L", bound=Later[Any])
 
 
 def repeatable(
-    make: Callable[[Promise, Any], L],
+    make: Callable[[Promise, Any], Any],
 ) -> Callable[[Callable[P, L]], Callable[P, L]]:
     """Have an _async form begin at once what it began before, as blocking() does.
 
@@ -66,7 +66,8 @@ def repeatable(
         def run(*args: P.args, **options: P.kwargs) -> L:
             begun = calls.begin(args, options)
             if begun is not None:
-                return make(begun[0].group.promise(*begun), begun[1])
+                found: L = make(begun[0].group.promise(*begun), begun[1])
+                return found
             before = changes_so_far()
             later = start(*args, **options)
             operations = later.operations
@@ -83,9 +84,10 @@ def _calls() -> Calls:
     return Calls(Op, ProcessSet, type(global_process_set))
 
 
-def again(promise: Promise, result: Any) -> Later[Any]:
-    """Give the promise of an operation that was begun again."""
-    return Later([promise], lambda _: _corrected(promise.operations[0], result))
+def again(promise: Promise, result: Any) -> Promise:
+    """Return the promise of an operation that was begun again, whose output is the result."""
+    operation = promise.operations[0]
+    return promise.then(lambda _: _corrected(operation, result))
 
 
 def blocking(

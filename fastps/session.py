@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -62,7 +62,7 @@ from fastps.errors import (
     ShutdownError,
     Status,
 )
-from fastps.evened import Evened, even
+from fastps.evened import even, make_even
 from fastps.objects import decode_of, encode_for_all
 from fastps.retiring import Forgetting
 from fastps.rules import SUMMED, Rule
@@ -78,11 +78,13 @@ from fastps.worker.handle import Array, Handle
 if TYPE_CHECKING:
     from fastps.control.client import Asked, ControlClient
     from fastps.groups import Groups
-    from fastps.worker._tensor import PlannedTensor
+    from fastps.worker._tensor import PlannedTensor, Ticket
 
 __all__ = ["Session", "current"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # What a handle's operation was: the rank of a broadcast's root, or
 SUM, AVERAGE = -1, -2
@@ -273,15 +275,19 @@ class Session(Forgetting):
                 raise MismatchError(self._poisoned[name].message)
 
     def _submit(
-        self, names: Sequence[str], start: Callable[..., None], *args: Any, **options: Any
-    ) -> None:
-        """Call the engine; turn the bare error of a dead one into one that names the culprit."""
+        self, names: Sequence[str], start: Callable[..., T], *args: Any, **options: Any
+    ) -> T:
+        """Call the engine, and return what it does.
+
+        Turns the bare error of a dead one into one that names the culprit.
+        """
         try:
-            start(*args, **options)
+            begun = start(*args, **options)
         except _ENDINGS as error:
             raise self._ended(names[0] if names else "", error) from None
         if self._poisoned or self.uneven.is_on:
             self._note_started(names)
+        return begun
 
     def _ended(self, name: str, error: PeerLostError | ShutdownError) -> FastPSError:
         is_loss = isinstance(error, PeerLostError)
@@ -322,14 +328,14 @@ class Session(Forgetting):
                 tensor, name, average=average, priority=priority, out=out,
                 compression=compression, learning_rate=learning_rate, rule=rule,
             )  # fmt: skip
-            return (even(self, handle, name) if average else handle).wait()
+            return (even(self, handle) if average else handle).wait()
         began = time.perf_counter()
         status = known.wait(timeout_s=self.config.op_timeout_s, spin_us=self.config.spin_us)
         self.wait_seconds[0] += time.perf_counter() - began
         assert isinstance(tensor, np.ndarray)
         if status == 0:
             if average and self.uneven.has_rounds:
-                Evened(self, name).make_even([tensor])
+                make_even(self, [known], [tensor])
             return tensor
         handle = self._handle([known], [tensor], _reduction(average), is_single=True)
         return handle.wait(0.0)  # raises
@@ -341,7 +347,7 @@ class Session(Forgetting):
         average: bool,
         priority: int | Sequence[int],
         output: Arrays | None,
-    ) -> PlannedTensor | None:
+    ) -> Ticket | None:
         """Start what needs no more checks than the engine's own; None: take the long way."""
         if output is not tensor or type(name) is not str or type(priority) is not int:
             return None
@@ -355,12 +361,12 @@ class Session(Forgetting):
         self.check_usable()
         array: Any = tensor  # which fits() has seen
         try:
-            self._engine.start(known, array, array, average=average, priority=priority)
+            begun = self._engine.start(known, array, array, average=average, priority=priority)
         except _ENDINGS as error:
             raise self._ended(name, error) from None
         if self._poisoned or self.uneven.is_on:
             self._note_started((name,))
-        return known
+        return begun
 
     def push_pull_async(
         self,
@@ -414,14 +420,14 @@ class Session(Forgetting):
         if tensors is None:
             tensors = self._find(names, arrays, dtype)
         if is_single and gives:
-            self._submit(
+            ticket = self._submit(
                 names, self._engine.start, tensors[0], arrays[0], outputs[0], average=average,
                 priority=priorities[0],
             )  # fmt: skip
-            return self._handle(tensors, outputs, _reduction(average), is_single=True)
+            return self._handle([ticket], outputs, _reduction(average), is_single=True)
         how: dict[str, Any] = {"average": average, "gives": gives, "priorities": priorities}
-        self._submit(names, self._engine.start_many, tensors, arrays, outputs, **how)
-        return self._handle(tensors, outputs, _reduction(average), is_single=is_single)
+        tickets = self._submit(names, self._engine.start_many, tensors, arrays, outputs, **how)
+        return self._handle(tickets, outputs, _reduction(average), is_single=is_single)
 
     def broadcast_async(
         self, tensor: Arrays, root_rank: int, name: Names, *, dtype: DType | None = None
@@ -436,11 +442,11 @@ class Session(Forgetting):
         if self._client is None:
             return self._finish_locally(names, arrays, arrays, dtype, SUMMED, is_single=is_single)
         tensors = self._find(names, arrays, dtype)
-        self._submit(
+        tickets = self._submit(
             names, self._engine.start_broadcast, tensors, arrays, root=root_rank,
             machine=self.connections.machine_of(root_rank),
         )  # fmt: skip
-        return self._handle(tensors, arrays, root_rank, is_single=is_single)
+        return self._handle(tickets, arrays, root_rank, is_single=is_single)
 
     def start_held(
         self, verb: str, names: Sequence[str], arrays: Sequence[Array], **options: Any
@@ -448,8 +454,9 @@ class Session(Forgetting):
         """Begin what an engine does with values that servers hold: start_pull, start_broadcast."""
         self.check_usable()
         tensors = [self._tensors[name] for name in names]
-        self._submit(names, getattr(self._engine, verb), tensors, arrays, **options)
-        return self._handle(tensors, arrays, options.get("root", SUM), is_single=False)
+        start: Callable[..., list[Ticket]] = getattr(self._engine, verb)
+        tickets = self._submit(names, start, tensors, arrays, **options)
+        return self._handle(tickets, arrays, options.get("root", SUM), is_single=False)
 
     def stamp_of(self, names: Sequence[str]) -> int:
         """Count the changes that all values which came last have seen; see HeldParameters."""
@@ -472,11 +479,11 @@ class Session(Forgetting):
         return self._handle(flights, outputs, SUM, is_single=is_single)
 
     def _handle(
-        self, tensors: Sequence[PlannedTensor | alone.Flight], outputs: Sequence[Array],
+        self, tickets: Sequence[Ticket | alone.Flight], outputs: Sequence[Array],
         operation: int, *, is_single: bool,
     ) -> Handle:  # fmt: skip
         return Handle(
-            tensors, outputs, is_single=is_single, operation=operation, explain=self._explain,
+            tickets, outputs, is_single=is_single, operation=operation, explain=self._explain,
             timeout_s=self.config.op_timeout_s, seconds=self.wait_seconds,
             spin_us=self.config.spin_us,
         )  # fmt: skip
@@ -614,18 +621,18 @@ class Session(Forgetting):
             )
 
     def _explain(
-        self, tensor: PlannedTensor, operation: int, status: int | None, timeout_s: float
+        self, ticket: Ticket, operation: int, status: int | None, timeout_s: float
     ) -> FastPSError:
         """Word the error of an operation that failed, or, if status is None, did not end."""
         if status is None:
-            return self.stalls.error(self.stalls.pending_of(tensor), timeout_s)
-        if status == Status.MISMATCH and tensor.name not in self._poisoned:
+            return self.stalls.error(self.stalls.pending_of(ticket), timeout_s)
+        if status == Status.MISMATCH and ticket.name not in self._poisoned:
             started = _OPERATIONS.get(operation, f"a broadcast from worker {operation}")
-            error = dispute(self._client, tensor.name, tensor.version, started)
-            if tensor.name not in self._poisoned:  # who heard of that before us disputes nothing
+            error = dispute(self._client, ticket.name, ticket.version, started)
+            if ticket.name not in self._poisoned:  # who heard of that before us disputes nothing
                 return error
-        culprit = tensor.culprit
-        return self._blame(self.connections.failure(tensor.name, status, culprit=culprit))
+        culprit = ticket.culprit
+        return self._blame(self.connections.failure(ticket.name, status, culprit=culprit))
 
     def blame(self, name: str, status: int, *, said: str = "", culprit: int = -1) -> FastPSError:
         """Word the error of a group's operation that failed; see Connections.failure()."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fastps.control.client import ControlClient
     from fastps.control.protocol import Locate, TensorSpec
     from fastps.session import Session
-    from fastps.worker._tensor import PlannedTensor
+    from fastps.worker._tensor import PlannedTensor, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -162,18 +162,18 @@ class StallWatch:
                 if not operation.is_done:
                     yield pending_operation(operation)
 
-    def _pending_tensor(self, tensor: PlannedTensor, spec: TensorSpec | None) -> Pending:
+    def _pending_tensor(self, one: PlannedTensor | Ticket, spec: TensorSpec | None) -> Pending:
         """Say for whom an operation waits: where workers may be ahead of others not for all."""
-        number, members = tensor.version, tuple(range(self._session.size))
+        number, members = one.version, tuple(range(self._session.size))
         if spec is not None and spec.policy == Policy.ACCUMULATE:
-            if tensor.operation >= 0:
-                members = (tensor.operation,)
+            if one.operation >= 0:
+                members = (one.operation,)
             elif spec.staleness == ANY_STALENESS:
                 members = ()
             else:
                 number = max(number - spec.staleness, 0)
-        what = f"tensor {tensor.name!r} (operation {tensor.version} on it{self._step()})"
-        return Pending(_TENSOR + tensor.name, number, tensor.version, what, members)
+        what = f"tensor {one.name!r} (operation {one.version} on it{self._step()})"
+        return Pending(_TENSOR + one.name, number, one.version, what, members)
 
     def _step(self) -> str:
         """Name the step of the training, where steps are marked."""
@@ -182,10 +182,10 @@ class StallWatch:
 
     # ---- for users' threads ----
 
-    def pending_of(self, tensor: PlannedTensor) -> Pending:
+    def pending_of(self, ticket: Ticket) -> Pending:
         """Say what waits of an operation on a tensor."""
-        known = dict(self._session.started([tensor.name]))
-        return self._pending_tensor(tensor, known.get(tensor))
+        known = dict(self._session.started([ticket.name]))
+        return self._pending_tensor(ticket, known.get(ticket.tensor))
 
     def error(self, pending: Pending, timeout_s: float) -> StallError:
         """Word the error of an operation that did not end; blocks while the others are asked."""

@@ -42,14 +42,9 @@ def at_once(
         if begun is not None:
             return self.promise(*begun)
         before, promise = changes_so_far(), start(self, *args, **options)
-        operations, given = promise.operations, [(key, options)]
+        operations = promise.operations
 
-        def remember(found: Sequence[Array]) -> None:
-            for one in given[:]:
-                calls.remember(*one, found[0], operations, before)
-            given.clear()  # who keeps the handle is not to keep that
-
-        return promise.then(remember)
+        return promise.then(lambda found: calls.remember(key, options, found, operations, before))
 
     return run
 

@@ -29,14 +29,16 @@ class MeanwhileError(Exception):
 class Promise(Handle):
     """The promise of an operation of a group."""
 
-    __slots__ = ("_members", "operations")
-
     def __init__(
         self, operations: Sequence[Operation], *args: Any, members: Sequence[int], **options: Any
     ) -> None:
         super().__init__(operations, *args, **options)
-        self.operations = operations
         self._members = members
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        """The operations of the group that it is the promise of; none in a group of one."""
+        return self.tickets
 
     @property
     def number(self) -> int:

@@ -45,7 +45,7 @@ cdef class WorkerEngine(LinkOwner):
     cdef int grow_discard(self, uint32_t chunk_bytes) except -1
     cdef int cut(self, PlannedTensor tensor, pieces) except -1
     cdef int encode(self, PlannedTensor tensor, coders) except -1
-    cdef int prepare(self, tensors, arrays, outputs) except -1
+    cdef list prepare(self, tensors, arrays, outputs)
     cdef int reach(self, PlannedTensor tensor) except -1
     cdef int hold_arrays(self, PlannedTensor tensor) except -1
     cdef void begin(self, PlannedTensor tensor, uint8_t kind, uint8_t flags, int32_t priority,

@@ -7,7 +7,7 @@ import numpy as np
 from fastps.reduce.codec._coder import Coder
 from fastps.transport._link import LinkOwner
 from fastps.worker._local import LocalStages
-from fastps.worker._tensor import PlannedTensor, StageHolder
+from fastps.worker._tensor import PlannedTensor, StageHolder, Ticket
 
 @final
 class WorkerEngine(LinkOwner):
@@ -43,7 +43,7 @@ class WorkerEngine(LinkOwner):
         *,
         average: bool = False,
         priority: int = 0,
-    ) -> None: ...
+    ) -> Ticket: ...
     def start_many(
         self,
         tensors: Sequence[PlannedTensor],
@@ -53,7 +53,7 @@ class WorkerEngine(LinkOwner):
         average: bool = False,
         priorities: Sequence[int],
         gives: bool = True,
-    ) -> None: ...
+    ) -> list[Ticket]: ...
     def start_broadcast(
         self,
         tensors: Sequence[PlannedTensor],
@@ -62,7 +62,7 @@ class WorkerEngine(LinkOwner):
         root: int,
         machine: int | None = None,
         priority: int = 0,
-    ) -> None: ...
+    ) -> list[Ticket]: ...
     def start_pull(
         self,
         tensors: Sequence[PlannedTensor],
@@ -71,7 +71,7 @@ class WorkerEngine(LinkOwner):
         stamp: int = 0,
         priority: int = 0,
         is_coded: bool = False,
-    ) -> None: ...
+    ) -> list[Ticket]: ...
     def hold_with(self, holder: Callable[[Any], object] | None) -> None: ...
     @property
     def failure(self) -> tuple[int, int] | None: ...

@@ -288,9 +288,9 @@ cdef class WorkerEngine(LinkOwner):
 
     def start(self, PlannedTensor tensor not None, array, output, *, bint average=False,
               int32_t priority=0):
-        """Begin to sum array over all workers into output. Does not block."""
+        """Begin to sum array over all workers into output; give the ticket. Does not block."""
         self.check()
-        tensor.lend(array, output)
+        ticket = tensor.lend(array, output)
         try:
             self.reach(tensor)
         except BaseException:
@@ -298,11 +298,13 @@ cdef class WorkerEngine(LinkOwner):
             raise
         self.begin(tensor, KIND_PUSH, FLAG_AVERAGE if average else 0, priority,
                    KICK_INLINE if tensor.nbytes <= INLINE_START_BYTES else KICK_WAKE)
+        return ticket
 
     def start_many(self, tensors, arrays, outputs, *, bint average=False, priorities,
                    bint gives=True):
-        """Begin several operations as one: their frames leave in common writes.
+        """Begin several operations as one, and give their tickets.
 
+        Their frames leave in common writes.
         gives: False takes part in rounds under rules without giving anything to them.
         """
         cdef PlannedTensor tensor
@@ -313,15 +315,16 @@ cdef class WorkerEngine(LinkOwner):
             if not gives and not tensor.is_ruled:
                 raise ValueError(
                     f"tensor {tensor.name!r} is the sum of all; one under a rule can be skipped")
-        self.prepare(tensors, arrays if gives else [None] * len(outputs), outputs)
+        tickets = self.prepare(tensors, arrays if gives else [None] * len(outputs), outputs)
         for tensor, urgency in zip(tensors, urgencies, strict=True):
             self.begin(tensor, kind, FLAG_AVERAGE if average else 0, urgency, KICK_NONE)
         kick_links(self.remote, KICK_INLINE if self.bytes_started - before <= INLINE_START_BYTES
                    else KICK_WAKE)
+        return tickets
 
     def start_broadcast(self, tensors, arrays, *, uint32_t root, machine=None,
                         int32_t priority=0):
-        """Begin to send the root's arrays to all, in place. One submit for all tensors.
+        """Begin to send the root's arrays to all, in place; give the tickets. One submit for all.
 
         machine: number of the root's machine, where that is not the root's own number.
         """
@@ -340,7 +343,8 @@ cdef class WorkerEngine(LinkOwner):
                 raise ValueError(
                     f"tensor {tensor.name!r} is under a rule; broadcast under another name")
         nothing = [None] * len(arrays)
-        self.prepare(tensors, arrays if is_root else nothing, nothing if is_root else arrays)
+        tickets = self.prepare(
+            tensors, arrays if is_root else nothing, nothing if is_root else arrays)
         for tensor in tensors:
             gives = is_root if tensor.record.adds else is_here     # each speaks for itself
             tensor.record.root = root if machine is None or tensor.record.adds else machine
@@ -350,27 +354,30 @@ cdef class WorkerEngine(LinkOwner):
                        FLAG_BROADCAST | (FLAG_NO_RESULT if gives else 0)
                        | (FLAG_PLAIN if tensor.record.adds else 0), priority, KICK_NONE)
         kick_links(self.remote, KICK_WAKE)
+        return tickets
 
     def start_pull(self, tensors, outputs, *, int32_t stamp=0, int32_t priority=0,
                    bint is_coded=False):
         """Begin to read values that their owners keep, once they have seen `stamp` changes.
 
         is_coded: they may come encoded, on top of what the outputs hold; else they are whole.
+        Gives the tickets.
         """
         cdef PlannedTensor tensor
-        self.prepare(tensors, [None] * len(outputs), outputs)
+        tickets = self.prepare(tensors, [None] * len(outputs), outputs)
         for tensor in tensors:
             tensor.record.root_rank = stamp
             self.begin(tensor, KIND_PULL,
                        FLAG_PLAIN if tensor.record.adds and not is_coded else 0, priority,
                        KICK_NONE)
         kick_links(self.remote, KICK_WAKE)
+        return tickets
 
-    cdef int prepare(self, tensors, arrays, outputs) except -1:
-        """Take the arrays and make them reachable, all or none."""
+    cdef list prepare(self, tensors, arrays, outputs):
+        """Take the arrays and make them reachable, all or none; give the tickets."""
         cdef PlannedTensor tensor
         self.check()
-        lend_all(tensors, arrays, outputs)
+        tickets = lend_all(tensors, arrays, outputs)
         try:
             for tensor in tensors:
                 self.reach(tensor)
@@ -378,7 +385,7 @@ cdef class WorkerEngine(LinkOwner):
             for tensor in tensors:
                 tensor.release()
             raise
-        return 0
+        return tickets
 
     cdef int reach(self, PlannedTensor tensor) except -1:
         """Find where the bytes of lent arrays lie for the stages; pin them if they need that."""
@@ -396,17 +403,15 @@ cdef class WorkerEngine(LinkOwner):
     cdef void begin(self, PlannedTensor tensor, uint8_t kind, uint8_t flags, int32_t priority,
                     int kick) noexcept:
         cdef Record* record = &tensor.record
-        tensor.is_busy = True
         self.operations += 1
         self.bytes_started += record.nbytes
         if self.speeds is not None and (record.nbytes >= LOOK_BYTES
                                         or self.operations % LOOK_OPERATIONS == 0):
             self.look_at_speed()
-        record.version += 1
-        record.culprit = 0
         record.kind = kind
         record.flags = flags | (FLAG_PLAIN if tensor.is_plain and record.adds else 0)
         record.priority = priority
+        tensor.begin()
         if not flags & FLAG_BROADCAST:
             record.place = 0
         # What other stages hold back comes after the kick that follows many starts.

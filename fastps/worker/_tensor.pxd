@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # A declared tensor, its plan, and the arrays that the user lent for one operation.
 from cpython.buffer cimport Py_buffer
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.worker._stage cimport Plan, Record, Stage
 
@@ -12,6 +12,14 @@ cdef class PlanHolder:
     cdef Plan plan
     cdef list kept              # of whom the stages are
     cdef int insert(self, int place, Stage* stage, keeper) except -1
+
+cdef class Ticket:              # one operation on a tensor
+    cdef readonly PlannedTensor tensor
+    cdef readonly uint32_t version
+    cdef readonly int operation # -1 a sum, -2 an average, else the rank of a broadcast's root
+    cdef readonly bint is_over  # its end was seen; what follows counts from then on
+    cdef int status
+    cdef uint32_t culprit_rank
 
 cdef class PlannedTensor:
     cdef readonly str name
@@ -31,11 +39,16 @@ cdef class PlannedTensor:
     cdef bint has_input
     cdef bint has_output
     cdef int last_status        # of the last operation that somebody saw the end of
+    cdef void* ticket           # of the operation in flight, borrowed; NULL: nobody has it
+    cdef int32_t n_waiting      # threads that wait for its completion without the GIL; atomic
     cdef bint is_busy           # from start until somebody saw the completion
     cdef bint is_retired        # it is being forgotten: nothing is started on it
     cdef bint is_ruled          # servers make something else of it than a sum
+    cdef void begin(self) noexcept
+    cdef int operation_code(self) noexcept
     cdef void release(self) noexcept
-    cdef int work_until(self, int64_t deadline, int64_t spin_us) except? 1
+    cdef int finish(self, double timeout_s, int64_t spin_us) except? 1
+    cdef int sleep_until(self, int64_t deadline, int64_t spin_us) noexcept
 
-cdef int lend_all(tensors, arrays, outputs) except -1
+cdef list lend_all(tensors, arrays, outputs)
 cdef list checked_priorities(priorities, Py_ssize_t count)

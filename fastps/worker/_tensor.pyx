@@ -14,9 +14,11 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 
+from fastps._atomic cimport fps_add32, fps_load32
 from fastps._core cimport (
-    OK, completion_is_done, completion_wait_signals, deadline_of, now_ns,
+    OK, Completion, completion_is_done, completion_wait, deadline_of, now_ns,
 )
+from fastps._posix cimport sched_yield
 from fastps._table cimport table_clear
 from fastps._trace cimport SPAN_WAIT, is_traced, trace_span, tracing
 from fastps.wire cimport FLAG_AVERAGE, FLAG_BROADCAST, KEY_BITS
@@ -62,19 +64,80 @@ cdef class PlanHolder:
         table_clear(&self.plan.forgotten)
 
 
+@cython.no_gc                   # its tensor borrows it, so that the two make no circle
+@cython.freelist(64)
+@cython.final
+cdef class Ticket:
+    """One operation on a tensor, and how it ended, whatever begins on that tensor afterwards."""
+
+    @property
+    def name(self):
+        """Name of the tensor."""
+        return self.tensor.name
+
+    @property
+    def is_done(self):
+        """Tell whether it is over; may do a little of the work, never waits."""
+        return self.is_over or self.tensor.is_done or self.is_over  # others may run meanwhile
+
+    @property
+    def culprit(self):
+        """Rank that made it fail; meaningful after a PeerLost or Mismatch."""
+        return self.culprit_rank if self.is_over else self.tensor.record.culprit
+
+    def wait(self, *, double timeout_s, int64_t spin_us=50):
+        """Wait without the GIL until it is over; give its status, or None in time.
+
+        Returns 0 when all is well, a negative status of _core otherwise, None after timeout_s
+        seconds. Ctrl-C raises KeyboardInterrupt; the operation goes on.
+        """
+        if not self.is_over and self.tensor.finish(timeout_s, spin_us) != OK:
+            return None
+        return self.status
+
+    def __dealloc__(self):
+        if self.tensor is not None and self.tensor.ticket == <void*>self:
+            self.tensor.ticket = NULL
+
+
 @cython.no_gc_clear             # stages use the arrays until the operation is done
 @cython.final
 cdef class PlannedTensor:
     """One declared tensor and the arrays of its operation in flight; made by an engine."""
 
+    cdef void begin(self) noexcept:
+        """Count one more operation, which has the arrays that were lent."""
+        self.is_busy = True
+        self.record.version += 1
+        self.record.culprit = 0
+        if self.ticket != NULL:
+            (<Ticket>self.ticket).version = self.record.version
+            (<Ticket>self.ticket).operation = self.operation_code()
+
+    cdef int operation_code(self) noexcept:
+        """Give what the last operation was, as Ticket.operation."""
+        if self.record.flags & FLAG_BROADCAST:
+            return self.record.root_rank
+        return -2 if self.record.flags & FLAG_AVERAGE else -1
+
     cdef void release(self) noexcept:
-        """Give the arrays back: no thread of ours touches them any more."""
+        """Give the arrays back, and say on its ticket how the operation ended.
+
+        No thread of ours touches the arrays any more.
+        """
+        cdef Ticket ticket
         if self.has_input:
             PyBuffer_Release(&self.input_view)
         if self.has_output:
             PyBuffer_Release(&self.output_view)
         if self.is_busy:
             self.last_status = self.record.done.status
+            if self.ticket != NULL:
+                ticket = <Ticket>self.ticket
+                ticket.status = self.last_status
+                ticket.culprit_rank = self.record.culprit
+                ticket.is_over = True
+        self.ticket = NULL
         self.has_input = self.has_output = self.is_busy = False
 
     def expect(self, shape, code):
@@ -157,9 +220,7 @@ cdef class PlannedTensor:
     @property
     def operation(self):
         """What the last operation was: -1 a sum, -2 an average, else the rank of its root."""
-        if self.record.flags & FLAG_BROADCAST:
-            return self.record.root_rank
-        return -2 if self.record.flags & FLAG_AVERAGE else -1
+        return self.operation_code()
 
     @property
     def culprit(self):
@@ -167,51 +228,55 @@ cdef class PlannedTensor:
         return self.record.culprit
 
     def wait(self, *, double timeout_s, int64_t spin_us=50):
-        """Wait without the GIL until the operation is done; give its status, or None in time.
+        """Wait for what is in flight, as Ticket.wait(); give the status of the last operation."""
+        if self.is_busy and self.finish(timeout_s, spin_us) != OK:
+            return None
+        return self.last_status
 
-        Returns 0 when all is well, a negative status of _core otherwise, None after timeout_s
-        seconds. Ctrl-C raises KeyboardInterrupt; the operation goes on.
-        """
+    cdef int finish(self, double timeout_s, int64_t spin_us) except? 1:
+        """Wait for the operation in flight and take its arrays back; OK, or E_TIMEOUT."""
         cdef uint32_t version = self.record.version
         cdef int64_t deadline = deadline_of(timeout_s)
-        cdef int status
-        if not self.is_busy:
-            return self.last_status
         cdef int64_t began = now_ns() if tracing.is_on else 0
-        if self.record.plan.work == NULL or completion_is_done(&self.record.done):
-            status = completion_wait_signals(&self.record.done, deadline, spin_us)
-        else:
-            status = self.work_until(deadline, spin_us)
+        cdef int status
+        while True:
+            status = self.sleep_until(min(deadline, now_ns() + SIGNAL_SLICE_NS), spin_us)
+            if status == OK or now_ns() >= deadline:
+                break
+            PyErr_CheckSignals()
         if began and is_traced(version):
             trace_span(SPAN_WAIT, self.record.tensor_id << KEY_BITS, version, 0, self.nbytes,
                        began, now_ns())
-        if status != OK:
-            return None
-        if self.is_busy and self.record.version == version:     # else another waiter was here
-            self.release()
-        return self.last_status
+        if status == OK and self.is_busy and self.record.version == version:
+            self.release()              # else another waiter did
+        return status
 
-    cdef int work_until(self, int64_t deadline, int64_t spin_us) except? 1:
-        """Do our share of the work until the operation is done; OK, or E_TIMEOUT."""
+    cdef int sleep_until(self, int64_t deadline, int64_t spin_us) noexcept:
+        """Wait for the completion, or do our share of the work until then; OK, or E_TIMEOUT."""
         cdef Plan* plan = self.record.plan
-        cdef int64_t until
+        cdef Completion* done = &self.record.done
         cdef int status
-        while True:
-            until = min(deadline, now_ns() + SIGNAL_SLICE_NS)
-            with nogil:
-                status = plan.work(plan.worker, &self.record.done, until, spin_us * NS_PER_US)
-            PyErr_CheckSignals()
-            if status == OK or now_ns() >= deadline:
-                return status
+        fps_add32(&self.n_waiting, 1)   # the completion is not reset before this is 0 again
+        with nogil:
+            if plan.work == NULL or completion_is_done(done):
+                status = completion_wait(done, deadline, spin_us)
+            else:
+                status = plan.work(plan.worker, done, deadline, spin_us * NS_PER_US)
+            fps_add32(&self.n_waiting, -1)
+        return status
 
     def lend(self, array, output):
-        """Export array (read) and output (written) to the engine until the operation is done.
+        """Export array (read) and output (written) to the engine; give the operation's ticket.
 
-        Both C-contiguous with exactly nbytes bytes, else ValueError; FastPSError when an
-        operation on this name is still in flight.
+        Until the operation is done. Both C-contiguous with exactly nbytes bytes, else ValueError;
+        FastPSError when an operation on this name is still in flight.
         """
+        cdef Ticket ticket = Ticket.__new__(Ticket)
         if self.is_busy and completion_is_done(&self.record.done):
             self.release()
+        while not self.is_busy and fps_load32(&self.n_waiting):
+            with nogil:                 # those who were woken have to see that it was done
+                sched_yield()
         if self.has_input or self.has_output or self.is_retired:
             raise FastPSError(
                 f"tensor {self.name!r} is being forgotten" if self.is_retired else
@@ -231,6 +296,9 @@ cdef class PlannedTensor:
                 or self.has_output and self.output_view.len != <Py_ssize_t>self.nbytes):
             self.release()
             raise ValueError(f"tensor {self.name!r} was declared with {self.nbytes} bytes")
+        ticket.tensor = self
+        self.ticket = <void*>ticket
+        return ticket
 
     def retire(self):
         """Let nothing be started any more; FastPSError when something is in flight."""
@@ -257,19 +325,19 @@ cdef class PlannedTensor:
             PyBuffer_Release(&self.output_view)
 
 
-cdef int lend_all(tensors, arrays, outputs) except -1:
-    """Lend every array or none."""
+cdef list lend_all(tensors, arrays, outputs):
+    """Lend every array or none; give the tickets."""
     cdef PlannedTensor tensor
+    cdef Ticket ticket
     lent = []
     try:
         for tensor, array, output in zip(tensors, arrays, outputs, strict=True):
-            tensor.lend(array, output)
-            lent.append(tensor)
+            lent.append(tensor.lend(array, output))
     except BaseException:
-        for tensor in lent:
-            tensor.release()
+        for ticket in lent:
+            ticket.tensor.release()
         raise
-    return 0
+    return lent
 
 
 cdef list checked_priorities(priorities, Py_ssize_t count):

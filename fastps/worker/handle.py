@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handles: what start gives and synchronize takes.
+"""Handles: what an _async form returns and synchronize() takes.
 
 A handle keeps its arrays alive and turns the status of a finished operation into an exception
-that names tensor, peer and cure. Whoever waits does so without the GIL.
+that names tensor, peer and cure. It is PENDING until a thread that waits sees that all operations
+are over; that thread makes the result once (FINISHING), and keeps it (READY) or its error
+(FAILED), which every wait() from then on returns or raises. A wait that times out, or is
+interrupted, leaves it PENDING; poll() only looks. Threads: any; they wait without the GIL.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Final, Generic, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -17,10 +21,18 @@ from fastps.errors import FastPSError
 from fastps.types import checked_seconds
 
 Array: TypeAlias = np.ndarray[Any, Any]
+T = TypeVar("T")
+
+PENDING: Final = 0
+FINISHING: Final = 1
+READY: Final = 2
+FAILED: Final = 3
+
+_make_lock = threading.Lock
 
 
-class _Flight(Protocol):
-    """What is in flight: the operation on one tensor, or one of a group."""
+class Ticket(Protocol):
+    """One operation in flight, or over: on a tensor, or one of a group."""
 
     @property
     def name(self) -> str: ...
@@ -29,28 +41,82 @@ class _Flight(Protocol):
     def wait(self, *, timeout_s: float, spin_us: int) -> int | None: ...
 
 
-# of what is in flight: the operation, its status (None: not done) and the time that was waited
+# of a ticket: which operation it is of, its status (None: not done) and the time that was waited
 Explain: TypeAlias = Callable[[Any, int, int | None, float], FastPSError]
 
 
-class Handle:
-    """The promise of one operation on one or several tensors."""
+class Outcome(Generic[T]):
+    """A result that is made once, when the operations that it is made of are over."""
 
-    __slots__ = (
-        "_after",
-        "_explain",
-        "_is_single",
-        "_operation",
-        "_outputs",
-        "_seconds",
-        "_spin_us",
-        "_tensors",
-        "_timeout_s",
-    )
+    # what few handles change is the class's, for making one is a part of every operation
+    _state = PENDING
+    _outcome: Any = None
+    _after: Callable[[T], object] | None = None
+    _lock: threading.Lock  # held while the result is made; each subclass makes it
+
+    def then(self, after: Callable[[T], object]) -> Self:
+        """Have the result given to a function, once, by the thread that makes it."""
+        self._after = after
+        return self
+
+    def poll(self) -> bool:
+        """Tell whether wait() would return at once. Never blocks."""
+        return self._state != PENDING or self._is_over()
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Wait for the operations and return their result: an array, or a list for a sequence.
+
+        Blocks without the GIL up to timeout_s seconds (default: op_timeout_s), for each of the
+        operations that it is made of. Raises what made one fail: PeerLostError, MismatchError,
+        ShutdownError; StallError in time, and then the operation is still in flight and its
+        arrays must not be touched; ValueError for what is no time to wait. May be called again,
+        and by several threads at once.
+        """
+        if timeout_s is not None:
+            checked_seconds(timeout_s)
+        if self._state < READY:
+            found = self._collect(timeout_s)
+            with self._lock:
+                if self._state == PENDING:  # else another thread was here
+                    self._settle(found)
+        if self._state == READY:
+            return self._outcome  # type: ignore[no-any-return]
+        try:
+            raise self._outcome
+        finally:
+            del self  # whose error's traceback it would be in
+
+    def _settle(self, found: Any) -> None:
+        self._state = FINISHING
+        try:
+            self._outcome = self._make(found)
+            if self._after is not None:
+                self._after(self._outcome)
+            self._state = READY
+        except BaseException as error:  # half of it may be made: never again
+            self._outcome = error
+            self._state = FAILED
+        self._after = None
+
+    def _is_over(self) -> bool:
+        """Tell whether all operations are over."""
+        raise NotImplementedError
+
+    def _collect(self, timeout_s: float | None) -> Any:
+        """Wait for the operations, and return what the result is made of; raises in time."""
+        raise NotImplementedError
+
+    def _make(self, found: Any) -> T:
+        """Make the result; raises what made the operations fail. Waits for nobody."""
+        raise NotImplementedError
+
+
+class Handle(Outcome[Array | list[Array]]):
+    """The promise of one operation on one or several tensors."""
 
     def __init__(
         self,
-        tensors: Sequence[_Flight],
+        tickets: Sequence[Any],
         outputs: Sequence[Array],
         *,
         is_single: bool,
@@ -60,7 +126,8 @@ class Handle:
         seconds: list[float],
         spin_us: int,
     ) -> None:
-        self._tensors = tensors
+        self._lock = _make_lock()
+        self.tickets: Sequence[Any] = tickets  # of each tensor's operation
         self._outputs = outputs
         self._is_single = is_single
         self._operation = operation  # for `explain`
@@ -68,45 +135,36 @@ class Handle:
         self._timeout_s = timeout_s
         self._spin_us = spin_us
         self._seconds = seconds  # [time spent waiting]; the session's, shared by its handles
-        self._after: Callable[[Sequence[Array]], None] | None = None
 
-    def then(self, after: Callable[[Sequence[Array]], None]) -> Self:
-        """Have the outputs given to a function, whenever somebody has waited for them."""
-        self._after = after
-        return self
+    def _is_over(self) -> bool:
+        return all(ticket.is_done for ticket in self.tickets)
 
-    def poll(self) -> bool:
-        """Tell whether wait() would return at once. Never blocks."""
-        return all(tensor.is_done for tensor in self._tensors)
+    def _collect(self, timeout_s: float | None) -> FastPSError | None:
+        """Wait for every tensor, also after a failure, so that all arrays are free again.
 
-    def wait(self, timeout_s: float | None = None) -> Array | list[Array]:
-        """Wait for the operation and give its output, or a list of them for a sequence.
-
-        Blocks without the GIL up to timeout_s seconds (default: op_timeout_s). Raises what made
-        the operation fail: PeerLostError, MismatchError, ShutdownError; StallError in time, and
-        then the operation is still in flight and its arrays must not be touched; ValueError for
-        what is no time to wait. May be called again.
+        Returns what made the first one fail.
         """
-        timeout_s = self._timeout_s if timeout_s is None else checked_seconds(timeout_s)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
         began = time.perf_counter()
+        deadline = began + limit_s
+        failed = None
         try:
-            self._wait_all(began + timeout_s, timeout_s)
+            for ticket in self.tickets:
+                status = ticket.wait(
+                    timeout_s=max(deadline - time.perf_counter(), 0.0), spin_us=self._spin_us
+                )
+                if status is None:
+                    raise self._explain(ticket, self._operation, None, limit_s)
+                if status and failed is None:
+                    failed = ticket, status
         finally:
             self._seconds[0] += time.perf_counter() - began
-        if self._after is not None:
-            self._after(self._outputs)
-        return self._outputs[0] if self._is_single else list(self._outputs)
+        if failed is None:
+            return None
+        ticket, status = failed
+        return self._explain(ticket, self._operation, status, limit_s)
 
-    def _wait_all(self, deadline: float, timeout_s: float) -> None:
-        """Wait for every tensor, also after a failure, so that all arrays are free again."""
-        failed: tuple[_Flight, int, int] | None = None
-        for tensor in self._tensors:
-            status = tensor.wait(
-                timeout_s=max(deadline - time.perf_counter(), 0.0), spin_us=self._spin_us
-            )
-            if status is None:
-                raise self._explain(tensor, self._operation, None, timeout_s)
-            if status and failed is None:
-                failed = (tensor, self._operation, status)
-        if failed is not None:
-            raise self._explain(*failed, timeout_s)
+    def _make(self, error: FastPSError | None) -> Array | list[Array]:
+        if error is not None:
+            raise error
+        return self._outputs[0] if self._is_single else list(self._outputs)

@@ -130,7 +130,7 @@ def barrier_again() -> str:
         with pytest.raises(ValueError, match=r"timeout|seconds"):
             fastps.barrier(timeout_s=-1)
     if me == 2:
-        threading.Thread(target=interrupt, args=("_wait_all",)).start()
+        threading.Thread(target=interrupt, args=("_collect",)).start()
         with pytest.raises(KeyboardInterrupt):
             fastps.barrier()
     if me != 1:

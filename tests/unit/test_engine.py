@@ -170,6 +170,61 @@ def test_versions_count_operations(job):
         assert job.tensor.wait(timeout_s=TIMEOUT_S) == OK
 
 
+def test_a_ticket_is_of_one_operation(job):
+    arrays = [np.full(NBYTES // 4, i, np.float32) for i in range(3)]
+    first = job.engine.start(job.tensor, arrays[0], arrays[0])
+    job.pushed()
+    job.post(kind=FrameKind.ERROR, key_version=1, status=MISMATCH, subject=7)
+    assert first.is_done
+    assert not first.is_over
+    second = job.engine.start(job.tensor, arrays[1], arrays[1], average=True)
+    job.pushed()
+    for _ in range(2):
+        assert first.is_done
+        assert first.is_over
+        assert first.wait(timeout_s=TIMEOUT_S) == MISMATCH
+    assert not second.is_done
+    assert second.wait(timeout_s=0.0) is None
+    job.answer(bytes(NBYTES), key_version=2)
+    assert second.wait(timeout_s=TIMEOUT_S) == OK
+    third = job.engine.start(job.tensor, arrays[2], arrays[2])
+    assert (first.version, second.version, third.version) == (1, 2, 3)
+    assert (first.operation, second.operation, third.operation) == (-1, -2, -1)
+    assert (first.wait(timeout_s=0.0), second.wait(timeout_s=0.0)) == (MISMATCH, OK)
+    assert (first.name, first.culprit) == ("t2", 7)
+    del third  # whom nobody can ask any more
+    job.pushed()
+    job.answer(bytes(NBYTES), key_version=3)
+    assert job.tensor.wait(timeout_s=TIMEOUT_S) == OK
+
+
+def test_all_who_wait_see_the_end_before_the_next_operation(job):
+    array = np.zeros(NBYTES // 4, np.float32)
+    for turn in range(20):
+        ticket = job.engine.start(job.tensor, array, array)
+        found: list[Any] = []
+
+        def wait(ticket: Any = ticket, found: list[Any] = found) -> None:
+            found.append(ticket.wait(timeout_s=TIMEOUT_S))
+
+        threads = [threading.Thread(target=wait) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        job.pushed()
+        job.answer(bytes(NBYTES), key_version=2 * turn + 1)
+        while not ticket.is_done:
+            pass
+        following = job.engine.start(job.tensor, array, array)  # with threads not awake yet
+        for thread in threads:
+            thread.join(TIMEOUT_S / 2)
+            assert not thread.is_alive()
+        assert found == [OK] * 4
+        assert not following.is_done
+        job.pushed()
+        job.answer(bytes(NBYTES), key_version=following.version)
+        assert following.wait(timeout_s=TIMEOUT_S) == OK
+
+
 def test_many_tensors_at_once(job):
     tensors = [job.declare(10 + i, 4) for i in range(20)]
     given = [np.full(1, i, np.float32) for i in range(20)]

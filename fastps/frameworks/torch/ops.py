@@ -195,7 +195,7 @@ def _start(
     handle = current.push_pull_async(
         array, name, average=average, priority=priority, out=out, dtype=code
     )
-    return Pending(even(current, handle, name) if average else handle, output, name)
+    return Pending(even(current, handle) if average else handle, output, name)
 
 
 def _checked(tensor: torch.Tensor, name: str, average: bool) -> torch.Tensor:
