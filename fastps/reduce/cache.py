@@ -39,13 +39,14 @@ MAX_STEPS = 256  # names on a path; links may lead in a circle
 
 HERE = Path(__file__).parent
 SHARED = ("kernels.py", "compiler.py", "machine_code.py", "../types.py")
+CODECS = ("codec/kernels.py", "codec/words.py", "codec/scratch.py", "../coding.py")
 SOURCES = {  # of each family of kernels, besides
     "reduce": (),
     "robust": ("robust.py",),
     "ordered": ("robust.py", "ordered.py"),
-    "codec": ("codec/kernels.py", "codec/words.py"),
-    "byteps": ("codec/kernels.py", "codec/words.py", "codec/byteps.py"),
-    "pairs": ("codec/kernels.py", "codec/words.py", "codec/pairs.py"),
+    "codec": CODECS,
+    "byteps": (*CODECS, "codec/byteps.py"),
+    "pairs": (*CODECS, "codec/pairs.py"),
 }
 WHO = ("vendor_id", "cpu family", "model", "stepping", "flags")  # of /proc/cpuinfo
 ANY_PROCESSOR = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")  # where both name another than this one

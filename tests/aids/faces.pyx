@@ -23,6 +23,7 @@ from fastps._core cimport (
 )
 from fastps._copy cimport FPS_BY_MOVES, FPS_BY_STREAMS, fps_copy, fps_copy_way
 from fastps._posix cimport syscall
+from fastps.reduce.codec._coder cimport Coder, code_sum
 
 import warnings
 from typing import NamedTuple
@@ -424,3 +425,24 @@ def fold_by_hands(uintptr_t rule, sources, unsigned char[::1] target not None, u
         done = hands_fold(<rule_fn>rule, places, n, &target[0], target.shape[0] / itemsize,
                           itemsize, &divisor, of)
     return done
+
+
+def scratch_bytes(Coder coder not None) -> int:
+    """Bytes of the scratch that sum_coded() wants."""
+    return coder.code.scratch_bytes
+
+
+def sum_coded(Coder coder not None, payloads, unsigned char[::1] wire not None,
+              unsigned char[::1] scratch not None, *, int64_t divisor, uint32_t version=1):
+    """Do what a server does with what workers encoded of a partition of one unit."""
+    cdef const unsigned char[::1] payload
+    cdef const void* places[128]
+    cdef int64_t n = len(payloads)
+    if n > 128 or <uint64_t>scratch.shape[0] < coder.code.scratch_bytes:
+        raise ValueError("128 payloads at most, and scratch_bytes of scratch")
+    for i, one in enumerate(payloads):
+        payload = one
+        places[<int>i] = &payload[0]
+    with nogil:
+        code_sum(&coder.code, 0, version, places, n, divisor, <char*>&wire[0],
+                 <char*>&scratch[0])

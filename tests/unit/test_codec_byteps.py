@@ -14,7 +14,7 @@ from test_codec import CHUNK, SIZES, SPECIAL
 
 from fastps import Compression, ConfigError
 from fastps.reduce.codec._coder import Coder
-from fastps.reduce.codec.kernels import WORK_WORDS
+from fastps.reduce.codec.scratch import work_words
 from fastps.reduce.library import codec_kernel
 from fastps.types import DType
 
@@ -88,7 +88,7 @@ def test_sums_add_what_each_decodes_to(coding):
     coder, reference = make(coding, count)
     wire = coder.encode(g.view(np.uint8))
     want = reference.encode(g)
-    total, work = np.ones(count, np.float32), np.zeros(WORK_WORDS + 2 * count, np.uint32)
+    total, work = np.ones(count, np.float32), np.zeros(work_words(count), np.uint32)
     kind = {1: "onebit", 2: "topk", 3: "randomk"}.get(
         int(coding.codec), "natural" if coding.options & 2 else "linear"
     )

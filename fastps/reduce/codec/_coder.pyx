@@ -14,13 +14,14 @@ from libc.string cimport memcpy
 
 from fastps import coding as rules
 from fastps.coding import Codec, Option
+from fastps.reduce.codec.scratch import work_words
 from fastps.reduce.library import codec_kernel
 from fastps.types import DType
 
 cdef enum:
-    HEAD_BYTES = 8              # of fastps.coding
     LINE_BYTES = 64
-    WORK_WORDS = 2056           # of kernels.py
+
+cdef uint32_t HEAD_BYTES = rules.HEAD_BYTES
 
 
 cdef inline uint64_t mix(uint64_t x) noexcept nogil:
@@ -182,7 +183,7 @@ cdef class Coder:
         self.code.option = coding.has(
             Option.L2 if coding.codec == Codec.DITHERING else Option.UNBIASED)
         self.code.mu = coding.mu
-        self.code.work_bytes = round_up(4 * (WORK_WORDS + 2 * <uint64_t>units.unit_count))
+        self.code.work_bytes = round_up(4 * <uint64_t>work_words(units.unit_count))
         self.code.scratch_bytes = self.code.work_bytes + 2 * round_up(
             4 * <uint64_t>units.unit_count)
         self.load(_kernel_name(coding), code, has_residual, has_momentum)

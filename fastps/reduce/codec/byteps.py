@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numba import float32, float64, int64, uint32, uint64
 
-from fastps.reduce.codec.kernels import HUGE, WORK_WORDS, compile_coder
+from fastps.reduce.codec.kernels import HUGE, compile_coder
 from fastps.reduce.codec.words import (
     SIZE_BITS,
     at,
@@ -148,7 +148,7 @@ def _topk_encode(keeps: bool) -> Callable[..., int]:
 def _pairs_decode(adds: bool) -> Callable[..., int]:
     def decode(v: Any, count: Any, codes: Any, _head: Any, work: Any, args: Any) -> int:
         """Put values where their indices say, of two with one index the later, 0 elsewhere."""
-        target = cast(at(work, int64(WORK_WORDS)), float32) if adds else v
+        target = cast(work, float32) if adds else v
         for i in range(count):
             target[i] = float32(0.0)
         pairs, values = cast(codes, uint32), cast(codes, float32)

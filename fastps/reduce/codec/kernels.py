@@ -8,13 +8,13 @@ Random numbers are a hash of a counter, the element's index, with the two words 
 state, the same for any thread.
 
 Conventions. v: float32[count], read, and written where the encoder keeps. codes: bytes, aligned to
-4. head: float32[1], the scale. work: scratch, WORK_WORDS + 2 * count words, of no content. args:
-int64[4]: what the codec is told (k), the two words of the seed, an option. Nothing is allocated,
-nothing raised; OK is returned. A NaN or an infinity spoils what shares its scale and no more;
-prepare() drops it from what was kept, so that one overflow does not stay for ever. Everything
-that decides what the machine code does must stay here, in words.py and in ../kernels.py: the
-cache is keyed by their content, and by the values that a closure holds, which must be plain: a
-function among them would be another one in each process.
+4. head: float32[1], the scale. work: scratch of scratch.py, work_words(count), of no content,
+aligned to 8. args: int64[4]: what the codec is told (k), the two words of the seed, an option.
+Nothing is allocated, nothing raised; OK is returned. A NaN or an infinity spoils what shares its
+scale and no more; prepare() drops it from what was kept, so that one overflow does not stay for
+ever. Everything that decides what the machine code does must stay here, in words.py, scratch.py,
+../kernels.py and ../../coding.py: the cache is keyed by their content, and by the values that a
+closure holds, which must be plain: a function among them would be another one in each process.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import numba
 import numpy as np
 from numba import float32, float64, int32, int64, types, uint8, uint16, uint32, uint64
 
+from fastps.coding import BLOCK
+from fastps.reduce.codec.scratch import AT_ONCE, HISTOGRAM
 from fastps.reduce.codec.words import (
     LANES,
     SIZE_BITS,
@@ -54,11 +56,7 @@ from fastps.types import DType
 _cfunc: Any = numba.cfunc
 _Pointer: Any = types.CPointer
 
-BLOCK = 256
-HISTOGRAM = 2048
 SAMPLE, STRIDE = 8, 512
-AT_ONCE = 4  # entries of a list
-WORK_WORDS = HISTOGRAM + 2 * AT_ONCE
 TINY = np.float32(2.0**-126)  # the smallest normal number
 HUGE = np.float32(3.4028235e38)
 ROUNDER = np.float32(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to an integer
@@ -280,7 +278,7 @@ def _topk_encode(keeps: bool) -> Callable[..., int]:
         head[0] = float32(1.0)
         k = args[0]
         words = cast(v, uint32)
-        found = at(work, int64(WORK_WORDS))
+        found = at(work, int64(HISTOGRAM))
         sizes = at(found, count + AT_ONCE)
         n = _candidates(words, count, _guess(words, count, work, k), found, sizes)
         if n < k:

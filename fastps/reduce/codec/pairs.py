@@ -14,7 +14,8 @@ from typing import Any
 
 from numba import float32, int64, uint8, uint16, uint32
 
-from fastps.reduce.codec.kernels import BLOCK, HUGE, ROUNDER, TINY, compile_coder
+from fastps.coding import BLOCK, GROUP, PAIRED_LEVELS
+from fastps.reduce.codec.kernels import HUGE, ROUNDER, TINY, compile_coder
 from fastps.reduce.codec.words import (
     at,
     bfloat_of,
@@ -27,9 +28,7 @@ from fastps.reduce.codec.words import (
 )
 from fastps.reduce.kernels import OK
 
-GROUP = 64  # elements that share a scale
-MOST = 5  # levels are -5 to 5
-LEVELS = 2 * MOST + 1
+MOST = PAIRED_LEVELS // 2  # levels are -5 to 5
 
 
 @jit
@@ -44,7 +43,7 @@ def _pack(numbers: Any, count: Any, codes: Any) -> None:
     half, h = (count + 1) >> 1, _planes(count)
     pairs = at(numbers, int64(BLOCK))
     for i in range(count - half):
-        pairs[i] = uint8(numbers[i] + uint8(LEVELS) * numbers[half + i])
+        pairs[i] = uint8(numbers[i] + uint8(PAIRED_LEVELS) * numbers[half + i])
     for i in range(count - half, half):
         pairs[i] = numbers[i]
     for i in range(half, 8 * h):
@@ -70,7 +69,7 @@ def _unpack(codes: Any, count: Any, numbers: Any) -> None:
     for i in range(count - half):
         pair = pairs[i]
         second = uint8((uint16(pair) * uint16(187)) >> uint16(11))  # pair // 11, below 128
-        numbers[i] = uint8(pair - uint8(LEVELS) * second)
+        numbers[i] = uint8(pair - uint8(PAIRED_LEVELS) * second)
         numbers[half + i] = second
     for i in range(count - half, half):
         numbers[i] = pairs[i]
