@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from test_torch_broadcast import OPTIMIZERS, same, small_model, train  # noqa: E
 
 from fastps import session  # noqa: E402
 from fastps.errors import ConfigError, FastPSError  # noqa: E402
-from fastps.frameworks.torch import elastic  # noqa: E402
+from fastps.frameworks.torch import commits, elastic  # noqa: E402
 from fastps.frameworks.torch.elastic import ElasticSampler, TorchState  # noqa: E402
 
 
@@ -101,7 +103,8 @@ def test_the_next_life_goes_on_from_the_last_commit(
         assert same(found, committed[0])
         assert same(restored, committed[0])
     assert sorted(resets) == [0, 1]
-    assert [path.name for path in folder.iterdir()] == ["commit-1.fastps"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["commit-1.before", "commit-1.fastps"]
 
 
 def test_attributes_are_what_is_held(alone: FakeCluster) -> None:
@@ -138,23 +141,8 @@ def test_what_cannot_go_on_says_why(
     with pytest.raises(FastPSError, match="where the one before it still is"):
         commit(TorchState(epoch=2))
     (folder / "commit-1.new").rmdir()
-    (folder / "commit-1.fastps").unlink()
-    commit(TorchState(epoch=1, weights=torch.ones(99)))
-    whole = (folder / "commit-1.fastps").read_bytes()
-    for length in range(len(whole)):
-        (folder / "commit-1.fastps").write_bytes(whole[:length])
-        with pytest.raises(ConfigError, match=r"spoiled.*begin anew"):
-            commit(TorchState(epoch=1, weights=torch.ones(99)))
-    for place in range(len(whole) - 99 * 4):  # of what says what there is
-        for byte in (0, 127, 255):
-            wrong = bytearray(whole)
-            wrong[place] = byte
-            (folder / "commit-1.fastps").write_bytes(wrong)
-            with contextlib.suppress(ConfigError):  # else another value, which nobody can tell
-                elastic._read(folder / "commit-1.fastps")
-    (folder / "commit-1.fastps").write_bytes(b"\xff" * 100)
-    with pytest.raises(ConfigError, match=r"spoiled.*begin anew"):
-        commit(TorchState(epoch=1))
+    for path in folder.iterdir():
+        path.unlink()
     alone.current().config.commit_dir = "/dev/null/x"
     with pytest.raises(ConfigError, match="cannot be made"):
         commit(TorchState(epoch=1))
@@ -164,6 +152,93 @@ def test_what_cannot_go_on_says_why(
         commit(state)
         commit(state)
     assert caplog.text.count("--restarts N") == 1
+
+
+def committed(epoch: int) -> dict[str, Any]:
+    """What a state may hold."""
+    return {"epoch": epoch, "weights": {"a": torch.full((40,), float(epoch)), "b": torch.ones(3)}}
+
+
+def flipped(whole: bytes, place: int, bit: int) -> bytes:
+    """Change one bit."""
+    wrong = bytearray(whole)
+    wrong[place] ^= 1 << bit
+    return bytes(wrong)
+
+
+def damages(whole: bytes) -> Iterator[bytes]:
+    """Flip a bit of each byte, cut the end off, put something behind it, or take another file."""
+    yield from (flipped(whole, place, place % 8) for place in range(len(whole)))
+    yield from (whole[:length] for length in range(0, len(whole), 9))
+    yield whole + b"\0"
+    yield b"\xff" * 1000
+
+
+def test_a_damaged_commit_is_never_taken_for_whole(tmp_path: Path) -> None:
+    path = tmp_path / "commit-1.fastps"
+    commits.write(path, committed(1))
+    whole = path.read_bytes()
+    assert same(commits.read(path), committed(1))
+    for wrong in damages(whole):
+        path.write_bytes(wrong)
+        with pytest.raises(ConfigError, match=r"damaged.*begin anew"):
+            commits.read(path)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["damaged", "lost"])
+def test_the_commit_before_takes_the_place_of_a_damaged_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_lost: bool
+) -> None:
+    path, before = tmp_path / "commit-1.fastps", tmp_path / "commit-1.before"
+    for epoch in (1, 2, 3):
+        commits.write(path, committed(epoch))
+    if is_lost:
+        path.unlink()
+    else:
+        path.write_bytes(flipped(path.read_bytes(), 7, 3))
+    assert commits.exists(path)
+    with caplog.at_level(logging.WARNING):
+        assert same(commits.read(path), committed(2))
+    assert f"{path} is damaged" in caplog.text
+    assert str(before) in caplog.text
+    assert same(commits.read(path), committed(2))  # by the next life
+    commits.write(path, committed(4))
+    assert same(commits.read(path), committed(4))
+    path.unlink()
+    assert same(commits.read(path), committed(2))  # which nothing damaged has replaced
+    before.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"before.*begin anew"):
+        commits.read(path)
+
+
+def test_one_commit_is_whole_whenever_a_write_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call that can fail does, once; what is read then is the last commit or the new one."""
+    path, calls = tmp_path / "commit-1.fastps", 0
+
+    def failing(real: Any) -> Any:
+        def call(*args: Any, **words: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == last:
+                raise OSError("no more")
+            return real(*args, **words)
+
+        return call
+
+    monkeypatch.setattr(commits.os, "fsync", failing(os.fsync))
+    monkeypatch.setattr(Path, "replace", failing(Path.replace))
+    for last in range(1, 6):
+        calls, found = -1000, 2 * last
+        commits.write(path, committed(found))
+        calls = 0
+        with contextlib.suppress(FastPSError):
+            commits.write(path, committed(found + 1))
+        assert calls >= min(last, 4)
+        last = -1
+        assert commits.read(path)["epoch"] in (found, found + 1)
 
 
 @settings(

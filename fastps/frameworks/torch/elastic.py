@@ -25,8 +25,6 @@ import copy
 import functools
 import itertools
 import logging
-import struct
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -34,19 +32,15 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from fastps import session
-from fastps.errors import ConfigError, FastPSError
-from fastps.frameworks.torch.broadcast import broadcast_object, describe, make_room
-from fastps.frameworks.torch.tensors import sendable
-from fastps.frameworks.torch.trees import put_back, take_out
-from fastps.objects import decode_object, encode_object
-from fastps.worker.handle import Array
+from fastps.errors import ConfigError
+from fastps.frameworks.torch import commits
+from fastps.frameworks.torch.broadcast import broadcast_object
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
 _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_LENGTH = struct.Struct("<Q")  # of what stands before the tensors
 _runs = itertools.count(1)  # the same program makes the same runs, in each of its lives
 
 
@@ -110,7 +104,7 @@ class TorchState:
         """Do what commit() does."""
         self._saved = self._look()
         if self._path is not None:
-            _write(self._path, self._saved)
+            commits.write(self._path, self._saved)
         elif not self._is_told and session.current().rank == 0:
             self._is_told = True
             _log.warning(
@@ -148,9 +142,10 @@ class TorchState:
         is_root, folder = now.rank == 0, now.config.commit_dir
         if is_root and folder:
             self._path = _place(folder, number)
-        was_there = broadcast_object(self._path is not None and self._path.exists(), 0, "elastic")
+        is_there = self._path is not None and commits.exists(self._path)
+        was_there = broadcast_object(is_there, 0, "elastic")
         if was_there and self._path is not None:
-            self._take(self._checked(_read(self._path)))
+            self._take(self._checked(commits.read(self._path)))
         if was_there:
             self.on_reset()
         self.sync()
@@ -246,47 +241,3 @@ def _place(folder: str, number: int) -> Path:
     except OSError as error:
         raise ConfigError(f"FASTPS_COMMIT_DIR={folder!r} cannot be made: {error}") from None
     return Path(folder) / f"commit-{number}.fastps"
-
-
-def _write(path: Path, saved: dict[str, Any]) -> None:
-    """Write a commit under another name first: an end in between spoils nothing."""
-    tensors: list[torch.Tensor] = []
-    mark = uuid.uuid4().hex
-    plain = {"mark": mark, "value": take_out(saved, mark, tensors)}
-    head = encode_object(plain | {"tensors": [describe(tensor) for tensor in tensors]})
-    fresh = path.with_suffix(".new")
-    try:
-        with fresh.open("wb") as file:
-            file.write(_LENGTH.pack(len(head)) + head)
-            for tensor in tensors:
-                file.write(_bytes_of(sendable(tensor)))
-        fresh.replace(path)
-    except OSError as error:
-        raise FastPSError(
-            f"a commit could not be written to {path}, where the one before it still is: {error}; "
-            "make room there, or give another directory as FASTPS_COMMIT_DIR"
-        ) from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-            head = decode_object(file.read(length))
-            tensors = [make_room(*described) for described in head["tensors"]]
-            if not all(file.readinto(_bytes_of(one)) == one.nbytes for one in tensors):
-                raise ValueError("its end is missing")
-        saved: dict[str, Any] = put_back(head["value"], head["mark"], tensors)
-    except Exception as error:  # spoiled bytes may stand for anything
-        raise ConfigError(
-            f"{path} is not a commit, or spoiled: {error}; give an empty directory as "
-            "FASTPS_COMMIT_DIR to begin anew"
-        ) from error
-    return saved
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Give the bytes of a contiguous tensor."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element has any stride
-    array: Array = flat.view(torch.uint8).numpy()
-    return array.data
