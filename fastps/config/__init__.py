@@ -313,9 +313,9 @@ class Config:
     start_timeout_s: float = _set(TIMES, 60.0, "BLUEFOG_START_TIMEOUT", unit="seconds",
         allowed=(0.1, DAY_S),
         text="How long a process waits until the whole job has joined.")
-    start_watch_s: float = _set(TIMES, 5.0, unit="seconds", allowed=(0.0, 86400.0),
-        text="How long the start may take before the scheduler says who is missing; it says so "
-             "again after twice that time, and so on. 0 says nothing.")
+    start_watch_s: float = _set(TIMES, 20.0, unit="seconds", allowed=(0.0, 86400.0),
+        text="How long the first process may wait for the start before the scheduler says who is "
+             "missing; it says so again after twice that time, and so on. 0 says nothing.")
     stall_watch_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.0, DAY_S),
         text="How long an operation may take before the scheduler says who holds it up, and where "
              "that worker's program is; it says so again after twice that time, and so on. 0 says "

@@ -2,7 +2,9 @@
 """What is known of a job that has not started: how long it has waited, and who will never come.
 
 Pure: the Membership asks, and says it. A launcher sees a process end that never joined, which no
-connection tells; where that process has a rank, nobody else will come in its place.
+connection tells; where that process has a rank, nobody else will come in its place. Of a process
+that joined and died the launcher can say more than the end of its connection, which counts a
+moment later.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from fastps.control.protocol import Absent
 Place: TypeAlias = tuple[str, int]  # role and rank
 
 NEVER = float("inf")
+WORD_S = 1.0  # for a launcher to say how a process ended whose connection has ended
 
 
 class StartWatch:
     """When to say for whom a job waits: after some seconds, then after twice as many."""
 
-    def __init__(self, first_s: float, *, now: float) -> None:
-        """Begin to wait; first_s: 0 never says anything."""
+    def __init__(self, first_s: float) -> None:
+        """Wait for nobody yet; first_s: 0 never says anything."""
         self._first_s = first_s
-        self._began = now
+        self._began = 0.0
         self.due = NEVER
-        self.begin(now)
 
     def begin(self, now: float) -> None:
         """Wait from now on, unless it waits already."""
@@ -52,14 +54,30 @@ class Absentees:
         """Begin with nobody; machines: names of them, where launchers know."""
         self._machines = machines
         self._ended: dict[Place, Absent] = {}
+        self._closed: dict[Place, tuple[float, Absent]] = {}  # and when that counts
 
     def add(self, message: Absent) -> None:
         """Note an end, the first one of a place."""
         self._ended.setdefault((message.role, message.rank), message)
 
-    def first(self, present: set[Place]) -> Absent | None:
-        """Give the first one that has ended and is not, or no longer, a member."""
-        return next((self._ended[place] for place in self._ended if place not in present), None)
+    def note_closed(self, message: Absent, now: float) -> None:
+        """Note that the connection of a member ended for which others wait."""
+        self._closed.setdefault((message.role, message.rank), (now + WORD_S, message))
+
+    def first(self, present: set[Place], now: float, *, is_first_start: bool) -> Absent | None:
+        """Return the first one that has ended and is not, or no longer, a member.
+
+        is_first_start: later a process may have ended without being missed.
+        """
+        closed = {place: end for place, (due, end) in self._closed.items() if due <= now}
+        for place in closed:
+            del self._closed[place]
+        ended = closed | self._ended if is_first_start else closed
+        return next((ended[place] for place in ended if place not in present), None)
+
+    def next_deadline(self) -> float:
+        """Return the time when first() has something new to look at."""
+        return min((due for due, _ in self._closed.values()), default=NEVER)
 
     def describe(self, role: str, total: int, present: Sequence[Peer]) -> Iterator[str]:
         """Count who is there; name the missing ranks if the ranks are known already."""

@@ -127,7 +127,7 @@ class Membership:
         self._why_to_end = ""
         self._out: list[Action] = []
         self._idle_until = now + config.start_timeout_s
-        self._watch = StartWatch(config.start_watch_s, now=now)
+        self._watch = StartWatch(config.start_watch_s)
         self._absentees = Absentees(machines or {})
         self._goes_on = False
         self._is_finished = False
@@ -241,6 +241,7 @@ class Membership:
             self._idle_timed_out(now)
         if self._watch.due <= now:
             log.warning("no start after %.0f s: %s", self._watch.say(now), self.missing_text())
+        self._end_start_in_vain(now)
         return self._drain(now)
 
     def next_deadline(self) -> float | None:
@@ -255,7 +256,7 @@ class Membership:
         times += [member.leave_deadline for member in self._leaving()]
         parts = (self._collectives.next_deadline(), self._declarations.next_deadline())
         times += [time for time in parts if time is not None]
-        times += [self._idle_until, self._watch.due]
+        times += [self._idle_until, self._watch.due, self._absentees.next_deadline()]
         first = min(times)
         return None if first == float("inf") or self._is_finished else first
 
@@ -338,17 +339,26 @@ class Membership:
 
     def _end_start_in_vain(self, now: float) -> None:
         """End a start that some wait for and others will never come to."""
-        if self.phase is not Phase.LOBBY or self.generation > 1:
+        if self.phase is not Phase.LOBBY:
             return
         absent = self._absentees.first(
-            {(item.join.role, item.rank) for item in self._peers.values() if item.rank is not None}
+            {
+                (item.join.role, item.rank)
+                for item in self._peers.values()
+                if item.rank is not None
+            },
+            now,
+            is_first_start=self.generation == 1,
         )
-        if absent and any(item.start_request for item in self._peers.values()):
+        if absent and self._is_start_awaited():
             log.warning("the job cannot start: %s %d: %s", absent.role, absent.rank, absent.cause)
             self._fail_job(
                 PeerLost(absent.role, absent.rank, absent.host, absent.pid, absent.cause)
             )
             self._after_departure(now)
+
+    def _is_start_awaited(self) -> bool:
+        return any(item.start_request for item in self._peers.values())
 
     def _start_if_complete(self, now: float) -> None:
         if self.phase is not Phase.LOBBY:
@@ -528,11 +538,25 @@ class Membership:
             self._lose(member, cause)
         elif member.has_started and self.phase is Phase.RUNNING:
             self._break(member, cause)
-        elif self.phase is Phase.LOBBY and len(self._notes) < MAX_NOTES:
-            self._notes.append(f"{member.full_name} joined and was lost: {cause}")
+        elif self.phase is Phase.LOBBY:
+            self._note_early_end(member, cause, now)
         self._remove(member)
         self._end_start_in_vain(now)
         self._after_departure(now)
+
+    def _note_early_end(self, member: Peer, cause: str, now: float) -> None:
+        """Note that a member has gone before the start, which ends the start that others await."""
+        if len(self._notes) < MAX_NOTES:
+            self._notes.append(f"{member.full_name} joined and was lost: {cause}")
+        others = (item for item in self._peers.values() if item is not member)
+        if cause != GAVE_UP and any(item.start_request for item in others):
+            group = self._of_role(member.join.role)
+            rank = group.index(member) if member.rank is None else member.rank
+            text = f"{cause}, before the job had started"
+            join = member.join
+            self._absentees.note_closed(
+                Absent(join.role, rank, join.hostname, join.pid, text), now
+            )
 
     def _lost(self, member: Peer, cause: str) -> PeerLost:
         join, goes_on = member.join, self._can_spare(member)

@@ -192,6 +192,49 @@ class TestJoining:
         driver.die(killed)
         assert "SIGKILL" in failure_of(driver, waiting).message
 
+    @pytest.mark.parametrize("rank", [1, None])
+    @pytest.mark.parametrize("role", ["worker", "server"])
+    def test_who_joined_and_died_ends_the_start_for_those_who_wait(self, role, rank) -> None:
+        driver = Driver(size=3, num_servers=2)
+        waiting, giving_up = driver.enter(), driver.enter()
+        if role == "server":
+            driver.enter("server")
+        driver.die(driver.enter(role, rank=rank, hostname="b", pid=77))
+        driver.advance(0.9)  # a launcher may say more
+        assert not driver.events(waiting, Failed)
+        driver.advance(0.2)
+        number = 1 if role == "server" or rank else 2
+        for peer in (waiting, giving_up):
+            text = failure_of(driver, peer).message
+            assert f"{role} {number} (b, pid 77) is lost: it was killed, before the job" in text
+        assert driver.machine.next_deadline() is not None
+
+    def test_the_place_of_one_who_died_is_free_for_a_moment(self) -> None:
+        driver = Driver(size=3, num_servers=0)
+        waiting = driver.enter(rank=0)
+        driver.die(driver.enter(rank=1))
+        driver.enter(rank=1)
+        driver.advance(2.0)
+        driver.enter(rank=2)
+        assert job_of(driver, waiting).me == 0
+
+    def test_who_gives_up_waiting_ends_no_start(self) -> None:
+        driver = Driver(size=3, num_servers=0, start_timeout_s=500, lease_s=500)
+        driver.wait(driver.join(rank=0), timeout_s=5.0)
+        patient = driver.join(rank=1)
+        driver.wait(patient, timeout_s=100.0)
+        driver.advance(50.0)
+        assert not driver.events(patient, Failed)
+
+    def test_a_death_while_others_wait_for_a_later_start_is_told(self) -> None:
+        driver = Driver(size=2, num_servers=0)
+        for peer in driver.start()[0]:
+            driver.leave(peer)
+        waiting = driver.enter(rank=0)
+        driver.die(driver.join(rank=1))
+        driver.advance(1.1)
+        assert "worker 1 (node, pid 104) is lost" in failure_of(driver, waiting).message
+
     def test_the_end_of_one_who_has_started_is_no_news(self) -> None:
         driver = Driver(size=2, num_servers=0)
         workers, _ = driver.start()
@@ -205,6 +248,8 @@ class TestJoining:
         driver = Driver(
             {("worker", 2): "machine 1"}, size=3, num_servers=0, start_watch_s=5.0, lease_s=500
         )
+        driver.advance(50.0)
+        assert not caplog.messages  # nobody waits yet: all may be importing their frameworks
         driver.wait(driver.join(rank=1), 1000.0)
         driver.advance(4.9)
         assert not caplog.messages
