@@ -21,6 +21,7 @@ from fastps import versions
 from fastps.config import process_environment, role_given
 from fastps.errors import ConfigError
 from fastps.launch.plan import SERVER_COMMAND
+from fastps.launch.torch_names import place_variables
 
 _USAGE = """\
 usage: bpslaunch COMMAND ...
@@ -31,7 +32,9 @@ DMLC_VALIDATOR_ID.
 Needs DMLC_NUM_WORKER (machines), and unless there is one of them: DMLC_ROLE, DMLC_WORKER_ID,
 DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, and FASTPS_TOKEN_FILE or FASTPS_TOKEN.
 BYTEPS_LOCAL_SIZE (else the length of NVIDIA_VISIBLE_DEVICES, else 1) is the number of worker
-processes of each machine; where it is not 1 all roles need it. `fastps-run` is simpler.
+processes of each machine; where it is not 1 all roles need it. Tools of PyTorch, as Hugging Face's
+Trainer, also need MASTER_ADDR and MASTER_PORT, of the machine whose DMLC_WORKER_ID is 0; RANK and
+the like are set here. `fastps-run` is simpler.
 """
 _GRACE_S = 5.0
 
@@ -68,10 +71,18 @@ def _launch(command: list[str], environment: dict[str, str]) -> int:
     if not is_spread:
         run = [*versions.command_of("fastps.launch.run"), "-np", str(size), "--", *command]
         return subprocess.call(run)
-    _count(environment, "DMLC_WORKER_ID")
+    machine, machines = (
+        _count(environment, f"DMLC_{name}") for name in ("WORKER_ID", "NUM_WORKER")
+    )
     children = [
-        subprocess.Popen(command, env={**environment, "DMLC_ROLE": "worker",
-            "BYTEPS_LOCAL_RANK": str(rank), "BYTEPS_LOCAL_SIZE": str(size)})
+        subprocess.Popen(command, env={
+            **environment,
+            **place_variables(machine * size + rank, machines * size, local_rank=rank,
+                              local_size=size, group=machine, groups=machines),
+            "DMLC_ROLE": "worker",
+            "BYTEPS_LOCAL_RANK": str(rank),
+            "BYTEPS_LOCAL_SIZE": str(size),
+        })
         for rank in range(size)
     ]  # fmt: skip
     return _wait(children)

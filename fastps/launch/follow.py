@@ -10,6 +10,7 @@ output in lines that begin with a mark it was told; the rest is output of the jo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -28,11 +29,13 @@ from fastps.launch.cause import Cause
 from fastps.launch.ending import show_end
 from fastps.launch.job import SignalInbox
 from fastps.launch.limits import hold_standard_streams
+from fastps.launch.options import Options
 from fastps.launch.output import Screen, outlets
 from fastps.launch.plan import Identity, inherited_environment, make_plan
 from fastps.launch.request import unpack
 from fastps.launch.run import EXIT_SETTINGS, make_timeline, prepare, run_plan
 from fastps.launch.secrets import Handout
+from fastps.launch.torch_names import KeptPort
 from fastps.transport.interfaces import own_address
 from fastps.versions import version_of
 
@@ -163,24 +166,36 @@ def _follow(request: Mapping[str, Any], orders: Orders, voice: Voice) -> int:
     environment = _environment(request)
     check_version(str(request["version"]))
     go_to(str(request["folder"]))
-    voice.tell(ready=_addresses(environment, str(request["way"])))
     options = unpack(request["options"])
+    facts: dict[str, object] = dict(_addresses(environment, str(request["way"])))
+    with contextlib.ExitStack() as stack:
+        if 0 in options.layout.worker_ranks:
+            facts["kept"] = stack.enter_context(contextlib.closing(KeptPort())).number
+        voice.tell(ready=facts)
+        return _work(options, environment, str(request["token"]), orders, voice)
+
+
+def _work(
+    options: Options, environment: Mapping[str, str], token: str, orders: Orders, voice: Voice
+) -> int:
+    """Start this machine's share when the leader says where all meet, and watch it to its end."""
     job = orders.read(GO_S)
     if job is None:
         return EXIT_SETTINGS
     inherited = inherited_environment(environment)
     identity = Identity(
         options.job_id,
-        hold_token(str(request["token"])),
+        hold_token(token),
         (str(job["host"]), int(job["port"])) if options.layout.has_meeting else None,
+        (str(job["master"][0]), int(job["master"][1])),
     )
     identity, meeting = prepare(options, identity, inherited)
     voice.tell(bound=0 if identity.scheduler is None else identity.scheduler[1])
-    token = load(environ={**inherited, **dict([identity.secret or ("", "")])}).token_bytes()
+    secret = load(environ={**inherited, **dict([identity.secret or ("", "")])}).token_bytes()
     plan = make_plan(options, identity, cpus=len(os.sched_getaffinity(0)), inherited=inherited)
     with orders:
         cause = run_plan(
-            options, Handout(token).hand_out(plan), voice.screen, orders, inherited, meeting,
+            options, Handout(secret).hand_out(plan), voice.screen, orders, inherited, meeting,
             on_cause=voice.tell_cause, tell_live=lambda told: voice.tell(paces=told),
         )  # fmt: skip
         if options.timeline is not None:

@@ -143,19 +143,22 @@ class Fleet(Job):
             self._line.hear(machine.rank, news["paces"])
         elif "bound" in news and machine.rank == 0:
             for other in self._machines[1:]:
-                other.begin({"host": self._meeting_host(), "port": news["bound"]})
+                other.begin(self._meeting(news["bound"]))
         elif "ready" in news and self._are_all_there():
             self._answer_by = None
-            port = self._options.scheduler_port
-            self._machines[0].begin({"host": self._meeting_host(), "port": port})
+            self._machines[0].begin(self._meeting(self._options.scheduler_port))
 
     def _are_all_there(self) -> bool:
         here = [machine for machine in self._machines if machine.is_ready]
         return len(here) == len(self._options.hosts)
 
-    def _meeting_host(self) -> str:
+    def _meeting(self, port: int) -> dict[str, Any]:
+        """Say where the scheduler is, and where rank 0 has a port for tools of torch."""
         told = [machine.facts for machine in self._machines]
-        return self._options.scheduler_host or meeting_host(told)
+        host = self._options.scheduler_host or meeting_host(told)
+        first = next(place for place, count in enumerate(self._options.layout.workers) if count)
+        rank_0 = host if first == 0 else meeting_host([told[first], *told])
+        return {"host": host, "port": port, "master": (rank_0, told[first].get("kept", 0))}
 
     def _notice_ends(self) -> None:
         super()._notice_ends()
@@ -276,7 +279,8 @@ def _describe(options: Options, environment: Mapping[str, str]) -> list[str]:
     inherited = inherited_environment(environment)
     lines = ["# scheduler: a thread of fastps-run on the first machine; token, address and port "
              "are chosen at the start"]  # fmt: skip
-    identity = Identity(options.job_id, None, (options.scheduler_host, options.scheduler_port))
+    where = options.scheduler_host
+    identity = Identity(options.job_id, None, (where, options.scheduler_port), (where, 0))
     for number, host in enumerate(options.hosts):
         layout = dataclasses.replace(options.layout, machine=number)
         lines.append(f"# {host.name}, {layout.describe()}")

@@ -18,12 +18,14 @@ from fastps.config import load
 from fastps.launch.options import Options
 from fastps.launch.output import name_of
 from fastps.launch.timeline import variables
+from fastps.launch.torch_names import NAMES, OUTER_PREFIX, worker_variables
 from fastps.versions import command_of
 
 SERVER_COMMAND = command_of("fastps.server.main")
 # A value of these must not reach the children from the caller's environment: each process needs
 # its own, or the launcher gives a new one.
-NOT_INHERITED = ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE", "FASTPS_PORT", "FASTPS_ROLE", "FASTPS_RANK")
+NOT_INHERITED = ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE", "FASTPS_PORT", "FASTPS_ROLE", "FASTPS_RANK",
+                 *NAMES)  # fmt: skip
 # What gdb is told: to run the program and end with its code, or to show where it was stopped by a
 # signal, and end as a shell does. A line that has nothing to say fails, and gdb takes the next.
 GDB = ("set confirm off", "run", "quit $_exitcode", "bt", "quit 128 + $_exitsignal",
@@ -39,6 +41,7 @@ class Identity:
     job_id: str
     secret: tuple[str, str] | None  # FASTPS_TOKEN and the token, or FASTPS_TOKEN_FILE and a path
     scheduler: tuple[str, int] | None  # host and port; None when nobody meets anybody
+    master: tuple[str, int] | None = None  # rank 0's host and a port that is kept for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +96,12 @@ def make_plan(
         plan.append(ProcessSpec("server", rank, tuple(server_command), environment))
     command = _under_gdb(options, {**inherited, **dict(options.environment)})
     for rank in options.layout.worker_ranks:
-        environment = common | _worker(options, rank, cpus=cpus, inherited=inherited)
+        environment = (
+            worker_variables(options.layout, rank, identity.master)
+            | {name: value for name, value in options.environment if name in NAMES}
+            | common
+            | _worker(options, rank, cpus=cpus, inherited=inherited)
+        )
         is_alone = not options.layout.has_meeting
         plan.append(ProcessSpec("worker", rank, command, environment, has_stdin=is_alone))
     for rank in options.layout.validator_ranks:
@@ -118,7 +126,11 @@ def scheduler_environment(options: Options, identity: Identity) -> dict[str, str
 
 def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Give what processes of the job inherit of the caller's variables."""
-    return {name: value for name, value in environment.items() if name not in NOT_INHERITED}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in NOT_INHERITED and not name.startswith(OUTER_PREFIX)
+    }
 
 
 def goes_on(options: Options, inherited: Mapping[str, str]) -> bool:
@@ -172,7 +184,11 @@ def _common(options: Options, identity: Identity) -> dict[str, str]:
     }
     settings |= _asked(options)
     settings.update({name: f"{value:g}" for name, value in optional.items() if value is not None})
-    return settings | dict(options.environment)
+    return settings | {
+        name: value
+        for name, value in options.environment
+        if name not in NAMES  # which are for workers alone
+    }
 
 
 def _judged(options: Options) -> dict[str, str]:

@@ -8,6 +8,7 @@ take it, and the job's name and token. Runs in the main thread of a process of i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -15,7 +16,7 @@ import pathlib
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fastps.config import Config, load, process_environment
 from fastps.config.token import hold_token
@@ -52,6 +53,7 @@ from fastps.launch.processes import (
 )
 from fastps.launch.scheduler import SchedulerThread
 from fastps.launch.secrets import Handout
+from fastps.launch.torch_names import KeptPort, port_beside
 from fastps.transport import sockets
 
 EXIT_SETTINGS = 2
@@ -119,7 +121,8 @@ def _launch(
     except FastPSError as error:
         screen.say(str(error), is_alarm=True)
         return EXIT_SETTINGS
-    with SignalInbox() as inbox:  # to the end: a handler that raises can be lost on its way
+    # the inbox to the end: a handler that raises can be lost on its way
+    with _kept_master(options, identity, screen) as identity, SignalInbox() as inbox:
         cause = run_plan(
             options, handout.hand_out(plan_of(identity)), screen, inbox, inherited, meeting
         )
@@ -229,7 +232,37 @@ def _identity(options: Options, environment: Mapping[str, str]) -> Identity:
         choose_job_id(options, environment, new_id=f"job-{secrets.token_hex(4)}"),
         choose_secret(options, environment, new_token=secrets.token_hex(_TOKEN_BYTES)),
         address,
+        _master(options),
     )
+
+
+@contextlib.contextmanager
+def _kept_master(options: Options, identity: Identity, screen: Screen) -> Iterator[Identity]:
+    """Keep MASTER_PORT for rank 0 where it is on this machine, and put it into the identity."""
+    if identity.master is None or 0 not in options.layout.worker_ranks:
+        yield identity
+        return
+    host, wanted = identity.master
+    try:
+        port = KeptPort(wanted)
+    except OSError as error:
+        screen.say(
+            f"port {wanted} of this machine, which is MASTER_PORT for tools that read it, cannot "
+            f"be kept ({error.strerror}); if they need it, name another: --env MASTER_PORT=N, the "
+            "same on all machines"
+        )
+        yield identity
+        return
+    with contextlib.closing(port):
+        yield dataclasses.replace(identity, master=(host, port.number))
+
+
+def _master(options: Options) -> tuple[str, int] | None:
+    """Return what all launchers of the job agree on; port 0: it is still to be found."""
+    if not options.layout.is_spread:
+        return _LOOPBACK, 0
+    is_known = options.layout.workers[0] > 0  # else rank 0 is on a machine without a name
+    return (options.scheduler_host, port_beside(options.scheduler_port)) if is_known else None
 
 
 def prepare(

@@ -39,6 +39,7 @@ from fastps.launch.plan import (
 from fastps.launch.processes import describe_exit
 from fastps.launch.secrets import Handout
 from fastps.launch.team_words import hear, pack, unpack
+from fastps.launch.torch_names import KeptPort
 from fastps.versions import command_of
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ GRACE_S = 2.0  # for the others, when one has failed: they may fail for the same
 END_S = 10.0  # for what was interrupted, or told to end
 AGAIN_S = 1.0  # until who has not answered is interrupted again: it may not have begun before
 READ_BYTES = 64 << 10
+_LOOPBACK = "127.0.0.1"
 
 
 class Worker:
@@ -118,6 +120,7 @@ class Team:
         self._workers: list[Worker] = []
         self._scheduler: HostedScheduler | None = None
         self._handout = Handout(b"")
+        self._port: KeptPort | None = None
         self._start()
 
     # ---- what users call ----
@@ -176,6 +179,9 @@ class Team:
         if self._scheduler is not None:
             self._scheduler.close(0)
             self._scheduler = None
+        if self._port is not None:
+            self._port.close()
+            self._port = None
         self._handout.close()
 
     def __enter__(self) -> Team:
@@ -204,7 +210,7 @@ class Team:
         )
         secret = secrets.token_hex(16)
         identity = Identity(
-            f"team-{secrets.token_hex(4)}", ("FASTPS_TOKEN", secret), ("127.0.0.1", 0)
+            f"team-{secrets.token_hex(4)}", ("FASTPS_TOKEN", secret), (_LOOPBACK, 0)
         )
         config = load(environ={**inherited, **scheduler_environment(options, identity)})
         self._handout = Handout(secret.encode())
@@ -212,7 +218,12 @@ class Team:
         try:
             self._scheduler = HostedScheduler(config)
             self._scheduler.start()
-            identity = dataclasses.replace(identity, scheduler=self._scheduler.address)
+            self._port = KeptPort()
+            identity = dataclasses.replace(
+                identity,
+                scheduler=self._scheduler.address,
+                master=(_LOOPBACK, self._port.number),
+            )
             plan = make_plan(options, identity, cpus=os.cpu_count() or 1, inherited=inherited)
             self._workers = [Worker(spec, inherited) for spec in self._handout.hand_out(plan)]
             self._ask(("path", (list(sys.path),)), config.start_timeout_s, recovers=False)

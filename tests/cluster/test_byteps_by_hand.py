@@ -22,6 +22,10 @@ bps.init()
 total = bps.push_pull(torch.full((3,), 21.0), average=False, name="x")
 line = f"{bps.size()} {bps.local_size()} {total.tolist()}\\n"
 os.write(1, line.encode())
+if "BYTEPS_LOCAL_RANK" in os.environ:  # of bpslaunch
+    places = bps.rank(), bps.local_rank(), bps.size(), bps.local_size()
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    assert places == tuple(int(os.environ[name]) for name in names)
 bps.shutdown()
 """
 

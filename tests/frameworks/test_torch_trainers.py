@@ -20,9 +20,10 @@ PROGRAM = HERE / "programs_trainers.py"
 
 
 def fastps_run(size: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the program as `size` workers."""
+    """Run the program as `size` workers, each of which the trainers take for one alone."""
     command = [
         sys.executable, "-m", "fastps.launch.run", "-np", str(size),
+        "--env", "WORLD_SIZE=1", "--env", "LOCAL_RANK=-1",
         sys.executable, str(PROGRAM), str(folder),
     ]  # fmt: skip
     return subprocess.run(

@@ -34,10 +34,18 @@ _LIMITS = ("FASTPS_START_TIMEOUT_S", "BLUEFOG_START_TIMEOUT")
 
 
 def has_job() -> bool:
-    """Tell whether a job is known, by init() or from fastps-run, and torch is told of none."""
+    """Return whether a job is known, by init() or from fastps-run, and torch is told of no other.
+
+    fastps-run sets RANK and WORLD_SIZE too, to its own; with others a user means another group.
+    """
     environment = process_environment()
-    is_known = current.is_initialized() or "FASTPS_RANK" in environment
-    return is_known and "MASTER_PORT" not in environment
+    ours, theirs = (
+        [environment.get(f"{prefix}{name}") for name in ("RANK", size)]
+        for prefix, size in (("FASTPS_", "SIZE"), ("", "WORLD_SIZE"))
+    )
+    if "MASTER_PORT" not in environment:
+        return current.is_initialized() or ours[0] is not None
+    return ours[0] is not None and ours == theirs
 
 
 def meet(timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
