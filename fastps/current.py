@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from fastps import tracebacks
+from fastps import apart, tracebacks
 from fastps.errors import ConfigError, FastPSError, NotInitializedError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def init(settings: Mapping[str, object]) -> Session:
             f"is a {config.role}: start `fastps-server --role {config.role}`, or unset them"
         )
     _current = _join(config, settings)
+    apart.watch(_current.size)
     atexit.register(shutdown)
     if config.banner and _current.rank == 0 and hasattr(_current, "connections"):
         _say_banner(_current)

@@ -117,6 +117,7 @@ class Membership:
         """Open the first lobby; machines: of members to come, where a launcher knows them."""
         self.phase = Phase.LOBBY
         self.generation = 1
+        self.has_been_tried = self.has_begun = False  # by a worker; by all of them, ever
         self.first_cause: PeerLost | None = None
         self._config = config
         self._peers: dict[int, Peer] = {}
@@ -297,6 +298,7 @@ class Membership:
             return
         lease = now + self._config.lease_s + self._config.handshake_timeout_s
         self._peers[peer] = Peer(peer, join, join.rank, lease)
+        self.has_been_tried = self.has_been_tried or join.role == "worker"
         if join.role != "server" or self.generation == 1:
             self._idle_until = float("inf")
         self._send(peer, Joined(join.request, peer))
@@ -380,6 +382,7 @@ class Membership:
             self._end(f"it cannot start: {error}", 1, now)
             return
         self.phase = Phase.RUNNING
+        self.has_begun = True
         self._watch.end()
         self._notes.clear()
         for place, item in enumerate(plan.peers):

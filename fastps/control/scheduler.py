@@ -123,9 +123,14 @@ class Scheduler:
         )
 
     @property
-    def has_been_joined(self) -> bool:
-        """Tell whether anybody has ever come to join."""
-        return self._next_peer > 1
+    def has_been_tried(self) -> bool:
+        """Return whether a worker has ever asked to join."""
+        return hasattr(self, "_membership") and self._membership.has_been_tried
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether all workers were ever in the job together."""
+        return hasattr(self, "_membership") and self._membership.has_begun
 
     @property
     def first_cause(self) -> PeerLost | None:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 
+from fastps import apart
 from fastps.launch.cause import (
     PROGRAMS,
     Accusation,
@@ -40,6 +41,7 @@ from fastps.launch.processes import Child, sweep
 from fastps.launch.scheduler import SchedulerThread
 
 EXIT_TIMEOUT = 124
+EXIT_APART = 1  # all workers ended well, without a job
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANGUP = signal.SIGHUP  # stays ignored where nohup had it ignored
 _STOP_ORDER = (*PROGRAMS, "server", "scheduler")
@@ -160,6 +162,7 @@ class Job:
             if self._is_spread and self.cause is None:
                 self._wait_for_other_machines()
                 self._judge(is_late=True)
+            self._judge_apart()
             self._stop_in_order()
         except BrokenPipeError:
             self._set_cause(Cause("nobody reads the output any more", 128 + signal.SIGPIPE))
@@ -343,6 +346,25 @@ class Job:
         found = (part for part in self.parts if isinstance(part, Child))
         return accusation, next((p for p in found if (p.role, p.rank) == place), None)
 
+    def _judge_apart(self) -> None:
+        """Make it a failure that all workers ended well, and never were in the job together.
+
+        Only where one of them asked to join, or says that it trained alone: a program that does
+        neither, such as hostname, has no use for a job.
+        """
+        job, workers = self._scheduler, [part for part in self.parts if part.role == "worker"]
+        if self.cause is not None or not workers or job is None or job.has_begun:
+            return
+        self._drain(self._streams(workers))
+        said = [line for part in workers for line in part.stderr.tail if apart.WORDS in line]
+        if job.n_workers > 1 and (job.has_been_tried or said):
+            self._set_cause(Cause(
+                f"the {job.n_workers} workers ended well and were never in one job together, so "
+                "that each of them trained alone; let all of them call fastps.init(), or "
+                'torch.distributed.init_process_group("fastps"), before the training, and let the '
+                "program end when that fails", EXIT_APART,
+            ))  # fmt: skip
+
     def _check_timeout(self) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._deadline = None
@@ -429,7 +451,7 @@ class Job:
         if self.cause is not None:
             return
         workers = [part for part in self.parts if part.role == "worker"]
-        if workers and self._scheduler is not None and not self._scheduler.has_been_joined:
+        if workers and self._scheduler is not None and not self._scheduler.has_begun:
             self._screen.say(
                 f"no worker called fastps.init(): these were {len(workers)} separate runs of the "
                 "same program. Call init() before the training, or run it without fastps-run",

@@ -89,7 +89,8 @@ fastps-run returns 0; with several machines, the launchers of machine 0 and of t
 wait for the workers of the others. When one process fails, all are ended, on other machines as
 soon as they next wait for it, and the last lines printed name the first that failed, how it
 ended, and what it last wrote to stderr. The exit code is that process's code, or 128 + the signal
-that ended it; 124 after --timeout; 127 for a command that does not exist; 2 for wrong settings.
+that ended it; 124 after --timeout; 127 for a command that does not exist; 2 for wrong settings; 1
+where several workers end well that trained, or asked to join, and never were in one job together.
 Ctrl-C goes to the workers; a second Ctrl-C ends everything at once.
 """
 TOKEN_RECIPE = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > job.token)"

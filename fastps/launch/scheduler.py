@@ -145,10 +145,21 @@ class SchedulerThread:
         self._order(functools.partial(self._end_when_left, why))
 
     @property
-    def has_been_joined(self) -> bool:
-        """Tell whether anybody has come to join the job; True where that is not known."""
+    def has_been_tried(self) -> bool:
+        """Return whether a worker has asked to join the job, well or in vain."""
         scheduler: Scheduler | None = getattr(self, "_scheduler", None)
-        return scheduler is None or scheduler.has_been_joined
+        return scheduler is not None and scheduler.has_been_tried
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether all workers were ever in the job together; True if that is unknown."""
+        scheduler: Scheduler | None = getattr(self, "_scheduler", None)
+        return scheduler is None or scheduler.has_begun
+
+    @property
+    def n_workers(self) -> int:
+        """Return the number of workers of the job."""
+        return self._settings.size
 
     @property
     def first_cause(self) -> PeerLost | None:

@@ -596,6 +596,32 @@ def test_workers_that_never_join_were_separate_runs(job):
     )
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        # worker 0 does not come into the job, and goes on; worker 1 has never asked
+        """
+        import fastps, os, pathlib, time
+        mark = pathlib.Path(__file__).with_name("gone")
+        if os.environ["FASTPS_RANK"] == "0":
+            try: fastps.init(start_timeout_s=0.1)
+            except fastps.FastPSError: mark.touch()
+        end = time.monotonic() + 60
+        while not mark.exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        """,
+        "import fastps; fastps.init(size=1, rank=0)",  # each in a job of its own
+    ],
+)
+def test_workers_that_were_never_in_one_job_have_failed(job, program):
+    result = job.run(job.python("-np", "2", code=program))
+    assert result.returncode == 1, result.stderr
+    last = last_line(result)
+    assert last.startswith("[fastps-run] the 2 workers ended well and were never in one job")
+    assert "let all of them call fastps.init()" in last
+
+
 def test_a_job_that_fails_is_started_again_as_a_whole(job):
     program = """
         import os, pathlib, sys, time

@@ -33,6 +33,7 @@ FLOORS = {
     "fastps.search": 1,
     "fastps.topology": 1,
     "fastps.affinity": 1,
+    "fastps.apart": 1,
     "fastps.objects": 1,
     "fastps.versions": 1,
     "fastps._core": 2,

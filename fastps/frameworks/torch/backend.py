@@ -14,6 +14,7 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
+from fastps import apart
 from fastps.config.launchers import CARRIERS, Launcher
 
 NAME = "fastps"  # torch is imported below: it loads this file at the end of its own import
@@ -23,6 +24,7 @@ def register() -> None:
     """Make init_process_group("fastps") known; a second call does nothing."""
     from torch import distributed as dist  # noqa: PLC0415
 
+    apart.watch()
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
         _meet_by_job(dist.default_pg_timeout)
