@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -26,14 +27,75 @@ if TYPE_CHECKING:
 
 _current: Session | None = None
 _met: Meeting | None = None  # with workers that another launcher started; as long as the process
+_changes = threading.Condition()  # guards the next two, and who changes the session
+_starting: _Start | None = None
+_closing: int | None = None  # the thread that does
 _waits: list[Callable[[], object]] = []  # of frameworks that work behind the program's back
 
 
+class _Start:
+    """A start of the session, and what made it fail for those who wait for it as well."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.error: Exception | None = None
+
+
 def init(settings: Mapping[str, object]) -> Session:
-    """Make the process's session, or give the one it has; see fastps.init()."""
-    global _current
-    if _current is not None and _current.is_ours:
-        return _current
+    """Make the process's session, or return the one it has; see fastps.init().
+
+    Of several threads that call it one starts, and the others wait for that and return, or raise,
+    the same. Waits for a shutdown() that is under way.
+    """
+    global _starting, _current
+    with _changes:
+        while not (_current is not None and _current.is_ours) and (_starting or _closing):
+            _check_reentry("init()")
+            awaited = _starting
+            _changes.wait()
+            if awaited is not None and awaited.error is not None:
+                raise awaited.error
+        if _current is not None and _current.is_ours:
+            return _current
+        _starting = start = _Start()
+    session = None
+    try:
+        session = _started(settings)
+    except Exception as error:
+        start.error = error
+        raise
+    finally:
+        with _changes:
+            _starting = None
+            if session is not None:
+                _current = session
+            _changes.notify_all()
+    atexit.register(shutdown)
+    if session.config.banner and session.rank == 0 and hasattr(session, "connections"):
+        _say_banner(session)
+    return session
+
+
+def _check_reentry(call: str) -> None:
+    """Raise FastPSError in a thread that would wait for itself."""
+    if threading.get_ident() in (_closing, _starting and _starting.thread):
+        raise FastPSError(
+            f"{call} was called while this thread is inside init() or shutdown(), by a signal "
+            "handler or a callback; call it when those have returned"
+        )
+
+
+def _forget_changes_in_child() -> None:
+    """Let a forked child begin anew: the threads that were at it are not in it."""
+    global _changes, _starting, _closing
+    _changes, _starting, _closing = threading.Condition(), None, None
+
+
+os.register_at_fork(after_in_child=_forget_changes_in_child)
+
+
+def _started(settings: Mapping[str, object]) -> Session:
+    """Check the settings and make a session."""
     from fastps.config import load  # noqa: PLC0415
     from fastps.config.token import hide_token  # noqa: PLC0415
 
@@ -46,12 +108,9 @@ def init(settings: Mapping[str, object]) -> Session:
             f"init() makes a worker or a validator, and FASTPS_ROLE or DMLC_ROLE says that this "
             f"is a {config.role}: start `fastps-server --role {config.role}`, or unset them"
         )
-    _current = _join(config, settings)
-    apart.watch(_current.size)
-    atexit.register(shutdown)
-    if config.banner and _current.rank == 0 and hasattr(_current, "connections"):
-        _say_banner(_current)
-    return _current
+    session = _join(config, settings)
+    apart.watch(session.size)
+    return session
 
 
 def _join(config: Config, settings: Mapping[str, object]) -> Session:
@@ -83,15 +142,33 @@ def wait_before_leaving(wait: Callable[[], object]) -> None:
 
 
 def shutdown() -> None:
-    """End the process's session; does nothing if there is none."""
-    global _current
-    if _current is not None and _current.is_ours:
-        for wait in _waits:
-            wait()
-    session, _current = _current, None
-    atexit.unregister(shutdown)
-    if session is not None:
+    """End the process's session; does nothing if there is none.
+
+    Where another thread does it already, waits until that has ended it.
+    """
+    global _closing, _current
+    with _changes:
+        if _closing == threading.get_ident():  # a signal handler, or what is waited for
+            return
+        if _closing is not None:
+            while _closing is not None:
+                _changes.wait()
+            return
+        session = _current
+        if session is None:
+            return
+        _closing = threading.get_ident()
+    try:
+        if session.is_ours:
+            for wait in _waits:
+                wait()
+        _current = None
+        atexit.unregister(shutdown)
         session.close()
+    finally:
+        with _changes:
+            _closing = None
+            _changes.notify_all()
 
 
 def _report_failure(text: str) -> None:

@@ -10,6 +10,7 @@ flight.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import math
 import operator
@@ -94,20 +95,50 @@ RESULT_BYTES = 256 << 10  # of a sum from which on it lies in shared memory
 SMALL_BYTES = 16 << 10  # of a result up to which a copy costs less than finding room for it there
 
 
+class State(enum.Enum):
+    """What a session is: read without a lock, changed under one."""
+
+    OPEN = "open"
+    SUSPENDED = "suspended"  # by the user, for a while
+    CLOSING = "closing"  # and never open again
+    CLOSED = "closed"
+    FORKED = "forked"  # in a child: the parent's
+
+
+_OPEN = State.OPEN  # looking it up takes longer than comparing it
+_UNUSABLE: dict[State, tuple[type[FastPSError], str]] = {
+    State.SUSPENDED: (FastPSError, "communication is suspended; call resume() first"),
+    State.CLOSING: (ShutdownError, "shutdown() is ending this session: nothing can begin"),
+    State.CLOSED: (
+        ShutdownError,
+        "shutdown() has ended this session; call fastps.init() and use only what is made then",
+    ),
+    State.FORKED: (
+        NotInitializedError,
+        "this process was forked from one that called fastps.init(); only the original "
+        "may communicate. Call fastps.init() in the worker processes themselves",
+    ),
+}
+
+
 class Session(Forgetting):
-    """Membership of this process in a job; made by init()."""
+    """Membership of this process in a job; made by init().
+
+    A session of one worker without servers is single: it has no connections, and `_client` is
+    None from the start to the end.
+    """
 
     def __init__(self, config: Config) -> None:
         """Join the job, connect to every server, wait for everybody; blocks to start_timeout_s."""
         self.config = config
-        self.is_ours = True  # made in this process, not in the one that this was forked from
+        self.state, self._state_lock = State.OPEN, threading.Lock()
         self._lock = threading.Lock()  # declarations; held while the scheduler answers
         self._tensors: dict[str, PlannedTensor] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._witness = Witness()
         self.left, self.gone = self._witness.left, self._witness.gone  # as far as we know
         self._poisoned = self._witness.poisoned
-        self.wait_seconds, self.is_suspended = [0.0], False  # by the user, for a while
+        self.wait_seconds = [0.0]
         self._client: ControlClient | None = None
         self._groups: Groups | None = None
         self.uneven, self.stalls, self.steps = Uneven(self), StallWatch(self), Steps(self)
@@ -200,6 +231,7 @@ class Session(Forgetting):
                 return
             assert self._client is not None
             answers = self._client.declare(fresh, timeout_s=self.config.op_timeout_s)
+            self.check_usable()
             for spec, answer in zip(fresh, answers, strict=True):
                 tensor = self.connections.make_tensor(spec, answer)
                 tensor.expect(spec.shape, DType(spec.dtype))
@@ -234,7 +266,14 @@ class Session(Forgetting):
             self._declare_specs(wanted)
         if self._poisoned:
             self._check_poison(names)
-        return [self._tensors[name] for name in names]
+        return self._known_tensors(names)
+
+    def _known_tensors(self, names: Sequence[str]) -> list[PlannedTensor]:
+        try:
+            return [self._tensors[name] for name in names]
+        except KeyError:
+            self.check_usable()  # another thread may have closed us, and forgotten all
+            raise
 
     def _agree(
         self,
@@ -453,7 +492,7 @@ class Session(Forgetting):
     ) -> Handle:
         """Begin what an engine does with values that servers hold: start_pull, start_broadcast."""
         self.check_usable()
-        tensors = [self._tensors[name] for name in names]
+        tensors = self._known_tensors(names)
         start: Callable[..., list[Ticket]] = getattr(self._engine, verb)
         tickets = self._submit(names, start, tensors, arrays, **options)
         return self._handle(tickets, arrays, options.get("root", SUM), is_single=False)
@@ -534,7 +573,8 @@ class Session(Forgetting):
     @property
     def can_share(self) -> bool:
         """Tell whether arrays of empty() lie in memory that other workers reach."""
-        return self._client is not None and self.connections.arena is not None
+        is_joined = self._client is not None and not self.is_over
+        return is_joined and self.connections.arena is not None
 
     def empty(self, shape: tuple[int, ...], dtype: DType | np.dtype[Any]) -> Array:
         """Give an uninitialised array, in shared memory where can_share; see fastps.empty()."""
@@ -563,7 +603,7 @@ class Session(Forgetting):
 
     def is_shared(self, array: Array) -> bool:
         """Tell whether an array lies in one piece in memory that other workers reach."""
-        arena = self.connections.arena if self._client is not None else None
+        arena = self.connections.arena if self._client and not self.is_over else None
         is_inside = arena is not None and arena.holds(array.ctypes.data, array.nbytes)
         return is_inside and bool(array.flags.c_contiguous)
 
@@ -597,7 +637,7 @@ class Session(Forgetting):
     def statistics(self) -> dict[str, float]:
         """Count operations, bytes, frames, system calls and seconds spent in wait()."""
         numbers = {"wait_seconds": self.wait_seconds[0], **self.steps.statistics()}
-        if self._client is not None:
+        if self._client is not None and not self.is_over:
             numbers |= self.connections.statistics()
         for tally in self.tallies:
             numbers |= tally()
@@ -611,14 +651,44 @@ class Session(Forgetting):
         return operator.index(root_rank)
 
     def check_usable(self) -> None:
-        """Raise NotInitializedError in a forked child, FastPSError while it is suspended."""
-        if self.is_suspended:
-            raise FastPSError("communication is suspended; call resume() first")
-        if not self.is_ours:
-            raise NotInitializedError(
-                "this process was forked from one that called fastps.init(); only the original "
-                "may communicate. Call fastps.init() in the worker processes themselves"
-            )
+        """Raise ShutdownError once it is ending, NotInitializedError in a forked child.
+
+        And FastPSError while it is suspended.
+        """
+        if self.state is not _OPEN:
+            kind, text = _UNUSABLE[self.state]
+            raise kind(text)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it was made in this process, not in the one that this was forked from."""
+        return self.state is not State.FORKED
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is ending or has ended."""
+        return self.state in (State.CLOSING, State.CLOSED)
+
+    @property
+    def _scheduler(self) -> ControlClient | None:
+        """Who can be asked about a failure; None: nobody, or nobody any more."""
+        return None if self.is_over else self._client
+
+    def suspend(self) -> None:
+        """Let operations raise FastPSError until resume()."""
+        self._become(State.SUSPENDED, State.OPEN)
+
+    def resume(self) -> None:
+        """Let operations go again; does nothing where they are not suspended."""
+        self._become(State.OPEN, State.SUSPENDED)
+
+    def _become(self, state: State, *before: State) -> bool:
+        """Change the state if it is one of those; return whether it was."""
+        with self._state_lock:
+            if self.state not in before:
+                return False
+            self.state = state
+            return True
 
     def _explain(
         self, ticket: Ticket, operation: int, status: int | None, timeout_s: float
@@ -628,7 +698,7 @@ class Session(Forgetting):
             return self.stalls.error(self.stalls.pending_of(ticket), timeout_s)
         if status == Status.MISMATCH and ticket.name not in self._poisoned:
             started = _OPERATIONS.get(operation, f"a broadcast from worker {operation}")
-            error = dispute(self._client, ticket.name, ticket.version, started)
+            error = dispute(self._scheduler, ticket.name, ticket.version, started)
             if ticket.name not in self._poisoned:  # who heard of that before us disputes nothing
                 return error
         culprit = ticket.culprit
@@ -641,7 +711,7 @@ class Session(Forgetting):
 
     def _blame(self, failure: Failure) -> FastPSError:
         """Tell the scheduler what was seen, and ask it who was lost first."""
-        client = self._client  # another thread may close us
+        client = self._scheduler
         verdict = None
         if failure.is_loss and client is not None:
             with contextlib.suppress(FastPSError):
@@ -687,18 +757,21 @@ class Session(Forgetting):
         Operations still in flight fail with ShutdownError.
         """
         forget_calls()
-        if self._groups is not None and self.is_ours:
-            self._groups.close()
-        if self._client is None or not self.is_ours:
+        if not self._become(State.CLOSING, State.OPEN, State.SUSPENDED):
             return
-        self._client = None
-        self.connections.close()
-        self._tensors.clear()  # they hold shared memory
-        forked.sessions.discard(self)
+        try:
+            if self._groups is not None:
+                self._groups.close()
+            if self._client is not None:
+                self.connections.close()
+        finally:
+            self._become(State.CLOSED, State.CLOSING)
+            self._tensors.clear()  # they hold shared memory
+            forked.sessions.discard(self)
 
     def abandon(self) -> None:
         """Give up in a forked child: close the links' descriptors, so that our death is seen."""
-        self.is_ours = False
+        self.state = State.FORKED
         if hasattr(self, "connections"):  # also while close() ends them
             self.connections.abandon()
 

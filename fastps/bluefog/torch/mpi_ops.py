@@ -175,13 +175,13 @@ def load_machine_topology() -> Any:
 
 def suspend() -> None:
     """Let operations raise FastPSError until resume(): so that none is begun by mistake."""
-    current().is_suspended = True
+    current().suspend()
     forget_calls()
 
 
 def resume() -> None:
     """Let operations go again."""
-    known().is_suspended = False
+    known().resume()
 
 
 def barrier() -> None:
