@@ -266,6 +266,9 @@ class FakeSession:
                     raise MismatchError(f"{name!r} declared as {known}, got {shape, code}")
                 self._cluster.events.append(Event("declare", self.rank, name))
 
+    def is_free_for(self, name: str, shape: tuple[int, ...], code: DType) -> bool:
+        return self._cluster.declared.get(name, (shape, int(code))) == (shape, int(code))
+
     def push_pull_async(
         self, tensor: Any, name: Any, *, average=True, priority=0, out=None, dtype=None
     ) -> FakeHandle:

@@ -26,6 +26,9 @@ def forget_to_broadcast() -> str:
             step(fps.rank(), "set.", {"process_set": even})
     step(fps.rank(), "rule.", {"rule": "median"})
     join_early()
+    grow_a_buffer(fps.global_process_set, "all.")
+    if fps.rank() != 1:
+        grow_a_buffer(even, "even.")
     fps.shutdown()
     fps.init(check_weights=False)
     step(fps.rank(), "off.", {})
@@ -43,6 +46,21 @@ def step(seed: int, prefix: str, options: dict[str, object]) -> None:
         optimizer.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
+
+
+def grow_a_buffer(members: fps.ProcessSet, prefix: str) -> None:
+    """Let a buffer grow on all members, then on the last one alone."""
+    last = torch.nn.Identity()
+    last.register_buffer("scale", torch.ones(1))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), last)
+    model = fps.DistributedDataParallel(model, prefix=prefix, process_set=members)
+    grown = [2, 3 if fps.rank() == members.ranks[-1] else 2]
+    for size in grown:
+        model(torch.ones(1, 3)).sum().backward()
+        last.scale = torch.ones(size)
+    told = r"'1\.scale' of shape \(3,\), torch.float32 on worker 2 and '1\.scale' of shape \(2,\)"
+    with pytest.raises(fastps.MismatchError, match=told):
+        model(torch.ones(1, 3))
 
 
 def join_early() -> None:

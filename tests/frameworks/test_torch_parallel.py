@@ -282,6 +282,47 @@ def test_buffers_are_those_of_rank_0(cluster: FakeCluster) -> None:
     assert len(submits) == len(set(submits)) == 1 + 6 + 1
 
 
+class Cached(nn.Module):
+    """Has a buffer that grows with the batch, one module deeper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 1)
+        self.cache = nn.Module()
+        self.cache.register_buffer("angles", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > len(self.cache.angles):
+            self.cache.angles = torch.full((len(x),), self.line.bias.item())
+        return self.line(x) * self.cache.angles[: len(x), None]
+
+
+def test_buffers_may_grow_on_all_ranks_alike(cluster: FakeCluster) -> None:
+    def body(rank: int) -> None:
+        model = parallel(Cached())
+        for size in (3, 20, 20, 40, 5):
+            model(torch.ones(size, 6)).sum().backward()
+        assert len(model.module.cache.angles) == 40
+
+    cluster.run(body)
+    names = {event.name for event in cluster.events if "Buffers" in event.name}
+    assert names == {"DDP0.Buffers", "DDP0.Buffers (2)", "DDP0.Buffers (3)"}
+
+
+@pytest.mark.parametrize("grows", [0, 1])
+def test_a_buffer_that_grows_on_one_rank_is_named_on_all(cluster: FakeCluster, grows: int) -> None:
+    def body(rank: int) -> None:
+        model = parallel(Cached())
+        model(torch.ones(5 if rank == grows else 3, 6)).sum().backward()
+        for _ in range(2):  # no second call is left waiting either
+            with pytest.raises(MismatchError, match=r"'cache\.angles' of shape \(4,\)") as caught:
+                model(torch.ones(3, 6))
+            assert "'cache.angles' of shape (5,)" in str(caught.value)
+            assert "broadcast_buffers=False" in str(caught.value)
+
+    cluster.run(body)
+
+
 def test_a_buffer_that_autograd_has_saved_is_not_changed_unseen(cluster: FakeCluster) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

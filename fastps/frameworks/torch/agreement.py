@@ -19,26 +19,34 @@ from fastps import session
 from fastps.control.blame import join_names
 from fastps.errors import MismatchError
 from fastps.sets import ProcessSet, gather_objects, global_process_set
+from fastps.types import Op
 
 MAX_PRINT = (1 << 31) - 1
 Entry: TypeAlias = tuple[str, tuple[int, ...], str]  # name, shape, dtype and what else counts
+Prints: TypeAlias = Sequence[int]  # two numbers that stand for what is compared
+
+BUILD_ALIKE = "build model and optimizer alike, in the same order, on all workers"
 
 
 def check_alike(
-    mine: Sequence[Entry], label: str, process_set: ProcessSet = global_process_set
+    mine: Sequence[Entry],
+    label: str,
+    process_set: ProcessSet = global_process_set,
+    *,
+    cure: str = BUILD_ALIKE,
 ) -> None:
     """Raise MismatchError on all members when one has other entries than the first, worker 0.
 
-    label: names the comparison; one at a time.
+    label: names the comparison; one at a time. cure: what the error says is to be done.
     """
     if process_set is not global_process_set:
-        _check_within(mine, label, process_set)
+        _check_within(mine, label, process_set, cure)
         return
     current = session.current()
     if current.size == 1:
         return
     theirs = current.broadcast_object(list(mine), 0, f"{label}.alike")
-    found = _difference(mine, theirs, current.rank)
+    found = _difference(mine, theirs, current.rank, 0, cure)
     differs = np.zeros(current.size, dtype=np.int32)
     differs[current.rank] = bool(found)
     current.push_pull_async(differs, f"{label}.alike", average=False, out=differs).wait()
@@ -54,18 +62,35 @@ def check_weights(
 
     One sum of 8 bytes for each worker; a worker that has joined takes no part. label: names it.
     """
-    current = session.current()
-    if process_set is not global_process_set:
-        told = gather_objects(process_set.group(), _fingerprint(parameters), f"{label}.weights")
-        _compare(dict(zip(process_set.ranks, told, strict=True)))
-    elif current.size > 1:
-        prints = np.zeros((current.size, 2), dtype=np.int32)
-        prints[current.rank] = _fingerprint(parameters)
-        current.push_pull_async(prints, f"{label}.weights", average=False, out=prints).wait()
-        _compare({rank: two for rank, two in enumerate(prints.tolist()) if any(two)})
+    if session.current().size > 1:
+        _compare(exchange_prints(_fingerprint(parameters), f"{label}.weights", process_set))
 
 
-def _fingerprint(parameters: Sequence[torch.Tensor]) -> list[int]:
+def exchange_prints(
+    mine: Prints, label: str, process_set: ProcessSet = global_process_set
+) -> dict[int, Prints]:
+    """Return the prints of all members by rank; one sum of 8 bytes for each, which blocks.
+
+    A worker that has joined is left out. label: names the exchange.
+    """
+    current, is_of_all = session.current(), process_set is global_process_set
+    ranks = range(current.size) if is_of_all else process_set.ranks
+    prints = np.zeros((len(ranks), 2), dtype=np.int32)
+    prints[ranks.index(current.rank)] = mine
+    if is_of_all:
+        current.push_pull_async(prints, label, average=False, out=prints).wait()
+    else:
+        process_set.group().allreduce(prints, prints, op=Op.SUM, name=label).wait()
+    return {rank: two for rank, two in zip(ranks, prints.tolist(), strict=True) if any(two)}
+
+
+def print_of(entries: Sequence[Entry]) -> Prints:
+    """Return two numbers that stand for entries, as exchange_prints() takes them."""
+    text = repr(entries).encode()
+    return [zlib.crc32(text) >> 1 | 1, zlib.adler32(text) % MAX_PRINT]
+
+
+def _fingerprint(parameters: Sequence[torch.Tensor]) -> Prints:
     """Make two numbers of the bytes of all weights, below 2^31 and not both 0."""
     first = second = 0
     for parameter in parameters:
@@ -76,7 +101,7 @@ def _fingerprint(parameters: Sequence[torch.Tensor]) -> list[int]:
     return [first >> 1 | 1, second % MAX_PRINT]
 
 
-def _compare(prints: Mapping[int, Sequence[int]]) -> None:
+def _compare(prints: Mapping[int, Prints]) -> None:
     first, *others = prints
     differing = [rank for rank in others if list(prints[rank]) != list(prints[first])]
     if differing:
@@ -88,16 +113,18 @@ def _compare(prints: Mapping[int, Sequence[int]]) -> None:
         )
 
 
-def _check_within(mine: Sequence[Entry], label: str, process_set: ProcessSet) -> None:
+def _check_within(mine: Sequence[Entry], label: str, process_set: ProcessSet, cure: str) -> None:
     """Let all members see what all have."""
     told = gather_objects(process_set.group(), list(mine), f"{label}.alike")
     for rank, theirs in zip(process_set.ranks, told, strict=True):
-        found = _difference(theirs, told[0], rank, process_set.ranks[0])
+        found = _difference(theirs, told[0], rank, process_set.ranks[0], cure)
         if found:
             raise MismatchError(found)
 
 
-def _difference(mine: Sequence[Any], theirs: Sequence[Any], rank: int, first: int = 0) -> str:
+def _difference(
+    mine: Sequence[Any], theirs: Sequence[Any], rank: int, first: int, cure: str
+) -> str:
     """Describe the first difference; empty if there is none."""
     for place in range(max(len(mine), len(theirs))):
         ours = mine[place] if place < len(mine) else None
@@ -105,7 +132,7 @@ def _difference(mine: Sequence[Any], theirs: Sequence[Any], rank: int, first: in
         if ours != root:
             return (
                 f"number {place} is {_say(ours)} on worker {rank} and {_say(root)} on worker "
-                f"{first}: build model and optimizer alike, in the same order, on all workers"
+                f"{first}: {cure}"
             )
     return ""
 

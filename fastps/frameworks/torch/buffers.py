@@ -1,25 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """A module's buffers on all ranks as on one: copied side by side, sent as bytes in one operation.
 
-Bytes, because a buffer may have any dtype. Others take over only what differs, since a write to a
-buffer that autograd has saved makes the next backward pass fail; running statistics of a batch
-norm that trains are written unseen, because its backward pass does not use them. Blocks; called
-by all ranks at the same point.
+Buffers may be replaced by others of another size, on all ranks alike; whether they are alike is
+compared each time before they are sent. Bytes, because a buffer may have any dtype. Others take
+over only what differs, since a write to a buffer that autograd has saved makes the next backward
+pass fail; running statistics of a batch norm that trains are written unseen, because its backward
+pass does not use them. Blocks; called by all ranks at the same point.
 """
 
 from __future__ import annotations
 
-import hashlib
+from typing import TypeAlias
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from fastps import session
-from fastps.frameworks.torch.agreement import Entry
+from fastps.frameworks.torch.agreement import Entry, check_alike, exchange_prints, print_of
 from fastps.frameworks.torch.buckets import ALIGNMENT
-from fastps.frameworks.torch.tensors import Array, check_memory, make_room, tensor_over
+from fastps.frameworks.torch.tensors import (
+    Array,
+    check_memory,
+    free_name,
+    make_room,
+    tensor_over,
+)
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import DType
+
+_Buffer: TypeAlias = tuple[torch.nn.Module, str, torch.Tensor]  # its owner, and path in the module
+
+_CURE = (
+    "buffers are copied from the first worker before each forward pass, so give each one shape "
+    "and dtype on all workers, or pass broadcast_buffers=False"
+)
 
 
 class BufferSync:
@@ -31,20 +45,22 @@ class BufferSync:
     def __init__(
         self,
         module: torch.nn.Module,
-        name: str,
+        prefix: str,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        self._name = name
+        self._name, self._comparison = f"{prefix}Buffers", f"{prefix}buffers"
         self._process_set = process_set
-        self._owners: list[tuple[torch.nn.Module, str]] = []
+        self._owners: list[tuple[torch.nn.Module, str, str]] = []  # with key, and path to it
         seen: set[torch.Tensor] = set()
         for path, owner in module.named_modules():
             for key, buffer in owner._buffers.items():
                 if buffer is not None and buffer not in seen:
-                    check_memory(buffer, f"{path}.{key}" if path else key)
+                    where = f"{path}.{key}" if path else key
+                    check_memory(buffer, where)
                     seen.add(buffer)
-                    self._owners.append((owner, key))
-        self._layout: list[tuple[tuple[int, ...], torch.dtype]] = []
+                    self._owners.append((owner, key, where))
+        self._layout: list[Entry] = []
+        self._print = print_of(self._layout)
         self._label = ""
         self._array: Array
         self._slots: list[torch.Tensor] = []
@@ -53,41 +69,55 @@ class BufferSync:
         """Count the buffers."""
         return len(self._owners)
 
-    def describe(self) -> list[Entry]:
-        """Give name, shape and dtype of each buffer, for workers to compare."""
-        return [
-            (key, tuple(buffer.shape), str(buffer.dtype))
-            for _, key, buffer in self._current_buffers()
-        ]
+    def check_alike(self) -> None:
+        """Raise MismatchError on all ranks that names the first buffer that differs."""
+        mine = _described(self._current_buffers())
+        check_alike(mine, self._comparison, self._process_set, cure=_CURE)
 
     def synchronize(self) -> None:
-        """Give every rank the buffers of the first one, in place."""
-        found = self._current_buffers()
-        if not found:
+        """Give every rank the buffers of the first one, in place.
+
+        Raises MismatchError on all ranks, which names the first buffer whose shape or dtype
+        differs between ranks.
+        """
+        if not self._owners:
             return
         current, root_rank = session.current(), self._process_set.first
+        found = self._current_buffers()
+        layout = _described(found)
+        if layout != self._layout:
+            self._layout, self._print, self._slots = layout, print_of(layout), []
+        self._check_layout(current)
+        if not found:
+            return
         tensors = [buffer for _, _, buffer in found]
-        self._make_slots(current, tensors)
+        if not self._slots:
+            self._make_slots(current, tensors)
         with torch.no_grad():
             if current.rank == root_rank:
                 torch._foreach_copy_(self._slots, tensors)
             if self._process_set is global_process_set:
                 current.broadcast_async(self._array, root_rank, self._label).wait()
             else:
-                self._process_set.group().broadcast(self._array, root=0, name=self._label).wait()
+                self._process_set.group().broadcast(self._array, root=0, name=self._name).wait()
             if current.rank != root_rank:
                 self._take([owner for owner, _, _ in found], tensors)
 
-    def _current_buffers(self) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+    def _current_buffers(self) -> list[_Buffer]:
         """Look up the tensors that are buffers now, with their owners and names."""
-        found = [(owner, key, owner._buffers.get(key)) for owner, key in self._owners]
-        return [(owner, key, buffer) for owner, key, buffer in found if buffer is not None]
+        found = [(owner, path, owner._buffers.get(key)) for owner, key, path in self._owners]
+        return [(owner, path, buffer) for owner, path, buffer in found if buffer is not None]
+
+    def _check_layout(self, current: session.Session) -> None:
+        """Raise MismatchError on all ranks where the layouts of ranks differ."""
+        if current.size == 1:
+            return
+        told = exchange_prints(self._print, f"{self._comparison}.layout", self._process_set)
+        if any(one != told[current.rank] for one in told.values()):
+            self.check_alike()
 
     def _make_slots(self, current: session.Session, tensors: list[torch.Tensor]) -> None:
-        """Lay the buffers out one after the other, unless they lie so already."""
-        layout = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        if layout == self._layout:
-            return
+        """Lay the buffers out one after the other, under a name that no other layout has had."""
         starts, nbytes = [], 0
         for tensor in tensors:
             starts.append(nbytes)
@@ -99,8 +129,7 @@ class BufferSync:
             )
             for start, tensor in zip(starts, tensors, strict=True)
         ]
-        self._layout = layout
-        self._label = f"{self._name}.{hashlib.sha256(repr(layout).encode()).hexdigest()[:12]}"
+        self._label = free_name(current, self._name, self._array.shape, DType.UINT8)
 
     def _take(self, owners: list[torch.nn.Module], tensors: list[torch.Tensor]) -> None:
         """Write the root's values over ours."""
@@ -114,3 +143,7 @@ class BufferSync:
                 tensor.copy_(slot)
         if unseen:
             torch._foreach_copy_(unseen, sources)
+
+
+def _described(found: list[_Buffer]) -> list[Entry]:
+    return [(path, tuple(buffer.shape), str(buffer.dtype)) for _, path, buffer in found]

@@ -21,7 +21,13 @@ from fastps.frameworks.torch.compression import (
     OnTheWay,
     compressor_of,
 )
-from fastps.frameworks.torch.tensors import check_tensor, submit_push_pull, view_of, wire_dtype
+from fastps.frameworks.torch.tensors import (
+    check_tensor,
+    free_name,
+    submit_push_pull,
+    view_of,
+    wire_dtype,
+)
 from fastps.frameworks.torch.work import Completer, Operation
 
 Hook: TypeAlias = Callable[[object, Any], "torch.futures.Future[torch.Tensor]"]
@@ -47,8 +53,7 @@ def comm_hook(name: str = "ddp", *, compression: Compressing = Compression.none)
                 "fastps.torch.DistributedOptimizer"
             )
         gradients, index = bucket.buffer(), bucket.index()
-        # torch lays buckets out anew after the first step
-        label = f"{name}.{index}.{gradients.numel()}"
+        label = f"{name}.{index}"
         check_tensor(gradients, label)
         sent, context = compressor.compress(gradients)
         operation = _start(sent, label, priority=index, **options)
@@ -59,9 +64,9 @@ def comm_hook(name: str = "ddp", *, compression: Compressing = Compression.none)
 
 
 def _start(tensor: torch.Tensor, label: str, *, priority: int, **options: Any) -> Operation:
-    code = wire_dtype(tensor.dtype, label)
+    code, current = wire_dtype(tensor.dtype, label), session.current()
+    name = free_name(current, label, tuple(tensor.shape), code)  # torch lays buckets out anew
     started = submit_push_pull(
-        session.current(), [view_of(tensor)], [code], [label], average=True,
-        priorities=[priority], **options,
-    )  # fmt: skip
+        current, [view_of(tensor)], [code], [name], average=True, priorities=[priority], **options
+    )
     return Operation([handle for handle, _ in started], written=[tensor])

@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 from fastps import session
 from fastps.errors import FastPSError
 from fastps.frameworks._adapter import BUCKET_BYTES, Average, shortened
-from fastps.frameworks.torch.agreement import check_alike
 from fastps.frameworks.torch.broadcast import broadcast_parameters
 from fastps.frameworks.torch.buffers import BufferSync
 from fastps.frameworks.torch.compression import Compressing, Compression
@@ -277,14 +276,14 @@ class DistributedDataParallel(torch.nn.Module):
             process_set=process_set,
             rule=rule,
         )
-        self._buffers_name = f"{prefix}Buffers"
+        self._prefix = prefix
         self._process_set = process_set
-        self._buffer_sync = BufferSync(module, self._buffers_name, process_set)
+        self._buffer_sync = BufferSync(module, prefix, process_set)
         named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
         self._exchange.watch([p for _, p in named], [name for name, _ in named])
         if self._exchange.can_lay_out:
             session.current().steps.offer(self._exchange)
-        check_alike(self._buffer_sync.describe(), f"{prefix}buffers", process_set)
+        self._buffer_sync.check_alike()
         broadcast_parameters(named, process_set.first, f"{prefix}Parameter.", process_set)
         self._buffer_sync.synchronize()
         self._parts = _Parts(self._modules)
@@ -298,7 +297,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._exchange.check_ended()
             self._exchange.check_in_charge()
             if not self._parts.are_same():
-                self._buffer_sync = BufferSync(self.module, self._buffers_name, self._process_set)
+                self._buffer_sync = BufferSync(self.module, self._prefix, self._process_set)
             if self.broadcast_buffers and self.training:
                 self._buffer_sync.synchronize()
         outputs = self.module(*inputs, **options)

@@ -147,6 +147,20 @@ def tensor_over(array: Array, dtype: torch.dtype) -> torch.Tensor:
     return plain if plain.dtype is dtype else plain.view(dtype)
 
 
+def free_name(session: Session, name: str, shape: tuple[int, ...], code: DType) -> str:
+    """Return the name, with a number where it stands for an array of another shape already.
+
+    Workers that use names alike get the same one; MismatchError comes where their shapes differ.
+    """
+    label, number = name, 1
+    if session.config.goes_on:  # where nothing is declared
+        return label
+    while not session.is_free_for(label, shape, code):
+        number += 1
+        label = f"{name} ({number})"
+    return label
+
+
 def submit_push_pull(
     session: Session,
     arrays: Sequence[Array],
