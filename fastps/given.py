@@ -17,9 +17,10 @@ Array = NDArray[Any]
 
 def check_kind(tensor: object, name: str | None = None) -> Array:
     """Give back what is an array, or a scalar of one; TypeError says what else to give."""
+    what = "the tensor" if name is None else f"tensor {name!r}"
     if not isinstance(tensor, np.ndarray | np.generic):
-        what = "the tensor" if name is None else f"tensor {name!r}"
         raise TypeError(f"{what} is {what_else(tensor)}")
+    refuse_masked(tensor, what)
     return tensor  # type: ignore[return-value]
 
 
@@ -29,6 +30,16 @@ def check_targets(tensor: Any) -> None:
     for one in tensor if isinstance(tensor, Collection) and not is_whole else (tensor,):
         if not isinstance(one, np.ndarray):
             raise TypeError(f"a tensor to be written to is {what_else(one)}")
+        refuse_masked(one, "a tensor to be written to")
+
+
+def refuse_masked(tensor: object, what: str) -> None:
+    """Raise TypeError for a masked array: what travels is its data, without the mask."""
+    if type(tensor) is not np.ndarray and isinstance(tensor, np.ma.MaskedArray):
+        raise TypeError(
+            f"{what} is a masked array, whose mask no operation keeps: pass array.filled(value), "
+            "with a value that may count for the masked elements, or array.data"
+        )
 
 
 def readable(tensor: object, name: str | None = None) -> Array:
@@ -49,6 +60,8 @@ def what_else(tensor: object) -> str:
 
 def check_output(what: str, array: Array, output: Array) -> None:
     """Refuse an output that is not like an input, element by element; what: names them."""
+    refuse_masked(array, what)
+    refuse_masked(output, what)
     if not array.flags.c_contiguous or not output.flags.c_contiguous:
         raise ValueError(f"{what} is not C-contiguous; pass np.ascontiguousarray(...)")
     if output is array:

@@ -79,7 +79,8 @@ def _to_plain(obj: Any) -> Any:
         return _extension(SET, [_to_plain(item) for item in obj])
     if isinstance(obj, dict):
         return _extension(ORDERED if isinstance(obj, OrderedDict) else PAIRS, _pairs(obj))
-    if isinstance(obj, np.ndarray | np.generic) and obj.dtype.kind in "biufc":
+    is_array = isinstance(obj, np.ndarray | np.generic) and not _is_masked(obj)
+    if is_array and obj.dtype.kind in "biufc":
         shape = list(obj.shape) if isinstance(obj, np.ndarray) else None  # None: a scalar
         return _extension(ARRAY, [obj.dtype.str, shape, obj.tobytes()])
     if isinstance(obj, enum.Enum):
@@ -91,6 +92,12 @@ def _to_plain(obj: Any) -> Any:
     if type(obj).__name__ == "Namespace" and type(obj).__module__ == "argparse":
         return _extension(NAMESPACE, _pairs(vars(obj)))
     raise TypeError(f"{type(obj).__name__} cannot be broadcast; use {_SUPPORTED}")
+
+
+def _is_masked(obj: Any) -> bool:
+    """Tell whether it is an array with a mask, which its bytes lack."""
+    masked = sys.modules.get("numpy.ma")  # which NumPy imports where it is used
+    return masked is not None and isinstance(obj, masked.MaskedArray)
 
 
 def _pairs(mapping: Mapping[Any, Any]) -> list[Any]:

@@ -484,6 +484,7 @@ def scatter_async(
     """Begin scatter() and give a handle for synchronize()."""
     root = checked_set(process_set).member(root_rank, "root_rank")
     wire = None if tensor is None else _wire(readable(tensor, name))
+    check_targets(out)
     flight = process_set.group().scatter(wire, _wire(out), root=root, name=name)
     return Later([flight], lambda _: out, is_plain=True)
 
@@ -546,6 +547,7 @@ def receive_async(
     process_set: ProcessSet = global_process_set,
 ) -> Receipt:
     """Begin receive(); the done handle's `source` is the sender's place in the set."""
+    check_targets(out)
     group = checked_set(process_set).group()
     member = None if source is None else process_set.member(source, "source")
     return Receipt(group.receive(_wire(out), member, tag=tag), out)
@@ -591,10 +593,13 @@ def _sum_wire(array: Array, op: Op) -> Array:
 
 def _out_wire(out: Array | None, source: Array, name: str | None) -> Array | None:
     """Give the output of an operation as it travels; ValueError where its dtype is another."""
-    if out is not None and out.dtype != source.dtype:
+    if out is None:
+        return None
+    check_targets(out)
+    if out.dtype != source.dtype:
         what = "the tensor" if name is None else f"tensor {name!r}"
         raise ValueError(f"{what}: the output is {out.dtype}, the input {source.dtype}")
-    return None if out is None else _wire(out)
+    return _wire(out)
 
 
 def _result(

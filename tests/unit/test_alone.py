@@ -67,3 +67,60 @@ def test_rows_as_many_as_before_come_back_each_time(name):
     for _ in range(4):
         for call in (fastps.allgather, fastps.alltoall, fastps.gather):
             assert np.array_equal(call(own, name=name), own)
+
+
+MASKED = np.ma.masked_array(np.arange(4.0), mask=[0, 1, 0, 0])
+TAKES_ARRAYS = {
+    "push_pull": lambda one: fastps.push_pull(one, "x"),
+    "push_pull in place": lambda one: fastps.push_pull(one, "x", out=one),
+    "push_pull of several": lambda one: fastps.push_pull_async([np.ones(4), one], ["x", "y"]),
+    "push_pull into": lambda one: fastps.push_pull(np.ones(4), "x", out=one),
+    "allreduce": lambda one: fastps.allreduce(one),
+    "allreduce into": lambda one: fastps.allreduce(np.ones(4), out=one),
+    "grouped_allreduce": lambda one: fastps.grouped_allreduce([np.ones(4), one]),
+    "allgather": lambda one: fastps.allgather(one, "x"),
+    "allgather into": lambda one: fastps.allgather(np.ones(4), out=one),
+    "grouped_allgather": lambda one: fastps.grouped_allgather([one]),
+    "reducescatter": lambda one: fastps.reducescatter(one),
+    "reducescatter into": lambda one: fastps.reducescatter(np.ones(4), out=one),
+    "grouped_reducescatter": lambda one: fastps.grouped_reducescatter([one]),
+    "alltoall": lambda one: fastps.alltoall(one),
+    "alltoall into": lambda one: fastps.alltoall(np.ones(4), out=one),
+    "broadcast": lambda one: fastps.broadcast(one, name="x"),
+    "broadcast without a name": lambda one: fastps.broadcast(one),
+    "broadcast of several": lambda one: fastps.broadcast([np.ones(4), one], name=["x", "y"]),
+    "reduce_to": lambda one: fastps.reduce_to(one),
+    "reduce_to into": lambda one: fastps.reduce_to(np.ones(4), out=one),
+    "gather": lambda one: fastps.gather(one),
+    "gather into": lambda one: fastps.gather(np.ones(4), out=one),
+    "scatter": lambda one: fastps.scatter(one, np.empty(4)),
+    "scatter into": lambda one: fastps.scatter(np.ones(4), one),
+    "send": lambda one: fastps.send(one, 0),
+    "receive": lambda one: fastps.receive(one, 0),
+    "neighbor_allreduce": lambda one: fastps.neighbor_allreduce(one, name="x"),
+    "neighbor_allreduce of several": lambda one: fastps.neighbor_allreduce([one, one], name="x"),
+    "neighbor_allgather": lambda one: fastps.neighbor_allgather(one, name="x"),
+    "hierarchical_neighbor_allreduce": lambda one: fastps.hierarchical_neighbor_allreduce(
+        one, name="x"
+    ),
+    "pair_gossip": lambda one: fastps.pair_gossip(one, 0, name="x"),
+    "win_create": lambda one: fastps.win_create(one, "w"),
+    "win_put": lambda one: fastps.win_put(one, "w"),
+    "win_accumulate": lambda one: fastps.win_accumulate(one, "w"),
+    "broadcast_object": lambda one: fastps.broadcast_object({"x": one}),
+    "allgather_object": lambda one: fastps.allgather_object([one]),
+}
+
+
+@pytest.mark.parametrize("call", TAKES_ARRAYS)
+def test_a_masked_array_is_refused(call):
+    with pytest.raises(TypeError, match=r"is a masked array.*\.filled|MaskedArray cannot be"):
+        TAKES_ARRAYS[call](MASKED.copy())
+
+
+def test_other_subclasses_of_arrays_are_arrays(tmp_path):
+    mapped = np.memmap(tmp_path / "file", np.float64, "w+", shape=4)
+    mapped[:] = 2.0
+    assert fastps.push_pull(mapped, "x").tolist() == [2.0] * 4
+    assert fastps.allreduce(mapped).tolist() == [2.0] * 4
+    assert fastps.allreduce(np.float32(3.0)) == 3.0

@@ -20,6 +20,7 @@ from tensorflow.python.framework import op_def_library
 
 from fastps.frameworks._arrays import Arrays, Calls
 from fastps.frameworks.tensorflow import _ops
+from fastps.given import refuse_masked
 from fastps.worker.handle import Array
 
 OPERATION = "FastpsCall"
@@ -36,6 +37,12 @@ class Result(NamedTuple):
 
 
 Run = Callable[[Arrays, _ops.Outputs], None]
+
+
+def tensor_of(given: Any) -> Any:
+    """Return what was given as a tensor; TypeError for a masked array: its mask would go."""
+    refuse_masked(given, "the tensor")
+    return tf.convert_to_tensor(given)
 
 
 class _Table:

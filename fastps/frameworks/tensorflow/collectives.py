@@ -20,7 +20,7 @@ from fastps.flights import (
 )
 from fastps.frameworks._adapter import Average, Sum, check_name, of_gradient
 from fastps.frameworks._arrays import scale, wire_view
-from fastps.frameworks.tensorflow.calls import call
+from fastps.frameworks.tensorflow.calls import call, tensor_of
 from fastps.frameworks.tensorflow.sums import as_it_is, push_pull
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op, dtype_of
@@ -183,12 +183,12 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str = "object") -> Any:
 
 def _differentiable(run: Any, tensor: Any) -> Any:
     """Call run(tensor), which gives a result and what its gradient goes through."""
-    return tf.custom_gradient(run)(tf.convert_to_tensor(tensor))
+    return tf.custom_gradient(run)(tensor_of(tensor))
 
 
 def _once(run: Any, tensor: Any, *, rows: bool = False) -> Any:
     """Call a function of one tensor that gives one like it, or of other rows."""
-    value = tf.convert_to_tensor(tensor)
+    value = tensor_of(tensor)
     shape = [None, *value.shape[1:]] if rows else value.shape
     return call(run, [value], [value.dtype], [shape])[0]
 

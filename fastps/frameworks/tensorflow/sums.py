@@ -30,7 +30,7 @@ from fastps.frameworks._adapter import (
 )
 from fastps.frameworks._arrays import ArrayExchange, Exchanges, scale, spec_of, wire_view
 from fastps.frameworks.tensorflow import _ops
-from fastps.frameworks.tensorflow.calls import Result, call, call_native, is_native
+from fastps.frameworks.tensorflow.calls import Result, call, call_native, is_native, tensor_of
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import DType, Op, dtype_of, numpy_dtype
 from fastps.worker.handle import Array
@@ -226,7 +226,7 @@ def push_pull(
 
         return tf.custom_gradient(run)(value)
 
-    return along(tf.convert_to_tensor(tensor), label)
+    return along(tensor_of(tensor), label)
 
 
 def add_slices(slices: Any, name: str, op: Op, process_set: ProcessSet) -> Any:
