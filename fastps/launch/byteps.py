@@ -15,11 +15,14 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
 
 from fastps import versions
 from fastps.config import process_environment, role_given
 from fastps.errors import ConfigError
+from fastps.launch.job import PASSED_ON
 from fastps.launch.plan import SERVER_COMMAND
 from fastps.launch.torch_names import place_variables
 
@@ -114,13 +117,21 @@ def _count(environment: Mapping[str, str], name: str) -> int:
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all children; once one has failed, or on Ctrl-C, end the others."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for child in children:
+            child.send_signal(number)
+
+    handlers: dict[int, Callable[..., Any]] = {signal.SIGTERM: signal.default_int_handler}
+    handlers |= dict.fromkeys(PASSED_ON, pass_on)
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         failed = _first_failure(children)
     except KeyboardInterrupt:
         failed = -signal.SIGINT
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     _end(children)
     return failed if failed >= 0 else 128 - failed
 

@@ -96,7 +96,7 @@ class Orders(SignalInbox):
         if not self._is_open and self._source >= 0:
             self._source = -1
             found.append(signal.SIGTERM)
-        return [number for number in found if number]
+        return self._sort([number for number in found if number])
 
     def _receive(self) -> None:
         data = os.read(self._source, 1 << 16)

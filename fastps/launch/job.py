@@ -43,6 +43,8 @@ from fastps.launch.scheduler import SchedulerThread
 EXIT_TIMEOUT = 124
 EXIT_APART = 1  # all workers ended well, without a job
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Signals that mean something to the user's program alone: they are passed on, and end no job.
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 _HANGUP = signal.SIGHUP  # stays ignored where nohup had it ignored
 _STOP_ORDER = (*PROGRAMS, "server", "scheduler")
 _TICK_S = 10.0  # the longest sleep; everything of interest wakes the loop earlier
@@ -65,7 +67,9 @@ class SignalInbox:
         self._writer.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         caught = [n for n in _FORWARDED if signal.getsignal(n) != signal.SIG_IGN or n != _HANGUP]
-        self._old = {n: signal.signal(n, _ignore) for n in (*caught, signal.SIGCHLD)}
+        ours = (*caught, *PASSED_ON, signal.SIGCHLD)
+        self._old = {n: signal.signal(n, _ignore) for n in ours}
+        self.to_pass_on: list[int] = []
         return self
 
     def __exit__(
@@ -86,11 +90,16 @@ class SignalInbox:
         return self._reader.fileno()
 
     def take(self) -> list[int]:
-        """Give the signals that came since the last call, without SIGCHLD."""
+        """Return the signals to end that came since the last call; keep those to pass on."""
         try:
-            return [number for number in self._reader.recv(4096) if number != signal.SIGCHLD]
+            found = [number for number in self._reader.recv(4096) if number != signal.SIGCHLD]
         except BlockingIOError:
             return []
+        return self._sort(found)
+
+    def _sort(self, numbers: Sequence[int]) -> list[int]:
+        self.to_pass_on += [number for number in numbers if number in PASSED_ON]
+        return [number for number in numbers if number not in PASSED_ON]
 
 
 class Job:
@@ -255,6 +264,7 @@ class Job:
             if key.fileobj is self._inbox:
                 for number in self._inbox.take():
                     self._interrupt(number)
+                self._pass_on()
             elif self._has_room():
                 self._read(key, key.data)
         now = time.monotonic()
@@ -386,6 +396,16 @@ class Job:
         if self._scheduler is not None:
             self._scheduler.inquire()
         self._signal([*self._alive("worker"), *self._alive("machine")], number)
+
+    def _pass_on(self) -> None:
+        """Send the users' own signals, as SLURM's before a time limit, to all their programs."""
+        numbers, self._inbox.to_pass_on = self._inbox.to_pass_on, []
+        programs = [part for part in self.parts if part.role in PROGRAMS and part.is_alive]
+        for number in numbers:
+            if self._inbox.is_users:
+                self._screen.say(f"{signal.Signals(number).name}: passed on to the workers")
+            for part in programs:
+                part.pass_on(number)
 
     def _stop_in_order(self) -> None:
         """End workers, then servers, then the scheduler, each with a grace period."""

@@ -201,6 +201,11 @@ class Machine:
         if not self._has_begun:
             self._kill()
 
+    def pass_on(self, number: int) -> None:
+        """Order the follower to pass a signal on that ends nothing."""
+        if self.is_alive and self._has_begun:
+            self.order({"signal": number})
+
     def describe(self) -> str:
         """Say who failed there, or what of the way to it."""
         if self._failure is not None:

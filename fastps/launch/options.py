@@ -91,7 +91,8 @@ soon as they next wait for it, and the last lines printed name the first that fa
 ended, and what it last wrote to stderr. The exit code is that process's code, or 128 + the signal
 that ended it; 124 after --timeout; 127 for a command that does not exist; 2 for wrong settings; 1
 where several workers end well that trained, or asked to join, and never were in one job together.
-Ctrl-C goes to the workers; a second Ctrl-C ends everything at once.
+Ctrl-C goes to the workers; a second Ctrl-C ends everything at once. SIGUSR1, SIGUSR2 and SIGALRM,
+such as SLURM's --signal=B:USR1@60, go to the workers on all machines and end nothing here.
 """
 TOKEN_RECIPE = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > job.token)"
 

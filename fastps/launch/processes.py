@@ -105,6 +105,12 @@ class Child:
             if number != signal.SIGKILL:
                 os.killpg(self.pid, signal.SIGCONT)
 
+    def pass_on(self, number: int) -> None:
+        """Send a signal to the process alone: its helpers need not know what it means."""
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     def describe(self) -> str:
         """Give name and process id."""
         return f"{self.name} (pid {self.pid})"

@@ -124,6 +124,9 @@ class SchedulerThread:
         """End the job, and say why to those who are in it; at once for SIGKILL."""
         self._order(self._cut if number == signal.SIGKILL else functools.partial(self._end, why))
 
+    def pass_on(self, number: int) -> None:
+        """Do nothing: signals that mean something to users' programs alone."""
+
     def tell_absent(self, message: Absent) -> None:
         """Say that a process has ended, which may not have joined yet."""
         with contextlib.suppress(AttributeError):  # the thread never came up

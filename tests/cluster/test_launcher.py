@@ -194,6 +194,40 @@ def test_signals_reach_the_workers(job, number, code):
     assert f"interrupted by {signal.Signals(number).name}" in stderr.splitlines()[-1]
 
 
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+# A checkpoint is due at each of these, and no helper of the worker knows of them.
+CHECKPOINTS = """
+import signal, subprocess, sys
+helper = subprocess.Popen(["sleep", "100"])
+numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM]
+signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+print("ready", flush=True)
+while numbers:
+    number = signal.sigwait(numbers)
+    numbers.remove(number)
+    print("got", number.name, flush=True)
+helper.kill()
+assert helper.wait() == -signal.SIGKILL
+"""
+
+
+@pytest.mark.parametrize("where", ["here", "machines"])
+def test_signals_of_the_user_are_passed_on(job, where):
+    command = job.python("-np", "2", code=CHECKPOINTS)
+    if where == "machines":
+        command = [sys.executable, "-m", "fastps.launch.run", "-H", "localhost:2", "--job-id",
+                   job.job_id, sys.executable, command[-1]]  # fmt: skip
+    with job.started(command) as process:
+        wait_lines(process, "ready", 2)
+        for number in PASSED_ON:
+            process.send_signal(number)
+            wait_lines(process, f"got {number.name}", 2)
+        _, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, stderr
+    for number in PASSED_ON:
+        assert stderr.count(f"[fastps-run] {number.name}: passed on to the workers") == 1
+
+
 def test_second_interrupt_ends_everything_at_once(job):
     program = """
         import signal
