@@ -361,8 +361,9 @@ def run(
     init() was called when it begins. It and its arguments are pickled; if they are of a script or
     a notebook, by value, with cloudpickle (`fastps[notebook]`). settings: of init(), for all.
     Output appears with the rank. Blocks, without limit if timeout_s is None; Ctrl-C ends all.
-    Raises the first exception of a worker, whose traceback is a note of it, StallError in time,
-    PeerLostError when a worker ends. fastps.notebook.Team keeps workers between calls.
+    Raises the first exception of a worker, whose traceback is a note of it (a RuntimeError with
+    its text where it cannot be unpickled, or was sys.exit()), StallError in time, PeerLostError
+    when a worker ends. fastps.notebook.Team keeps workers between calls.
     """
     from fastps.launch.team import run as run_team  # noqa: PLC0415  (processes are the launcher's)
 

@@ -38,7 +38,7 @@ from fastps.launch.plan import (
 )
 from fastps.launch.processes import describe_exit
 from fastps.launch.secrets import Handout
-from fastps.launch.team_words import hear, pack, unpack
+from fastps.launch.team_words import hear, pack, unpack_answer
 from fastps.launch.torch_names import KeptPort
 from fastps.versions import command_of
 
@@ -351,18 +351,14 @@ class _Waiting:
     def _take(self, worker: Worker) -> None:
         self._selector.unregister(worker.sock)
         try:
-            is_well, value = unpack(hear(worker.sock))
+            answer = hear(worker.sock)
         except (EOFError, OSError):
             worker.show(sys.stdout)
             raise PeerLostError(f"{worker.describe()}; restart() the team") from None
         worker.show(sys.stdout)
-        self._answers[worker.rank] = is_well, value
-        if is_well:
-            return
-        error, trace = value
-        error.add_note(f"worker {worker.rank}:\n{trace.rstrip()}")
-        if self._first is None or (_blames(self._first) and not _blames(error)):
-            self._first, self._grace_until = error, time.monotonic() + GRACE_S
+        is_well, value = self._answers[worker.rank] = unpack_answer(answer, worker.rank)
+        if not is_well and (self._first is None or (_blames(self._first) and not _blames(value))):
+            self._first, self._grace_until = value, time.monotonic() + GRACE_S
 
 
 def _blames(error: BaseException) -> bool:

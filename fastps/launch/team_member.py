@@ -16,13 +16,12 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import fastps
-from fastps.launch.team_words import hear, pack, unpack
+from fastps.launch.team_words import hear, pack_failure, pack_result, unpack
 
 ORPHANED = 113  # exit code where the driver is gone
 
@@ -71,20 +70,11 @@ class Member:
             try:
                 self._working = True
                 kind, words = unpack(order)
-                return None if kind == "end" else pack((True, self._work[kind](*words)))
+                return None if kind == "end" else pack_result(self._work[kind](*words))
             finally:
                 self._working = False
         except BaseException as error:  # Ctrl-C, and sys.exit() in a cell, too
-            return _failure(error)
-
-
-def _failure(error: BaseException) -> bytes:
-    """Pack an error, or what it said, with its traceback."""
-    trace = "".join(traceback.format_exception(error))
-    try:
-        return pack((False, (error, trace)))
-    except Exception:  # whatever its parts raise when they are pickled
-        return pack((False, (RuntimeError(f"{type(error).__name__}: {error}"), trace)))
+            return pack_failure(error)
 
 
 def join() -> None:

@@ -8,11 +8,13 @@ Functions of notebooks and of scripts travel by value with cloudpickle, `fastps[
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pickle
 import socket
 import struct
 import sys
+import traceback
 from typing import Any
 
 from fastps.errors import ConfigError
@@ -34,6 +36,63 @@ def pack(words: Any) -> bytes:
         )
     body: bytes = (dumps or pickle.dumps)(words)
     return _LENGTH.pack(len(body)) + body
+
+
+def pack_result(value: Any) -> bytes:
+    """Pack what a call returned; TypeError for what cannot be pickled."""
+    try:
+        return pack((True, pack(value), _kind_of(value), ""))
+    except Exception as error:  # whatever its parts raise when they are pickled
+        raise TypeError(
+            f"the result, of type {_kind_of(value)}, cannot be pickled ({words_of(error)}): "
+            "return plain values or arrays"
+        ) from error
+
+
+def pack_failure(error: BaseException) -> bytes:
+    """Pack what a call raised, with its text and traceback, which arrive whatever it is.
+
+    An exception that would end its receiver, as that of sys.exit() does, becomes a RuntimeError.
+    """
+    trace, body = "".join(traceback.format_exception(error)), b""
+    if isinstance(error, SystemExit):
+        error = RuntimeError(
+            f"sys.exit({error.code!r}) was called; return a value, or raise an exception"
+        )
+    if isinstance(error, Exception | KeyboardInterrupt):
+        with contextlib.suppress(Exception):  # whatever its parts raise when they are pickled
+            body = pack(error)
+    return pack((False, body, words_of(error), trace))
+
+
+def unpack_answer(body: bytes | bytearray, rank: int) -> tuple[bool, Any]:
+    """Return whether a worker's call went well, and what it returned or raised.
+
+    What cannot be unpickled here is a RuntimeError that says so. An exception has the worker's
+    traceback as a note.
+    """
+    is_well, packed, words, trace = unpack(body)
+    try:
+        found = unpack(packed[_LENGTH.size :])
+        if is_well:
+            return True, found
+    except Exception as error:  # whatever its parts raise when they are unpickled
+        found = None
+        if is_well:
+            words = f"the result, of type {words}, cannot be unpickled: {words_of(error)}"
+            trace = "".join(traceback.format_exception(error))
+    raised = found if isinstance(found, BaseException) else RuntimeError(words)
+    raised.add_note(f"worker {rank}:\n{trace.rstrip()}")
+    return False, raised
+
+
+def words_of(error: BaseException) -> str:
+    """Return the class and the text of an exception, also where its text raises another."""
+    return traceback.format_exception_only(error)[-1].strip()
+
+
+def _kind_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
 def _parts(words: Any) -> list[Any]:

@@ -18,7 +18,7 @@ import pytest
 from harness import ROOT, clean_environ
 
 import fastps
-from fastps.launch.team_words import hear, pack, unpack
+from fastps.launch.team_words import hear, pack, unpack_answer
 from fastps.notebook import Team
 
 
@@ -72,13 +72,101 @@ def test_a_team_keeps_its_state_over_failures_limits_and_interrupts(capfd):
         assert team.run(total, 1) == [(0, 1), (1, 1)]
 
 
+class TwoWords(Exception):
+    """An error that is pickled, and cannot be unpickled."""
+
+    def __init__(self, name, value):
+        super().__init__(f"bad {name} {value}")
+
+
+class Locked(Exception):
+    """An error that cannot be pickled."""
+
+    def __init__(self):
+        super().__init__("it has a lock")
+        self.lock = threading.Lock()
+
+
+class Mute(TwoWords):
+    """An error like it, without a text."""
+
+    def __str__(self):
+        raise LookupError("no text")
+
+
+class Odd(Exception):
+    """An error that becomes something else on its way."""
+
+    def __reduce__(self):
+        return int, (3,)
+
+
+def refuse(*_):
+    raise ValueError("not here")
+
+
+class Fragile:
+    """A result that is pickled, and cannot be unpickled."""
+
+    def __reduce__(self):
+        return refuse, ()
+
+
+def raises(error):
+    """Raise an error on worker 1 alone, whom nobody waits for."""
+    if fastps.rank() == 1:
+        raise {
+            "two words": lambda: TwoWords("lr", 3), "mute": lambda: Mute("lr", 3),
+            "locked": Locked, "odd": Odd,
+            "exit": lambda: SystemExit(0), "exit 3": lambda: SystemExit(3),
+            "exit of words": lambda: SystemExit("bye"), "generator": GeneratorExit,
+        }[error]()  # fmt: skip
+
+
+def returns(what):
+    """Return from worker 1 what does not arrive."""
+    if fastps.rank() == 1:
+        return {"fragile": Fragile, "locked": threading.Lock}[what]()
+    return None
+
+
+def test_what_a_worker_raised_or_returned_is_told_whatever_it_is():
+    with Team(2) as team:
+        for error, words in {
+            "two words": "TwoWords: bad lr 3",
+            "locked": "Locked: it has a lock",
+            "mute": "Mute: <exception str",
+            "odd": "Odd$",
+            "exit": r"sys.exit\(0\) was called; return a value",
+            "exit 3": r"sys.exit\(3\) was called",
+            "exit of words": r"sys.exit\('bye'\) was called",
+            "generator": "GeneratorExit",
+        }.items():
+            with pytest.raises(RuntimeError, match=words) as caught:
+                team.run(raises, error)
+            assert "worker 1:\nTraceback" in caught.value.__notes__[0], error
+            assert "in raises" in caught.value.__notes__[0], error
+        with pytest.raises(
+            RuntimeError, match=r"of type .*Fragile, cannot be unpickled: Value"
+        ) as caught:
+            team.run(returns, "fragile")
+        assert "worker 1" in caught.value.__notes__[0]
+        with pytest.raises(TypeError, match=r"of type _thread\.lock, cannot be pickled"):
+            team.run(returns, "locked")
+        with pytest.raises(RuntimeError, match=r"sys.exit\(0\) was called"):
+            team.execute("import sys; sys.exit(0)")
+        assert team.run(total, 1) == [(0, 1), (1, 1)]
+    with pytest.raises(RuntimeError, match="TwoWords: bad lr 3"):
+        fastps.run(raises, ("two words",), np=2)
+
+
 def test_a_worker_answers_every_order_whenever_ctrl_c_comes():
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "fastps.launch.team_member", str(theirs.fileno())]
     with ours, theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
         ours.settimeout(60)
         ours.sendall(pack(("put", ({"x": 1},))))
-        assert unpack(hear(ours)) == (True, None)
+        assert unpack_answer(hear(ours), 0) == (True, None)
         stop = threading.Event()
 
         def interrupts():
@@ -91,8 +179,8 @@ def test_a_worker_answers_every_order_whenever_ctrl_c_comes():
         try:
             for _ in range(1000):
                 ours.sendall(pack(("get", ("x",))))
-                is_well, value = unpack(hear(ours))
-                assert value == 1 if is_well else isinstance(value[0], KeyboardInterrupt)
+                is_well, value = unpack_answer(hear(ours), 0)
+                assert value == 1 if is_well else isinstance(value, KeyboardInterrupt)
         finally:
             stop.set()
             thread.join()
