@@ -195,6 +195,7 @@ class Screen:
         """Write to two outlets, which may be one."""
         self.tracebacks: dict[tuple[bytes, ...], str] = {}  # of all streams: who wrote it first
         self._outlets = (stdout, stderr)
+        self._said: set[str] = set()
         self._live = b""  # the line below all others, on a terminal
         self._has_colour = has_colour
 
@@ -245,6 +246,12 @@ class Screen:
             line = (_BOLD_RED if is_alarm else _DIM) + line + _RESET
         self._write(line + b"\n", is_error=True)
 
+    def say_once(self, text: str) -> None:
+        """Write an alarm of the launcher itself unless it has been written before."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text, is_alarm=True)
+
     def tell(self, line: bytes) -> None:
         """Write a line without a mark on standard output, for a program that reads it."""
         self._write(line + b"\n", is_error=False)
@@ -289,9 +296,7 @@ class Stream:
 
     def receive(self, data: bytes, *, now: float) -> None:
         """Take bytes that the process wrote and show the lines they complete."""
-        if self._log is not None:
-            self._log.write(data)
-            self._log.flush()
+        self._keep(data)
         self._silent_since = now
         self._show(self._splitter.feed(data))
 
@@ -309,9 +314,26 @@ class Stream:
     def close(self) -> None:
         """Show what is left and close the log file. Idempotent."""
         self._show_all()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        self._drop_log()
+
+    def _keep(self, data: bytes) -> None:
+        """Write to the log file; where it takes no more, say so once and go on without it."""
+        try:
+            if self._log is not None:
+                self._log.write(data)
+                self._log.flush()
+        except OSError as error:
+            self._drop_log()
+            self._screen.say_once(
+                f"the files of --output-dir are cut short ({error.strerror}): all that follows "
+                "is shown here alone, and the job goes on"
+            )
+
+    def _drop_log(self) -> None:
+        log, self._log = self._log, None
+        if log is not None:
+            with contextlib.suppress(OSError):  # what it holds back and cannot write
+                log.close()
 
     @property
     def _is_unfinished(self) -> bool:

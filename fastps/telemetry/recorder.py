@@ -59,7 +59,7 @@ class Recorder:
                 f"the trace cannot be written to {folder}: {error.strerror}; set FASTPS_TRACE_DIR"
             ) from error
         self._folder = folder
-        self._is_closed = False
+        self._is_closed = self._is_full = False
         self._activities: dict[tuple[str, str], int] = {}  # numbers, by (what, of what)
         self._begun: dict[str, list[tuple[str, int]]] = {}  # (what, since), by of what
         self._naming = threading.Lock()
@@ -73,8 +73,16 @@ class Recorder:
         self._clock.start()
 
     def note(self, **what: Any) -> None:
-        """Write an object down."""
-        os.write(self._notes, json.dumps(what, separators=(",", ":")).encode() + b"\n")
+        """Write an object down; where the disk takes no more, say so once and write no more."""
+        line = json.dumps(what, separators=(",", ":")).encode() + b"\n"
+        try:
+            if self._is_full or os.write(self._notes, line) == len(line):
+                return
+            trouble = "no room for a whole line"
+        except OSError as error:
+            trouble = error.strerror or str(error)
+        self._is_full = True
+        log.warning("the trace of this process ends here, and the job goes on: %s", trouble)
 
     def name_tensor(self, tensor_id: int, name: str) -> None:
         """Note the name of a tensor that has this number from now on."""
@@ -142,8 +150,7 @@ class Recorder:
             log.warning("the trace of this process ended early: %s", trouble)
         if self._drain.dropped:
             log.warning("the trace lost %d spans for want of room", self._drain.dropped)
-        with contextlib.suppress(OSError):
-            self.note(end=_trace.clock_ns(), dropped=self._drain.dropped)
+        self.note(end=_trace.clock_ns(), dropped=self._drain.dropped)
         os.close(self._spans)
         if not self._config.trace_file:
             self._merge_as_last()

@@ -97,10 +97,14 @@ def merge(folder: Path, target: Path) -> Summary:
     dropped = sum(int(one.spans["nbytes"][one.of(DROPPED)].sum()) for one in timed)
     summary = Summary(len(timed), sum(len(one.spans) for one in timed), dropped, bound_us)
     partial = target.with_name(f"{target.name}.{os.getpid()}.part")
-    with partial.open("wb") as file:
-        for line in _lines(timed, summary):
-            file.write(line)
-    partial.replace(target)
+    try:
+        with partial.open("wb") as file:
+            for line in _lines(timed, summary):
+                file.write(line)
+        partial.replace(target)
+    except OSError:
+        partial.unlink(missing_ok=True)  # on a full disk the room is wanted
+        raise
     return summary
 
 

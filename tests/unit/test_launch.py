@@ -608,3 +608,20 @@ def test_validators_are_planned_after_the_workers():
     assert plan[-1].environment["FASTPS_RANK"] == "1"
     assert {one.environment["FASTPS_NUM_VALIDATORS"] for one in plan} == {"2"}
     assert {one.environment["FASTPS_SIZE"] for one in plan} == {"3"}
+
+
+def test_a_log_file_that_takes_no_more_is_said_once_and_ends_nothing(pipe_screen):
+    reader, screen = pipe_screen(has_colour=False)
+    logs = [open("/dev/full", "wb") for _ in range(2)]  # noqa: SIM115  (the streams close them)
+    streams = [
+        Stream(screen, "worker", rank=rank, is_error=False, log=log)
+        for rank, log in enumerate(logs)
+    ]
+    for stream in streams:
+        stream.receive(b"one\n", now=0.0)
+        stream.receive(b"two\n", now=0.0)
+        stream.close()
+    assert all(log.closed for log in logs)
+    shown = os.read(reader, 10_000)
+    assert shown.count(b"--output-dir are cut short (No space left on device)") == 1
+    assert shown.count(b"] one") == shown.count(b"] two") == 2

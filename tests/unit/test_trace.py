@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastps import _trace
+from fastps.config import load
 from fastps.errors import FastPSError
+from fastps.telemetry.recorder import Recorder
 from fastps.telemetry.spans import DROPPED, PUSH, QUEUE, RECORD, STEP, read_spans
 
 RING = 8192  # spans of one thread that wait for the drain
@@ -130,6 +132,24 @@ def test_a_disk_that_is_full_ends_the_trace_and_says_so():
             _trace.mark(PUSH, 1, 2)
         assert "No space" in drain.trouble
         drain.stop()
+
+
+def test_notes_that_find_the_disk_full_are_said_once_and_end_nothing(tmp_path, caplog):
+    recorder = Recorder(
+        load({"trace_dir": str(tmp_path), "trace_file": "elsewhere"}, {}),
+        role="worker", number=0, host_id="host/boot", ping=lambda: 0,
+    )  # fmt: skip
+    recorder.stop_clock()
+    full = os.open("/dev/full", os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(full, recorder._notes, inheritable=False)
+    os.close(full)
+    for number in range(3):
+        recorder.name_tensor(number, "layer")
+    recorder.close()
+    said = [one.getMessage() for one in caplog.records]
+    assert said == [
+        "the trace of this process ends here, and the job goes on: No space left on device"
+    ]
 
 
 def test_a_forked_child_traces_nothing(tmp_path):
