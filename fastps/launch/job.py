@@ -41,6 +41,7 @@ from fastps.launch.processes import Child, sweep
 from fastps.launch.scheduler import SchedulerThread
 
 EXIT_TIMEOUT = 124
+EXIT_HELD = 1  # a worker was stopped before its end
 EXIT_APART = 1  # all workers ended well, without a job
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Signals that mean something to the user's program alone: they are passed on, and end no job.
@@ -51,6 +52,8 @@ _TICK_S = 10.0  # the longest sleep; everything of interest wakes the loop earli
 _DRAIN_S = 1.0  # pipes that a vanished process left open are read this long
 _KILL_WAIT_S = 10.0  # SIGKILL that does not end a process: it hangs in the kernel
 _SETTLE_S = 2.0  # who lost a peer may be seen to end before the peer itself is
+_STOPPED_S = 5.0  # a worker that is held after the job, until that is said
+_LOOK_S = 1.0  # how often it is looked for
 _READ_BYTES = 64 * 1024
 _LAST_WORDS_BYTES = 1 << 20  # of parts that end, kept for a reader who is behind
 
@@ -142,6 +145,9 @@ class Job:
         self._failed: list[Part] = []  # in the order of being noticed
         self._lost: list[Part] = []  # workers without which the others go on
         self._settled_at: float | None = None
+        self._held: list[Child] = []  # workers that are stopped, when all others are done
+        self._held_since = 0.0
+        self._is_held_said = False
         self._has_waited = False  # longer, for a process that is accused and about to end
         self._is_stopping = False
         self._is_interrupted = False
@@ -229,6 +235,7 @@ class Job:
             if self._live is not None:
                 self._live.show(self._screen)
             self._notice_ends()
+            self._look_for_held()
             self._judge(is_late=self._has_settled())
             self._check_timeout()
 
@@ -248,6 +255,8 @@ class Job:
 
     def _sleep_s(self, now: float, until: float | None) -> float:
         waits = [_TICK_S if self._live is None else PERIOD_S]
+        if self._is_done_but_for_ends():
+            waits.append(_LOOK_S)
         deadlines = [until, self._deadline, self._settled_at if self.cause is None else None]
         waits.extend(deadline - now for deadline in deadlines if deadline is not None)
         for stream in self._streams(self.parts):
@@ -319,6 +328,43 @@ class Job:
         if self._settled_at is None:
             self._settled_at = time.monotonic() + _SETTLE_S
         self._failed.extend(failed)
+
+    def _is_done_but_for_ends(self) -> bool:
+        """Return whether workers have only to end, as others have, or as all have left the job."""
+        workers = [part for part in self.parts if part.role == "worker"]
+        has_left = self._scheduler is not None and self._scheduler.has_been_left
+        is_open = self.cause is None and not self._is_stopping and not self._failed
+        return (
+            is_open
+            and any(part.is_alive for part in workers)
+            and (has_left or any(part.exit_code == 0 for part in workers))
+        )
+
+    def _look_for_held(self) -> None:
+        """Say which worker is stopped and keeps the others from the end; then do not wait."""
+        left = [
+            p for p in self.parts if p.role == "worker" and p.is_alive and isinstance(p, Child)
+        ]
+        if not self._is_done_but_for_ends() or not all(part.is_stopped for part in left):
+            left = []
+        now = time.monotonic()
+        if left != self._held:
+            self._held, self._held_since, self._is_held_said = left, now, False
+        waited_s, names = now - self._held_since, ", ".join(part.describe() for part in left)
+        if not left or waited_s < _STOPPED_S:
+            return
+        if not self._is_held_said:
+            self._is_held_said = True
+            pids = " ".join(str(part.pid) for part in left)
+            self._screen.say(
+                f"{names}: stopped by a signal (SIGSTOP) and alone left to end; `kill -CONT "
+                f"{pids}` lets it go on, else it is ended in {self._grace_s:g} s", is_alarm=True,
+            )  # fmt: skip
+        elif waited_s >= _STOPPED_S + self._grace_s:
+            self._set_cause(Cause(
+                f"{names}: stopped by a signal (SIGSTOP) after the work, and not gone on within "
+                f"{waited_s:.0f} s", EXIT_HELD,
+            ))  # fmt: skip
 
     def _do_without(self, failed: Sequence[Part]) -> None:
         """Say who is missing from now on; if nobody is left who did well, they are to blame."""

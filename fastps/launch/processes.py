@@ -72,6 +72,14 @@ class Child:
         """Tell whether the end has not been noticed yet."""
         return self.exit_code is None
 
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether SIGSTOP or the like holds the process, as the kernel says."""
+        with contextlib.suppress(OSError):
+            state = pathlib.Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2]
+            return self.is_alive and state.split()[0] == b"T"
+        return False
+
     def pipes(self) -> Iterator[tuple[IO[bytes], Stream]]:
         """Pair each pipe that is still open with its stream."""
         for pipe, stream in (

@@ -160,6 +160,13 @@ class SchedulerThread:
         return scheduler is None or scheduler.has_begun
 
     @property
+    def has_been_left(self) -> bool:
+        """Return whether all workers were in the job together and have left it."""
+        scheduler: Scheduler | None = getattr(self, "_scheduler", None)
+        has_begun = scheduler is not None and scheduler.has_begun
+        return has_begun and self._phase() in ("lobby", "over")
+
+    @property
     def n_workers(self) -> int:
         """Return the number of workers of the job."""
         return self._settings.size

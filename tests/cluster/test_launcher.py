@@ -280,6 +280,28 @@ def test_stopped_worker_is_ended(job):
     assert process.returncode == 143
 
 
+@pytest.mark.parametrize("is_continued", [True, False])
+def test_a_worker_that_is_stopped_before_its_end_is_said_and_not_waited_for(job, is_continued):
+    program = """
+        import os, signal, sys
+        if os.environ["FASTPS_RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+    """
+    job.prelude = "import fastps.launch.job as job; job._STOPPED_S = job._LOOK_S = 0.1"
+    grace = "1000" if is_continued else "0.2"
+    with job.started(job.python("-np", "2", "--grace", grace, code=program)) as process:
+        line = process.stderr.readline()
+        assert line.startswith("[fastps-run] worker 1 (pid ")
+        assert "stopped by a signal (SIGSTOP) and alone left to end" in line
+        pid = int(line.split("(pid ")[1].split(")")[0])
+        assert f"`kill -CONT {pid}` lets it go on" in line
+        if is_continued:
+            os.kill(pid, signal.SIGCONT)
+        _, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == (0 if is_continued else 1), stderr
+    assert is_continued or "after the work, and not gone on within" in stderr
+
+
 def test_time_limit(job):
     result = job.run(job.python("-np", "2", "--timeout", "0.5", code=FOREVER))
     assert result.returncode == 124
