@@ -37,7 +37,7 @@ from fastps.launch.cause import (
 )
 from fastps.launch.live import PERIOD_S, JointLine, LiveLine
 from fastps.launch.output import Screen, Stream
-from fastps.launch.processes import Child, sweep
+from fastps.launch.processes import Child, end_helpers, helpers, sweep
 from fastps.launch.scheduler import SchedulerThread
 
 EXIT_TIMEOUT = 124
@@ -54,6 +54,7 @@ _KILL_WAIT_S = 10.0  # SIGKILL that does not end a process: it hangs in the kern
 _SETTLE_S = 2.0  # who lost a peer may be seen to end before the peer itself is
 _STOPPED_S = 5.0  # a worker that is held after the job, until that is said
 _LOOK_S = 1.0  # how often it is looked for
+_HELPERS_S = 1.0  # for helpers of ended workers, such as uploaders, to end by themselves
 _READ_BYTES = 64 * 1024
 _LAST_WORDS_BYTES = 1 << 20  # of parts that end, kept for a reader who is behind
 
@@ -151,6 +152,7 @@ class Job:
         self._has_waited = False  # longer, for a process that is accused and about to end
         self._is_stopping = False
         self._is_interrupted = False
+        self._is_hurried = False
 
     def add(self, part: Part) -> None:
         """Watch a part that was just started."""
@@ -179,6 +181,7 @@ class Job:
                 self._judge(is_late=True)
             self._judge_apart()
             self._stop_in_order()
+            self._end_helpers()
         except BrokenPipeError:
             self._set_cause(Cause("nobody reads the output any more", 128 + signal.SIGPIPE))
             self._kill_all()
@@ -433,6 +436,7 @@ class Job:
         is_first = self.cause is None and not self._is_stopping
         self.cause = interrupted(self.cause, number)
         if not is_first:
+            self._is_hurried = True
             self._kill_all()
             return
         self._is_interrupted = True
@@ -468,6 +472,28 @@ class Job:
                 self._screen.say(f"{names}: no end in {self._grace_s:g} s, killed")
             self._signal(late, signal.SIGKILL)
             self._wait_for(late, _KILL_WAIT_S)
+
+    def _end_helpers(self) -> None:
+        """Let processes that the workers left end: by themselves, then with SIGTERM and grace.
+
+        Those in sessions of their own get no signal that goes to a worker's group.
+        """
+        if any(part.is_alive for part in self.parts):
+            return
+        self._wait_for_helpers(_HELPERS_S)
+        left = helpers()
+        if left and not self._is_hurried:
+            end_helpers(left)
+            self._wait_for_helpers(self._grace_s)
+            if late := helpers():
+                names = ", ".join(f"pid {pid}" for pid in late)
+                self._screen.say(
+                    f"{names}: left by the workers, no end in {self._grace_s:g} s, killed"
+                )
+
+    def _wait_for_helpers(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        self._wait_while(lambda: not self._is_hurried and bool(helpers()), until=until)
 
     def _signal(self, group: Sequence[Part], number: int) -> None:
         why = "all its workers have ended" if self.cause is None else self.cause.text

@@ -43,7 +43,7 @@ START_S = 60.0  # for all machines to answer, where --start-timeout says nothing
 _TOKEN_BYTES = 32
 _MARK_BYTES = 16
 _LOOPBACK = "127.0.0.1"
-_LEAST_GRACE_S = 5.0  # on top of what a follower itself gives its processes
+_LEAST_GRACE_S = 5.0  # on top of what a follower gives its workers, their helpers and servers
 FOLLOWER = ("-P", "-m", "fastps.launch.follow")
 # ssh asks nothing, forwards nothing, and notices within 30 s that the network is gone.
 SSH = ("-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
@@ -119,7 +119,7 @@ class Fleet(Job):
     def __init__(self, options: Options, screen: Screen, inbox: SignalInbox) -> None:
         """Begin without machines."""
         super().__init__(
-            screen, inbox, grace_s=2 * options.grace_s + _LEAST_GRACE_S,
+            screen, inbox, grace_s=3 * options.grace_s + _LEAST_GRACE_S,
             timeout_s=options.timeout_s,
         )  # fmt: skip
         self._options = options

@@ -191,7 +191,8 @@ class Options:
     start_timeout_s: float | None = word("time limits", "--start-timeout", None, _seconds, "S",
         "how long processes wait for each other at the start (FASTPS_START_TIMEOUT_S)")
     grace_s: float = word("time limits", "--grace", 5.0, _seconds, "S",
-        "seconds between SIGTERM and SIGKILL when processes are ended (default 5)")
+        "seconds between SIGTERM and SIGKILL when processes are ended (default 5); also for what "
+        "ended workers leave, such as an uploader, which gets SIGTERM a second after them")
     output_dir: pathlib.Path | None = word("output", "--output-dir", None, pathlib.Path, "DIR",  # noqa: RUF009
         "also write DIR/worker-0.stdout, DIR/worker-0.stderr, DIR/server-0.stdout ...")
     timeline: pathlib.Path | None = word("output", "--timeline", None, _file, "FILE",  # noqa: RUF009

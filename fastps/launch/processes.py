@@ -17,7 +17,7 @@ import pathlib
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, BinaryIO
 
 from fastps.launch.limits import StartError, memory_kills
@@ -144,6 +144,22 @@ def describe_exit(code: int) -> str:
 def become_subreaper() -> None:
     """Make orphans of children children of this process, so that `sweep` finds them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def helpers() -> list[int]:
+    """Bury what has ended; return the processes that ended ones have left to this process.
+
+    Call when all known children are buried.
+    """
+    return _descendants(os.getpid()) if _bury_orphans() else []
+
+
+def end_helpers(pids: Sequence[int]) -> None:
+    """Ask processes to end, and wake those that are stopped."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGCONT)
 
 
 def sweep() -> list[int]:

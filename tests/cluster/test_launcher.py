@@ -267,6 +267,37 @@ def test_helpers_of_a_worker_are_ended_too(job):
     assert job.processes() == []
 
 
+UPLOADER = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+os.write(int(sys.argv[1]), b"ready")
+signal.sigwait([signal.SIGTERM])
+print("uploaded", flush=True)
+while "stays" in sys.argv:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("stays", [[], ["stays"]])
+@pytest.mark.parametrize("code", [0, 3])
+def test_helpers_in_sessions_of_their_own_have_the_grace(job, code, stays):
+    uploader = job.write("uploader.py", UPLOADER)
+    program = f"""
+        import os, subprocess, sys
+        reader, writer = os.pipe()
+        subprocess.Popen([sys.executable, {uploader!r}, str(writer), *{stays}],
+                         pass_fds=[writer], start_new_session=True)
+        os.read(reader, 5)
+        os._exit({code})
+    """
+    grace = "0.5" if stays else "1000"
+    result = job.run(job.python("--grace", grace, code=program))
+    assert result.returncode == code, result.stderr
+    assert "[worker 0] uploaded" in result.stdout
+    assert ("left by the workers, no end in 0.5 s, killed" in result.stderr) == bool(stays)
+    assert job.processes() == []
+
+
 def test_stopped_worker_is_ended(job):
     with job.started(job.python("-np", "2", "-s", "1", code=print_pid_forever())) as process:
         found = {}
