@@ -222,6 +222,61 @@ def test_optimizers_of_keras_and_of_sessions(tmp_path):
     run(OPTIMIZERS, tmp_path, environ={"FASTPS_SHARED_MEMORY": "0"})  # servers hold some
 
 
+SESSIONS = """
+    v1, order = tf.compat.v1, list(range(12))
+    makers = {
+        "average": lambda x, name: fps.push_pull(x, name),
+        "max": lambda x, name: fps.allreduce(x, name, op=fps.Max),
+        "half": lambda x, name: fps.allreduce(tf.cast(x, tf.bfloat16), name, op=fps.Min),
+        "allgather": lambda x, name: fps.allgather(x[: 1 + rank], name),
+        "broadcast": lambda x, name: fps.broadcast(x, 1, name=name),
+        "reducescatter": lambda x, name: fps.reducescatter(x, name, op=fps.Sum),
+        "alltoall": lambda x, name: fps.alltoall(x, name=name),
+        "sparse": lambda x, name: fps.push_pull(
+            tf.IndexedSlices(x[:1], tf.constant([rank]), tf.constant([4, 3])), name).values,
+    }
+    def wanted(kind, i):
+        both = [np.full((4, 3), i + of, "f4") for of in range(2)]
+        return {
+            "average": lambda: (both[0] + both[1]) / 2,
+            "max": lambda: both[1],
+            "half": lambda: both[0],
+            "allgather": lambda: np.concatenate([both[0][:1], both[1][:2]]),
+            "broadcast": lambda: both[1],
+            "reducescatter": lambda: (both[0] + both[1])[:2],
+            "alltoall": lambda: np.concatenate([both[0][:2], both[1][:2]]),
+            "sparse": lambda: np.concatenate([both[0][:1], both[1][:1]]) / 2,
+        }[kind]()
+    for threads in (1, 2):
+        for kind, make in makers.items():
+            with tf.Graph().as_default():  # each worker's threads take them as they like
+                mine = order[::-1] if rank else order
+                shape = (None, 3) if kind == "max" else (4, 3)
+                given = {i: tf.fill((4, 3), float(i + rank)) for i in mine}
+                made = {i: make(v1.placeholder_with_default(given[i], shape),
+                                f"{kind} {i}") for i in mine}
+                options = v1.ConfigProto(inter_op_parallelism_threads=threads,
+                                         intra_op_parallelism_threads=1)
+                with v1.Session(config=options) as session:
+                    for _ in range(3):
+                        for i, found in zip(mine, session.run([made[i] for i in mine])):
+                            np.testing.assert_array_equal(found.astype("f4"), wanted(kind, i))
+    with tf.Graph().as_default():  # all kinds at once, and an error of one of them
+        made = [make(tf.fill((4, 3), float(rank)), f"all {kind}") for kind, make in makers.items()]
+        wrong = fps.allreduce(tf.ones(3 + rank), "differ", op=fps.Max)
+        with v1.Session() as session:
+            for kind, found in zip(makers, session.run(made)):
+                np.testing.assert_array_equal(found.astype("f4"), wanted(kind, 0))
+            with pytest.raises(tf.errors.OpError, match="MismatchError"):
+                session.run([wrong, *made])
+    fps.barrier()
+"""
+
+
+def test_independent_operations_of_a_session_do_not_wait_for_each_other(tmp_path):
+    run(SESSIONS, tmp_path)
+
+
 MIRRORED = """
     with strategy.scope():
         weights = [tf.Variable(tf.fill((2, 2), float(rank))), tf.Variable(tf.zeros(100_000))]

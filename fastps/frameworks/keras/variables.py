@@ -74,7 +74,7 @@ def _held(steps: AsynchronousSteps, before: list[Any], changes: list[Any]) -> li
             return steps.exchange(arrays[:count], arrays[count:])
 
         kinds, shapes = [one.dtype for one in before], [one.shape for one in before]
-        return call(run, [*before, *changes], kinds, shapes)
+        return call(("apart", id(steps)), run, [*before, *changes], kinds, shapes)
     if name == "jax":
         from fastps.frameworks.jax.apart import exchange_apart  # noqa: PLC0415
 

@@ -17,6 +17,11 @@ class Tensors(Lent): ...
 @disjoint_base
 class Outputs(Tensors):
     def give(self, place: int, slot: Slot) -> None: ...
+    def make(self, place: int, array: Array) -> None: ...
+
+@disjoint_base
+class Pending:
+    def run(self) -> None: ...
 
 @disjoint_base
 class Slot:
@@ -29,5 +34,6 @@ class Slot:
 def register(
     addresses: Sequence[int],
     run: Callable[[int, Tensors, Outputs], None],
-    outputs_of: Callable[[int], Sequence[tuple[int, Sequence[int], bool]]],
+    describe: Callable[[int], tuple[bool, Sequence[tuple[int, Sequence[int] | None, bool]]]],
+    defer: Callable[[Callable[[], object]], object],
 ) -> None: ...

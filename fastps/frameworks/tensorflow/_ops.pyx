@@ -6,11 +6,20 @@ what of it is used is declared here, and its functions are found by name in the 
 loaded, so that neither header nor library is needed to build. A node has a number, which chooses
 the Python function and what it gives. Inputs are held as long as Python holds them; outputs are
 allocated by TensorFlow, or are slots: memory of ours that TensorFlow says when it has done with,
-by a flag that needs no GIL. The GIL is held while Python runs, except where it copies or waits.
+by a flag that needs no GIL; those of a shape that is known only then are copied from an array.
+The GIL is held while Python runs, except where it copies or waits.
+
+Kernels are asynchronous: a function that may wait for other workers is a Pending call, which a
+thread of ours runs, so that TensorFlow's threads, which may be few, go on to the operations that
+other workers wait for. TensorFlow goes on from a call when its callback is run, once. The C
+interface hands the callback over as the address of a std::function that lives until the kernel's
+function returns; so a call that ends later keeps a copy. Its layout is that of GNU's libstdc++,
+which TensorFlow's packages for Linux are built with.
 """
 
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
 
 from fastps._atomic cimport fps_load32, fps_store32
 from fastps.frameworks._lent cimport Lent, array_at
@@ -38,7 +47,7 @@ cdef extern from *:
         void (*register_definition)(void *, void *);
         void (*unknown_shape)(void *, void *);
         void *(*new_kernel)(const char *, const char *, void *(*)(void *),
-                            void (*)(void *, void *), void (*)(void *));
+                            void (*)(void *, void *, void *), void (*)(void *));
         void (*register_kernel)(const char *, void *, void *);
         void (*get_number)(void *, const char *, int64_t *, void *);
         void (*fail_construction)(void *, void *);
@@ -55,8 +64,31 @@ cdef extern from *:
         int (*type)(const void *);
         int (*rank)(const void *);
         int64_t (*extent)(const void *, int);
+        void (*run_callback)(void *);
     } TensorflowApi;
+
+    /* std::function<void()> of libstdc++: what is called, and who copies, frees and calls it. */
+    typedef struct Callback {
+        void *stored[2];
+        _Bool (*manage)(struct Callback *, const struct Callback *, int);
+        void (*invoke)(const struct Callback *);
+    } Callback;
+
+    enum { CLONE = 2, DESTROY = 3 };
+
+    static void copy_callback(Callback *to, const Callback *from) {
+        *to = *from;
+        from->manage(to, from, CLONE);
+    }
+
+    static void free_callback(Callback *callback) {
+        callback->manage(callback, callback, DESTROY);
+    }
     """
+    ctypedef struct Callback:
+        pass
+    void copy_callback(Callback *to, const Callback *source) noexcept nogil
+    void free_callback(Callback *callback) noexcept nogil
     ctypedef struct TensorflowApi:
         void *(*new_status)() noexcept nogil
         void (*delete_status)(void *) noexcept nogil
@@ -73,7 +105,7 @@ cdef extern from *:
         void (*unknown_shape)(void *, void *) noexcept nogil
         void *(*new_kernel)(
             const char *, const char *, void *(*)(void *) noexcept nogil,
-            void (*)(void *, void *) noexcept nogil, void (*)(void *) noexcept nogil,
+            void (*)(void *, void *, void *) noexcept nogil, void (*)(void *) noexcept nogil,
         ) noexcept nogil
         void (*register_kernel)(const char *, void *, void *) noexcept nogil
         void (*get_number)(void *, const char *, int64_t *, void *) noexcept nogil
@@ -95,6 +127,7 @@ cdef extern from *:
         int (*type)(const void *) noexcept nogil
         int (*rank)(const void *) noexcept nogil
         int64_t (*extent)(const void *, int) noexcept nogil
+        void (*run_callback)(void *) noexcept nogil
 
 # In the order of the struct.
 FUNCTIONS = (
@@ -104,10 +137,11 @@ FUNCTIONS = (
     "TF_OpDefinitionBuilderSetIsStateful",
     "TF_OpDefinitionBuilderSetShapeInferenceFunction", "TF_RegisterOpDefinition",
     "TF_ShapeInferenceContextSetUnknownShape",
-    "TF_NewKernelBuilder", "TF_RegisterKernelBuilder", "TF_OpKernelConstruction_GetAttrInt64",
+    "TF_NewAsyncKernelBuilder", "TF_RegisterKernelBuilder", "TF_OpKernelConstruction_GetAttrInt64",
     "TF_OpKernelConstruction_Failure", "TF_OpKernelContext_Failure", "TF_NumInputs",
     "TF_GetInput", "TF_AllocateOutput", "TF_SetOutput", "TF_NewTensor", "TF_DeleteTensor",
     "TF_TensorData", "TF_TensorByteSize", "TF_TensorType", "TF_NumDims", "TF_Dim",
+    "TF_RunAsyncOpKernelDoneCallback",
 )  # fmt: skip
 
 cdef enum:
@@ -122,15 +156,18 @@ cdef struct Output:
     int64_t[RANK] extents
     int64_t nbytes
     bint is_slot  # Python gives it
+    bint is_open  # allocated when its shape is known
 
 cdef struct Kernel:
     int64_t number
+    bint may_wait  # for other workers
     int count
     Output *outputs
 
 cdef TensorflowApi api
 cdef object _run = None  # f(number, inputs, outputs)
-cdef object _outputs_of = None  # f(number) -> (type, shape, is_slot) of each output
+cdef object _describe = None  # f(number) -> may_wait, and (type, shape, is_slot) of each output
+cdef object _defer = None  # f(call) has a thread call that
 # TF_DataType as NumPy types; bfloat16 as the 16 bits that it is.
 _DTYPES = {
     1: np.dtype(np.float32), 2: np.dtype(np.float64), 3: np.dtype(np.int32),
@@ -140,21 +177,22 @@ _DTYPES = {
 }
 
 
-def register(addresses, run, outputs_of):
+def register(addresses, run, describe, defer):
     """Make the operation known to TensorFlow; once for each process.
 
-    addresses: of FUNCTIONS. run: f(number, inputs, outputs), called in threads of TensorFlow.
-    outputs_of: f(number) gives for each output (TensorFlow's type, shape, whether run gives a
-    slot for it). RuntimeError where TensorFlow refuses it.
+    addresses: of FUNCTIONS. run: f(number, inputs, outputs), called in threads of TensorFlow, and
+    of defer. describe: f(number) gives whether run may wait for other workers, and for each output
+    (TensorFlow's type, shape or None where run makes it, whether run gives a slot for it). defer:
+    f(call) has another thread call that, at once. RuntimeError where TensorFlow refuses it.
     """
-    global _run, _outputs_of
+    global _run, _describe, _defer
     cdef Pointer *table = <Pointer *>&api
     cdef Py_ssize_t place
     if len(addresses) * sizeof(Pointer) != sizeof(api):
         raise ValueError(f"{len(addresses)} functions do not fill the table")
     for place in range(len(addresses)):
         table[place] = <void *><uintptr_t>addresses[place]
-    _run, _outputs_of = run, outputs_of
+    _run, _describe, _defer = run, describe, defer
     cdef void *status = api.new_status()
     cdef void *built = api.new_definition(b"FastpsCall")
     for attribute in (b"number: int", b"Tin: list(type) >= 0", b"Tout: list(type) >= 0"):
@@ -217,9 +255,10 @@ cdef class Tensors(Lent):
 
 
 cdef class Outputs(Tensors):
-    """Outputs of one call; those that are slots are given by Python."""
+    """Outputs of one call; those that are slots or open are given by Python."""
 
     cdef Kernel *kernel
+    cdef void *context
     cdef dict slots  # by place
 
     def give(self, Py_ssize_t place, Slot slot):
@@ -234,6 +273,32 @@ cdef class Outputs(Tensors):
             raise ValueError(f"output {place} has {nbytes} bytes, the slot {slot.nbytes}")
         self.slots[place] = slot
         self.addresses[place], self.sizes[place] = slot.address, nbytes
+
+    def make(self, Py_ssize_t place, array):
+        """Allocate an open output in the shape of an array, and copy that; TypeError for dtypes."""
+        cdef int axis, rank = array.ndim
+        cdef void *tensor
+        cdef void *status
+        cdef int64_t *extents
+        if not 0 <= place < self.count or not self.kernel.outputs[place].is_open:
+            raise IndexError(place)
+        extents = <int64_t *>calloc(max(rank, 1), sizeof(int64_t))
+        if extents == NULL:
+            raise MemoryError
+        status = api.new_status()
+        try:
+            for axis in range(rank):
+                extents[axis] = array.shape[axis]
+            tensor = api.allocate(
+                self.context, <int>place, self.kernel.outputs[place].type, extents, rank,
+                array.nbytes, status,
+            )
+            check(status)
+        finally:
+            free(extents)
+            api.delete_status(status)
+        self.take(place, tensor)
+        np.copyto(self.array(place), array, casting="no")
 
     cdef object array(self, Py_ssize_t place):
         cdef Slot slot = self.slots.get(place)
@@ -310,17 +375,17 @@ cdef Kernel *described(int64_t number, void *status) noexcept with gil:
     cdef Kernel *kernel = <Kernel *>calloc(1, sizeof(Kernel))
     cdef Output *output
     try:
-        listed = _outputs_of(number)
-        if max([len(shape) for _, shape, _ in listed], default=0) > RANK:
+        may_wait, listed = _describe(number)
+        if max([len(shape or ()) for _, shape, _ in listed], default=0) > RANK:
             raise ValueError(f"tensors have at most {RANK} dimensions")
-        kernel.number = number
+        kernel.number, kernel.may_wait = number, may_wait
         kernel.count = len(listed)
         kernel.outputs = <Output *>calloc(max(len(listed), 1), sizeof(Output))
         for place, (kind, shape, is_slot) in enumerate(listed):
             output = &kernel.outputs[place]
-            output.type, output.rank, output.is_slot = kind, len(shape), is_slot
-            output.nbytes = _DTYPES[kind].itemsize
-            for axis, extent in enumerate(shape):
+            output.type, output.is_slot, output.is_open = kind, is_slot, shape is None
+            output.rank, output.nbytes = len(shape or ()), _DTYPES[kind].itemsize
+            for axis, extent in enumerate(shape or ()):
                 output.extents[axis] = extent
                 output.nbytes *= extent
     except BaseException as error:
@@ -336,10 +401,46 @@ cdef void destroy(void *kernel) noexcept nogil:
         free(kernel)
 
 
-cdef void compute(void *kernel, void *context) noexcept nogil:
-    """Run a node."""
+cdef void compute(void *kernel, void *context, void *done) noexcept nogil:
+    """Run a node, here or, where it may wait, in a thread of ours."""
+    if kernel != NULL and (<Kernel *>kernel).may_wait:
+        if is_deferred(<Kernel *>kernel, context, <Callback *>done):
+            return
+    run_node(<Kernel *>kernel, context)
+    api.run_callback(done)
+
+
+cdef bint is_deferred(Kernel *kernel, void *context, Callback *done) noexcept with gil:
+    """Have a thread of ours run a node; False where none can be started."""
+    cdef Pending pending = Pending.__new__(Pending)
+    pending.kernel, pending.context = kernel, context
+    copy_callback(&pending.done, done)
+    try:
+        _defer(pending.run)
+    except BaseException:
+        free_callback(&pending.done)
+        return False
+    return True
+
+
+cdef class Pending:
+    """A call of a node that TensorFlow waits for."""
+
+    cdef Kernel *kernel  # these two live until the callback is run
+    cdef void *context
+    cdef Callback done  # copied when the call was deferred, freed by run()
+
+    def run(self):
+        """Run the node and let TensorFlow go on, which it may do in this thread; once."""
+        with nogil:
+            run_node(self.kernel, self.context)
+            api.run_callback(&self.done)
+            free_callback(&self.done)
+
+
+cdef void run_node(Kernel *kernel, void *context) noexcept nogil:
     cdef void *status = api.new_status()
-    if kernel == NULL or not ran(<Kernel *>kernel, context, status):
+    if kernel == NULL or not ran(kernel, context, status):
         api.fail_call(context, status)
     api.delete_status(status)
 
@@ -375,17 +476,17 @@ cdef Tensors inputs_of(void *context, void *status):
 
 
 cdef Outputs outputs_of(Kernel *kernel, void *context, void *status):
-    """Allocate the outputs of a call, but those that are slots."""
+    """Allocate the outputs of a call, but those that Python gives."""
     cdef Outputs found = Outputs.__new__(Outputs)
     cdef int place
     cdef void *tensor
     cdef Output *output
     found.reserve(kernel.count)
-    found.kernel, found.slots = kernel, {}
+    found.kernel, found.context, found.slots = kernel, context, {}
     found.is_writable = True
     for place in range(kernel.count):
         output = &kernel.outputs[place]
-        if output.is_slot:
+        if output.is_slot or output.is_open:
             continue
         tensor = api.allocate(
             context, place, output.type, output.extents, output.rank, output.nbytes, status

@@ -2,7 +2,10 @@
 """How a tf.function calls Python: by an operation of ours, or by tf.numpy_function().
 
 The operation is registered with the TensorFlow that is loaded, through its C interface, at the
-first use; where that fails, is_native() says so. Knows nothing of what is called.
+first use; where that fails, is_native() says so. Knows nothing of what is called. A function that
+may wait for other workers is called in a thread of ours, as many as there are calls at once:
+TensorFlow runs operations of a session in any order, and waiting ones would fill its threads
+before those have begun that other workers wait for.
 """
 
 from __future__ import annotations
@@ -11,19 +14,23 @@ import ctypes
 import functools
 import logging
 import os
+import queue
+import threading
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_def_library
 
-from fastps.frameworks._arrays import Arrays, Calls
+from fastps.frameworks._arrays import Arrays, Calls, wire_view
 from fastps.frameworks.tensorflow import _ops
 from fastps.given import refuse_masked
 from fastps.worker.handle import Array
 
 OPERATION = "FastpsCall"
+_BFLOAT16 = tf.bfloat16.as_numpy_dtype
 LIBRARY = "libtensorflow_framework.so.2"
 _log = logging.getLogger(__name__)
 
@@ -32,7 +39,7 @@ class Result(NamedTuple):
     """What one output of an operation is."""
 
     kind: Any  # a tf.DType
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None  # None: the function makes it
     is_slot: bool = False  # the function gives a slot for it
 
 
@@ -46,34 +53,61 @@ def tensor_of(given: Any) -> Any:
 
 
 class _Table:
-    """Functions by number, and what each gives."""
+    """Functions by number, what each gives, and whether it may wait."""
 
     def __init__(self) -> None:
         self.calls = Calls()
-        self._results: dict[int, Sequence[Result]] = {}
+        self._results: dict[int, tuple[bool, Sequence[Result]]] = {}
 
-    def number_of(self, key: Hashable, run: Run, results: Sequence[Result]) -> int:
+    def number_of(
+        self, key: Hashable, run: Run, results: Sequence[Result], *, may_wait: bool
+    ) -> int:
         """Give the number of a function, the same for the same key."""
 
         def call(device: int, inputs: Arrays, outputs: Any) -> None:
             run(inputs, outputs)
 
         number = self.calls.number_of(key, lambda: call)
-        self._results.setdefault(number, results)
+        self._results.setdefault(number, (may_wait, results))
         return number
 
     def run(self, number: int, inputs: _ops.Tensors, outputs: _ops.Outputs) -> None:
         """Call a function."""
         self.calls.run(number, 0, inputs, outputs)
 
-    def outputs_of(self, number: int) -> list[tuple[int, tuple[int, ...], bool]]:
-        """Describe what a function gives."""
-        return [
-            (one.kind.as_datatype_enum, one.shape, one.is_slot) for one in self._results[number]
-        ]
+    def describe(self, number: int) -> tuple[bool, list[tuple[int, tuple[int, ...] | None, bool]]]:
+        """Return whether a function may wait, and what it gives."""
+        may_wait, results = self._results[number]
+        return may_wait, [(one.kind.as_datatype_enum, one.shape, one.is_slot) for one in results]
+
+
+class _Threads:
+    """Threads that run calls at once: an idle one, or a new one; they end with the process."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0  # less those for whom there is a call already
+
+    def defer(self, call: Callable[[], object]) -> None:
+        """Have a thread run a call; RuntimeError where none can be started."""
+        with self._lock:
+            is_new = not self._idle
+            if not is_new:
+                self._idle -= 1
+        if is_new:
+            threading.Thread(target=self._run, name="fastps-tensorflow", daemon=True).start()
+        self._calls.put(call)
+
+    def _run(self) -> None:
+        while True:
+            self._calls.get()()
+            with self._lock:
+                self._idle += 1
 
 
 _table = _Table()
+_threads = _Threads()
 
 
 @functools.cache
@@ -83,7 +117,8 @@ def is_native() -> bool:
         path = os.path.join(tf.sysconfig.get_lib(), LIBRARY)
         library = ctypes.CDLL(path)
         found = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in _ops.FUNCTIONS]
-        _ops.register([each.value or 0 for each in found], _table.run, _table.outputs_of)
+        addresses = [each.value or 0 for each in found]
+        _ops.register(addresses, _table.run, _table.describe, _threads.defer)
     except (OSError, AttributeError, RuntimeError) as error:
         _log.info("TensorFlow takes no operation of ours, so functions are called by its "
                   "numpy_function(), which is slower: %s", error)  # fmt: skip
@@ -92,14 +127,20 @@ def is_native() -> bool:
 
 
 def call_native(
-    key: Hashable, run: Run, tensors: Sequence[Any], results: Sequence[Result]
+    key: Hashable,
+    run: Run,
+    tensors: Sequence[Any],
+    results: Sequence[Result],
+    *,
+    may_wait: bool = False,
 ) -> list[Any]:
     """Add a call of a function to the graph that is traced; gives its results.
 
     run: f(inputs, outputs) fills in the outputs that TensorFlow has allocated, and gives slots
-    for the others. key: the function's; the same one gives the same results.
+    for the others, or makes them. key: the function's; the same one gives the same results.
+    may_wait: for other workers.
     """
-    number = _table.number_of(key, run, results)
+    number = _table.number_of(key, run, results, may_wait=may_wait)
     listed = op_def_library.apply_op(
         OPERATION, inputs=list(tensors), number=number, Tout=[one.kind for one in results]
     )
@@ -109,19 +150,51 @@ def call_native(
 
 
 def call(
-    run: Callable[..., Any], tensors: Sequence[Any], kinds: Sequence[Any], shapes: Sequence[Any]
+    key: Hashable,
+    run: Callable[..., Any],
+    tensors: Sequence[Any],
+    kinds: Sequence[Any],
+    shapes: Sequence[Any],
 ) -> list[Any]:
     """Add a call of a function on arrays to the graph, or do it now; gives its results.
 
-    run: takes arrays, gives a list of arrays of the kinds, whose shapes are as far as known.
+    run: takes arrays, gives a list of arrays of the kinds, whose shapes are as far as known; it
+    may wait for other workers. key: the function's; the same one and kinds mean the same.
     """
     if tf.executing_eagerly():
         made = run(*map(_host, tensors))
         return [tf.convert_to_tensor(one) for one in _listed(made)]
-    listed = _listed(tf.numpy_function(run, list(tensors), list(kinds)))
+    if is_native():
+        halves = tuple(one.dtype == tf.bfloat16 for one in tensors)
+        results = [Result(kind, None) for kind in kinds]
+        made = partial(_make, run, halves)
+        whole = (key, halves, tuple(kinds))
+        listed = call_native(whole, made, tensors, results, may_wait=True)
+    else:
+        listed = _listed(tf.numpy_function(run, list(tensors), list(kinds)))
     for one, shape in zip(listed, shapes, strict=True):
         one.set_shape(shape)
     return listed
+
+
+class _Held:
+    """Memory of one of a call's tensors, which live while an array is over it."""
+
+    def __init__(self, tensors: Arrays, place: int) -> None:
+        self.__array_interface__ = tensors[place].__array_interface__
+        self._tensors = tensors
+
+
+def _make(
+    run: Callable[..., Any], halves: Sequence[bool], inputs: Arrays, outputs: _ops.Outputs
+) -> None:
+    """Call a function on arrays; halves: which of them are bfloat16."""
+    held = [np.asarray(_Held(inputs, place)) for place in range(len(halves))]
+    arrays = [
+        one.view(_BFLOAT16) if is_half else one for one, is_half in zip(held, halves, strict=True)
+    ]
+    for place, one in enumerate(_listed(run(*arrays))):
+        outputs.make(place, wire_view(np.asarray(one)))
 
 
 def _listed(found: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ def _reduced(tensor: Any, label: str, op: Op, process_set: ProcessSet) -> Any:
             scale(found, code, factor)
         return _like(found, array)
 
-    return _once(run, tensor)
+    return _once(("reduced", label, op, process_set), run, tensor)
 
 
 @as_it_is
@@ -82,7 +82,8 @@ def broadcast(
         is_root = process_set.rank() == process_set.member(root_rank, "root_rank")
         return whole if is_root else tf.zeros_like(whole)
 
-    return _differentiable(lambda one: (_once(run, one), back), tensor)
+    key = ("broadcast", label, root_rank, process_set)
+    return _differentiable(lambda one: (_once(key, run, one), back), tensor)
 
 
 @as_it_is
@@ -103,7 +104,7 @@ def allgather(tensor: Any, name: str, *, process_set: ProcessSet = global_proces
 
     def gather(one: Any) -> Any:
         kinds, shapes = [one.dtype, tf.int64], [[None, *one.shape[1:]], []]
-        found, first = call(run, [one], kinds, shapes)
+        found, first = call(("allgather", label, process_set), run, [one], kinds, shapes)
 
         def back(gradient: Any) -> Any:
             whole = _reduced(gradient, of_gradient(label), Average, process_set)
@@ -134,7 +135,8 @@ def reducescatter(
         whole = allgather(gradient, of_gradient(label), process_set=process_set)
         return whole * process_set.size() if op is Sum else whole
 
-    return _differentiable(lambda one: (_once(run, one, rows=True), back), tensor)
+    key = ("reducescatter", label, op, process_set)
+    return _differentiable(lambda one: (_once(key, run, one, rows=True), back), tensor)
 
 
 @as_it_is
@@ -164,7 +166,8 @@ def alltoall(
 
     def exchange(one: Any) -> Any:
         shapes = [[None, *one.shape[1:]], [None]]
-        found, received = call(run, [one, *sent], [one.dtype, tf.int64], shapes)
+        key, kinds = ("alltoall", label, process_set), [one.dtype, tf.int64]
+        found, received = call(key, run, [one, *sent], kinds, shapes)
 
         def back(gradient: Any, *_: Any) -> Any:
             how: Any = {"name": of_gradient(label), "process_set": process_set}
@@ -186,11 +189,11 @@ def _differentiable(run: Any, tensor: Any) -> Any:
     return tf.custom_gradient(run)(tensor_of(tensor))
 
 
-def _once(run: Any, tensor: Any, *, rows: bool = False) -> Any:
+def _once(key: Hashable, run: Any, tensor: Any, *, rows: bool = False) -> Any:
     """Call a function of one tensor that gives one like it, or of other rows."""
     value = tensor_of(tensor)
     shape = [None, *value.shape[1:]] if rows else value.shape
-    return call(run, [value], [value.dtype], [shape])[0]
+    return call(key, run, [value], [value.dtype], [shape])[0]
 
 
 def _wire(array: Array) -> Array:

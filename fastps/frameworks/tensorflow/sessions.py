@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorFlow 1's sessions, as tf.compat.v1 has them: a hook, and its optimizers.
 
-Operations of a session run in any order, and the threads they block may be all there are: what
-workers do one after the other hangs together here by control dependencies, or is one operation.
+Operations of a session run in any order, which may differ between workers. None of ours blocks a
+thread of TensorFlow (calls.py), so those that are independent may all be under way at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def broadcast_global_variables(root_rank: int = 0) -> Any:
         broadcast_in_place(copies, names, root_rank)
         return copies
 
-    found = call(run, variables, kinds, [one.shape for one in variables]) if variables else []
+    shapes, key = [one.shape for one in variables], ("global variables", root_rank)
+    found = call(key, run, variables, kinds, shapes) if variables else []
     pairs = zip(variables, found, strict=True)
     return tf.group(*[v1.assign(variable, value) for variable, value in pairs])
 

@@ -115,7 +115,7 @@ class _Step:
                 zip(self._kinds, self._exchange.specs, strict=True)
             )
         ]
-        return call_native((id(self), "end"), self._end, tokens, results)
+        return call_native((id(self), "end"), self._end, tokens, results, may_wait=True)
 
     def _begin(self, number: int, sources: Any, outputs: _ops.Outputs) -> None:
         """Begin a bucket, whose tensors are held until its end."""
@@ -152,8 +152,10 @@ class _Step:
         tokens = []
         for number in reversed(self._numbers):
             some = [tensors[i] for i in self._exchange.plan[number]]
-            tokens += call(partial(self._start, number), some, [tf.int32], [()])
-        return call(self._finish, tokens, self._kinds, [one.shape for one in tensors])
+            start, key = partial(self._start, number), (id(self), "start", number)
+            tokens += call(key, start, some, [tf.int32], [()])
+        shapes = [one.shape for one in tensors]
+        return call((id(self), "finish"), self._finish, tokens, self._kinds, shapes)
 
     def _start(self, number: int, *sources: Array) -> Array:
         arrays = [wire_view(np.ascontiguousarray(source)) for source in sources]
@@ -243,7 +245,8 @@ def add_slices(slices: Any, name: str, op: Op, process_set: ProcessSet) -> Any:
 
     kinds = [kind, slices.indices.dtype]
     shapes = [[None, *slices.values.shape[1:]], [None]]
-    values, indices = call(run, [slices.values, slices.indices], kinds, shapes)
+    key = ("slices", name, op, process_set)
+    values, indices = call(key, run, [slices.values, slices.indices], kinds, shapes)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
