@@ -25,6 +25,7 @@ from fastps.config.parsers import (
     as_boolean,
     as_integer,
     as_log_level,
+    as_partition,
     as_path,
     as_path_mtu,
     as_seconds,
@@ -249,9 +250,10 @@ class Config:
              "memory where Yama restricts that; set by it.")
     unix_sockets: bool = _set(DATA, True,
         text="Use Unix sockets in the place of TCP between processes of one machine.")
-    partition_bytes: int = _set(DATA, 4096000, "BYTEPS_PARTITION_BYTES", parse=as_aligned,
+    partition_bytes: int = _set(DATA, 4096000, "BYTEPS_PARTITION_BYTES", parse=as_partition,
         unit="bytes", allowed=(4096, GIB),
-        text="Largest piece of a tensor that one server owns; rounded up to a multiple of 64.")
+        text="Largest piece of a tensor that one server owns; rounded up to a multiple of 64. "
+             "Up to 2 GiB is taken, as BytePS does, and means 1 GiB.")
     chunk_bytes: int = _set(DATA, 0, parse=as_aligned, unit="bytes", allowed=(0, GIB),
         text="Largest frame of a partition, the grain of overlap; rounded up to a multiple of "
              "64, at least 4096. 0 chooses: 512 KiB if all servers are on the loopback, else 64 "

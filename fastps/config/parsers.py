@@ -10,6 +10,8 @@ import operator
 import os
 
 ALIGNMENT = 64  # bytes; partitions and chunks start on cache lines
+MOST_PARTITION_BYTES = 1 << 30  # as partition.py has it
+_BYTEPS_PARTITIONS = range(MOST_PARTITION_BYTES, (1 << 31) + 1)  # programs say "none" by 2**31 - 1
 PATH_MTUS = (0, 256, 512, 1024, 2048, 4096)
 
 
@@ -42,6 +44,12 @@ def as_integer(value: object) -> int:
 def as_aligned(value: object) -> int:
     """Read bytes, rounded up to whole cache lines."""
     return -(-as_integer(value) // ALIGNMENT) * ALIGNMENT
+
+
+def as_partition(value: object) -> int:
+    """Read bytes as as_aligned() does; up to 2 GiB, which BytePS takes, means the largest."""
+    nbytes = as_aligned(value)
+    return MOST_PARTITION_BYTES if nbytes in _BYTEPS_PARTITIONS else nbytes
 
 
 def as_path_mtu(value: object) -> int:

@@ -126,6 +126,11 @@ def test_byteps_credit_is_in_partitions():
     assert load({}, {"BYTEPS_SCHEDULING_CREDIT": "0"}).credit_bytes == 0
 
 
+@pytest.mark.parametrize("nbytes", [1 << 30, (1 << 30) + 1, (1 << 31) - 1, 1 << 31])
+def test_what_byteps_takes_for_no_partitions_is_the_largest(nbytes):
+    assert load({}, {"BYTEPS_PARTITION_BYTES": str(nbytes)}).partition_bytes == 1 << 30
+
+
 def test_byteps_cpu_lists_have_a_part_for_each_local_rank():
     environ = {"BYTEPS_VISIBLE_CPU_CORES": "1,4-5:20-25", "LOCAL_RANK": "1"}
     assert load({}, environ).cpus == "20-25"
