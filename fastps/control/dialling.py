@@ -22,6 +22,8 @@ from fastps.transport import sockets
 
 log = logging.getLogger(__name__)
 
+_NAME_S = 1.0  # to look a name up for the text of an error
+
 
 def dial(
     config: Config,
@@ -137,6 +139,22 @@ def _with_address(error: FastPSError, config: Config) -> FastPSError:
     return kind(f"scheduler {_where(config)}: {error}")
 
 
+def _if_it_leads_here(config: Config) -> str:
+    """Say that the scheduler's name means this very machine, as /etc/hosts may have its own."""
+    host = config.scheduler_host
+    try:
+        found = sockets.look_up(host, config.scheduler_port, timeout_s=_NAME_S)
+    except OSError:
+        return ""
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    if host == "localhost" or host in addresses or not all(map(sockets.is_loopback, addresses)):
+        return ""
+    return (
+        f"; here {host} leads to {', '.join(addresses)}, which is this machine: mend /etc/hosts, "
+        "or give the scheduler's address in digits"
+    )
+
+
 def _unknown_host(config: Config, error: socket.gaierror) -> ConfigError:
     return ConfigError(
         f"the scheduler's host {config.scheduler_host!r} is unknown ({error.strerror}) after "
@@ -147,7 +165,8 @@ def _unknown_host(config: Config, error: socket.gaierror) -> ConfigError:
 
 def _unreachable(config: Config, last: str, waited_s: float) -> TransportTimeout:
     return TransportTimeout(
-        f"no scheduler at {_where(config)} after {waited_s:.1f} s of trying: {last}; is it "
-        "started there, and does a firewall let the port through? Set FASTPS_SCHEDULER_HOST and "
-        "FASTPS_SCHEDULER_PORT, or raise FASTPS_START_TIMEOUT_S if it starts late"
+        f"no scheduler at {_where(config)} after {waited_s:.1f} s of trying: {last}"
+        f"{_if_it_leads_here(config)}; is it started there, and does a firewall let the port "
+        "through? Set FASTPS_SCHEDULER_HOST and FASTPS_SCHEDULER_PORT, or raise "
+        "FASTPS_START_TIMEOUT_S if it starts late"
     )

@@ -189,7 +189,7 @@ def _work(
         (str(job["host"]), int(job["port"])) if options.layout.has_meeting else None,
         (str(job["master"][0]), int(job["master"][1])),
     )
-    identity, meeting = prepare(options, identity, inherited)
+    identity, meeting = prepare(options, identity, inherited, say=voice.screen.say)
     voice.tell(bound=0 if identity.scheduler is None else identity.scheduler[1])
     secret = load(environ={**inherited, **dict([identity.secret or ("", "")])}).token_bytes()
     plan = make_plan(options, identity, cpus=len(os.sched_getaffinity(0)), inherited=inherited)

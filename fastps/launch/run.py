@@ -14,8 +14,10 @@ import functools
 import os
 import pathlib
 import secrets
+import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fastps.config import Config, load, process_environment
@@ -116,11 +118,13 @@ def _launch(
             return _dry_run(options, identity, plan_of)
         if identity.secret is not None and identity.secret[0] == "FASTPS_TOKEN":
             identity = dataclasses.replace(identity, secret=hold_token(identity.secret[1]))
-        identity, meeting = prepare(options, identity, inherited)
+        identity, meeting = prepare(options, identity, inherited, say=screen.say)
         handout = Handout(_token_of(options, identity, inherited))
     except FastPSError as error:
         screen.say(str(error), is_alarm=True)
         return EXIT_SETTINGS
+    except KeyboardInterrupt:  # while a name is looked for; nothing is started yet
+        return 128 + signal.SIGINT
     # the inbox to the end: a handler that raises can be lost on its way
     with _kept_master(options, identity, screen) as identity, SignalInbox() as inbox:
         cause = run_plan(
@@ -128,7 +132,9 @@ def _launch(
         )
 
         def run() -> Cause | None:
-            fresh, meets = prepare(options, identity, inherited)  # a port of its own
+            fresh, meets = prepare(
+                options, identity, inherited, say=screen.say
+            )  # a port of its own
             plan = handout.hand_out(plan_of(fresh))
             return run_plan(options, plan, screen, inbox, inherited, meets)
 
@@ -266,9 +272,16 @@ def _master(options: Options) -> tuple[str, int] | None:
 
 
 def prepare(
-    options: Options, identity: Identity, inherited: Mapping[str, str]
+    options: Options,
+    identity: Identity,
+    inherited: Mapping[str, str],
+    *,
+    say: Callable[[str], None],
 ) -> tuple[Identity, Meeting | None]:
-    """Check the settings and hold the scheduler's port; ConfigError says what is wrong."""
+    """Check the settings and hold the scheduler's port; ConfigError says what is wrong.
+
+    say: takes a line for the user where this waits, for the start timeout at most.
+    """
     if identity.scheduler is None:
         return identity, None
     settings = load(environ={**inherited, **scheduler_environment(options, identity)})
@@ -277,12 +290,31 @@ def prepare(
         return identity, None
     host, port = identity.scheduler
     host = settings.host if settings.host and options.layout.is_spread else host
-    listeners = sockets.listen(host, port, port_setting="--scheduler-port")
+    listeners = _listen(host, port, timeout_s=settings.start_timeout_s, say=say)
     if options.layout.is_spread:
         _check_reach(host, [str(sock.getsockname()[0]) for sock in listeners])
     port = listeners[0].getsockname()[1]
     identity = dataclasses.replace(identity, scheduler=(identity.scheduler[0], port))
     return identity, Meeting(settings, listeners)
+
+
+def _listen(
+    host: str, port: int, *, timeout_s: float, say: Callable[[str], None]
+) -> list[socket.socket]:
+    """Listen at a name of this machine, which the name service may learn of only now."""
+    has_said = False
+    failure = ConfigError(f"there was no time to look for {host!r}")
+    for _ in sockets.attempts(time.monotonic() + timeout_s):
+        try:
+            return sockets.listen(host, port, port_setting="--scheduler-port")
+        except ConfigError as error:
+            if not isinstance(error.__cause__, socket.gaierror):
+                raise
+            failure = error
+        if not has_said:
+            has_said = True
+            say(f"{failure}. It is looked for again, for up to {timeout_s:g} s")
+    raise failure
 
 
 def _token_of(options: Options, identity: Identity, inherited: Mapping[str, str]) -> bytes:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of the scheduler's machine that come late, or that lead to the wrong machine."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from fastps.config import load
+from fastps.control import dialling
+from fastps.errors import ConfigError, TransportTimeout
+from fastps.launch import run
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Let a test say what names stand for; one that is not there is unknown."""
+    known: dict[str, str] = {}
+    asked: list[str] = []
+    theirs = socket.getaddrinfo
+
+    def look_up(host, port, *, type=0, flags=0):
+        if host not in known and "." in host:
+            return theirs(host, port, type=type, flags=flags)
+        if not flags & socket.AI_NUMERICHOST:
+            asked.append(host)
+        if flags & socket.AI_NUMERICHOST or host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return theirs(known[host], port, type=type, flags=flags)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return known, asked
+
+
+def test_the_own_name_may_come_late(names):
+    known, asked = names
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        known["late"] = "127.0.0.1"
+
+    listeners = run._listen("late", 0, timeout_s=60, say=say)
+    assert [one.getsockname()[0] for one in listeners] == ["127.0.0.1"]
+    for one in listeners:
+        one.close()
+    assert len(asked) == 2
+    assert len(said) == 1
+    assert said[0].startswith("cannot listen on 'late': unknown host (Name or service not known)")
+    assert said[0].endswith("It is looked for again, for up to 60 s")
+
+
+def test_a_name_that_never_comes_is_refused_in_time(names):
+    with pytest.raises(ConfigError, match=r"unknown host .*; set FASTPS_HOST"):
+        run._listen("never", 0, timeout_s=0.05, say=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_said"), [("debian", True), ("localhost", False), ("127.0.0.1", False)]
+)
+def test_a_name_that_leads_here_is_said_where_others_dial_it(names, name, is_said):
+    names[0].update(debian="127.0.1.1", localhost="127.0.0.1")
+    with socket.create_server(("127.0.1.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = load({"scheduler_host": name, "scheduler_port": port, "insecure": True}, {})
+    with pytest.raises(TransportTimeout, match="no scheduler at") as caught:
+        dialling.dial(
+            config, b"k" * 32, purpose=dialling.Purpose.CONTROL, sender=0,
+            deadline=time.monotonic() + 0.1,
+        )  # fmt: skip
+    words = "here debian leads to 127.0.1.1, which is this machine: mend /etc/hosts"
+    assert (words in str(caught.value)) == is_said
