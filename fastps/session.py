@@ -715,6 +715,7 @@ class Session(Forgetting):
         verdict = None
         if failure.is_loss and client is not None:
             with contextlib.suppress(FastPSError):
+                is_heard = client.begin_probe()
                 report = self._witness.report(failure)
                 if report is not None:
                     client.report_lost(report.member, report.cause, is_owner=report.is_owner)
@@ -722,6 +723,8 @@ class Session(Forgetting):
                     VERDICT_WAIT_S,
                     unless=lambda: bool(self._witness.departure(failure.owner, failure.culprit)),
                 )
+                if verdict is None and not is_heard():
+                    failure = replace(failure, silent=client.address)
         return self._witness.error(failure, verdict)
 
     def poison(self, poison: TensorPoisoned) -> None:

@@ -170,6 +170,7 @@ class Failure:
     why: str = ""
     is_ours: bool = False
     is_operation: bool = False  # of a group, not on a declared tensor
+    silent: str = ""  # the scheduler's address, if it does not answer either
 
     @property
     def is_loss(self) -> bool:
@@ -256,14 +257,20 @@ def _seen_here(failure: Failure) -> str:
     """Say what the worker knows by itself: there is no scheduler to say who is to blame."""
     if failure.status is Status.SHUTDOWN:  # then we ended our links ourselves
         return ENDINGS[failure.status]
-    if failure.owner is not None and failure.is_loss:
-        return (
-            f"the link to {failure.owner_name} broke{failure.why}, and the scheduler did not "
-            f"say within {VERDICT_WAIT_S:g} s who is lost"
+    unsaid = f"and the scheduler did not say within {VERDICT_WAIT_S:g} s who is lost"
+    if failure.silent:
+        unsaid = (
+            f"and the scheduler at {failure.silent} does not answer: its machine, or fastps-run "
+            "there, is stopped, cut off or without power"
         )
+    if failure.owner is not None and failure.is_loss:
+        return f"the link to {failure.owner_name} broke{failure.why}, {unsaid}"
+    if failure.culprit is not None and failure.silent:
+        return f"worker {failure.culprit} gave up, {unsaid}"
     if failure.culprit is not None:
         return left_text(failure.culprit)
-    return failure.said or ENDINGS.get(failure.status, f"it failed with {failure.status.name}")
+    seen = failure.said or ENDINGS.get(failure.status, f"it failed with {failure.status.name}")
+    return f"{seen}, {unsaid}" if failure.silent and failure.is_loss else seen
 
 
 def left_text(rank: int | None) -> str:

@@ -188,6 +188,7 @@ class ControlClient:
         self._is_ending = False  # the scheduler will close the connection in order
         self._is_closed = False
         self._write_failure = ""
+        self._is_silent = False  # when asked last, the scheduler did not answer
         self._pulse: Pulse | None = None
         self._job: Job | None = None
         self.watch: Callable[[], None] = _nothing  # called now and then on the reader thread
@@ -371,20 +372,51 @@ class ControlClient:
             return str(self._first_lost)
         return None if self._over is None else f"the job is over: {self._over.reason}"
 
+    def begin_probe(self) -> Callable[[], bool]:
+        """Begin to find out whether the scheduler answers; call the result to hear it.
+
+        That blocks for GRACE_S after the beginning at most. leave() does not wait for a scheduler
+        that was silent. One whose connection has ended is not silent: that says more.
+        """
+        asked: list[Asked[ClockTold]] = []
+        with contextlib.suppress(FastPSError):
+            message = AskClock(next(self._numbers))
+            asked += [self._begin(message, ClockTold, what="asking for the time", timeout_s=0.0)]
+
+        def is_heard() -> bool:
+            with contextlib.suppress(PeerLostError, ShutdownError):
+                try:
+                    for one in asked:
+                        one.wait()
+                except StallError:
+                    self._is_silent = True
+            return not self._is_silent
+
+        return is_heard
+
+    @property
+    def address(self) -> str:
+        """Return where the scheduler is, as host:port."""
+        return sockets.join_address(self._config.scheduler_host, self._config.scheduler_port)
+
     # ---- the end ----
 
     def leave(self, *, timeout_s: float) -> None:
         """Leave in order, so that the others do not take it for a death, and close.
 
         A worker that serves too waits until all workers leave, or for timeout_s. Does not raise
-        if the scheduler or a peer is lost: there is nobody left to tell.
+        if the scheduler or a peer is lost: there is nobody left to tell. Does not wait for a
+        scheduler that was silent when it was asked last.
         """
         if self._is_closed or self._is_forked():
             return
         self._is_ending = True
         try:
             message = Leave(next(self._numbers), timeout_s)
-            self._ask(message, Done, what="leaving", timeout_s=timeout_s)
+            self._check_may_wait("leaving")
+            asked = self._begin(message, Done, what="leaving", timeout_s=timeout_s)
+            if not self._is_silent:
+                asked.wait()
         except (PeerLostError, ShutdownError) as error:
             log.debug("left without an answer: %s", error)
         finally:
@@ -561,6 +593,7 @@ class ControlClient:
         return sockets.read_blocking(self._sock, body_nbytes(bytes(prefix))) or None
 
     def _take(self, message: Answer | Event) -> None:
+        self._is_silent = False
         if isinstance(message, Answer):
             with self._lock:
                 future = self._pending.pop(message.request, None)

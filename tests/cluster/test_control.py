@@ -29,7 +29,7 @@ from control_cluster import (
 )
 
 from aids.faces import threads_alive
-from fastps.control.client import NOTICE_S, ControlClient
+from fastps.control.client import GRACE_S, NOTICE_S, ControlClient
 from fastps.control.protocol import (
     MAX_BLOB_BYTES,
     DeclareKeys,
@@ -363,6 +363,29 @@ class TestDeath:
                 member.client.barrier("b", timeout_s=0.1)
             process.popen.send_signal(signal.SIGCONT)
             member.client.barrier("c", timeout_s=WAIT_S)
+            member.client.leave(timeout_s=WAIT_S)
+
+    def test_leaving_waits_for_no_scheduler_that_is_silent(self) -> None:
+        settings = make_settings(size=1, num_servers=0)
+        with scheduler_process(settings) as (config, process):
+            member = Member(config)
+            assert member.client.begin_probe()()
+            process.popen.send_signal(signal.SIGSTOP)
+            asked = time.monotonic()
+            assert not member.client.begin_probe()()
+            assert seconds_since(asked) < 2 * GRACE_S
+            member.client.leave(timeout_s=10 * WAIT_S)
+            assert seconds_since(asked) < WAIT_S
+            process.popen.send_signal(signal.SIGCONT)
+
+    def test_a_scheduler_that_answers_again_is_not_silent(self) -> None:
+        settings = make_settings(size=1, num_servers=0, lease_s=100)
+        with scheduler_process(settings) as (config, process):
+            member = Member(config)
+            process.popen.send_signal(signal.SIGSTOP)
+            assert not member.client.begin_probe()()
+            process.popen.send_signal(signal.SIGCONT)
+            assert member.client.begin_probe()()
             member.client.leave(timeout_s=WAIT_S)
 
     def test_broken_data_link_waits_for_the_better_cause(self) -> None:

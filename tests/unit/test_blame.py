@@ -39,6 +39,12 @@ class Client:
         self.take: Callable[[Event], None] = lambda event: None
         self.text: str | None = None
         self.close_on_report: Session | None = None
+        self.is_silent = False
+        self.address = "10.0.0.1:9"
+
+    def begin_probe(self) -> Callable[[], bool]:
+        """Answer, or not."""
+        return lambda: not self.is_silent
 
     def report_lost(self, member: int, cause: str, *, is_owner: bool) -> None:
         """Note a report."""
@@ -158,6 +164,23 @@ def test_a_culprit_that_nobody_explains_is_named():
     blamed.hear(LEFT)
     assert "worker 2 left the job while others still had work" in blamed.blame(culprit=2)
     assert blamed.client.waits == [True]
+
+
+@pytest.mark.parametrize(
+    ("failed", "culprit", "seen"),
+    [
+        (None, 2, "worker 2 gave up, and"),
+        (2, None, "the link to server 2 (in worker 2) broke, and"),
+        (None, None, "the operation failed, and"),
+    ],
+)
+def test_no_honest_worker_is_blamed_where_the_scheduler_is_silent(failed, culprit, seen):
+    blamed = Blamed(failed=failed)
+    blamed.client.is_silent = True
+    text = blamed.blame(culprit)
+    assert f"{seen} the scheduler at 10.0.0.1:9 does not answer" in text
+    assert "left the job" not in text
+    assert "join()" not in text
 
 
 def test_the_end_of_the_job():
