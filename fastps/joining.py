@@ -43,6 +43,7 @@ from fastps.telemetry.status import StatusService, links_of
 from fastps.transport import rdma, shm
 from fastps.transport.node import Node
 from fastps.transport.tcp import choose_chunk
+from fastps.transport.tcp.progress import Progress
 from fastps.transport.traffic import Traffic
 from fastps.types import DType
 from fastps.worker._codec import Decoding, Encoding
@@ -103,6 +104,7 @@ class Connections:
         self._group: LocalGroup | None = None
         self._server: DataPlane | None = None
         self._links: Links | None = None
+        self._progress = Progress()
         _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
         _core.arm_fault(config.fault)
         self.node: Node | None = None
@@ -353,6 +355,7 @@ class Connections:
         if broken is None or broken[1] < 0:
             return Failure(tensor, kind, said, culprit if is_told else None)
         trouble = "" if self._links is None else self._links.failure_of(broken[1])
+        trouble = trouble or self._progress.trouble_of(broken[1])
         return Failure(
             tensor,
             kind,
@@ -362,6 +365,21 @@ class Connections:
             self.job.owner_name(broken[1]),
             f" ({trouble})" if trouble else "",
             is_ours=self._links is not None and self._links.has_trouble,
+        )
+
+    def look_at_links(self, now: float) -> None:
+        """See whether links make progress; on the control thread, every few seconds."""
+        if self._links is not None:
+            node = [] if self.node is None else self.node.unacknowledged()
+            self._progress.look([*self._links.unacknowledged(), *node], now)
+        if self._server is not None:
+            self._server.look_at_links()
+
+    def trouble_of_links(self) -> str:
+        """Say which links make no progress; empty if all do."""
+        troubles = ((peer, self._progress.trouble_of(peer)) for peer in self._progress.peers)
+        return "; ".join(
+            f"the link to {self.job.owner_name(peer)}: {text}" for peer, text in troubles
         )
 
     def fail_tensor(self, tensor_id: int, status: int) -> None:

@@ -199,6 +199,10 @@ class Links:
         """Say what broke on a link by RDMA; empty if nothing did."""
         return "" if self._rdma is None else self._rdma.failure_of(owner)
 
+    def unacknowledged(self) -> list[tuple[int, int, int, int]]:
+        """List the links that send again and again; see TcpTransport."""
+        return [] if self._tcp is None else self._tcp.unacknowledged()
+
     def set_credit(self, credit_bytes: int) -> None:
         """Give every link another credit; 0: what it began with, or finds out that it needs."""
         for transport in (self._tcp, self._rdma):

@@ -78,6 +78,8 @@ class StallWatch:
         self._session.ways.look()
         self._look_at_hands()
         now = time.monotonic()
+        if hasattr(self._session, "connections"):  # else it is not whole yet
+            self._session.connections.look_at_links(now)
         pending = list(self._in_flight())
         seen = {(one.place, one.version) for one in pending}
         for key in self._since.keys() - seen:
@@ -193,6 +195,8 @@ class StallWatch:
         with contextlib.suppress(FastPSError):
             if (client := self._client) is not None:
                 why = client.who_stalls(self._waiting(pending, timeout_s))
+        trouble = self._session.connections.trouble_of_links()
+        why = "; ".join(text for text in (why, trouble) if text)
         self._since[pending.place, pending.version] = IN_VAIN  # who waits again is not heard of
         return StallError(stall_text(pending.what, why, timeout_s))
 

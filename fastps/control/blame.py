@@ -141,12 +141,12 @@ def silence_text(lease_s: float) -> str:
 # ---- a server ----
 
 
-def cause_of_link(server: str, status: Status, failure: str) -> str:
-    """Say why a server's link to a worker ended; failure: what its RDMA device says, if any."""
+def cause_of_link(server: str, status: Status, trouble: str) -> str:
+    """Say why a server's link to a worker ended; trouble: what else is known of it, if any."""
     cause = f"its link to {server} broke (status {status.name})"
     if status is Status.NOMEM:
         cause = f"the buffer pool of {server} is full: raise FASTPS_POOL_BYTES"
-    return f"{cause}; RDMA: {failure}" if failure else cause
+    return f"{cause}; {trouble}" if trouble else cause
 
 
 # ---- a worker ----

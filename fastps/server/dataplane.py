@@ -53,6 +53,7 @@ from fastps.transport.node import Node
 from fastps.transport.sockets import watch_closely
 from fastps.transport.tcp import unpack_lane
 from fastps.transport.tcp._transport import TcpTransport
+from fastps.transport.tcp.progress import Progress
 from fastps.transport.traffic import Traffic, traffic
 from fastps.types import DType
 
@@ -111,6 +112,7 @@ class DataPlane:
         )
         self.store = self._make_store(self._job)
         self._transport = TcpTransport(io_threads=config.io_threads, spin_us=config.spin_us)
+        self._progress = Progress()
         self._node = node
         node.serve(self._admit)
         self._news = threading.Thread(target=self._watch, name="fastps:news", daemon=True)
@@ -200,12 +202,17 @@ class DataPlane:
 
     def _report(self, member: int, status: int) -> None:
         failure = "" if self._rdma is None else self._rdma.failure_of(member)
+        trouble = f"RDMA: {failure}" if failure else self._progress.trouble_of(member)
         with contextlib.suppress(FastPSError):
             if failure and self._rdma is not None and self._rdma.has_trouble:
                 self._client.report_lost(self._me, failure)
             else:
-                cause = cause_of_link(self.name, Status(status), failure)
+                cause = cause_of_link(self.name, Status(status), trouble)
                 self._client.report_lost(member, cause)
+
+    def look_at_links(self) -> None:
+        """See whether links make progress; on the control thread, every few seconds."""
+        self._progress.look(self._transport.unacknowledged(), time.monotonic())
 
     # ---- keys ----
 

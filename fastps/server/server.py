@@ -79,6 +79,7 @@ class Server:
                 ping=self._client.clock_ns,
             )  # fmt: skip
         self._is_ready.set()
+        self._client.watch = lambda: self._plane.look_at_links()  # of each generation
         self._plane.start()
         self._node.start()
         self._status = StatusService(

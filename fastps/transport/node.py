@@ -402,6 +402,10 @@ class Node:
         if self._rdma is not None:
             self._rdma.hold(array)
 
+    def unacknowledged(self) -> list[tuple[int, int, int, int]]:
+        """List the links that send again and again; see TcpTransport."""
+        return [] if self._tcp is None else self._tcp.unacknowledged()
+
     def statistics(self) -> dict[str, int]:
         """Add up the counters of all peer links."""
         counts: Counter[str] = Counter()

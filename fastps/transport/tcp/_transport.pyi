@@ -7,6 +7,7 @@ from fastps.transport._link import LinkOwner
 @final
 class TcpTransport(BaseTransport):
     def __new__(cls, *, io_threads: int = 1, spin_us: int = 0) -> Self: ...
+    def unacknowledged(self) -> list[tuple[int, int, int, int]]: ...
     def adopt(
         self,
         fd: int,

@@ -21,7 +21,7 @@ asked for, and the queue's consumer side. Lock order: send_lock, then io.lock.
 cimport cython
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.math cimport sqrt
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 
@@ -46,6 +46,10 @@ from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
 
 cdef extern from "<linux/tcp.h>" nogil:
     struct tcp_info:
+        uint8_t tcpi_retransmits        # of one segment, since the last acknowledgement
+        uint32_t tcpi_unacked           # segments
+        uint32_t tcpi_pmtu
+        uint64_t tcpi_bytes_acked
         uint64_t tcpi_delivery_rate     # bytes per second
     int TCP_INFO
     int TCP_NOTSENT_LOWAT
@@ -228,6 +232,30 @@ cdef class TcpTransport(BaseTransport):
     def __cinit__(self, *, int io_threads=1, int64_t spin_us=0):
         self.make_threads(io_threads, spin_us, &OPS)
         self.start_threads()
+
+    def unacknowledged(self):
+        """List (peer, link, bytes acknowledged so far, bytes of a packet) of links that send again.
+
+        link: a number of its own while it lives. Takes a system call for each link.
+        """
+        cdef BaseLink* link
+        cdef tcp_info info
+        cdef unsigned int size
+        cdef int i
+        found = []
+        for i in range(self.n_threads):
+            pthread_mutex_lock(&self.threads[i].lock)
+            link = self.threads[i].links
+            while link != NULL:
+                size = sizeof(info)
+                memset(&info, 0, sizeof(info))
+                if (getsockopt(link.fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0
+                        and info.tcpi_unacked and info.tcpi_retransmits):
+                    found.append((link.link.peer, <uintptr_t>link, info.tcpi_bytes_acked,
+                                  info.tcpi_pmtu))
+                link = link.next
+            pthread_mutex_unlock(&self.threads[i].lock)
+        return found
 
     def adopt(self, int fd, LinkOwner owner, *, uint32_t peer, uint32_t lane=0,
               uint64_t credit_bytes=0, bint follows=False):
