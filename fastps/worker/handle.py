@@ -63,6 +63,11 @@ class Outcome(Generic[T]):
         """Tell whether wait() would return at once. Never blocks."""
         return self._state != PENDING or self._is_over()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether wait() raises the same error from now on: not one of a time that is over."""
+        return self._state == FAILED
+
     def wait(self, timeout_s: float | None = None) -> T:
         """Wait for the operations and return their result: an array, or a list for a sequence.
 

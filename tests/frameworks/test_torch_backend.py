@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,8 @@ sys.path.insert(0, str(HERE.parent / "cluster"))
 
 from harness import clean_environ  # noqa: E402
 from job import run_workers  # noqa: E402
+
+from fastps.errors import StallError  # noqa: E402
 
 PROGRAM = HERE / "programs_torch_backend.py"
 PROGRAMS = (
@@ -286,6 +289,58 @@ def test_a_work_is_kept_for_a_torch_that_forgets_it(monkeypatch):
         end(kept())
         gc.collect()
         assert kept() is None, end
+
+
+def test_an_operation_that_could_not_be_finished_has_failed_for_all_who_wait():
+    module = importlib.import_module("fastps.frameworks.torch.work")
+    entered, go, calls, found = threading.Event(), threading.Event(), [], []
+
+    def finish():
+        calls.append(1)
+        entered.set()
+        assert go.wait(60)
+        raise ValueError("no room")
+
+    operation = module.Operation([], finish)
+
+    def wait():
+        try:
+            operation.complete(60.0)
+        except ValueError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=wait) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert entered.wait(60)
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    wait()
+    assert found == ["no room"] * 9
+    assert calls == [1]
+
+
+def test_a_time_that_is_over_is_no_error_of_the_operation():
+    module = importlib.import_module("fastps.frameworks.torch.work")
+
+    class Late:
+        has_failed = False
+        waits = 0
+
+        def poll(self):
+            return True  # it ends while the error is on its way
+
+        def wait(self, timeout_s):
+            self.waits += 1
+            if self.waits == 1:
+                raise StallError(f"{timeout_s} s are over")
+
+    operation = module.Operation([Late()], None)
+    with pytest.raises(StallError):
+        operation.complete(0.0)
+    assert operation.error is None
+    operation.complete(0.0)
 
 
 def test_groups_end_with_a_torch_that_only_ends_nccl_s(monkeypatch):

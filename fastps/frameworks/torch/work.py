@@ -66,19 +66,25 @@ class Operation:
         if self.error is not None:
             raise self.error
         deadline = time.monotonic() + timeout_s
-        try:
-            for handle in self.handles:
+        for handle in self.handles:
+            try:
                 _wait(handle, max(deadline - time.monotonic(), 0.0))
-            with self._lock:
-                finish, self.finish = self.finish, None
-                written, self._written = self._written, ()
+            except Exception as error:
+                if handle.has_failed and self.poll():
+                    self.error = error
+                raise
+        with self._lock:
+            if self.error is not None:  # another thread's finish() failed
+                raise self.error
+            finish, self.finish = self.finish, None
+            written, self._written = self._written, ()
+            try:
                 if finish is not None:
                     finish()
                 mark_written(*written)
-        except Exception as error:
-            if self.poll():
+            except Exception as error:
                 self.error = error
-            raise
+                raise
 
 
 def _wait(handle: Handle, timeout_s: float) -> None:
