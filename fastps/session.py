@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from fastps.groups import Groups
     from fastps.worker._tensor import PlannedTensor, Ticket
 
-__all__ = ["Session", "current"]
+__all__ = ["Session", "State", "current"]
 
 log = logging.getLogger(__name__)
 

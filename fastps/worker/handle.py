@@ -35,10 +35,15 @@ class Ticket(Protocol):
     """One operation in flight, or over: on a tensor, or one of a group."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the tensor, or of the operation."""
+
     @property
-    def is_done(self) -> bool: ...
-    def wait(self, *, timeout_s: float, spin_us: int) -> int | None: ...
+    def is_done(self) -> bool:
+        """Tell whether it is over; never waits."""
+
+    def wait(self, *, timeout_s: float, spin_us: int) -> int | None:
+        """Wait for its end; return its status, or None in time."""
 
 
 # of a ticket: which operation it is of, its status (None: not done) and the time that was waited
