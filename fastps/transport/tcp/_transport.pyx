@@ -234,7 +234,7 @@ cdef class TcpTransport(BaseTransport):
         self.start_threads()
 
     def unacknowledged(self):
-        """List (peer, link, bytes acknowledged so far, bytes of a packet) of links that send again.
+        """List (peer, link, bytes acknowledged so far, packet bytes) of links that send again.
 
         link: a number of its own while it lives. Takes a system call for each link.
         """
