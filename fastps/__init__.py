@@ -21,8 +21,10 @@ from fastps import evened as _evened
 from fastps import flights as _flights
 from fastps.compression import Choice, Compression
 from fastps.errors import (
+    ArgumentError,
     AuthError,
     ConfigError,
+    DuplicateNameError,
     FastPSError,
     MismatchError,
     NotInitializedError,
@@ -162,12 +164,14 @@ __all__ = [
     "BXOR",
     "AdaptiveClipping",
     "Adasum",
+    "ArgumentError",
     "AsyncLocalSGD",
     "AuthError",
     "Average",
     "Compression",
     "ConfigError",
     "CoordinateMedian",
+    "DuplicateNameError",
     "FastPSError",
     "Handle",
     "HeldParameters",

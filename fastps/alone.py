@@ -11,7 +11,7 @@ import numpy as np
 from fastps.arrays import describe
 from fastps.byzantine import rules
 from fastps.control.protocol import TensorSpec
-from fastps.errors import FastPSError, MismatchError
+from fastps.errors import DuplicateNameError, MismatchError
 from fastps.types import DType
 from fastps.worker.handle import Array
 
@@ -49,11 +49,11 @@ class Flights:
         self._flights: weakref.WeakValueDictionary[str, Flight] = weakref.WeakValueDictionary()
 
     def begin(self, names: Sequence[str]) -> list[Flight]:
-        """Begin an operation on each; FastPSError where one is in flight."""
+        """Begin an operation on each; DuplicateNameError where one is in flight."""
         for name in names:
             before = self._flights.get(name)
             if before is not None and before.is_aloft:
-                raise FastPSError(
+                raise DuplicateNameError(
                     f"tensor {name!r} is already in flight; wait for its handle first, or use "
                     "another name"
                 )

@@ -2,7 +2,9 @@
 """Every error fastps raises, and the table from C status codes to them.
 
 FastPSError
++- ArgumentError          an operation cannot take an argument of this kind
 +- ConfigError            a setting is missing, unknown or out of bounds
++- DuplicateNameError     an operation of the same name is still in flight
 +- NotInitializedError    init() was not called, or this process was forked from one that did
 +- AuthError              wrong or missing job token
 +- ProtocolError          a peer speaks another version or sent what no peer may send
@@ -27,8 +29,19 @@ class FastPSError(RuntimeError):
     """
 
 
+class ArgumentError(FastPSError, TypeError, ValueError):
+    """An operation cannot take an argument of this kind.
+
+    A TypeError and a ValueError too: Horovod raises this one or that for the same mistake.
+    """
+
+
 class ConfigError(FastPSError, ValueError):
     """A setting is missing, unknown or out of bounds."""
+
+
+class DuplicateNameError(FastPSError, ValueError):
+    """An operation of the same name is still in flight; a ValueError, as with Horovod."""
 
 
 class NotInitializedError(FastPSError):

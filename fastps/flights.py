@@ -23,7 +23,13 @@ from fastps.collectives.places import is_apart
 from fastps.collectives.promise import SizesDifferError
 from fastps.current import current, known
 from fastps.eager import Rows, tell
-from fastps.errors import FastPSError, MismatchError, NotInitializedError, ShutdownError
+from fastps.errors import (
+    ArgumentError,
+    FastPSError,
+    MismatchError,
+    NotInitializedError,
+    ShutdownError,
+)
 from fastps.evened import integers_text
 from fastps.sets import (
     ProcessSet,
@@ -653,7 +659,7 @@ def width_of(array: Array) -> int:
 
 
 def _splits(array: Array, splits: Sequence[int] | None, process_set: ProcessSet) -> list[int]:
-    """Give how many rows go to each member, or raise ValueError, TypeError for no integers."""
+    """Give how many rows go to each member, or raise ValueError, ArgumentError for no integers."""
     size, rows = process_set.size(), len(array) if array.ndim else 0
     if splits is None:
         if rows % size or not array.ndim:
@@ -662,7 +668,9 @@ def _splits(array: Array, splits: Sequence[int] | None, process_set: ProcessSet)
     try:
         found = [operator.index(count) for count in splits]
     except TypeError:
-        raise TypeError(f"splits {splits} are not integers, the rows for each worker") from None
+        raise ArgumentError(
+            f"splits {splits} are not integers, the rows for each worker"
+        ) from None
     if len(found) != size or min(found) < 0 or sum(found) != rows:
         raise ValueError(f"splits {found} are not {rows} rows for {size} workers")
     return found

@@ -429,7 +429,7 @@ class Session(Forgetting):
         arrays. NaN and infinities pass through. compression, learning_rate, rule: of push_pull().
         gives: False leaves this worker out of a round under a rule, zeros if nobody gives. Does
         not block, except to declare new names. Raises ValueError, TypeError, MismatchError,
-        PeerLostError, FastPSError (name in flight).
+        PeerLostError, DuplicateNameError.
         """
         known = None
         is_plain = compression is None and learning_rate is None and rule is None

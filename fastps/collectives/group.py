@@ -21,6 +21,7 @@ from fastps.collectives.members import MANY_KINDS, Members, ReadyKind
 from fastps.collectives.places import check_arrays, is_apart
 from fastps.collectives.promise import Promise
 from fastps.collectives.schedule import Kind, Place, Schedule, Step
+from fastps.errors import ArgumentError
 from fastps.types import DType, Op, ReduceOp
 from fastps.worker.handle import Array
 
@@ -405,6 +406,10 @@ class Group(Members):
         code = self._dtype(array, dtype)
         if not isinstance(op, Op):
             raise TypeError(f"op is fastps.Average, Sum, Min, Max or another such, not {op!r}")
+        if op is Op.ADASUM:
+            raise ArgumentError(
+                "op must not be Adasum here: only allreduce() and DistributedOptimizer() have it"
+            )
         rule = op.reduction
         rule.check(code)
         if divisor is None:

@@ -26,7 +26,7 @@ from fastps.worker._stage cimport MAX_STAGES
 
 from numpy import ndarray
 
-from fastps.errors import FastPSError
+from fastps.errors import DuplicateNameError, FastPSError
 from fastps.types import DType, numpy_dtype
 
 cdef extern from "Python.h":
@@ -269,7 +269,7 @@ cdef class PlannedTensor:
         """Export array (read) and output (written) to the engine; give the operation's ticket.
 
         Until the operation is done. Both C-contiguous with exactly nbytes bytes, else ValueError;
-        FastPSError when an operation on this name is still in flight.
+        DuplicateNameError when an operation on this name is still in flight.
         """
         cdef Ticket ticket = Ticket.__new__(Ticket)
         if self.is_busy and completion_is_done(&self.record.done):
@@ -277,9 +277,10 @@ cdef class PlannedTensor:
         while not self.is_busy and fps_load32(&self.n_waiting):
             with nogil:                 # those who were woken have to see that it was done
                 sched_yield()
-        if self.has_input or self.has_output or self.is_retired:
-            raise FastPSError(
-                f"tensor {self.name!r} is being forgotten" if self.is_retired else
+        if self.is_retired:
+            raise FastPSError(f"tensor {self.name!r} is being forgotten")
+        if self.has_input or self.has_output:
+            raise DuplicateNameError(
                 f"tensor {self.name!r} is already in flight; wait for its handle first, or "
                 "use another name")
         try:

@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fastps.errors import FastPSError, MismatchError, NotInitializedError, StallError
+from fastps.errors import DuplicateNameError, MismatchError, NotInitializedError, StallError
 from fastps.objects import decode_of, encode_for_all
 from fastps.types import DType, dtype_of
 
@@ -136,7 +136,7 @@ class FakeCluster:
             place = self.rounds.get((rank, name), 0)
             before = self.operations.get((name, place - 1))
             if before is not None and not before.is_done:
-                raise FastPSError(f"{name!r} is in flight already")
+                raise DuplicateNameError(f"{name!r} is in flight already")
             self.rounds[rank, name] = place + 1
             operation = self.operations.setdefault((name, place), Operation(name))
             operation.fingerprint = operation.fingerprint or fingerprint

@@ -126,6 +126,26 @@ def sums_of_sparse_gradients_accumulate(rank, size):
 
 
 @check
+def errors_have_the_types_of_horovod_s(rank, size):
+    starts = (hvd.allreduce_async, lambda tensor, name: hvd.broadcast_async(tensor, 0, name))
+    for number, start in enumerate(starts):
+        for turn in (0, 1):  # so that nothing can be over before it is begun again
+            if turn == min(rank, 1):
+                handle = start(torch.ones(3), name=f"twice {number}")
+                if not turn:
+                    with pytest.raises(ValueError, match="already in flight"):
+                        start(torch.ones(3), name=f"twice {number}")
+            hvd.barrier()
+        assert hvd.synchronize(handle).tolist() == [1.0] * 3
+    assert issubclass(hvd.DuplicateNameError, hvd.HorovodInternalError)
+    for kind in (ValueError, TypeError, hvd.HorovodInternalError):
+        with pytest.raises(kind, match=r"splits .* are not integers"):
+            hvd.alltoall(torch.ones(size), torch.ones(size))
+        with pytest.raises(kind, match="op must not be Adasum here"):
+            hvd.reducescatter(torch.ones(size), op=hvd.Adasum)
+
+
+@check
 def a_large_table_costs_the_rows_touched(rank, size):
     model = nn.Embedding(10_000_000, 4, sparse=True)
     optimizer = hvd.DistributedOptimizer(

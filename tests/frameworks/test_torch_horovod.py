@@ -81,6 +81,16 @@ def test_names_and_keywords_are_those_of_horovod():
         assert set(words.split()) <= set(inspect.signature(getattr(hvd, name)).parameters), name
 
 
+def test_names_are_checked_before_a_job_is_needed():
+    modules = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    optimizer = torch.optim.SGD([one for module in modules for one in module.parameters()])
+    named = [pair for module in modules for pair in module.named_parameters()]
+    with pytest.raises(ValueError, match="weight"):
+        hvd.DistributedOptimizer(optimizer, named)
+    with pytest.raises(ValueError, match="does not name every parameter"):
+        hvd.DistributedOptimizer(optimizer, named[:1])
+
+
 def test_start_timeline_marks_a_part_of_a_timeline_that_is_recorded(monkeypatch):
     told: list[tuple[str, ...]] = []
     recorder = SimpleNamespace(

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from fastps import session
 from fastps.byzantine.rules import rule_of
 from fastps.coding import PLAIN, Coding
-from fastps.errors import FastPSError, MismatchError
+from fastps.errors import DuplicateNameError, FastPSError, MismatchError
 from fastps.flights import Later
 from fastps.frameworks._adapter import (
     ACCUMULATE,
@@ -626,10 +626,13 @@ def _is_sparse(parameter: torch.Tensor) -> bool:
     return parameter.grad is not None and parameter.grad.is_sparse
 
 
+_ADVISED = (DuplicateNameError, FastPSError, MismatchError)
+
+
 def _advised(error: FastPSError) -> FastPSError:
     """Say what helps where one name stands for gradients of two optimizers."""
     kind = type(error)
-    return kind(f"{error}; {_PREFIX}") if kind in (FastPSError, MismatchError) else error
+    return kind(f"{error}; {_PREFIX}") if kind in _ADVISED else error
 
 
 def _remove_all(hooks: list[RemovableHandle]) -> None:

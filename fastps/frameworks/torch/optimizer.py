@@ -83,16 +83,15 @@ def DistributedOptimizer(
     All ranks must call it alike, else MismatchError, here or at the first step. Blocks.
     """
     _check(optimizer, op, gradient_predivide_factor)
+    named = synchronized.named(optimizer, named_parameters)
     if _is_async(asynchronous, staleness, op, compression, process_set, delay_compensation, rule):
-        names, _ = synchronized.named(optimizer, named_parameters)
-        return held.adopt(optimizer, names, staleness, prefix, delay_compensation)
+        return held.adopt(optimizer, named[0], staleness, prefix, delay_compensation)
     if process_set is not global_process_set and not checked_set(process_set).included():
         return adopt(optimizer, OutsideOptimizer, "Outside")
     if op is Op.ADASUM:
         return adasum.adopt(optimizer, compressor_of(compression), prefix, process_set)
     options = _Options(compression, op, prefix, gradient_views, bucket_bytes,
                        backward_passes_per_step, process_set, sparse_as_dense, rule)  # fmt: skip
-    named = synchronized.named(optimizer, named_parameters)
     if staleness == 1:
         return _pipelined(optimizer, options, named, pipesgd_warmup_iter)
     if cross_barrier:
