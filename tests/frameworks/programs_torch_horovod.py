@@ -126,6 +126,44 @@ def sums_of_sparse_gradients_accumulate(rank, size):
 
 
 @check
+def sparse_adam_gets_rows_of_gradients_that_travel_dense(rank, size):
+    steps, rows = torch.tensor([rank, 4]), []
+    for op in (hvd.Average, hvd.Sum):
+        tables = [nn.Embedding(9, 2, sparse=True) for _ in range(2)]
+        hvd.broadcast_parameters(tables[0].state_dict(), prefix=f"of {op}.")
+        tables[1].load_state_dict(tables[0].state_dict())
+        for table, is_dense in zip(tables, (False, True), strict=True):
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SparseAdam(table.parameters(), lr=0.1),
+                table.named_parameters(), prefix=f"{op} {is_dense}.", op=op,
+                sparse_as_dense=is_dense,
+            )  # fmt: skip
+            for step in range(3):
+                if step != 1:  # a sum of two steps in the third
+                    optimizer.zero_grad()
+                table(steps + step).sum().backward()
+                optimizer.step()
+                rows.append(table.weight.grad.coalesce().indices()[0].tolist())
+        torch.testing.assert_close(tables[0].weight, tables[1].weight)
+        same_everywhere(tables[1].parameters())
+    assert rows[:3] == rows[3:6] == rows[6:9] == rows[9:]
+
+
+@check
+def optimizers_without_a_state_get_gradients_of_zeros(rank, size):
+    for kind, is_sparse in ((torch.optim.Adam, False), (torch.optim.SparseAdam, True)):
+        table = nn.Embedding(3, 2, sparse=True)
+        frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        optimizer = kind([*table.parameters(), frozen], lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, prefix=f"zeros {is_sparse}.")
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        gradient = table.weight.grad
+        assert gradient.is_sparse == is_sparse
+        assert gradient.to_dense().tolist() == [[0.0, 0.0]] * 3
+        assert frozen.grad is None
+
+
+@check
 def errors_have_the_types_of_horovod_s(rank, size):
     starts = (hvd.allreduce_async, lambda tensor, name: hvd.broadcast_async(tensor, 0, name))
     for number, start in enumerate(starts):

@@ -18,6 +18,7 @@ import fastps
 from fastps import session
 from fastps.frameworks._adapter import check_name, wait_all
 from fastps.frameworks.torch.collectives import broadcast_async_
+from fastps.frameworks.torch.steps import parameters_of
 from fastps.frameworks.torch.tensors import (
     check_kind,
     check_memory,
@@ -90,7 +91,8 @@ def broadcast_optimizer_state(
 
     model, also in the place of prefix: scripts for Horovod give it; it is not needed.
     Works for any optimizer with state_dict() and load_state_dict(): state is made where there is
-    none, dropped where the root has none, and options keep their types. LBFGS is refused
+    none, dropped where the root has none, and options keep their types. Where the root has not
+    stepped yet, gradients that are None become zeros, as with Horovod. LBFGS is refused
     (ValueError): its state depends on the closure, so broadcast the parameters and start it anew.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -106,6 +108,17 @@ def broadcast_optimizer_state(
     if not is_root:
         _check_groups(optimizer, state)
         optimizer.load_state_dict(state)
+    if state.get("state") == {}:  # no step was taken yet
+        _fill_gradients(optimizer)
+
+
+def _fill_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Make gradients of zeros where there are none."""
+    for parameter in parameters_of(optimizer.param_groups):
+        if parameter.requires_grad and parameter.grad is None:
+            zeros = torch.zeros_like(parameter, requires_grad=False)
+            is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+            parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
 
 
 def _pairs_of(params: Any) -> list[tuple[str, Any]]:

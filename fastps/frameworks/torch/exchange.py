@@ -52,7 +52,7 @@ from fastps.frameworks.torch.compression import (
     WeightDecayMomentum,
     compressor_of,
 )
-from fastps.frameworks.torch.sparse import RowsInFlight
+from fastps.frameworks.torch.sparse import RowsInFlight, rows_of
 from fastps.frameworks.torch.sums import EarlierSums
 from fastps.frameworks.torch.tensors import (
     check_tensor,
@@ -111,6 +111,7 @@ class GradientExchange:
             raise ValueError("a rule stands for the average over all workers, of no others")
         sparse_as_dense = sparse_as_dense or self._rule is not None  # rows would go round it
         self.learning_rate: Callable[[], float | None] = lambda: None  # of the step to come
+        self.gives_rows = False  # also of gradients that travel dense
         self._average = check_op(op) is Average
         self._process_set = process_set
         self._sparse_as_dense = self._knows_sparse = sparse_as_dense
@@ -264,8 +265,7 @@ class GradientExchange:
         wait_all([*handles, *rows])
         if self._average:
             self._correct(buckets, session.current())
-        for bucket in buckets:
-            bucket.store()
+        self._store(buckets)
         for gradient in rows:
             gradient.store()
         if self._sums is not None and (buckets or rows):
@@ -279,13 +279,20 @@ class GradientExchange:
     def write(self, buckets: Sequence[Bucket], home: session.Session) -> None:
         """Write the results of buckets whose handle is done; averages only, of this session."""
         self._correct(buckets, home)
-        for bucket in buckets:
-            bucket.store()
+        self._store(buckets)
 
     @property
     def has_rows(self) -> bool:
         """Whether gradients are in flight as rows."""
         return bool(self._rows)
+
+    def _store(self, buckets: Sequence[Bucket]) -> None:
+        """Make results the gradients, as rows where the optimizer takes nothing else."""
+        for bucket in buckets:
+            bucket.store()
+            for parameter in bucket.parameters if self.gives_rows else ():
+                if parameter.grad is not None:
+                    parameter.grad = rows_of(parameter)
 
     def _correct(self, buckets: Sequence[Bucket], home: session.Session) -> None:
         """Make averages those over the workers who took part; see join()."""

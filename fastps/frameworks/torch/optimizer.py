@@ -70,7 +70,8 @@ def DistributedOptimizer(
     op: Average or Sum; with Adasum each worker takes a step by itself and the steps are added, as
     in Horovod; of the rest only compression, prefix and process_set count then.
     process_set: who exchanges gradients; workers outside may call it too, and step by themselves.
-    sparse_as_dense: let sparse gradients travel with all their zeros; otherwise as rows.
+    sparse_as_dense: let sparse gradients travel with all their zeros; otherwise as rows. They
+    are dense then, but for SparseAdam, which gets the rows that are not 0.
     finish_in_backward: let backward() return when the gradients are complete, for programs that
     clip them out of reach; one pass, or backward_passes_per_step, then makes all of a step.
     gradient_predivide_factor (only with Average, else ValueError), num_groups and groups of

@@ -147,6 +147,7 @@ def watch(
     parameters = steps.parameters_of(optimizer.param_groups)
     exchange.watch(*_in_model_order(parameters, names, given))
     exchange.learning_rate = partial(_rate_of, weakref.ref(optimizer))
+    exchange.gives_rows = isinstance(optimizer, torch.optim.SparseAdam)
     return {"_exchange": exchange, "_given_names": given, "_is_skipping": False}
 
 
