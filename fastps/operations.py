@@ -130,9 +130,10 @@ def join(device: int = -1, *, timeout_s: float | None = None) -> int:
     """Take part in what the others do, without data, until all workers have called this; blocks.
 
     For a worker that has run out of data: the others' allreduce (but Adasum), reduce, broadcasts,
-    those of optimizers and of process sets too, go on without it. An average is over those who
-    take part (n / k times that over all: the last digit may differ from a divided sum). What
-    else they start raises MismatchError; the average of integers raises FastPSError, and so does
+    those of optimizers and of process sets too, and barriers go on without it. An average is over
+    those who take part (n / k times that over all: the last digit may differ from a divided sum),
+    or over all with FASTPS_JOIN_AVERAGE=all, as with Horovod. What else they start raises
+    MismatchError; the average of integers over those who take part raises FastPSError, and so does
     join() while settings are tuned. Waits for this worker's own operations first. Gives the rank
     of the last one to come. device: accepted for Horovod's sake. timeout_s: from one operation of
     others to the next (default: op_timeout_s); then StallError says who is at work, and join()

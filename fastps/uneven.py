@@ -4,8 +4,9 @@
 join() tells everybody, by way of the scheduler, how many operations of each name this worker has
 started. From then on whoever starts one that it has not tells it what that is. When all who are
 still at work have said so, so that all of them know, it starts the same with zeros, or what else
-is neutral; averages are then multiplied by n / k, where k took part. Until somebody calls join()
-nothing is sent or counted. A round ends when all have joined; then all have started the same.
+is neutral; averages are then multiplied by n / k, where k took part, unless the setting
+join_average has them divided by all. Until somebody calls join() nothing is sent or counted. A
+round ends when all have joined; then all have started the same.
 
 Threads: hear() and end() run on the control thread, the rest on users'; `_news` guards all.
 """
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fastps.collectives._calls import forget_calls
-from fastps.collectives.names import BARRIER, Part, part_of
+from fastps.collectives.names import Part, part_of
 from fastps.errors import FastPSError, StallError, Status
 from fastps.objects import decode_object, encode_object
 from fastps.types import DType, Op, ReduceOp, numpy_dtype
@@ -45,9 +46,8 @@ MANY_PAST = 64  # operations that are kept, as they may be over here and unknown
 NEWS_S = 0.1  # others may have heard sooner who has joined, and an operation have failed by that
 
 REFUSAL = (
-    "has run out of data and called join(): allreduce, reduce, barriers of process sets, and "
-    "broadcasts of others go on without it, but nothing else (sparse gradients: give "
-    "sparse_as_dense=True)"
+    "has run out of data and called join(): allreduce, reduce, barriers, and broadcasts of others "
+    "go on without it, but nothing else (sparse gradients: give sparse_as_dense=True)"
 )
 
 
@@ -200,7 +200,7 @@ class Uneven:
                     f"{place!r} is {spec.coding}, and some workers have called join(): their "
                     "zeros would count as signs; give scaling=True"
                 )
-        return factor
+        return 1.0 if self._session.config.join_average == "all" else factor
 
     def forget(self, places: Collection[Place]) -> None:
         """Drop what was counted of places in rounds that are over, and what is past of them."""
@@ -322,10 +322,9 @@ class Uneven:
         me = self._session.rank
         if isinstance(one.place, str):
             return bool(one.what[-1] == me)
-        _, words, (kind, *sizes), _ = one.what
+        _, _, (kind, *sizes), _ = one.what
         is_ours = kind == "broadcast" and one.members[sizes[1]] == me
-        is_meeting = kind == "barrier" and words == (BARRIER, "")
-        return is_ours or is_meeting or kind not in ("allreduce", "reduce", "broadcast", "barrier")
+        return is_ours or kind not in ("allreduce", "reduce", "broadcast", "barrier")
 
     def _take_part(self, one: Started, flights: dict[Place, Handle], timeout_s: float) -> None:
         """Start what others have; what has to fail fails on all of them, and is no error here."""
@@ -352,8 +351,6 @@ class Uneven:
         key, words, what, divisor = one.what
         name = words and part_of(*words)
         group, kind = self._session.groups.of_key(key, one.members), what[0]
-        if kind == "barrier" and is_refused:  # anything else that all take part in
-            return group.allreduce(np.zeros(1, np.uint8), op=Op.MAX, name=name)
         if kind == "barrier" or is_refused:
             return group.barrier(name=name)
         *sizes, rule, code = what[1:]

@@ -182,6 +182,9 @@ class Config:
         text="Compare the weights of all workers before the first step of a DistributedOptimizer, "
              "so that a forgotten broadcast_parameters() is an error; off where local models are "
              "to differ.")
+    join_average: str = _set(JOB, "present", allowed=("present", "all"),
+        text="What averages are divided by while some workers are in join(): by those present, or "
+             "by all workers, as with Horovod. The same on all workers.")
     enable_async: bool = _set(JOB, False, "BYTEPS_ENABLE_ASYNC",
         text="Let optimizers train asynchronously unless told otherwise.")
     commit_dir: str = _set(JOB, "", parse=as_path,

@@ -116,9 +116,10 @@ class Collectives:
         if self._gone and (is_root_gone or not self._goes_on):
             return self._end(key, "peer_lost", self._gone_text(key))
         joined = sorted(self._joined - meeting.entries.keys())
-        if joined and key[0] != "dispute":
+        if joined and key[0] not in ("dispute", "barrier"):
             return self._end(key, "mismatch", _joined_text(key, joined))
-        if len(asked) < self._size - len(self._gone):
+        away = self._gone.union(joined) if key[0] == "barrier" else self._gone
+        if len(asked) < self._size - len(away):
             return []
         return self._complete(key) if asked else self._end(key, "", "")
 
@@ -288,8 +289,8 @@ def _what(key: Key) -> str:
 def _joined_text(key: Key, ranks: list[int]) -> str:
     return (
         f"{_what(key)} cannot complete: {workers_text(ranks)} has run out of data and called "
-        "join(), which takes part in allreduce, reduce and broadcasts alone: call this before any "
-        "worker joins, or after all have"
+        "join(), which takes part in allreduce, reduce, barriers and broadcasts alone: call this "
+        "before any worker joins, or after all have"
     )
 
 

@@ -174,11 +174,12 @@ def votes() -> str:
 
 
 def meetings() -> None:
-    """Meet nobody who has joined: those at work hear of it at once, whoever comes first."""
+    """Meet nobody who has joined: those at work hear of it at once, whoever comes first.
+
+    Barriers are those of the workers that are left.
+    """
     began = time.monotonic()
     for call in (
-        fastps.barrier,
-        lambda: fastps.synchronize(fastps.barrier_async()),
         lambda: fastps.broadcast_object({"a": 1}, 1),
         lambda: fastps.broadcast_object({"a": 1}, 1, process_set=everyone()),
         lambda: fastps.allgather_object("a"),
@@ -186,12 +187,15 @@ def meetings() -> None:
     ):
         with pytest.raises(MismatchError, match=r"worker 0 has run out of data and called join"):
             call()
-    fastps.barrier(process_set=everyone())  # which worker 0 takes part in
+    for _ in range(2):
+        fastps.barrier()
+        fastps.synchronize(fastps.barrier_async())
+    fastps.barrier(process_set=everyone())
     assert time.monotonic() - began < slowed(5.0)
 
 
 def meet_as_one_joins() -> str:
-    """Wait in a barrier for a worker that then joins."""
+    """Wait in meetings for a worker that then joins: a barrier goes on, an object does not."""
     fastps.init()
     if fastps.rank() == 0:
         fastps.receive(np.empty(1), 1)
@@ -203,10 +207,35 @@ def meet_as_one_joins() -> str:
         else:
             fastps.receive(np.empty(1), 2)
             fastps.send(np.ones(1), 0)
-        with pytest.raises(MismatchError, match="worker 0 has run out of data"):
-            fastps.synchronize(flight)
+        fastps.synchronize(flight)
+        with pytest.raises(MismatchError, match=r"worker 0.* has run out of data"):
+            fastps.broadcast_object({}, 1)
         fastps.join()
     fastps.barrier()
+    fastps.shutdown()
+    return "done"
+
+
+def divided_by_all() -> str:
+    """Run out of data one after the other, where averages are divided by all workers."""
+    fastps.init(join_average="all")
+    me, size = fastps.rank(), fastps.size()
+    group = fastps.add_process_set(range(size))
+    for step in range(me + 1):
+        there = range(step, size)
+        for dtype in (np.int32, np.int64, np.float16, np.float32):
+            own, want = np.full(5, 6 * me + 6, dtype), sum(6 * rank + 6 for rank in there) / size
+            found = (
+                fastps.allreduce(own),
+                fastps.allreduce(own, f"named {dtype.__name__}"),
+                fastps.allreduce(own, process_set=group),
+                *fastps.grouped_allreduce([own, own]),
+                fastps.push_pull(own.copy(), f"pushed {dtype.__name__}"),
+                fastps.reduce_to(own, size - 1),
+            )
+            for array in found:
+                assert array is None or array.tolist() == [want] * 5, (step, array, want)
+    assert fastps.join() == size - 1
     fastps.shutdown()
     return "done"
 

@@ -44,6 +44,12 @@ def test_a_worker_leaves_while_others_wait_in_join(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_averages_may_be_divided_by_all_workers(way):
+    found = run_job(programs_uneven.divided_by_all, workers=3, servers=1, environment=WAYS[way])
+    assert found == ["done"] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_who_waits_in_a_meeting_hears_that_another_has_joined(way):
     found = run_job(programs_uneven.meet_as_one_joins, workers=3, servers=0, environment=WAYS[way])
     assert found == ["done"] * 3
