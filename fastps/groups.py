@@ -165,6 +165,11 @@ class Groups:
             self._windows = WindowTable(self, self.world, self.neighbors)
         return self._windows
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether windows() has made any."""
+        return self._windows is not None
+
     def close(self) -> None:
         """End what has threads, and forget operations; idempotent."""
         self._session.uneven.past.clear()

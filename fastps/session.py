@@ -54,6 +54,7 @@ from fastps.control.protocol import (
     Told,
 )
 from fastps.current import current
+from fastps.drift import Drift
 from fastps.errors import (
     ConfigError,
     FastPSError,
@@ -143,6 +144,7 @@ class Session(Forgetting):
         self._groups: Groups | None = None
         self.uneven, self.stalls, self.steps = Uneven(self), StallWatch(self), Steps(self)
         self.ways = Ways(self)
+        self.drift = Drift(self)
         self._chunk_bytes, self._alone = config.chunk_bytes or LOCAL_CHUNK_BYTES, alone.Flights()
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         self.held: dict[str, Any] = {}  # by name: see held.py
@@ -740,7 +742,7 @@ class Session(Forgetting):
         if isinstance(event, TensorPoisoned):
             self.poison(event)
         elif isinstance(event, Told):
-            if not self.ways.hear(event):
+            if not self.ways.hear(event) and not self.drift.hear(event):
                 self.uneven.hear(event)
         elif isinstance(event, Locate):
             self.stalls.answer(event)

@@ -233,7 +233,7 @@ class Uneven:
             self._finish_own(timeout_s)
             self._has_joined = True
             past = [tuple(_of_group(one)) for one in list(self.past)]
-            news = encode_object((self._number, _JOINED, (self._counts(), past)))
+            news = encode_object((self._number, _JOINED, (self.counts(), past)))
             self._session.tell(range(size), news, has_joined=True)
         flights: dict[Place, Handle] = {}
         while True:
@@ -260,7 +260,7 @@ class Uneven:
                     f"{timeout_s:g} s; other workers have not started it"
                 )
 
-    def _counts(self) -> Counts:
+    def counts(self) -> Counts:
         """Count what was started, by place."""
         exchange = self._session.connections.exchange
         groups = list(self._session.groups.known.values())
@@ -366,7 +366,7 @@ class Uneven:
     def _close(self, current: _Round) -> None:
         """Begin the next round."""
         with self._news:
-            current.ends = self._counts()
+            current.ends = self.counts()
             self._number += 1
             self._rounds = {n: r for n, r in self._rounds.items() if n >= self._number - 1}
             self.is_on = bool(self._rounds.setdefault(self._number, _Round()).joins)

@@ -91,6 +91,7 @@ PART_OF = {
     "fastps.evened": "fastps.session",
     "fastps.retiring": "fastps.session",
     "fastps.ways": "fastps.session",
+    "fastps.drift": "fastps.session",
     "fastps.tracebacks": "fastps.session",
     "fastps.asynchronous": "fastps.session",
     "fastps.held": "fastps.session",

@@ -63,7 +63,7 @@ def check_weights(
     One sum of 8 bytes for each worker; a worker that has joined takes no part. label: names it.
     """
     if session.current().size > 1:
-        _compare(exchange_prints(_fingerprint(parameters), f"{label}.weights", process_set))
+        _compare(exchange_prints(fingerprint(parameters), f"{label}.weights", process_set))
 
 
 def exchange_prints(
@@ -90,8 +90,8 @@ def print_of(entries: Sequence[Entry]) -> Prints:
     return [zlib.crc32(text) >> 1 | 1, zlib.adler32(text) % MAX_PRINT]
 
 
-def _fingerprint(parameters: Sequence[torch.Tensor]) -> Prints:
-    """Make two numbers of the bytes of all weights, below 2^31 and not both 0."""
+def fingerprint(parameters: Sequence[torch.Tensor]) -> Prints:
+    """Return two numbers of the bytes of all weights, below 2^31 and not both 0."""
     first = second = 0
     for parameter in parameters:
         if parameter.layout is torch.strided and not parameter.is_complex():

@@ -17,6 +17,7 @@ import torch
 import fastps
 from fastps import session
 from fastps.frameworks._adapter import check_name, wait_all
+from fastps.frameworks.torch import unwrapped
 from fastps.frameworks.torch.collectives import broadcast_async_
 from fastps.frameworks.torch.steps import parameters_of
 from fastps.frameworks.torch.tensors import (
@@ -55,6 +56,7 @@ def broadcast_parameters(
         return
     names = [prefix + check_name(name, "broadcast_parameters") for name, _ in pairs]
     tensors = [_check(tensor, name) for name, (_, tensor) in zip(names, pairs, strict=True)]
+    unwrapped.watch(session.current(), tensors)
     _broadcast(tensors, names, root_rank)
 
 

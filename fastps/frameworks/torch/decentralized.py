@@ -21,6 +21,7 @@ from fastps.compression import Choice
 from fastps.current import current
 from fastps.errors import FastPSError
 from fastps.flights import Flight, Later
+from fastps.frameworks.torch import unwrapped
 from fastps.frameworks.torch.neighbors import mean_of_those_left, start_mix
 from fastps.frameworks.torch.optimizer import DistributedOptimizer
 from fastps.frameworks.torch.synchronized import SynchronizedOptimizer
@@ -494,6 +495,7 @@ def _adopt(
         raise ValueError("make learning rate schedulers after the distributed optimizer")
     if passes < 1:
         raise ValueError(f"num_steps_per_communication is {passes}, and 1 is the least")
+    unwrapped.stop(current())
     models, kind = _list(model), type(optimizer)
     _parameters_of(optimizer, models)  # raises before anything is changed
     buffers = [one for module in models for one in module.buffers() if one.is_floating_point()]

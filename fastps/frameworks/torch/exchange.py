@@ -36,6 +36,7 @@ from fastps.frameworks._adapter import (
     plan_buckets,
     wait_all,
 )
+from fastps.frameworks.torch import unwrapped
 from fastps.frameworks.torch.agreement import Entry, check_alike, check_weights
 from fastps.frameworks.torch.buckets import (
     ALIGNMENT,
@@ -133,6 +134,7 @@ class GradientExchange:
         self._hooked: list[bool] = []
         self._hooks: list[RemovableHandle] = []
         self._home = weakref.ref(session.current())
+        unwrapped.stop(session.current())
         self._is_released = self._has_compared = False
         self._memory: Memory = {}
         self._momenta: dict[int, torch.Tensor] = {}  # of weights that decay, by their ids

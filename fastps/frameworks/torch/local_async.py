@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fastps.current import current
+from fastps.frameworks.torch import unwrapped
 from fastps.frameworks.torch.compression import Compressing, choice_of
 from fastps.frameworks.torch.inner import InnerSteps, TensorBlocks
 from fastps.frameworks.torch.tensors import check_tensor, view_of
@@ -48,6 +50,7 @@ class AsyncLocalSGD(TensorBlocks, AsyncSteps, InnerSteps):
         times as far as one. Raises ValueError, TypeError, and ConfigError where no server holds
         it, or where workers that share memory are to leave something out.
         """
+        unwrapped.stop(current())
         self.inner = inner
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         for name, one in named:

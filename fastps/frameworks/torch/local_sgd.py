@@ -10,6 +10,7 @@ import torch
 
 from fastps.current import current
 from fastps.errors import ConfigError
+from fastps.frameworks.torch import unwrapped
 from fastps.frameworks.torch.compression import Compressing, choice_of
 from fastps.frameworks.torch.inner import InnerSteps, TensorBlocks
 from fastps.frameworks.torch.tensors import (
@@ -79,6 +80,7 @@ class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
             sync_every, fragments, delay, keep, participation, sparsity, error_reset, seed,
             deadline_s, outer_on,
         )  # fmt: skip
+        unwrapped.stop(current())
         self.inner, self._model, self._average_buffers = inner, model, average_buffers
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         with torch.no_grad():

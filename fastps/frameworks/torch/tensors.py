@@ -54,9 +54,14 @@ def check_kind(tensor: object, name: str | None = None) -> torch.Tensor:
     raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}: {cure}")
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's elements are in memory of this process, and nothing is unusual."""
+    return type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided
+
+
 def check_memory(tensor: torch.Tensor, name: str) -> None:
     """Raise TypeError where a tensor's elements are not all in memory of this process."""
-    if type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided:
+    if is_plain(tensor):
         return
     if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
         raise TypeError(
