@@ -100,8 +100,10 @@ cdef int thread_launch(Thread* t) noexcept nogil:
 
 cdef void* thread_main(void* arg) noexcept nogil:
     cdef Thread* t = <Thread*>arg
+    cdef fps_floats inherited
     pthread_setname_np(pthread_self(), t.name)
     t.pin_errno = thread_pin(&t.placement)
+    fps_floats_enter(&inherited)
     completion_part_done(&t.ready, OK)
     t.fn(t.arg)
     add32(&alive_threads, -1)

@@ -2,9 +2,21 @@
 # Threads that help with a long copy or sum, where cores are idle. See _hands.pyx.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
+from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
+
 # A rule of fastps.reduce, which makes one of n sources; 1: success, else a negative status.
 ctypedef int64_t (*rule_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
                             const void* args) noexcept nogil
+# Call a rule on this thread, in the state of floating point that all kernels compute in.
+cdef inline int64_t run_rule(rule_fn rule, const void* const* sources, int64_t n, void* dst,
+                             int64_t count, const void* args) noexcept nogil:
+    cdef fps_floats before
+    cdef int64_t made
+    fps_floats_enter(&before)
+    made = rule(sources, n, dst, count, args)
+    fps_floats_leave(&before)
+    return made
+
 # Does a piece of a task; pieces are done in any order, on any thread.
 ctypedef void (*piece_fn)(void* context, int64_t piece) noexcept nogil
 

@@ -182,8 +182,8 @@ cdef void fold_piece(void* context, int64_t piece) noexcept nogil:
     cdef int64_t i
     for i in range(fold.n):
         sources[i] = <const char*>fold.sources[i] + start
-    if fold.rule(sources, fold.n, fold.to + start,
-                 piece_length(fold.nbytes, piece) / fold.itemsize, fold.args) != 1:
+    if run_rule(fold.rule, sources, fold.n, fold.to + start,
+                piece_length(fold.nbytes, piece) / fold.itemsize, fold.args) != 1:
         fps_add32(&fold.n_failed, 1)
 
 
@@ -194,7 +194,7 @@ cdef int64_t hands_fold(rule_fn rule, const void* const* sources, int64_t n, voi
     cdef uint64_t nbytes = <uint64_t>count * itemsize
     if (not hands_help(of) or nbytes < 2 * PIECE_BYTES or n > MAX_SOURCES
             or PIECE_BYTES % itemsize):
-        return rule(sources, n, dst, count, args)
+        return run_rule(rule, sources, n, dst, count, args)
     fold.rule, fold.sources, fold.n, fold.to = rule, sources, n, <char*>dst
     fold.nbytes, fold.itemsize, fold.args, fold.n_failed = nbytes, itemsize, args, 0
     hands_do(fold_piece, &fold, n_pieces_of(nbytes))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastps._floats import DefaultFloats
 from fastps.errors import MismatchError
 from fastps.types import DType
 from fastps.worker.handle import Array
@@ -53,10 +54,11 @@ def adasum(
 def combine(first: Array, second: Array) -> Array:
     """Give the Adasum of two flat arrays; where one is zero, the other."""
     wide = np.result_type(first.dtype, np.float32)
-    a, b = first.astype(wide), second.astype(wide)
-    both, of_a, of_b = _dot(a, b), _dot(a, a), _dot(b, b)
-    total = wide.type(_share(both, of_a)) * a + wide.type(_share(both, of_b)) * b
-    result: Array = total.astype(first.dtype)
+    with DefaultFloats():
+        a, b = first.astype(wide), second.astype(wide)
+        both, of_a, of_b = _dot(a, b), _dot(a, a), _dot(b, b)
+        total = wide.type(_share(both, of_a)) * a + wide.type(_share(both, of_b)) * b
+        result: Array = total.astype(first.dtype)
     return result
 
 

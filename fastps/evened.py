@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastps._floats import DefaultFloats
 from fastps.errors import FastPSError
 from fastps.types import DType
 from fastps.worker.handle import Array, Handle
@@ -54,9 +55,11 @@ def _multiply(name: str, array: Array, code: DType, factor: float) -> None:
     if code > DType.BFLOAT16:
         raise FastPSError(integers_text(name))
     if code is not DType.BFLOAT16 or array.dtype != np.uint16:
-        array[...] = array.astype(np.result_type(array.dtype, np.float32)) * factor
+        with DefaultFloats():
+            array[...] = array.astype(np.result_type(array.dtype, np.float32)) * factor
         return
-    wide = (array.astype(np.uint32) << 16).view(np.float32) * np.float32(factor)
+    with DefaultFloats():
+        wide = (array.astype(np.uint32) << 16).view(np.float32) * np.float32(factor)
     bits = wide.view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     array[...] = np.where(np.isnan(wide), 0x7FC0, rounded)

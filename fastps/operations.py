@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
+from fastps._floats import DefaultFloats
 from fastps.collectives._calls import MISSED, Calls, changes_so_far
 from fastps.collectives.promise import MeanwhileError
 from fastps.current import current
@@ -564,8 +565,9 @@ def _scaled(array: Array, factor: float) -> Array:
     """Multiply as Horovod does: half types in float32, integers in float64, cut to integers."""
     if factor == 1.0:
         return array
-    wide = array.astype(np.result_type(array.dtype, np.float32))
-    product: Array = (wide * factor).astype(array.dtype)
+    with DefaultFloats():
+        wide = array.astype(np.result_type(array.dtype, np.float32))
+        product: Array = (wide * factor).astype(array.dtype)
     return product
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from fastps._floats import DefaultFloats
 from fastps.contract import Gathering, Step
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -28,7 +29,8 @@ class Outer:
 
     def step(self, place: int, agreed: Array, gradient: Array) -> None:
         """Make the next values of the array at a place, in place."""
-        agreed -= np.asarray(self.lr * self.direction(place, gradient), agreed.dtype)
+        with DefaultFloats():
+            agreed -= np.asarray(self.lr * self.direction(place, gradient), agreed.dtype)
 
     def direction(self, place: int, gradient: Array) -> Array:
         """Give what the rate is multiplied by."""

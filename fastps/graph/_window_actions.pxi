@@ -166,6 +166,7 @@ cdef bint do_part(Action* action, Part* part, int64_t patience, Work* work) noex
     cdef Windows_* home = action.home
     cdef int32_t stage = part.stage
     cdef bint is_ours
+    cdef fps_floats before
     cdef int status
     if stage == WAITING:
         claim_for(part, work)
@@ -175,7 +176,9 @@ cdef bint do_part(Action* action, Part* part, int64_t patience, Work* work) noex
     part.is_acting = True
     pthread_mutex_unlock(&home.lock)
     flush(home, work)
+    fps_floats_enter(&before)
     status = act(action, part, stage, min(action.deadline, patience))
+    fps_floats_leave(&before)
     pthread_mutex_lock(&home.lock)
     part.is_acting = False
     if status == E_TIMEOUT and now_ns() < action.deadline and action.status == OK:

@@ -35,6 +35,7 @@ from fastps._core cimport (
     completion_is_done, completion_part_done, completion_reset, completion_wait_signals,
     deadline_of, now_ns, thread_create, thread_join,
 )
+from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
 from fastps._futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, FPS_SHARED, fps_sleep, fps_wake
 from fastps._hands cimport hands_copy, hands_fold
 from fastps._posix cimport (
@@ -100,6 +101,8 @@ cdef class Windows:
 
     def __cinit__(self, Exchange exchange not None):
         cdef Windows_* home = &self.state
+        if exchange.guest is not None:
+            raise ValueError("the exchange has windows already")
         self.exchange = exchange
         self.in_flight = {}
         home.state = exchange.state
@@ -114,8 +117,6 @@ cdef class Windows:
         home.helper = thread_create(b"windows", home.me, helper_main, home)
         if home.helper == NULL:
             raise MemoryError("no thread for windows")
-        if exchange.guest is not None:
-            raise ValueError("the exchange has windows already")
         exchange.guest = self
         exchange.state.guest.context = home
         exchange.state.guest.deliver = windows_deliver

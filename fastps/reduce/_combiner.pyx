@@ -23,6 +23,8 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
+from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
+
 import logging
 
 import numpy as np
@@ -552,6 +554,7 @@ cdef class Combiner:
         cdef const void* sources[MAX_VOICES]
         cdef uint8_t refused[MAX_VOICES]
         cdef int64_t status, n = 0
+        cdef fps_floats before
         arrays = [one for one in updates if one is not None]
         places = [place for place, one in enumerate(updates) if one is not None]
         for one in arrays:
@@ -564,7 +567,9 @@ cdef class Combiner:
         cdef uintptr_t room = round_up(scratch.ctypes.data)
         cdef void* dst = <void*><uintptr_t>made.ctypes.data
         with nogil:
+            fps_floats_enter(&before)
             status = combine(&self.how, sources, n, dst, version, refused, <char*>room)
+            fps_floats_leave(&before)
         if status != DONE:
             raise RuntimeError(f"the rule failed with status {status}")
         return made, [places[j] for j in range(n) if refused[j]]

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from fastps._floats import DefaultFloats
 from fastps.reduce.library import reduce_kernel, robust_kernel
 from fastps.types import ReduceOp, dtype_of
 
@@ -81,8 +82,10 @@ def _call(address: int, sources: Sequence[Array], out: Array, args: Any) -> None
     if any(one.dtype != sources[0].dtype for one in sources):
         raise TypeError("updates differ in their element types")
     table = (ctypes.c_void_p * len(sources))(*[one.ctypes.data for one in sources])
-    status = KERNEL(address)(
-        table, len(sources), out.ctypes.data, size, None if args is None else ctypes.byref(args)
-    )
+    with DefaultFloats():
+        status = KERNEL(address)(
+            table, len(sources), out.ctypes.data, size,
+            None if args is None else ctypes.byref(args),
+        )  # fmt: skip
     if status != _OK:
         raise RuntimeError(f"a kernel failed with status {status}")

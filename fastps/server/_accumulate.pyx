@@ -41,6 +41,8 @@ from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_RESULT, PROBE_SERVER_SUM, OK,
     now_ns, probe_hit,
 )
+from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
+from fastps._hands cimport run_rule
 from fastps._posix cimport pthread_mutex_lock, pthread_mutex_unlock
 from fastps.reduce.codec._coder cimport Code, code_add, code_decode, code_encode
 from fastps.server._policy cimport (
@@ -233,8 +235,8 @@ cdef int settle(Value* value, Turn* turn) noexcept nogil:
     if not find_pushed(value, turn, sources):
         return OK
     probe_hit(PROBE_SERVER_SUM, entry.key, turn.caller.version)
-    if entry.rule(sources, cast.n_contributors, value.sums[turn.unit], length / entry.itemsize,
-                  &cast.divisor) != 1:
+    if run_rule(entry.rule, sources, cast.n_contributors, value.sums[turn.unit],
+                length / entry.itemsize, &cast.divisor) != 1:
         return E_PROTOCOL
     count_work(entry, length)
     if turn.unit + 1 == entry.n_units:
@@ -285,7 +287,7 @@ cdef int add(Value* value, Turn* turn) noexcept nogil:
     probe_hit(PROBE_SERVER_SUM, entry.key, turn.caller.version)
     if is_delayed(turn.caller):
         compensate(turn.caller, turn.unit)
-    elif entry.rule(sources, 2, sum[0], length / entry.itemsize, &divisor) != 1:
+    elif run_rule(entry.rule, sources, 2, sum[0], length / entry.itemsize, &divisor) != 1:
         return E_PROTOCOL
     count_work(entry, length)
     if turn.unit + 1 == entry.n_units:
@@ -352,7 +354,11 @@ cdef void end_bound_unit(Turn* turn) noexcept nogil:
 cdef void take_turn(Value* value, Turn* turn) noexcept nogil:
     cdef Caller* caller = turn.caller
     cdef Entry* entry = value.entry
-    cdef int status = answer_pull(caller) if caller.kind == KIND_PULL else add(value, turn)
+    cdef fps_floats before
+    cdef int status
+    fps_floats_enter(&before)
+    status = answer_pull(caller) if caller.kind == KIND_PULL else add(value, turn)
+    fps_floats_leave(&before)
     if status != OK:
         pthread_mutex_lock(&entry.lock)
         if caller.kind == KIND_PUSH:

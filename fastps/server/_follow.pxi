@@ -56,9 +56,11 @@ cdef void encode_difference(Caller* caller, uint32_t stamp, char* difference, ch
                             char* scratch) noexcept nogil:
     cdef Entry* entry = caller.value.entry
     cdef Code* code = <Code*>entry.code
+    cdef fps_floats before
     cdef const char* value = caller.value.sums[0]
     cdef char* theirs = caller.backups[0]
     cdef uint32_t unit, count = entry.nbytes / entry.itemsize
+    fps_floats_enter(&before)
     if entry.itemsize == sizeof(float):
         subtract_all(<float*>difference, <const float*>value, <const float*>theirs, count)
     else:
@@ -66,6 +68,7 @@ cdef void encode_difference(Caller* caller, uint32_t stamp, char* difference, ch
     for unit in range(code.n_units):
         code_encode(code, unit, stamp, difference, 1.0, packed + unit * code.unit_bytes, scratch)
         code_add(code, unit, stamp, packed + unit * code.unit_bytes, theirs, scratch)
+    fps_floats_leave(&before)
 
 
 cdef int pack(Caller* caller, uint32_t stamp) noexcept nogil:

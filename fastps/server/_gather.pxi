@@ -229,7 +229,7 @@ cdef int combine_kept(Value* value, char* made) noexcept nogil:
     memset(&args, 0, sizeof(args))
     args.divisor, args.version = 1, value.stamp + 1
     args.state, args.pool, args.refused = entry.rule_state, entry.store.pool, refused
-    status = entry.rule(sources, n, made, entry.nbytes / entry.itemsize, &args)
+    status = run_rule(entry.rule, sources, n, made, entry.nbytes / entry.itemsize, &args)
     if status != 1:
         return <int>status if status < 0 else E_PROTOCOL
     for index in range(n):
@@ -304,11 +304,15 @@ cdef void pack_all(Value* value) noexcept nogil:
 cdef void end_round(Value* value) noexcept nogil:
     """Move the value, and answer all who took part; called by who works on turns."""
     cdef Entry* entry = value.entry
-    cdef int status = move(value) if has_kept(value) else OK
     cdef uint32_t index
     cdef Caller* caller
+    cdef fps_floats before
+    cdef int status
+    fps_floats_enter(&before)
+    status = move(value) if has_kept(value) else OK
     if status == OK and entry.code != NULL:
         pack_all(value)
+    fps_floats_leave(&before)
     pthread_mutex_lock(&entry.lock)
     count_missing(value)
     value.is_open = value.is_over = False

@@ -55,6 +55,7 @@ from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_RESULT,
     PROBE_SERVER_SUM, OK, now_ns, probe_hit,
 )
+from fastps._hands cimport run_rule
 from fastps._posix cimport pthread_mutex_lock, pthread_mutex_unlock, sched_yield
 from fastps._trace cimport (
     SPAN_RECEIVE, SPAN_RESULT, SPAN_SUM, is_traced, trace_span, tracing,

@@ -133,7 +133,7 @@ cdef int combine_unit(Round* round, uint32_t unit, uint32_t length) noexcept nog
     if length == 0:
         return OK
     probe_hit(PROBE_SERVER_SUM, entry.key, round.version)
-    made = entry.rule(sources, n, round.sums[unit], length / entry.itemsize, &args)
+    made = run_rule(entry.rule, sources, n, round.sums[unit], length / entry.itemsize, &args)
     if made != 1:
         return <int>made if made < 0 else E_PROTOCOL
     blame_refused(round, refused)
@@ -167,7 +167,7 @@ cdef int sum_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
     if length == 0:
         return OK
     probe_hit(PROBE_SERVER_SUM, entry.key, round.version)
-    made = entry.rule(sources, n, round.sums[unit], length / entry.itemsize, &args)
+    made = run_rule(entry.rule, sources, n, round.sums[unit], length / entry.itemsize, &args)
     if made != 1:
         return <int>made if made < 0 else E_PROTOCOL
     give_back_unit(round, unit)
@@ -264,7 +264,8 @@ cdef int look_at(Round* round, uint32_t unit) noexcept nogil:
     n = gather(round, unit, sources, &ours, &keeper)
     tell(round, unit, &args)
     args.refused = refused
-    status = entry.look(sources, n, NULL, unit_length(entry, unit) / entry.itemsize, &args)
+    status = run_rule(entry.look, sources, n, NULL, unit_length(entry, unit) / entry.itemsize,
+                      &args)
     if status != 1:
         return <int>status if status < 0 else E_PROTOCOL
     blame_refused(round, refused)

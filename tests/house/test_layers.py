@@ -35,6 +35,7 @@ FLOORS = {
     "fastps.affinity": 1,
     "fastps.objects": 1,
     "fastps.versions": 1,
+    "fastps._floats": 1,
     "fastps._core": 2,
     "fastps.reduce": 2,
     "fastps.transport": 3,

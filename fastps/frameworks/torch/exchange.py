@@ -20,6 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fastps import session
+from fastps._floats import DefaultFloats
 from fastps.byzantine.rules import rule_of
 from fastps.coding import PLAIN, Coding
 from fastps.errors import DuplicateNameError, FastPSError, MismatchError
@@ -305,7 +306,8 @@ class GradientExchange:
             factor = uneven.correction(*self._place_of(bucket.name, home))
             if factor != 1.0:
                 dtype = getattr(torch, bucket.code.name.lower())
-                tensor_over(bucket.array, dtype).mul_(factor)
+                with DefaultFloats():
+                    tensor_over(bucket.array, dtype).mul_(factor)
 
     def _place_of(
         self, name: str, current: session.Session

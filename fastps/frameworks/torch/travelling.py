@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from fastps._floats import DefaultFloats
 from fastps.flights import Average, Sum
 from fastps.frameworks.torch.tensors import (
     Array,
@@ -72,9 +73,10 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Multiply; integers by way of float64, and cut to integers."""
     if factor == 1.0:
         return tensor
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor * factor
-    return (tensor.double() * factor).to(tensor.dtype)
+    with DefaultFloats():
+        if tensor.is_floating_point() or tensor.is_complex():
+            return tensor * factor
+        return (tensor.double() * factor).to(tensor.dtype)
 
 
 def rows_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:

@@ -12,6 +12,8 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
+from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
+
 from fastps import coding as rules
 from fastps.coding import Codec, Option
 from fastps.reduce.codec.scratch import work_words
@@ -87,13 +89,16 @@ cdef float* prepared(Code* code, uint32_t unit, float* g, float scale, float rat
 cdef void code_encode(Code* code, uint32_t unit, uint32_t version, const char* elements,
                       float ratio, char* payload, char* scratch) noexcept nogil:
     cdef uint64_t first = <uint64_t>unit * code.unit_count
+    cdef fps_floats before
     cdef float* g = <float*>(elements + first * code.itemsize)   # not written: see prepared()
     cdef float* v
+    fps_floats_enter(&before)
     if code.widen != NULL:
         g = array_of(code, scratch, 0)
         code.widen(g, elements + first * code.itemsize, elements_of(code, unit))
     v = prepared(code, unit, g, 1.0, ratio, array_of(code, scratch, 1))
     finish(code, unit, version, v, ratio, payload, scratch)
+    fps_floats_leave(&before)
 
 
 cdef void decode_into(Code* code, code_fn decode, uint32_t unit, uint32_t version,
@@ -108,24 +113,29 @@ cdef void code_decode(Code* code, uint32_t unit, uint32_t version, const char* p
                       char* elements, char* scratch) noexcept nogil:
     cdef char* place = elements + <uint64_t>unit * code.unit_count * code.itemsize
     cdef float* v = <float*>place if code.narrow == NULL else array_of(code, scratch, 0)
+    cdef fps_floats before
+    fps_floats_enter(&before)
     decode_into(code, code.decode, unit, version, payload, v, scratch)
     if code.narrow != NULL:
         code.narrow(v, place, elements_of(code, unit))
+    fps_floats_leave(&before)
 
 
 cdef void code_add(Code* code, uint32_t unit, uint32_t version, const char* payload,
                    char* elements, char* scratch) noexcept nogil:
     cdef char* place = elements + <uint64_t>unit * code.unit_count * code.itemsize
     cdef double* wide = <double*>place
-    cdef float* v
+    cdef float* v = array_of(code, scratch, 0)
+    cdef fps_floats before
     cdef uint32_t i
+    fps_floats_enter(&before)
     if code.narrow == NULL:
         decode_into(code, code.add, unit, version, payload, <float*>place, scratch)
-        return
-    v = array_of(code, scratch, 0)
-    decode_into(code, code.decode, unit, version, payload, v, scratch)
-    for i in range(elements_of(code, unit)):
-        wide[i] = wide[i] + v[i]
+    else:
+        decode_into(code, code.decode, unit, version, payload, v, scratch)
+        for i in range(elements_of(code, unit)):
+            wide[i] = wide[i] + v[i]
+    fps_floats_leave(&before)
 
 
 cdef void code_sum(Code* code, uint32_t unit, uint32_t version, const void* const* payloads,
@@ -133,12 +143,15 @@ cdef void code_sum(Code* code, uint32_t unit, uint32_t version, const void* cons
     cdef float* total = array_of(code, scratch, 0)
     cdef float ratio = (<const float*>payloads[0])[1]
     cdef float* v
+    cdef fps_floats before
     cdef int64_t i
+    fps_floats_enter(&before)
     for i in range(n):
         decode_into(code, code.add if i else code.decode, unit, version,
                     <const char*>payloads[i], total, scratch)
     v = prepared(code, unit, total, <float>(1.0 / divisor), ratio, total)
     finish(code, unit, version, v, ratio, payload, scratch)
+    fps_floats_leave(&before)
 
 
 def _kernel_name(coding):

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels compute in one floating-point state, and leave a thread the one that it had."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from aids import faces
+from aids.floats import STATES, control_word, floats_set
+from fastps import byzantine as bz
+from fastps._floats import DefaultFloats
+from fastps.adasum import combine as adasum
+from fastps.coding import Codec, Coding, Option
+from fastps.reduce import measures, sum_kernel
+from fastps.reduce._combiner import Combiner
+from fastps.reduce.codec._coder import Coder
+from fastps.rules import Rule
+from fastps.types import DType
+
+COUNT = 1000
+states = pytest.mark.parametrize("state", STATES)
+
+
+@functools.cache  # made in the usual state
+def numbers(seed: int, dtype: str = "f4") -> np.ndarray:
+    """Make subnormal numbers and others, whose sums and products have to be rounded."""
+    random = np.random.default_rng(seed)
+    small = random.integers(1, 1 << 22, COUNT // 2).astype(np.uint32).view(np.float32)
+    large = random.standard_normal(COUNT - small.size, dtype=np.float32)
+    return np.concatenate([small, large]).astype(dtype)
+
+
+def summed() -> np.ndarray:
+    out = np.empty(COUNT, np.float32)
+    sources = [numbers(j).view(np.uint8) for j in range(3)]
+    faces.fold_by_hands(sum_kernel(DType.FLOAT32), sources, out.view(np.uint8), 4, 3, 0)
+    return out
+
+
+def coded(codec: Codec, k: float = 0.0, options: int = 0) -> Callable[[], np.ndarray]:
+    def turn() -> np.ndarray:
+        how = {"nbytes": 8 * COUNT, "chunk_bytes": 1 << 16, "name": "t"}
+        coder = Coder(Coding(codec, k, options), DType.FLOAT64, **how)
+        out = np.empty(COUNT)
+        for version in (1, 2):
+            wire = coder.encode(numbers(0, "f8").view(np.uint8), version=version)
+            coder.decode(wire, out.view(np.uint8), version=version)
+        return out
+
+    return turn
+
+
+def ruled(rule: Rule) -> Callable[[], np.ndarray]:
+    def turn() -> np.ndarray:
+        combiner = Combiner(rule, DType.FLOAT32, n=5, count=COUNT)
+        return combiner.combine([numbers(j) for j in range(5)])[0]
+
+    return turn
+
+
+WORKS: dict[str, Callable[[], np.ndarray]] = {
+    "sum": summed,
+    "int8": coded(Codec.INT8, options=Option.FEEDBACK),
+    "onebit": coded(Codec.ONEBIT, options=Option.FEEDBACK | Option.SCALING),
+    "bf16": coded(Codec.BF16),
+    "median": ruled(bz.Median()),
+    "krum": ruled(bz.Krum(1)),
+    "clipping": ruled(bz.CenteredClipping(0.5)),
+    "norms": lambda: measures.square_norms([numbers(0)]),
+    "mix": lambda: measures.mix([numbers(0), numbers(1)], [0.3, 0.7], numbers(0)),
+    "adasum": lambda: adasum(numbers(0), numbers(1)),
+}
+
+
+@states
+@pytest.mark.parametrize("name", WORKS)
+def test_results_are_those_of_the_default_state(name, state):
+    want = WORKS[name]()
+    with floats_set(state):
+        before = control_word()
+        found = WORKS[name]()
+        assert control_word() == before
+    np.testing.assert_array_equal(found.view(np.uint8), want.view(np.uint8))
+
+
+@states
+def test_a_context_sets_the_default_and_restores_what_was(state):
+    usual = control_word()
+    with floats_set(state):
+        before = control_word()
+        assert before != usual
+        with DefaultFloats():
+            assert control_word() == usual
+        assert control_word() == before
+    with DefaultFloats(), floats_set(state):
+        assert control_word() != usual
+    assert control_word() == usual
