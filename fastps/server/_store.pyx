@@ -390,12 +390,15 @@ cdef class ServerStore(LinkOwner):
         cdef EngineStart* start = <EngineStart*>calloc(1, sizeof(EngineStart))
         engine.queue = queue_create(0, 1024)
         if engine.queue == NULL or start == NULL:
+            free(start)
+            queue_free(engine.queue)
             raise MemoryError("no memory for an engine thread")
         start.store = self.store
         start.index = index
         engine.thread = thread_create("engine", index, engine_main, start)
         if engine.thread == NULL:
             free(start)
+            queue_free(engine.queue)
             raise FastPSError("cannot start an engine thread; check `ulimit -u`")
         self.store.n_engines = index + 1
         return 0
@@ -459,13 +462,18 @@ cdef class ServerStore(LinkOwner):
             if tensor == NULL:
                 raise MemoryError("no memory for a tensor")
             tensor.n_partitions = n_partitions
-            fill_tensor(self, tensor, &model, tensor_id, zip(partitions, casts), states, coders,
-                        chunk_bytes if unit == contract.Unit.CHUNK else 0, inline_bytes)
-            if not table_put(self.store.tensors, tensor_id, tensor):
+            try:
+                fill_tensor(self, tensor, &model, tensor_id, zip(partitions, casts), states,
+                            coders, chunk_bytes if unit == contract.Unit.CHUNK else 0,
+                            inline_bytes)
+                if states or coders:
+                    self.states[tensor_id] = (states, coders)
+                if not table_put(self.store.tensors, tensor_id, tensor):
+                    raise MemoryError("no memory for the tensor table")
+            except BaseException:
                 free_tensor(tensor, NULL)
-                raise MemoryError("no memory for the tensor table")
-            if states or coders:
-                self.states[tensor_id] = (states, coders)
+                self.states.pop(tensor_id, None)
+                raise
             self.n_tensors += 1
 
     cdef uintptr_t intern(self, cast) except 0:

@@ -37,7 +37,10 @@ cdef int set_gathering(Entry* model, int policy, how, dtype, uint32_t least) exc
 
 cdef int fill_tensor(ServerStore store, Tensor* tensor, Entry* model, uint64_t tensor_id, places,
                      states, coders, uint32_t unit_bytes, uint32_t inline_bytes) except -1:
-    """Make the entries of a tensor, or free all of it; unit_bytes: 0 for a partition."""
+    """Make the entries of a tensor, which the caller frees if this raises; see declare().
+
+    unit_bytes: 0 for a partition.
+    """
     for (index, nbytes, _), cast in places:
         model.cast = <Cast*><uintptr_t>cast
         model.key = tensor_id << KEY_BITS | <uint64_t>index
@@ -49,6 +52,5 @@ cdef int fill_tensor(ServerStore store, Tensor* tensor, Entry* model, uint64_t t
             min(nbytes, unit_bytes) if unit_bytes else nbytes, inline_bytes, nbytes)
         tensor.entries[<uint32_t>index] = make_entry(model, nbytes, unit_bytes == 0)
         if tensor.entries[<uint32_t>index] == NULL:
-            free_tensor(tensor, NULL)
             raise MemoryError(f"no memory for partition {index} of tensor {tensor_id}")
     return 0

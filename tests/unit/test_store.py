@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -79,10 +81,9 @@ class Server:
     def declare(self, tensor_id: int, nbytes: int, **options: Any) -> None:
         """Make one tensor of one partition."""
         terms: dict[str, Any] = {"kernel": sum_kernel(DType.FLOAT32), "inline_bytes": 0}
+        terms |= {"n_partitions": 1, "partitions": [(0, nbytes, self.cast)]}
         self.store.declare(
             tensor_id,
-            n_partitions=1,
-            partitions=[(0, nbytes, self.cast)],
             dtype=DType.FLOAT32,
             itemsize=4,
             chunk_bytes=self.chunk_bytes,
@@ -307,6 +308,36 @@ def declare_with(server: Server, contributors: Any, readers: Any, options: Any) 
     """Declare a tensor of one partition with this cast."""
     cast = Cast(contributors, readers, 1, 1)
     server.store.declare(9, partitions=[(0, CHUNK, cast)], **options)
+
+
+def bytes_in_use() -> int:
+    """Return what the C library has lent of its heap."""
+
+    class Info(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_size_t) for name in "abcdefghij"]
+
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("needs glibc 2.33")
+    libc.mallinfo2.restype = Info
+    return int(libc.mallinfo2().h)  # uordblks
+
+
+def test_a_declaration_that_fails_leaves_no_memory(make):
+    server, n = make(2), 1000
+    partitions = [(i, CHUNK, server.cast) for i in range(n)]
+    states = {i: SimpleNamespace(state=0) for i in range(n - 1)}  # the last one has none
+
+    def fail() -> None:
+        with pytest.raises(KeyError):
+            server.declare(9, CHUNK, n_partitions=n, partitions=partitions, states=states)
+
+    fail()
+    before = bytes_in_use()
+    for _ in range(30):
+        fail()
+    assert bytes_in_use() - before < n * 64  # of one of them all entries have more
+    server.declare(9, CHUNK)
 
 
 def test_pushers_that_cannot_be_are_refused(make):

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from window_fleet import TIMEOUT_S, WAYS, Fleet, done, spread
 
+from aids.faces import threads_alive
 from fastps import topology
 from fastps._hands import Hands
 from fastps.errors import Status
-from fastps.graph._windows import Window
+from fastps.graph._windows import Window, Windows
 from fastps.topology import Topology
 from fastps.types import DType
 
@@ -249,6 +250,14 @@ def test_mass_is_kept_whatever_meets(make):
     np.testing.assert_allclose(total, n * (n + 1) / 2, rtol=1e-12)
     assert mass == pytest.approx(n, rel=1e-12)
     assert all(np.ptp(array) < 1e-12 for array in arrays)  # each put took effect at once
+
+
+def test_an_exchange_has_windows_once(make):
+    """The second ones start no thread, which would outlive them."""
+    fleet, before = make(1), threads_alive()
+    with pytest.raises(ValueError, match="has windows already"):
+        Windows(fleet.exchanges[0])
+    assert threads_alive() == before
 
 
 def test_a_mutex_keeps_others_out_in_their_order(make):

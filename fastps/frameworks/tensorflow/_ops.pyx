@@ -375,12 +375,16 @@ cdef Kernel *described(int64_t number, void *status) noexcept with gil:
     cdef Kernel *kernel = <Kernel *>calloc(1, sizeof(Kernel))
     cdef Output *output
     try:
+        if kernel == NULL:
+            raise MemoryError("no memory for a node")
         may_wait, listed = _describe(number)
         if max([len(shape or ()) for _, shape, _ in listed], default=0) > RANK:
             raise ValueError(f"tensors have at most {RANK} dimensions")
         kernel.number, kernel.may_wait = number, may_wait
         kernel.count = len(listed)
         kernel.outputs = <Output *>calloc(max(len(listed), 1), sizeof(Output))
+        if kernel.outputs == NULL:
+            raise MemoryError("no memory for the outputs of a node")
         for place, (kind, shape, is_slot) in enumerate(listed):
             output = &kernel.outputs[place]
             output.type, output.is_slot, output.is_open = kind, is_slot, shape is None
