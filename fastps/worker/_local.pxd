@@ -127,6 +127,7 @@ cdef struct Local:
     int64_t followed_at         # when that was seen; atomic
     cpu_set_t cpus              # where it may run
     Part* crowded               # to be published, when the ring has room; atomic
+    Part* overflow              # taken from it by the runner, and next; written by it alone
     pthread_mutex_t lock        # the runner's: all below
     int64_t cursor              # tasks passed
     int64_t staged              # staged chunks of the tasks before the cursor

@@ -31,7 +31,7 @@ from libc.stdlib cimport calloc, free
 
 from fastps._atomic cimport (
     fps_add32, fps_cas32, fps_cas64, fps_cas_ptr, fps_fence, fps_load32, fps_load64, fps_load_ptr,
-    fps_store32, fps_store64, fps_swap32, fps_swap_ptr,
+    fps_store32, fps_store64, fps_store_ptr, fps_swap32, fps_swap_ptr,
 )
 from fastps._copy cimport fps_copy
 from fastps._futex cimport FPS_ALL, FPS_SHARED, fps_relax, fps_sleep, fps_wake
@@ -165,7 +165,7 @@ cdef bint spin(Local* local, int64_t* idle_since, int64_t spin_ns) noexcept nogi
 
 
 cdef void sleep_as(Local* local, int32_t bell, int64_t deadline, int32_t whom) noexcept nogil:
-    if fps_load_ptr(<void**>&local.crowded) != NULL:
+    if is_crowded(local):
         deadline = min(deadline, now_ns() + CROWDED_SLICE_NS)
     fps_sleep(&cell_of(local, local.me).bell, bell, deadline, whom, FPS_SHARED)
 
@@ -413,7 +413,7 @@ cdef class LocalStages:
         cdef LocalRecord* mine = local_of(&tensor.record)
         cdef char* base
         if mine.shadow == PRIVATE:
-            tensor.shadow, mine.shadow = self.arena.allocate(tensor.nbytes)
+            tensor.shadow, mine.shadow = self.arena.allocate_packed(tensor.nbytes)
         mine.is_shadowed = True
         mine.input = mine.output = mine.shadow
         base = self.local.arenas[self.local.me] + mine.shadow

@@ -131,14 +131,28 @@ cdef void publish(Local* local, Part* part, int32_t kind, int news,
     ring_others(local, is_for_helper)
 
 
+cdef inline bint is_crowded(Local* local) noexcept nogil:
+    return (fps_load_ptr(<void**>&local.crowded) != NULL
+            or fps_load_ptr(<void**>&local.overflow) != NULL)
+
+
 cdef bint publish_crowded(Local* local) noexcept nogil:
-    """Publish what the ring had no room for when it came. The runner's lock is held."""
-    cdef Part* part = <Part*>fps_swap_ptr(<void**>&local.crowded, NULL)
+    """Publish what the ring had no room for when it came, as much as it has room for now.
+
+    Parts that stay are not touched: there may be hundreds of thousands. The runner's lock is held.
+    """
+    cdef Part* part = local.overflow
     cdef Part* next
     cdef bint has_moved = False
+    if part == NULL:
+        part = <Part*>fps_swap_ptr(<void**>&local.crowded, NULL)
     while part != NULL:
-        next = part.next
-        publish(local, part, part.task, part.news, True)
+        next = part.next                # a part that is published may be another list's at once
+        if not try_publish(local, part):
+            break
         has_moved = True
         part = next
-    return has_moved and fps_load_ptr(<void**>&local.crowded) == NULL
+    fps_store_ptr(<void**>&local.overflow, part)
+    if has_moved:
+        ring_others(local, True)
+    return has_moved

@@ -286,9 +286,10 @@ cdef bint step(Local* local) noexcept nogil:
     cdef bint has_moved = pipes_step(local.pipes)
     if fps_load32(&local.plan.status) != OK:
         fps_swap_ptr(<void**>&local.crowded, NULL)
+        fps_store_ptr(<void**>&local.overflow, NULL)
         table_each(&local.plan.records, fail_record, local)
         return has_moved
-    has_moved |= fps_load_ptr(<void**>&local.crowded) != NULL and publish_crowded(local)
+    has_moved |= is_crowded(local) and publish_crowded(local)
     has_moved |= local.n_trailing > 0 and settle_trailing(local)
     task = task_at(local, local.cursor)
     if fps_load64(&task.number) != local.cursor + 1:

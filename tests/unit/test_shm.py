@@ -79,6 +79,44 @@ def test_blocks_never_overlap_and_come_back(steps):
     arena.close()
 
 
+@settings(max_examples=50, deadline=None)
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 6000)), min_size=1, max_size=200))
+def test_packed_blocks_never_overlap_and_come_back(steps):
+    arena = shm.Arena(4 * MIB)
+    held: dict[int, tuple[object, int, int]] = {}
+    for number, (is_end, nbytes) in enumerate(steps):
+        if is_end and held:
+            held.pop(sorted(held)[nbytes % len(held)])
+            continue
+        block, offset = arena.allocate_packed(nbytes)
+        assert offset % 64 == 0
+        array = np.frombuffer(block, np.uint8)
+        assert array.nbytes == nbytes
+        array[:] = number % 256
+        held[offset] = block, nbytes, number % 256
+        del array, block
+    for block, nbytes, number in held.values():
+        assert (np.frombuffer(block, np.uint8, nbytes) == number).all()
+    arena.close()
+
+
+def test_many_small_blocks_share_pages_and_ask_seldom_how_much_is_left(monkeypatch):
+    arena, asked = shm.Arena(64 * MIB), []
+    monkeypatch.setattr(shm, "memory_left", lambda: asked.append(1) or 1 << 40)
+    blocks = [arena.allocate_packed(16)[0] for _ in range(100_000)]
+    assert arena.used_bytes <= 64 * len(blocks) + shm.SHELF_BYTES
+    assert len(asked) <= 8
+    used = arena.used_bytes
+    blocks.clear()
+    blocks = [arena.allocate_packed(64)[0] for _ in range(100_000)]
+    assert arena.used_bytes == used
+    arena.freeze()
+    before = {arena.allocate_packed(16)[1] for _ in range(10)}
+    blocks.clear()
+    assert before.isdisjoint(arena.allocate_packed(16)[1] for _ in range(1000))
+    arena.close()
+
+
 def test_threads_never_get_the_same_memory():
     arena = shm.Arena(256 * MIB)
     held: list[tuple[int, int]] = []
