@@ -3,7 +3,8 @@
 
     python programs_trainers.py FOLDER                  one process, whole batches
     torchrun --nproc-per-node 2 programs_trainers.py FOLDER      backend "fastps", half of each
-    fastps-run -np 2 python programs_trainers.py FOLDER          our optimizer or wrapper, the same
+    fastps-run -np 2 python programs_trainers.py FOLDER          the same
+    fastps-run -np 2 --env WORLD_SIZE=1 --env LOCAL_RANK=-1 ...  our optimizer or wrapper, the same
 
 Writes FOLDER/<trainer>.npz: the weights at the end, of rank 0, which are those of all.
 """
@@ -24,9 +25,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import fastps.torch as fps  # an installed fastps needs no import for the backend
 
-IS_FASTPS = "FASTPS_RANK" in os.environ  # started by fastps-run: torch knows of no other rank
-SIZE = int(os.environ.get("FASTPS_SIZE" if IS_FASTPS else "WORLD_SIZE", "1"))
-RANK = int(os.environ.get("FASTPS_RANK" if IS_FASTPS else "RANK", "0"))
+SIZE = int(os.environ.get("FASTPS_SIZE", os.environ.get("WORLD_SIZE", "1")))
+RANK = int(os.environ.get("RANK", "0"))
+IS_FASTPS = int(os.environ.get("WORLD_SIZE", "1")) < SIZE  # trainers know of no other rank
 BATCH = 8  # of all ranks
 STEPS = 6
 WIDTH = 12

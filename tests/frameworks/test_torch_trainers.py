@@ -18,12 +18,14 @@ from test_torch_backend import HERE, JOB_S, environ, torchrun  # noqa: E402
 
 PROGRAM = HERE / "programs_trainers.py"
 
+# With these the trainers take each worker for one alone, and leave gradients to us.
+APART = ("--env", "WORLD_SIZE=1", "--env", "LOCAL_RANK=-1")
 
-def fastps_run(size: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the program as `size` workers, each of which the trainers take for one alone."""
+
+def fastps_run(size: int, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the program as `size` workers."""
     command = [
-        sys.executable, "-m", "fastps.launch.run", "-np", str(size),
-        "--env", "WORLD_SIZE=1", "--env", "LOCAL_RANK=-1",
+        sys.executable, "-m", "fastps.launch.run", "-np", str(size), *options,
         sys.executable, str(PROGRAM), str(folder),
     ]  # fmt: skip
     return subprocess.run(
@@ -31,25 +33,30 @@ def fastps_run(size: int, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.timeout(JOB_S)
+@pytest.mark.timeout(2 * JOB_S)
 def test_trainers_make_the_weights_of_one_process(tmp_path):
     """Two ranks with halves of each batch, and one with whole ones, at the same time."""
-    folders = [tmp_path / "alone", tmp_path / "together"]
+    folders = [tmp_path / "alone", tmp_path / "together", tmp_path / "under fastps-run"]
     for folder in folders:
         folder.mkdir()
     with subprocess.Popen(
         [sys.executable, PROGRAM, folders[0]], env=environ(), stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     ) as alone:  # fmt: skip
-        jobs = [torchrun(2, str(PROGRAM), str(folders[1])), fastps_run(2, folders[1])]
+        jobs = [
+            torchrun(2, str(PROGRAM), str(folders[1])),
+            fastps_run(2, folders[1], *APART),
+            fastps_run(2, folders[2]),
+        ]
         said = alone.communicate(timeout=JOB_S)[0]
     assert alone.returncode == 0, said
     for job in jobs:
         assert job.returncode == 0, job.stdout + job.stderr
-    for path in folders[0].glob("*.npz"):
-        want, got = np.load(path), np.load(folders[1] / path.name)
-        for key in want:
-            np.testing.assert_allclose(
-                got[key], want[key], atol=1e-4, err_msg=f"{path.name} {key}"
-            )
-    assert len(list(folders[1].glob("*.npz"))) == 5
+    for folder in folders[1:]:
+        for path in folder.glob("*.npz"):
+            want, got = np.load(folders[0] / path.name), np.load(path)
+            for key in want:
+                np.testing.assert_allclose(
+                    got[key], want[key], atol=1e-4, err_msg=f"{path.name} {key}"
+                )
+    assert [len(list(folder.glob("*.npz"))) for folder in folders] == [5, 5, 3]
