@@ -40,9 +40,9 @@ BUCKET_BYTES = 1 << 20
 
 ACCUMULATE = (
     "give backward_passes_per_step=<passes> to DistributedOptimizer to accumulate gradients; "
-    "where a step is left out (a GradScaler does so on overflow), call optimizer.zero_grad() "
-    "before the next backward pass; between two backward passes of one step, do not read "
-    "optimizer.param_groups, which waits for all gradients"
+    "where a step is left out, call optimizer.synchronize() (GradScaler has done it) and then "
+    "optimizer.zero_grad() before the next backward pass; between two backward passes of one "
+    "step, do not read optimizer.param_groups, which waits for all gradients"
 )
 
 P = TypeVar("P", bound=Hashable)

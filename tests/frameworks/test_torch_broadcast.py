@@ -17,6 +17,7 @@ from fastps.frameworks.torch.broadcast import (  # noqa: E402
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from fastps.frameworks.torch.ops import push_pull  # noqa: E402
 
 OPTIMIZERS = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
@@ -107,6 +108,54 @@ def test_parameters_of_mixed_kinds(cluster: FakeCluster) -> None:
         assert params["count"] == 7
         assert params["flag"].tolist() == [True]
         assert params["transposed"].stride() == (1, 3)
+
+    cluster.run(body)
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_what_expand_made_takes_the_root_s_values(cluster: FakeCluster, root: int) -> None:
+    """Position ids of transformers are such buffers."""
+    tensors = [torch.arange(3.0).add(rank)[:, None].expand(3, 2) for rank in range(2)]
+    want = tensors[root].clone()
+    cluster.run(lambda rank: broadcast_parameters({"ids": tensors[rank]}, root))
+    for tensor in tensors:
+        assert tensor.stride() == (1, 0)
+        assert torch.equal(tensor, want)
+
+
+def _nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+STRANGE = {
+    "is nested.*unbind": lambda: _nested(torch.strided),
+    "is nested.*to_padded_tensor": lambda: _nested(torch.jagged),
+    r"is masked.*to_tensor\(0\.0\)": lambda: torch.masked.masked_tensor(
+        torch.ones(2), torch.tensor([True, False])
+    ),
+    r"is a zero tensor.*clone\(\)": lambda: torch._efficientzerotensor(3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
+@pytest.mark.parametrize("told", STRANGE)
+def test_strange_tensors_are_named_on_all_ranks(cluster: FakeCluster, told: str) -> None:
+    tensor = STRANGE[told]()
+
+    def body(rank: int) -> None:
+        with pytest.raises((TypeError, ValueError), match=f"'Parameter.model.odd' {told}"):
+            broadcast_parameters({"model.even": torch.ones(2), "model.odd": tensor})
+
+    cluster.run(body)
+    assert not cluster.names(kind="broadcast")
+
+
+def test_zeros_of_autograd_are_sent_as_zeros(cluster: FakeCluster) -> None:
+    def body(rank: int) -> None:
+        zeros = torch._efficientzerotensor(3)
+        assert push_pull(zeros, False, "zeros").tolist() == [0.0] * 3
+        found = broadcast_object(zeros if rank == 0 else None)  # the root gets its own back
+        assert rank == 0 or found.tolist() == [0.0] * 3
 
     cluster.run(body)
 

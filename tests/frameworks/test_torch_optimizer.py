@@ -182,10 +182,20 @@ def test_more_passes_than_announced(alone: FakeCluster) -> None:
     model = make_model()
     optimizer = wrap(model)
     loss_of(model, batch(0)).backward()
-    with pytest.raises(FastPSError, match=r"more than 1 time.*backward_passes_per_step"):
+    with pytest.raises(FastPSError, match=r"more than 1 time.*backward_passes_per_step.*synchr"):
         loss_of(model, batch(0)).backward()
     with pytest.raises(FastPSError, match="changed while"):
         optimizer.step()
+
+
+def test_a_step_is_left_out_as_the_error_says(alone: FakeCluster) -> None:
+    model = make_model()
+    optimizer = wrap(model)
+    loss_of(model, batch(0)).backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    loss_of(model, batch(1)).backward()
+    optimizer.step()
 
 
 def test_zero_grad_while_in_flight(alone: FakeCluster) -> None:

@@ -297,6 +297,19 @@ class Cached(nn.Module):
         return self.line(x) * self.cache.angles[: len(x), None]
 
 
+def test_a_buffer_made_by_expand(cluster: FakeCluster) -> None:
+    def body(rank: int) -> None:
+        module = nn.Linear(6, 1)
+        module.register_buffer("ids", torch.arange(3.0).add(rank).expand(2, -1))
+        model = parallel(module)
+        assert module.ids.tolist() == [[0.0, 1.0, 2.0]] * 2
+        module.ids[0, 0] += 5 + rank
+        model(torch.ones(2, 6)).sum().backward()
+        assert module.ids.tolist() == [[5.0, 1.0, 2.0]] * 2
+
+    cluster.run(body)
+
+
 def test_buffers_may_grow_on_all_ranks_alike(cluster: FakeCluster) -> None:
     def body(rank: int) -> None:
         model = parallel(Cached())

@@ -19,7 +19,13 @@ import fastps.torch as fps
 from fastps.collectives._calls import forget_calls
 from fastps.current import current, known
 from fastps.flights import Average, Flight, Later, Sum
-from fastps.frameworks.torch.tensors import sendable, tensor_over, view_of, wire_dtype
+from fastps.frameworks.torch.tensors import (
+    sendable,
+    tensor_over,
+    view_of,
+    wire_dtype,
+    write_over,
+)
 from fastps.neighbors import (
     in_neighbor_machine_ranks,
     in_neighbor_ranks,
@@ -278,7 +284,12 @@ def allreduce_nonblocking_(
 ) -> Later[torch.Tensor]:
     """Begin allreduce_() and give a handle."""
     flight = allreduce_nonblocking(tensor, average, is_hierarchical_local, name)
-    return Later([flight], lambda found: tensor.detach().copy_(found[0]))
+
+    def finish(found: list[Any]) -> torch.Tensor:
+        write_over(tensor, found[0])
+        return tensor
+
+    return Later([flight], finish)
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:

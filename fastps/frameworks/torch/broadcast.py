@@ -23,12 +23,14 @@ from fastps.frameworks.torch.steps import parameters_of
 from fastps.frameworks.torch.tensors import (
     check_kind,
     check_memory,
+    check_writable,
     is_sendable,
     mark_written,
     real_of,
     sendable,
     submit_broadcast,
     wire_dtype,
+    write_over,
 )
 from fastps.frameworks.torch.trees import put_back, take_out
 from fastps.sets import ProcessSet, global_process_set
@@ -56,6 +58,8 @@ def broadcast_parameters(
         return
     names = [prefix + check_name(name, "broadcast_parameters") for name, _ in pairs]
     tensors = [_check(tensor, name) for name, (_, tensor) in zip(names, pairs, strict=True)]
+    for name, tensor in zip(names, tensors, strict=True):
+        check_writable(tensor, name)
     unwrapped.watch(session.current(), tensors)
     _broadcast(tensors, names, root_rank)
 
@@ -153,7 +157,7 @@ def _broadcast(tensors: list[torch.Tensor], names: list[str], root_rank: int) ->
             if is_sendable(tensor):
                 mark_written(tensor)
             else:
-                tensor.copy_(buffer)
+                write_over(tensor, buffer)
 
 
 def _broadcast_tree(value: Any, root_rank: int, name: str) -> Any:

@@ -24,6 +24,7 @@ from fastps.frameworks.torch.tensors import (
     free_name,
     make_room,
     tensor_over,
+    write_over,
 )
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import DType
@@ -140,7 +141,7 @@ class BufferSync:
                 unseen.append(tensor.data)
                 sources.append(slot)
             elif not torch.equal(tensor, slot):
-                tensor.copy_(slot)
+                write_over(tensor, slot)
         if unseen:
             torch._foreach_copy_(unseen, sources)
 

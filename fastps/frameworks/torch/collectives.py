@@ -24,12 +24,14 @@ from fastps.frameworks.torch.differentiable import (
     differentiable,
     differentiable_list,
 )
+from fastps.frameworks.torch.memory import check_places
 from fastps.frameworks.torch.sparse import SparseSum, start_rows
 from fastps.frameworks.torch.tensors import (
     check_kind,
     mark_written,
     view_of,
     wire_dtype,
+    write_over,
 )
 from fastps.frameworks.torch.travelling import (
     op_of,
@@ -95,7 +97,7 @@ def allreduce_async_(
         factor = postscale_factor * _correction(flight, source)
         if not same or factor != 1.0:
             result = target if same else result_of(found[0], source, tensor)
-            target.copy_(scaled(result, factor))
+            write_over(target, scaled(result, factor))
         else:
             mark_written(target)
         return tensor
@@ -170,7 +172,7 @@ def grouped_allreduce_async_(
     def finish(found: list[Any]) -> list[torch.Tensor]:
         for target, result in zip(targets, found[0], strict=True):
             if target.data_ptr() != result.data_ptr():
-                target.copy_(result)
+                write_over(target, result)
             else:
                 mark_written(target)
         return list(tensors)
@@ -561,6 +563,7 @@ def scatter_async(
 ) -> Promise:
     """Begin scatter(); neither tensor may be touched meanwhile."""
     wire = wire_of(target := target_of(out, name), name)
+    check_places(out, "scatter")
     given = None if tensor is None else view_of(wire_of(tensor, name)).reshape(-1)
     flight = checked_set(process_set).group().scatter(
         given, view_of(wire), root=process_set.member(root_rank, "root_rank"), name=name,
@@ -604,6 +607,7 @@ def receive_async(
 ) -> Promise:
     """Begin receive()."""
     target = target_of(tensor, None)
+    check_places(tensor, "receive")
     wire = wire_of(target, "tensor")
     group = checked_set(process_set).group()
     member = None if source is None else process_set.member(source, "source")

@@ -43,6 +43,10 @@ _CLOSURE = (
     "CrossBarrier leaves step() before gradients are averaged, so it cannot run a closure that "
     "computes them, nor LBFGS, which runs it several times a step: use DistributedOptimizer"
 )
+ONE_PASS = (
+    "call step() after each backward pass, or give backward_passes_per_step=<passes> to "
+    "accumulate gradients"
+)
 _BEFORE = (
     "{name!r} was used in a forward pass before step() and its gradient computed after it, while "
     "the gradient of that step was still in flight: run backward() before step()"

@@ -25,7 +25,7 @@ from fastps.frameworks.torch import unwrapped
 from fastps.frameworks.torch.neighbors import mean_of_those_left, start_mix
 from fastps.frameworks.torch.optimizer import DistributedOptimizer
 from fastps.frameworks.torch.synchronized import SynchronizedOptimizer
-from fastps.frameworks.torch.tensors import check_tensor, make_room, wire_dtype
+from fastps.frameworks.torch.tensors import check_tensor, make_room, wire_dtype, write_over
 from fastps.graph.neighbors import Neighbors
 from fastps.graph.rules import Rule
 from fastps.graph.weights import Targets
@@ -176,7 +176,7 @@ class Mixer:
             del self._flights[index]
             found = flight.wait()
             for tensor, one in zip(self.buckets[index], found, strict=True):
-                tensor.detach().copy_(one.view_as(tensor))
+                write_over(tensor, one)
 
 
 def bucketed(tensors: Parameters) -> Iterable[list[torch.Tensor]]:

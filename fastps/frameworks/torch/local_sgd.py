@@ -20,6 +20,7 @@ from fastps.frameworks.torch.tensors import (
     tensor_over,
     view_of,
     wire_dtype,
+    write_over,
 )
 from fastps.local_blocks import Block, Reset
 from fastps.local_steps import LocalSteps, Terms
@@ -201,7 +202,7 @@ class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
         ):
             handle.wait()
         for (_, one), found in zip(named, whole, strict=True):
-            one.copy_(found)
+            write_over(one, found)
 
     # ---- checkpoints ----
 

@@ -18,9 +18,11 @@ from fastps.frameworks.torch.tensors import (
     WIRE_DTYPES,
     Array,
     check_memory,
+    check_writable,
     is_sendable,
     sendable,
     wire_dtype,
+    write_over,
 )
 from fastps.types import DType, numpy_dtype
 
@@ -69,11 +71,11 @@ def landing(pieces: Pieces, operation: str) -> Side:
     """
     if isinstance(pieces, torch.Tensor):
         plain = _plain(pieces, operation)
-        _check_places(pieces, operation)
+        check_places(pieces, operation)
         return _side(plain, None, [] if is_sendable(pieces) else [(pieces, plain)])
     for piece in pieces:
         check_memory(piece, operation)
-        _check_places(piece, operation)
+        check_places(piece, operation)
     if all(map(is_sendable, pieces)):
         one = _as_one([piece.detach().reshape(-1) for piece in pieces])
         if one is not None:
@@ -93,10 +95,9 @@ def apart(of: Side, to: Side, place: int | None = None) -> Side:
 
 
 def copy_all(copies: Sequence[Copy]) -> None:
-    """Carry copies out; what expand() made several of is written once, for all come out equal."""
+    """Carry copies out."""
     for target, source in copies:
-        once = tuple(slice(None) if stride else slice(1) for stride in target.stride())
-        target.detach()[once].copy_(source.view(target.shape)[once])
+        write_over(target, source)
 
 
 def check_numbers(tensor: torch.Tensor, operation: str) -> None:
@@ -110,8 +111,9 @@ def _plain(tensor: torch.Tensor, operation: str) -> torch.Tensor:
     return sendable(tensor)
 
 
-def _check_places(tensor: torch.Tensor, operation: str) -> None:
+def check_places(tensor: torch.Tensor, operation: str) -> None:
     """Raise ValueError where elements lie in one place and the operation may give each another."""
+    check_writable(tensor, operation)
     if operation in _IN_PLACE or tensor.is_contiguous():
         return
     sides = zip(tensor.shape, tensor.stride(), strict=True)

@@ -23,6 +23,7 @@ from fastps.frameworks.torch.tensors import (
     tensor_over,
     view_of,
     wire_dtype,
+    write_over,
 )
 from fastps.graph.neighbors import Neighbors
 from fastps.graph.rules import Rule
@@ -179,7 +180,7 @@ def average_parameters(
         found = start_mix(tensors, "average_parameters", partial(mean_of_those_left, agreed))
         agreed.finish()
         for tensor, mean in zip(tensors, found.wait(), strict=True):
-            tensor.copy_(mean.view_as(tensor))
+            write_over(tensor, mean)
         return
     grouped_allreduce_(tensors)
 

@@ -26,7 +26,7 @@ from fastps.frameworks.torch.decentralized import (
     adopt_with,
     bucketed,
 )
-from fastps.frameworks.torch.tensors import make_room, tensor_over, wire_dtype
+from fastps.frameworks.torch.tensors import make_room, tensor_over, wire_dtype, write_over
 from fastps.graph.surviving import redirected
 from fastps.graph.weights import Targets
 from fastps.neighbors import lost_ranks
@@ -77,7 +77,7 @@ class Pool:
     def scatter(self, flat: torch.Tensor) -> None:
         """Copy a flat tensor into the tensors."""
         for one, piece in self.parts(flat):
-            one.copy_(piece)
+            write_over(one, piece)
 
     def mix(self) -> None:
         """Mix with what is in the buffers of neighbours that are left, as the graph weighs them.

@@ -28,6 +28,7 @@ from fastps.frameworks.torch.compression import (
 )
 from fastps.frameworks.torch.tensors import (
     check_tensor,
+    check_writable,
     is_sendable,
     mark_written,
     sendable,
@@ -208,6 +209,7 @@ def _checked(tensor: torch.Tensor, name: str, average: bool) -> torch.Tensor:
 
 
 def _check_in_place(tensor: torch.Tensor, name: str) -> None:
+    check_writable(tensor, name)
     if not is_sendable(tensor):
         raise ValueError(
             f"tensor {name!r} is not contiguous (shape {tuple(tensor.shape)}, strides "

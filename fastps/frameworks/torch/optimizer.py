@@ -131,7 +131,7 @@ def _crossed(
 ) -> CrossBarrierOptimizer:
     if options.op is not Average:
         raise ValueError("cross_barrier steps with averages: give op=Average")
-    exchange = crossing.CrossingExchange(**options._asdict())
+    exchange = crossing.CrossingExchange(cure=crossing.ONE_PASS, **options._asdict())
     return crossing.cross(optimizer, exchange, *named, **more)
 
 

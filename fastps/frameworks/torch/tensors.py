@@ -56,13 +56,24 @@ def check_kind(tensor: object, name: str | None = None) -> torch.Tensor:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's elements are in memory of this process, and nothing is unusual."""
-    return type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return type(tensor) in _PLAIN and tensor.is_cpu and is_dense
 
 
 def check_memory(tensor: torch.Tensor, name: str) -> None:
     """Raise TypeError where a tensor's elements are not all in memory of this process."""
     if is_plain(tensor):
         return
+    if tensor.is_nested:
+        raise TypeError(
+            f"tensor {name!r} is nested, and workers cannot add parts of different sizes: pass "
+            "each tensor of tensor.unbind(), or torch.nested.to_padded_tensor(tensor, 0.0)"
+        )
+    if isinstance(tensor, torch.masked.MaskedTensor):
+        raise TypeError(
+            f"tensor {name!r} is masked, and its masked elements have no values to add: pass "
+            "tensor.to_tensor(0.0), or another value in their place"
+        )
     if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
         raise TypeError(
             f"{name!r} is a {type(tensor).__name__}, but only plain tensors are added: every "
@@ -90,13 +101,31 @@ def real_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_sendable(tensor: torch.Tensor) -> bool:
     """Tell whether the elements lie in memory one after the other, as they are read."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    is_as_read = not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+    return tensor.is_contiguous() and is_as_read
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
     """Give the tensor without its graph and contiguous: itself where it is so already."""
     plain = tensor.detach() if tensor.requires_grad else tensor
+    if plain._is_zerotensor():  # of autograd: zeros without memory
+        return torch.zeros_like(plain)
     return plain if is_sendable(plain) else plain.resolve_conj().resolve_neg().contiguous()
+
+
+def check_writable(tensor: torch.Tensor, name: str) -> None:
+    """Raise ValueError for zeros of autograd that have no memory to be written to."""
+    if tensor._is_zerotensor():
+        raise ValueError(
+            f"tensor {name!r} is a zero tensor of autograd, without memory to write to: pass its "
+            "clone()"
+        )
+
+
+def write_over(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor of as many elements over another; what expand() made several of, once."""
+    once = tuple(slice(None) if stride else slice(1) for stride in target.stride())
+    target.detach()[once].copy_(source.view(target.shape)[once])
 
 
 def view_of(tensor: torch.Tensor) -> Array:

@@ -13,10 +13,13 @@ from fastps.flights import Average, Sum
 from fastps.frameworks.torch.tensors import (
     Array,
     check_kind,
+    check_memory,
     check_tensor,
+    check_writable,
     mark_written,
     sendable,
     tensor_over,
+    write_over,
 )
 from fastps.types import Op
 
@@ -44,7 +47,9 @@ def wire_of(tensor: torch.Tensor, name: str | None, op: Op = Sum) -> torch.Tenso
 
 def target_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
     """Give a tensor to write to, or raise ValueError where autograd would not see it."""
-    if check_kind(tensor, name).requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+    check_memory(check_kind(tensor, name), name or "tensor")
+    check_writable(tensor, name or "tensor")
+    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
         raise ValueError(
             "the tensor is a result that autograd follows, which would not see an in-place "
             "change: use the form without underscore, or tensor.detach()"
@@ -63,7 +68,7 @@ def stored(
 ) -> torch.Tensor:
     """Give the tensor, once an array that came for it is there."""
     if wire.data_ptr() != target.data_ptr():
-        target.copy_(result_of(array, wire, tensor))
+        write_over(target, result_of(array, wire, tensor))
     else:
         mark_written(target)
     return tensor

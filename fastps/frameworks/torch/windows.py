@@ -16,6 +16,7 @@ from fastps.current import current
 from fastps.flights import Later
 from fastps.frameworks.torch.tensors import (
     check_tensor,
+    check_writable,
     is_sendable,
     mark_written,
     sendable,
@@ -27,7 +28,8 @@ from fastps.graph.weights import Targets
 
 def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool:
     """Make a window over a contiguous tensor; as fastps.win_create()."""
-    if not is_sendable(check_tensor(tensor, name)):
+    check_writable(check_tensor(tensor, name), name)
+    if not is_sendable(tensor):
         raise ValueError(f"window {name!r}: the tensor is not contiguous")
     return current().groups.windows.create(
         view_of(tensor), name, zero_init=zero_init, dtype=wire_dtype(tensor.dtype, name),
