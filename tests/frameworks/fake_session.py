@@ -198,6 +198,8 @@ def _sum(views: list[np.ndarray], average: bool) -> np.ndarray:
 class FakeHandle:
     """Ends when all its operations have."""
 
+    tickets = ()  # averages are corrected by them after a join(), which is not here
+
     def __init__(self, cluster: FakeCluster, operations: list[Operation], many: bool) -> None:
         self._cluster = cluster
         self._operations = operations
