@@ -21,8 +21,10 @@ import msgspec
 import numpy as np
 
 # MessagePack extension codes
-TUPLE, SET, ARRAY, INTEGER, PAIRS, ORDERED, NAMESPACE, PATH, DTYPE, ENUM, NAMED = range(1, 12)
-_PLAIN = (type(None), bool, float, str, bytes)
+TUPLE, SET, ARRAY, INTEGER, PAIRS, ORDERED, NAMESPACE, PATH, DTYPE, ENUM, NAMED, TEXT = range(
+    1, 13
+)
+_PLAIN = (type(None), bool, float, bytes)
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
 _SUPPORTED = (
     "None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays and dtypes, Path, "
@@ -41,14 +43,23 @@ def decode_object(data: bytes) -> Any:
 
 
 def encode_for_all(obj: Any, most: float = math.inf) -> bytes:
-    """Encode an object for other workers, or else why it cannot travel; most: bytes."""
+    """Encode an object for other workers, or else why it cannot travel; most: bytes.
+
+    Whatever the object raises meanwhile: the others wait for the outcome.
+    """
     try:
         data = encode_object((True, obj))
-    except (TypeError, RecursionError) as error:
-        return encode_object((False, str(error)))
+    except Exception as error:
+        return refusal_of(error)
     if len(data) <= most:
         return data
     text = f"it has {len(data)} bytes, {most} are allowed; broadcast large data as arrays"
+    return encode_object((False, text))
+
+
+def refusal_of(error: Exception) -> bytes:
+    """Encode, for other workers, why an object cannot travel."""
+    text = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
     return encode_object((False, text))
 
 
@@ -63,9 +74,10 @@ def decode_of(rank: int, data: bytes) -> Any:
 def _to_plain(obj: Any) -> Any:
     if type(obj) in _PLAIN:
         return obj
+    if type(obj) is str:
+        return obj if obj.isascii() else _text(obj)
     if type(obj) is int:
-        fits = _MIN_INT <= obj <= _MAX_INT
-        return obj if fits else msgspec.msgpack.Ext(INTEGER, str(obj).encode())
+        return obj if _MIN_INT <= obj <= _MAX_INT else _integer(obj)
     if type(obj) is list:
         return [_to_plain(item) for item in obj]
     if isinstance(obj, tuple):
@@ -86,7 +98,7 @@ def _to_plain(obj: Any) -> Any:
     if isinstance(obj, enum.Enum):
         return _extension(ENUM, [*_name_of(obj), obj.name])
     if isinstance(obj, PurePath):
-        return _extension(PATH, [str(obj)])
+        return _extension(PATH, [_to_plain(str(obj))])
     if isinstance(obj, np.dtype) and obj.fields is None:
         return _extension(DTYPE, [obj.str])
     if type(obj).__name__ == "Namespace" and type(obj).__module__ == "argparse":
@@ -98,6 +110,21 @@ def _is_masked(obj: Any) -> bool:
     """Tell whether it is an array with a mask, which its bytes lack."""
     masked = sys.modules.get("numpy.ma")  # which NumPy imports where it is used
     return masked is not None and isinstance(obj, masked.MaskedArray)
+
+
+def _text(text: str) -> Any:
+    """Encode a text; one with surrogates, as file names that are no UTF-8 have, by itself."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return msgspec.msgpack.Ext(TEXT, text.encode("utf-8", "surrogatepass"))
+    return text
+
+
+def _integer(number: int) -> Any:
+    """Encode an integer of any length; its decimals would take time that grows with the square."""
+    nbytes = number.bit_length() // 8 + 1
+    return msgspec.msgpack.Ext(INTEGER, number.to_bytes(nbytes, "little", signed=True))
 
 
 def _pairs(mapping: Mapping[Any, Any]) -> list[Any]:
@@ -132,7 +159,9 @@ def _from_plain(value: Any) -> Any:
     if not isinstance(value, msgspec.msgpack.Ext):
         return value
     if value.code == INTEGER:
-        return int(bytes(value.data))
+        return int.from_bytes(value.data, "little", signed=True)
+    if value.code == TEXT:
+        return bytes(value.data).decode("utf-8", "surrogatepass")
     items = msgspec.msgpack.decode(value.data)
     if value.code == TUPLE:
         return tuple(_from_plain(item) for item in items)
@@ -176,7 +205,7 @@ def _namespace(items: list[Any]) -> Any:
 _MAKERS = {
     ORDERED: lambda items: OrderedDict((_from_plain(key), _from_plain(one)) for key, one in items),
     NAMESPACE: _namespace,
-    PATH: lambda items: Path(*items),
+    PATH: lambda items: Path(*map(_from_plain, items)),
     DTYPE: lambda items: np.dtype(*items),
     ENUM: _member,
     NAMED: _named,

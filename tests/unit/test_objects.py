@@ -6,8 +6,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import enum
+import os
 import pathlib
 from collections import OrderedDict, namedtuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.objects import decode_object, encode_object
+from fastps.objects import decode_object, decode_of, encode_for_all, encode_object
 
 SCALARS = (
     st.none()
@@ -67,6 +69,30 @@ def test_numpy_scalars_keep_their_type():
     back = decode_object(encode_object(np.float32(1.5)))
     assert type(back) is np.float32
     assert back == 1.5
+
+
+ODD_TEXT = os.fsdecode(b"caf\xe9")
+ODD = {
+    "latin": "caf\xe9", "surrogate": ODD_TEXT, "path": pathlib.Path(ODD_TEXT), "long": 10**100_000,
+    "negative": -(10**5_000), "above": 1 << 64, "below": -(1 << 63) - 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_texts_that_are_no_utf_8_and_integers_of_any_length_come_back(kind):
+    assert decode_object(encode_object({"a": (ODD[kind],)}))["a"] == (ODD[kind],)
+
+
+class Broken(dict[str, int]):
+    """Something that cannot be read."""
+
+    def __iter__(self) -> Any:
+        raise LookupError(os.fsdecode(b"no caf\xe9"))
+
+
+def test_whatever_an_object_raises_travels_in_its_place():
+    with pytest.raises(TypeError, match="worker 3 could not send its object: LookupError: no caf"):
+        decode_of(3, encode_for_all(Broken(a=1)))
 
 
 class Colour(enum.Enum):

@@ -171,9 +171,10 @@ def _broadcast_tree(value: Any, root_rank: int, name: str) -> Any:
     try:
         plain = take_out(value, mark, tensors)
         specs = [describe(tensor) for tensor in tensors]
-    except (TypeError, RecursionError) as error:
-        current.broadcast_object({"refused": str(error)}, root_rank, name)
-        raise
+    except Exception as error:  # whatever it is: the others wait for the outcome
+        text = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+        current.broadcast_object({"refused": text}, root_rank, name)
+        raise TypeError(f"rank {root_rank} could not send the value: {text}") from error
     current.broadcast_object({"value": plain, "mark": mark, "specs": specs}, root_rank, name)
     _broadcast([sendable(tensor) for tensor in tensors], _labels(name, tensors), root_rank)
     return value
