@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fastps for TensorFlow 2. Only hands names on.
+"""fastps for TensorFlow 2. Only hands names on; those that need Keras import it.
 
     import fastps.tensorflow as fps
 
@@ -14,6 +14,8 @@ For model.fit() see fastps.keras.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from fastps import (
     BAND,
@@ -30,7 +32,6 @@ from fastps import (
     barrier,
     forget,
     global_process_set,
-    init,
     is_initialized,
     join,
     local_rank,
@@ -44,13 +45,43 @@ from fastps.frameworks._adapter import (
     Average,
     Sum,
 )
+from fastps.frameworks.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from fastps.frameworks.horovod import (
+    HorovodInternalError,
+    cross_rank,
+    cross_size,
+    init,
+    start_timeline,
+    stop_timeline,
+)
 from fastps.frameworks.tensorflow.collectives import (
     allgather,
     allreduce,
     alltoall,
     broadcast,
+    broadcast_,
     broadcast_object,
+    broadcast_object_fn,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    local_rank_op,
+    local_size_op,
+    process_set_included_op,
+    rank_op,
     reducescatter,
+    size_op,
 )
 from fastps.frameworks.tensorflow.optimizer import (
     DistributedOptimizer,
@@ -68,9 +99,14 @@ from fastps.frameworks.tensorflow.sums import (
 )
 from fastps.frameworks.tensorflow.training import (
     DistributedGradientTape,
+    PartialDistributedGradientTape,
     broadcast_variables,
     exchange_gradients,
 )
+from fastps.neighbors import is_homogeneous
+
+if TYPE_CHECKING:
+    from fastps.frameworks.tensorflow.batchnorm import SyncBatchNormalization
 
 __all__ = [
     "BAND",
@@ -83,12 +119,15 @@ __all__ = [
     "CrossDeviceOps",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "HorovodInternalError",
     "Max",
     "Min",
     "MirroredStrategy",
+    "PartialDistributedGradientTape",
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
     "allgather",
     "allgather_object",
@@ -96,21 +135,55 @@ __all__ = [
     "alltoall",
     "barrier",
     "broadcast",
+    "broadcast_",
     "broadcast_global_variables",
     "broadcast_object",
+    "broadcast_object_fn",
     "broadcast_variables",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
     "exchange_gradients",
     "forget",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",
+    "local_rank_op",
     "local_size",
+    "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_included_op",
     "push_pull",
     "rank",
+    "rank_op",
     "reducescatter",
     "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
+    "size_op",
+    "start_timeline",
+    "stop_timeline",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Find what needs Keras, which is imported now."""
+    if name != "SyncBatchNormalization":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    from fastps.frameworks.tensorflow.batchnorm import SyncBatchNormalization  # noqa: PLC0415
+
+    return SyncBatchNormalization

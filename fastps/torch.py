@@ -86,15 +86,7 @@ from fastps.frameworks._adapter import (
     Average,
     Sum,
 )
-from fastps.frameworks.torch import elastic
-from fastps.frameworks.torch.backend import register as _register
-from fastps.frameworks.torch.batchnorm import SyncBatchNorm
-from fastps.frameworks.torch.broadcast import (
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from fastps.frameworks.torch.built import (
+from fastps.frameworks.built import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -105,6 +97,22 @@ from fastps.frameworks.torch.built import (
     mpi_threads_supported,
     nccl_built,
     rocm_built,
+)
+from fastps.frameworks.horovod import (
+    HorovodInternalError,
+    cross_rank,
+    cross_size,
+    init,
+    start_timeline,
+    stop_timeline,
+)
+from fastps.frameworks.torch import elastic
+from fastps.frameworks.torch.backend import register as _register
+from fastps.frameworks.torch.batchnorm import SyncBatchNorm
+from fastps.frameworks.torch.broadcast import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
 )
 from fastps.frameworks.torch.collectives import (
     allgather,
@@ -154,14 +162,6 @@ from fastps.frameworks.torch.decentralized import (
     DistributedAdaptThenCombineOptimizer,
     DistributedAdaptWithCombineOptimizer,
     DistributedGradientAllreduceOptimizer,
-)
-from fastps.frameworks.torch.horovod import (
-    HorovodInternalError,
-    cross_rank,
-    cross_size,
-    init,
-    start_timeline,
-    stop_timeline,
 )
 from fastps.frameworks.torch.local_async import AsyncLocalSGD
 from fastps.frameworks.torch.local_sgd import LocalSGD

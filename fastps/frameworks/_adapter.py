@@ -74,9 +74,25 @@ def op_of(average: object) -> Op:
     return Average if average else Sum
 
 
+def op_of_words(op: Op | None, average: bool | None) -> Op:
+    """Return what is asked for by Horovod's two words: the average where neither is given."""
+    if op is not None and average is not None:
+        raise ValueError("give op or average, not both: average is the older word")
+    if op is None:
+        return Sum if average is False else Average
+    if not isinstance(op, Op):
+        raise ValueError(f"op must be one of {', '.join(Op.__members__)}, not {op!r}")
+    return op
+
+
 def of_gradient(name: str) -> str:
     """Name what is done to the gradient of an operation's result."""
     return f"{name}.gradient"
+
+
+def part_name(name: str | None, place: int) -> str | None:
+    """Name one of several tensors of an operation; nameless ones go by their order."""
+    return None if name is None else f"{name}.{place}"
 
 
 def check_name(name: str | None, call: str) -> str:

@@ -131,6 +131,35 @@ def test_passes_and_paces(tmp_path, backend):
     assert one == two
 
 
+VALUES = """
+    import numpy as np, keras, pytest
+    import fastps.keras as fps
+    fps.init()
+    rank = fps.rank()
+    tensor = keras.ops.full((2, 2), 1.0 + rank)
+    assert fps.allreduce(tensor).tolist() == [[1.5, 1.5]] * 2
+    assert fps.allreduce(3 + rank, average=False) == 7
+    assert fps.allreduce(rank, "max", op=fps.Max, postscale_factor=2.0) == 2
+    assert fps.allgather(tensor[: 1 + rank]).tolist() == [[1, 1], [2, 2], [2, 2]]
+    assert fps.broadcast(tensor, 1).tolist() == [[2, 2]] * 2
+    assert fps.broadcast(rank, 1) == 1
+    assert fps.reducescatter(tensor, op=fps.Sum).tolist() == [[3, 3]]
+    with pytest.raises(RuntimeError, match="BroadcastGlobalVariablesCallback"):
+        fps.broadcast_global_variables(0)
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    fps.DistributedOptimizer(scaled, compression=fps.Compression.onebit())
+    with pytest.raises(ValueError, match="LossScaleOptimizer would divide"):
+        fps.DistributedOptimizer(scaled, compression={"compressor": "onebit"})
+    assert fps.cross_size() == 1 and fps.is_homogeneous() and not fps.gloo_built()
+    fps.shutdown()
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_and_names_of_horovod(tmp_path, backend):
+    run(VALUES, tmp_path, KERAS_BACKEND=backend)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_example_reads_digits(backend):
     result = run_example("examples/keras_digits.py", environ=QUIET | {"KERAS_BACKEND": backend})

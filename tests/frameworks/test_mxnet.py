@@ -265,6 +265,52 @@ def test_training_is_that_of_one_process(tmp_path, environ):
     run(TRAINING, tmp_path, environ=environ)
 
 
+NAMELESS = """
+    import fastps.errors
+    whole = np.arange(8, dtype="f4").reshape(4, 2)
+    x = nd.array(whole) * (rank + 1)
+    same(fps.allreduce(x), 1.5 * whole)
+    same(fps.allreduce(x, average=False), 3 * whole)
+    same(fps.allreduce(x, op=fps.Sum, prescale_factor=0.5, postscale_factor=4.0), 6 * whole)
+    same(fps.allreduce(nd.array([2, 5], dtype="int32") * (rank + 1), op=fps.Sum,
+                       prescale_factor=0.5), np.array([3, 7], "i4"))
+    same(fps.allgather(x[: rank + 1]), np.concatenate([whole[:1], 2 * whole[:2]]))
+    same(fps.broadcast(x, 1), 2 * whole)
+    same(fps.reducescatter(x, op=fps.Sum, postscale_factor=2.0), 6 * whole[2 * rank :][:2])
+    same(fps.alltoall(x), np.concatenate([whole[2 * rank :][:2], 2 * whole[2 * rank :][:2]]))
+    found, counts = fps.alltoall(x, nd.array([1, 3], dtype="int32"))
+    assert counts == [[1, 1], [3, 3]][rank] and found.shape == (sum(counts), 2)
+    for name in (None, "together"):
+        one, two = fps.grouped_allreduce([x, x[0]], name, op=fps.Sum)
+        same(one, 3 * whole)
+        same(two, 3 * whole[0])
+    same(fps.grouped_allgather([x[:1]])[0], np.concatenate([whole[:1], 2 * whole[:1]]))
+    same(fps.grouped_reducescatter([x], op=fps.Max)[0], 2 * whole[2 * rank :][:2])
+    y, z = x.copy(), x.copy()
+    assert fps.allreduce_(y, op=fps.Sum) is y and fps.broadcast_(z, 1, "root's") is z
+    same(y, 3 * whole)
+    same(z, 2 * whole)
+    fps.grouped_allreduce_([y, z])
+    same(y, 3 * whole)
+    with mx.util.np_shape(True):
+        same(fps.broadcast_(mx.np.array(rank, dtype="int32"), 1), np.array(1, "i4"))
+    with pytest.raises(ValueError, match="op or average, not both"):
+        fps.allreduce(x, op=fps.Sum, average=True)
+    some = fps.add_process_set([1])
+    if rank == 1:
+        same(fps.allreduce(x, process_set=some), 2 * whole)
+        same(fps.broadcast(x, 1, process_set=some), 2 * whole)
+    with pytest.raises(fastps.errors.MismatchError):
+        fps.allreduce(nd.ones(3 + rank), "differ", op=fps.Max)
+    assert fps.cross_size() == 1 and fps.is_homogeneous() and not fps.mpi_built()
+    fps.shutdown()
+"""
+
+
+def test_horovods_names_and_operations_without_names(tmp_path):
+    run(NAMELESS, tmp_path, environ=SHARED)
+
+
 CODED = """
     from fastps.current import current
     from fastps.errors import ConfigError

@@ -277,6 +277,124 @@ def test_independent_operations_of_a_session_do_not_wait_for_each_other(tmp_path
     run(SESSIONS, tmp_path)
 
 
+NAMELESS = """
+    x = tf.reshape(tf.range(8.0), (4, 2)) * (rank + 1)
+    whole = np.arange(8, dtype="f4").reshape(4, 2)
+    whole_number = tf.constant([2, 5]) * (rank + 1)
+    def everything():
+        yield fps.allreduce(x), 1.5 * whole
+        yield fps.allreduce(x, average=False), 3 * whole
+        yield fps.allreduce(x, op=fps.Sum, prescale_factor=0.5, postscale_factor=4.0), 6 * whole
+        yield (fps.allreduce(whole_number, op=fps.Sum, prescale_factor=0.5), [[3, 7], [3, 7]][0])
+        yield fps.allreduce(x, op=fps.Max, postscale_factor=0.5), whole
+        yield fps.allgather(x[: rank + 1]), np.concatenate([whole[:1], 2 * whole[:2]])
+        yield fps.broadcast(x, 1), 2 * whole
+        yield fps.reducescatter(x, op=fps.Sum, postscale_factor=2.0), 6 * whole[2 * rank :][:2]
+        yield fps.alltoall(x), np.concatenate([whole[2 * rank :][:2], 2 * whole[2 * rank :][:2]])
+        slices = tf.IndexedSlices(x[:1], tf.constant([rank]), tf.constant([4, 2]))
+        yield (fps.allreduce(slices, postscale_factor=2.0).values,
+               np.concatenate([whole[:1], 2 * whole[:1]]))
+        for name in (None, "together"):
+            one, two = fps.grouped_allreduce([x, x[0]], name, op=fps.Sum, prescale_factor=2.0)
+            yield one, 6 * whole
+            yield two, 6 * whole[0]
+        yield from zip(fps.grouped_allreduce([x, x[0]], op=fps.Min), [whole, whole[0]])
+        one, two = fps.grouped_allreduce([x, slices], op=fps.Sum)
+        yield from zip([one, two.indices], [3 * whole, [0, 1]])
+        firsts = np.concatenate([whole[:1], 2 * whole[:1]])
+        yield from zip(fps.grouped_allgather([x[:1], x[0]]), [firsts, firsts.reshape(-1)])
+        yield from zip(fps.grouped_reducescatter([x, x[:, 0]], op=fps.Sum),
+                       [3 * whole[2 * rank :][:2], 3 * whole[2 * rank :, 0][:2]])
+        yield fps.rank_op(), rank
+        yield fps.size_op(), 2
+        yield fps.local_rank_op(name="where"), rank
+        yield fps.local_size_op(), 2
+        yield fps.process_set_included_op(), 1
+    def check(found, wanted):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(wanted))
+    for found, wanted in everything():
+        check(found, wanted)
+    wanted = [one for _, one in everything()]
+    for found, one in zip(tf.function(lambda: [one for one, _ in everything()])(), wanted):
+        check(found, one)
+    with tf.Graph().as_default():
+        x, whole_number = tf.constant(x.numpy()), tf.constant(whole_number.numpy())
+        pairs = list(everything())
+        with tf.compat.v1.Session() as session:
+            for found, (_, one) in zip(session.run([one for one, _ in pairs]), pairs):
+                check(found, one)
+        shapeless = tf.compat.v1.placeholder(tf.float32)
+        total = fps.allreduce(shapeless, op=fps.Sum)
+        slope, = tf.gradients(tf.reduce_sum(total * (rank + 1)), shapeless)
+        with tf.compat.v1.Session() as session:
+            for size in (2, 5):
+                found = session.run([total, slope], {shapeless: np.full(size, 1.0 + rank)})
+                check(found, np.full((2, size), 3.0))
+    x = tf.constant(whole) * (rank + 1)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.reduce_sum(fps.allreduce(x, op=fps.Sum, prescale_factor=2.0) * (rank + 1))
+    check(tape.gradient(loss, x), np.full((4, 2), 6.0))  # both weigh, 1 and 2, times 2
+    with pytest.raises(ValueError, match="op or average, not both"):
+        fps.allreduce(x, op=fps.Sum, average=True)
+    with pytest.raises(ValueError, match="a name and a shape"):
+        fps.allreduce(x, compression=fps.Compression.fp16)
+    with pytest.raises(TypeError, match="dtype uint16 is not supported"):
+        fps.allreduce(tf.cast(x, tf.uint16))
+    variables = [tf.Variable(x), tf.Variable(rank)]
+    fps.broadcast_(variables, 1)
+    check(variables[0], 2 * whole)
+    assert variables[1].numpy() == 1
+    assert fps.broadcast_object_fn(1)({"rank": rank}) == {"rank": 1}
+    assert fps.cross_size() == 1 and fps.cross_rank() == 0 and fps.is_homogeneous()
+    assert not (fps.mpi_built() or fps.nccl_built() or fps.gloo_enabled())
+"""
+
+
+def test_horovods_names_and_operations_without_names(tmp_path):
+    run(NAMELESS, tmp_path)
+
+
+LAYERS = """
+    import keras
+    both = np.random.default_rng(0).normal(3, 2, (7, 5, 3)).astype("f4")
+    mine = tf.constant(both[:2] if rank == 0 else both[2:])
+    def through(layer, batch, run=lambda f: f):
+        @run
+        def step():
+            with tf.GradientTape() as tape:
+                tape.watch(batch)
+                loss = tf.reduce_sum(layer(batch, training=True) ** 3)
+            return loss, tape.gradient(loss, batch)
+        return step()
+    plain = keras.layers.BatchNormalization()
+    plain.build((None, 5, 3))
+    _, wanted = through(plain, tf.constant(both))
+    for run in (lambda f: f, tf.function):
+        layer = fps.SyncBatchNormalization()
+        layer.build((None, 5, 3))
+        _, found = through(layer, mine, run)
+        np.testing.assert_allclose(found, wanted[:2] if rank == 0 else wanted[2:], atol=2e-4)
+        for one, two in zip(layer.variables, plain.variables):
+            np.testing.assert_allclose(one, two, atol=1e-5)
+    dense, own = keras.layers.Dense(2), keras.layers.Dense(2)
+    for one in (dense, own):
+        one.build((None, 3))
+    weights = [*dense.trainable_weights, *own.trainable_weights]
+    with fps.PartialDistributedGradientTape(tf.GradientTape(), own) as tape:
+        loss = tf.reduce_sum(dense(tf.ones((1, 3))) + own(tf.ones((1, 3)))) * (rank + 1.0)
+    shared, local = np.split(np.array([np.max(one) for one in tape.gradient(loss, weights)]), 2)
+    np.testing.assert_allclose(shared, 1.5)
+    np.testing.assert_allclose(local, (rank + 1) / 2)  # divided by the workers
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        fps.nothing
+"""
+
+
+def test_layers_over_all_batches_and_local_ones(tmp_path):
+    run(LAYERS, tmp_path)
+
+
 MIRRORED = """
     with strategy.scope():
         weights = [tf.Variable(tf.fill((2, 2), float(rank))), tf.Variable(tf.zeros(100_000))]

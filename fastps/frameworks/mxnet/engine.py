@@ -177,11 +177,11 @@ def check_array(array: Any) -> None:
 
 
 def memory_of(array: Any) -> Array:
-    """Give an NDArray's memory as an array; when what was pushed on it is done, not before.
+    """Give an NDArray's memory as an array, which keeps it; when what was pushed on it is done.
 
-    Before, MXNet may be giving it memory in another thread. MXNDArrayGetData() would wait for
-    the array where it has a layout of MKLDNN's, for ever where start() asks; this way it is an
-    error of MXNet's.
+    Not before: MXNet may be giving it memory in another thread then. MXNDArrayGetData() would wait
+    for the array where it has a layout of MKLDNN's, for ever where start() asks; this way it is
+    an error of MXNet's.
     """
     kind, shape, count = np.dtype(array.dtype), array.shape, array.size
     if not count:
@@ -190,7 +190,8 @@ def memory_of(array: Any) -> Array:
     check_call(_LIB.MXNDArrayToDLPack(array.handle, ctypes.byref(lent)))
     address = DLManagedTensor.from_address(lent.value).dl_tensor.data
     check_call(_LIB.MXNDArrayCallDLPackDeleter(lent))
-    memory = (ctypes.c_char * (count * kind.itemsize)).from_address(address)
+    memory: Any = (ctypes.c_char * (count * kind.itemsize)).from_address(address)
+    memory.holds = array  # as long as an array is over it
     return np.frombuffer(memory, kind, count).reshape(shape)
 
 

@@ -12,6 +12,7 @@ import fastps
 from fastps.coding import Coding
 from fastps.compression import Choice, coding_of
 from fastps.errors import ConfigError
+from fastps.frameworks import horovod
 from fastps.frameworks._adapter import Sum
 from fastps.frameworks.mxnet.sums import add_in_place, broadcast_arrays
 
@@ -103,6 +104,9 @@ _create_original = mx.gluon.trainer._create_kvstore
 mx.gluon.trainer._create_kvstore = _create_kvstore
 
 
-def init(**settings: object) -> None:
-    """Join the job; fastps.init(), and MXNet knows the KVStore "fastps" from now on."""
-    fastps.init(**settings)
+def init(comm: Any = None, process_sets: Any = None, **settings: object) -> None:
+    """Join the job; MXNet knows the KVStore "fastps" from now on.
+
+    comm, process_sets: of fastps.torch.init(), as Horovod has them. settings: of fastps.init().
+    """
+    horovod.init(comm, process_sets, **settings)

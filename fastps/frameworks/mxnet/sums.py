@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""push_pull of NDArrays through MXNet's engine; and BytePS's names for it.
+"""push_pull of NDArrays through MXNet's engine, BytePS's names for it, and Horovod's operations.
 
 A bucket of an ArrayExchange is one operation of MXNet's: it begins when the last of its arrays is
 there, while MXNet computes others. Names are declared by the caller, who blocks then, the first
-time.
+time. Horovod's operations block; their names are optional, and those without one meet in the order
+of calls.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 
 from fastps.compression import Choice
 from fastps.flights import (
@@ -20,9 +22,10 @@ from fastps.flights import (
     start_allgather,
     start_allreduce,
     start_alltoall,
+    start_broadcast,
     start_reducescatter,
 )
-from fastps.frameworks._adapter import Average, check_name, op_of
+from fastps.frameworks._adapter import Average, check_name, op_of, op_of_words, part_name
 from fastps.frameworks._arrays import (
     ArrayExchange,
     Exchanges,
@@ -129,44 +132,93 @@ def byteps_push_pull(
 
 
 def allreduce(
-    tensor: Any, name: str, *, op: Op = Average, process_set: ProcessSet = global_process_set
+    tensor: Any,
+    name: str | None = None,
+    *,
+    average: bool | None = None,
+    op: Op | None = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give everybody's tensors reduced by any op of fastps.allreduce(), as a new one; blocks."""
-    memory, label = _ready(tensor), check_name(name, "allreduce")
+    """Return everybody's tensors reduced by any op of fastps.allreduce(), as a new one; blocks.
+
+    average: the older word for op. The factors multiply before and after; integers are cut to
+    integers.
+    """
+    op, label = op_of_words(op, average), _label(name, "allreduce")
+    memory = _ready(_scaled(tensor, prescale_factor))
     code = dtype_of(memory.dtype)
-    flight = start_allreduce(memory, None, op, label, process_set, dtype=code)
+    flight = start_allreduce(memory, None, op, label, process_set, dtype=code, priority=priority)
     found = flight.wait().reshape(memory.shape)
     factor = correction_of(flight, code)
     if factor != 1.0:
         scale(found, code, factor)
-    return mx.nd.array(found, dtype=found.dtype)
+    return _scaled(mx.nd.array(found, dtype=found.dtype), postscale_factor)
 
 
-def allgather(tensor: Any, name: str, *, process_set: ProcessSet = global_process_set) -> Any:
-    """Give everybody's rows, one after the other along the first dimension; blocks."""
-    memory, label = _ready(tensor), check_name(name, "allgather")
+def allreduce_(tensor: Any, name: str | None = None, **options: Any) -> Any:
+    """Do allreduce() in place, and return the tensor; blocks."""
+    _write(tensor, allreduce(tensor, name, **options))
+    return tensor
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any], name: str | None = None, **options: Any
+) -> list[Any]:
+    """Return allreduce() of each tensor; blocks."""
+    return [allreduce(one, part_name(name, i), **options) for i, one in enumerate(tensors)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Any], name: str | None = None, **options: Any
+) -> list[Any]:
+    """Do allreduce() of each tensor in place, and return them; blocks."""
+    return [allreduce_(one, part_name(name, i), **options) for i, one in enumerate(tensors)]
+
+
+def allgather(
+    tensor: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return everybody's rows, one after the other along the first dimension; blocks."""
+    memory, label = _ready(tensor), _label(name, "allgather")
     code = dtype_of(memory.dtype)
     flight, _ = start_allgather(memory, label, process_set, dtype=code, is_awaited=True)
     found = flight.wait()
     return mx.nd.array(found, dtype=found.dtype)
 
 
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Return allgather() of each tensor; blocks."""
+    return [
+        allgather(one, part_name(name, place), process_set=process_set)
+        for place, one in enumerate(tensors)
+    ]
+
+
 def alltoall(
     tensor: Any,
-    splits: Sequence[int] | None = None,
+    splits: Any = None,
+    name: str | None = None,
     *,
-    name: str,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows to each member, and give what came from each, in the order of members; blocks.
+    """Send rows to each member, and return what came from each, in the order of members; blocks.
 
-    splits: how many rows go to each; then how many rows came from each comes back too. None: the
-    same number for all.
+    splits: how many rows go to each, numbers or an NDArray; then how many rows came from each
+    comes back too. None: the same number for all.
     """
-    memory, label = _ready(tensor), check_name(name, "alltoall")
+    memory, label = _ready(tensor), _label(name, "alltoall")
     code = dtype_of(memory.dtype)
+    sent = splits.asnumpy().tolist() if hasattr(splits, "asnumpy") else splits
     flight, received = start_alltoall(
-        memory, splits, label, process_set, dtype=code, is_awaited=True
+        memory, sent, label, process_set, dtype=code, is_awaited=True
     )
     found = flight.wait()
     rows = mx.nd.array(found, dtype=found.dtype)
@@ -174,13 +226,27 @@ def alltoall(
 
 
 def reducescatter(
-    tensor: Any, name: str, *, op: Op = Average, process_set: ProcessSet = global_process_set
+    tensor: Any,
+    name: str | None = None,
+    *,
+    op: Op = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give each member its rows of the allreduce(); blocks."""
-    memory, label = _ready(tensor), check_name(name, "reducescatter")
+    """Return each member's rows of the allreduce(), whose factors these are; blocks."""
+    label = _label(name, "reducescatter")
+    memory = _ready(_scaled(tensor, prescale_factor))
     code = dtype_of(memory.dtype)
     found = start_reducescatter(memory, op, label, process_set, dtype=code).wait()
-    return mx.nd.array(found, dtype=found.dtype)
+    return _scaled(mx.nd.array(found, dtype=found.dtype), postscale_factor)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any], name: str | None = None, **options: Any
+) -> list[Any]:
+    """Return reducescatter() of each tensor; blocks."""
+    return [reducescatter(one, part_name(name, i), **options) for i, one in enumerate(tensors)]
 
 
 def broadcast_arrays(arrays: Sequence[Any], names: Sequence[str], root_rank: int) -> None:
@@ -188,14 +254,52 @@ def broadcast_arrays(arrays: Sequence[Any], names: Sequence[str], root_rank: int
     copies = [array.asnumpy() for array in arrays]
     broadcast_in_place(copies, names, root_rank)
     for array, copy in zip(arrays, copies, strict=True):
-        mx.nd.array(copy, dtype=copy.dtype).copyto(array)  # whatever layout MKLDNN gave it
+        _write(array, mx.nd.array(copy, dtype=copy.dtype))
 
 
-def broadcast(tensor: Any, root_rank: int = 0, *, name: str) -> Any:
-    """Give everybody the root's NDArray as a new one, bit by bit; blocks."""
-    found = tensor.copy()
-    broadcast_arrays([found], [check_name(name, "broadcast")], root_rank)
-    return found
+def broadcast(
+    tensor: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the root's NDArray, bit by bit, to everybody as a new one; blocks."""
+    label, found = _label(name, "broadcast"), np.array(_ready(tensor))
+    code = dtype_of(found.dtype)
+    start_broadcast(found, root_rank, label, process_set, dtype=code).wait()
+    return mx.nd.array(found, dtype=found.dtype)
+
+
+def broadcast_(
+    tensor: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Overwrite an NDArray with the root's, and return it; blocks."""
+    _write(tensor, broadcast(tensor, root_rank, name, process_set=process_set))
+    return tensor
+
+
+def _write(tensor: Any, found: Any) -> None:
+    """Overwrite an NDArray, or one of mx.np, whatever layout MKLDNN gave it."""
+    found.as_nd_ndarray().copyto(tensor.as_nd_ndarray())
+
+
+def _label(name: str | None, operation: str) -> str | None:
+    """Return a name that was given; without one an operation goes by its place in the order."""
+    return None if name is None else check_name(name, operation)
+
+
+def _scaled(tensor: Any, factor: float) -> Any:
+    """Multiply; integers by way of float64, and cut to integers."""
+    if factor == 1.0:
+        return tensor
+    if np.dtype(tensor.dtype).kind == "f":
+        return tensor * factor
+    return (tensor.astype("float64") * factor).astype(tensor.dtype)
 
 
 def _ready(tensor: Any) -> Array:

@@ -19,7 +19,6 @@ which TensorFlow's packages for Linux are built with.
 
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy
 
 from fastps._atomic cimport fps_load32, fps_store32
 from fastps.frameworks._lent cimport Lent, array_at
@@ -275,7 +274,7 @@ cdef class Outputs(Tensors):
         self.addresses[place], self.sizes[place] = slot.address, nbytes
 
     def make(self, Py_ssize_t place, array):
-        """Allocate an open output in the shape of an array, and copy that; TypeError for dtypes."""
+        """Allocate an open output like an array, and copy that; TypeError for another dtype."""
         cdef int axis, rank = array.ndim
         cdef void *tensor
         cdef void *status

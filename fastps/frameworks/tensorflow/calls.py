@@ -119,6 +119,7 @@ def is_native() -> bool:
         found = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in _ops.FUNCTIONS]
         addresses = [each.value or 0 for each in found]
         _ops.register(addresses, _table.run, _table.describe, _threads.defer)
+        tf.no_gradient(OPERATION)  # tf.custom_gradient() has those that there are
     except (OSError, AttributeError, RuntimeError) as error:
         _log.info("TensorFlow takes no operation of ours, so functions are called by its "
                   "numpy_function(), which is slower: %s", error)  # fmt: skip

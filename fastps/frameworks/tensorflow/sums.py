@@ -220,27 +220,32 @@ def push_pull(
             return add_slices(tensor, label, op, process_set)
         tensor = tf.convert_to_tensor(tensor)
     options: dict[str, Any] = {"op": op, "compression": compression, "process_set": process_set}
-
-    def along(value: Any, name: str) -> Any:
-        def run(one: Any) -> Any:
-            found = add_all([one], [name], **options)[0]
-            return found, lambda gradient: along(gradient, of_gradient(name))
-
-        return tf.custom_gradient(run)(value)
-
-    return along(tensor_of(tensor), label)
+    return add_along([tensor_of(tensor)], [label], **options)[0]
 
 
-def add_slices(slices: Any, name: str, op: Op, process_set: ProcessSet) -> Any:
+def add_along(tensors: Sequence[Any], names: Sequence[str], **options: Any) -> list[Any]:
+    """Do add_all(), whose gradients are the add_all() of the results' gradients."""
+
+    def run(*some: Any) -> Any:
+        def back(*gradients: Any) -> list[Any]:
+            return add_along(gradients, list(map(of_gradient, names)), **options)
+
+        return add_all(some, names, **options), back
+
+    return list(tf.custom_gradient(run)(*tensors))
+
+
+def add_slices(slices: Any, name: str | None, op: Op, process_set: ProcessSet) -> Any:
     """Gather everybody's rows and their numbers; an average divides the rows by the workers."""
     kind = slices.values.dtype
     code = dtype_of(np.dtype(kind.as_numpy_dtype))
 
     def run(values: Array, indices: Array) -> list[Array]:
-        rows = gathered(wire_view(values), f"{name}.values", process_set, code)
+        rows = gathered(wire_view(values), name and f"{name}.values", process_set, code)
         if op is Average:
             scale(rows, code, 1.0 / process_set.size())
-        numbers = gathered(indices, f"{name}.indices", process_set, dtype_of(indices.dtype))
+        label = name and f"{name}.indices"
+        numbers = gathered(indices, label, process_set, dtype_of(indices.dtype))
         return [_as_kind(rows, kind), numbers]
 
     kinds = [kind, slices.indices.dtype]
@@ -250,7 +255,7 @@ def add_slices(slices: Any, name: str, op: Op, process_set: ProcessSet) -> Any:
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
-def gathered(array: Array, name: str, process_set: ProcessSet, code: DType) -> Array:
+def gathered(array: Array, name: str | None, process_set: ProcessSet, code: DType) -> Array:
     """Give everybody's rows, in the order of members; blocks."""
     rows = np.ascontiguousarray(array)
     flight, _ = start_allgather(rows, name, process_set, dtype=code, is_awaited=True)

@@ -66,6 +66,8 @@ class DistributedGradientTape:
         check_op(options.get("op", Average))
         self._tape = tape
         self._options = options
+        self._local: set[int] = set()  # of sources, by id
+        self._local_scale = 1.0
 
     def __enter__(self) -> DistributedGradientTape:
         """Begin to record."""
@@ -80,11 +82,53 @@ class DistributedGradientTape:
         """Find what else a tape has."""
         return getattr(self._tape, name)
 
+    @as_it_is
     def gradient(self, target: Any, sources: Any, **options: Any) -> Any:
         """Give the gradients of target, as tf.GradientTape does, averaged; blocks."""
         found = self._tape.gradient(target, sources, **options)
-        flat = exchange_gradients(tf.nest.flatten(found), **self._options)
+        flat, local = tf.nest.flatten(found), self._places_of_local(sources)
+        shared = [place for place in range(len(flat)) if place not in local]
+        added = exchange_gradients([flat[place] for place in shared], **self._options)
+        for place, one in zip(shared, added, strict=True):
+            flat[place] = one
+        for place in local:
+            if flat[place] is not None and self._local_scale != 1.0:
+                flat[place] *= self._local_scale
         return tf.nest.pack_sequence_as(found, flat)
+
+    def _places_of_local(self, sources: Any) -> set[int]:
+        flat = tf.nest.flatten(sources) if self._local else ()
+        return {place for place, one in enumerate(flat) if id(one) in self._local}
+
+
+class PartialDistributedGradientTape(DistributedGradientTape):
+    """A DistributedGradientTape that leaves the gradients of some layers or variables alone.
+
+    local_layers: a layer of Keras, or several. scale_local_gradients: divide these gradients by
+    the number of workers, as Horovod does, so that steps are those of an average. options: of
+    DistributedGradientTape.
+    """
+
+    def __init__(
+        self,
+        tape: Any,
+        local_layers: Any = (),
+        *,
+        scale_local_gradients: bool = True,
+        **options: Any,
+    ) -> None:
+        """Wrap a tape."""
+        super().__init__(tape, **options)
+        if scale_local_gradients:
+            self._local_scale = 1.0 / options.get("process_set", global_process_set).size()
+        layers = local_layers if isinstance(local_layers, Iterable) else [local_layers]
+        for layer in layers:
+            for variable in layer.trainable_weights:
+                self.register_local_source(variable)
+
+    def register_local_source(self, source: Any) -> None:
+        """Leave the gradient of a variable alone."""
+        self._local.add(id(source))
 
 
 def broadcast_variables(

@@ -18,6 +18,7 @@ import torch
 from fastps import flights as ops
 from fastps.current import current
 from fastps.flights import Average, Later, Sum
+from fastps.frameworks._adapter import op_of_words
 from fastps.frameworks.torch.compression import Compression, Compressor
 from fastps.frameworks.torch.differentiable import (
     compressed,
@@ -34,7 +35,6 @@ from fastps.frameworks.torch.tensors import (
     write_over,
 )
 from fastps.frameworks.torch.travelling import (
-    op_of,
     result_of,
     rows_of,
     scaled,
@@ -63,7 +63,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
     """Begin allreduce() into a new tensor; the tensor must not be changed meanwhile."""
-    op = op_of(op, average)
+    op = op_of_words(op, average)
     source = wire_of(scaled(check_kind(tensor, name), prescale_factor), name, op)
     flight = _sum(source, None, op, name, process_set)
 
@@ -85,7 +85,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
     """Begin allreduce() in place."""
-    op = op_of(op, average)
+    op = op_of_words(op, average)
     target = target_of(tensor, name)
     source = wire_of(scaled(target, prescale_factor), name, op)
     in_place = wire_of(target, name, op)
@@ -124,7 +124,7 @@ def allreduce(
     for it. Sparse tensors are gathered, as sparse_allreduce_async() says. Otherwise as
     fastps.allreduce(). Its gradient is the allreduce of gradients in the same way.
     """
-    how: dict[str, Any] = {"op": op_of(op, average), "process_set": process_set}
+    how: dict[str, Any] = {"op": op_of_words(op, average), "process_set": process_set}
     if check_kind(tensor, name).is_sparse:
         return sparse_allreduce_async(tensor, name, **how).wait()
     how |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
@@ -150,7 +150,7 @@ def grouped_allreduce_async(
 ) -> Later[list[torch.Tensor]]:
     """Begin allreduce_async() of several tensors, in one submit of a dtype."""
     some = [check_kind(tensor, name).detach() for tensor in tensors]
-    return _start_grouped(some, op_of(op, average), name, prescale_factor, postscale_factor,
+    return _start_grouped(some, op_of_words(op, average), name, prescale_factor, postscale_factor,
                           process_set, is_in_place=False)  # fmt: skip
 
 
@@ -165,8 +165,10 @@ def grouped_allreduce_async_(
 ) -> Later[list[torch.Tensor]]:
     """Begin allreduce_async_() of several tensors, in one submit of a dtype."""
     targets = [target_of(tensor, name) for tensor in tensors]
-    flight = _start_grouped(targets, op_of(op, average), name, prescale_factor, postscale_factor,
-                            process_set, is_in_place=True)  # fmt: skip
+    flight = _start_grouped(
+        targets, op_of_words(op, average), name, prescale_factor, postscale_factor, process_set,
+        is_in_place=True,
+    )  # fmt: skip
     mark_written(*targets)
 
     def finish(found: list[Any]) -> list[torch.Tensor]:
@@ -221,7 +223,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Give the allreduce() of each of several tensors, all under way at once; blocks."""
-    how = (op_of(op, average), prescale_factor, postscale_factor, process_set)
+    how = (op_of_words(op, average), prescale_factor, postscale_factor, process_set)
 
     def run(*some: torch.Tensor) -> list[torch.Tensor]:
         return compressed(

@@ -24,17 +24,6 @@ from fastps.frameworks.torch.tensors import (
 from fastps.types import Op
 
 
-def op_of(op: Op | None, average: bool | None) -> Op:
-    """Give what is asked for by Horovod's two words."""
-    if op is not None and average is not None:
-        raise ValueError("give op or average, not both: average is the older word")
-    if op is None:
-        return Sum if average is False else Average
-    if not isinstance(op, Op):
-        raise ValueError(f"op must be one of {', '.join(Op.__members__)}, not {op!r}")
-    return op
-
-
 def wire_of(tensor: torch.Tensor, name: str | None, op: Op = Sum) -> torch.Tensor:
     """Give the tensor as it travels: contiguous, complex numbers as pairs of floats."""
     label, plain = name or "tensor", check_kind(tensor, name).detach()

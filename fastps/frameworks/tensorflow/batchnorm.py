@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch normalisation over the batches of all workers, as if they were one; imports Keras."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from fastps.frameworks._adapter import Sum
+from fastps.frameworks.tensorflow.collectives import allreduce
+from fastps.sets import ProcessSet, global_process_set
+
+
+class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]
+    """Keras's BatchNormalization over all workers, or those of process_set; TensorFlow below.
+
+    Batches may have different sizes. In training it blocks for the others, who run the same model,
+    twice: for the mean, and for the squares of what differs from it. options: of
+    BatchNormalization.
+    """
+
+    def __init__(self, *, process_set: ProcessSet = global_process_set, **options: Any) -> None:
+        """Note whose batches; RuntimeError where TensorFlow is not below Keras."""
+        if tf.keras.backend.backend() != "tensorflow":
+            raise RuntimeError(
+                f"Keras runs on {tf.keras.backend.backend()}, and SyncBatchNormalization needs "
+                "TensorFlow: set KERAS_BACKEND=tensorflow"
+            )
+        super().__init__(**options)
+        self._process_set = process_set
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        """Return mean and variance of all batches; called by Keras in training."""
+        mean, variance = super()._moments(inputs, mask)
+        if self._process_set.size() == 1:
+            return mean, variance
+        number = self._count(inputs, mask, mean.dtype)
+        whole = self._sum(tf.concat([mean * number, [number]], 0))
+        count = whole[-1]
+        middle = whole[:-1] / count
+        apart = self._sum((variance + (mean - middle) ** 2) * number)
+        return middle, apart / count
+
+    def _sum(self, value: Any) -> Any:
+        return allreduce(value, op=Sum, process_set=self._process_set)
+
+    def _count(self, inputs: Any, mask: Any, dtype: Any) -> Any:
+        """Return how many elements of this batch each channel's mean is of."""
+        if mask is None:
+            return tf.cast(tf.size(inputs), dtype) / tf.cast(tf.shape(inputs)[self.axis], dtype)
+        places = tf.cast(mask, dtype)
+        while places.shape.rank < inputs.shape.rank:
+            places = places[..., None]
+        sizes = tf.shape(inputs)
+        axis = self.axis % inputs.shape.rank
+        alike = tf.concat([sizes[:axis], [1], sizes[axis + 1 :]], 0)
+        return tf.reduce_sum(tf.broadcast_to(places, alike))
