@@ -28,24 +28,24 @@ MAX_FUNCTION_LINES = 80
 ROOMS = {
     "_core": 1900,
     "_trace": 420,
-    "_hands": 300,
+    "_hands": 310,
     "_pages": 130,
     "reduce/": 4700,
     "config/": 1360,
     "transport/": 9900,
     "control/": 5350,
     "server/": 5050,
-    "worker/": 3560,
+    "worker/": 3720,
     "collectives/": 5200,
-    "frameworks/": 14900,
+    "frameworks/": 15350,
     "graph/": 3950,
     "byzantine/": 1900,
     "bluefog/": 1050,
-    "launch/": 5700,
+    "launch/": 5980,
     "telemetry/": 1040,
     "topology": 420,
     "bench/": 1710,
-    "": 13400,  # the session, what it is made of, faces, and the pure rooms of one file each
+    "": 13780,  # the session, what it is made of, faces, and the pure rooms of one file each
 }
 CYTHON_FUNCTION = re.compile(
     r"^( *)(?:def|cdef|cpdef)\b(?! (?:packed )?(?:class|struct|enum))[^=]*\("
