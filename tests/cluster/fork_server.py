@@ -33,7 +33,9 @@ JOINING = ("fastps.joining", "fastps.groups")  # what fastps.init() and the firs
 SERVING = ("fastps.server.main", "fastps.server.server")
 ALWAYS = ("numpy.random", "pytest", "fastps", *JOINING, *SERVING)
 TORCH = ("fastps.torch", "torch._dynamo", "torch.nn.parallel")
-LATE = ("FASTPS_", "DMLC_", "BYTEPS_")  # names of what is read when it is used
+# Names of what is read when it is used.
+LATE = ("FASTPS_", "DMLC_", "BYTEPS_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+        "GROUP_", "MASTER_")  # fmt: skip
 # As the launcher sets it where workers are not fewer than processors. No thread may be there
 # when a process is forked, which OpenBLAS would start, too.
 OWN = {"OMP_NUM_THREADS": "1"}
