@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -438,9 +439,13 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
     push_pull of it, in place or into another such array, copies nothing: the workers add right
     where the arrays lie. Views that are C-contiguous count as well. Plain memory where there is
     nobody to share with. The array lives on after shutdown(). Forked children share it. Raises
-    MemoryError that names the limit and its cure. Does not block.
+    ValueError for a negative extent, MemoryError that names the limit and its cure. Does not
+    block.
     """
-    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    given = (shape,) if isinstance(shape, int | np.integer) else shape
+    extents = tuple(operator.index(one) for one in given)
+    if min(extents, default=0) < 0:
+        raise ValueError(f"the shape {extents} has a negative extent; give 0 or more for each")
     return _current.current().empty(extents, np.dtype(dtype))
 
 

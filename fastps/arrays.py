@@ -90,12 +90,13 @@ def outputs_of(
 
 
 def checked_priorities(priority: int | Sequence[int], count: int) -> list[int]:
-    """Give one priority per tensor; they are 32-bit numbers."""
-    found = [priority] * count if isinstance(priority, int) else list(priority)
+    """Return one priority per tensor; they are integers of any type, of 32 bits."""
+    given = [priority] * count if isinstance(priority, int | np.integer) else priority
+    found = [operator.index(one) for one in given]
     if len(found) != count:
         raise ValueError(f"{count} tensors need as many priorities, not {len(found)}")
     for number in found:
-        if not MIN_PRIORITY <= operator.index(number) <= MAX_PRIORITY:
+        if not MIN_PRIORITY <= number <= MAX_PRIORITY:
             raise ValueError(f"priority {number} does not fit 32 bits")
     return found
 

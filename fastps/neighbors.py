@@ -205,7 +205,8 @@ def set_topology(topology: Any = None, is_weighted: bool = False) -> bool:
     topology: fastps.topology.Topology, a networkx.DiGraph, or a matrix; None: exponential.
     is_weighted: its weights count; else what is received and one's own are weighed alike. Does
     not communicate; a graph that others do not have is found by the next operation. Raises
-    ValueError for a wrong number of nodes, TypeError for what is no graph. Always True.
+    ArgumentError (a ValueError and a TypeError) for a wrong number of nodes, or what is no graph.
+    Always True.
     """
     current().groups.neighbors.set_graph(topology, is_weighted=is_weighted)
     return True

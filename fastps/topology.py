@@ -23,6 +23,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from fastps.errors import ArgumentError
+
 Matrix: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Ranks: TypeAlias = list[int]
 Turn: TypeAlias = tuple[Ranks, Ranks]  # whom a worker sends to and receives from in one round
@@ -342,7 +344,10 @@ def as_topology(graph: Any) -> Topology:
     if isinstance(graph, np.ndarray):
         return Topology(graph)
     if not hasattr(graph, "is_directed"):
-        raise TypeError(f"a graph is needed, not {type(graph).__name__}")
+        raise ArgumentError(
+            f"a graph is needed, not {type(graph).__name__}: give a fastps.topology.Topology, a "
+            "networkx.DiGraph or a square matrix of weights"
+        )
     return from_networkx(graph)
 
 

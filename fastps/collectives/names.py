@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Container
 
+from fastps.control.protocol import encoded_name
+
 BARRIER = "of all workers"  # the name of their barriers
 SIZES = " sizes"  # ends the name of what tells them first; errors call it as the rest
 
@@ -45,7 +47,7 @@ class Channels(dict[str, int]):
         words = name or ""
         channel = self.get(words)
         if channel is None:
-            data = f"{self._key}/{words}".encode()
+            data = self._key.encode() + b"/" + encoded_name(words)
             channel = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
             self[words] = channel
             if isinstance(name, Part):

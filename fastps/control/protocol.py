@@ -689,10 +689,21 @@ def check_name(name: str, *, dimensions: int = 0) -> None:
     if len(name) > MAX_NAME_CHARS:
         text = f"{len(name)} characters, {MAX_NAME_CHARS} are allowed"
         raise ConfigError(f"the name {name[:40]!r}... has {text}")
-    if name != text_of(name):
-        raise ConfigError(f"the name {name!r} is not valid Unicode")
+    encoded_name(name)
     if dimensions > MAX_DIMENSIONS:
         raise ConfigError(f"tensor {name!r} has {dimensions} dimensions, {MAX_DIMENSIONS} at most")
+
+
+def encoded_name(name: str) -> bytes:
+    """Return a name in UTF-8; ConfigError for one with surrogates, which have no bytes there."""
+    try:
+        return name.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the name {name!r} is not valid Unicode, so other workers cannot be told of it; "
+            "os.fsdecode() leaves surrogates for bytes that are no UTF-8: replace them, for "
+            "example by ascii(name)"
+        ) from error
 
 
 def failure_of(answer: Failed) -> FastPSError:

@@ -19,6 +19,7 @@ import numpy as np
 from fastps.coding import Coding, Option
 from fastps.collectives.group import Group
 from fastps.collectives.promise import Promise
+from fastps.errors import ArgumentError
 from fastps.graph import schedule as plans
 from fastps.graph.rules import (
     ClippingRule,
@@ -355,7 +356,9 @@ class Neighbors:
 def _sized(graph: Any, size: int, is_weighted: bool) -> Graph:
     topology: Topology = as_topology(graph)
     if topology.size != size:
-        raise ValueError(f"a graph of {topology.size} nodes is not one of {size}")
+        raise ArgumentError(
+            f"the graph has {topology.size} nodes; it needs one for each of {size} members"
+        )
     return Graph(topology, is_weighted)
 
 

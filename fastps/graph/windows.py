@@ -19,6 +19,7 @@ import numpy as np
 from fastps.collectives._exchange import Exchange
 from fastps.collectives.group import Group
 from fastps.collectives.promise import Promise
+from fastps.control.protocol import encoded_name
 from fastps.errors import FastPSError, MismatchError, StallError, Status
 from fastps.graph._windows import Window, WindowAction, Windows, buffer_offset, window_bytes
 from fastps.graph.neighbors import Neighbors
@@ -151,7 +152,7 @@ class WindowTable:
         from fastps.reduce import reduce_kernel  # noqa: PLC0415  (few need kernels)
 
         mix = reduce_kernel(ReduceOp.MIX, code) if ReduceOp.MIX.has_meaning(code) else 0
-        words = f"window {self._lives[name]} {name}".encode()
+        words = b"window %d " % self._lives[name] + encoded_name(name)
         number = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
         return Window(
             self._home, name, number, _bytes_of(array), room, sources, itemsize=code.itemsize,

@@ -124,3 +124,19 @@ def test_other_subclasses_of_arrays_are_arrays(tmp_path):
     assert fastps.push_pull(mapped, "x").tolist() == [2.0] * 4
     assert fastps.allreduce(mapped).tolist() == [2.0] * 4
     assert fastps.allreduce(np.float32(3.0)) == 3.0
+
+
+def test_integers_of_any_type_are_integers():
+    assert fastps.push_pull(np.ones(3), "x", priority=np.int64(3)).tolist() == [1, 1, 1]
+    assert fastps.empty(np.int32(2)).shape == fastps.empty([np.int64(2)]).shape == (2,)
+    with pytest.raises(ValueError, match=r"shape \(2, -1\) has a negative extent"):
+        fastps.empty((2, -1))
+    with pytest.raises(ValueError, match="does not fit 32 bits"):
+        fastps.push_pull(np.ones(3), "x", priority=np.int64(2**31))
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_graph_of_another_size_is_an_error_of_either_type(size):
+    for kind in (ValueError, TypeError, FastPSError):
+        with pytest.raises(kind, match=f"the graph has {size} nodes"):
+            fastps.set_topology(np.ones((size, size)) / size)

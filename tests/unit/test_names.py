@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of operations among members: what cannot travel is refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from fastps.collectives.names import Channels
+from fastps.errors import ConfigError
+
+
+def test_a_name_with_surrogates_is_refused_with_a_cure():
+    channels = Channels("world")
+    with pytest.raises(ConfigError, match=r"'caf\\udce9' is not valid Unicode.*ascii\(name\)"):
+        channels.of(os.fsdecode(b"caf\xe9"))
+    assert not channels
+    assert channels.of("café") == channels.of("café")
