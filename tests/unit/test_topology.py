@@ -279,7 +279,7 @@ def test_graphs_of_others():
         graphs.from_networkx(nx.DiGraph([("a", "b")]))
     with pytest.raises(TypeError, match="graph is needed"):
         graphs.as_topology("ring")
-    with pytest.raises(ValueError, match="networkx.DiGraph or a square matrix"):
+    with pytest.raises(ValueError, match=r"networkx\.DiGraph or a square matrix"):
         graphs.as_topology("ring")  # which BlueFog's scripts catch
 
 
