@@ -56,7 +56,7 @@ from posix.signal cimport kill, sigdelset, sigfillset, sigset_t
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 from posix.unistd cimport _exit, close, getpid
 
-from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
+from fastps._floats cimport fps_floats, fps_floats_enter
 from fastps._futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, fps_relax, fps_sleep, fps_wake
 from fastps._posix cimport (
     MSG_DONTWAIT, MSG_NOSIGNAL, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,

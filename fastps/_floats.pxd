@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# The floating-point state in which kernels compute: rounding to nearest, subnormals kept, no traps.
+# The floating-point state in which kernels compute: to nearest, subnormals kept, no traps.
 # A program may set another one for its threads (torch.set_flush_denormal(), fesetround()), and new
 # threads inherit it: ranks would get different bits, by whoever comes last and sums. Whatever
 # computes stands between enter and leave, which cost 2 ns where nothing is to change. Compiled

@@ -16,7 +16,7 @@ cdef class PlanHolder:
 cdef class Ticket:              # one operation on a tensor
     cdef readonly PlannedTensor tensor
     cdef readonly uint32_t version
-    cdef readonly int operation # -1 a sum, -2 an average, else the rank of a broadcast's root
+    cdef readonly int operation  # -1 a sum, -2 an average, else the rank of a broadcast's root
     cdef readonly bint is_over  # its end was seen; what follows counts from then on
     cdef int status
     cdef uint32_t culprit_rank
