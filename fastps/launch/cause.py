@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from fastps.control.blame import LEFT
@@ -127,12 +127,13 @@ def cause_of(failed: Part, accusation: Accusation | None) -> Cause:
     return Cause(text, code, failed, how, accusation=accusation.text)
 
 
-def cause_in(accused: Part, accusation: Accusation, failed: Iterable[Part]) -> Cause:
-    """Return the first cause where a part of ours is accused that runs on, or ended well."""
+def cause_in(accused: Part, accusation: Accusation) -> Cause:
+    """Return the first cause where a part of ours is accused that runs on, or ended well.
+
+    Its exit code is 1, whatever those have that gave up because of it, in whichever order.
+    """
     how = accusation.how if accused.is_alive else f"{accused.describe_end()} and {accusation.how}"
-    codes = [part.exit_code or 0 for part in failed]
-    code = next((code for code in codes if code > 0), 1)
-    return Cause(f"{accused.describe()} {how}", code, accused, how)
+    return Cause(f"{accused.describe()} {how}", 1, accused, how)
 
 
 def report(screen: Screen, cause: Cause, *, output_dir: pathlib.Path | None) -> None:

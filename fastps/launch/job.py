@@ -390,7 +390,7 @@ class Job:
         elif accusation is None or (is_late and accused is None):
             self._set_cause(cause_of(first_of(self._failed), accusation))
         elif is_late and accused is not None:
-            self._set_cause(cause_in(accused, accusation, self._failed))
+            self._set_cause(cause_in(accused, accusation))
 
     def _accused(self) -> tuple[Accusation | None, Part | None]:
         """Return what is said of the culprit, by the scheduler if it is here, and our part."""
