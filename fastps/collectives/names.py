@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Container
 
-from fastps.control.protocol import encoded_name
+from fastps.config.words import encoded_name
 
 BARRIER = "of all workers"  # the name of their barriers
 SIZES = " sizes"  # ends the name of what tells them first; errors call it as the rest

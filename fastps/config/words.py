@@ -13,6 +13,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from fastps.errors import ConfigError
+
 
 def word(
     group: str, flags: str, default: Any, read: Any, sample: Any, text: str, **more: Any
@@ -54,3 +56,15 @@ def _whole(text: str) -> int:
 
 
 count = functools.partial(number, "a whole number", _whole)
+
+
+def encoded_name(name: str) -> bytes:
+    """Return a name in UTF-8; ConfigError for one with surrogates, which have no bytes there."""
+    try:
+        return name.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the name {name!r} is not valid Unicode, so other workers cannot be told of it; "
+            "os.fsdecode() leaves surrogates for bytes that are no UTF-8: replace them, for "
+            "example by ascii(name)"
+        ) from error

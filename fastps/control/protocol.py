@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from fastps.coding import PLAIN, Coding
 from fastps.config import MIN_CHUNK_BYTES
+from fastps.config.words import encoded_name
 from fastps.contract import ALONE, PROMPT, Compensation, Gathering, Givers, Policy
 from fastps.errors import (
     ConfigError,
@@ -692,18 +693,6 @@ def check_name(name: str, *, dimensions: int = 0) -> None:
     encoded_name(name)
     if dimensions > MAX_DIMENSIONS:
         raise ConfigError(f"tensor {name!r} has {dimensions} dimensions, {MAX_DIMENSIONS} at most")
-
-
-def encoded_name(name: str) -> bytes:
-    """Return a name in UTF-8; ConfigError for one with surrogates, which have no bytes there."""
-    try:
-        return name.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"the name {name!r} is not valid Unicode, so other workers cannot be told of it; "
-            "os.fsdecode() leaves surrogates for bytes that are no UTF-8: replace them, for "
-            "example by ascii(name)"
-        ) from error
 
 
 def failure_of(answer: Failed) -> FastPSError:

@@ -19,7 +19,7 @@ import numpy as np
 from fastps.collectives._exchange import Exchange
 from fastps.collectives.group import Group
 from fastps.collectives.promise import Promise
-from fastps.control.protocol import encoded_name
+from fastps.config.words import encoded_name
 from fastps.errors import FastPSError, MismatchError, StallError, Status
 from fastps.graph._windows import Window, WindowAction, Windows, buffer_offset, window_bytes
 from fastps.graph.neighbors import Neighbors
