@@ -8,7 +8,7 @@ import pytest
 from job import WAIT_S, run_job
 
 FEW, MANY = 5_000, 30_000  # more than the ring of shared memory has room for
-MOST_BYTES = 8192  # a name, with its result; a page of its own on each side made that 13 KB
+MOST_BYTES = 8192  # a name, with its result; it was 11 KB while each side had a page of its own
 
 
 @pytest.mark.timeout(5 * WAIT_S)
