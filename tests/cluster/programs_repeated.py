@@ -276,10 +276,9 @@ def suspended() -> str:
         thread.start()
         while not session.connections.exchange.operations:
             time.sleep(0.001)
-        session.is_suspended = True
-        forget_calls()  # both as suspend() does
+        session.suspend()
         thread.join()
-        session.is_suspended = False
+        session.resume()
         assert errors
     else:
         time.sleep(0.5)

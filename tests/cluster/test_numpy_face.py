@@ -18,6 +18,8 @@ import pytest
 from harness import ROOT, clean_environ
 from job import Job, Process, run_job
 
+from fastps.launch import torch_names
+
 SHARED = {"FASTPS_SHARED_MEMORY": "1"}
 SMALL = {"FASTPS_PARTITION_BYTES": "65536", "FASTPS_CHUNK_BYTES": "8192"}
 SPARE_RSS_KIB = 8 << 10  # caches of the allocator; a leak of 1 KiB per step would be 10 MiB
@@ -134,7 +136,7 @@ def test_one_worker_needs_no_other_process():
 
 WITHOUT = dict.fromkeys(
     ("FASTPS_SIZE", "FASTPS_NUM_SERVERS", "FASTPS_RANK", "FASTPS_LOCAL_RANK", "FASTPS_LOCAL_SIZE",
-     "FASTPS_SCHEDULER_HOST", "FASTPS_SCHEDULER_PORT", "FASTPS_ROLE")
+     "FASTPS_SCHEDULER_HOST", "FASTPS_SCHEDULER_PORT", "FASTPS_ROLE", *torch_names.NAMES)
 )  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def test_misuse_of_arrays_and_names():
     assert found.pop("stall")[0] == "StallError"
     for label in ("twice", "twice in a list"):
         error, text = found.pop(label)
-        assert error == "FastPSError"
+        assert error == "DuplicateNameError"
         assert "'busy' is already in flight" in text
     assert found.pop("resized")[0] == "ValueError"
     types = ("complex", "big endian", "object", "unsigned", "list", "mean of booleans",

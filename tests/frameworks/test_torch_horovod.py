@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 from job import run_workers  # noqa: E402
 
 import fastps.torch as hvd  # noqa: E402
-from fastps.frameworks.torch import horovod  # noqa: E402
+from fastps.frameworks import horovod  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("programs_torch_horovod.py")
 

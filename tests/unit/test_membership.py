@@ -337,16 +337,19 @@ class TestLosing:
             peer: [] for peer in servers
         }
 
-    def test_who_has_run_out_of_data_is_in_no_meeting_until_all_have(self) -> None:
+    def test_who_has_run_out_of_data_is_in_barriers_alone_until_all_have(self) -> None:
         driver = Driver(size=3)
         workers, _ = driver.start()
-        driver.barrier(workers[1])
+        barriers = [driver.barrier(workers[1])]
+        driver.blob(workers[2], 2, b"data")
         driver.say(workers[0], Tell((), b"", has_joined=True))
-        failure = failure_of(driver, workers[1])  # who was there, and who comes
+        failure = failure_of(driver, workers[2])  # who was there, and who comes
         assert failure.kind == "mismatch"
         assert "worker 0 has run out of data and called join()" in failure.message
-        driver.barrier(workers[2])
-        assert failure_of(driver, workers[2]).kind == "mismatch"
+        driver.blob(workers[1], 2, None)
+        assert failure_of(driver, workers[1]).kind == "mismatch"
+        barriers.append(driver.barrier(workers[2]))
+        assert [driver.last(peer) for peer in workers[1:]] == [Done(one) for one in barriers]
         for peer in workers[1:]:
             driver.say(peer, Tell((), b"", has_joined=True))
         requests = [driver.barrier(peer) for peer in workers]

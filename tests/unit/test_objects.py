@@ -71,10 +71,10 @@ def test_numpy_scalars_keep_their_type():
     assert back == 1.5
 
 
-ODD_TEXT = os.fsdecode(b"caf\xe9")
+ODD_TEXT = os.fsdecode(b"\xe9t\xe9")
 ODD = {
-    "latin": "caf\xe9", "surrogate": ODD_TEXT, "path": pathlib.Path(ODD_TEXT), "long": 10**100_000,
-    "negative": -(10**5_000), "above": 1 << 64, "below": -(1 << 63) - 1,
+    "latin": "\xe9t\xe9", "surrogate": ODD_TEXT, "path": pathlib.Path(ODD_TEXT),
+    "long": 10**100_000, "negative": -(10**5_000), "above": 1 << 64, "below": -(1 << 63) - 1,
 }  # fmt: skip
 
 
@@ -87,11 +87,11 @@ class Broken(dict[str, int]):
     """Something that cannot be read."""
 
     def __iter__(self) -> Any:
-        raise LookupError(os.fsdecode(b"no caf\xe9"))
+        raise LookupError(os.fsdecode(b"no \xe9t\xe9"))
 
 
 def test_whatever_an_object_raises_travels_in_its_place():
-    with pytest.raises(TypeError, match="worker 3 could not send its object: LookupError: no caf"):
+    with pytest.raises(TypeError, match="worker 3 could not send its object: LookupError: no "):
         decode_of(3, encode_for_all(Broken(a=1)))
 
 

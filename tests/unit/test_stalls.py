@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from control_driver import Driver
@@ -131,6 +132,15 @@ class Tensor(NamedTuple):
     operation: int = -1
 
 
+class Ticket(NamedTuple):
+    """What a handle has of an operation."""
+
+    tensor: Tensor
+    name: str = "v"
+    version: int = 1
+    operation: int = -1
+
+
 class Worker:
     """A session of three workers, as far as its stall watch looks, and its client."""
 
@@ -139,6 +149,9 @@ class Worker:
         self.ways = self.steps = self
         self.count, self.flying, self.said = 0, [Tensor("v")], list[Waiting | Whereabouts]()
         self.tell_waiting = self.tell_where = self.said.append
+        self.connections = SimpleNamespace(
+            exchange=SimpleNamespace(operations=[]), look_at_links=str, trouble_of_links=str
+        )
 
     def look(self) -> None: ...
 
@@ -157,7 +170,7 @@ def test_what_was_waited_for_in_vain_is_not_said_to_be_waited_for() -> None:
     watch = StallWatch(worker)  # type: ignore[arg-type]
     watch.begin(worker)  # type: ignore[arg-type]
     watch.look()
-    error = watch.error(watch.pending_of(worker.flying[0]), 3.0)  # type: ignore[arg-type]
+    error = watch.error(watch.pending_of(Ticket(worker.flying[0])), 3.0)  # type: ignore[arg-type]
     assert "within 3 s: worker 1 has not begun it" in str(error)
     watch.look()
     watch.answer(Locate(0, ""))

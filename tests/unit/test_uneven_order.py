@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from fastps.config import load
 from fastps.control.protocol import Told
 from fastps.objects import encode_object
 from fastps.types import DType, ReduceOp
@@ -18,6 +19,7 @@ class Session:
     """As much of a session as news need: worker 0 of 3, which has started nothing."""
 
     rank, size = 0, 3
+    config = load({}, {})
 
     def __init__(self) -> None:
         self.versions_of: dict[str, int] = {}
@@ -26,7 +28,7 @@ class Session:
     def version_of(self, name: str) -> int:
         return self.versions_of.get(name, 0)
 
-    def started(self) -> list[object]:
+    def started(self, _names: object = None) -> list[object]:
         return []
 
     def tell(self, members: list[int], data: bytes) -> None:
