@@ -32,6 +32,13 @@ _SUPPORTED = (
 )
 
 
+class Unsendable:
+    """In the place of an object that a framework could not make plain: encoding raises why."""
+
+    def __init__(self, why: Exception) -> None:
+        self.why = why
+
+
 def encode_object(obj: Any) -> bytes:
     """Encode nested plain values; TypeError names a type that cannot travel."""
     return msgspec.msgpack.encode(_to_plain(obj))
@@ -103,6 +110,8 @@ def _to_plain(obj: Any) -> Any:
         return _extension(DTYPE, [obj.str])
     if type(obj).__name__ == "Namespace" and type(obj).__module__ == "argparse":
         return _extension(NAMESPACE, _pairs(vars(obj)))
+    if isinstance(obj, Unsendable):
+        raise obj.why
     raise TypeError(f"{type(obj).__name__} cannot be broadcast; use {_SUPPORTED}")
 
 

@@ -135,6 +135,11 @@ COLLECTIVES = """
          {"m": jnp.full((3,), 1, "bfloat16"), "n": np.int32(1), "on": np.False_})
     told = fps.broadcast_object({"a": jnp.arange(2)} if rank == 0 else None)
     assert told["a"].tolist() == [0, 1]
+    gone = jnp.arange(2)
+    gone.delete()
+    assert fps.broadcast_object(3 if rank == 0 else gone) == 3
+    with pytest.raises(TypeError, match="worker 1 could not send its object: RuntimeError.*delet"):
+        fps.broadcast_object(gone, 1)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"MismatchError: .*'differ'"):
         fps.push_pull(jnp.ones(3 + rank), "differ")
     with pytest.raises(ValueError, match="average is True or False"):

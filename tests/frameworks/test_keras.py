@@ -134,6 +134,7 @@ def test_passes_and_paces(tmp_path, backend):
 VALUES = """
     import numpy as np, keras, pytest
     import fastps.keras as fps
+    from fastps.errors import MismatchError
     fps.init()
     rank = fps.rank()
     tensor = keras.ops.full((2, 2), 1.0 + rank)
@@ -150,6 +151,13 @@ VALUES = """
     fps.DistributedOptimizer(scaled, compression=fps.Compression.onebit())
     with pytest.raises(ValueError, match="LossScaleOptimizer would divide"):
         fps.DistributedOptimizer(scaled, compression={"compressor": "onebit"})
+    metrics = fps.callbacks.MetricAverageCallback()
+    logs = {"loss": 1.0 + rank, "note": [rank]}
+    metrics.on_epoch_end(0, logs)
+    assert logs == {"loss": 1.5, "note": [rank]}
+    logs = {"loss": 1.0, ("val_loss" if rank else "accuracy"): 2.0}
+    with pytest.raises(MismatchError, match="epoch 1 .*worker 0 .*accuracy.*worker 1 .*val_"):
+        metrics.on_epoch_end(1, logs)
     assert fps.cross_size() == 1 and fps.is_homogeneous() and not fps.gloo_built()
     fps.shutdown()
 """

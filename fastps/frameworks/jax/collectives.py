@@ -28,6 +28,7 @@ from fastps.flights import (
 from fastps.frameworks._adapter import Average, Sum, check_name, of_gradient
 from fastps.frameworks._arrays import scale, wire_view
 from fastps.frameworks.jax.calls import call
+from fastps.objects import Unsendable
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import DType, Op, dtype_of
 from fastps.worker.handle import Array
@@ -203,9 +204,21 @@ def alltoall(
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str = "object") -> Any:
-    """Give everybody the root's object, made of plain values and arrays, which come as NumPy's."""
-    plain = jax.tree.map(lambda leaf: np.asarray(leaf) if _is_array(leaf) else leaf, obj)
+    """Return the root's object, made of plain values and arrays, which come as NumPy's.
+
+    Blocks. What the others pass is ignored. TypeError on all workers where the root's cannot
+    travel.
+    """
+    plain = _plain(obj) if fastps.rank() == root_rank else None
     return fastps.broadcast_object(plain, root_rank, name=name)
+
+
+def _plain(obj: Any) -> Any:
+    """Return an object with NumPy's arrays for JAX's; the others wait to hear why it has none."""
+    try:
+        return jax.tree.map(lambda leaf: np.asarray(leaf) if _is_array(leaf) else leaf, obj)
+    except Exception as error:
+        return Unsendable(error)
 
 
 def _differentiable(

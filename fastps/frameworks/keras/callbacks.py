@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import keras
 import numpy as np
 
 import fastps
+from fastps.errors import MismatchError
 from fastps.frameworks.keras.variables import broadcast_variables, host_of
 
 
@@ -32,14 +35,23 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Average the metrics of an epoch over all workers; put it before what reads them."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Average the numbers in logs, in place; blocks."""
-        names = sorted(name for name, value in (logs or {}).items() if np.isscalar(value))
-        if not names:
-            return
-        values = np.array([logs[name] for name in names], np.float64)
-        label = f"metrics of {len(names)}"
-        found = fastps.push_pull(values, label)
-        logs.update(zip(names, map(float, found), strict=True))
+        """Average the numbers in logs, in place; blocks.
+
+        MismatchError on all workers where they do not have the same metrics.
+        """
+        own = {
+            name: float(value) for name, value in (logs or {}).items() if isinstance(value, Real)
+        }
+        each: list[dict[str, float]] = fastps.allgather_object(own, "metrics of an epoch")
+        for rank, theirs in enumerate(each):
+            if theirs.keys() != each[0].keys():
+                raise MismatchError(
+                    f"the metrics of epoch {epoch} cannot be averaged: worker 0 has "
+                    f"{sorted(each[0])}, worker {rank} {sorted(theirs)}; compile all models with "
+                    "the same metrics, and give validation data to all workers or to none"
+                )
+        for name in own:
+            logs[name] = math.fsum(one[name] for one in each) / len(each)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
