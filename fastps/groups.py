@@ -23,6 +23,7 @@ from fastps.errors import (
     ConfigError,
     FastPSError,
     MismatchError,
+    ProtocolError,
     StallError,
     Status,
     TransportError,
@@ -319,6 +320,8 @@ class Groups:
     def ended(self, name: str, error: FastPSError) -> FastPSError:
         """Word the error of an operation that could not begin, since the job has ended."""
         status = Status.PEER_LOST if isinstance(error, TransportError) else Status.SHUTDOWN
+        if isinstance(error, ProtocolError):
+            status = Status.PROTOCOL
         return self._session.blame(name, status, said=str(error))
 
     def explain(self, operation: Operation, status: int | None, timeout_s: float) -> FastPSError:

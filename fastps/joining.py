@@ -356,6 +356,7 @@ class Connections:
             return Failure(tensor, kind, said, culprit if is_told else None)
         trouble = "" if self._links is None else self._links.failure_of(broken[1])
         trouble = trouble or self._progress.trouble_of(broken[1])
+        trouble = trouble or self.exchange.trouble_of(broken[1])
         return Failure(
             tensor,
             kind,

@@ -139,8 +139,10 @@ cdef struct Peer:               # what we know of one member
     bint is_linked              # there is or was a link
     bint has_left
     bint is_lost                # it died, or its link broke: it has not left in order
-    uint64_t out                # bytes sent unasked and not yet taken
+    uint64_t out                # charged for what was sent unasked and is not yet taken
+    uint64_t came               # and for what came unasked, until we said that it is taken
     uint64_t owed               # taken and not yet said
+    bint has_flooded            # it sent unasked more than it may
     int32_t landing             # what the frame under way is: Landing; its link's thread
     Leg* leg
     Entry* early

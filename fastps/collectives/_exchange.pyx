@@ -62,7 +62,8 @@ cdef extern from "Python.h":
 cdef enum:
     CHUNK_BYTES = 128 << 10     # of a frame, and of a fold's step; the same on all members
     EAGER_BYTES = 32 << 10      # a message up to this size is sent unasked
-    UNASKED_BYTES = 1 << 20     # of one sender that a receiver keeps, at most
+    UNASKED_BYTES = 1 << 20     # of one sender that a receiver keeps, at most, and
+    UNASKED_EACH = 128          # so many more are charged for each message: what its entry takes
     FLAG_EAGER = 0x80           # of a MESSAGE: it was not asked for; the other bits: the operation
     FLAG_WHOLE = 0x80           # of a READY: there is one place for all of it
     MAY_DIFFER = 0x80           # in a dtype: who means other sizes by the same is not mistaken
@@ -630,6 +631,13 @@ cdef class Exchange(LinkOwner):
             if link != NULL:
                 link.close(link, E_PEER_LOST)
                 slot_release(&self.state.peers[member].slot)
+
+    def trouble_of(self, uint32_t member):
+        """Say what a member sent that ended its link; empty if nothing is known."""
+        if not self.state.peers[member].has_flooded:
+            return ""
+        return (f"it sent small messages beyond the {UNASKED_BYTES >> 20} MiB that may come "
+                "before they are asked for")
 
     @property
     def gone(self):

@@ -30,7 +30,12 @@ cdef int choose(State* state, Peer* peer, const Header* header, Entry* name,
                 Work* work) noexcept nogil:
     """Decide where the bytes of a message's frame go. The lock is held."""
     cdef Entry* wanted = find(state, name, WANTED)[0]
+    cdef int status
     peer.landing = IN_DISCARD
+    if header.flags & FLAG_EAGER:
+        status = charge_unasked(peer, header, name)
+        if status != OK:
+            return status
     if peer.is_lost:
         return OK
     if wanted != NULL and not agrees(wanted, name):
@@ -43,8 +48,6 @@ cdef int choose(State* state, Peer* peer, const Header* header, Entry* name,
         return check_frame(peer.leg, header)
     if not header.flags & FLAG_EAGER:
         return OK                       # of an operation that has failed here
-    if header.length != name.nbytes or header.length > EAGER_BYTES:
-        return E_PROTOCOL
     peer.early = make_early(name)
     peer.landing = IN_EARLY
     return OK if peer.early != NULL else E_NOMEM

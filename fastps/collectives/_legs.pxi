@@ -341,8 +341,8 @@ cdef void begin_send(State* state, Leg* leg, Work* work) noexcept nogil:
     cdef Entry* ready = take(state, &leg.entry, READY)
     cdef bint is_small = leg.nbytes <= EAGER_BYTES
     leg.item.header.flags = leg.task.code
-    if ready == NULL and is_small and peer.out + leg.nbytes <= UNASKED_BYTES:
-        peer.out += leg.nbytes
+    if ready == NULL and is_small and peer.out + unasked_charge(leg.nbytes) <= UNASKED_BYTES:
+        peer.out += unasked_charge(leg.nbytes)
         leg.item.header.flags |= FLAG_EAGER
     elif ready == NULL and peer.has_left:
         leg.state = BLOCKED
@@ -367,18 +367,17 @@ cdef void begin_send(State* state, Leg* leg, Work* work) noexcept nogil:
 
 cdef void give_early(State* state, Leg* leg, Entry* early, Work* work) noexcept nogil:
     """Let a leg that is in no table have bytes that came before it; a fold takes them later."""
+    taken_unasked(state, early, work)
     if not agrees(early, &leg.entry):
         leg.state = BLOCKED
         refuse(state, leg.task, early, work)
     elif leg.kind == LEG_SOURCE:
         leg.entry.payload = early.payload
         early.payload = NULL
-        taken_unasked(state, early, work)
         leg.state = GOING
         add_leg(work, leg)
     else:
         fps_copy(leg.address, early.payload, early.nbytes, 0)
-        taken_unasked(state, early, work)
         end_leg(state, leg, work)
     free(early.payload)
     free(early)

@@ -221,15 +221,36 @@ cdef void add_ready(State* state, Work* work, Leg* leg) noexcept nogil:
         add_control(state, work, KIND_READY, &leg.entry, <int32_t>leg.nbytes)
 
 
+cdef inline uint64_t unasked_charge(uint64_t nbytes) noexcept nogil:
+    """What a message that comes unasked counts for, at both ends; an empty one takes room too."""
+    return nbytes + UNASKED_EACH
+
+
+cdef int charge_unasked(Peer* peer, const Header* header, const Entry* name) noexcept nogil:
+    """Count a message that comes unasked, and refuse it where its sender has sent too many.
+
+    The sender stops by itself. It has heard of at most as much credit as we gave, so one that is
+    refused here did not count.
+    """
+    if header.length != name.nbytes or header.length > EAGER_BYTES:
+        return E_PROTOCOL
+    peer.came += unasked_charge(header.length)
+    if peer.came > UNASKED_BYTES:
+        peer.has_flooded = True
+        return E_PROTOCOL
+    return OK
+
+
 cdef void taken_unasked(State* state, const Entry* early, Work* work) noexcept nogil:
     """Count bytes that came unasked and are in their place; tell the sender now and then."""
     cdef Peer* peer = &state.peers[early.peer]
     cdef Entry name
-    peer.owed += early.nbytes
+    peer.owed += unasked_charge(early.nbytes)
     if peer.owed >= UNASKED_BYTES / 2:
         name = early[0]
         name.channel = name.number = name.label = 0
         add_control(state, work, KIND_CREDIT, &name, <int32_t>peer.owed)
+        peer.came -= peer.owed
         peer.owed = 0
 
 

@@ -20,6 +20,7 @@ from fastps.collectives.steady import Guess, Steady
 from fastps.errors import (
     FastPSError,
     MismatchError,
+    ProtocolError,
     ShutdownError,
     Status,
     TransportError,
@@ -149,7 +150,7 @@ class Members:
                 )  # fmt: skip
             operation.group = self
             return operation
-        except (TransportError, ShutdownError) as error:
+        except (TransportError, ProtocolError, ShutdownError) as error:
             raise self._host.ended(label, error) from None
 
     def _note(

@@ -267,6 +267,8 @@ def _seen_here(failure: Failure) -> str:
         return f"the link to {failure.owner_name} broke{failure.why}, {unsaid}"
     if failure.culprit is not None and failure.silent:
         return f"worker {failure.culprit} gave up, {unsaid}"
+    if failure.owner is not None and failure.status is Status.PROTOCOL:
+        return f"{failure.owner_name} sent what no peer may send{failure.why}; its link is cut"
     if failure.culprit is not None:
         return left_text(failure.culprit)
     seen = failure.said or ENDINGS.get(failure.status, f"it failed with {failure.status.name}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from collections.abc import Mapping as Owners
 
 from fastps.collectives._exchange import Exchange
 from fastps.transport import shm
+from fastps.transport._link import LinkOwner
 from fastps.transport._shm import Mapping
 from fastps.transport.pipe._transport import PipeTransport, pipe_memory_bytes
 from fastps.worker._engine import WorkerEngine
@@ -16,9 +18,14 @@ OFFSET = 4096
 
 
 class Fleet:
-    """n members, all linked; frames move when somebody steps."""
+    """n members, all linked; frames move when somebody steps.
 
-    def __init__(self, n: int, *, goes_on: bool = False) -> None:
+    strangers: owners of links that stand in the place of the exchanges of members.
+    """
+
+    def __init__(
+        self, n: int, *, goes_on: bool = False, strangers: Owners[int, LinkOwner] | None = None
+    ) -> None:
         descriptor = shm.create_memory(OFFSET + pipe_memory_bytes(n))
         memory = Mapping(descriptor, OFFSET + pipe_memory_bytes(n))
         os.close(descriptor)
@@ -30,8 +37,9 @@ class Fleet:
             for me in range(n)
         ]
         for me, pipes in enumerate(self.pipes):
+            owner = (strangers or {}).get(me, self.exchanges[me])
             for other in set(range(n)) - {me}:
-                pipes.adopt(other, self.exchanges[me], other)
+                pipes.adopt(other, owner, other)
 
     def settle(self, members: Iterable[int]) -> None:
         """Step until nobody has anything to do."""

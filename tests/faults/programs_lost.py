@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -178,3 +179,23 @@ def coded_rounds() -> dict[str, Any]:
             texts = [f"{type(error).__name__}: {error}"]
             return {"texts": texts, "at": now(), "attempt": attempt}
     return {}
+
+
+def hear_of_a_flood() -> list[Any]:
+    """Wait for a sum while another worker floods this one, and begin another; both errors."""
+    fastps.init()
+    session = current.current()
+    mark("ready")
+    deadline = now() + 20
+    while not session.connections.exchange.is_linked(1):
+        assert now() < deadline
+        time.sleep(0.01)
+    first = session.groups.world.allreduce(np.ones(3, np.float32), name="flooded")
+    mark("begun")
+    errors = []
+    for begin in (lambda: first, lambda: session.groups.world.allreduce(np.ones(3), name="next")):
+        try:
+            begin().wait(20)
+        except fastps.FastPSError as error:
+            errors.append([type(error).__name__, str(error)])
+    return errors

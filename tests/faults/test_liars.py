@@ -7,12 +7,14 @@ import contextlib
 import itertools
 import socket
 import threading
+from collections.abc import Callable
 
+import programs_lost
 import programs_validators
 import pytest
 from job import WAIT_S, Job
 
-from aids.wire import FrameKind, Header, pack_header
+from aids.wire import FrameFlag, FrameKind, Header, pack_header
 from fastps.auth import ACCEPT_BYTES, CHALLENGE_BYTES, ClientHandshake, Purpose
 from fastps.config import Config, load
 from fastps.contract import Givers, Policy
@@ -25,6 +27,8 @@ from fastps.transport.tcp import dial, pack_lane
 from fastps.types import DType
 
 ROUNDS = 3
+EAGER = 0x80  # flag of a message that was not asked for
+LETTER = 30_000  # bytes
 SIZES = {"w": 1000, "b": 3}
 _numbers = itertools.count()
 
@@ -173,3 +177,40 @@ def test_a_liar_is_refused_named_and_counted_and_disturbs_nobody(kind):
             "refused a declaration", "refuses worker 1",
         ):  # fmt: skip
             assert words in said, (words, said)
+
+
+def test_a_flood_of_small_messages_is_an_error_that_names_its_sender():
+    with Job(
+        programs_lost.hear_of_a_flood, workers=2, servers=1, own_tokens=True,
+        skip=[("worker", 1)],
+        environment={"FASTPS_SHARED_MEMORY": "0", "FASTPS_COLOCATE": "off"},
+    ) as job:  # fmt: skip
+        own = Token(job.token.encode()).own("worker", 1)
+        config = settings(job, own, num_validators=0, on_loss="fail", colocate="off")
+        with contextlib.closing(join(config, "worker")) as client:
+            client.barrier("fastps.connected", timeout_s=WAIT_S)
+            job.workers[0].wait_line("ready")
+            flood(client, config, when=lambda: job.workers[0].wait_line("begun"))
+            flooded, after = job.workers[0].result()
+    assert flooded[0] == after[0] == "ProtocolError", (flooded, after)
+    for _, text in (flooded, after):
+        assert "worker 1 sent what no peer may send" in text, text
+        assert "beyond the 1 MiB" in text, text
+
+
+def flood(client: ControlClient, config: Config, *, when: Callable[[], object]) -> None:
+    """Send worker 0 small messages that it has not asked for until it cuts the link."""
+    member = client.job.members[0]
+    descriptor = dial(
+        (member.host, member.port), config, key=client.keys.of(0), sender=1,
+        lane=pack_lane(client.job.generation, 0), purpose=Purpose.PEER, what="worker",
+    )  # fmt: skip
+    with socket.socket(fileno=descriptor) as sock, contextlib.suppress(ConnectionError):
+        sock.settimeout(WAIT_S)
+        when()
+        for number in itertools.count(1):
+            head = Header(
+                kind=FrameKind.MESSAGE, flags=FrameFlag(EAGER), key=99, key_version=number,
+                sender=1, length=LETTER, status=LETTER,
+            )  # fmt: skip
+            sock.sendall(pack_header(head) + bytes(LETTER))

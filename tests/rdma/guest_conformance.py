@@ -8,3 +8,7 @@ from rdma_net import use_rdma
 use_rdma()
 
 from test_transport import *  # noqa: E402, F403
+from test_unasked import (  # noqa: E402, F401
+    test_a_message_that_says_to_be_small_and_is_not,
+    test_a_sender_of_too_much_is_cut_off_and_named,
+)
