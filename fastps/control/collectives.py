@@ -28,7 +28,7 @@ from fastps.control.protocol import (
 from fastps.control.stalls import LEAST_S, Stalls
 
 Answers: TypeAlias = list[tuple[int, ToMember]]
-Key: TypeAlias = tuple[str, str]  # kind and name
+Key: TypeAlias = tuple[str, str, int]  # kind, name, and which of several barriers of a name
 
 MAX_BLOBS_HELD_BYTES = 4 * MAX_BLOB_BYTES  # objects of roots that wait for the others
 MAX_MEETINGS = 4096  # names in use at once; more is a run-away program
@@ -86,6 +86,7 @@ class Collectives:
         self._meetings: dict[Key, _Meeting] = {}
         self._gone: set[int] = set()
         self._joined: set[int] = set()  # who has run out of data, until all have
+        self._barriers = 0  # so far
         self._held_bytes = 0
         self._settled: dict[Key, tuple[set[int], str]] = {}  # disputes, and who has yet to hear
 
@@ -93,7 +94,7 @@ class Collectives:
         """Let a worker wait in a meeting, or say what it waits for; give what this decides."""
         if isinstance(asked, Waiting):
             return self.stalls.ask(rank, peer, asked, now)
-        key = _key(asked)
+        key = self._key(rank, asked)
         if rank in self._settled.get(key, ((), ""))[0]:
             return [(peer, Failed(asked.request, "mismatch", self._hear(key, rank)))]
         refusal = self._refuse(key, rank, asked)
@@ -121,7 +122,7 @@ class Collectives:
         away = self._gone.union(joined) if key[0] == "barrier" else self._gone
         if len(asked) < self._size - len(away):
             return []
-        return self._complete(key) if asked else self._end(key, "", "")
+        return self._complete(key)
 
     def join(self, rank: int) -> Answers:
         """Take the word of a worker that has run out of data; meetings that need it fail."""
@@ -134,8 +135,10 @@ class Collectives:
         """Forget a worker that left; meetings that need it fail."""
         self._gone.add(rank)
         self.stalls.remove(rank)
-        for meeting in self._meetings.values():
-            meeting.entries.pop(rank, None)
+        for key, meeting in list(self._meetings.items()):
+            self._release(meeting.entries.pop(rank, None))
+            if not meeting.entries:
+                del self._meetings[key]
         return [answer for key in list(self._meetings) for answer in self._decide(key)]
 
     def fail_all(self, kind: str, message: str) -> Answers:
@@ -178,6 +181,20 @@ class Collectives:
         for meeting in self._meetings.values():
             for entry in meeting.entries.values():
                 yield entry.peer, entry.asked.request
+
+    def _key(self, rank: int, asked: Meeting) -> Key:
+        """Name a meeting; a worker that comes to a barrier again means the next one of its name."""
+        if isinstance(asked, Forget):  # a name may hold whatever would separate two
+            return "forget", ", ".join(repr(name) for name, _ in asked.tensors), 0
+        version = f" {asked.version}" if isinstance(asked, Dispute) else ""
+        kind, name = type(asked).__name__.lower(), repr(asked.name + version)
+        if kind != "barrier":
+            return kind, name, 0
+        for key, meeting in self._meetings.items():  # the oldest first
+            if key[:2] == (kind, name) and rank not in meeting.entries:
+                return key
+        self._barriers += 1
+        return kind, name, self._barriers
 
     def _refuse(self, key: Key, rank: int, asked: Meeting) -> Failed | None:
         meeting = self._meetings.get(key)
@@ -242,9 +259,13 @@ class Collectives:
     def _close(self, key: Key) -> _Meeting:
         meeting = self._meetings.pop(key)
         for entry in meeting.entries.values():
-            if isinstance(entry.asked, Blob):
-                self._held_bytes -= len(entry.asked.data or b"")
+            self._release(entry)
         return meeting
+
+    def _release(self, entry: Entry | None) -> None:
+        """Count what a worker gave as held no more."""
+        if entry is not None and isinstance(entry.asked, Blob):
+            self._held_bytes -= len(entry.asked.data or b"")
 
     def _gone_text(self, key: Key) -> str:
         gone = workers_text(sorted(self._gone))
@@ -272,13 +293,6 @@ class Collectives:
                 if rank in meeting.entries
             ]
         )
-
-
-def _key(asked: Meeting) -> Key:
-    if isinstance(asked, Forget):  # a name may hold whatever would separate two
-        return "forget", ", ".join(repr(name) for name, _ in asked.tensors)
-    version = f" {asked.version}" if isinstance(asked, Dispute) else ""
-    return type(asked).__name__.lower(), repr(asked.name + version)
 
 
 def _what(key: Key) -> str:

@@ -341,3 +341,17 @@ def join_beside() -> str:
     fastps.join()
     fastps.shutdown()
     return "done"
+
+
+def several_barriers() -> str:
+    """Begin barriers before those before them are waited for; each is a barrier of its own."""
+    fastps.init()
+    handles = [fastps.barrier_async() for _ in range(2 + fastps.rank())]
+    if fastps.rank() == 0:
+        fastps.barrier()
+    assert all(fastps.synchronize(handle) is None for handle in handles)
+    handles = [fastps.barrier_async() for _ in range(3)]
+    fastps.barrier()
+    assert all(handle.poll() for handle in handles), "those before a barrier are over with it"
+    fastps.shutdown()
+    return "done"

@@ -11,6 +11,7 @@ WAYS = {
     "servers": (1, {"FASTPS_SHARED_MEMORY": "0"}),
     "memory": (0, {"FASTPS_SHARED_MEMORY": "1"}),
 }
+BARRIERS = {**WAYS, "those left": (0, {"FASTPS_ON_LOSS": "reweight"})}
 RULES = {"FASTPS_SHARED_MEMORY": "0", "FASTPS_RULES": "programs_handles:first_fails"}
 
 
@@ -28,6 +29,13 @@ RULES = {"FASTPS_SHARED_MEMORY": "0", "FASTPS_RULES": "programs_handles:first_fa
 def test_handles(program, way):
     servers, environment = WAYS[way]
     assert run_job(program, servers=servers, environment=environment) == ["done"] * 2
+
+
+@pytest.mark.parametrize("way", BARRIERS)
+def test_barriers_in_flight_are_operations_of_their_own(way):
+    servers, environment = BARRIERS[way]
+    found = run_job(programs_handles.several_barriers, servers=servers, environment=environment)
+    assert found == ["done"] * 2
 
 
 def test_a_round_that_failed_before_one_that_went_well():

@@ -307,16 +307,30 @@ class TestBarriers:
             assert isinstance(failed, Failed)
             assert "after 1 s of worker 1; missing: worker 2" in failed.message
 
-    def test_same_worker_twice(self) -> None:
+    def test_same_worker_twice_is_in_two_barriers(self) -> None:
         driver = Driver()
         workers, _ = driver.start()
-        driver.barrier(workers[0])
-        driver.barrier(workers[0])
-        failed = driver.last(workers[0])
-        assert isinstance(failed, Failed)
-        assert failed.kind == "config"
-        number = driver.barrier(workers[1])
-        assert driver.last(workers[1]) == Done(number)
+        first, second = [driver.barrier(workers[0]) for _ in range(2)]
+        others = [driver.barrier(workers[1])]
+        assert driver.last(workers[1]) == Done(others[0])
+        assert driver.last(workers[0]) == Done(first)
+        third = driver.barrier(workers[0])
+        others += [driver.barrier(workers[1]) for _ in range(2)]
+        said = [answer for answer in driver.sent[workers[0]] if isinstance(answer, Done)]
+        assert said[-3:] == [Done(first), Done(second), Done(third)]
+        assert not driver.machine.pending()
+
+    def test_who_is_lost_in_a_barrier_alone_leaves_nothing_of_it(self) -> None:
+        driver = Driver(size=3, on_loss="reweight")
+        for _ in range(driver.config.num_servers):
+            driver.enter("server", goes_on=True)
+        workers = [driver.enter("worker", goes_on=True) for _ in range(3)]
+        driver.barrier(workers[2])
+        driver.blob(workers[2], 2, b"abc")
+        driver.do(driver.machine.closed(workers[2], "it crashed", driver.now))
+        driver.machine.next_deadline()
+        numbers = [driver.barrier(peer) for peer in workers[:2]]
+        assert [driver.last(peer) for peer in workers[:2]] == [Done(one) for one in numbers]
 
 
 def forget(
