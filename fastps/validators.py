@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from fastps._floats import DefaultFloats
 from fastps.byzantine.judges import Case, Judge, Row, Scored, as_floats, judge_of
 from fastps.byzantine.rules import rule_of
 from fastps.byzantine.scores import UNSOUND, Verdict
@@ -168,7 +169,8 @@ class Validator:
             for row, verdict in zip(verdicts, found, strict=True):
                 row.append(verdict)
             for place, change in zip(unit.places, changes, strict=True):
-                np.add(values[place], change, out=values[place], casting="unsafe")
+                with DefaultFloats():  # as all validators compute
+                    np.add(values[place], change, out=values[place], casting="unsafe")
         for worker, row in zip(who, verdicts, strict=True):
             self._note(worker, row)
         self.held.push(values, round=number)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fastps import session
+from fastps._floats import DefaultFloats
 from fastps.asynchronous import ServerParameters
 from fastps.coding import PLAIN
 from fastps.compression import Choice
@@ -448,7 +449,15 @@ def _bucket_name(specs: Sequence[Spec]) -> str:
 
 
 def scale(array: Array, code: DType, factor: float) -> None:
-    """Multiply in place, half types in float32; bfloat16 as uint16."""
+    """Multiply in place, half types in float32; bfloat16 as uint16.
+
+    Frameworks let threads of theirs flush subnormal numbers to zero, and not on all workers alike.
+    """
+    with DefaultFloats():
+        _scale(array, code, factor)
+
+
+def _scale(array: Array, code: DType, factor: float) -> None:
     if code is not DType.BFLOAT16:
         np.multiply(array, factor, out=array, casting="same_kind")
         return

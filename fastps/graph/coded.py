@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from fastps._floats import DefaultFloats
 from fastps.coding import HEAD_BYTES, Codec, Coding, Option
 from fastps.errors import FastPSError, MismatchError
 from fastps.reduce.codec._coder import Coder
@@ -79,8 +80,9 @@ class Track:
             self.known[~np.isfinite(self.known)] = 0
 
     def add(self, difference: Array) -> None:
-        """Know more."""
-        self.known += difference
+        """Know more, by the same rounding at both ends."""
+        with DefaultFloats():
+            self.known += difference
         self._is_finite = bool(np.isfinite(self.known.sum(dtype=np.float64)))
 
 

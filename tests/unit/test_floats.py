@@ -15,6 +15,8 @@ from fastps import byzantine as bz
 from fastps._floats import DefaultFloats
 from fastps.adasum import combine as adasum
 from fastps.coding import Codec, Coding, Option
+from fastps.frameworks._arrays import scale
+from fastps.graph.coded import Track
 from fastps.reduce import measures, sum_kernel
 from fastps.reduce._combiner import Combiner
 from fastps.reduce.codec._coder import Coder
@@ -62,6 +64,28 @@ def ruled(rule: Rule) -> Callable[[], np.ndarray]:
     return turn
 
 
+def known_of_an_edge() -> np.ndarray:
+    track = Track(COUNT)
+    track.add(numbers(0))
+    track.add(numbers(1))
+    return track.known
+
+
+def scaled(dtype: str) -> Callable[[], np.ndarray]:
+    def turn() -> np.ndarray:
+        array = numbers(0).astype(dtype)
+        scale(array, DType[array.dtype.name.upper()], 0.3)
+        return array
+
+    return turn
+
+
+def scaled_bfloat16() -> np.ndarray:
+    array = (numbers(0).view(np.uint32) >> 16).astype(np.uint16)
+    scale(array, DType.BFLOAT16, 0.3)
+    return array
+
+
 WORKS: dict[str, Callable[[], np.ndarray]] = {
     "sum": summed,
     "int8": coded(Codec.INT8, options=Option.FEEDBACK),
@@ -73,6 +97,10 @@ WORKS: dict[str, Callable[[], np.ndarray]] = {
     "norms": lambda: measures.square_norms([numbers(0)]),
     "mix": lambda: measures.mix([numbers(0), numbers(1)], [0.3, 0.7], numbers(0)),
     "adasum": lambda: adasum(numbers(0), numbers(1)),
+    "edge": known_of_an_edge,
+    "scaled": scaled("f4"),
+    "scaled halves": scaled("f2"),
+    "scaled bfloat16": scaled_bfloat16,
 }
 
 
