@@ -183,7 +183,7 @@ class Collectives:
                 yield entry.peer, entry.asked.request
 
     def _key(self, rank: int, asked: Meeting) -> Key:
-        """Name a meeting; a worker that comes to a barrier again means the next one of its name."""
+        """Name a meeting; a worker that comes to a barrier again means the next of that name."""
         if isinstance(asked, Forget):  # a name may hold whatever would separate two
             return "forget", ", ".join(repr(name) for name, _ in asked.tensors), 0
         version = f" {asked.version}" if isinstance(asked, Dispute) else ""
