@@ -36,7 +36,7 @@ demo: .venv/.demo
 	.venv/bin/fastps-run -np 2 -s 2 --env FASTPS_SHARED_MEMORY=0 $(RUN) examples/train_digits.py --verify
 
 # The house tests among them run tools/check: style, types, stubs, spelling. Many tests wait most of
-# the time, so several run at once; then those that measure, or have virtual machines, one by one.
+# the time, so several run at once; then those that measure, build or have virtual machines, alone.
 # Exit code 5 says that PYTEST_FLAGS choose none of them.
 test: .venv/.test
 	@status=0; set -x; \
