@@ -240,6 +240,11 @@ class Session(Forgetting):
                 self._tensors[spec.name] = tensor
                 self._specs[spec.name] = spec
 
+    def declare_as(self, spec: TensorSpec) -> None:
+        """Declare a tensor just as another worker did. Blocks, and raises, as declare() does."""
+        self.check_usable()
+        self._declare_specs([spec])
+
     def _rule_of(self, name: str) -> Rule:
         return self._specs[name].rule if name in self._specs else SUMMED
 

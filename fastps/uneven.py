@@ -25,6 +25,7 @@ import numpy as np
 
 from fastps.collectives._calls import forget_calls
 from fastps.collectives.names import Part, part_of
+from fastps.control.protocol import pack_spec, unpack_spec
 from fastps.errors import FastPSError, StallError, Status
 from fastps.objects import decode_object, encode_object
 from fastps.types import DType, Op, ReduceOp, numpy_dtype
@@ -338,9 +339,11 @@ class Uneven:
             flight.wait(timeout_s)
 
     def _start_tensor(self, one: Started, *, is_refused: bool) -> Handle:
-        shape, code, operation = one.what
-        name, dtype = str(one.place), DType(code)
-        array = np.zeros(shape, numpy_dtype(dtype))
+        declared, operation = one.what
+        spec = unpack_spec(declared)
+        self._session.declare_as(spec)  # whatever they compress it with, say
+        name, dtype = spec.name, DType(spec.dtype)
+        array = np.zeros(spec.shape, numpy_dtype(dtype))
         if operation >= 0 and not is_refused:
             return self._session.broadcast_async(array, operation, name, dtype=dtype)
         return self._session.push_pull_async(
@@ -407,7 +410,7 @@ def _extreme(rule: ReduceOp, dtype: DType, kind: np.dtype[Any]) -> Any:
 
 
 def _of_tensor(tensor: PlannedTensor, spec: TensorSpec, members: tuple[int, ...]) -> Started:
-    what = (tuple(spec.shape), int(spec.dtype), tensor.operation)
+    what = (pack_spec(spec), tensor.operation)
     return Started(spec.name, tensor.version, members, what)
 
 

@@ -614,6 +614,7 @@ _encoder = msgspec.msgpack.Encoder()
 _to_scheduler: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(ToScheduler)
 _to_member: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)
 _to_numbered = msgspec.msgpack.Decoder(_Numbered)
+_to_spec = msgspec.msgpack.Decoder(TensorSpec)
 
 
 def pack(message: ToScheduler | ToMember) -> bytearray:
@@ -628,6 +629,16 @@ def pack(message: ToScheduler | ToMember) -> bytearray:
         )
     LENGTH.pack_into(frame, 0, nbytes)
     return frame
+
+
+def pack_spec(spec: TensorSpec) -> bytes:
+    """Encode what a worker declares, for another worker."""
+    return _encoder.encode(spec)
+
+
+def unpack_spec(data: bytes) -> TensorSpec:
+    """Decode what another worker declares."""
+    return _to_spec.decode(data)
 
 
 def body_nbytes(prefix: bytes) -> int:

@@ -272,3 +272,27 @@ def left() -> list[str]:
             fastps.join()
         errors.append(str(error.value))
     return errors
+
+
+def unknown_names() -> str:
+    """Start what a worker that has joined has never heard of, with all that is said of a name."""
+    fastps.init()
+    onebit = fastps.Compression.onebit(scaling=True)
+    half = fastps.Compression.fp16
+    options = {
+        "onebit": {"compression": onebit},
+        "topk": {"compression": fastps.Compression.topk(8)},
+        "half": {"compression": half},
+        "plain": {},
+    }
+    for turn in range(2):
+        if fastps.rank() == 0:
+            for name, option in options.items():
+                array = np.full(40_000, 3.0, np.float32)
+                if name == "topk":
+                    array[8:] = 0
+                found = fastps.push_pull(array, f"{name} {turn}", **option)
+                np.testing.assert_array_equal(found, array, name)
+        fastps.join()
+    fastps.shutdown()
+    return "done"

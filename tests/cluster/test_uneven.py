@@ -53,3 +53,9 @@ def test_averages_may_be_divided_by_all_workers(way):
 def test_who_waits_in_a_meeting_hears_that_another_has_joined(way):
     found = run_job(programs_uneven.meet_as_one_joins, workers=3, servers=0, environment=WAYS[way])
     assert found == ["done"] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_has_joined_takes_what_others_say_of_a_name(way):
+    found = run_job(programs_uneven.unknown_names, workers=2, servers=1, environment=WAYS[way])
+    assert found == ["done"] * 2
