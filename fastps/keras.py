@@ -58,6 +58,7 @@ from fastps.frameworks.horovod import (
 )
 from fastps.frameworks.keras import (
     callbacks,
+    elastic,
 )
 from fastps.frameworks.keras.optimizer import (
     DistributedOptimizer,
@@ -101,6 +102,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -65,6 +65,7 @@ from fastps.frameworks.horovod import (
     start_timeline,
     stop_timeline,
 )
+from fastps.frameworks.tensorflow import elastic
 from fastps.frameworks.tensorflow.collectives import (
     allgather,
     allreduce,
@@ -145,6 +146,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "exchange_gradients",
     "forget",
     "global_process_set",

@@ -188,7 +188,7 @@ class Config:
     enable_async: bool = _set(JOB, False, "BYTEPS_ENABLE_ASYNC",
         text="Let optimizers train asynchronously unless told otherwise.")
     commit_dir: str = _set(JOB, "", parse=as_path,
-        text="Directory where rank 0 keeps what fastps.torch.elastic commits, for a job that is "
+        text="Directory where rank 0 keeps what elastic training commits, for a job that is "
              "started again; fastps-run --restarts gives one.")
     scheduler_host: str = _set(ADDRESS, "", "DMLC_PS_ROOT_URI", "MASTER_ADDR",
         text="Name or address of the scheduler.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a job that may be started again keeps what it commits (fastps.torch.elastic)."""
+"""Where a job that may be started again keeps what it commits (the faces' `elastic`)."""
 
 from __future__ import annotations
 

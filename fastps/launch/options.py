@@ -187,7 +187,7 @@ class Options:
     restarts: int = word(HOW_MANY, "--restarts", 0, count(0, 1000000), "N",
         "start the whole job again when a process of it fails, up to so many times, after 1 s, "
         "2 s, 4 s and so on; the program goes on from its own checkpoint, or from what "
-        "fastps.torch.elastic has committed (one machine, or -H with FASTPS_COMMIT_DIR)")
+        "elastic training has committed (one machine, or -H with FASTPS_COMMIT_DIR)")
     start_timeout_s: float | None = word("time limits", "--start-timeout", None, _seconds, "S",
         "how long processes wait for each other at the start (FASTPS_START_TIMEOUT_S)")
     grace_s: float = word("time limits", "--grace", 5.0, _seconds, "S",

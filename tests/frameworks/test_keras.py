@@ -151,6 +151,10 @@ VALUES = """
     fps.DistributedOptimizer(scaled, compression=fps.Compression.onebit())
     with pytest.raises(ValueError, match="LossScaleOptimizer would divide"):
         fps.DistributedOptimizer(scaled, compression={"compressor": "onebit"})
+    drop = keras.layers.Dropout(0.5, seed=5 + rank)
+    before = keras.ops.convert_to_numpy(drop.seed_generator.state.value).tolist()
+    fps.broadcast_variables(drop.variables, prefix="drop")
+    assert keras.ops.convert_to_numpy(drop.seed_generator.state.value).tolist() == before
     metrics = fps.callbacks.MetricAverageCallback()
     logs = {"loss": 1.0 + rank, "note": [rank]}
     metrics.on_epoch_end(0, logs)
@@ -166,6 +170,62 @@ VALUES = """
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_values_and_names_of_horovod(tmp_path, backend):
     run(VALUES, tmp_path, KERAS_BACKEND=backend)
+
+
+LIVES = """
+    import os
+    import numpy as np, keras, pytest
+    import fastps.keras as fps
+    fps.init()
+    rank, life = fps.rank(), os.environ["LIFE"]
+    keras.utils.set_random_seed(10 * int(life) + rank)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3), keras.layers.Dropout(0.5)])
+    x = np.random.default_rng(0).normal(size=(32, 8)).astype("f4")
+    with pytest.raises(ValueError, match="no variables yet"):
+        fps.elastic.KerasState(keras.Sequential([keras.layers.Dense(3)]))
+    optimizer = fps.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    model.compile(optimizer, loss="mse", jit_compile=keras.backend.backend() == "jax")
+    state = fps.elastic.KerasState(model, batch=0, epoch=0)
+    resets, seen = [], []
+    state.register_reset_callbacks([lambda: resets.append(1)])
+    class Seen(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(((state.epoch, state.batch), values()))
+            if life == "1" and len(seen) == 6:
+                raise KeyboardInterrupt
+    def values():
+        state.save()
+        return [one.tobytes().hex() for name in ("model", "optimizer")
+                for one in state._saved[name].arrays]
+    @fps.elastic.run
+    def train(state):
+        begun = values()
+        fit = dict(batch_size=8, epochs=3 - state.epoch, verbose=0, shuffle=False)
+        model.fit(x, x[:, :3], **fit, callbacks=[
+            fps.elastic.UpdateBatchStateCallback(state),
+            fps.elastic.UpdateEpochStateCallback(state),
+            fps.elastic.CommitStateCallback(state, batches_per_commit=2), Seen()])
+        return begun
+    if life == "1":
+        with pytest.raises(KeyboardInterrupt):
+            train(state)
+        assert [one for one, _ in seen] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+        report([(state.epoch, state.batch), seen[-1][1]])
+    else:
+        begun = train(state)
+        report([(1, 1), begun])
+        assert state.epoch == 3 and len(seen) == 8
+    assert resets == ([] if life == "1" else [1])
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_life_goes_on_from_the_last_commit(tmp_path, backend):
+    where = {"KERAS_BACKEND": backend, "FASTPS_COMMIT_DIR": str(tmp_path / "commits")}
+    first = run(LIVES, tmp_path, LIFE="1", **where).reports
+    both = run(LIVES, tmp_path, LIFE="2", **where).reports  # behind what the first reported
+    assert both == tuple((*one, *one) for one in first)
+    assert first[0] == first[1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -440,6 +440,54 @@ def test_examples_run(program):
     assert float(words[-1].strip("+-")) > (0.9 if program == "digits" else -1)
 
 
+LIVES = """
+    import os
+    is_first = os.environ["LIFE"] == "1"
+    if os.environ["GRAPH"] == "1":
+        tf.compat.v1.disable_eager_execution()
+        variables = [tf.compat.v1.Variable(np.full(3, 5.0 + rank, "f4"), name="a"),
+                     tf.compat.v1.Variable(rank, dtype=tf.int64, name="b")]
+        session = tf.compat.v1.Session()
+        session.run(tf.compat.v1.global_variables_initializer())
+        read = lambda one: one.eval(session)
+        add = lambda one, more: one.load(read(one) + more, session)
+        state = fps.elastic.TensorFlowState(session=session, step=0)
+        assert len(state.variables) == 2
+    else:
+        variables = [tf.Variable(np.full(3, 5.0 + rank, "f4")), tf.Variable(rank, dtype=tf.int64),
+                     tf.Variable(tf.cast([1.5 + rank], tf.bfloat16))]
+        read, add = lambda one: one.numpy(), lambda one, more: one.assign_add(one * 0 + more)
+        state = fps.elastic.TensorFlowState(variables, step=0)
+        with pytest.raises(ValueError, match="no variables to hold"):
+            fps.elastic.TensorFlowState()
+    @fps.elastic.run
+    def train(state):
+        begun = state.step, [np.asarray(read(one), "f8").ravel().tolist() for one in variables]
+        for state.step in range(state.step + 1, 4 if is_first else 6):
+            for one in variables:
+                add(one, 1 + rank if is_first and state.step == 3 else 1)
+            if state.step < 3:
+                state.commit()
+        if is_first:
+            state.restore()
+            assert state.step == 2 and read(variables[0]).tolist() == [7] * 3
+        return begun
+    begun = [0, 1.5] if is_first else [2, 3.5]
+    wanted = begun[0], [[5.0 + begun[0]] * 3, [float(begun[0])], begun[1:]][: len(variables)]
+    found = train(state)
+    assert found == wanted, (found, wanted)
+    with pytest.raises(TypeError, match="first, not int"):
+        fps.elastic.run(lambda state: None)(1)
+"""
+
+
+@pytest.mark.parametrize("graph", ["0", "1"], ids=["eager", "session"])
+def test_another_life_goes_on_from_the_last_commit(tmp_path, graph):
+    where = {"FASTPS_COMMIT_DIR": str(tmp_path / "commits"), "GRAPH": graph}
+    for life in ("1", "2"):
+        run(LIVES, tmp_path, environ={"LIFE": life, **where})
+
+
 def test_nothing_but_tensorflow_is_imported():
     script = (
         "import sys, fastps.tensorflow; assert not {'torch', 'jax', 'mxnet'} & set(sys.modules)"

@@ -24,6 +24,8 @@ from test_torch_broadcast import OPTIMIZERS, same, small_model, train  # noqa: E
 
 from fastps import session  # noqa: E402
 from fastps.errors import ConfigError, FastPSError  # noqa: E402
+from fastps.frameworks import commits as files  # noqa: E402
+from fastps.frameworks import elastic as lives  # noqa: E402
 from fastps.frameworks.torch import commits, elastic  # noqa: E402
 from fastps.frameworks.torch.elastic import ElasticSampler, TorchState  # noqa: E402
 
@@ -34,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place = tmp_path / "made" / "by us"
     known = SimpleNamespace(**vars(FakeSession.config) | {"commit_dir": str(place)})
     monkeypatch.setattr(FakeSession, "config", known)
-    monkeypatch.setattr(elastic, "_runs", itertools.repeat(1))
+    monkeypatch.setattr(lives, "_runs", itertools.repeat(1))
     return place
 
 
@@ -123,7 +125,7 @@ def test_attributes_are_what_is_held(alone: FakeCluster) -> None:
         state.batch  # noqa: B018  (raises)
     with pytest.raises(ValueError, match="'commit' of its own"):
         TorchState(commit=1)
-    with pytest.raises(TypeError, match="a TorchState first, not int"):
+    with pytest.raises(TypeError, match=r"a state .*TorchState.* first, not int"):
         elastic.run(lambda state: None)(1)  # type: ignore[arg-type]
 
 
@@ -197,7 +199,7 @@ def test_the_commit_before_takes_the_place_of_a_damaged_one(
         path.unlink()
     else:
         path.write_bytes(flipped(path.read_bytes(), 7, 3))
-    assert commits.exists(path)
+    assert files.exists(path)
     with caplog.at_level(logging.WARNING):
         assert same(commits.read(path), committed(2))
     assert f"{path} is damaged" in caplog.text
@@ -228,7 +230,7 @@ def test_one_commit_is_whole_whenever_a_write_ends(
 
         return call
 
-    monkeypatch.setattr(commits.os, "fsync", failing(os.fsync))
+    monkeypatch.setattr(os, "fsync", failing(os.fsync))
     monkeypatch.setattr(Path, "replace", failing(Path.replace))
     for last in range(1, 6):
         calls, found = -1000, 2 * last

@@ -37,7 +37,7 @@ ROOMS = {
     "server/": 5050,
     "worker/": 3720,
     "collectives/": 5200,
-    "frameworks/": 15350,
+    "frameworks/": 15800,
     "graph/": 3950,
     "byzantine/": 1900,
     "bluefog/": 1050,

@@ -92,18 +92,20 @@ def host_of(variable: Any) -> Any:
     return value.numpy() if hasattr(value, "numpy") else np.asarray(value)
 
 
+def is_seed(variable: Any) -> bool:
+    """Return whether it is the state of a random layer, which is each worker's own."""
+    return str(getattr(variable, "name", "")).startswith("seed_generator_state")
+
+
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int = 0, prefix: str = "Variable"
 ) -> None:
     """Overwrite Keras's variables on all workers with those of the root; one submit per dtype.
 
-    Blocks; not within a compiled step.
+    Blocks; not within a compiled step. Seeds of random layers stay each worker's own.
     """
-    listed = [one for one in variables if "seed" not in str(one.dtype)]
+    listed = [one for one in variables if not is_seed(one)]
     arrays = [np.array(host_of(one)) for one in listed]
-    whole = {
-        i: one for i, one in enumerate(arrays) if one.dtype not in (np.uint32, np.uint64)
-    }  # seeds of random layers are each worker's own
-    broadcast_in_place(list(whole.values()), [f"{prefix}.{i}" for i in whole], root_rank)
-    for place, array in whole.items():
-        listed[place].assign(array)
+    broadcast_in_place(arrays, [f"{prefix}.{i}" for i in range(len(arrays))], root_rank)
+    for variable, array in zip(listed, arrays, strict=True):
+        variable.assign(array)

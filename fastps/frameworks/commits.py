@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commits on disk: each tensor and the whole file have a digest, and the commit before is kept.
+
+A file is the bytes of all tensors, then the head (plain values, and of each tensor what describes
+it, and its digest), then the end: magic, length and digest of the head. So a file that was cut
+off or in which a bit has changed is noticed before anything of it is used.
+
+Order of a write: the new file under another name, and fsync; the last commit becomes the one
+before; the new one becomes the last; fsync of the folder. Whenever the machine stops, one commit
+at least is whole. Knows nothing of jobs, ranks and frameworks; one process at a time writes in a
+folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, TypeVar
+
+from fastps.errors import ConfigError, FastPSError
+from fastps.objects import decode_object, encode_object
+
+_log = logging.getLogger(__name__)
+_MAGIC = b"fastps commit 2\n"
+_END = struct.Struct("<16sQ32s")  # magic, bytes of the head, digest of the head
+_T = TypeVar("_T")
+Room: TypeAlias = Callable[[Any], tuple[_T, memoryview]]  # a tensor by its description; its bytes
+
+
+def exists(path: Path) -> bool:
+    """Return whether there is a commit, or one before it."""
+    return path.exists() or _before(path).exists()
+
+
+def write(path: Path, plain: Any, described: Sequence[Any], tensors: Iterable[memoryview]) -> None:
+    """Make values the last commit, and what was that the one before.
+
+    plain: what encode_object() takes, else TypeError. described: of each tensor, plain, too.
+    tensors: the bytes of each. FastPSError where it cannot be written.
+    """
+    encode_object(plain)  # before anything is written
+    fresh = path.with_suffix(".new")
+    try:
+        with fresh.open("wb") as file:
+            digests = [_put(file, data) for data in tensors]
+            head = encode_object({"value": plain, "tensors": list(described), "digests": digests})
+            file.write(_END.pack(_MAGIC, len(head), _put(file, head)))
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            path.replace(_before(path))
+        fresh.replace(path)
+        _keep_names(path.parent)
+    except OSError as error:
+        raise FastPSError(
+            f"a commit could not be written to {path}, where the one before it still is: {error}; "
+            "make room there, or give another directory as FASTPS_COMMIT_DIR"
+        ) from error
+
+
+def read(path: Path, room: Room[_T]) -> tuple[Any, list[_T]]:
+    """Return the plain values and the tensors of the last commit, or ConfigError.
+
+    If it is damaged, those of the one before, with a warning.
+
+    A damaged file is put aside under another name, lest it take the place of the one before.
+    """
+    before = _before(path)
+    try:
+        return _read_one(path, room)
+    except (OSError, ValueError) as error:
+        if not before.exists():
+            raise _nothing_whole(path, error) from error
+        if path.exists():
+            path.replace(path.with_suffix(".damaged"))
+        try:
+            saved = _read_one(before, room)
+        except (OSError, ValueError) as other:
+            raise _nothing_whole(before, other) from error
+        _log.warning(
+            "the last commit %s is damaged (%s): training goes on from the one before it, %s",
+            path, error, before,
+        )  # fmt: skip
+        return saved
+
+
+def _before(path: Path) -> Path:
+    return path.with_suffix(".before")
+
+
+def _nothing_whole(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{path} is not a commit, or damaged, and there is none before it: {error}; give an empty "
+        "directory as FASTPS_COMMIT_DIR to begin anew"
+    )
+
+
+def _put(file: BinaryIO, data: bytes | memoryview) -> bytes:
+    """Write bytes and return their digest."""
+    file.write(data)
+    return _digest(data)
+
+
+def _read_one(path: Path, room: Room[_T]) -> tuple[Any, list[_T]]:
+    """Read one file; ValueError, OSError where it is not a whole commit."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head, left = _read_head(file, size)
+        file.seek(0)
+        tensors: list[_T] = []
+        for about, digest in zip(head["tensors"], head["digests"], strict=True):
+            tensor, data = room(about)
+            left -= data.nbytes
+            if left < 0 or file.readinto(data) != data.nbytes:
+                raise ValueError("tensors are missing")
+            if _digest(data) != digest:
+                raise ValueError(f"tensor {len(tensors)}, {about}, has changed")
+            tensors.append(tensor)
+        if left:
+            raise ValueError(f"{left} bytes belong to no tensor")
+    return head["value"], tensors
+
+
+def _read_head(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
+    """Return the head, and how many bytes stand before it."""
+    if size < _END.size:
+        raise ValueError(f"{size} bytes are too few")
+    file.seek(size - _END.size)
+    magic, length, digest = _END.unpack(file.read(_END.size))
+    if magic != _MAGIC or length > size - _END.size:
+        raise ValueError("its end is missing, or of another version of fastps")
+    file.seek(size - _END.size - length)
+    data = file.read(length)
+    if _digest(data) != digest:
+        raise ValueError("its list of values has changed")
+    return decode_object(data), size - _END.size - length
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=32).digest()
+
+
+def _keep_names(folder: Path) -> None:
+    """Have the names of a folder written, not only the contents of its files."""
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(place)
+    finally:
+        os.close(place)
