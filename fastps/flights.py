@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from fastps.adasum import adasum
-from fastps.collectives.names import part_of
+from fastps.collectives.about import Brought, brought_of, form_of, rows_of
+from fastps.collectives.names import grouped_of, part_of, rest_of
 from fastps.collectives.places import is_apart
 from fastps.collectives.promise import SizesDifferError
 from fastps.current import current, known
@@ -26,7 +27,6 @@ from fastps.eager import Rows, tell
 from fastps.errors import (
     ArgumentError,
     FastPSError,
-    MismatchError,
     NotInitializedError,
     ShutdownError,
 )
@@ -36,7 +36,6 @@ from fastps.sets import (
     checked_set,
     gather_objects,
     global_process_set,
-    row_counts_of_each,
 )
 from fastps.types import DType, Op, dtype_of
 from fastps.worker.handle import Array, Outcome
@@ -146,7 +145,7 @@ def correction_of_operation(operation: Operation, dtype: DType) -> float:
     """Do correction_of() for what a group did."""
     if operation.about is None:  # a message
         return 1.0
-    group, _, (kind, *_), divisor = operation.about
+    group, _, (kind, *_), divisor, *_ = operation.about
     if kind not in ("allreduce", "reduce") or divisor == 1:
         return 1.0
     return _correction(operation.channel, operation.number, group.ranks, dtype)
@@ -166,11 +165,12 @@ def start_allreduce(
     *,
     dtype: DType | None = None,
     priority: int = 0,
+    brought: Brought = (),
 ) -> Flight:
     """Begin an all-reduce: by servers where push_pull() does the same, else among members.
 
     A name that was declared with another shape goes among members too, so that names may be used
-    again for something else.
+    again for something else. brought: all arrays of the grouped operation that begins with it.
     """
     if op is Adasum:
         return _start_adasum(array, out, name, process_set, dtype)
@@ -182,7 +182,9 @@ def start_allreduce(
         )
         return _averaging_by_servers(handle, session) if op is Average else handle
     group = checked_set(process_set).group()
-    flight = group.allreduce(array, out, op=op, name=name, dtype=dtype, priority=priority)
+    flight = group.allreduce(
+        array, out, op=op, name=name, dtype=dtype, priority=priority, brought=brought
+    )
     return averaging(flight, group, name) if op is Average else flight
 
 
@@ -230,9 +232,12 @@ def start_grouped(
     The result has for each an array, its own at best if is_in_place, and its correction_of().
     """
     parts: list[tuple[_Part, DType]] = []
+    brought = _brought_of(arrays, codes)
     for code in dict.fromkeys(codes):
         places = [place for place, one in enumerate(codes) if one is code]
-        for part in _start_some(arrays, places, op, name, process_set, code, is_in_place):
+        all_brought = () if parts else brought
+        some = _start_some(arrays, places, op, name, process_set, code, is_in_place, all_brought)
+        for part in some:
             parts.append((part, code))
 
     def finish(found: list[Any]) -> list[tuple[Array, float]]:
@@ -254,8 +259,12 @@ def _start_some(
     process_set: ProcessSet,
     code: DType,
     is_in_place: bool,
+    brought: Brought,
 ) -> list[_Part]:
-    """Begin to all-reduce the arrays of one dtype: in one submit to servers, or side by side."""
+    """Begin to all-reduce the arrays of one dtype: in one submit to servers, or side by side.
+
+    brought: all arrays, also of other dtypes; none: those of another have begun.
+    """
     some = [arrays[place] for place in places]
     if op is Adasum:
         sums = adasum(some, code, checked_set(process_set).group(), name)
@@ -263,25 +272,37 @@ def _start_some(
     names = [f"{name}.{place}" for place in places]
     if name is not None and _goes_by_servers(some, names, op, process_set, code):
         outs, session = some if is_in_place else None, current()
+        session.ways.group(name, names)
         handle = session.push_pull_async(some, names, average=op is Average, out=outs, dtype=code)
         flight = _averaging_by_servers(handle, session) if op is Average else handle
         return [_Part(flight, places, list)]
     small = [place for place in places if arrays[place].nbytes <= FUSED_BYTES]
-    parts = [_start_fused(arrays, small, op, name, process_set, code)] if small else []
+    if brought:
+        checked_set(process_set).group().check_single(name)
+    parts = [_start_fused(arrays, small, op, name, process_set, code, brought)] if small else []
     for place in places:
         if arrays[place].nbytes > FUSED_BYTES:
             out = arrays[place] if is_in_place else None
-            label = part_of(name, f".{place}")
-            one = start_allreduce(arrays[place], out, op, label, process_set, dtype=code)
+            is_named = may_go_by_servers(op, process_set)
+            label = part_of(name, f".{place}") if is_named else grouped_of(name)
+            one = start_allreduce(
+                arrays[place], out, op, label, process_set, dtype=code,
+                brought=() if parts else brought,
+            )  # fmt: skip
             parts.append(_Part(one, [place], lambda array: [array]))
     return parts
+
+
+def may_go_by_servers(op: Op, process_set: ProcessSet) -> bool:
+    """Tell whether push_pull() does the same as an all-reduce with a name, if that is free."""
+    return op in (Sum, Average) and process_set is global_process_set
 
 
 def _goes_by_servers(
     arrays: Sequence[Array], names: Sequence[str], op: Op, process_set: ProcessSet, code: DType
 ) -> bool:
     """Tell whether push_pull() does the same as an all-reduce under these names."""
-    if op not in (Sum, Average) or process_set is not global_process_set:
+    if not may_go_by_servers(op, process_set):
         return False
     is_free = current().is_free_for
     return all(is_free(name, array.shape, code) for name, array in zip(names, arrays, strict=True))
@@ -294,12 +315,14 @@ def _start_fused(
     name: str | None,
     process_set: ProcessSet,
     code: DType,
+    brought: Brought,
 ) -> _Part:
-    """Begin to all-reduce arrays side by side, among members."""
+    """Begin to all-reduce arrays side by side, among members; brought: of _start_some()."""
     some = [arrays[place] for place in places]
     flat = _side_by_side(some)
-    group, label = checked_set(process_set).group(), _fused_name(name, code)
-    promise = group.allreduce(flat, flat, op=op, name=label, dtype=code)
+    group, label = checked_set(process_set).group(), grouped_of(name)
+    brought = brought or brought_of(*some, dtype=code)
+    promise = group.allreduce(flat, flat, op=op, name=label, dtype=code, brought=brought)
     flight = averaging(promise, group, label) if op is Average else promise
     return _Part(flight, places, lambda whole: _cut_like(whole, some))
 
@@ -315,8 +338,8 @@ def _cut_like(whole: Array, arrays: Sequence[Array]) -> list[Array]:
     return [part.reshape(array.shape) for part, array in zip(cut, arrays, strict=True)]
 
 
-def _fused_name(name: str | None, code: DType) -> str | None:
-    return part_of(name, f" {code.name.lower()}")
+def _brought_of(arrays: Sequence[Array], codes: Sequence[DType]) -> Brought:
+    return tuple((int(code), tuple(one.shape)) for one, code in zip(arrays, codes, strict=True))
 
 
 def _codes(arrays: Sequence[Array], dtypes: Sequence[DType | None]) -> list[DType]:
@@ -366,7 +389,7 @@ def start_allgather(
     counts: these, where they are known; else blocks until all members have told them. out: where
     all of them go; ours may lie there already. is_awaited: blocks until they are there.
     """
-    group, told = checked_set(process_set).group(), None
+    group, told, rest = checked_set(process_set).group(), None, name
     array = array if array.ndim else array.reshape(1)
     if counts is None:
         code = _code_of(array, dtype)
@@ -374,7 +397,7 @@ def start_allgather(
         found = _as_before(rows, out) if is_awaited else None
         if found is not None:
             return found
-        told = tell(rows)
+        told, rest = tell(rows), rest_of(name)
         counts = told.counts
     if out is not None and not is_apart(array, out, sum(counts[: group.rank]) * width_of(array)):
         raise ValueError("array and out overlap; use two")
@@ -382,7 +405,7 @@ def start_allgather(
     if told is not None and told.is_whole:
         return Landed(told.land(out)), told.counts
     sizes = [count * width_of(array) for count in counts]
-    return group.allgather(array, out, counts=sizes, name=name, dtype=dtype), list(counts)
+    return group.allgather(array, out, counts=sizes, name=rest, dtype=dtype), list(counts)
 
 
 def _as_before(rows: Rows, out: Array | None) -> tuple[Flight, list[int]] | None:
@@ -400,7 +423,16 @@ def _as_before(rows: Rows, out: Array | None) -> tuple[Flight, list[int]] | None
     try:
         out = _result_of(rows.kind, rows.name, shape, array.dtype, out) if gets_all else None
         operation = group.guess(
-            rows.kind, array, out, here, there, rows.part, rows.code, rows.root, rows.width, guess
+            rows.kind,
+            array,
+            out,
+            here,
+            there,
+            rows.name,
+            rows.code,
+            rows.root,
+            rows.brought,
+            guess,
         )
     except (ValueError, SizesDifferError):  # the output is for other sizes, or wrong
         return None
@@ -426,19 +458,13 @@ def start_grouped_allgather(
     group = checked_set(process_set).group()
     rows = [np.atleast_1d(array) for array in arrays]
     widths = [width_of(one) for one in rows]
-    told = row_counts_of_each(group, [*map(len, rows), *widths], name)
-    told, shapes = told[: len(rows)], told[len(rows) :]
-    for place, found in enumerate(shapes):
-        if len(set(found)) > 1:
-            raise MismatchError(
-                f"grouped_allgather: the rows of array {place} have {found} elements on workers "
-                f"{list(group.ranks)}; first dimensions alone may differ"
-            )
-    labels = labels_of(name, len(rows))
+    brought = _brought_of(rows, _codes(rows, dtypes))
+    told = _row_counts_of_each(group, brought, name)
+    label = grouped_of(name)
 
     def one(place: int, code: DType) -> _Part:
         flight, _ = start_allgather(
-            rows[place], labels[place], process_set, dtype=code, counts=told[place]
+            rows[place], label, process_set, dtype=code, counts=told[place]
         )
         return _Part(flight, [place], lambda array: [array])
 
@@ -446,7 +472,7 @@ def start_grouped_allgather(
         blocks = [[count * widths[place] for count in told[place]] for place in places]
         sizes = [sum(of_member) for of_member in zip(*blocks, strict=True)]
         flat = _side_by_side([rows[place] for place in places])
-        flight = group.allgather(flat, counts=sizes, name=_fused_name(name, code), dtype=code)
+        flight = group.allgather(flat, counts=sizes, name=label, dtype=code)
 
         def split(whole: Array) -> list[Array]:
             cut = np.split(
@@ -461,6 +487,23 @@ def start_grouped_allgather(
 
     most = [max(counts) * w * a.itemsize for counts, w, a in zip(told, widths, rows, strict=True)]
     return _start_parts(_codes(rows, dtypes), most, one, side_by_side), told
+
+
+def _row_counts_of_each(group: Group, brought: Brought, name: str | None) -> list[list[int]]:
+    """Tell everybody how many rows arrays have, and give everybody's of each array; blocks.
+
+    MismatchError on all members where they do not tell of as many arrays, or of other rows.
+    """
+    counts = [shape[0] for _, shape in brought]
+    promise = group.allgather(
+        np.array([*counts, form_of(rows_of(brought))], np.int64),
+        name=name, brought=brought,
+    )  # fmt: skip
+    told = np.asarray(promise.wait()).reshape(group.size, len(counts) + 1)
+    if len(set(told[:, -1].tolist())) > 1:
+        raise group.differing(promise.operations[0])
+    by_array: list[list[int]] = told[:, :-1].T.tolist()
+    return by_array
 
 
 def start_alltoall(
@@ -493,7 +536,7 @@ def start_alltoall(
         return Landed(told.land(out)), received
     width = width_of(array)
     flight = group.alltoall(
-        array, out, name=name, dtype=dtype,
+        array, out, name=rest_of(name), dtype=dtype,
         send_counts=[count * width for count in sent],
         receive_counts=[count * width for count in received],
     )  # fmt: skip
@@ -508,14 +551,20 @@ def start_reducescatter(
     *,
     dtype: DType | None = None,
     out: Array | None = None,
+    brought: Brought = (),
 ) -> Flight:
-    """Begin a reduce-scatter of rows, into out; the first members get one more if uneven."""
+    """Begin a reduce-scatter of rows, into out; the first members get one more if uneven.
+
+    brought: all arrays of the grouped operation that begins with it.
+    """
     group = checked_set(process_set).group()
     rows = _rows_of_each(array, group)
     shape = rows[group.rank], *array.shape[1:]
     out = _result_of("reducescatter", name, shape, array.dtype, out)
     counts = [count * width_of(array) for count in rows]
-    return group.reducescatter(array, out, counts=counts, op=op, name=name, dtype=dtype)
+    return group.reducescatter(
+        array, out, counts=counts, op=op, name=name, dtype=dtype, brought=brought
+    )
 
 
 def start_grouped_reducescatter(
@@ -528,11 +577,15 @@ def start_grouped_reducescatter(
 ) -> Later[list[Array]]:
     """Begin start_reducescatter() of several arrays, those of few bytes side by side as one."""
     group = checked_set(process_set).group()
+    group.check_single(name)
     rows = [_rows_of_each(array, group) for array in arrays]
-    labels = labels_of(name, len(arrays))
+    label = grouped_of(name)
+    first = iter([_brought_of(arrays, _codes(arrays, dtypes))])  # says what all of them are
 
     def one(place: int, code: DType) -> _Part:
-        flight = start_reducescatter(arrays[place], op, labels[place], process_set, dtype=code)
+        flight = start_reducescatter(
+            arrays[place], op, label, process_set, dtype=code, brought=next(first, ())
+        )
         return _Part(flight, [place], lambda array: [array])
 
     def side_by_side(places: list[int], code: DType) -> _Part:
@@ -541,8 +594,9 @@ def start_grouped_reducescatter(
         sizes = [sum(block.size for block in of_member) for of_member in blocks]
         flat = _side_by_side([block for of_member in blocks for block in of_member])
         flight = group.reducescatter(
-            flat, counts=sizes, op=op, name=_fused_name(name, code), dtype=code
-        )
+            flat, counts=sizes, op=op, name=label, dtype=code,
+            brought=next(first, ()) or brought_of(*(arrays[i] for i in places), dtype=code),
+        )  # fmt: skip
         return _Part(flight, places, lambda whole: _cut_like(whole, blocks[group.rank]))
 
     nbytes = [array.nbytes for array in arrays]
@@ -617,7 +671,7 @@ def start_gather(
     if told.is_whole:
         return Landed(array if out is None else told.land(out))
     sizes = [count * width_of(array) for count in told.counts]
-    return group.gather(array, out, root=root, counts=sizes, name=name, dtype=dtype)
+    return group.gather(array, out, root=root, counts=sizes, name=rest_of(name), dtype=dtype)
 
 
 def start_broadcast(
@@ -649,7 +703,7 @@ def allgather_object(
 
 
 def labels_of(name: str | None, count: int) -> list[str | None]:
-    """Name the parts of a grouped operation."""
+    """Name operations that are under way together."""
     return [part_of(name, f".{place}") for place in range(count)]
 
 

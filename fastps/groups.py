@@ -272,6 +272,10 @@ class Groups:
         """Raise NotInitializedError in a forked child."""
         self._session.check_usable()
 
+    def is_world(self, group: Members) -> bool:
+        """Tell whether a group is that of all workers whose names servers know too."""
+        return group is self._world
+
     def check_name(self, group: Members, name: str) -> None:
         """Raise MismatchError for a name that has failed for all workers."""
         if group is self._world:
@@ -315,7 +319,14 @@ class Groups:
 
     def refusal(self, operation: Operation) -> str:
         """Say why others made an operation fail, where that is known; else empty."""
-        return self._session.ways.why(operation) or self._session.uneven.refusal(operation)
+        if why := self._session.ways.why(operation):
+            return why
+        refusal = self._session.uneven.refusal(operation)
+        return refusal and f"{operation.name}: {refusal}"
+
+    def differing(self, group: Members, name: str | None, channel: int, number: int) -> str:
+        """Word the error of an operation that members do not mean alike; asks all of them."""
+        return self._session.differences.explain(group, name, channel, number)
 
     def ended(self, name: str, error: FastPSError) -> FastPSError:
         """Word the error of an operation that could not begin, since the job has ended."""

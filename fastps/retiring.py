@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fastps.control.protocol import TensorSpec
     from fastps.groups import Groups
     from fastps.uneven import Uneven
+    from fastps.ways import Ways
     from fastps.worker._engine import WorkerEngine
     from fastps.worker._tensor import PlannedTensor
 
@@ -52,6 +53,8 @@ class Forgetting:
     _lock: threading.Lock
     _specs: dict[str, TensorSpec]
     _tensors: dict[str, PlannedTensor]
+    n_forgotten: int  # calls of forget()
+    ways: Ways
 
     def forget(self, names: Names) -> None:
         """Forget declared tensors on all workers and servers; see fastps.forget(). Blocks."""
@@ -59,6 +62,8 @@ class Forgetting:
         names = (names,) if isinstance(names, str) else tuple(names)
         check_distinct(names)
         self._check_poison(names)
+        self.n_forgotten += 1
+        self.ways.forget(names)
         groups = self._groups
         known = [name for name in names if groups is not None and groups.knows(name)]
         unknown = [name for name in names if name not in self._specs and name not in known]

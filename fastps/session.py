@@ -32,6 +32,7 @@ from fastps.arrays import (
     check_taking_part,
     checked_priorities,
     checked_shape,
+    describe,
     make_spec,
     outputs_of,
     pair,
@@ -54,6 +55,7 @@ from fastps.control.protocol import (
     Told,
 )
 from fastps.current import current
+from fastps.differences import Differences
 from fastps.drift import Drift
 from fastps.errors import (
     ConfigError,
@@ -143,8 +145,8 @@ class Session(Forgetting):
         self._client: ControlClient | None = None
         self._groups: Groups | None = None
         self.uneven, self.stalls, self.steps = Uneven(self), StallWatch(self), Steps(self)
-        self.ways = Ways(self)
-        self.drift = Drift(self)
+        self.ways, self.differences = Ways(self), Differences(self)
+        self.drift, self.n_forgotten = Drift(self), 0
         self._chunk_bytes, self._alone = config.chunk_bytes or LOCAL_CHUNK_BYTES, alone.Flights()
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         self.held: dict[str, Any] = {}  # by name: see held.py
@@ -705,6 +707,8 @@ class Session(Forgetting):
             return self.stalls.error(self.stalls.pending_of(ticket), timeout_s)
         if status == Status.MISMATCH and ticket.name not in self._poisoned:
             started = _OPERATIONS.get(operation, f"a broadcast from worker {operation}")
+            if (spec := self._specs.get(ticket.name)) is not None:
+                started += f" of {describe(spec.dtype, tuple(spec.shape))}"
             error = dispute(self._scheduler, ticket.name, ticket.version, started)
             if ticket.name not in self._poisoned:  # who heard of that before us disputes nothing
                 return error
@@ -747,7 +751,8 @@ class Session(Forgetting):
         if isinstance(event, TensorPoisoned):
             self.poison(event)
         elif isinstance(event, Told):
-            if not self.ways.hear(event) and not self.drift.hear(event):
+            heard = (self.ways, self.differences, self.drift)
+            if not any(one.hear(event) for one in heard):
                 self.uneven.hear(event)
         elif isinstance(event, Locate):
             self.stalls.answer(event)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastps.collectives._calls import forget_calls
-from fastps.collectives.names import SIZES, part_of
+from fastps.collectives.names import rest_of
 from fastps.current import current
 from fastps.eager import Rows, tell
 from fastps.errors import FastPSError, MismatchError
@@ -178,16 +178,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def row_counts_of_each(group: Group, counts: Sequence[int], name: str | None) -> list[list[int]]:
-    """Tell everybody some numbers, and give everybody's of each, in the order of members; blocks.
-
-    MismatchError if not all tell as many.
-    """
-    found = group.allgather(np.array(counts, np.int64), name=part_of(name, SIZES)).wait()
-    by_member: list[list[int]] = np.asarray(found).reshape(group.size, len(counts)).tolist()
-    return [list(told) for told in zip(*by_member, strict=True)]
-
-
 def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
     """Give everybody's object; TypeError on all members if one cannot travel. Blocks."""
     from fastps.objects import decode_of, encode_for_all  # noqa: PLC0415
@@ -198,7 +188,7 @@ def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
     if told.is_whole:
         told.land(whole)
     else:
-        group.allgather(own, whole, counts=told.counts, name=name).wait()
+        group.allgather(own, whole, counts=told.counts, name=rest_of(name)).wait()
     everything, found, start = whole.tobytes(), [], 0
     for rank, count in zip(group.ranks, told.counts, strict=True):
         found.append(decode_of(rank, everything[start : start + count]))

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastps._hands import overdue_s
+from fastps.collectives.names import whole_of
 from fastps.contract import ANY_STALENESS, Policy
 from fastps.control.blame import VERDICT_WAIT_S, stall_text
 from fastps.control.protocol import Waiting, Whereabouts, text_of
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
     from fastps.control.client import ControlClient
     from fastps.control.protocol import Locate, TensorSpec
+    from fastps.groups import Groups
     from fastps.session import Session
     from fastps.worker._tensor import PlannedTensor, Ticket
 
@@ -47,7 +49,7 @@ _TENSOR, _CHANNEL = "tensor ", "channel "
 class Pending(NamedTuple):
     """An operation in flight: what counts it, and how many all of its members must have begun.
 
-    number: at least; version: which one it is; both from 1.
+    number: at least; version: which one it is; both from 1. name: of all workers; or empty.
     """
 
     place: str
@@ -55,6 +57,12 @@ class Pending(NamedTuple):
     version: int
     what: str
     members: tuple[int, ...]
+    name: str = ""
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is an operation on a declared tensor."""
+        return self.place.startswith(_TENSOR)
 
 
 class StallWatch:
@@ -75,7 +83,6 @@ class StallWatch:
 
     def look(self) -> None:
         """See what is in flight; tell of what has been for too long."""
-        self._session.ways.look()
         self._look_at_hands()
         now = time.monotonic()
         if hasattr(self._session, "connections"):  # else it is not whole yet
@@ -86,6 +93,9 @@ class StallWatch:
             del self._since[key]
         for key in seen:
             self._since.setdefault(key, now)
+        ages = {one: now - self._since[one.place, one.version] for one in pending}
+        waiting = [one for one in ages if one.name and ages[one] >= LEAST_S]
+        self._session.ways.look(sorted(waiting, key=lambda one: (-ages[one], one.place)))
         oldest = self._oldest(pending)
         waited_s = 0.0 if oldest is None else now - self._since[oldest.place, oldest.version]
         if oldest is None or waited_s < self._watch_s:
@@ -136,7 +146,7 @@ class StallWatch:
             client.tell_waiting(self._waiting(oldest, waited_s, more))
 
     def _waiting(self, pending: Pending, waited_s: float, more: str = "") -> Waiting:
-        place, number, _, what, members = pending
+        place, number, _, what, members, _ = pending
         return Waiting(0, text_of(place), number, text_of(what + more), members, waited_s)
 
     def _oldest(self, pending: list[Pending]) -> Pending | None:
@@ -160,9 +170,10 @@ class StallWatch:
         for tensor, spec in self._session.started():
             yield self._pending_tensor(tensor, spec)
         if hasattr(self._session, "connections"):  # else it is not whole yet
+            groups = self._session.known_groups
             for operation in self._session.connections.exchange.operations:
                 if not operation.is_done:
-                    yield pending_operation(operation)
+                    yield pending_operation(operation, groups)
 
     def _pending_tensor(self, one: PlannedTensor | Ticket, spec: TensorSpec | None) -> Pending:
         """Say for whom an operation waits: where workers may be ahead of others not for all."""
@@ -175,7 +186,9 @@ class StallWatch:
             else:
                 number = max(number - spec.staleness, 0)
         what = f"tensor {one.name!r} (operation {one.version} on it{self._step()})"
-        return Pending(_TENSOR + one.name, number, one.version, what, members)
+        is_sum = spec is not None and spec.policy is Policy.SUM
+        name = self._session.ways.name_of(one.name) if is_sum else ""
+        return Pending(_TENSOR + one.name, number, one.version, what, members, name)
 
     def _step(self) -> str:
         """Name the step of the training, where steps are marked."""
@@ -201,17 +214,19 @@ class StallWatch:
         return StallError(stall_text(pending.what, why, timeout_s))
 
 
-def pending_operation(operation: Operation) -> Pending:
-    """Say for whom an operation of a group waits, or a message."""
+def pending_operation(operation: Operation, groups: Groups | None = None) -> Pending:
+    """Say for whom an operation of a group waits, or a message; groups: of the session."""
     if operation.about is None:
         awaited = tuple(operation.awaited)
         return Pending("", 1, operation.number, operation.name, awaited)
-    group, name, _, _ = operation.about
+    group, name = operation.about[:2]
     number = operation.number
     what = f"{operation.name} (operation {number} of this name)" if name else (
         f"{operation.name} (operation {number} without a name)"
     )  # fmt: skip
-    return Pending(f"{_CHANNEL}{group.channels[name or '']}", number, number, what, group.ranks)
+    place = f"{_CHANNEL}{group.channels[name or '']}"
+    whole = whole_of(name) if name and groups is not None and groups.is_world(group) else ""
+    return Pending(place, number, number, what, group.ranks, whole)
 
 
 def _stack() -> str:

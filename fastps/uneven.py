@@ -43,6 +43,7 @@ Counts: TypeAlias = dict[Place, int]
 
 _OPS = {op.reduction: op for op in Op if op not in (Op.AVERAGE, Op.ADASUM)}
 _JOINED, _STARTED = "joined", "started"
+_GO_ON = ("allreduce", "reduce", "broadcast", "barrier")  # without who has run out of data
 MANY_PAST = 64  # operations that are kept, as they may be over here and unknown elsewhere
 NEWS_S = 0.1  # others may have heard sooner who has joined, and an operation have failed by that
 
@@ -110,6 +111,11 @@ class Uneven:
         self.past: deque[Past] = deque(maxlen=MANY_PAST)
         self._ending: Status | None = None
         self.is_on = self.has_rounds = False
+
+    @property
+    def round(self) -> int:
+        """The number of the round that this worker is in."""
+        return self._number
 
     # ---- of those at work ----
 
@@ -323,9 +329,9 @@ class Uneven:
         me = self._session.rank
         if isinstance(one.place, str):
             return bool(one.what[-1] == me)
-        _, _, (kind, *sizes), _ = one.what
+        _, _, (kind, *sizes), *_ = one.what
         is_ours = kind == "broadcast" and one.members[sizes[1]] == me
-        return is_ours or kind not in ("allreduce", "reduce", "broadcast", "barrier")
+        return is_ours or kind not in _GO_ON
 
     def _take_part(self, one: Started, flights: dict[Place, Handle], timeout_s: float) -> None:
         """Start what others have; what has to fail fails on all of them, and is no error here."""
@@ -351,7 +357,7 @@ class Uneven:
         )
 
     def _start_in_group(self, one: Started, *, is_refused: bool) -> Handle:
-        key, words, what, divisor = one.what
+        key, words, what, divisor, brought = one.what
         name = words and part_of(*words)
         group, kind = self._session.groups.of_key(key, one.members), what[0]
         if kind == "barrier" or is_refused:
@@ -359,12 +365,16 @@ class Uneven:
         *sizes, rule, code = what[1:]
         dtype = DType(code)
         array = neutral(rule, dtype, sizes[0])
+        if len(brought) == 1:  # else it is several, side by side
+            array = array.reshape(brought[0][1])
         if kind == "broadcast":
             return group.broadcast(array, root=sizes[1], name=name, dtype=dtype)
         op = Op.AVERAGE if divisor > 1 else _OPS[ReduceOp(rule)]
         if kind == "reduce":
             return group.reduce(array, root=sizes[2], op=op, name=name, dtype=dtype)
-        return group.allreduce(array, array, op=op, name=name, dtype=dtype, divisor=divisor)
+        return group.allreduce(
+            array, array, op=op, name=name, dtype=dtype, divisor=divisor, brought=brought
+        )
 
     def _close(self, current: _Round) -> None:
         """Begin the next round."""
@@ -415,12 +425,13 @@ def _of_tensor(tensor: PlannedTensor, spec: TensorSpec, members: tuple[int, ...]
 
 
 def _of_group(operation: Operation | Past) -> Started:
-    group, name, what, divisor = operation.about
+    group, name, what, divisor, brought, *_ = operation.about
     plain = tuple(int(one) if isinstance(one, int) else one for one in what)
+    shapes = brought if what[0] in _GO_ON else ()  # of others each member has its own
     words = (name.whole, name.ending) if isinstance(name, Part) else name and (name, "")
     return Started(
         operation.channel,
         operation.number,
         group.ranks,
-        (group.key, words, plain, divisor),
+        (group.key, words, plain, divisor, shapes),
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Messages between workers, and the operations that consist of them. See _exchange.pyx.
 from cpython.buffer cimport Py_buffer
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from fastps._core cimport BufferPool, Completion
 from fastps._hands cimport rule_fn
@@ -15,6 +15,7 @@ cdef enum:
     BUCKETS = 1 << 10           # of the table of messages
     MAX_SOURCES = 1 << 10       # of one fold
     N_PLACES = 3                # of an operation: input, output, scratch
+    MANY_RECENT = 256           # operations of which it is remembered what they were
 
 cdef enum EntryKind:
     WANTED = 1                  # a receive waits for its bytes
@@ -45,6 +46,7 @@ cdef struct Entry:              # of the table
     uint32_t nbytes             # REFUSED, LATE: the member that told us
     uint8_t dtype
     uint8_t code                # of the operation; LATE: see OWN; FAILED, REFUSED: Task.differs
+    uint16_t form               # of the shapes that both ends have to mean; 0: of none
     bint is_whole               # there is one place for all of it, and it is no sum, still cached
     int32_t status              # REFUSED: why
     uint32_t mistake            # of a refusal: the operation in which members differed; 0: this
@@ -108,6 +110,8 @@ cdef struct Task:               # one operation in flight
     uint32_t number
     uint8_t dtype
     uint8_t code
+    uint16_t form               # see Entry
+    bint is_single              # of its channel: no other may be in flight beside it
     int32_t priority
     bint is_numbered            # by the messages of each pair, not by the operations
     bint goes_on                # messages of who is lost are left out
@@ -243,8 +247,14 @@ cdef class Exchange(LinkOwner):
     cdef dict in_flight         # keeps operations until somebody saw their end
     cdef Py_ssize_t many        # as many in flight are looked through for such as nobody waits for
     cdef object guest           # keeps that
+    cdef list recent            # About of what began last, the oldest overwritten; of these:
+    cdef uint64_t recent_channels[MANY_RECENT]
+    cdef uint32_t recent_numbers[MANY_RECENT]
+    cdef uint32_t n_recent
     cdef public object pin      # holder(array) pins large arrays, as RDMA needs; or None
     cdef public HugePages pages    # for arrays that others read where they lie; or None
+    cdef int remember(self, Operation operation) except -1
+    cpdef int check_single(self, uint64_t channel, str name) except -1
     cdef int prepare(self, Py_buffer* view) except -1
     cdef int begin(self, Operation operation) except -1
     cdef int check(self, str name) except -1

@@ -28,7 +28,7 @@ cimport cython
 from cpython.buffer cimport (
     PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memmove, memset
 
@@ -54,7 +54,7 @@ from fastps.wire cimport (
     KIND_CREDIT, KIND_MESSAGE, KIND_OFFER, KIND_READY, KIND_REFUSE, KIND_WINDOW, Header,
 )
 
-from fastps.errors import error_of
+from fastps.errors import DuplicateNameError, error_of
 
 cdef extern from "Python.h":
     int PyErr_CheckSignals() except -1
@@ -67,6 +67,8 @@ cdef enum:
     FLAG_EAGER = 0x80           # of a MESSAGE: it was not asked for; the other bits: the operation
     FLAG_WHOLE = 0x80           # of a READY: there is one place for all of it
     MAY_DIFFER = 0x80           # in a dtype: who means other sizes by the same is not mistaken
+    LABEL_BITS = 16             # of a frame's subject; those above them are the form
+    LABELS = 1 << LABEL_BITS
     CONTROL_PRIORITY = 0x7fffffff
     ANYONE = 0xffffffff         # in the place of a peer
     OWN = 1                     # code of what is late: all members are to hear of it from us
@@ -109,6 +111,8 @@ cdef class Program:
         legs, sources, folds, peers, after = [], [], [], set(), []
         for step in steps:                      # the legs that bring sources come behind
             peer = <uint32_t>ANYONE if step.peer < 0 else ranks[step.peer]
+            if step.label >= LABELS:
+                raise ValueError(f"an operation of more than {LABELS} pieces: make it several")
             legs.append([int(step.kind), peer, step.label, int(step.place), step.offset,
                          step.nbytes, len(folds), len(sources), step.is_final])
             after.append(step.after)
@@ -278,7 +282,9 @@ cdef class Operation:
         leg.source = spec.source
         leg.entry.channel = leg.item.header.key = self.task.channel
         leg.entry.peer = spec.peer
-        leg.entry.label = leg.item.header.subject = spec.label
+        leg.entry.label = spec.label
+        leg.entry.form = self.task.form
+        leg.item.header.subject = spec.label | <uint32_t>self.task.form << LABEL_BITS
         leg.entry.is_whole = spec.kind == LEG_RECEIVE and self.program.n_folds == 0
         leg.entry.nbytes = spec.nbytes
         leg.entry.dtype = leg.item.header.dtype = self.task.dtype
@@ -445,6 +451,17 @@ cdef class Operation:
 
 # ---------------------------------------------------------------- the engine
 
+cdef bint is_busy(State* state, uint64_t channel) noexcept nogil:
+    """Whether an operation of a channel is in flight."""
+    cdef Task* task
+    pthread_mutex_lock(&state.lock)
+    task = state.tasks
+    while task != NULL and task.channel != channel:
+        task = task.next
+    pthread_mutex_unlock(&state.lock)
+    return task != NULL
+
+
 cdef void fail_all(State* state, int status, int32_t culprit) noexcept nogil:
     cdef Work work
     cdef Link* link
@@ -480,6 +497,7 @@ cdef class Exchange(LinkOwner):
                   bint goes_on=False):
         self.engine = engine
         self.in_flight = {}
+        self.recent = [None] * MANY_RECENT
         self.many = MANY_OPERATIONS
         self.pool = BufferPool()
         self.state = <State*>calloc(1, sizeof(State))
@@ -529,7 +547,8 @@ cdef class Exchange(LinkOwner):
     def start(self, Program program not None, uint64_t channel, *, str name, input=None,
               output=None, uint32_t itemsize=1, uintptr_t rule=0, int64_t divisor=1,
               uint8_t dtype=0, uint8_t code=0, int32_t priority=0, bint is_numbered=False,
-              uintptr_t mix=0, weights=(), bint goes_on=False, bint may_differ=False):
+              uintptr_t mix=0, weights=(), bint goes_on=False, bint may_differ=False,
+              uint16_t form=0, bint is_single=False):
         """Begin an operation and give it; does not wait.
 
         channel: names the order of operations that this one is in. input, output: C-contiguous
@@ -537,8 +556,9 @@ cdef class Exchange(LinkOwner):
         other members have to mean too. is_numbered: a program of one leg that counts among the
         messages of its pair. mix, weights: address of the rule of folds with weights, and these.
         goes_on: messages of who is lost are left out, see Operation.missed. may_differ: see
-        Operation.differs.
-        Raises ValueError, PeerLostError, ShutdownError.
+        Operation.differs. form: of shapes (places.py); other members have to mean the same.
+        is_single: no other operation of the channel is in flight.
+        Raises ValueError, PeerLostError, ShutdownError, DuplicateNameError for two where one may be.
         """
         cdef Operation operation = Operation.__new__(Operation)
         cdef Task* task = &operation.task
@@ -554,6 +574,8 @@ cdef class Exchange(LinkOwner):
         task.divisor = divisor
         task.dtype = dtype | (MAY_DIFFER if may_differ else 0)
         task.code = code
+        task.form = form
+        task.is_single = is_single
         task.priority = priority
         task.is_numbered = is_numbered
         task.goes_on = goes_on
@@ -562,6 +584,13 @@ cdef class Exchange(LinkOwner):
         operation.fill(program)
         self.begin(operation)
         return operation
+
+    cpdef int check_single(self, uint64_t channel, str name) except -1:
+        """Raise DuplicateNameError while an operation of a channel is in flight."""
+        if is_busy(self.state, channel):
+            raise DuplicateNameError(
+                f"{name!r} is already in flight; wait for its handle first, or use another name")
+        return 0
 
     cdef int prepare(self, Py_buffer* view) except -1:
         """Make a long array fit for its ways."""
@@ -573,6 +602,8 @@ cdef class Exchange(LinkOwner):
 
     cdef int begin(self, Operation operation) except -1:
         cdef int i
+        if operation.task.is_single:
+            self.check_single(operation.channel, operation.name)
         for i in range(operation.n_views):
             if operation.views[i].len > SMALL_BYTES:
                 self.prepare(&operation.views[i])
@@ -582,6 +613,27 @@ cdef class Exchange(LinkOwner):
         with nogil:
             start_task(self.state, &operation.task)
         return 0
+
+    cdef int remember(self, Operation operation) except -1:
+        cdef uint32_t place = self.n_recent % MANY_RECENT
+        self.recent[place] = operation.about
+        self.recent_channels[place] = operation.channel
+        self.recent_numbers[place] = operation.task.number
+        self.n_recent += 1
+        return 0
+
+    def note(self, Operation operation not None, about):
+        """Keep what an operation is about, also for a while when it is over."""
+        operation.about = about
+        self.remember(operation)
+
+    def recall(self, uint64_t channel, uint32_t number):
+        """Give what an operation was about, or None: it has not begun, or long ago."""
+        cdef uint32_t i
+        for i in range(MANY_RECENT):
+            if self.recent_channels[i] == channel and self.recent_numbers[i] == number:
+                return self.recent[i]
+        return None
 
     def count(self, uint64_t channel):
         """Count the operations that were started on a channel."""

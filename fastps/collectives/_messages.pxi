@@ -91,7 +91,8 @@ cdef void name_of(Entry* name, const Header* header, uint32_t peer) noexcept nog
     """Read what a frame says of its message."""
     name.channel = header.key
     name.number = header.key_version
-    name.label = header.subject
+    name.label = header.subject & (LABELS - 1)
+    name.form = header.subject >> LABEL_BITS
     name.peer = peer
     name.nbytes = <uint32_t>header.status
     name.dtype = header.dtype
@@ -105,7 +106,8 @@ cdef void name_of(Entry* name, const Header* header, uint32_t peer) noexcept nog
 
 cdef inline bint agrees(const Entry* one, const Entry* other) noexcept nogil:
     """Whether both ends mean the same message."""
-    return one.nbytes == other.nbytes and one.dtype == other.dtype and one.code == other.code
+    return (one.nbytes == other.nbytes and one.dtype == other.dtype and one.code == other.code
+            and one.form == other.form)
 
 
 cdef uint32_t count_of(State* state, uint64_t channel, uint32_t peer, int32_t what,
@@ -199,7 +201,7 @@ cdef void add_control(State* state, Work* work, int kind, const Entry* name,
     control.item.header.kind = kind
     control.item.header.key = name.channel
     control.item.header.key_version = name.number
-    control.item.header.subject = name.label
+    control.item.header.subject = name.label | <uint32_t>name.form << LABEL_BITS
     control.item.header.sender = state.me
     control.item.header.dtype = name.dtype
     control.item.header.flags = name.code

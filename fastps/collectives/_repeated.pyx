@@ -170,6 +170,8 @@ cdef class Repeated:
         operation.fill(self.program)
         self.exchange.begin(operation)
         operation.group, operation.about, operation.guess = self.group, self.about, self.guess
+        if self.about is not None:
+            self.exchange.remember(operation)
         return operation
 
 
@@ -182,6 +184,8 @@ cdef void copy_what(Task* to, const Task* what) noexcept:
     to.divisor = what.divisor
     to.dtype = what.dtype
     to.code = what.code
+    to.form = what.form
+    to.is_single = what.is_single
     to.priority = what.priority
     to.is_numbered = what.is_numbered
 

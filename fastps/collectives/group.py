@@ -17,6 +17,7 @@ import numpy as np
 
 from fastps.collectives import schedule as plans
 from fastps.collectives._calls import Calls, changes_so_far
+from fastps.collectives.about import Brought, brought_of
 from fastps.collectives.members import MANY_KINDS, Members, ReadyKind
 from fastps.collectives.places import check_arrays, is_apart
 from fastps.collectives.promise import Promise
@@ -75,11 +76,13 @@ class Group(Members):
         dtype: DType | None = None,
         divisor: int | None = None,
         priority: int = 0,
+        brought: Brought = (),
     ) -> Promise:
         """Begin to give everybody the sum, or another op, of everybody's array.
 
         out: None for a new array, array itself for in place. divisor: what a sum is divided by,
-        for an average the size. Rank order: the same bits on all members and in every run.
+        for an average the size. brought: the arrays that it consists of, if they are several. Rank
+        order: the same bits on all members and in every run.
         """
         out = self._like(array) if out is None else out
         self._check_size("out", out, array.size)
@@ -89,7 +92,7 @@ class Group(Members):
             lambda: plans.allreduce(
                 self.rank, self.size, array.nbytes, array.itemsize, self.machines
             ),
-            op=op, name=name, dtype=dtype, divisor=divisor, priority=priority,
+            op=op, name=name, dtype=dtype, divisor=divisor, priority=priority, brought=brought,
         )  # fmt: skip
 
     @at_once
@@ -117,7 +120,7 @@ class Group(Members):
             lambda: plans.reduce(
                 self.rank, self.size, array.nbytes, array.itemsize, root, self.machines
             ),
-            op=op, name=name, dtype=dtype,
+            op=op, name=name, dtype=dtype, root=root,
         )  # fmt: skip
 
     @at_once
@@ -130,10 +133,12 @@ class Group(Members):
         op: Op = Op.AVERAGE,
         name: str | None = None,
         dtype: DType | None = None,
+        brought: Brought = (),
     ) -> Promise:
         """Begin to give each member the sum of its block of everybody's array.
 
         counts: elements of each member's block; None: even, and the array's size is divisible.
+        brought: the arrays that it consists of, if they are several.
         """
         sizes = self._counts(counts, array.size)
         if out is None:
@@ -143,7 +148,7 @@ class Group(Members):
         return self._fold(
             ("reducescatter", *blocks, array.itemsize), array, out, out,
             lambda: plans.reducescatter(self.rank, blocks, array.itemsize, self.machines),
-            op=op, name=name, dtype=dtype,
+            op=op, name=name, dtype=dtype, brought=brought,
         )  # fmt: skip
 
     @at_once
@@ -155,11 +160,12 @@ class Group(Members):
         counts: Sequence[int] | None = None,
         name: str | None = None,
         dtype: DType | None = None,
+        brought: Brought = (),
     ) -> Promise:
         """Begin to give everybody everybody's array, one after the other.
 
         counts: elements of each member's array; None: all as many as ours. An array that lies in
-        out, where it is to land, is not copied.
+        out, where it is to land, is not copied. brought: what the array tells of, for errors.
         """
         sizes = [array.size] * self.size if counts is None else list(counts)
         self._check_size("array", array, self._counts(sizes, sum(sizes))[self.rank])
@@ -170,7 +176,7 @@ class Group(Members):
         return self._move(
             ("allgather", *blocks), array, out,
             lambda: plans.allgather(self.rank, blocks, self.machines),
-            name=name, dtype=dtype, place=sum(sizes[: self.rank]),
+            name=name, dtype=dtype, place=sum(sizes[: self.rank]), brought=brought,
         )  # fmt: skip
 
     @at_once
@@ -198,7 +204,7 @@ class Group(Members):
         return self._move(
             ("gather", *blocks, root), array, out,
             lambda: plans.gather(self.rank, blocks, root),
-            name=name, dtype=dtype,
+            name=name, dtype=dtype, root=root,
         )  # fmt: skip
 
     @at_once
@@ -226,7 +232,7 @@ class Group(Members):
         return self._move(
             ("scatter", *blocks, root), array, out,
             lambda: plans.scatter(self.rank, blocks, root),
-            name=name, dtype=dtype,
+            name=name, dtype=dtype, root=root, like=out,
         )  # fmt: skip
 
     @at_once
@@ -269,7 +275,7 @@ class Group(Members):
             array if is_root else None,
             None if is_root else array,
             lambda: plans.broadcast(self.rank, self.size, array.nbytes, root, self.machines),
-            name=name, dtype=dtype, result=array,
+            name=name, dtype=dtype, result=array, root=root,
         )  # fmt: skip
 
     @at_once
@@ -309,6 +315,7 @@ class Group(Members):
             key, make, array, out, out,
             channel=self.channels.of(name), label=self._label(key, name), name=name, dtype=code,
             rule=rule, divisor=divisor, weights=weights, goes_on=goes_on,
+            brought=brought_of(array, dtype=code),
         )  # fmt: skip
 
     # ---- operations of two ----
@@ -368,7 +375,7 @@ class Group(Members):
         words = "send" if kind is Kind.SEND else "receive"
         if len(self._routes) >= MANY_KINDS:
             self._routes.clear()
-        route = ready, self.channels.of(f"messages {tag}"), f"{words} with tag {tag}{self._of}"
+        route = ready, self.channels.of(f"messages {tag}"), f"{words} with tag {tag}{self.of}"
         self._routes[kind, nbytes, peer, tag, kept, dtype] = route
         return route
 
@@ -401,6 +408,8 @@ class Group(Members):
         dtype: DType | None,
         divisor: int | None = None,
         priority: int = 0,
+        brought: Brought = (),
+        root: int = -1,
     ) -> Promise:
         """Begin an operation that sums."""
         code = self._dtype(array, dtype)
@@ -421,7 +430,8 @@ class Group(Members):
         return self._start(
             key, make, array, out, result,
             channel=self.channels.of(name), label=self._label(key, name),
-            name=name, dtype=code, rule=rule, divisor=divisor, priority=priority,
+            name=name, dtype=code, rule=rule, divisor=divisor, priority=priority, root=root,
+            brought=brought or brought_of(array, dtype=code),
         )  # fmt: skip
 
     def _move(
@@ -435,17 +445,26 @@ class Group(Members):
         dtype: DType | None,
         result: Array | None = None,
         place: int | None = None,
+        root: int = -1,
+        like: Array | None = None,
+        brought: Brought = (),
     ) -> Promise:
-        """Begin an operation that moves bytes; place: element of out where ours may lie."""
+        """Begin an operation that moves bytes; place: element of out where ours may lie.
+
+        like: what others bring the like of, if it is not the array.
+        """
         if array is not None and out is not None and not is_apart(array, out, place):
             raise ValueError("array and out overlap; use two")
         some = array if array is not None else out
+        code = None if some is None else self._dtype(some, dtype)
+        if code is not None and not brought:
+            brought = brought_of(some if like is None else like, dtype=code)
         if result is None:
             result = out if out is not None else array
         return self._start(
             key, make, array, out, result,
-            channel=self.channels.of(name), label=self._label(key, name),
-            name=name, dtype=None if some is None else self._dtype(some, dtype),
+            channel=self.channels.of(name), label=self._label(key, name), name=name, dtype=code,
+            brought=brought, root=root,
         )  # fmt: skip
 
     # ---- checks ----

@@ -74,5 +74,8 @@ class Host(Protocol):
     def refusal(self, operation: Operation) -> str:
         """Say why others made an operation fail, where that is known; else empty."""
 
+    def differing(self, group: Members, name: str | None, channel: int, number: int) -> str:
+        """Word the error of an operation that members do not mean alike; asks all of them."""
+
     def ended(self, name: str, error: FastPSError) -> FastPSError:
         """Word the error of an operation that could not begin, since the job has ended."""

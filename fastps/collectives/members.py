@@ -12,7 +12,8 @@ from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastps.collectives import schedule as plans
-from fastps.collectives.names import SIZES, Channels
+from fastps.collectives.about import About, Brought, form_of, rows_of
+from fastps.collectives.names import Channels, Part, is_single
 from fastps.collectives.places import check_arrays, copy_alone, is_apart
 from fastps.collectives.promise import Promise, SizesDifferError
 from fastps.collectives.schedule import Schedule
@@ -59,6 +60,8 @@ KINDS = (
 
 AVERAGE = 0  # instead of a rule, of SUMS; theirs begin at 1
 SUMS = ("allreduce", "reduce", "reducescatter")
+FORMED = (*SUMS, "broadcast", "scatter")  # all members bring arrays of one shape
+MAY_BE_SEVERAL = ("barrier",)  # at a time, of one name
 
 # What join() takes part in, and may be over on a member before others begin
 MAY_END_FIRST = ("broadcast", "reduce")
@@ -74,7 +77,7 @@ class Members:
 
     def __init__(self, host: Host, ranks: Sequence[int], key: str = "", words: str = "") -> None:
         self.ranks = tuple(ranks)
-        self._of = words and f" of {words} {list(self.ranks)}"
+        self.of = words and f" of {words} {list(self.ranks)}"
         self.size = len(self.ranks)
         self.rank = self.ranks.index(host.me)
         self._host = host
@@ -107,6 +110,8 @@ class Members:
         is_numbered: bool = False,
         weights: Sequence[float] = (),
         goes_on: bool = False,
+        brought: Brought = (),
+        root: int = -1,
     ) -> Promise:
         check_arrays(label, array, out)
         self._host.check_usable()
@@ -123,9 +128,11 @@ class Members:
         operation = self._launch(
             kind, channel, label, array, out, divisor=divisor, priority=priority,
             is_numbered=is_numbered, weights=weights, goes_on=goes_on,
+            form=form_of(brought) if key[0] in FORMED else 0,
+            is_single=key[0] not in MAY_BE_SEVERAL and is_single(name),
         )  # fmt: skip
         if not is_numbered:
-            self._note(operation, name, key, divisor)
+            self._note(operation, About(self, name, key, divisor, brought, rule, root))
         return self.promise(operation, result)
 
     def promise(self, operation: Operation, result: Array | None) -> Promise:
@@ -153,18 +160,16 @@ class Members:
         except (TransportError, ProtocolError, ShutdownError) as error:
             raise self._host.ended(label, error) from None
 
-    def _note(
-        self, operation: Operation, name: str | None, key: tuple[object, ...], divisor: int
-    ) -> None:
+    def _note(self, operation: Operation, about: About) -> None:
         """Note what an operation is, for those who ask or have run out of data."""
-        operation.about = (self, name, key, divisor)
+        self._host.exchange.note(operation, about)
         self.note(operation)
 
     def note(self, operation: Operation) -> None:
         """Let those know of an operation who have run out of data, or are about to."""
         if operation.about is None:
             return
-        if operation.about[2][0] in MAY_END_FIRST:
+        if operation.about.key[0] in MAY_END_FIRST:
             self._host.keep(operation)
         if self.is_uneven:
             self._host.tell(operation)
@@ -221,8 +226,8 @@ class Members:
 
     def trade(
         self, kind: str, sent: bytearray, found: bytearray, name: str | None,
-        key: Hashable, *, may_differ: bool = False,
-    ) -> None:  # fmt: skip
+        key: Hashable, *, may_differ: bool = False, brought: Brought = (), root: int = -1,
+    ) -> Operation:  # fmt: skip
         """Do an allgather() or an alltoall() of even blocks of bytes; blocks. What eager.py needs.
 
         Of more than one member. As they do, without what takes longer than the bytes. kind: what
@@ -232,8 +237,9 @@ class Members:
         is_each = kind == "alltoall"
         here = [len(sent) // self.size] * self.size if is_each else [len(sent)]
         there = [len(found) // self.size] * self.size
-        guess, what = Guess(key), (kind, *here, *there)
-        self._wait_for(what, sent, found, name, None, guess, may_differ, lambda: (
+        guess, what = Guess(key), (kind, *here, *there, None)
+        about = About(self, name, what, 1, brought, root=root)
+        return self._wait_for(about, sent, found, None, guess, may_differ, 0, lambda: (
             plans.alltoall(self.rank, here, there, self.machines) if is_each
             else plans.allgather(self.rank, there, self.machines)
         ))  # fmt: skip
@@ -248,49 +254,50 @@ class Members:
         name: str | None,
         dtype: DType,
         root: int,
-        width: int,
+        brought: Brought,
         guess: Guess,
     ) -> Operation:
         """Do an operation that begins with a trade, with bytes for each, and of each, as a guess.
 
         Blocks. SizesDifferError on all members if others guess other sizes, or trade theirs.
-        root: of a gather; out of the others is None. width: elements of a row; all members have to
-        mean the same two, which sizes need not tell.
+        root: of a gather; out of the others is None. brought: the array; all members have to mean
+        the same root and shape of a row, which sizes need not tell.
         """
         place = sum(there[: self.rank]) // array.itemsize if kind == "allgather" else None
         if out is not None and not is_apart(array, out, place):
             raise ValueError("array and out overlap; use two")
         check_arrays(kind, array, out)
-        key = kind, *here, *there, root, width
-        return self._wait_for(key, array, out, name, dtype, guess, True, lambda: plans.set_apart(
+        about = About(self, name, (kind, *here, *there, root, dtype), 1, brought, root=root)
+        form = form_of(rows_of(brought), root)
+        return self._wait_for(about, array, out, dtype, guess, True, form, lambda: (
             plans.gather(self.rank, there, root, is_confirmed=True) if kind == "gather"
             else plans.allgather(self.rank, there, self.machines) if kind == "allgather"
-            else plans.alltoall(self.rank, here, there, self.machines),
-            31 * width + root,
+            else plans.alltoall(self.rank, here, there, self.machines)
         ))  # fmt: skip
 
     def _wait_for(
         self,
-        key: tuple[object, ...],
+        about: About,
         sent: Any,
         found: Any,
-        name: str | None,
         dtype: DType | None,
         guess: Guess,
         may_differ: bool,
+        form: int,
         make: Callable[[], Schedule],
     ) -> Operation:
         """Do an operation on buffers; blocks."""
         self._host.check_usable()
+        name, key = about.name, about.key
         if name is not None:
             self._host.check_name(self, name)
-        key = (*key, dtype)
-        kind, label = self._kind(key, make, None, dtype), self._label(key, _whole(name))
+        kind, label = self._kind(key, make, None, dtype), self._label(key, name)
         operation = self._launch(
-            kind, self.channels.of(name), label, sent, found, may_differ=may_differ
-        )
+            kind, self.channels.of(name), label, sent, found, may_differ=may_differ, form=form,
+            is_single=is_single(name),
+        )  # fmt: skip
         operation.guess = guess
-        self._note(operation, name, key, 1)
+        self._note(operation, about)
         self.finish(operation)
         return operation
 
@@ -307,6 +314,11 @@ class Members:
             raise
 
     # ---- what is known of names ----
+
+    def check_single(self, name: str | None) -> None:
+        """Raise DuplicateNameError while an operation of a name is in flight."""
+        if name is not None and self.size > 1:
+            self._host.exchange.check_single(self.channels.of(name), name)
 
     def in_flight(self, names: Iterable[str] | None = None) -> list[str]:
         """Say what is under way here; names: under one of these."""
@@ -348,7 +360,8 @@ class Members:
     # ---- words ----
 
     def _label(self, key: tuple[object, ...], name: str | None) -> str:
-        return f"{key[0]}{self._of}" if name is None else f"{key[0]} {name}{self._of}"
+        name = said_of(name)
+        return f"{key[0]}{self.of}" if name is None else f"{key[0]} {name}{self.of}"
 
     def _dtype(self, array: Array, dtype: DType | None) -> DType:
         code = dtype_of(array.dtype) if dtype is None else dtype
@@ -363,22 +376,27 @@ class Members:
             return SizesDifferError(f"{operation.name}: sizes are not those of before")
         refusal = self._host.refusal(operation) if status == Status.MISMATCH else ""
         if refusal:
-            return MismatchError(f"{operation.name}: {refusal}")
-        if status == Status.MISMATCH:
-            which = operation.mistake and (
-                f" as operation {operation.mistake}, {operation.number - operation.mistake} before"
-                " this one and over here by then,"
-            )
+            return MismatchError(refusal)
+        if status == Status.MISMATCH and operation.about is None:
             return MismatchError(
-                f"{operation.name}: what members of workers {list(self.ranks)} started"
-                f"{which or ''} is not the "
-                f"same operation, size and type, as member {operation.culprit} noticed; "
-                "make all of them call the same in the same order, and neighbors agree on who "
-                "sends to whom"
+                f"{operation.name}: what workers {list(self.ranks)} send and receive is not the "
+                f"same operation, size and type, as worker {operation.culprit} noticed; give the "
+                "receiver an array like what the sender sends"
             )
+        if status == Status.MISMATCH:
+            return self.differing(operation)
         return self._host.explain(operation, status, timeout_s)
 
+    def differing(self, operation: Operation) -> MismatchError:
+        """Word the error of an operation that members do not mean alike; asks all of them."""
+        assert operation.about is not None
+        number, name = operation.mistake or operation.number, said_of(operation.about.name)
+        text = self._host.differing(self, name, operation.channel, number)
+        after = operation.number - number
+        late = f". It was over here when others noticed: {operation.name}, {after} later, fails"
+        return MismatchError(text + late * bool(operation.mistake))
 
-def _whole(name: str | None) -> str | None:
-    """Give a name as users know it, without what marks an exchange of sizes."""
-    return name and name.removesuffix(SIZES)
+
+def said_of(name: str | None) -> str | None:
+    """Give a name as users know it; None: they gave none."""
+    return name.said if isinstance(name, Part) else name

@@ -9,7 +9,7 @@ from collections.abc import Container
 from fastps.config.words import encoded_name
 
 BARRIER = "of all workers"  # the name of their barriers
-SIZES = " sizes"  # ends the name of what tells them first; errors call it as the rest
+REST = " rest"  # ends the name of what follows when members have told sizes; its order is theirs
 
 
 class Part(str):
@@ -28,10 +28,36 @@ class Part(str):
             made.whole, made.ending = whole.whole, whole.ending + ending
         return made
 
+    @property
+    def said(self) -> str | None:
+        """What users call it; None: nothing."""
+        return self.whole or None
+
+
+def whole_of(name: str) -> str:
+    """Give the name that users gave, of which a name may be a part."""
+    return name.whole if isinstance(name, Part) else name
+
 
 def part_of(name: str | None, ending: str) -> str | None:
     """Name an operation that is part of one with a name; None: that has none."""
     return None if name is None else Part(name, ending)
+
+
+def is_single(name: str | None) -> bool:
+    """Tell whether no two operations of a name are in flight at a time."""
+    is_part_of_one = isinstance(name, Part) and (not name.ending or name.ending.endswith(REST))
+    return name is not None and not is_part_of_one
+
+
+def rest_of(name: str | None) -> Part:
+    """Name what follows an operation that found out sizes; also of one without a name."""
+    return Part(name or "", REST)
+
+
+def grouped_of(name: str | None) -> str | None:
+    """Name the operations of a grouped one, which may be in flight together, in one order."""
+    return None if name is None else Part(name, "")
 
 
 class Channels(dict[str, int]):
@@ -50,7 +76,7 @@ class Channels(dict[str, int]):
             data = self._key.encode() + b"/" + encoded_name(words)
             channel = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
             self[words] = channel
-            if isinstance(name, Part):
+            if isinstance(name, Part) and name.ending:
                 self._parts.setdefault(name.whole, []).append(words)
         return channel
 

@@ -26,7 +26,7 @@ import enum
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -326,16 +326,6 @@ def barrier(me: int, n: int) -> Schedule:
         if n > DIRECT_MEMBERS:
             at = at._replace(after=(*at.after, *came.after))
     return steps.done()
-
-
-def set_apart(schedule: Schedule, number: int) -> Schedule:
-    """Give messages labels that those of another number, and of none, have not.
-
-    So that members notice that they mean something else, though sizes are alike.
-    """
-    base = (1 + number % 32_000) << 16
-    steps = [replace(step, label=step.label + base) for step in schedule.steps]
-    return Schedule(tuple(steps), schedule.scratch_bytes)
 
 
 # ---- parts of an array and their ways ----

@@ -208,6 +208,11 @@ cdef class PlannedTensor:
         return self.record.version
 
     @property
+    def count(self):
+        """Count the operations started on it since it was declared."""
+        return self.record.version - self.record.born
+
+    @property
     def tensor_id(self):
         """Its number in the job."""
         return self.record.tensor_id

@@ -95,6 +95,16 @@ def ahead_of_others() -> str:
             fastps.send(np.ones(1), step)
         assert (fastps.synchronize(flight) == 1).all()
         assert (fastps.allreduce(np.ones(2), "both") == 1).all()
+    starts = [  # names that only look like one another have no order
+        lambda: fastps.allreduce_async(np.ones(2), "deep", op=fastps.Max),
+        lambda: fastps.allreduce_async(np.ones(2), "deep.0"),
+    ]
+    flights = []
+    for start in starts if me == 0 else starts[::-1]:
+        flights.append(start())
+        caught(lambda: fastps.synchronize(flights[0], 1.8))
+    for flight in flights:
+        assert (fastps.synchronize(flight) == 1).all()
     fastps.shutdown()
     return "done"
 
@@ -172,6 +182,7 @@ def _use(name: str, step: int, some: fastps.ProcessSet) -> None:
     own = np.full(1 + step % 50, 1.0, np.float32)
     fastps.allreduce(own, name, op=fastps.Max)
     fastps.allgather(own, name)
+    fastps.allgather(np.ones(3000), name)  # whose rows do not travel with their sizes
     fastps.alltoall(np.ones(2 * fastps.size(), np.int32), name=name)
     fastps.grouped_allreduce([own, own[:1]], name, op=fastps.Min)
     if some.included():

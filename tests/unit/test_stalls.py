@@ -147,13 +147,14 @@ class Worker:
     def __init__(self) -> None:
         self.config, self.size = load({"stall_watch_s": 0.0}, {}), 3
         self.ways = self.steps = self
+        self.known_groups = None
         self.count, self.flying, self.said = 0, [Tensor("v")], list[Waiting | Whereabouts]()
         self.tell_waiting = self.tell_where = self.said.append
         self.connections = SimpleNamespace(
             exchange=SimpleNamespace(operations=[]), look_at_links=str, trouble_of_links=str
         )
 
-    def look(self) -> None: ...
+    def look(self, _waiting: object) -> None: ...
 
     def started(self, _names: object = None) -> list[tuple[Tensor, None]]:
         return [(tensor, None) for tensor in self.flying]
