@@ -34,6 +34,8 @@ from fastps.control.lobby import Absentees, Place, StartWatch
 from fastps.control.protocol import (
     Absent,
     AskClock,
+    Attend,
+    AwaitEnds,
     AwaitStart,
     ClockTold,
     Declare,
@@ -148,7 +150,7 @@ class Membership:
         elif isinstance(message, Absent):
             self._absentees.add(message)
             self._end_start_in_vain(now)
-        elif member is None:
+        elif member is None or isinstance(message, Attend | AwaitEnds):
             self._out.append(Close(peer))
         elif isinstance(message, Malformed):
             self._fail(member, message.request, "protocol", message.message)

@@ -266,6 +266,26 @@ class Absent(_Message, frozen=True):
     cause: Text
 
 
+class Attend(_Message, frozen=True):
+    """Ask, in the place of a Join, to hear which member is lost first: by PeerLost, if any is.
+
+    From a launcher; role and rank are those of a process of its own.
+    """
+
+    role: Role
+    rank: Rank
+
+
+class AwaitEnds(_Message, frozen=True):
+    """Wait until these processes are out of the job; only after Attend.
+
+    Answered by PeerLost, or by Done if no member was lost.
+    """
+
+    request: Id
+    places: tuple[tuple[Role, Rank], ...]
+
+
 class AwaitStart(_Message, frozen=True):
     """Wait until the job is complete; answered by Started."""
 
@@ -421,7 +441,16 @@ Meeting: TypeAlias = Barrier | Blob | Forget | Dispute  # all workers must come
 # these are answered
 Request: TypeAlias = Join | AwaitStart | AskClock | Declare | Meeting | Waiting | Leave
 ToScheduler: TypeAlias = (
-    Request | Absent | Dropped | KeysReady | KeysFailed | ReportLost | Tell | Whereabouts
+    Request
+    | Absent
+    | Attend
+    | AwaitEnds
+    | Dropped
+    | KeysReady
+    | KeysFailed
+    | ReportLost
+    | Tell
+    | Whereabouts
 )
 
 # ---- scheduler to member: answers ----

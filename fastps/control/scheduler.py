@@ -30,6 +30,9 @@ from fastps.control.protocol import (
     LENGTH,
     MAX_FRAME_BYTES,
     Absent,
+    Attend,
+    AwaitEnds,
+    Done,
     Failed,
     Join,
     Malformed,
@@ -52,6 +55,7 @@ MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES  # to one member that does not read; then
 READ_LIMIT_BYTES = 64 << 10  # asyncio's buffer per connection
 PULSE_READ_BYTES = 4096
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LOOK_S = 0.02  # how often a launcher's processes are looked for that are about to be out
 OVERSLEPT_S = 1.0  # a tick this late means that this process was stopped, not the others
 
 
@@ -95,6 +99,8 @@ class Scheduler:
         self._has_launcher_ended = False  # any process, or is about to
         self._controls: dict[int, asyncio.StreamWriter] = {}
         self._pulses: dict[int, asyncio.StreamWriter] = {}
+        self._launchers: set[asyncio.StreamWriter] = set()  # that hear of the first cause
+        self._has_told_launchers = False
         self._connections: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.address: tuple[str, int] = ("", 0)  # listened on, once run() has started
@@ -247,7 +253,9 @@ class Scheduler:
                  else whose(self._token, lane, sender))  # fmt: skip
         return Claim(token.key(CONTROL, self._config.job_id), token.who if token.is_own else "")
 
-    def _is_its_own(self, join: Join | Absent, token: Token, writer: asyncio.StreamWriter) -> bool:
+    def _is_its_own(
+        self, join: Join | Absent | Attend, token: Token, writer: asyncio.StreamWriter
+    ) -> bool:
         """Tell whether somebody joins as who it has proven to be; refuse it where not."""
         if not token.is_own or (join.role, join.rank) == (token.role, token.rank):
             return True
@@ -260,9 +268,9 @@ class Scheduler:
             writer.write(pack(Failed(join.request, "config", f"{text}; {cure}")))
         return False
 
-    async def _read_join(self, reader: asyncio.StreamReader) -> Join | Absent:
+    async def _read_join(self, reader: asyncio.StreamReader) -> Join | Absent | Attend:
         message = await _read_message(reader)
-        if not isinstance(message, Join | Absent):
+        if not isinstance(message, Join | Absent | Attend):
             raise ProtocolError(f"a member must join first, not say {type(message).__name__}")
         return message
 
@@ -272,7 +280,7 @@ class Scheduler:
         self,
         sender: int,
         token: Token,
-        join: Join | Absent | None,
+        join: Join | Absent | Attend | None,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
@@ -281,6 +289,8 @@ class Scheduler:
                 await self._serve_pulse(sender, reader, writer)
             elif isinstance(join, Absent):
                 self._tell_absent(join)
+            elif isinstance(join, Attend):
+                await self._serve_launcher(reader, writer)
             else:
                 await self._serve_control(token, join, reader, writer)
         except Exception:
@@ -308,6 +318,30 @@ class Scheduler:
         finally:
             del self._controls[peer], self._tokens[peer]
             self._do(self._membership.closed(peer, cause, self._loop.time()))
+
+    async def _serve_launcher(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Tell a launcher of another machine of the first cause, and when processes are out."""
+        self._launchers.add(writer)
+        try:
+            if self.first_cause is not None:
+                writer.write(pack(self.first_cause))
+            async for message in _messages(reader):
+                if not isinstance(message, AwaitEnds):
+                    raise ProtocolError(f"a launcher may not say {type(message).__name__}")
+                while not self._are_out(message.places):
+                    await asyncio.sleep(LOOK_S)
+                if self.first_cause is None:
+                    writer.write(pack(Done(message.request)))
+        except (OSError, ProtocolError) as error:
+            log.debug("the connection of a launcher ended: %s", error)
+        finally:
+            self._launchers.discard(writer)
+
+    def _are_out(self, places: Sequence[Place]) -> bool:
+        members = {(role, rank) for _, role, rank in self._membership.members()}
+        return members.isdisjoint(places)
 
     async def _serve_pulse(
         self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -337,6 +371,10 @@ class Scheduler:
                 self._close(action.peer)
             elif not self._finished.done():
                 self._finished.set_result(action)
+        if self.first_cause is not None and not self._has_told_launchers:
+            self._has_told_launchers = True
+            for writer in self._launchers:
+                writer.write(pack(self.first_cause))
         self._set_timer()
 
     def _send(self, action: Send) -> None:
@@ -403,14 +441,14 @@ class Scheduler:
         """Let what was sent go out, then cut."""
         if self._timer is not None:
             self._timer.cancel()
-        for writer in [*self._controls.values(), *self._pulses.values()]:
+        for writer in [*self._controls.values(), *self._pulses.values(), *self._launchers]:
             writer.close()
         tasks = list(self._connections)
         if tasks:
             await asyncio.wait(tasks, timeout=self._config.shutdown_timeout_s)
         for task in self._connections:
             task.cancel()
-        for writer in [*self._controls.values(), *self._pulses.values()]:
+        for writer in [*self._controls.values(), *self._pulses.values(), *self._launchers]:
             writer.transport.abort()
 
 

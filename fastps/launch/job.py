@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 
 from fastps import apart
+from fastps.launch.attendant import Attendant
 from fastps.launch.cause import (
     PROGRAMS,
     Accusation,
@@ -143,6 +144,7 @@ class Job:
         self._on_cause = on_cause
         self._live: LiveLine | JointLine | None = None
         self._scheduler: SchedulerThread | None = None
+        self._attendant: Attendant | None = None
         self._failed: list[Part] = []  # in the order of being noticed
         self._lost: list[Part] = []  # workers without which the others go on
         self._settled_at: float | None = None
@@ -166,6 +168,10 @@ class Job:
         self._scheduler = scheduler
         self.add(scheduler)
 
+    def add_attendant(self, attendant: Attendant | None) -> None:
+        """Ask it of the first cause, as the scheduler is on another machine."""
+        self._attendant = attendant
+
     def show_live(self, line: LiveLine | JointLine) -> None:
         """Show a line about the pace of the job while there is work; it is closed with that."""
         self._live = line
@@ -175,6 +181,7 @@ class Job:
         try:
             self._wait_while(self._has_work)
             self._end_live()
+            self._hear_of_ends()
             self._judge(is_late=True)
             if self._is_spread and self.cause is None:
                 self._wait_for_other_machines()
@@ -189,6 +196,12 @@ class Job:
             self._end_live()
             self._finish()
         return self.cause
+
+    def _hear_of_ends(self) -> None:
+        """Let a scheduler elsewhere see that our workers have ended: one may have been needed."""
+        places = [(part.role, part.rank) for part in self.parts if part.role in PROGRAMS]
+        if self._attendant is not None and self.cause is None and not self._failed:
+            self._attendant.wait_ends(places, _SETTLE_S)
 
     def _end_live(self) -> None:
         line, self._live = self._live, None
@@ -258,6 +271,8 @@ class Job:
 
     def _sleep_s(self, now: float, until: float | None) -> float:
         waits = [_TICK_S if self._live is None else PERIOD_S]
+        if self._is_spread:
+            waits.append(_LOOK_S)  # for a first cause
         if self._is_done_but_for_ends():
             waits.append(_LOOK_S)
         deadlines = [until, self._deadline, self._settled_at if self.cause is None else None]
@@ -382,9 +397,12 @@ class Job:
 
     def _judge(self, *, is_late: bool) -> None:
         """Name the first cause as soon as nobody else can turn out to be to blame."""
-        if self.cause is not None or not self._failed:
+        if self.cause is not None:
             return
         accusation, accused = self._accused()
+        if not self._failed:
+            self._judge_lost(accusation, accused, is_late=is_late)
+            return
         if accused is not None and accused.exit_code:
             self._set_cause(cause_of(accused, None))
         elif accusation is None or (is_late and accused is None):
@@ -392,9 +410,25 @@ class Job:
         elif is_late and accused is not None:
             self._set_cause(cause_in(accused, accusation))
 
+    def _judge_lost(
+        self, accusation: Accusation | None, accused: Part | None, *, is_late: bool
+    ) -> None:
+        """Name a part of ours that the job has lost, though it ended well or goes on.
+
+        The others fail on their machines, so nothing here need fail for it. One that runs on has
+        the grace period for its end.
+        """
+        if not self._is_spread or accusation is None or accused is None:
+            return
+        if accused.is_alive and self._settled_at is None:
+            self._settled_at = time.monotonic() + self._grace_s
+        elif is_late or not accused.is_alive:
+            self._set_cause(cause_in(accused, accusation))
+
     def _accused(self) -> tuple[Accusation | None, Part | None]:
         """Return what is said of the culprit, by the scheduler if it is here, and our part."""
-        lost = None if self._scheduler is None else self._scheduler.first_cause
+        knows = self._scheduler or self._attendant
+        lost = None if knows is None else knows.first_cause
         if lost is None:
             accusation = accusation_of(first_of(self._failed)) if self._failed else None
         else:

@@ -18,6 +18,7 @@ from fastps.config import Config, load
 from fastps.control.dialling import tell_absent
 from fastps.control.protocol import Absent, text_of
 from fastps.errors import FastPSError
+from fastps.launch.attendant import Attendant
 from fastps.launch.options import Options
 from fastps.launch.plan import ProcessSpec
 from fastps.launch.processes import Child
@@ -43,6 +44,14 @@ class Messenger:
         timeout_s = 0.0 if first is None else load(environ=first).start_timeout_s
         self._until = time.monotonic() + timeout_s
         self._threads: list[threading.Thread] = []
+        self._attendant: Attendant | None = None
+
+    def attend(self) -> Attendant | None:
+        """Hear of the first cause from a scheduler elsewhere, once all processes are started."""
+        place, environ = next(iter(self._environs.items()), (None, None))
+        if place is not None and environ is not None:
+            self._attendant = Attendant(load(environ=environ), place)
+        return self._attendant
 
     def tell_end(self, child: Child) -> None:
         """Tell that a process has ended by itself, well or not."""
@@ -72,6 +81,8 @@ class Messenger:
 
     def close(self) -> None:
         """Wait until all is told, up to 2 seconds."""
+        if self._attendant is not None:
+            self._attendant.close()
         until = time.monotonic() + TELL_S
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))

@@ -190,6 +190,8 @@ def run_plan(
             stderr = open_stream(screen, "scheduler", rank=0, output_dir=folder, is_error=True)
             messenger.scheduler = _start_scheduler(options, meeting, stderr)
             job.add_scheduler(messenger.scheduler)
+        elif options.layout.is_spread:
+            job.add_attendant(messenger.attend())
         if options.layout.has_meeting and wants_live(options, is_shown_here=tell_live is None):
             job_id = plan[0].environment["FASTPS_JOB_ID"]
             job.show_live(ToldLine(job_id, tell_live) if tell_live else LiveLine(job_id))

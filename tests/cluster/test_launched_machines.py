@@ -64,6 +64,18 @@ there.touch()
 fastps.init()
 """
 
+# Worker 2 is out of the job in the middle of it, and does not fail.
+GONE = """
+import os, signal, sys, numpy as np, fastps
+fastps.init()
+fastps.push_pull(np.ones(5), "x")
+if fastps.rank() == {rank}:
+    print("pid", os.getpid(), flush=True)
+    {how}
+fastps.push_pull(np.ones(5), "x")
+fastps.shutdown()
+"""
+
 
 class Machines:
     """The launchers of one job."""
@@ -185,6 +197,27 @@ def test_interrupt_of_one_launcher_ends_the_job_everywhere(machines, victim):
     culprits = ("worker [01] left the job|fastps-run on the scheduler's machine ended it: "
                 "interrupted by SIGINT", "worker 2 left the job")  # fmt: skip
     assert re.match(rf"\[fastps-run\] ({culprits[victim]})", stderr.splitlines()[-1])
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("os._exit(0)", r"ended with exit code 0 and is lost: its \w+ connection closed"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "is lost: it was silent for longer than its"),
+    ],
+    ids=["ends well", "stopped"],
+)
+def test_a_worker_that_is_lost_and_does_not_fail_is_named_on_its_machine(
+    machines, how, said, rank
+):
+    words = ("-np", "2,1", "--grace", "2", "--env", "FASTPS_LEASE_S=4")
+    with machines.started(*words, code=GONE.format(how=how, rank=rank)) as launchers:
+        found = ends(launchers)
+    assert [code for code, _, _ in found] == [1, 1], found
+    lines = [stderr.splitlines()[-1] for _, _, stderr in found]
+    assert all(re.match(rf"\[fastps-run\] worker {rank} \(", line) for line in lines), lines
+    assert re.search(said, lines[rank // 2]), lines
 
 
 def test_error_before_the_start_on_the_first_machine_reaches_the_other(machines):
