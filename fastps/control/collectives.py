@@ -8,6 +8,8 @@ Invariant: each entry is answered exactly once, or its worker was removed.
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -32,6 +34,7 @@ Key: TypeAlias = tuple[str, str, int]  # kind, name, and which of several barrie
 
 MAX_BLOBS_HELD_BYTES = 4 * MAX_BLOB_BYTES  # objects of roots that wait for the others
 MAX_MEETINGS = 4096  # names in use at once; more is a run-away program
+MAX_BARRIERS = 64  # of one name in which a worker waits at once
 
 
 def workers_text(ranks: list[int]) -> str:
@@ -86,7 +89,8 @@ class Collectives:
         self._meetings: dict[Key, _Meeting] = {}
         self._gone: set[int] = set()
         self._joined: set[int] = set()  # who has run out of data, until all have
-        self._barriers = 0  # so far
+        self._barriers: dict[str, list[Key]] = {}  # in progress, by name, the oldest first
+        self._numbers = itertools.count(1)
         self._held_bytes = 0
         self._settled: dict[Key, tuple[set[int], str]] = {}  # disputes, and who has yet to hear
 
@@ -100,6 +104,8 @@ class Collectives:
         refusal = self._refuse(key, rank, asked)
         if refusal is not None:
             return [(peer, refusal)]
+        if key not in self._meetings and key[0] == "barrier":
+            self._barriers.setdefault(key[1], []).append(key)
         meeting = self._meetings.setdefault(key, _Meeting(now, self._watch_s))
         meeting.entries[rank] = Entry(peer, asked, now + asked.timeout_s)
         if isinstance(asked, Blob):
@@ -138,7 +144,7 @@ class Collectives:
         for key, meeting in list(self._meetings.items()):
             self._release(meeting.entries.pop(rank, None))
             if not meeting.entries:
-                del self._meetings[key]
+                self._close(key)
         return [answer for key in list(self._meetings) for answer in self._decide(key)]
 
     def fail_all(self, kind: str, message: str) -> Answers:
@@ -190,11 +196,9 @@ class Collectives:
         kind, name = type(asked).__name__.lower(), repr(asked.name + version)
         if kind != "barrier":
             return kind, name, 0
-        for key, meeting in self._meetings.items():  # the oldest first
-            if key[:2] == (kind, name) and rank not in meeting.entries:
-                return key
-        self._barriers += 1
-        return kind, name, self._barriers
+        known = self._barriers.get(name, [])  # a worker is in the oldest ones of a name
+        place = bisect_left(known, True, key=lambda one: rank not in self._meetings[one].entries)
+        return known[place] if place < len(known) else (kind, name, next(self._numbers))
 
     def _refuse(self, key: Key, rank: int, asked: Meeting) -> Failed | None:
         meeting = self._meetings.get(key)
@@ -202,6 +206,10 @@ class Collectives:
         if meeting is not None and rank in meeting.entries:
             text = f"worker {rank} is already waiting in {what}; give each its own name"
             return Failed(asked.request, "config", text)
+        barriers = self._barriers.get(key[1], ()) if key[0] == "barrier" else ()
+        if meeting is None and len(barriers) >= MAX_BARRIERS:
+            text = f"worker {rank} is already waiting {MAX_BARRIERS} times in {what}"
+            return Failed(asked.request, "error", f"{text}; wait for some before it begins more")
         if meeting is None and len(self._meetings) >= MAX_MEETINGS:
             text = f"{what} refused: {MAX_MEETINGS} barriers and blobs are waiting already"
             return Failed(asked.request, "error", text)
@@ -258,6 +266,10 @@ class Collectives:
 
     def _close(self, key: Key) -> _Meeting:
         meeting = self._meetings.pop(key)
+        if key[0] == "barrier":
+            self._barriers[key[1]].remove(key)
+            if not self._barriers[key[1]]:
+                del self._barriers[key[1]]
         for entry in meeting.entries.values():
             self._release(entry)
         return meeting

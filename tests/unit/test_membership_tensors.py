@@ -10,7 +10,7 @@ import pytest
 from control_driver import Driver, make_config, make_spec
 from msgspec.structs import replace
 
-from fastps.control.collectives import MAX_BLOBS_HELD_BYTES
+from fastps.control.collectives import MAX_BARRIERS, MAX_BLOBS_HELD_BYTES
 from fastps.control.declarations import MAX_VERSION, Declarations
 from fastps.control.protocol import (
     LENGTH,
@@ -318,6 +318,18 @@ class TestBarriers:
         others += [driver.barrier(workers[1]) for _ in range(2)]
         said = [answer for answer in driver.sent[workers[0]] if isinstance(answer, Done)]
         assert said[-3:] == [Done(first), Done(second), Done(third)]
+        assert not driver.machine.pending()
+
+    def test_too_many_barriers_are_refused(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        numbers = [driver.barrier(workers[0]) for _ in range(MAX_BARRIERS + 1)]
+        failed = driver.last(workers[0])
+        assert isinstance(failed, Failed)
+        assert (failed.request, failed.kind) == (numbers[-1], "error")
+        assert f"is already waiting {MAX_BARRIERS} times in barrier 'b'" in failed.message
+        for _ in range(MAX_BARRIERS):
+            driver.barrier(workers[1])
         assert not driver.machine.pending()
 
     def test_who_is_lost_in_a_barrier_alone_leaves_nothing_of_it(self) -> None:
