@@ -10,6 +10,7 @@ takes: docs/collectives.md. Threads: any.
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastps.collectives.about import Brought, brought_of, form_of, rows_of
@@ -44,6 +45,7 @@ class Rows(NamedTuple):
     name: str | None
     call: str
     root: int = -1  # of a gather
+    is_followed: bool = False  # by an operation that begins by itself
 
     @property
     def width(self) -> int:
@@ -61,8 +63,8 @@ class Rows(NamedTuple):
         return brought_of(self.array, dtype=self.code)
 
 
-def tell(rows: Rows) -> Blocks:
-    """Tell everybody how many rows there are, and what they are if they are few; blocks.
+def tell(rows: Rows) -> Generator[Operation, None, Blocks]:
+    """Tell everybody how many rows there are, and what they are if they are few: in stages.
 
     Raises MismatchError on all members where shapes of rows, dtypes or roots differ.
     """
@@ -78,8 +80,7 @@ def tell(rows: Rows) -> Blocks:
     is_asked = group.size > 1 and rows.call == rows.kind
     if group.size > 1:
         found = bytearray(len(packed) // len(counts) * group.size)
-        is_again = is_asked and group.steady.was_missed(rows.key)
-        operation = _trade(rows, packed, found, may_differ=is_asked, is_again=is_again)
+        operation = yield from _trade(rows, packed, found, may_differ=is_asked)
     blocks = Blocks(found, group.size, row_bytes, width, code)
     if blocks.odd >= 0 and operation is not None:
         raise group.differing(operation)
@@ -89,19 +90,25 @@ def tell(rows: Rows) -> Blocks:
 
 
 def _trade(
-    rows: Rows, packed: bytearray, found: bytearray, *, may_differ: bool, is_again: bool
-) -> Operation:
+    rows: Rows, packed: bytearray, found: bytearray, *, may_differ: bool
+) -> Generator[Operation, None, Operation]:
     """Send heads and what is behind them; once more, if others take sizes for granted."""
     group = rows.group
-    if not is_again:
+
+    def begin(name: str | None, *, may_differ: bool) -> Operation:
+        return group.trade(
+            rows.kind, packed, found, name, rows.key, may_differ=may_differ,
+            brought=rows.brought, root=rows.root, is_followed=rows.is_followed,
+        )  # fmt: skip
+
+    if not (may_differ and group.steady.was_missed(rows.key)):
         try:
-            return group.trade(
-                rows.kind, packed, found, rows.name, rows.key,
-                may_differ=may_differ, brought=rows.brought, root=rows.root,
-            )  # fmt: skip
+            operation = begin(rows.name, may_differ=may_differ)
+            yield operation
         except SizesDifferError:
             group.steady.was_missed(rows.key)
-    return group.trade(
-        rows.kind, packed, found, rest_of(rows.name), rows.key,
-        brought=rows.brought, root=rows.root,
-    )  # fmt: skip
+        else:
+            return operation
+    operation = begin(rest_of(rows.name), may_differ=False)
+    yield operation
+    return operation

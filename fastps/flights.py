@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate, chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from fastps.collectives.about import Brought, brought_of, form_of, rows_of
 from fastps.collectives.names import grouped_of, part_of, rest_of
 from fastps.collectives.places import is_apart
 from fastps.collectives.promise import SizesDifferError
+from fastps.collectives.staged import Stages
 from fastps.current import current, known
 from fastps.eager import Rows, tell
 from fastps.errors import (
@@ -384,28 +386,75 @@ def start_allgather(
     out: Array | None = None,
     is_awaited: bool = False,
 ) -> tuple[Flight, list[int]]:
-    """Begin to gather arrays of any first dimension, and give the rows of each member.
+    """Begin to gather arrays of any first dimension; also gives the rows of each member.
 
-    counts: these, where they are known; else blocks until all members have told them. out: where
-    all of them go; ours may lie there already. is_awaited: blocks until they are there.
+    counts: these, where they are known; else the list is filled when all members have told them.
+    out: where all of them go; ours may lie there already. is_awaited: blocks until the last
+    exchange has begun, or until all is there where sizes are as before.
     """
-    group, told, rest = checked_set(process_set).group(), None, name
+    group = checked_set(process_set).group()
     array = array if array.ndim else array.reshape(1)
-    if counts is None:
-        code = _code_of(array, dtype)
-        rows = Rows(group, "allgather", array, [len(array)], code, name, "allgather")
-        found = _as_before(rows, out) if is_awaited else None
-        if found is not None:
-            return found
-        told, rest = tell(rows), rest_of(name)
-        counts = told.counts
-    if out is not None and not is_apart(array, out, sum(counts[: group.rank]) * width_of(array)):
+    if counts is not None:
+        out = _place_for(array, counts, group.rank, name, out)
+        sizes = [count * width_of(array) for count in counts]
+        return group.allgather(array, out, counts=sizes, name=name, dtype=dtype), list(counts)
+    code, told = _code_of(array, dtype), list[int]()
+    rows = Rows(group, "allgather", array, [len(array)], code, name, "allgather")
+    return _in_stages(rows, out, told, lambda rows: _gathering(rows, out, told), is_awaited)
+
+
+def _gathering(rows: Rows, out: Array | None, counts: list[int]) -> Stages:
+    blocks = yield from tell(rows)
+    counts[:] = blocks.counts
+    group, array = rows.group, rows.array
+    out = _place_for(array, counts, group.rank, rows.name, out)
+    if blocks.is_whole:
+        return Landed(blocks.land(out))
+    sizes = [count * rows.width for count in counts]
+    return group.allgather(array, out, counts=sizes, name=rest_of(rows.name), dtype=rows.code)
+
+
+def _place_for(
+    array: Array, counts: Sequence[int], rank: int, name: str | None, out: Array | None
+) -> Array:
+    """Give where everybody's rows go."""
+    if out is not None and not is_apart(array, out, sum(counts[:rank]) * width_of(array)):
         raise ValueError("array and out overlap; use two")
-    out = _result_of("allgather", name, (sum(counts), *array.shape[1:]), array.dtype, out)
-    if told is not None and told.is_whole:
-        return Landed(told.land(out)), told.counts
-    sizes = [count * width_of(array) for count in counts]
-    return group.allgather(array, out, counts=sizes, name=rest, dtype=dtype), list(counts)
+    return _result_of("allgather", name, (sum(counts), *array.shape[1:]), array.dtype, out)
+
+
+def _in_stages(
+    rows: Rows, out: Array | None, counts: list[int], stages: Callable[[Rows], Stages],
+    is_awaited: bool,
+) -> tuple[Flight, list[int]]:  # fmt: skip
+    """Do what finds out the rows of others first; counts: what is filled with them."""
+    group, name = rows.group, rows.name
+    if not is_awaited:
+        return group.follow(name, stages(rows._replace(is_followed=True))), counts
+    found = None if group.is_lined(name) else _as_before(rows, out)
+    return (group.run(name, stages(rows)), counts) if found is None else found
+
+
+def start_allgather_alike(
+    arrays: Sequence[Array], name: str | None, process_set: ProcessSet, *, dtypes: Sequence[DType]
+) -> Later[list[Array]]:
+    """Begin to gather arrays of which each member has as many rows; does not block."""
+    group = checked_set(process_set).group()
+    first = arrays[0]
+    rows = Rows(group, "allgather", first, [len(first)], dtypes[0], name, "allgather")
+
+    def stages(rows: Rows) -> Stages:
+        counts: list[int] = []
+        flights = [(yield from _gathering(rows, None, counts))]
+        for array, code in zip(arrays[1:], dtypes[1:], strict=True):
+            sizes = [count * width_of(array) for count in counts]
+            out = _place_for(array, counts, group.rank, name, None)
+            flights.append(
+                group.allgather(array, out, counts=sizes, name=rest_of(name), dtype=code)
+            )
+        return Later(flights, list)
+
+    return Later([group.follow(name, stages(rows._replace(is_followed=True)))], itemgetter(0))
 
 
 def _as_before(rows: Rows, out: Array | None) -> tuple[Flight, list[int]] | None:
@@ -449,18 +498,33 @@ def start_grouped_allgather(
     process_set: ProcessSet,
     *,
     dtypes: Sequence[DType | None],
+    is_awaited: bool = False,
 ) -> tuple[Later[list[Array]], list[list[int]]]:
     """Begin start_allgather() of several arrays, those of few bytes side by side as one.
 
-    Blocks until all members have told their rows, once for all; gives those of each array too.
-    Raises MismatchError on all members where further dimensions differ.
+    Gives the rows of each array too; these, and is_awaited, as of start_allgather().
+    MismatchError on all members where further dimensions differ.
     """
     group = checked_set(process_set).group()
     rows = [np.atleast_1d(array) for array in arrays]
-    widths = [width_of(one) for one in rows]
-    brought = _brought_of(rows, _codes(rows, dtypes))
-    told = _row_counts_of_each(group, brought, name)
-    label = grouped_of(name)
+    codes, counts = _codes(rows, dtypes), [list[int]() for _ in rows]
+
+    def stages() -> Stages:
+        told = yield from _row_counts_of_each(group, _brought_of(rows, codes), name)
+        for its, found in zip(counts, told, strict=True):
+            its[:] = found
+        return _gathering_each(rows, codes, told, name, process_set)
+
+    begin = group.run if is_awaited else group.follow
+    return Later([begin(name, stages())], itemgetter(0)), counts
+
+
+def _gathering_each(
+    rows: list[Array], codes: list[DType], told: list[list[int]], name: str | None,
+    process_set: ProcessSet,
+) -> Later[list[Array]]:  # fmt: skip
+    """Begin to gather arrays whose rows are known."""
+    group, widths, label = process_set.group(), [width_of(one) for one in rows], rest_of(name)
 
     def one(place: int, code: DType) -> _Part:
         flight, _ = start_allgather(
@@ -486,19 +550,22 @@ def start_grouped_allgather(
         return _Part(flight, places, split)
 
     most = [max(counts) * w * a.itemsize for counts, w, a in zip(told, widths, rows, strict=True)]
-    return _start_parts(_codes(rows, dtypes), most, one, side_by_side), told
+    return _start_parts(codes, most, one, side_by_side)
 
 
-def _row_counts_of_each(group: Group, brought: Brought, name: str | None) -> list[list[int]]:
-    """Tell everybody how many rows arrays have, and give everybody's of each array; blocks.
+def _row_counts_of_each(
+    group: Group, brought: Brought, name: str | None
+) -> Generator[Operation, None, list[list[int]]]:
+    """Tell everybody how many rows arrays have, and give everybody's of each array; in stages.
 
     MismatchError on all members where they do not tell of as many arrays, or of other rows.
     """
     counts = [shape[0] for _, shape in brought]
     promise = group.allgather(
         np.array([*counts, form_of(rows_of(brought))], np.int64),
-        name=name, brought=brought,
+        name=name, brought=brought, is_followed=True,
     )  # fmt: skip
+    yield from promise.operations
     told = np.asarray(promise.wait()).reshape(group.size, len(counts) + 1)
     if len(set(told[:, -1].tolist())) > 1:
         raise group.differing(promise.operations[0])
@@ -518,29 +585,29 @@ def start_alltoall(
 ) -> tuple[Flight, list[int]]:
     """Begin an all-to-all of rows, into out, and give how many come from each member.
 
-    Blocks until all members have told how many rows they send; is_awaited: until the rows are
-    there.
+    That list, and is_awaited: as of start_allgather().
     """
     group, code = checked_set(process_set).group(), _code_of(array, dtype)
-    sent = _splits(array, splits, process_set)
+    sent, received = _splits(array, splits, process_set), list[int]()
     rows = Rows(group, "alltoall", array, sent, code, name, "alltoall")
-    found = _as_before(rows, out) if is_awaited else None
-    if found is not None:
-        return found
-    told = tell(rows)
-    received = told.counts
+    return _in_stages(rows, out, received, lambda rows: _swapping(rows, out, received), is_awaited)
+
+
+def _swapping(rows: Rows, out: Array | None, received: list[int]) -> Stages:
+    blocks = yield from tell(rows)
+    received[:] = blocks.counts
+    group, array = rows.group, rows.array
     if out is not None and not is_apart(array, out):
         raise ValueError("array and out overlap; use two")
-    out = _result_of("alltoall", name, (sum(received), *array.shape[1:]), array.dtype, out)
-    if told.is_whole:
-        return Landed(told.land(out)), received
-    width = width_of(array)
-    flight = group.alltoall(
-        array, out, name=rest_of(name), dtype=dtype,
-        send_counts=[count * width for count in sent],
-        receive_counts=[count * width for count in received],
+    shape = sum(received), *array.shape[1:]
+    out = _result_of("alltoall", rows.name, shape, array.dtype, out)
+    if blocks.is_whole:
+        return Landed(blocks.land(out))
+    return group.alltoall(
+        array, out, name=rest_of(rows.name), dtype=rows.code,
+        send_counts=[count * rows.width for count in rows.counts],
+        receive_counts=[count * rows.width for count in received],
     )  # fmt: skip
-    return flight, received
 
 
 def start_reducescatter(
@@ -654,24 +721,29 @@ def start_gather(
 ) -> Flight:
     """Begin to give the root the all-gather, in its out or what the flight gives.
 
-    Blocks until all members have told their rows; is_awaited: until the root has them.
+    is_awaited: as of start_allgather().
     """
     group, root = checked_set(process_set).group(), process_set.member(root_rank, "root_rank")
     array = array if array.ndim else array.reshape(1)
     code = _code_of(array, dtype)
     rows = Rows(group, "gather", array, [len(array)], code, name, "gather", root)
-    found = _as_before(rows, out) if is_awaited else None
-    if found is not None:
-        return found[0]
-    told = tell(rows)
-    shape = sum(told.counts), *array.shape[1:]
-    out = _result_of("gather", name, shape, array.dtype, out) if group.rank == root else None
+    return _in_stages(rows, out, [], lambda rows: _gathering_to(rows, out), is_awaited)[0]
+
+
+def _gathering_to(rows: Rows, out: Array | None) -> Stages:
+    blocks = yield from tell(rows)
+    group, array, root = rows.group, rows.array, rows.root
+    shape = sum(blocks.counts), *array.shape[1:]
+    is_root = group.rank == root
+    out = _result_of("gather", rows.name, shape, array.dtype, out) if is_root else None
     if out is not None and not is_apart(array, out):
         raise ValueError("array and out overlap; use two")
-    if told.is_whole:
-        return Landed(array if out is None else told.land(out))
-    sizes = [count * width_of(array) for count in told.counts]
-    return group.gather(array, out, root=root, counts=sizes, name=rest_of(name), dtype=dtype)
+    if blocks.is_whole:
+        return Landed(array if out is None else blocks.land(out))
+    sizes = [count * rows.width for count in blocks.counts]
+    return group.gather(
+        array, out, root=root, counts=sizes, name=rest_of(rows.name), dtype=rows.code
+    )
 
 
 def start_broadcast(

@@ -19,6 +19,7 @@ from fastps.collectives.group import Group
 from fastps.collectives.members import Members
 from fastps.collectives.names import BARRIER
 from fastps.collectives.promise import Promise
+from fastps.collectives.staged import Lines
 from fastps.errors import (
     ConfigError,
     FastPSError,
@@ -62,6 +63,7 @@ class Groups:
         self._windows: WindowTable | None = None
         self._agreed: dict[str, Agreed] = {}
         self._late_barrier: Promise | None = None
+        self._lines: Lines | None = None
 
     def _everybody(self) -> Sequence[int]:
         """List the workers; a validator is not among them, and has none."""
@@ -174,6 +176,8 @@ class Groups:
     def close(self) -> None:
         """End what has threads, and forget operations; idempotent."""
         self._session.uneven.past.clear()
+        if self._lines is not None:
+            self._lines.close(self._session.config.shutdown_timeout_s)
         if self._windows is not None:
             self._windows.close(timeout_s=self._session.config.shutdown_timeout_s)
 
@@ -295,6 +299,28 @@ class Groups:
             timeout_s=config.op_timeout_s, seconds=self._session.wait_seconds,
             spin_us=config.spin_us, members=members,
         )  # fmt: skip
+
+    @property
+    def lines(self) -> Lines:
+        """What lets operations of several exchanges go on, made at its first use."""
+        if self._lines is None:
+            self._lines = Lines(self.exchange)
+        return self._lines
+
+    def finish_lines(self, timeout_s: float) -> None:
+        """Wait until the last exchange of all operations has begun; raises StallError."""
+        if self._lines is not None:
+            self._lines.finish(timeout_s)
+
+    def wait_until_over(
+        self, operation: Operation, explain: Explain, left_s: float, limit_s: float
+    ) -> None:
+        """Wait for an operation for left_s; StallError, as of limit_s, if it is not over then."""
+        began = time.perf_counter()
+        status = operation.wait(timeout_s=left_s, spin_us=self._session.config.spin_us)
+        self._session.wait_seconds[0] += time.perf_counter() - began
+        if status is None:
+            raise explain(operation, 0, None, limit_s)
 
     def wait(self, operation: Operation, explain: Explain) -> None:
         """Wait for an operation that needs no handle; as Promise.wait() does."""

@@ -222,7 +222,7 @@ def allgather_async(
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array]:
-    """Begin allgather(); blocks until all members have told their first dimensions."""
+    """Begin allgather()."""
     return _allgather(tensor, name, out=out, process_set=process_set, is_awaited=False)
 
 
@@ -257,16 +257,29 @@ def grouped_allgather_async(
     *,
     process_set: ProcessSet = global_process_set,
 ) -> Later[list[Array]]:
-    """Begin grouped_allgather(); blocks as allgather_async() does, once for all."""
+    """Begin grouped_allgather()."""
+    return _grouped_allgather(tensors, name, process_set=process_set, is_awaited=False)
+
+
+def _grouped_allgather(
+    tensors: Sequence[Array],
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+    is_awaited: bool = True,
+) -> Later[list[Array]]:
     sources = [readable(tensor, name) for tensor in tensors]
     wires = [_rows_wire(source) for source in sources]
-    flight, _ = start_grouped_allgather(wires, name, process_set, dtypes=[None] * len(wires))
+    flight, _ = start_grouped_allgather(
+        wires, name, process_set, dtypes=[None] * len(wires), is_awaited=is_awaited
+    )
     return _results(flight, sources)
 
 
 grouped_allgather = blocking(
     grouped_allgather_async,
     """Give the allgather() of each of several arrays, small ones as one operation; blocks.""",
+    _grouped_allgather,
 )
 
 
@@ -329,7 +342,7 @@ def alltoall_async(
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Any]:
-    """Begin alltoall(); blocks until all members have told how many rows they send."""
+    """Begin alltoall()."""
     return _alltoall(tensor, splits, name=name, out=out, process_set=process_set, is_awaited=False)
 
 
@@ -440,7 +453,7 @@ def gather_async(
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array | None]:
-    """Begin gather(); blocks until all members have told their first dimensions."""
+    """Begin gather()."""
     return _gather(
         tensor, root_rank, name=name, out=out, process_set=process_set, is_awaited=False
     )

@@ -17,6 +17,7 @@ import numpy as np
 
 from fastps.collectives._calls import forget_calls
 from fastps.collectives.names import rest_of
+from fastps.collectives.staged import Made, Stages
 from fastps.current import current
 from fastps.eager import Rows, tell
 from fastps.errors import FastPSError, MismatchError
@@ -183,14 +184,22 @@ def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
     from fastps.objects import decode_of, encode_for_all  # noqa: PLC0415
 
     own = np.frombuffer(encode_for_all(obj), np.uint8)
-    told = tell(Rows(group, "allgather", own, [len(own)], DType.UINT8, name, "objects"))
-    whole: Array = np.empty(sum(told.counts), np.uint8)
-    if told.is_whole:
-        told.land(whole)
-    else:
-        group.allgather(own, whole, counts=told.counts, name=rest_of(name)).wait()
-    everything, found, start = whole.tobytes(), [], 0
-    for rank, count in zip(group.ranks, told.counts, strict=True):
+
+    def exchange() -> Stages:
+        told = yield from tell(
+            Rows(group, "allgather", own, [len(own)], DType.UINT8, name, "objects")
+        )
+        whole: Array = np.empty(sum(told.counts), np.uint8)
+        if told.is_whole:
+            told.land(whole)
+        else:
+            promise = group.allgather(own, whole, counts=told.counts, name=rest_of(name))
+            yield from promise.operations
+        return Made((whole.tobytes(), told.counts))
+
+    everything, counts = group.run(name, exchange()).wait()
+    found, start = [], 0
+    for rank, count in zip(group.ranks, counts, strict=True):
         found.append(decode_of(rank, everything[start : start + count]))
         start += count
     return found

@@ -258,6 +258,8 @@ class Uneven:
 
     def _finish_own(self, timeout_s: float) -> None:
         """Wait for our own operations, so that nobody has to hear of them any more."""
+        if (groups := self._session.known_groups) is not None:
+            groups.finish_lines(timeout_s)
         in_flight: list[Operation | PlannedTensor] = [*self._operations()]
         in_flight += [tensor for tensor, _ in self._session.started()]
         for one in in_flight:

@@ -112,6 +112,7 @@ cdef struct Task:               # one operation in flight
     uint8_t code
     uint16_t form               # see Entry
     bint is_single              # of its channel: no other may be in flight beside it
+    bint is_followed            # its end is news for the thread that begins what follows
     int32_t priority
     bint is_numbered            # by the messages of each pair, not by the operations
     bint goes_on                # messages of who is lost are left out
@@ -169,6 +170,7 @@ cdef struct State:
     Plan* plan
     void* pool                  # a BufferPool
     Owner guest                 # has the frames of windows; no landing: nobody has
+    int32_t news                # counts the ends of what is followed; a futex
     uint64_t messages           # statistics
     uint64_t bytes_sent
 

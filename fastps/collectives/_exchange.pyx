@@ -39,6 +39,7 @@ from fastps._core cimport (
     completion_is_done, completion_part_done, completion_reset, completion_wait_signals,
     deadline_of, now_ns,
 )
+from fastps._futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, fps_sleep, fps_wake
 from fastps._hands cimport hands_copy, hands_fold
 from fastps._trace cimport SPAN_OPERATION, trace_span, tracing
 from fastps._posix cimport (
@@ -371,6 +372,15 @@ cdef class Operation:
         return self.task.differs
 
     @property
+    def is_followed(self):
+        """Whether its end is news, see Exchange.news."""
+        return self.task.is_followed
+
+    @is_followed.setter
+    def is_followed(self, bint is_followed):
+        self.task.is_followed = is_followed
+
+    @property
     def met(self):
         """Member whose message a receive got; when it is done."""
         return self.task.legs.entry.peer
@@ -548,7 +558,7 @@ cdef class Exchange(LinkOwner):
               output=None, uint32_t itemsize=1, uintptr_t rule=0, int64_t divisor=1,
               uint8_t dtype=0, uint8_t code=0, int32_t priority=0, bint is_numbered=False,
               uintptr_t mix=0, weights=(), bint goes_on=False, bint may_differ=False,
-              uint16_t form=0, bint is_single=False):
+              uint16_t form=0, bint is_single=False, bint is_followed=False):
         """Begin an operation and give it; does not wait.
 
         channel: names the order of operations that this one is in. input, output: C-contiguous
@@ -557,7 +567,7 @@ cdef class Exchange(LinkOwner):
         messages of its pair. mix, weights: address of the rule of folds with weights, and these.
         goes_on: messages of who is lost are left out, see Operation.missed. may_differ: see
         Operation.differs. form: of shapes (places.py); other members have to mean the same.
-        is_single: no other operation of the channel is in flight.
+        is_single: no other operation of the channel is in flight. is_followed: its end is news.
         Raises ValueError, PeerLostError, ShutdownError, DuplicateNameError for two where one may be.
         """
         cdef Operation operation = Operation.__new__(Operation)
@@ -576,6 +586,7 @@ cdef class Exchange(LinkOwner):
         task.code = code
         task.form = form
         task.is_single = is_single
+        task.is_followed = is_followed
         task.priority = priority
         task.is_numbered = is_numbered
         task.goes_on = goes_on
@@ -649,6 +660,22 @@ cdef class Exchange(LinkOwner):
     def forget(self, uint64_t channel):
         """Count the operations of a channel anew; no member may begin one before all did this."""
         has_only_counts(self.state, channel, True)
+
+    @property
+    def news(self):
+        """Count the ends of operations that are followed."""
+        return fps_load32(&self.state.news)
+
+    def wait_for_news(self, int32_t seen, double timeout_s):
+        """Wait without the GIL until there is more news than was seen, or for timeout_s."""
+        cdef int64_t deadline = deadline_of(timeout_s)
+        with nogil:
+            fps_sleep(&self.state.news, seen, deadline, FPS_ANYBODY, FPS_OWN)
+
+    def rouse(self):
+        """Wake the thread that waits for news."""
+        with nogil:
+            tell_news(self.state)
 
     def refuse(self, Operation operation not None):
         """Fail an operation on all its members: others do something else in its place."""

@@ -549,13 +549,22 @@ cdef void start_leg(State* state, Leg* leg, Work* work) noexcept nogil:
     pthread_mutex_unlock(&state.lock)
 
 
+cdef void tell_news(State* state) noexcept nogil:
+    """Wake the thread that begins what follows."""
+    fps_add32(&state.news, 1)
+    fps_wake(&state.news, FPS_ALL, FPS_ANYBODY, FPS_OWN)
+
+
 cdef void finish_task(State* state, Task* task) noexcept nogil:
     """The last touch: whoever waits may free the operation."""
     cdef Plan* plan = state.plan
+    cdef bint is_followed = task.is_followed
     if tracing.is_on and task.since:
         trace_span(SPAN_OPERATION, task.channel, task.number, task.code, task.nbytes, task.since,
                    now_ns())
     completion_part_done(&task.done, task.status)
+    if is_followed:
+        tell_news(state)
     if plan.rouse != NULL:
         plan.rouse(plan.worker)
 

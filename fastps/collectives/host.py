@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
     from fastps.collectives.members import Members
     from fastps.collectives.promise import Promise
+    from fastps.collectives.staged import Lines
 
 # Words the failure of an operation: its place in the handle, status, seconds
 Explain: TypeAlias = "Callable[[Operation, int, int | None, float], FastPSError]"
@@ -49,6 +50,19 @@ class Host(Protocol):
 
     def check_name(self, group: Members, name: str) -> None:
         """Raise MismatchError for a name that has failed for all workers."""
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an operation may take."""
+
+    @property
+    def lines(self) -> Lines:
+        """What lets operations of several exchanges go on."""
+
+    def wait_until_over(
+        self, operation: Operation, explain: Explain, left_s: float, limit_s: float
+    ) -> None:
+        """Wait for an operation for left_s; StallError, as of limit_s, if it is not over then."""
 
     def promise(
         self,

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastps.collectives import schedule as plans
 from fastps.collectives.about import About, Brought, form_of, rows_of
-from fastps.collectives.names import Channels, Part, is_single
+from fastps.collectives.names import Channels, Part, is_single, whole_of
 from fastps.collectives.places import check_arrays, copy_alone, is_apart
 from fastps.collectives.promise import Promise, SizesDifferError
 from fastps.collectives.schedule import Schedule
+from fastps.collectives.staged import Line, Staged, Stages, run
 from fastps.collectives.steady import Guess, Steady
 from fastps.errors import (
+    DuplicateNameError,
     FastPSError,
     MismatchError,
     ProtocolError,
@@ -27,7 +29,7 @@ from fastps.errors import (
     TransportError,
 )
 from fastps.types import DType, ReduceOp, dtype_of
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, Outcome
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,6 +91,7 @@ class Members:
         self.channels = Channels(self.key)
         self.steady = Steady()
         self.gate, self.is_removed = threading.RLock(), False
+        self.lines: dict[str, Line] = {}  # by name, of operations of several exchanges
 
     # ---- starting ----
 
@@ -112,11 +115,12 @@ class Members:
         goes_on: bool = False,
         brought: Brought = (),
         root: int = -1,
+        is_followed: bool = False,
     ) -> Promise:
         check_arrays(label, array, out)
         self._host.check_usable()
         if name is not None:
-            self._host.check_name(self, name)
+            self._check_name(name)
         if self.size == 1:
             copy_alone(make(), array, out)
             return self._host.promise((), result, self._explain, self.ranks)
@@ -129,7 +133,7 @@ class Members:
             kind, channel, label, array, out, divisor=divisor, priority=priority,
             is_numbered=is_numbered, weights=weights, goes_on=goes_on,
             form=form_of(brought) if key[0] in FORMED else 0,
-            is_single=key[0] not in MAY_BE_SEVERAL and is_single(name),
+            is_single=key[0] not in MAY_BE_SEVERAL and is_single(name), is_followed=is_followed,
         )  # fmt: skip
         if not is_numbered:
             self._note(operation, About(self, name, key, divisor, brought, rule, root))
@@ -222,13 +226,40 @@ class Members:
                 mix = reduce_kernel(ReduceOp.MIX, DType(dtype or 0))
         return ReadyKind(program, address, mix, itemsize, int(dtype or 0), code)
 
-    # ---- what is waited for at once: eager.py and flights.py need it ----
+    # ---- what consists of several exchanges: eager.py and flights.py need it ----
+
+    def follow(self, name: str | None, stages: Stages) -> Outcome[Any]:
+        """Begin an operation, and give its handle; what follows begins by itself."""
+        return run(self, stages) if self.size == 1 else self._host.lines.begin(self, name, stages)
+
+    def run(self, name: str | None, stages: Stages) -> Outcome[Any]:
+        """Do an operation, and give the handle of its last exchange; blocks."""
+        if not self.is_lined(name):
+            return run(self, stages)
+        staged = self._host.lines.begin(self, name, stages)
+        if isinstance(staged, Staged):
+            self.lines[name or ""].wait_for(staged, None)
+        return staged
+
+    def is_lined(self, name: str | None) -> bool:
+        """Tell whether something under a name has begun whose last exchange has not."""
+        line = self.lines.get(name or "") if self.lines else None
+        return line is not None and bool(line.waiting)
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an operation may take."""
+        return self._host.timeout_s
+
+    def wait_until_over(self, operation: Operation, left_s: float, limit_s: float) -> None:
+        """Wait for an exchange for left_s; StallError, as of limit_s, if it is not over then."""
+        self._host.wait_until_over(operation, self._explain, left_s, limit_s)
 
     def trade(
-        self, kind: str, sent: bytearray, found: bytearray, name: str | None,
-        key: Hashable, *, may_differ: bool = False, brought: Brought = (), root: int = -1,
+        self, kind: str, sent: bytearray, found: bytearray, name: str | None, key: Hashable, *,
+        may_differ: bool = False, brought: Brought = (), root: int = -1, is_followed: bool = False,
     ) -> Operation:  # fmt: skip
-        """Do an allgather() or an alltoall() of even blocks of bytes; blocks. What eager.py needs.
+        """Begin an allgather() or an alltoall() of even blocks of bytes; finish() ends it.
 
         Of more than one member. As they do, without what takes longer than the bytes. kind: what
         it is a part of; all but an alltoall begin with an allgather. may_differ: others may begin
@@ -239,10 +270,10 @@ class Members:
         there = [len(found) // self.size] * self.size
         guess, what = Guess(key), (kind, *here, *there, None)
         about = About(self, name, what, 1, brought, root=root)
-        return self._wait_for(about, sent, found, None, guess, may_differ, 0, lambda: (
+        return self._begin(about, sent, found, None, guess, lambda: (
             plans.alltoall(self.rank, here, there, self.machines) if is_each
             else plans.allgather(self.rank, there, self.machines)
-        ))  # fmt: skip
+        ), may_differ=may_differ, is_followed=is_followed)  # fmt: skip
 
     def guess(
         self,
@@ -269,36 +300,35 @@ class Members:
         check_arrays(kind, array, out)
         about = About(self, name, (kind, *here, *there, root, dtype), 1, brought, root=root)
         form = form_of(rows_of(brought), root)
-        return self._wait_for(about, array, out, dtype, guess, True, form, lambda: (
+        operation = self._begin(about, array, out, dtype, guess, lambda: (
             plans.gather(self.rank, there, root, is_confirmed=True) if kind == "gather"
             else plans.allgather(self.rank, there, self.machines) if kind == "allgather"
             else plans.alltoall(self.rank, here, there, self.machines)
-        ))  # fmt: skip
+        ), may_differ=True, form=form)  # fmt: skip
+        self.finish(operation)
+        return operation
 
-    def _wait_for(
+    def _begin(
         self,
         about: About,
         sent: Any,
         found: Any,
         dtype: DType | None,
         guess: Guess,
-        may_differ: bool,
-        form: int,
         make: Callable[[], Schedule],
+        **how: Any,
     ) -> Operation:
-        """Do an operation on buffers; blocks."""
+        """Begin an operation on buffers."""
         self._host.check_usable()
         name, key = about.name, about.key
         if name is not None:
-            self._host.check_name(self, name)
+            self._check_name(name)
         kind, label = self._kind(key, make, None, dtype), self._label(key, name)
         operation = self._launch(
-            kind, self.channels.of(name), label, sent, found, may_differ=may_differ, form=form,
-            is_single=is_single(name),
-        )  # fmt: skip
+            kind, self.channels.of(name), label, sent, found, is_single=is_single(name), **how
+        )
         operation.guess = guess
         self._note(operation, about)
-        self.finish(operation)
         return operation
 
     def finish(self, operation: Operation) -> None:
@@ -318,7 +348,17 @@ class Members:
     def check_single(self, name: str | None) -> None:
         """Raise DuplicateNameError while an operation of a name is in flight."""
         if name is not None and self.size > 1:
+            self._check_name(name)
             self._host.exchange.check_single(self.channels.of(name), name)
+
+    def _check_name(self, name: str) -> None:
+        """Raise MismatchError for a name that has failed, DuplicateNameError for one in use."""
+        self._host.check_name(self, name)
+        if self.lines and is_single(name) and self.is_lined(whole_of(name)):
+            raise DuplicateNameError(
+                f"{said_of(name)!r} is already in flight; wait for its handle first, or use "
+                "another name"
+            )
 
     def in_flight(self, names: Iterable[str] | None = None) -> list[str]:
         """Say what is under way here; names: under one of these."""
@@ -327,7 +367,9 @@ class Members:
         some = list(self.channels) if names is None else names
         channels = {self.channels[name] for name in some}
         operations = self._host.exchange.operations
-        return [one.name for one in operations if one.channel in channels and not one.is_done]
+        found = [one.name for one in operations if one.channel in channels and not one.is_done]
+        lined = self.lines if names is None else some
+        return found or [one for one in lined if self.is_lined(one)]
 
     def stuck(self, names: Iterable[str]) -> list[str]:
         """List the names under which something went wrong or was late, so that they are kept."""
@@ -339,6 +381,7 @@ class Members:
 
         All members do, while nothing is in flight on them, before one uses it again.
         """
+        self.lines.pop(name, None)
         channels = self.channels.forget(name, kept)
         for channel in channels if self.size > 1 else ():
             self._host.exchange.forget(channel)

@@ -245,8 +245,7 @@ def sparse_allreduce_async(
     """Begin to add a sparse tensor over all members: its indices and values are gathered.
 
     The result is sparse and coalesced; what several members have at one index is added in the
-    order of members. Blocks until all members have told how many values they have. The handle may
-    be called, too, which gives the result.
+    order of members. The handle may be called, too, which gives the result.
     """
     if op not in (Average, Sum):
         raise ValueError(f"sparse tensors have an average and a sum, not {op.value}")
@@ -259,7 +258,7 @@ def sparse_allreduce_async(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Promise:
-    """Begin allgather(); blocks until all members have told their first dimensions."""
+    """Begin allgather()."""
     return _gathering(tensor, name, process_set)[0]
 
 
@@ -294,7 +293,7 @@ def _own_rows(whole: torch.Tensor, first: int, tensor: torch.Tensor) -> torch.Te
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Later[list[torch.Tensor]]:
-    """Begin allgather_async() of several tensors; blocks once for all."""
+    """Begin grouped_allgather()."""
     return _gathering_each(tensors, name, process_set)[0]
 
 
@@ -305,7 +304,7 @@ def grouped_allgather(
     firsts: list[int] = []
 
     def run(*some: torch.Tensor) -> list[torch.Tensor]:
-        flight, counts = _gathering_each(some, name, process_set)
+        flight, counts = _gathering_each(some, name, process_set, is_awaited=True)
         firsts[:] = [sum(each[: process_set.rank()]) for each in counts]
         return flight.wait()
 
@@ -419,7 +418,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Any]:
-    """Begin alltoall(); blocks until all members have told how many rows they send."""
+    """Begin alltoall()."""
     flight, received = _alltoall(tensor, splits, name, process_set)
     if splits is None:
         return flight
@@ -542,7 +541,7 @@ def gather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[torch.Tensor | None]:
-    """Begin gather(); blocks until all members have told their first dimensions."""
+    """Begin gather()."""
     return _gathering_to(tensor, root_rank, name, process_set)
 
 
@@ -679,12 +678,12 @@ def _gathering_to(
 
 
 def _gathering_each(
-    tensors: Tensors, name: str | None, process_set: ProcessSet
+    tensors: Tensors, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
 ) -> tuple[Later[list[torch.Tensor]], list[list[int]]]:
     wires = [rows_of(tensor, name) for tensor in tensors]
     codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
     flight, counts = ops.start_grouped_allgather(
-        [view_of(wire) for wire in wires], name, process_set, dtypes=codes
+        [view_of(wire) for wire in wires], name, process_set, dtypes=codes, is_awaited=is_awaited
     )
 
     def finish(found: list[Any]) -> list[torch.Tensor]:

@@ -31,10 +31,7 @@ class SparseSum(Later[torch.Tensor]):
 def start_rows(
     gradient: torch.Tensor, op: Op, name: str | None, process_set: ProcessSet
 ) -> SparseSum:
-    """Begin to add a sparse tensor over all members; the result is sparse and coalesced.
-
-    Blocks until all members have told how many values they have.
-    """
+    """Begin to add a sparse tensor over all members; the result is sparse and coalesced."""
     if check_kind(gradient, name).layout is not torch.sparse_coo:
         what = f"tensor {name!r}" if name else "the tensor"
         raise TypeError(f"{what} is not sparse (torch.sparse_coo): use allreduce()")
@@ -43,20 +40,19 @@ def start_rows(
     wire = torch.view_as_real(values) if values.is_complex() else values
     check_tensor(wire, name or "tensor")
     code = DType[str(wire.dtype).removeprefix("torch.").upper()]
-    places, counts = ops.start_allgather(
-        view_of(own.indices().t().contiguous()), _label(name, "indices"), process_set
-    )
-    rows, _ = ops.start_allgather(
-        view_of(wire), _label(name, "values"), process_set, dtype=code, counts=counts
+    places = view_of(own.indices().t().contiguous())
+    flight = ops.start_allgather_alike(
+        [places, view_of(wire)], name, process_set, dtypes=[DType.INT64, code]
     )
 
     def finish(found: list[Any]) -> torch.Tensor:
-        total = tensor_over(found[1], wire.dtype)
+        where, what = found[0]
+        total = tensor_over(what, wire.dtype)
         total = torch.view_as_complex(total) if values.is_complex() else total
         divisor = process_set.size() if op is Average else 1
-        return _coalesced(torch.from_numpy(found[0]).t(), total, gradient.shape, divisor)
+        return _coalesced(torch.from_numpy(where).t(), total, gradient.shape, divisor)
 
-    return SparseSum([places, rows], finish)
+    return SparseSum([flight], finish)
 
 
 def rows_of(parameter: torch.Tensor) -> torch.Tensor:
