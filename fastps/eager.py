@@ -45,7 +45,6 @@ class Rows(NamedTuple):
     name: str | None
     call: str
     root: int = -1  # of a gather
-    is_followed: bool = False  # by an operation that begins by itself
 
     @property
     def width(self) -> int:
@@ -98,7 +97,7 @@ def _trade(
     def begin(name: str | None, *, may_differ: bool) -> Operation:
         return group.trade(
             rows.kind, packed, found, name, rows.key, may_differ=may_differ,
-            brought=rows.brought, root=rows.root, is_followed=rows.is_followed,
+            brought=rows.brought, root=rows.root,
         )  # fmt: skip
 
     if not (may_differ and group.steady.was_missed(rows.key)):

@@ -430,7 +430,7 @@ def _in_stages(
     """Do what finds out the rows of others first; counts: what is filled with them."""
     group, name = rows.group, rows.name
     if not is_awaited:
-        return group.follow(name, stages(rows._replace(is_followed=True))), counts
+        return group.follow(name, stages(rows)), counts
     found = None if group.is_lined(name) else _as_before(rows, out)
     return (group.run(name, stages(rows)), counts) if found is None else found
 
@@ -454,7 +454,7 @@ def start_allgather_alike(
             )
         return Later(flights, list)
 
-    return Later([group.follow(name, stages(rows._replace(is_followed=True)))], itemgetter(0))
+    return Later([group.follow(name, stages(rows))], itemgetter(0))
 
 
 def _as_before(rows: Rows, out: Array | None) -> tuple[Flight, list[int]] | None:
@@ -563,7 +563,7 @@ def _row_counts_of_each(
     counts = [shape[0] for _, shape in brought]
     promise = group.allgather(
         np.array([*counts, form_of(rows_of(brought))], np.int64),
-        name=name, brought=brought, is_followed=True,
+        name=name, brought=brought,
     )  # fmt: skip
     yield from promise.operations
     told = np.asarray(promise.wait()).reshape(group.size, len(counts) + 1)

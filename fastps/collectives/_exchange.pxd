@@ -17,6 +17,11 @@ cdef enum:
     N_PLACES = 3                # of an operation: input, output, scratch
     MANY_RECENT = 256           # operations of which it is remembered what they were
 
+cdef enum Following:            # whether the end of an operation is news
+    UNFOLLOWED = 0
+    FOLLOWED = 1                # for the thread that begins what follows
+    ENDING = 2                  # it is over, or is in a moment
+
 cdef enum EntryKind:
     WANTED = 1                  # a receive waits for its bytes
     HELD = 2                    # a send waits until the other side is ready
@@ -112,7 +117,7 @@ cdef struct Task:               # one operation in flight
     uint8_t code
     uint16_t form               # see Entry
     bint is_single              # of its channel: no other may be in flight beside it
-    bint is_followed            # its end is news for the thread that begins what follows
+    int32_t following           # Following; atomic
     int32_t priority
     bint is_numbered            # by the messages of each pair, not by the operations
     bint goes_on                # messages of who is lost are left out

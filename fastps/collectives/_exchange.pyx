@@ -32,7 +32,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memmove, memset
 
-from fastps._atomic cimport fps_add32, fps_add64, fps_load32
+from fastps._atomic cimport fps_add32, fps_add64, fps_cas32, fps_load32, fps_swap32
 from fastps._copy cimport FPS_BY_STREAMS, fps_copy, fps_copy_way
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, BufferPool,
@@ -371,14 +371,14 @@ cdef class Operation:
         """After a Mismatch: whether all who differ began with may_differ, and meant the same."""
         return self.task.differs
 
-    @property
-    def is_followed(self):
-        """Whether its end is news, see Exchange.news."""
-        return self.task.is_followed
+    def follow(self):
+        """Have its end be news, see Exchange.news; False: it is over, or is in a moment."""
+        return (fps_cas32(&self.task.following, UNFOLLOWED, FOLLOWED)
+                or fps_load32(&self.task.following) == FOLLOWED)
 
-    @is_followed.setter
-    def is_followed(self, bint is_followed):
-        self.task.is_followed = is_followed
+    def unfollow(self):
+        """Let its end be no news: a thread waits for it."""
+        fps_cas32(&self.task.following, FOLLOWED, UNFOLLOWED)
 
     @property
     def met(self):
@@ -558,7 +558,7 @@ cdef class Exchange(LinkOwner):
               output=None, uint32_t itemsize=1, uintptr_t rule=0, int64_t divisor=1,
               uint8_t dtype=0, uint8_t code=0, int32_t priority=0, bint is_numbered=False,
               uintptr_t mix=0, weights=(), bint goes_on=False, bint may_differ=False,
-              uint16_t form=0, bint is_single=False, bint is_followed=False):
+              uint16_t form=0, bint is_single=False):
         """Begin an operation and give it; does not wait.
 
         channel: names the order of operations that this one is in. input, output: C-contiguous
@@ -567,7 +567,7 @@ cdef class Exchange(LinkOwner):
         messages of its pair. mix, weights: address of the rule of folds with weights, and these.
         goes_on: messages of who is lost are left out, see Operation.missed. may_differ: see
         Operation.differs. form: of shapes (places.py); other members have to mean the same.
-        is_single: no other operation of the channel is in flight. is_followed: its end is news.
+        is_single: no other operation of the channel is in flight.
         Raises ValueError, PeerLostError, ShutdownError, DuplicateNameError for two where one may be.
         """
         cdef Operation operation = Operation.__new__(Operation)
@@ -586,7 +586,6 @@ cdef class Exchange(LinkOwner):
         task.code = code
         task.form = form
         task.is_single = is_single
-        task.is_followed = is_followed
         task.priority = priority
         task.is_numbered = is_numbered
         task.goes_on = goes_on

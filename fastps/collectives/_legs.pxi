@@ -558,7 +558,7 @@ cdef void tell_news(State* state) noexcept nogil:
 cdef void finish_task(State* state, Task* task) noexcept nogil:
     """The last touch: whoever waits may free the operation."""
     cdef Plan* plan = state.plan
-    cdef bint is_followed = task.is_followed
+    cdef bint is_followed = fps_swap32(&task.following, ENDING) == FOLLOWED
     if tracing.is_on and task.since:
         trace_span(SPAN_OPERATION, task.channel, task.number, task.code, task.nbytes, task.since,
                    now_ns())

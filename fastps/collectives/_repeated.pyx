@@ -186,7 +186,6 @@ cdef void copy_what(Task* to, const Task* what) noexcept:
     to.code = what.code
     to.form = what.form
     to.is_single = what.is_single
-    to.is_followed = what.is_followed
     to.priority = what.priority
     to.is_numbered = what.is_numbered
 

@@ -161,13 +161,11 @@ class Group(Members):
         name: str | None = None,
         dtype: DType | None = None,
         brought: Brought = (),
-        is_followed: bool = False,
     ) -> Promise:
         """Begin to give everybody everybody's array, one after the other.
 
         counts: elements of each member's array; None: all as many as ours. An array that lies in
         out, where it is to land, is not copied. brought: what the array tells of, for errors.
-        is_followed: see staged.py.
         """
         sizes = [array.size] * self.size if counts is None else list(counts)
         self._check_size("array", array, self._counts(sizes, sum(sizes))[self.rank])
@@ -179,7 +177,6 @@ class Group(Members):
             ("allgather", *blocks), array, out,
             lambda: plans.allgather(self.rank, blocks, self.machines),
             name=name, dtype=dtype, place=sum(sizes[: self.rank]), brought=brought,
-            is_followed=is_followed,
         )  # fmt: skip
 
     @at_once
@@ -451,7 +448,6 @@ class Group(Members):
         root: int = -1,
         like: Array | None = None,
         brought: Brought = (),
-        is_followed: bool = False,
     ) -> Promise:
         """Begin an operation that moves bytes; place: element of out where ours may lie.
 
@@ -468,7 +464,7 @@ class Group(Members):
         return self._start(
             key, make, array, out, result,
             channel=self.channels.of(name), label=self._label(key, name), name=name, dtype=code,
-            brought=brought, root=root, is_followed=is_followed,
+            brought=brought, root=root,
         )  # fmt: skip
 
     # ---- checks ----

@@ -115,7 +115,6 @@ class Members:
         goes_on: bool = False,
         brought: Brought = (),
         root: int = -1,
-        is_followed: bool = False,
     ) -> Promise:
         check_arrays(label, array, out)
         self._host.check_usable()
@@ -133,7 +132,7 @@ class Members:
             kind, channel, label, array, out, divisor=divisor, priority=priority,
             is_numbered=is_numbered, weights=weights, goes_on=goes_on,
             form=form_of(brought) if key[0] in FORMED else 0,
-            is_single=key[0] not in MAY_BE_SEVERAL and is_single(name), is_followed=is_followed,
+            is_single=key[0] not in MAY_BE_SEVERAL and is_single(name),
         )  # fmt: skip
         if not is_numbered:
             self._note(operation, About(self, name, key, divisor, brought, rule, root))
@@ -257,7 +256,7 @@ class Members:
 
     def trade(
         self, kind: str, sent: bytearray, found: bytearray, name: str | None, key: Hashable, *,
-        may_differ: bool = False, brought: Brought = (), root: int = -1, is_followed: bool = False,
+        may_differ: bool = False, brought: Brought = (), root: int = -1,
     ) -> Operation:  # fmt: skip
         """Begin an allgather() or an alltoall() of even blocks of bytes; finish() ends it.
 
@@ -273,7 +272,7 @@ class Members:
         return self._begin(about, sent, found, None, guess, lambda: (
             plans.alltoall(self.rank, here, there, self.machines) if is_each
             else plans.allgather(self.rank, there, self.machines)
-        ), may_differ=may_differ, is_followed=is_followed)  # fmt: skip
+        ), may_differ=may_differ)  # fmt: skip
 
     def guess(
         self,

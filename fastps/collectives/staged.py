@@ -57,7 +57,7 @@ class Staged(Outcome[Any]):
     def go_on(self) -> bool:
         """Begin what can begin; return whether that was all. Under the line's lock."""
         try:
-            while not self.has_begun and self.operation.is_done:
+            while not self.has_begun and (self.operation.is_done or not self.operation.follow()):
                 self.operation = resume(self.group, self._stages, self.operation)
         except StopIteration as end:
             self._last = end.value
@@ -120,12 +120,11 @@ class Line:
             if not staged.has_begun:
                 left_s = max(deadline - time.perf_counter(), 0.0)
                 first = self._first(staged).operation
-                first.is_followed = False  # this thread is woken, and need not run beside another
+                first.unfollow()  # this thread is woken, and need not run beside another
                 try:
                     group.wait_until_over(first, left_s, limit_s)
                 except BaseException:
-                    first.is_followed = True
-                    self._lines.rouse()
+                    self._lines.rouse()  # which follows it again
                     raise
 
     def _first(self, staged: Staged) -> Staged:

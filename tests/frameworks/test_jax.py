@@ -138,7 +138,7 @@ COLLECTIVES = """
     gone = jnp.arange(2)
     gone.delete()
     assert fps.broadcast_object(3 if rank == 0 else gone) == 3
-    with pytest.raises(TypeError, match="worker 1 could not send its object: RuntimeError.*has been"):
+    with pytest.raises(TypeError, match="worker 1 could not send .*RuntimeError.*has been"):
         fps.broadcast_object(gone, 1)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"MismatchError: .*'differ'"):
         fps.push_pull(jnp.ones(3 + rank), "differ")
