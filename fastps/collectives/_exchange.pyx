@@ -568,7 +568,7 @@ cdef class Exchange(LinkOwner):
         goes_on: messages of who is lost are left out, see Operation.missed. may_differ: see
         Operation.differs. form: of shapes (places.py); other members have to mean the same.
         is_single: no other operation of the channel is in flight.
-        Raises ValueError, PeerLostError, ShutdownError, DuplicateNameError for two where one may be.
+        Raises ValueError, PeerLostError, ShutdownError, and DuplicateNameError for is_single.
         """
         cdef Operation operation = Operation.__new__(Operation)
         cdef Task* task = &operation.task
