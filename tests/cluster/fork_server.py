@@ -36,9 +36,9 @@ TORCH = ("fastps.torch", "torch._dynamo", "torch.nn.parallel")
 # Names of what is read when it is used.
 LATE = ("FASTPS_", "DMLC_", "BYTEPS_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
         "GROUP_", "MASTER_")  # fmt: skip
-# As the launcher sets it where workers are not fewer than processors. No thread may be there
-# when a process is forked, which OpenBLAS would start, too.
-OWN = {"OMP_NUM_THREADS": "1"}
+# As the launcher sets them, the first where workers are not fewer than processors. No thread may
+# be there when a process is forked, which OpenBLAS would start, too.
+OWN = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 START_S = 60.0  # to import on a loaded machine
 MOST_BYTES = 100_000  # of arguments and environment; a socket takes that at once
 STATUS_BYTES = 4
