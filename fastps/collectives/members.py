@@ -63,7 +63,8 @@ KINDS = (
 AVERAGE = 0  # instead of a rule, of SUMS; theirs begin at 1
 SUMS = ("allreduce", "reduce", "reducescatter")
 FORMED = (*SUMS, "broadcast", "scatter")  # all members bring arrays of one shape
-MAY_BE_SEVERAL = ("barrier",)  # at a time, of one name
+# At a time, of one name; those of neighbors may be left to finish when their optimizer goes.
+MAY_BE_SEVERAL = ("barrier", "neighbor")
 
 # What join() takes part in, and may be over on a member before others begin
 MAY_END_FIRST = ("broadcast", "reduce")
@@ -132,7 +133,7 @@ class Members:
             kind, channel, label, array, out, divisor=divisor, priority=priority,
             is_numbered=is_numbered, weights=weights, goes_on=goes_on,
             form=form_of(brought) if key[0] in FORMED else 0,
-            is_single=key[0] not in MAY_BE_SEVERAL and is_single(name),
+            is_single=not str(key[0]).startswith(MAY_BE_SEVERAL) and is_single(name),
         )  # fmt: skip
         if not is_numbered:
             self._note(operation, About(self, name, key, divisor, brought, rule, root))
@@ -323,9 +324,7 @@ class Members:
         if name is not None:
             self._check_name(name)
         kind, label = self._kind(key, make, None, dtype), self._label(key, name)
-        operation = self._launch(
-            kind, self.channels.of(name), label, sent, found, is_single=is_single(name), **how
-        )
+        operation = self._launch(kind, self.channels.of(name), label, sent, found, **how)
         operation.guess = guess
         self._note(operation, about)
         return operation

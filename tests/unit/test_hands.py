@@ -134,7 +134,7 @@ class Watched:
         self.config = load({"stall_watch_s": watch_s}, {})
         self.ways = self
 
-    def look(self) -> None: ...
+    def look(self, _now: object = None) -> None: ...
 
     def started(self) -> tuple[()]:
         return ()
