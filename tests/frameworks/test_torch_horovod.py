@@ -20,14 +20,18 @@ import fastps.torch as hvd  # noqa: E402
 from fastps.frameworks import horovod  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("programs_torch_horovod.py")
+LIMIT_S = 280.0  # alone it takes half a minute
 
 
+@pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.parametrize(("workers", "shared"), [(2, "0"), (3, "1")])
 def test_gradients_are_those_of_one_process(tmp_path: Path, workers: int, shared: str) -> None:
     script = f"import sys\nsys.path.insert(0, {str(PROGRAM.parent)!r})\n"
     script += "import programs_torch_horovod\nreport(programs_torch_horovod.everything())\n"
     environ = {"FASTPS_SHARED_MEMORY": shared}
-    job = run_workers(script, tmp_path, workers=workers, servers=1, environ=environ).check()
+    job = run_workers(
+        script, tmp_path, workers=workers, servers=1, timeout_s=LIMIT_S, environ=environ
+    ).check()
     assert job.reports == ((None,),) * workers
 
 
