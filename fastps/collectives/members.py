@@ -324,7 +324,9 @@ class Members:
         if name is not None:
             self._check_name(name)
         kind, label = self._kind(key, make, None, dtype), self._label(key, name)
-        operation = self._launch(kind, self.channels.of(name), label, sent, found, **how)
+        operation = self._launch(
+            kind, self.channels.of(name), label, sent, found, is_single=is_single(name), **how
+        )
         operation.guess = guess
         self._note(operation, about)
         return operation

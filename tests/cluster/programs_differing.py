@@ -65,54 +65,39 @@ def cases() -> list[tuple[str, Call, Call]]:
     ]
 
 
-def starts_numpy(call: Call, name: str | None, its_set: fastps.ProcessSet) -> dict[str, Any]:
-    """Make what begins each operation of the NumPy face."""
-    array, root, n = np.ones(call.shape, call.dtype), call.root, fastps.size()
-    whole = np.ones((n, *call.shape), call.dtype) if fastps.rank() == root else None
+def starts(face: str, call: Call, name: str | None, its_set: fastps.ProcessSet) -> dict[str, Any]:
+    """Make what begins each operation of a face."""
+    fps, array = of_face(face, call)
+    root, n = call.root, fastps.size()
+    whole = of_face(face, call._replace(shape=(n, *call.shape)))[1]
     named: dict[str, Any] = {"name": name, "process_set": its_set}
     summed = named | {"op": call.op}
     return {
-        "allreduce": lambda: fastps.allreduce_async(array, **summed),
-        "reduce": lambda: fastps.reduce_to_async(array, root, **summed),
-        "reducescatter": lambda: fastps.reducescatter_async(array, **summed),
-        "allgather": lambda: fastps.allgather_async(array, **named),
-        "gather": lambda: fastps.gather_async(array, root, **named),
-        "scatter": lambda: fastps.scatter_async(whole, array, root, **named),
-        "alltoall": lambda: fastps.alltoall_async(array, **named),
-        "broadcast": lambda: fastps.broadcast_async(array, root, **named),
-        "grouped_allreduce": lambda: fastps.grouped_allreduce_async([array] * 2, **summed),
-        "grouped_allgather": lambda: fastps.grouped_allgather_async([array] * 2, **named),
-        "grouped_reducescatter": lambda: fastps.grouped_reducescatter_async([array] * 2, **summed),
+        "allreduce": lambda: fps.allreduce_async(array, **summed),
+        "reduce": lambda: fps.reduce_to_async(array, root, **summed),
+        "reducescatter": lambda: fps.reducescatter_async(array, **summed),
+        "allgather": lambda: fps.allgather_async(array, **named),
+        "gather": lambda: fps.gather_async(array, root, **named),
+        "scatter": lambda: fps.scatter_async(
+            whole if fps.rank() == root else None, array, root, **named
+        ),
+        "alltoall": lambda: fps.alltoall_async(array, **named),
+        "broadcast": lambda: fps.broadcast_async(array, root, **named),
+        "grouped_allreduce": lambda: fps.grouped_allreduce_async([array] * 2, **summed),
+        "grouped_allgather": lambda: fps.grouped_allgather_async([array] * 2, **named),
+        "grouped_reducescatter": lambda: fps.grouped_reducescatter_async([array] * 2, **summed),
     }
 
 
-def starts_torch(call: Call, name: str | None, its_set: fastps.ProcessSet) -> dict[str, Any]:
-    """Do the same with the torch face."""
+def of_face(face: str, call: Call) -> tuple[Any, Any]:
+    """Return the module of a face, and ones of a call's shape and dtype, as it takes them."""
+    if face == "numpy":
+        return fastps, np.ones(call.shape, call.dtype)
     import torch  # noqa: PLC0415  (jobs of the NumPy face have no need of it)
 
-    import fastps.torch as face  # noqa: PLC0415
+    import fastps.torch as fps  # noqa: PLC0415
 
-    tensor, root = torch.ones(call.shape, dtype=getattr(torch, call.dtype)), call.root
-    n = fastps.size()
-    whole = torch.ones((n, *call.shape), dtype=tensor.dtype) if fastps.rank() == root else None
-    named: dict[str, Any] = {"name": name, "process_set": its_set}
-    summed = named | {"op": call.op}
-    return {
-        "allreduce": lambda: face.allreduce_async(tensor, **summed),
-        "reduce": lambda: face.reduce_to_async(tensor, root, **summed),
-        "reducescatter": lambda: face.reducescatter_async(tensor, **summed),
-        "allgather": lambda: face.allgather_async(tensor, **named),
-        "gather": lambda: face.gather_async(tensor, root, **named),
-        "scatter": lambda: face.scatter_async(whole, tensor, root, **named),
-        "alltoall": lambda: face.alltoall_async(tensor, **named),
-        "broadcast": lambda: face.broadcast_async(tensor, root, **named),
-        "grouped_allreduce": lambda: face.grouped_allreduce_async([tensor] * 2, **summed),
-        "grouped_allgather": lambda: face.grouped_allgather_async([tensor] * 2, **named),
-        "grouped_reducescatter": lambda: face.grouped_reducescatter_async([tensor] * 2, **summed),
-    }
-
-
-FACES = {"numpy": starts_numpy, "torch": starts_torch}
+    return fps, torch.ones(call.shape, dtype=getattr(torch, call.dtype))
 
 
 def differ(
@@ -130,7 +115,7 @@ def differ(
     for number, (label, right, wrong) in enumerate(cases()[::every]):
         call = wrong if fastps.rank() == odd % fastps.size() else right
         name = None if names == "none" else f"name {number}"
-        start = FACES[face](call, name, its_set)[call.operation]
+        start = starts(face, call, name, its_set)[call.operation]
         texts = [text_of(lambda start=start: start().wait())]
         if not is_async:
             fastps.barrier()
@@ -190,7 +175,7 @@ def doubled(face: str, operations: Sequence[str], names: str) -> list[str]:
     its_set = everybody if names == "set" else fastps.global_process_set
     texts = []
     for operation in operations:
-        start = FACES[face](Call(operation), f"double {operation}", its_set)[operation]
+        start = starts(face, Call(operation), f"double {operation}", its_set)[operation]
         handle, errors = None, []
         if fastps.rank() == 0:
             handle = start()

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.objects import decode_object, decode_of, encode_for_all, encode_object
+from fastps.objects import Unsendable, decode_object, decode_of, encode_for_all, encode_object
 
 SCALARS = (
     st.none()
@@ -145,3 +145,9 @@ def test_other_types_are_named(value):
 def test_garbage_is_an_error_or_a_plain_value(data):
     with contextlib.suppress(ValueError, TypeError, msgspec.DecodeError):
         decode_object(data)
+
+
+def test_why_a_framework_could_not_make_an_object_plain_travels() -> None:
+    data = encode_for_all({"a": Unsendable(RuntimeError("deleted"))})
+    with pytest.raises(TypeError, match="worker 1 could not send its object: RuntimeError: dele"):
+        decode_of(1, data)
