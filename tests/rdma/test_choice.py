@@ -148,6 +148,7 @@ def test_a_server_says_whose_fault_a_broken_link_is(me, failure, has_trouble, re
     plane: Any = DataPlane.__new__(DataPlane)
     plane._me, plane.name = me, "server 1"
     plane._rdma = SimpleNamespace(failure_of=lambda rank: failure, has_trouble=has_trouble)
+    plane._progress = SimpleNamespace(trouble_of=lambda rank: "")
     plane._client = SimpleNamespace(report_lost=lambda *what: said.append(what))
     plane._report(3, -3)
     ((member, cause),) = said
