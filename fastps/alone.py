@@ -10,7 +10,7 @@ import numpy as np
 
 from fastps.arrays import describe
 from fastps.byzantine import rules
-from fastps.control.protocol import TensorSpec
+from fastps.control.protocol import Layout, TensorSpec
 from fastps.errors import DuplicateNameError, MismatchError
 from fastps.types import DType
 from fastps.worker.handle import Array
@@ -62,15 +62,16 @@ class Flights:
         return begun
 
 
-def declare(known: dict[str, TensorSpec], wanted: Sequence[TensorSpec]) -> None:
+def declare(known: dict[str, Layout], wanted: Sequence[TensorSpec]) -> None:
     """Note what is declared. Raises MismatchError where it was declared differently."""
     for spec in wanted:
-        before = known.setdefault(spec.name, spec)
-        if before != spec:
+        name, layout = spec.name, spec.layout
+        before = known.setdefault(name, layout)
+        if before != layout:
             raise MismatchError(
-                f"tensor {spec.name!r} was declared as "
+                f"tensor {name!r} was declared as "
                 f"{describe(before.dtype, before.shape)} ({before.rule}) and is now "
-                f"{describe(spec.dtype, spec.shape)} ({spec.rule}); use another name"
+                f"{describe(layout.dtype, layout.shape)} ({layout.rule}); use another name"
             )
 
 
@@ -79,4 +80,4 @@ def finish(specs: Sequence[TensorSpec], arrays: Sequence[Array], outputs: Sequen
     for spec, array, output in zip(specs, arrays, outputs, strict=True):
         if output is not array:
             np.copyto(output, array)
-        rules.apply_alone(spec.rule, output, DType(spec.dtype))
+        rules.apply_alone(spec.layout.rule, output, DType(spec.layout.dtype))

@@ -26,7 +26,7 @@ from fastps.contract import (
     Policy,
     is_followed,
 )
-from fastps.control.protocol import TensorSpec
+from fastps.control.protocol import Layout
 from fastps.errors import ConfigError
 from fastps.given import check_output, what_else
 from fastps.partition import ALIGNMENT, MAX_PARTITION_BYTES
@@ -128,19 +128,19 @@ def describe(dtype: int, shape: tuple[int, ...]) -> str:
     return f"{DType(dtype).name.lower()} of shape {shape}"
 
 
-def make_spec(
+def make_layout(
     config: Config, chunk_bytes: int, name: str, shape: tuple[int, ...], dtype: DType, *,
     is_sent: bool, policy: Policy = Policy.SUM, staleness: int = 0, coding: Coding | None = None,
     partition_bytes: int = 0, rule: Rule | None = None, n: int = 1,
     compensation: Compensation = PROMPT, givers: Givers = Givers.WORKERS,
     gathering: Gathering = ALONE, beside: str = "", updates: Coding | None = None,
-) -> TensorSpec:  # fmt: skip
-    """Say what is declared. is_sent: to servers; only then, and if it pays, it is compressed.
+) -> Layout:  # fmt: skip
+    """Return the layout of what is declared as `name`.
 
-    staleness, compensation, givers, gathering: of the contract. beside, updates: of TensorSpec.
-    partition_bytes: 0 takes what settings say. n: workers. ConfigError for a codec or a rule
-    under a policy that has none, and a rule that n workers cannot have; TypeError for elements
-    that have no rules.
+    is_sent: to servers; only then, and if it pays, it is compressed. staleness, compensation,
+    givers, gathering: of the contract. beside, updates: of Layout. partition_bytes: 0 takes what
+    settings say. n: workers. ConfigError for a codec or a rule under a policy that has none, and
+    a rule that n workers cannot have; TypeError for elements that have no rules.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if (
@@ -171,8 +171,8 @@ def make_spec(
         is_summed = policy in (Policy.SUM, Policy.GATHERED)
         check_rule(name, rule, dtype, n, is_sent=is_sent, is_summed=is_summed)
         partition_bytes = _piece_bytes(name, rule, nbytes, partition_bytes)
-    return TensorSpec(
-        name, int(dtype), shape, nbytes, partition_bytes, chunk_bytes, policy, staleness, coding,
+    return Layout(
+        int(dtype), shape, nbytes, partition_bytes, chunk_bytes, policy, staleness, coding,
         SUMMED if rule is None else rule, compensation, givers, gathering, beside,
         updates,
     )  # fmt: skip

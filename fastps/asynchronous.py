@@ -202,14 +202,14 @@ class ServerParameters:
 
         For checkpoints, when no push is under way.
         """
-        found = {one.spec.name: one.tensor.kept() for one in self._session.started(self._names)}
+        found = {one.tensor.name: one.tensor.kept() for one in self._session.started(self._names)}
         return [found.get(name, []) for name in self._names]
 
     def restore(self, kept: Sequence[Any]) -> None:
         """Take what kept() gave. ValueError for what other parameters keep."""
         given = dict(zip(self._names, kept, strict=True))
         for one in self._session.started(self._names):
-            one.tensor.restore(given[one.spec.name])
+            one.tensor.restore(given[one.tensor.name])
 
 
 def compensation_of(wanted: Compensating | None) -> Compensation:

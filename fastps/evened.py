@@ -34,9 +34,9 @@ def make_even(session: Session, tickets: Sequence[Ticket], outputs: Sequence[Arr
     for ticket, array in zip(tickets, outputs, strict=True):
         factor = uneven.correction(ticket.name, ticket.version, members)
         known = session.started([ticket.name]) if factor != 1.0 else ()
-        for _, spec in known:
-            if not spec.rule.has_meaning():  # which leaves out whom it likes
-                _multiply(ticket.name, array, DType(spec.dtype), factor)
+        for _, layout in known:
+            if not layout.rule.has_meaning():  # which leaves out whom it likes
+                _multiply(ticket.name, array, DType(layout.dtype), factor)
 
 
 def even(session: Session, handle: Handle) -> Handle:

@@ -55,7 +55,7 @@ class Gathered:
             )  # fmt: skip
             for started, value in zip(session.started(names), values, strict=True):
                 if started.tensor.is_followed:
-                    self._copies[started.spec.name] = value.copy()
+                    self._copies[started.tensor.name] = value.copy()
         self.seed(names, values)
 
     def seed(

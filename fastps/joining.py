@@ -9,12 +9,13 @@ those of its parts; events come on the client's.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastps import _core
 from fastps.affinity import parse_cpu_list
@@ -32,6 +33,7 @@ from fastps.control.protocol import (
     Event,
     ForgetKeys,
     JobOver,
+    Layout,
     PeerLeft,
     PeerLost,
     TensorSpec,
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_KEPT = 256  # layouts of which is known what engines are told
+
 
 def _shares(config: Config) -> bool:
     """Tell whether this worker shares memory with others of its machine; log why it does not."""
@@ -84,6 +88,29 @@ def may_serve(config: Config) -> bool:
 def choose_threads() -> int:
     """Give the threads that encode: a quarter of the CPUs, 1 to 4."""
     return min(max(len(os.sched_getaffinity(0)) // 4, 1), 4)
+
+
+@functools.lru_cache(maxsize=MAX_KEPT)
+def _engine_terms(layout: Layout, *, is_shared: bool) -> dict[str, Any]:
+    """Return what the engine is told of each tensor of a layout; is_shared: reduced in memory."""
+    dtype, kernel = DType(layout.dtype), 0
+    follows = is_followed(layout.policy, layout.coding)
+    if is_shared:
+        # imported here: a worker that only sends does not need the kernels
+        from fastps.reduce import sum_kernel  # noqa: PLC0415
+
+        kernel = sum_kernel(dtype)
+    return {
+        "nbytes": layout.nbytes,
+        "dtype": layout.dtype,
+        "chunk_bytes": layout.chunk_bytes,
+        "itemsize": dtype.itemsize,
+        "kernel": kernel,
+        "frame_bytes": wire_chunk(layout.coding, layout.chunk_bytes),
+        "is_ruled": layout.rule.has_meaning() or follows or layout.policy is Policy.KEPT,
+        "is_late": layout.rule.wants_whole or layout.policy in WHOLE or follows,
+        "adds": follows,
+    }
 
 
 def _ignore(event: Event) -> None:
@@ -261,8 +288,6 @@ class Connections:
 
     def make_tensor(self, spec: TensorSpec, answer: DeclaredTensor) -> PlannedTensor:
         """Make the records of a tensor, in the pieces that the scheduler chose."""
-        dtype = DType(spec.dtype)
-        follows = is_followed(spec.policy, spec.coding)
         if self.recorder is not None:
             self.recorder.name_tensor(answer.tensor_id, spec.name)
         partitions = []
@@ -273,25 +298,19 @@ class Connections:
         tensor = self.engine.declare(
             answer.tensor_id,
             spec.name,
-            nbytes=spec.nbytes,
-            dtype=spec.dtype,
-            chunk_bytes=spec.chunk_bytes,
             partitions=partitions,
-            itemsize=dtype.itemsize,
-            kernel=0 if self._group is None else self._kernel(dtype),
             version=answer.version,
             coders=self._coders(spec, answer),
-            frame_bytes=wire_chunk(spec.coding, spec.chunk_bytes),
-            is_ruled=spec.rule.has_meaning() or follows or spec.policy is Policy.KEPT,
-            is_late=spec.rule.wants_whole or spec.policy in WHOLE or follows,
-            adds=follows,
+            **_engine_terms(spec.layout, is_shared=self._group is not None),
         )
-        tensor.is_compensated = spec.compensation.strength > 0 or spec.policy is Policy.GATHERED
+        compensation, policy = spec.layout.compensation, spec.layout.policy
+        tensor.is_compensated = compensation.strength > 0 or policy is Policy.GATHERED
         return tensor
 
     def _coders(self, spec: TensorSpec, answer: DeclaredTensor) -> list[Coder | None] | None:
         """Make what encodes the partitions that we push; None: they travel as they are."""
-        if spec.coding.codec is Codec.NONE or not self.owners:
+        layout = spec.layout
+        if layout.coding.codec is Codec.NONE or not self.owners:
             return None
         # imported here: most jobs compress nothing
         from fastps.reduce.codec._coder import Coder  # noqa: PLC0415
@@ -300,20 +319,14 @@ class Connections:
         ranks = next(ranks for ranks in self.job.machines if self.job.me in ranks)
         return [
             Coder(
-                spec.coding, DType(spec.dtype), nbytes=nbytes, chunk_bytes=spec.chunk_bytes,
+                layout.coding, DType(layout.dtype), nbytes=nbytes, chunk_bytes=layout.chunk_bytes,
                 name=spec.name, partition=index, rank=self.job.me, pushes=True,
             )
-            if spec.rule.has_meaning() or is_followed(spec.policy, spec.coding)
+            if layout.rule.has_meaning() or is_followed(layout.policy, layout.coding)
             or pusher_of(ranks, index) == self.job.me
             else None
             for index, (nbytes, _) in enumerate(answer.pieces)
         ]  # fmt: skip
-
-    def _kernel(self, dtype: DType) -> int:
-        # imported here: a worker that only sends does not need the kernels
-        from fastps.reduce import sum_kernel  # noqa: PLC0415
-
-        return sum_kernel(dtype)
 
     def reach(self, members: Sequence[int]) -> None:
         """Make the links to members that there are not yet; blocks as Node.reach() does."""

@@ -402,7 +402,7 @@ class LocalSteps(Blocks):
 
     def _tensors(self, fragment: Fragment) -> list[PlannedTensor | None]:
         """Find what keeps something of a fragment's rooms; None in a job of one worker."""
-        found = {one.spec.name: one.tensor for one in current().started(fragment.names)}
+        found = {one.tensor.name: one.tensor for one in current().started(fragment.names)}
         return [found.get(name) for name in fragment.names]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -58,12 +58,12 @@ def write(names: Sequence[str], arrays: Sequence[Array | None] | None) -> None:
 def _declare(names: Sequence[str]) -> dict[str, tuple[int]]:
     """Declare what is kept beside tensors, and give their shapes."""
     shapes: dict[str, tuple[int]] = {}
-    for _, spec in current().started(names):
-        if spec.coding.has(Option.FEEDBACK) and spec.policy is Policy.SUM:
-            shapes[spec.name] = (math.prod(spec.shape),)
+    for tensor, layout in current().started(names):
+        if layout.coding.has(Option.FEEDBACK) and layout.policy is Policy.SUM:
+            shapes[tensor.name] = (math.prod(layout.shape),)
             current().declare(
-                [(f"{spec.name} kept", shapes[spec.name], DType.FLOAT32)], policy=Policy.KEPT,
-                beside=spec.name,
+                [(f"{tensor.name} kept", shapes[tensor.name], DType.FLOAT32)], policy=Policy.KEPT,
+                beside=tensor.name,
             )  # fmt: skip
     return shapes
 

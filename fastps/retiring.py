@@ -14,7 +14,7 @@ from fastps.errors import ConfigError, FastPSError
 
 if TYPE_CHECKING:
     from fastps.control.client import ControlClient
-    from fastps.control.protocol import TensorSpec
+    from fastps.control.protocol import Layout
     from fastps.groups import Groups
     from fastps.uneven import Uneven
     from fastps.ways import Ways
@@ -51,7 +51,7 @@ class Forgetting:
     _engine: WorkerEngine
     _groups: Groups | None
     _lock: threading.Lock
-    _specs: dict[str, TensorSpec]
+    _layouts: dict[str, Layout]
     _tensors: dict[str, PlannedTensor]
     n_forgotten: int  # calls of forget()
     ways: Ways
@@ -66,7 +66,7 @@ class Forgetting:
         self.ways.forget(names)
         groups = self._groups
         known = [name for name in names if groups is not None and groups.knows(name)]
-        unknown = [name for name in names if name not in self._specs and name not in known]
+        unknown = [name for name in names if name not in self._layouts and name not in known]
         if unknown:
             raise ConfigError(
                 f"{unknown[0]!r} is not declared, nor had an operation this name: it cannot be "
@@ -76,19 +76,19 @@ class Forgetting:
             self._forget_everywhere(self._client, names, groups if known else None)
             return
         if groups is not None:
-            groups.forget(names, self._specs)
+            groups.forget(names, self._layouts)
         for name in names:
-            self._specs.pop(name, None)
+            self._layouts.pop(name, None)
 
     def _forget_everywhere(
         self, client: ControlClient, names: Sequence[str], groups: Groups | None
     ) -> None:
         """Forget tensors, and in groups what operations had their names."""
         timeout_s = self.config.op_timeout_s
-        tensors = {name: self._tensors[name] for name in names if name in self._specs}
+        tensors = {name: self._tensors[name] for name in names if name in self._layouts}
         with retired(tensors.values()):
             if groups is not None:
-                groups.forget(names, self._specs)
+                groups.forget(names, self._layouts)
             if not tensors:
                 client.barrier("forget", timeout_s=timeout_s)
                 return
@@ -97,7 +97,7 @@ class Forgetting:
         with self._lock:  # so that nobody finds a tensor that the engine has forgotten
             for name, tensor in tensors.items():
                 self._tensors.pop(name, None)  # close() may have been called
-                del self._specs[name]
+                del self._layouts[name]
                 self._engine.forget(tensor)
         self.uneven.forget(tensors)
         client.dropped(request)

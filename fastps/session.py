@@ -33,7 +33,7 @@ from fastps.arrays import (
     checked_priorities,
     checked_shape,
     describe,
-    make_spec,
+    make_layout,
     outputs_of,
     pair,
 )
@@ -48,6 +48,7 @@ from fastps.control.protocol import (
     Done,
     Event,
     JobOver,
+    Layout,
     Locate,
     PeerLost,
     TensorPoisoned,
@@ -137,7 +138,7 @@ class Session(Forgetting):
         self.state, self._state_lock = State.OPEN, threading.Lock()
         self._lock = threading.Lock()  # declarations; held while the scheduler answers
         self._tensors: dict[str, PlannedTensor] = {}
-        self._specs: dict[str, TensorSpec] = {}
+        self._layouts: dict[str, Layout] = {}
         self._witness = Witness()
         self.left, self.gone = self._witness.left, self._witness.gone  # as far as we know
         self._poisoned = self._witness.poisoned
@@ -185,7 +186,7 @@ class Session(Forgetting):
 
         policy: of fastps.contract. compression, rule: of fastps.push_pull(). updates: of what
         validators change, the compression of what is pushed to them. terms: others of
-        arrays.make_spec(). Declaring twice is allowed. Blocks until every server is ready for
+        arrays.make_layout(). Declaring twice is allowed. Blocks until every server is ready for
         them. Raises MismatchError when another worker, or this one earlier, declared one
         differently, ConfigError when no server is there for the policy or the rule, or such a
         rule cannot be.
@@ -209,11 +210,11 @@ class Session(Forgetting):
         if self._client is not None:
             self._declare_specs(wanted)
         else:
-            alone.declare(self._specs, wanted)
+            alone.declare(self._layouts, wanted)
 
     def _spec(self, name: str, shape: tuple[int, ...], dtype: DType, **terms: Any) -> TensorSpec:
         is_sent = self._client is not None and bool(self.connections.owners)
-        return make_spec(
+        layout = make_layout(
             self.config,
             self._chunk_bytes,
             name,
@@ -223,14 +224,15 @@ class Session(Forgetting):
             n=self.size,
             **terms,
         )
+        return TensorSpec(name, layout)
 
     def _declare_specs(self, wanted: Sequence[TensorSpec]) -> None:
-        if wanted and wanted[0].givers is Givers.WORKERS:
-            first = wanted[0]
-            check_taking_part(first.name, self.rank - self.size, self.config, first.policy)
+        if wanted and (first := wanted[0].layout).givers is Givers.WORKERS:
+            above = self.rank - self.size
+            check_taking_part(wanted[0].name, above, self.config, first.policy)
         with self._lock:
             # a known name with another shape goes to the scheduler too, so that all hear of it
-            fresh = [spec for spec in wanted if self._specs.get(spec.name) != spec]
+            fresh = [spec for spec in wanted if self._layouts.get(spec.name) != spec.layout]
             if not fresh:
                 return
             assert self._client is not None
@@ -238,9 +240,9 @@ class Session(Forgetting):
             self.check_usable()
             for spec, answer in zip(fresh, answers, strict=True):
                 tensor = self.connections.make_tensor(spec, answer)
-                tensor.expect(spec.shape, DType(spec.dtype))
+                tensor.expect(spec.layout.shape, DType(spec.layout.dtype))
                 self._tensors[spec.name] = tensor
-                self._specs[spec.name] = spec
+                self._layouts[spec.name] = spec.layout
 
     def declare_as(self, spec: TensorSpec) -> None:
         """Declare a tensor just as another worker did. Blocks, and raises, as declare() does."""
@@ -248,7 +250,7 @@ class Session(Forgetting):
         self._declare_specs([spec])
 
     def _rule_of(self, name: str) -> Rule:
-        return self._specs[name].rule if name in self._specs else SUMMED
+        return self._layouts[name].rule if name in self._layouts else SUMMED
 
     def is_free_for(self, name: str, shape: tuple[int, ...], dtype: DType) -> bool:
         """Tell whether servers, if any, can take a name: it is not declared for something else.
@@ -256,7 +258,7 @@ class Session(Forgetting):
         MismatchError for one about which workers disagreed.
         """
         self.ways.check(name)
-        known = self._specs.get(name)
+        known = self._layouts.get(name)
         if self.config.goes_on:
             return False
         return known is None or (known.shape == shape and known.dtype == dtype)
@@ -266,11 +268,16 @@ class Session(Forgetting):
     ) -> list[PlannedTensor]:
         """Give the tensors of names, declaring those that are new or have changed."""
         wanted = []
+        alike: dict[tuple[tuple[int, ...], DType], Layout] = {}  # of many names few differ
         for name, array in zip(names, arrays, strict=True):
-            known = self._specs.get(name)
+            known = self._layouts.get(name)
             code = dtype_of(array.dtype) if dtype is None else dtype
             if known is None or known.shape != array.shape or known.dtype != code:
-                wanted.append(self._spec(name, array.shape, code))
+                layout = alike.get((array.shape, code))
+                if layout is None:
+                    layout = self._spec(name, array.shape, code).layout
+                    alike[array.shape, code] = layout
+                wanted.append(TensorSpec(name, layout))
         if wanted:
             self._declare_specs(wanted)
         if self._poisoned:
@@ -521,7 +528,7 @@ class Session(Forgetting):
             )
             for name, array in zip(names, arrays, strict=True)
         ]  # fmt: skip
-        alone.declare(self._specs, wanted)
+        alone.declare(self._layouts, wanted)
         flights = self._alone.begin(names)
         alone.finish(wanted, arrays, outputs)
         return self._handle(flights, outputs, SUM, is_single=is_single)
@@ -558,9 +565,9 @@ class Session(Forgetting):
         """Say what was started last on tensors; None: of all, what is in flight."""
         found = []
         for name in list(self._tensors) if names is None else names:
-            tensor, spec = self._tensors.get(name), self._specs.get(name)
-            if tensor is not None and spec is not None and (names or tensor.is_in_flight):
-                found.append(StartedTensor(tensor, spec))
+            tensor, layout = self._tensors.get(name), self._layouts.get(name)
+            if tensor is not None and layout is not None and (names or tensor.is_in_flight):
+                found.append(StartedTensor(tensor, layout))
         return found
 
     def version_of(self, name: str) -> int:
@@ -707,8 +714,8 @@ class Session(Forgetting):
             return self.stalls.error(self.stalls.pending_of(ticket), timeout_s)
         if status == Status.MISMATCH and ticket.name not in self._poisoned:
             started = _OPERATIONS.get(operation, f"a broadcast from worker {operation}")
-            if (spec := self._specs.get(ticket.name)) is not None:
-                started += f" of {describe(spec.dtype, tuple(spec.shape))}"
+            if (layout := self._layouts.get(ticket.name)) is not None:
+                started += f" of {describe(layout.dtype, tuple(layout.shape))}"
             error = dispute(self._scheduler, ticket.name, ticket.version, started)
             if ticket.name not in self._poisoned:  # who heard of that before us disputes nothing
                 return error

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from fastps.collectives._exchange import Operation
     from fastps.control.client import ControlClient
-    from fastps.control.protocol import Locate, TensorSpec
+    from fastps.control.protocol import Layout, Locate
     from fastps.groups import Groups
     from fastps.session import Session
     from fastps.worker._tensor import PlannedTensor, Ticket
@@ -167,26 +167,26 @@ class StallWatch:
 
     def _in_flight(self) -> Iterator[Pending]:
         """List what is in flight, tensors first."""
-        for tensor, spec in self._session.started():
-            yield self._pending_tensor(tensor, spec)
+        for tensor, layout in self._session.started():
+            yield self._pending_tensor(tensor, layout)
         if hasattr(self._session, "connections"):  # else it is not whole yet
             groups = self._session.known_groups
             for operation in self._session.connections.exchange.operations:
                 if not operation.is_done:
                     yield pending_operation(operation, groups)
 
-    def _pending_tensor(self, one: PlannedTensor | Ticket, spec: TensorSpec | None) -> Pending:
+    def _pending_tensor(self, one: PlannedTensor | Ticket, layout: Layout | None) -> Pending:
         """Say for whom an operation waits: where workers may be ahead of others not for all."""
         number, members = one.version, tuple(range(self._session.size))
-        if spec is not None and spec.policy == Policy.ACCUMULATE:
+        if layout is not None and layout.policy == Policy.ACCUMULATE:
             if one.operation >= 0:
                 members = (one.operation,)
-            elif spec.staleness == ANY_STALENESS:
+            elif layout.staleness == ANY_STALENESS:
                 members = ()
             else:
-                number = max(number - spec.staleness, 0)
+                number = max(number - layout.staleness, 0)
         what = f"tensor {one.name!r} (operation {one.version} on it{self._step()})"
-        is_sum = spec is not None and spec.policy is Policy.SUM
+        is_sum = layout is not None and layout.policy is Policy.SUM
         name = self._session.ways.name_of(one.name) if is_sum else ""
         return Pending(_TENSOR + one.name, number, one.version, what, members, name)
 

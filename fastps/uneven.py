@@ -25,14 +25,14 @@ import numpy as np
 
 from fastps.collectives._calls import forget_calls
 from fastps.collectives.names import Part, part_of
-from fastps.control.protocol import pack_spec, unpack_spec
+from fastps.control.protocol import TensorSpec, pack_spec, unpack_spec
 from fastps.errors import FastPSError, StallError, Status
 from fastps.objects import decode_object, encode_object
 from fastps.types import DType, Op, ReduceOp, numpy_dtype
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
-    from fastps.control.protocol import TensorSpec, Told
+    from fastps.control.protocol import Layout, Told
     from fastps.session import Session
     from fastps.worker._tensor import PlannedTensor
     from fastps.worker.handle import Array, Handle
@@ -74,7 +74,7 @@ class StartedTensor(NamedTuple):
     """The last operation on a declared tensor."""
 
     tensor: PlannedTensor
-    spec: TensorSpec
+    layout: Layout
 
 
 @dataclass
@@ -154,7 +154,7 @@ class Uneven:
     def tell(self, tensors: Iterable[StartedTensor]) -> None:
         """Tell those who have joined what was started on tensors."""
         members = tuple(range(self._session.size))
-        self._tell(_of_tensor(tensor, spec, members) for tensor, spec in tensors)
+        self._tell(_of_tensor(tensor, layout, members) for tensor, layout in tensors)
 
     def tell_group(self, operation: Operation) -> None:
         """Tell those who have joined of a group's operation."""
@@ -201,10 +201,10 @@ class Uneven:
         n = len(members)
         factor = n / max(n - len(absent.intersection(members)), 1)
         known = self._session.started([place]) if factor != 1.0 and isinstance(place, str) else ()
-        for _, spec in known:
-            if not spec.coding.keeps_scale:
+        for _, layout in known:
+            if not layout.coding.keeps_scale:
                 raise FastPSError(
-                    f"{place!r} is {spec.coding}, and some workers have called join(): their "
+                    f"{place!r} is {layout.coding}, and some workers have called join(): their "
                     "zeros would count as signs; give scaling=True"
                 )
         return 1.0 if self._session.config.join_average == "all" else factor
@@ -350,8 +350,8 @@ class Uneven:
         declared, operation = one.what
         spec = unpack_spec(declared)
         self._session.declare_as(spec)  # whatever they compress it with, say
-        name, dtype = spec.name, DType(spec.dtype)
-        array = np.zeros(spec.shape, numpy_dtype(dtype))
+        name, dtype = spec.name, DType(spec.layout.dtype)
+        array = np.zeros(spec.layout.shape, numpy_dtype(dtype))
         if operation >= 0 and not is_refused:
             return self._session.broadcast_async(array, operation, name, dtype=dtype)
         return self._session.push_pull_async(
@@ -421,9 +421,9 @@ def _extreme(rule: ReduceOp, dtype: DType, kind: np.dtype[Any]) -> Any:
     return (np.iinfo(kind).max, np.iinfo(kind).min, 1)[place]
 
 
-def _of_tensor(tensor: PlannedTensor, spec: TensorSpec, members: tuple[int, ...]) -> Started:
-    what = (pack_spec(spec), tensor.operation)
-    return Started(spec.name, tensor.version, members, what)
+def _of_tensor(tensor: PlannedTensor, layout: Layout, members: tuple[int, ...]) -> Started:
+    what = (pack_spec(TensorSpec(tensor.name, layout)), tensor.operation)
+    return Started(tensor.name, tensor.version, members, what)
 
 
 def _of_group(operation: Operation | Past) -> Started:

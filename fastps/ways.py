@@ -181,8 +181,8 @@ class Ways:
 
     def _count_once(self, name: str) -> Counts:
         found: Counts = {}
-        for tensor, spec in self._session.started([name]):
-            if spec.policy is Policy.SUM and tensor.count:
+        for tensor, layout in self._session.started([name]):
+            if layout.policy is Policy.SUM and tensor.count:
                 found[OWN] = tensor.count
         for way, grouped in list(self._grouped.get(name, {}).items()):
             found[way] = grouped.calls
@@ -278,7 +278,7 @@ def tensors_words(started: Sequence[StartedTensor]) -> str:
     if not started:
         return "an operation"
     operation = started[0].tensor.operation
-    brought = tuple((spec.dtype, tuple(spec.shape)) for _, spec in started)
+    brought = tuple((layout.dtype, tuple(layout.shape)) for _, layout in started)
     if operation >= 0:
         return words_of("broadcast", brought, root=operation)
     return words_of("allreduce", brought, rule=ReduceOp.SUM, is_average=operation == -2)

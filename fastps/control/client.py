@@ -259,10 +259,10 @@ class ControlClient:
         if not specs:
             return []
         for spec in specs:
-            check_name(spec.name, dimensions=len(spec.shape))
+            check_name(spec.name, dimensions=len(spec.layout.shape))
         timeout_s = checked_seconds(timeout_s)
         what = f"declaring {specs[0].name!r}" + (f" and {len(specs) - 1} more" * (len(specs) > 1))
-        message = Declare(next(self._numbers), tuple(specs), timeout_s)
+        message = Declare.of(next(self._numbers), specs, timeout_s)
         return list(self._ask(message, Declared, what=what, timeout_s=timeout_s).tensors)
 
     def forget(self, versions: Mapping[str, int], *, timeout_s: float) -> int:

@@ -15,6 +15,7 @@ some server has not dropped in time: nobody knows who still holds it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,15 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from msgspec.structs import astuple
 
-from fastps.coding import PLAIN, Coding, Option
+from fastps.coding import Option
 from fastps.config import Config
-from fastps.contract import ALONE, PROMPT, Compensation, Gathering, Givers, Policy
+from fastps.contract import Givers, Policy
 from fastps.control.blame import join_names
 from fastps.control.collectives import Answers, Entry
 from fastps.control.protocol import (
-    Code,
     Declare,
     Declared,
     DeclaredTensor,
@@ -41,17 +40,11 @@ from fastps.control.protocol import (
     ForgetKeys,
     KeySpec,
     Layout,
-    PartBytes,
     Pieces,
-    Shape,
-    Staleness,
     TensorPoisoned,
-    TensorSpec,
-    Text,
 )
 from fastps.errors import ConfigError
 from fastps.partition import MAX_PIECES, Placement, check_tensor, cut_tensor, most_pieces
-from fastps.rules import SUMMED, Rule
 from fastps.types import DType
 
 REFUSED = "declarations"  # kind of what is refused of workers, against the validators' word
@@ -60,71 +53,32 @@ _UPDATES_CURE = (
     "same FASTPS_MIN_COMPRESS_BYTES"
 )
 _EARLY = -1  # a batch that no server has, of declarations for which validators have no word yet
+MAX_KEPT = 256  # layouts, and ways to cut, that are known again
 MAX_POISON_LINES = 4  # tensors named in one MismatchError; the rest are counted
 MAX_VERSION = 1 << 31  # an id that has come so far is not used again: versions have 32 bits
 _ITEMSIZES = {int(code): code.itemsize for code in DType}
 
 
-class _Terms(msgspec.Struct, frozen=True, array_like=True):
-    """A layout; what few tensors ask for has a default, and is left out where it is as usual."""
-
-    dtype: Code
-    shape: Shape
-    partition_bytes: PartBytes
-    chunk_bytes: PartBytes
-    policy: Policy = Policy.SUM
-    staleness: Staleness = 0
-    coding: Coding = PLAIN
-    rule: Rule = SUMMED
-    compensation: Compensation = PROMPT
-    givers: Givers = Givers.WORKERS
-    gathering: Gathering = ALONE
-    beside: Text = ""
-    updates: Coding = PLAIN
-
-
-_USUAL = (Policy.SUM, 0, PLAIN, SUMMED, PROMPT, Givers.WORKERS, ALONE, "", PLAIN)
-
-
-def _short(layout: Layout) -> tuple[Any, ...]:
-    """Leave out the last items that are as usual: a name of hundreds of thousands is small."""
-    count, first = len(layout), len(layout) - len(_USUAL)
-    while count > first and layout[count - 1] == _USUAL[count - 1 - first]:
-        count -= 1
-    return layout[:count]
-
-
-class _Facts(msgspec.Struct, frozen=True, array_like=True):
-    """What was decided about a tensor, and does not change."""
-
-    terms: _Terms
-    pieces: Pieces
-    tensor_id: int
-    version: int  # that the tensors with this id before have reached
-
-
 log = logging.getLogger(__name__)
-_pack = msgspec.msgpack.Encoder().encode
-_unpack_facts = msgspec.msgpack.Decoder(_Facts).decode
+
+
+@functools.lru_cache(maxsize=MAX_KEPT)
+def _shared(value: Any) -> Any:
+    """Return an equal value that is in use: many names have few layouts, and are cut alike."""
+    return value
 
 
 class _Tensor(msgspec.Struct, gc=False):
     """One name; small, for there may be hundreds of thousands of them."""
 
     name: str
-    packed: bytes  # _Facts
+    layout: Layout
+    pieces: Pieces
+    tensor_id: int
+    version: int  # that the tensors with this id before have reached
     batch: int  # DeclareKeys that servers must acknowledge
     agreed: int = 0  # bit r: rank r declared it so
     poison: tuple[str, str] | None = None  # kind and message
-
-    @property
-    def facts(self) -> _Facts:
-        """Read what was decided."""
-        return _unpack_facts(self.packed)
-
-    def is_like(self, spec: TensorSpec) -> bool:
-        """Compare with what a worker declares; one byte says how many facts there are."""
-        return self.packed.startswith(_pack(_short(spec.layout)), 1)
 
 
 @dataclass(frozen=True)
@@ -182,7 +136,8 @@ class Declarations:
 
     def declare(self, rank: int, peer: int, asked: Declare, now: float) -> Answers:
         """Take a batch of a worker; answer it now or when the servers are ready."""
-        refusal = self._refuse(asked)
+        layouts = [_shared(layout) for layout in asked.layouts]
+        refusal = self._refuse(asked, layouts)
         if refusal is not None:
             return [(peer, Failed(asked.request, "config", refusal))]
         if rank < self._n_workers and (wrong := self._otherwise(rank, asked)):
@@ -193,18 +148,19 @@ class Declarations:
         out = self._make_way(asked) if rank >= self._n_workers else []
         new: list[KeySpec] = []
         tensors: list[_Tensor] = []
-        for spec in asked.specs:
-            tensor = self._tensors.get(spec.name)
+        for name, number in asked.tensors:
+            tensor = self._tensors.get(name)
             if tensor is None:
-                tensor, keys = self._add(spec)
+                tensor, keys = self._add(name, layouts[number])
                 new.append(keys)
-            elif not tensor.is_like(spec):
-                out += self._poison(tensor, "mismatch", self._mismatch_text(tensor, rank, spec))
+            elif tensor.layout != layouts[number]:
+                text = self._mismatch_text(tensor, rank, layouts[number])
+                out += self._poison(tensor, "mismatch", text)
             tensor.agreed |= 1 << rank
             tensors.append(tensor)
         self._peers[rank] = peer
         if new:
-            out += self._announce(DeclareKeys(self._batches, tuple(new)))
+            out += self._announce(DeclareKeys.of(self._batches, new))
         batches = frozenset(tensor.batch for tensor in tensors)
         deadline = now + asked.timeout_s
         self._waiting.append(
@@ -216,19 +172,17 @@ class Declarations:
 
     def _otherwise(self, rank: int, asked: Declare) -> str:
         """Say what a worker declares that is the validators', and not as they do."""
-        for spec in asked.specs:
-            if spec.name in self._judged and not self._tensors[spec.name].is_like(spec):
-                text = self._mismatch_text(self._tensors[spec.name], rank, spec)
+        for name, number in asked.tensors if self._judged else ():
+            layout = asked.layouts[number]
+            if name in self._judged and self._tensors[name].layout != layout:
+                text = self._mismatch_text(self._tensors[name], rank, layout)
                 count = self._refused[REFUSED] = self._refused.get(REFUSED, 0) + 1
                 log.warning("refused a declaration (%d so far): %s", count, text)
                 return text
         return ""
 
     def _is_early(self, asked: Declare) -> bool:
-        return any(
-            spec.givers is Givers.VALIDATORS and spec.name not in self._judged
-            for spec in asked.specs
-        )
+        return any(name not in self._judged for name in _judged_by(asked))
 
     def _wait_for_validators(self, rank: int, peer: int, asked: Declare, now: float) -> None:
         self._unready[_EARLY] = set()
@@ -240,12 +194,12 @@ class Declarations:
     def _make_way(self, asked: Declare) -> Answers:
         """Take names for a validator, also from workers that have declared them before."""
         out: Answers = []
-        for spec in asked.specs:
-            if spec.givers is Givers.VALIDATORS and spec.name not in self._judged:
-                self._judged.add(spec.name)
-                tensor = self._tensors.pop(spec.name, None)
+        for name in _judged_by(asked):
+            if name not in self._judged:
+                self._judged.add(name)
+                tensor = self._tensors.pop(name, None)
                 if tensor is not None:
-                    text = f"tensor {spec.name!r} is the validators', who have declared it"
+                    text = f"tensor {name!r} is the validators', who have declared it"
                     out += self._poison(tensor, "mismatch", text)
         return out
 
@@ -297,7 +251,7 @@ class Declarations:
                 _Waiting(rank, entry.peer, entry.asked.request, timeout_s,
                          entry.deadline + timeout_s, tensors, frozenset([batch]), is_farewell=True)
             )  # fmt: skip
-        out = self._announce(ForgetKeys(batch, tuple(one.facts.tensor_id for one in tensors)))
+        out = self._announce(ForgetKeys(batch, tuple(one.tensor_id for one in tensors)))
         if batch not in self._unready:
             self._take_off(batch)
         return out + self._settle()
@@ -354,11 +308,10 @@ class Declarations:
         for tensor, version in usable:
             del self._tensors[tensor.name]
             self._judged.discard(tensor.name)
-            facts = tensor.facts
-            for nbytes, owner in facts.pieces:
+            for nbytes, owner in tensor.pieces:
                 self._placement.add_load(self._numbers.index(owner), -nbytes)
-            self._n_pieces -= len(facts.pieces)
-            ids.append((facts.tensor_id, max(version, facts.version)))
+            self._n_pieces -= len(tensor.pieces)
+            ids.append((tensor.tensor_id, max(version, tensor.version)))
         told = [item for item in self._waiting if item.is_farewell and batch in item.batches]
         self._resting.append(([item for item in ids if item[1] < MAX_VERSION], told))
 
@@ -369,92 +322,95 @@ class Declarations:
             self._free_ids += [] if holders else ids
         self._resting = [resting for resting in self._resting if resting[1]]
 
-    def _refuse(self, asked: Declare) -> str | None:
+    def _refuse(self, asked: Declare, layouts: Sequence[Layout]) -> str | None:
         """Check a whole batch before any of it takes effect."""
         n_pieces = self._n_pieces
-        for spec in asked.specs:
+        most: dict[int, int] = {}  # pieces, by the number of a layout
+        for name, number in asked.tensors:
             try:
-                n_pieces += self._check(spec)
+                if number not in most:
+                    if number >= len(layouts):
+                        raise ConfigError(f"there is no layout {number} among {len(layouts)}")
+                    most[number] = self._check(layouts[number])
+                n_pieces += self._count_new(name, layouts[number], most[number])
             except ConfigError as error:
-                return f"tensor {spec.name!r}: {error}"
+                return f"tensor {name!r}: {error}"
         if n_pieces <= MAX_PIECES:
             return None
         return (
-            f"{len(asked.specs)} tensors from {asked.specs[0].name!r} on need up to {n_pieces} "
+            f"{len(asked.tensors)} tensors from {asked.tensors[0][0]!r} on need up to {n_pieces} "
             f"partitions, with those before; a job may have {MAX_PIECES}: raise "
             "FASTPS_PARTITION_BYTES, or declare fewer tensors"
         )
 
-    def _check(self, spec: TensorSpec) -> int:
-        """Give the most pieces that a tensor adds; ConfigError if it cannot be."""
-        itemsize = _ITEMSIZES.get(spec.dtype)
+    def _check(self, layout: Layout) -> int:
+        """Return the most pieces that a tensor adds; ConfigError if it cannot be."""
+        itemsize = _ITEMSIZES.get(layout.dtype)
         if itemsize is None:
-            raise ConfigError(f"dtype code {spec.dtype} is unknown")
-        nbytes = math.prod(spec.shape) * itemsize
-        if spec.nbytes != nbytes:
-            raise ConfigError(f"{_side(spec.layout)} has {nbytes} bytes, not {spec.nbytes}")
+            raise ConfigError(f"dtype code {layout.dtype} is unknown")
+        nbytes = math.prod(layout.shape) * itemsize
+        if layout.nbytes != nbytes:
+            raise ConfigError(f"{_side(layout)} has {nbytes} bytes, not {layout.nbytes}")
         try:
-            spec.coding.check()
-            spec.updates.check()
-            spec.rule.check()
-            spec.gathering.check()
+            layout.coding.check()
+            layout.updates.check()
+            layout.rule.check()
+            layout.gathering.check()
         except ValueError as error:
             raise ConfigError(f"{error}") from None
-        if spec.name in self._tensors:
-            if self._tensors[spec.name].batch in self._leaving:
-                raise ConfigError("it is being forgotten")
-            return 0
-        if spec.policy is Policy.KEPT:
-            self._check_kept(spec)
-        check_tensor(
-            nbytes,
-            partition_bytes=spec.partition_bytes,
-            n_owners=len(self._placement.owners),
-        )
-        return most_pieces(nbytes, partition_bytes=spec.partition_bytes, placement=self._placement)
+        cut = {"partition_bytes": layout.partition_bytes}
+        check_tensor(nbytes, n_owners=len(self._placement.owners), **cut)
+        return most_pieces(nbytes, placement=self._placement, **cut)
 
-    def _check_kept(self, spec: TensorSpec) -> None:
+    def _count_new(self, name: str, layout: Layout, most: int) -> int:
+        """Return the most pieces that a name adds to the job; ConfigError if it cannot be."""
+        known = self._tensors.get(name)
+        if known is not None and known.batch in self._leaving:
+            raise ConfigError("it is being forgotten")
+        if known is None and layout.policy is Policy.KEPT:
+            self._check_kept(layout)
+        return most if known is None else 0
+
+    def _check_kept(self, layout: Layout) -> None:
         """Raise ConfigError unless there is a tensor with codecs that keep so many elements."""
-        other = self._tensors.get(spec.beside)
+        other = self._tensors.get(layout.beside)
         if other is None:
-            raise ConfigError(f"there is no tensor {spec.beside!r}, whose codecs keep something")
-        terms = other.facts.terms
-        if not (terms.coding.has(Option.FEEDBACK) and terms.policy is Policy.SUM
-                and (math.prod(terms.shape),) == spec.shape
-                and spec.dtype == DType.FLOAT32):  # fmt: skip
-            raise ConfigError(f"codecs of tensor {spec.beside!r} keep no {_side(spec.layout)}")
+            raise ConfigError(f"there is no tensor {layout.beside!r}, whose codecs keep something")
+        theirs = other.layout
+        if not (theirs.coding.has(Option.FEEDBACK) and theirs.policy is Policy.SUM
+                and (math.prod(theirs.shape),) == layout.shape
+                and layout.dtype == DType.FLOAT32):  # fmt: skip
+            raise ConfigError(f"codecs of tensor {layout.beside!r} keep no {_side(layout)}")
 
-    def _pieces_beside(self, name: str) -> Pieces:
+    def _pieces_beside(self, other: _Tensor) -> Pieces:
         """Cut what codecs keep of a tensor, float32, as that is, and count it."""
-        facts = self._tensors[name].facts
-        size = DType(facts.terms.dtype).itemsize
+        size = DType(other.layout.dtype).itemsize
         pieces = tuple(
-            (nbytes // size * DType.FLOAT32.itemsize, owner) for nbytes, owner in facts.pieces
+            (nbytes // size * DType.FLOAT32.itemsize, owner) for nbytes, owner in other.pieces
         )
         for nbytes, owner in pieces:
             self._placement.add_load(self._numbers.index(owner), nbytes)
         return pieces
 
-    def _add(self, spec: TensorSpec) -> tuple[_Tensor, KeySpec]:
+    def _add(self, name: str, layout: Layout) -> tuple[_Tensor, KeySpec]:
         tensor_id, version = self._free_ids.pop() if self._free_ids else (self._n_ids, 0)
         self._n_ids = max(self._n_ids, tensor_id + 1)
-        pieces = self._pieces_beside(spec.beside) if spec.beside else self._cut(spec, tensor_id)
+        other = self._tensors[layout.beside] if layout.beside else None
+        cut = self._cut(layout, tensor_id) if other is None else self._pieces_beside(other)
+        pieces = _shared(cut)
         self._n_pieces += len(pieces)
-        packed = _pack((_short(spec.layout), pieces, tensor_id, version))
-        tensor = _Tensor(spec.name, packed, self._batches)
-        self._tensors[spec.name] = tensor
-        beside = self._tensors[spec.beside].facts.tensor_id if spec.beside else 0
-        terms = (spec.policy, spec.staleness, version, spec.coding, spec.rule, spec.compensation,
-                 spec.givers, spec.gathering, beside)  # fmt: skip
-        return tensor, KeySpec(tensor_id, spec.name, spec.dtype, spec.chunk_bytes, pieces, *terms)
+        tensor = _Tensor(name, layout, pieces, tensor_id, version, self._batches)
+        self._tensors[name] = tensor
+        beside = 0 if other is None else other.tensor_id
+        return tensor, KeySpec(tensor_id, name, layout, pieces, version, beside)
 
-    def _cut(self, spec: TensorSpec, tensor_id: int) -> Pieces:
+    def _cut(self, layout: Layout, tensor_id: int) -> Pieces:
         cut = cut_tensor(
-            spec.nbytes,
-            partition_bytes=spec.partition_bytes,
+            layout.nbytes,
+            partition_bytes=layout.partition_bytes,
             placement=self._placement,
             tensor_id=tensor_id,
-            is_whole=spec.rule.wants_whole,
+            is_whole=layout.rule.wants_whole,
         )
         return tuple((piece.nbytes, self._numbers[piece.owner]) for piece in cut)
 
@@ -469,7 +425,7 @@ class Declarations:
         if tensor.poison is not None:
             return []
         tensor.poison = (kind, message)
-        event = TensorPoisoned(tensor.facts.tensor_id, tensor.name, message)
+        event = TensorPoisoned(tensor.tensor_id, tensor.name, message)
         return [(self._peers[rank], event) for rank in self._present(tensor)]
 
     def _present(self, tensor: _Tensor) -> list[int]:
@@ -503,14 +459,14 @@ class Declarations:
         return Declared(
             item.request,
             tuple(
-                DeclaredTensor(facts.tensor_id, facts.pieces, facts.version)
-                for facts in (tensor.facts for tensor in item.tensors)
+                DeclaredTensor(tensor.tensor_id, tensor.pieces, tensor.version)
+                for tensor in item.tensors
             ),
         )
 
     def _late_text(self, item: _Waiting) -> str:
         if item.early is not None:
-            wanted = join_names([repr(spec.name) for spec in item.early.specs])
+            wanted = join_names([repr(name) for name, _ in item.early.tensors])
             return (
                 f"declaring {wanted} timed out after {item.timeout_s:g} s; no validator has "
                 "declared them; do they make the same HeldParameters?"
@@ -524,21 +480,19 @@ class Declarations:
             f"not ready: {missing}; raise FASTPS_OP_TIMEOUT_S if they are only slow"
         )
 
-    def _mismatch_text(self, tensor: _Tensor, rank: int, spec: TensorSpec) -> str:
+    def _mismatch_text(self, tensor: _Tensor, rank: int, layout: Layout) -> str:
         if rank in self._present(tensor):
             return (
-                f"tensor {spec.name!r} was declared before as "
-                f"{_full_side(astuple(tensor.facts.terms))}, and worker {rank} now declares "
-                f"{_full_side(spec.layout)}: give it another name, or prefix=, or forget() it"
+                f"tensor {tensor.name!r} was declared before as {_full_side(tensor.layout)}, "
+                f"and worker {rank} now declares {_full_side(layout)}: give it another name, or "
+                "prefix=, or forget() it"
             )
         first = (tensor.agreed & -tensor.agreed).bit_length() - 1
         others = self._names_text(self._present(tensor) or [first])
-        cure = _UPDATES_CURE if spec.updates != tensor.facts.terms.updates else ""
+        cure = _UPDATES_CURE if layout.updates != tensor.layout.updates else ""
         return (
-            f"tensor {spec.name!r} differs between workers: worker {rank} declared "
-            f"{_full_side(spec.layout)}, but {others} declared "
-            f"{_full_side(astuple(tensor.facts.terms))}"
-            f"{cure}"
+            f"tensor {tensor.name!r} differs between workers: worker {rank} declared "
+            f"{_full_side(layout)}, but {others} declared {_full_side(tensor.layout)}{cure}"
         )
 
     def _names_text(self, ranks: Sequence[int]) -> str:
@@ -547,16 +501,25 @@ class Declarations:
         return join_names([f"worker {i}" if i < n else f"validator {i - n}" for i in ranks])
 
 
+def _judged_by(asked: Declare) -> Iterator[str]:
+    """List the names of a batch whose values validators give."""
+    judged = {
+        number for number, one in enumerate(asked.layouts) if one.givers is Givers.VALIDATORS
+    }
+    return (name for name, number in (asked.tensors if judged else ()) if number in judged)
+
+
 def _side(layout: Layout) -> str:
-    return f"{DType(layout[0]).name.lower()} of shape {layout[1]}"
+    return f"{DType(layout.dtype).name.lower()} of shape {layout.shape}"
 
 
 def _full_side(layout: Layout) -> str:
     return (
-        f"{_side(layout)} in partitions of at most {layout[2]} bytes sent as chunks of {layout[3]}"
-        f" under {layout[4].name} (staleness {layout[5]}), {layout[6]}"
-        + (f", {layout[7]}" if layout[7].has_meaning() else "")
-        + (f", {layout[8]}" if layout[8].strength else "")
-        + (f", {layout[10]}" if layout[4] is Policy.GATHERED else "")
-        + (f", of updates that are {layout[12]}" if layout[9] is Givers.VALIDATORS else "")
+        f"{_side(layout)} in partitions of at most {layout.partition_bytes} bytes sent as chunks "
+        f"of {layout.chunk_bytes} under {layout.policy.name} (staleness {layout.staleness}), "
+        f"{layout.coding}"
+        + (f", {layout.rule}" if layout.rule.has_meaning() else "")
+        + (f", {layout.compensation}" if layout.compensation.strength else "")
+        + (f", {layout.gathering}" if layout.policy is Policy.GATHERED else "")
+        + (f", of updates that are {layout.updates}" if layout.givers is Givers.VALIDATORS else "")
     )

@@ -14,6 +14,7 @@ message made for it, with `Done` or with `Failed`. Everything else the scheduler
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, TypeAlias, get_args
 
 import msgspec
@@ -63,10 +64,6 @@ _Part = Meta(ge=MIN_CHUNK_BYTES, le=MAX_PARTITION_BYTES, multiple_of=ALIGNMENT)
 PartBytes: TypeAlias = Annotated[int, _Part]
 Staleness: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]  # operations
 Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and owner of each partition
-Layout: TypeAlias = tuple[  # all but name and nbytes of a spec
-    Code, Shape, PartBytes, PartBytes, Policy, Staleness, Coding, Rule, Compensation, Givers,
-    Gathering, Text, Coding,
-]  # fmt: skip
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -161,15 +158,18 @@ class Job(_Record, frozen=True):
         return f"server {self.owners.index(number)}" + f" (in {name})" * (number < self.size)
 
 
-class TensorSpec(_Record, frozen=True):
-    """What a worker declares; dtype is a code of fastps.types.DType.
+class Layout(
+    msgspec.Struct, frozen=True, gc=False, omit_defaults=True, forbid_unknown_fields=True
+):
+    """What all workers must declare alike of a tensor; dtype is a code of fastps.types.DType.
 
-    partition_bytes: the most that one may have; the scheduler cuts. policy to gathering: of
-    fastps.contract. beside: of KEPT, the tensor whose codecs keep this; it is cut as that is.
-    updates: of what validators change, how workers' updates travel to them; no server's business.
+    Tensors that are alike share one: of hundreds of thousands there are few. Travels by the names
+    of its fields, for most are as usual, and those are shared, too. partition_bytes: the
+    most that one may have; the scheduler cuts. policy to gathering: of fastps.contract. beside: of
+    KEPT, the tensor whose codecs keep this; it is cut as that is. updates: of what validators
+    change, how workers' updates travel to them; no server's business.
     """
 
-    name: Name
     dtype: Code
     shape: Shape
     nbytes: Nbytes
@@ -185,14 +185,12 @@ class TensorSpec(_Record, frozen=True):
     beside: Text = ""
     updates: Coding = PLAIN
 
-    @property
-    def layout(self) -> Layout:
-        """Give what all workers must declare alike."""
-        return (
-            self.dtype, self.shape, self.partition_bytes, self.chunk_bytes, self.policy,
-            self.staleness, self.coding, self.rule, self.compensation, self.givers,
-            self.gathering, self.beside, self.updates,
-        )  # fmt: skip
+
+class TensorSpec(_Record, frozen=True):
+    """What a worker declares."""
+
+    name: Name
+    layout: Layout
 
 
 class DeclaredTensor(_Record, frozen=True):
@@ -204,22 +202,24 @@ class DeclaredTensor(_Record, frozen=True):
 
 
 class KeySpec(_Record, frozen=True):
-    """What a server needs to hold its partitions of one tensor."""
+    """What a server needs to hold its partitions of one tensor.
+
+    beside: of KEPT, number of the other tensor. version: the last of who had this id before.
+    """
 
     tensor_id: Id
     name: Name
-    dtype: Code
-    chunk_bytes: PartBytes
+    layout: Layout
     pieces: Pieces
-    policy: Policy = Policy.SUM
-    staleness: Staleness = 0
     version: Version = 0
-    coding: Coding = PLAIN
-    rule: Rule = SUMMED
-    compensation: Compensation = PROMPT
-    givers: Givers = Givers.WORKERS
-    gathering: Gathering = ALONE
-    beside: Id = 0  # of KEPT: number of the other tensor
+    beside: Id = 0
+
+
+def _number_layouts(layouts: Iterable[Layout]) -> tuple[tuple[Layout, ...], list[int]]:
+    """Return the layouts that differ, and the place among them of each one given."""
+    places: dict[Layout, int] = {}
+    numbers = [places.setdefault(one, len(places)) for one in layouts]
+    return tuple(places), numbers
 
 
 # ---- member to scheduler ----
@@ -300,11 +300,22 @@ class AskClock(_Message, frozen=True):
 
 
 class Declare(_Message, frozen=True):
-    """Declare a batch of tensors; answered by Declared when every server is ready for them."""
+    """Declare a batch of tensors; answered by Declared when every server is ready for them.
+
+    tensors: name and number of the layout of each.
+    """
 
     request: Id
-    specs: tuple[TensorSpec, ...]
+    layouts: tuple[Layout, ...]
+    tensors: tuple[tuple[Name, Id], ...]
     timeout_s: Seconds
+
+    @classmethod
+    def of(cls, request: int, specs: Sequence[TensorSpec], timeout_s: float) -> Declare:
+        """Declare these tensors."""
+        layouts, numbers = _number_layouts(spec.layout for spec in specs)
+        names = [spec.name for spec in specs]
+        return cls(request, layouts, tuple(zip(names, numbers, strict=True)), timeout_s)
 
 
 class Barrier(_Message, frozen=True):
@@ -572,10 +583,33 @@ class Locate(_Message, frozen=True):
 
 
 class DeclareKeys(_Message, frozen=True):
-    """Servers only: make ready for these keys, then say KeysReady or KeysFailed."""
+    """Servers only: make ready for these keys, then say KeysReady or KeysFailed.
+
+    tensors: the fields of KeySpec, with the number of its layout.
+    """
 
     request_id: Id
-    tensors: tuple[KeySpec, ...]
+    layouts: tuple[Layout, ...]
+    tensors: tuple[tuple[Id, Name, Id, Pieces, Version, Id], ...]
+
+    @classmethod
+    def of(cls, request_id: int, keys: Sequence[KeySpec]) -> DeclareKeys:
+        """Ask to make ready for these keys."""
+        layouts, numbers = _number_layouts(key.layout for key in keys)
+        return cls(
+            request_id,
+            layouts,
+            tuple(
+                (key.tensor_id, key.name, number, key.pieces, key.version, key.beside)
+                for key, number in zip(keys, numbers, strict=True)
+            ),
+        )
+
+    @property
+    def keys(self) -> Iterator[KeySpec]:
+        """What is asked for."""
+        for tensor_id, name, number, pieces, version, beside in self.tensors:
+            yield KeySpec(tensor_id, name, self.layouts[number], pieces, version, beside)
 
 
 class ForgetKeys(_Message, frozen=True):

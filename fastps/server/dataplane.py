@@ -252,7 +252,7 @@ class DataPlane:
         """Make ready for new tensors."""
         try:
             self.store.take_back_idle()
-            for spec in request.tensors:
+            for spec in request.keys:
                 self._declare(spec)
             if self._rdma is not None:
                 self._pool.statistics()  # pins the slabs that are new
@@ -275,16 +275,16 @@ class DataPlane:
 
     def _declare(self, spec: KeySpec) -> None:
         """Make room for our partitions; compile their kernels before the first push."""
-        dtype = DType(spec.dtype)
+        dtype = DType(spec.layout.dtype)
         if self.recorder is not None:
             self.recorder.name_tensor(spec.tensor_id, spec.name)
-        if spec.rule.has_meaning():
+        if spec.layout.rule.has_meaning():
             self._declare_ruled(spec, dtype)
             return
-        if spec.policy is Policy.KEPT:
+        if spec.layout.policy is Policy.KEPT:
             self._declare_kept(spec, dtype)
             return
-        if is_followed(spec.policy, spec.coding):
+        if is_followed(spec.layout.policy, spec.layout.coding):
             self._declare_followed(spec, dtype)
             return
         rules = self._coded_rules(spec)
@@ -298,30 +298,30 @@ class DataPlane:
             ],
             dtype=dtype,
             itemsize=dtype.itemsize,
-            chunk_bytes=wire_chunk(spec.coding, spec.chunk_bytes),
+            chunk_bytes=wire_chunk(spec.layout.coding, spec.layout.chunk_bytes),
             kernel=next(iter(rules.values())).kernel if rules else self._kernel(spec),
-            unit=Unit.PARTITION if spec.coding.is_whole else Unit.CHUNK,
+            unit=Unit.PARTITION if spec.layout.coding.is_whole else Unit.CHUNK,
             states=rules,
             inline_bytes=self._config.inline_sum_bytes,
             version=spec.version,
-            policy=spec.policy,
-            staleness=spec.staleness,
-            compensation=spec.compensation,
+            policy=spec.layout.policy,
+            staleness=spec.layout.staleness,
+            compensation=spec.layout.compensation,
         )
 
     def _declare_ruled(self, spec: KeySpec, dtype: DType) -> None:
         """Make room for partitions of which a rule sees what each worker gives."""
         job = self._job
-        follows = is_followed(spec.policy, spec.coding)
-        is_coded = spec.coding.codec is not Codec.NONE and not follows
+        follows = is_followed(spec.layout.policy, spec.layout.coding)
+        is_coded = spec.layout.coding.codec is not Codec.NONE and not follows
         rules = {
             index: RuledRule(
                 Combiner(
-                    spec.rule, dtype, n=job.n_workers, count=nbytes // dtype.itemsize,
-                    function=find_own(spec.rule, self._config.rules),
+                    spec.layout.rule, dtype, n=job.n_workers, count=nbytes // dtype.itemsize,
+                    function=find_own(spec.layout.rule, self._config.rules),
                 ),
                 self._coder(spec, index, nbytes) if is_coded else None,
-                is_at_once=spec.policy is Policy.GATHERED,
+                is_at_once=spec.layout.policy is Policy.GATHERED,
             )
             for index, nbytes in self._owned(spec)
         }  # fmt: skip
@@ -337,7 +337,7 @@ class DataPlane:
             ],
             dtype=dtype,
             itemsize=dtype.itemsize,
-            chunk_bytes=wire_chunk(spec.coding, spec.chunk_bytes),
+            chunk_bytes=wire_chunk(spec.layout.coding, spec.layout.chunk_bytes),
             kernel=next(iter(rules.values())).kernel if rules else 0,
             unit=Unit.CHUNK if looks else Unit.PARTITION,
             states=rules,
@@ -345,9 +345,9 @@ class DataPlane:
             look=looks,
             inline_bytes=0,
             version=spec.version,
-            policy=spec.policy,
-            gathering=spec.gathering,
-            least=spec.rule.full,
+            policy=spec.layout.policy,
+            gathering=spec.layout.gathering,
+            least=spec.layout.rule.full,
             coders=self._followers(spec) if follows else None,
         )
 
@@ -360,14 +360,14 @@ class DataPlane:
             partitions=[(index, nbytes, cast) for index, nbytes in self._owned(spec)],
             dtype=dtype,
             itemsize=dtype.itemsize,
-            chunk_bytes=wire_chunk(spec.coding, spec.chunk_bytes),
+            chunk_bytes=wire_chunk(spec.layout.coding, spec.layout.chunk_bytes),
             kernel=self._kernel(spec),
             unit=Unit.PARTITION,
             is_ruled=True,
             inline_bytes=0,
             version=spec.version,
-            policy=spec.policy,
-            staleness=spec.staleness,
+            policy=spec.layout.policy,
+            staleness=spec.layout.staleness,
             coders=self._followers(spec),
         )
 
@@ -384,13 +384,13 @@ class DataPlane:
             partitions=[(index, nbytes, cast) for index, nbytes in self._owned(spec)],
             dtype=dtype,
             itemsize=dtype.itemsize,
-            chunk_bytes=spec.chunk_bytes,
+            chunk_bytes=spec.layout.chunk_bytes,
             kernel=self._kernel(spec),
             unit=Unit.PARTITION,
             states=kept,
             inline_bytes=0,
             version=spec.version,
-            policy=spec.policy,
+            policy=spec.layout.policy,
             staleness=ANY_STALENESS,
         )
 
@@ -403,7 +403,7 @@ class DataPlane:
 
     def _followers(self, spec: KeySpec) -> dict[int, Coder]:
         """Make what encodes answers: what they lose is in the next one, so it keeps nothing."""
-        coding = spec.coding.without_memory()
+        coding = spec.layout.coding.without_memory()
         return {
             index: self._coder(spec, index, nbytes, coding) for index, nbytes in self._owned(spec)
         }
@@ -433,7 +433,7 @@ class DataPlane:
 
     def _coded_rules(self, spec: KeySpec) -> dict[int, CodedRule]:
         """Give the rules of our partitions, by index; none where elements travel as they are."""
-        if spec.coding.codec is Codec.NONE:
+        if spec.layout.coding.codec is Codec.NONE:
             return {}
         return {
             index: CodedRule(self._coder(spec, index, nbytes))
@@ -444,24 +444,24 @@ class DataPlane:
         self, spec: KeySpec, index: int, nbytes: int, coding: Coding | None = None
     ) -> Coder:
         coder = Coder(
-            coding or spec.coding, DType(spec.dtype), nbytes=nbytes, chunk_bytes=spec.chunk_bytes,
-            name=spec.name, partition=index, rank=self._me,
+            coding or spec.layout.coding, DType(spec.layout.dtype), nbytes=nbytes,
+            chunk_bytes=spec.layout.chunk_bytes, name=spec.name, partition=index, rank=self._me,
         )  # fmt: skip
-        if coding is None and spec.coding.has(Option.FEEDBACK):
+        if coding is None and spec.layout.coding.has(Option.FEEDBACK):
             self._keepers.setdefault(spec.tensor_id, {})[index] = coder
         return coder
 
     def _kernel(self, spec: KeySpec) -> int:
-        dtype = DType(spec.dtype)
-        if trim_of(spec.policy, self._job.validators):
+        dtype = DType(spec.layout.dtype)
+        if trim_of(spec.layout.policy, self._job.validators):
             return robust_kernel("trimmed_mean", dtype)
         return sum_kernel(dtype)
 
     def _cast(self, spec: KeySpec, index: int) -> Cast:
         """Give the cast of a partition, the same for all tensors of the same givers."""
         job = self._job
-        if spec.givers is Givers.VALIDATORS:
-            trim = trim_of(spec.policy, job.validators)
+        if spec.layout.givers is Givers.VALIDATORS:
+            trim = trim_of(spec.layout.policy, job.validators)
             return cast_judged(job.n_workers, job.validators, job.generation, trim=trim)
         if index not in self._casts:
             there = [ranks for ranks in job.machines if ranks[0] < job.n_workers]

@@ -36,6 +36,7 @@ from fastps.control.protocol import (
     Event,
     JobOver,
     KeysReady,
+    Layout,
     NewGeneration,
     PeerLeft,
     PeerLost,
@@ -55,7 +56,8 @@ from fastps.errors import (
 
 
 def make_specs(count: int, extent: int = 10) -> list[TensorSpec]:
-    return [TensorSpec(f"t{i}", 1, (extent,), extent * 4, 4096, 4096) for i in range(count)]
+    layout = Layout(1, (extent,), extent * 4, 4096, 4096)
+    return [TensorSpec(f"t{i}", layout) for i in range(count)]
 
 
 class TestWork:

@@ -21,6 +21,7 @@ from fastps.control.protocol import (
     LENGTH,
     Barrier,
     Joined,
+    Layout,
     Malformed,
     TensorSpec,
     pack,
@@ -44,24 +45,23 @@ def meet(workers: list[Member]) -> None:
 def test_nonsense_of_one_worker_is_its_own_error() -> None:
     with started_job(num_servers=0) as (_, workers, _):
         client = workers[0].client
-        spec = TensorSpec("w", 1, (10,), 40, 4096, 4096)
+        layout = Layout(1, (10,), 40, 4096, 4096)
         for timeout_s in NONSENSE_S:
             for call in (
                 lambda s: client.barrier("b", timeout_s=s),
                 lambda s: client.blob("o", 1, None, timeout_s=s),
-                lambda s: client.declare([spec], timeout_s=s),
+                lambda s: client.declare([TensorSpec("w", layout)], timeout_s=s),
             ):
                 with pytest.raises(ValueError, match="timeout_s="):
                     call(timeout_s)
         for root in (-1, 1 << 16, 1 << 80, np.int64(0), 0.5, None):
             with pytest.raises(ConfigError, match="Blob cannot travel"):
                 client.blob("o", root, None, timeout_s=1)  # type: ignore[arg-type]
-        changes: list[dict[str, Any]] = [
-            {"nbytes": 1 << 70}, {"shape": (-1,)}, {"dtype": 0}, {"name": "x" * 2000},
-        ]  # fmt: skip
-        for change in changes:
+        changes: list[dict[str, Any]] = [{"nbytes": 1 << 70}, {"shape": (-1,)}, {"dtype": 0}]
+        wrong = [TensorSpec("w", msgspec.structs.replace(layout, **change)) for change in changes]
+        for spec in [*wrong, TensorSpec("x" * 2000, layout)]:
             with pytest.raises(ConfigError):
-                client.declare([msgspec.structs.replace(spec, **change)], timeout_s=1)
+                client.declare([spec], timeout_s=1)
         meet(workers)
 
 

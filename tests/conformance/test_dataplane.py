@@ -10,7 +10,7 @@ from transport_nets import wait_until
 
 from fastps.config import Config, load
 from fastps.control.doors import open_doors
-from fastps.control.protocol import DeclareKeys, ForgetKeys, Job, KeySpec, Member
+from fastps.control.protocol import DeclareKeys, ForgetKeys, Job, KeySpec, Layout, Member
 from fastps.errors import FastPSError
 from fastps.server.dataplane import DataPlane
 from fastps.transport.node import Node
@@ -71,14 +71,13 @@ def plane(config: Config) -> Iterator[tuple[DataPlane, Client]]:
 
 
 def spec(tensor_id: int, dtype: int = int(DType.FLOAT32)) -> KeySpec:
-    return KeySpec(
-        tensor_id, f"t{tensor_id}", dtype, 4096, ((8192, OWNER), (8192, 0), (100, OWNER))
-    )
+    layout = Layout(dtype, (4121,), 16484, 8192, 4096)
+    return KeySpec(tensor_id, f"t{tensor_id}", layout, ((8192, OWNER), (8192, 0), (100, OWNER)))
 
 
 def test_own_pieces_are_held_and_acknowledged(plane: tuple[DataPlane, Client]) -> None:
     made, client = plane
-    made.take(DeclareKeys(7, (spec(0), spec(1))))
+    made.take(DeclareKeys.of(7, (spec(0), spec(1))))
     assert client.ready == [7]
     assert made.statistics()["tensors"] == 2
     made.forget()
@@ -87,7 +86,7 @@ def test_own_pieces_are_held_and_acknowledged(plane: tuple[DataPlane, Client]) -
 
 def test_what_cannot_be_held_is_said(plane: tuple[DataPlane, Client]) -> None:
     made, client = plane
-    made.take(DeclareKeys(8, (spec(0, dtype=250),)))
+    made.take(DeclareKeys.of(8, (spec(0, dtype=250),)))
     assert client.ready == []
     assert "server 0" in client.failed[8]
     assert "250" in client.failed[8]
@@ -98,7 +97,7 @@ def test_who_hears_nothing_of_a_farewell_keeps_nobody_from_the_next_one(
 ) -> None:
     """The thread that forgets also reports links that broke: it goes on."""
     made, client = plane
-    made.take(DeclareKeys(1, (spec(0), spec(1))))
+    made.take(DeclareKeys.of(1, (spec(0), spec(1))))
     answer, deaf = client.keys_ready, [True]
 
     def keys_ready(request_id: int) -> None:
@@ -119,10 +118,10 @@ def test_workers_of_a_new_generation_may_be_on_other_machines(
     plane: tuple[DataPlane, Client], machines: list[int]
 ) -> None:
     made, client = plane
-    made.take(DeclareKeys(1, (spec(0),)))
+    made.take(DeclareKeys.of(1, (spec(0),)))
     made.forget()
     made.begin(make_job(machines, generation=2))
-    made.take(DeclareKeys(2, (spec(0), spec(1))))
+    made.take(DeclareKeys.of(2, (spec(0), spec(1))))
     assert client.ready == [1, 2]
     assert made.statistics()["tensors"] == 2
 

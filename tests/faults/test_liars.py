@@ -19,7 +19,7 @@ from fastps.auth import ACCEPT_BYTES, CHALLENGE_BYTES, ClientHandshake, Purpose
 from fastps.config import Config, load
 from fastps.contract import Givers, Policy
 from fastps.control.client import ControlClient
-from fastps.control.protocol import TensorSpec
+from fastps.control.protocol import Layout, TensorSpec
 from fastps.errors import ConfigError, FastPSError, MismatchError
 from fastps.telemetry.watch import look
 from fastps.tokens import CONTROL, Token
@@ -77,7 +77,7 @@ def spec(name: str, **changes: object) -> TensorSpec:
     nbytes = 4 * 77
     fields = {"dtype": int(DType.FLOAT32), "shape": (77,), "nbytes": nbytes,
               "partition_bytes": 1 << 20, "chunk_bytes": 1 << 16}  # fmt: skip
-    return TensorSpec(name=name, **fields | changes)
+    return TensorSpec(name, Layout(**fields | changes))
 
 
 def speak_for_others(job: Job, own: Token) -> None:

@@ -12,6 +12,7 @@ from fastps.control.protocol import (
     Declare,
     Join,
     Joined,
+    Layout,
     Leave,
     Started,
     TensorSpec,
@@ -41,7 +42,7 @@ def make_spec(name: str = "w", shape: tuple[int, ...] = (10, 20), **changes: int
     fields = {"dtype": int(DType.FLOAT32), "partition_bytes": 4096, "chunk_bytes": 4096} | changes
     if "nbytes" not in fields:
         fields["nbytes"] = count * DType(fields["dtype"]).itemsize
-    return TensorSpec(name=name, shape=shape, **fields)
+    return TensorSpec(name, Layout(shape=shape, **fields))
 
 
 class Driver:
@@ -127,7 +128,7 @@ class Driver:
     def declare(self, peer: int, *specs: TensorSpec, timeout_s: float = 10.0) -> int:
         """Let a worker declare tensors."""
         number = self.request()
-        self.say(peer, Declare(number, specs, timeout_s))
+        self.say(peer, Declare.of(number, specs, timeout_s))
         return number
 
     def barrier(self, peer: int, name: str = "b", timeout_s: float = 10.0) -> int:

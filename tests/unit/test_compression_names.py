@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 
 from fastps import Compression, ConfigError
-from fastps.arrays import make_spec
+from fastps.arrays import make_layout
 from fastps.coding import PLAIN, Codec, Coding, Option
 from fastps.compression import coding_of
 from fastps.config import load
 from fastps.contract import Policy
 from fastps.control.declarations import Declarations
-from fastps.control.protocol import Declare, Failed, TensorSpec
+from fastps.control.protocol import Declare, Failed, Layout, TensorSpec
 from fastps.types import DType
 
 ONEBIT = Compression.onebit(scaling=True, ef="vanilla", momentum="nesterov", mu=0.9)
@@ -80,16 +80,17 @@ def test_what_is_no_compression():
 
 def test_the_scheduler_refuses_what_means_nothing():
     declarations = Declarations(load({}), owners={})
-    spec = TensorSpec("t", DType.FLOAT32, (64,), 256, 4096, 4096, coding=Coding(Codec.TOPK, 0.0))
-    ((_, answer),) = declarations.declare(0, 7, Declare(1, (spec,), 5.0), now=0.0)
+    layout = Layout(DType.FLOAT32, (64,), 256, 4096, 4096, coding=Coding(Codec.TOPK, 0.0))
+    asked = Declare.of(1, [TensorSpec("t", layout)], 5.0)
+    ((_, answer),) = declarations.declare(0, 7, asked, now=0.0)
     assert isinstance(answer, Failed)
     assert "k=0" in answer.message
 
 
 def test_no_codec_where_what_is_pushed_stays():
     terms = {"is_sent": True, "policy": Policy.ACCUMULATE}
-    spec = make_spec(load({}, {}), 4096, "w", (100000,), DType.FLOAT32, coding=PLAIN, **terms)
+    spec = make_layout(load({}, {}), 4096, "w", (100000,), DType.FLOAT32, coding=PLAIN, **terms)
     assert spec.coding == PLAIN
     for shape in ((100000,), (1,)):
         with pytest.raises(ConfigError, match=r"'w' is compressed by onebit\(.*ACCUMULATE"):
-            make_spec(load({}, {}), 4096, "w", shape, DType.FLOAT32, coding=ONEBIT, **terms)
+            make_layout(load({}, {}), 4096, "w", shape, DType.FLOAT32, coding=ONEBIT, **terms)

@@ -269,17 +269,15 @@ class MembershipMachine(RuleBasedStateMachine):
     @invariant()
     def ids_are_unique(self) -> None:
         table = self.driver.machine._declarations
-        used = [tensor.facts.tensor_id for tensor in table._tensors.values()]
+        used = [tensor.tensor_id for tensor in table._tensors.values()]
         resting = [number for ids, _ in table._resting for number, _ in ids]
         numbers = used + resting + [number for number, _ in table._free_ids]
         assert len(numbers) == len(set(numbers))
         leaving = [tensor for tensors in table._leaving.values() for tensor, _ in tensors]
         assert all(table._tensors[tensor.name] is tensor for tensor in leaving)
-        assert table._n_pieces == sum(
-            len(tensor.facts.pieces) for tensor in table._tensors.values()
-        )
+        assert table._n_pieces == sum(len(tensor.pieces) for tensor in table._tensors.values())
         assert sum(table._placement.loads) == sum(
-            nbytes for tensor in table._tensors.values() for nbytes, _ in tensor.facts.pieces
+            nbytes for tensor in table._tensors.values() for nbytes, _ in tensor.pieces
         )
 
     @invariant()
@@ -290,12 +288,12 @@ class MembershipMachine(RuleBasedStateMachine):
             self.table, self.reached = table, {}
         for tensors in table._leaving.values():
             for tensor, version in tensors:
-                number = tensor.facts.tensor_id
+                number = tensor.tensor_id
                 self.reached[number] = max(self.reached.get(number, 0), version)
         leaving = {id(one) for tensors in table._leaving.values() for one, _ in tensors}
         for tensor in table._tensors.values():
             if id(tensor) not in leaving and tensor.poison is None:
-                assert tensor.facts.version >= self.reached.get(tensor.facts.tensor_id, 0)
+                assert tensor.version >= self.reached.get(tensor.tensor_id, 0)
 
     @invariant()
     def generation_grows(self) -> None:
