@@ -37,6 +37,8 @@ class DType(enum.IntEnum):
 _BY_NAME = {code.name.lower(): code for code in DType}
 # the usual dtypes without making their names, which takes microseconds
 _BY_DTYPE = {np.dtype(name): code for name, code in _BY_NAME.items() if name != "bfloat16"}
+_OF_CODE = {code: dtype for dtype, code in _BY_DTYPE.items()}
+_OF_CODE[DType.BFLOAT16] = np.dtype(np.uint16)
 
 
 def dtype_of(dtype: np.dtype[np.generic]) -> DType:
@@ -52,7 +54,7 @@ def dtype_of(dtype: np.dtype[np.generic]) -> DType:
 
 def numpy_dtype(code: DType) -> np.dtype[np.generic]:
     """Give the NumPy dtype that holds a wire code's elements; uint16 for BFLOAT16."""
-    return np.dtype("uint16" if code is DType.BFLOAT16 else code.name.lower())
+    return _OF_CODE[code]
 
 
 class ReduceOp(enum.IntEnum):
