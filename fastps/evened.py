@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastps._floats import DefaultFloats
+from fastps.arrays import scale
 from fastps.errors import FastPSError
 from fastps.types import DType
 from fastps.worker.handle import Array, Handle
@@ -36,7 +36,9 @@ def make_even(session: Session, tickets: Sequence[Ticket], outputs: Sequence[Arr
         known = session.started([ticket.name]) if factor != 1.0 else ()
         for _, layout in known:
             if not layout.rule.has_meaning():  # which leaves out whom it likes
-                _multiply(ticket.name, array, DType(layout.dtype), factor)
+                if layout.dtype > DType.BFLOAT16:
+                    raise FastPSError(integers_text(ticket.name))
+                scale(array, DType(layout.dtype), factor)
 
 
 def even(session: Session, handle: Handle) -> Handle:
@@ -48,21 +50,6 @@ def even(session: Session, handle: Handle) -> Handle:
         make_even(session, tickets, [result] if isinstance(result, np.ndarray) else result)
 
     return handle.then(after)
-
-
-def _multiply(name: str, array: Array, code: DType, factor: float) -> None:
-    """Multiply an average in place, half types in float32."""
-    if code > DType.BFLOAT16:
-        raise FastPSError(integers_text(name))
-    if code is not DType.BFLOAT16 or array.dtype != np.uint16:
-        with DefaultFloats():
-            array[...] = array.astype(np.result_type(array.dtype, np.float32)) * factor
-        return
-    with DefaultFloats():
-        wide = (array.astype(np.uint32) << 16).view(np.float32) * np.float32(factor)
-    bits = wide.view(np.uint32)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    array[...] = np.where(np.isnan(wide), 0x7FC0, rounded)
 
 
 def integers_text(name: str | int) -> str:

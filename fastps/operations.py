@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from fastps._floats import DefaultFloats
+from fastps.arrays import scale
 from fastps.collectives._calls import MISSED, Calls, changes_so_far
 from fastps.collectives.promise import MeanwhileError
 from fastps.current import current
@@ -575,12 +575,12 @@ receive = blocking(
 
 
 def _scaled(array: Array, factor: float) -> Array:
-    """Multiply as Horovod does: half types in float32, integers in float64, cut to integers."""
+    """Return an array times a factor, as Horovod multiplies."""
     if factor == 1.0:
         return array
-    with DefaultFloats():
-        wide = array.astype(np.result_type(array.dtype, np.float32))
-        product: Array = (wide * factor).astype(array.dtype)
+    product = array.copy()
+    wire = _wire(product)
+    scale(wire, dtype_of(wire.dtype), factor)
     return product
 
 
@@ -656,5 +656,6 @@ def _made(array: Array, source: Array, factor: float) -> Array:
     """Give what an operation made, of the source's dtype, times a factor."""
     found = _unwire(array, source.dtype)
     if factor != 1.0:
-        found[...] = _scaled(found, factor)
+        wire = _wire(found)
+        scale(wire, dtype_of(wire.dtype), factor)
     return found

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fastps import session
-from fastps._floats import DefaultFloats
+from fastps.arrays import scale
 from fastps.asynchronous import ServerParameters
 from fastps.coding import PLAIN
 from fastps.compression import Choice
@@ -446,24 +446,3 @@ def _bucket_name(specs: Sequence[Spec]) -> str:
     text = repr([(spec.name, spec.shape) for spec in specs])
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{specs[0].name} and {len(specs) - 1} more ({digest})"
-
-
-def scale(array: Array, code: DType, factor: float) -> None:
-    """Multiply in place, half types in float32; bfloat16 as uint16.
-
-    Frameworks let threads of theirs flush subnormal numbers to zero, and not on all workers alike.
-    """
-    with DefaultFloats():
-        _scale(array, code, factor)
-
-
-def _scale(array: Array, code: DType, factor: float) -> None:
-    if code is not DType.BFLOAT16:
-        np.multiply(array, factor, out=array, casting="same_kind")
-        return
-    wide = (array.astype(np.uint32) << np.uint32(16)).view(np.float32) * np.float32(factor)
-    bits = wide.view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)  # ties go to even
-    array[...] = np.where(
-        np.isnan(wide), np.uint32(0x7FC0), (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-    ).astype(np.uint16)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fastps
+from fastps.arrays import scale
 from fastps.flights import (
     correction_of,
     start_allgather,
@@ -26,7 +27,7 @@ from fastps.flights import (
     start_reducescatter,
 )
 from fastps.frameworks._adapter import Average, Sum, check_name, of_gradient
-from fastps.frameworks._arrays import scale, wire_view
+from fastps.frameworks._arrays import wire_view
 from fastps.frameworks.jax.calls import call
 from fastps.objects import Unsendable
 from fastps.sets import ProcessSet, global_process_set

@@ -16,6 +16,7 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
+from fastps.arrays import scale
 from fastps.compression import Choice
 from fastps.flights import (
     correction_of,
@@ -26,13 +27,7 @@ from fastps.flights import (
     start_reducescatter,
 )
 from fastps.frameworks._adapter import Average, check_name, op_of, op_of_words, part_name
-from fastps.frameworks._arrays import (
-    ArrayExchange,
-    Exchanges,
-    broadcast_in_place,
-    scale,
-    spec_of,
-)
+from fastps.frameworks._arrays import ArrayExchange, Exchanges, broadcast_in_place, spec_of
 from fastps.frameworks.mxnet.engine import check_array, engine, memory_of
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op, dtype_of

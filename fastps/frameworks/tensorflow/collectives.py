@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import fastps
+from fastps.arrays import scale
 from fastps.coding import PLAIN
 from fastps.compression import Choice
 from fastps.flights import (
@@ -34,7 +35,7 @@ from fastps.frameworks._adapter import (
     op_of_words,
     part_name,
 )
-from fastps.frameworks._arrays import scale, wire_view
+from fastps.frameworks._arrays import wire_view
 from fastps.frameworks.tensorflow.calls import call, tensor_of
 from fastps.frameworks.tensorflow.sums import add_along, add_slices, as_it_is, push_pull
 from fastps.sets import ProcessSet, global_process_set

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastps import session
+from fastps.arrays import scale
 from fastps.compression import Choice
 from fastps.flights import correction_of, start_allgather
 from fastps.frameworks._adapter import (
@@ -28,7 +29,7 @@ from fastps.frameworks._adapter import (
     of_gradient,
     op_of,
 )
-from fastps.frameworks._arrays import ArrayExchange, Exchanges, scale, spec_of, wire_view
+from fastps.frameworks._arrays import ArrayExchange, Exchanges, spec_of, wire_view
 from fastps.frameworks.tensorflow import _ops
 from fastps.frameworks.tensorflow.calls import Result, call, call_native, is_native, tensor_of
 from fastps.sets import ProcessSet, global_process_set

@@ -20,7 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fastps import session
-from fastps._floats import DefaultFloats
+from fastps.arrays import scale
 from fastps.byzantine.rules import rule_of
 from fastps.coding import PLAIN, Coding
 from fastps.errors import DuplicateNameError, FastPSError, MismatchError
@@ -60,7 +60,6 @@ from fastps.frameworks.torch.tensors import (
     check_tensor,
     real_of,
     submit_push_pull,
-    tensor_over,
     wire_dtype,
 )
 from fastps.rules import Choice as Rule
@@ -305,9 +304,7 @@ class GradientExchange:
         for bucket in buckets:
             factor = uneven.correction(*self._place_of(bucket.name, home))
             if factor != 1.0:
-                dtype = getattr(torch, bucket.code.name.lower())
-                with DefaultFloats():
-                    tensor_over(bucket.array, dtype).mul_(factor)
+                scale(bucket.array, bucket.code, factor)
 
     def _place_of(
         self, name: str, current: session.Session

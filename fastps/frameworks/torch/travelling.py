@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from fastps._floats import DefaultFloats
+from fastps.arrays import scale
 from fastps.flights import Average, Sum
 from fastps.frameworks.torch.tensors import (
+    WIRE_DTYPES,
     Array,
     check_kind,
     check_memory,
@@ -19,6 +20,7 @@ from fastps.frameworks.torch.tensors import (
     mark_written,
     sendable,
     tensor_over,
+    view_of,
     write_over,
 )
 from fastps.types import Op
@@ -64,13 +66,13 @@ def stored(
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply; integers by way of float64, and cut to integers."""
-    if factor == 1.0:
+    """Return the tensor times a factor; a new one, unless that is 1."""
+    code = WIRE_DTYPES.get(tensor.real.dtype if tensor.is_complex() else tensor.dtype)
+    if factor == 1.0 or code is None:  # what has no code is refused where it is sent
         return tensor
-    with DefaultFloats():
-        if tensor.is_floating_point() or tensor.is_complex():
-            return tensor * factor
-        return (tensor.double() * factor).to(tensor.dtype)
+    made = sendable(tensor).clone(memory_format=torch.contiguous_format)
+    scale(view_of(torch.view_as_real(made) if made.is_complex() else made), code, factor)
+    return made
 
 
 def rows_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
