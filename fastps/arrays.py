@@ -27,7 +27,7 @@ from fastps.contract import (
     Policy,
     is_followed,
 )
-from fastps.control.protocol import Layout
+from fastps.control.protocol import Layout, Parts
 from fastps.errors import ConfigError
 from fastps.given import check_output, what_else
 from fastps.partition import ALIGNMENT, MAX_PARTITION_BYTES
@@ -160,13 +160,14 @@ def make_layout(
     partition_bytes: int = 0, rule: Rule | None = None, n: int = 1,
     compensation: Compensation = PROMPT, givers: Givers = Givers.WORKERS,
     gathering: Gathering = ALONE, beside: str = "", updates: Coding | None = None,
+    parts: Parts = (),
 ) -> Layout:  # fmt: skip
     """Return the layout of what is declared as `name`.
 
-    is_sent: to servers; only then, and if it pays, it is compressed. staleness, compensation,
-    givers, gathering: of the contract. beside, updates: of Layout. partition_bytes: 0 takes what
-    settings say. n: workers. ConfigError for a codec or a rule under a policy that has none, and
-    a rule that n workers cannot have; TypeError for elements that have no rules.
+    is_sent: to servers; only then, and if it pays, it is compressed. staleness to gathering: of
+    the contract. beside, updates, parts: of Layout. partition_bytes: 0 takes what settings say.
+    n: workers. ConfigError for a codec or a rule under a policy that has none, and a rule that n
+    workers cannot have; TypeError for elements that have no rules.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if (
@@ -200,7 +201,7 @@ def make_layout(
     return Layout(
         int(dtype), shape, nbytes, partition_bytes, chunk_bytes, policy, staleness, coding,
         SUMMED if rule is None else rule, compensation, givers, gathering, beside,
-        updates,
+        updates, parts,
     )  # fmt: skip
 
 

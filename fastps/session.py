@@ -50,6 +50,7 @@ from fastps.control.protocol import (
     JobOver,
     Layout,
     Locate,
+    Parts,
     PeerLost,
     TensorPoisoned,
     TensorSpec,
@@ -180,12 +181,14 @@ class Session(Forgetting):
         compression: Choice = None,
         updates: Choice = None,
         rule: RuleChoice = None,
+        parts: Parts = (),
         **terms: Any,
     ) -> None:
         """Declare tensors by (name, shape, dtype) before their first use, all in one round trip.
 
         policy: of fastps.contract. compression, rule: of fastps.push_pull(). updates: of what
-        validators change, the compression of what is pushed to them. terms: others of
+        validators change, the compression of what is pushed to them. parts: name, dtype and shape
+        of each thing that travels in these tensors, compared with the first. terms: others of
         arrays.make_layout(). Declaring twice is allowed. Blocks until every server is ready for
         them. Raises MismatchError when another worker, or this one earlier, declared one
         differently, ConfigError when no server is there for the policy or the rule, or such a
@@ -203,9 +206,9 @@ class Session(Forgetting):
             self._spec(
                 name, checked_shape(name, shape), DType(code), policy=policy,
                 coding=coding_of(compression, name), updates=coding_of(updates, name), rule=found,
-                **terms,
+                parts=() if place else parts, **terms,
             )
-            for name, shape, code in specs
+            for place, (name, shape, code) in enumerate(specs)
         ]  # fmt: skip
         if self._client is not None:
             self._declare_specs(wanted)
@@ -252,16 +255,20 @@ class Session(Forgetting):
     def _rule_of(self, name: str) -> Rule:
         return self._layouts[name].rule if name in self._layouts else SUMMED
 
-    def is_free_for(self, name: str, shape: tuple[int, ...], dtype: DType) -> bool:
+    def is_free_for(
+        self, name: str, shape: tuple[int, ...], dtype: DType, parts: Parts | None = None
+    ) -> bool:
         """Tell whether servers, if any, can take a name: it is not declared for something else.
 
-        MismatchError for one about which workers disagreed.
+        parts: of declare(); None: any. MismatchError for one about which workers disagreed.
         """
         self.ways.check(name)
         known = self._layouts.get(name)
         if self.config.goes_on:
             return False
-        return known is None or (known.shape == shape and known.dtype == dtype)
+        return known is None or (
+            known.shape == shape and known.dtype == dtype and parts in (None, known.parts)
+        )
 
     def _find(
         self, names: Sequence[str], arrays: Sequence[Array], dtype: DType | None

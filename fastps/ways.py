@@ -278,7 +278,8 @@ def tensors_words(started: Sequence[StartedTensor]) -> str:
     if not started:
         return "an operation"
     operation = started[0].tensor.operation
-    brought = tuple((layout.dtype, tuple(layout.shape)) for _, layout in started)
+    parts = started[0].layout.parts or [("", each.dtype, each.shape) for _, each in started]
+    brought = tuple((code, tuple(shape)) for _, code, shape in parts)
     if operation >= 0:
         return words_of("broadcast", brought, root=operation)
     return words_of("allreduce", brought, rule=ReduceOp.SUM, is_average=operation == -2)

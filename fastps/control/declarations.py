@@ -20,6 +20,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ from fastps.control.protocol import (
     ForgetKeys,
     KeySpec,
     Layout,
+    Parts,
     Pieces,
     TensorPoisoned,
 )
@@ -489,6 +491,10 @@ class Declarations:
             )
         first = (tensor.agreed & -tensor.agreed).bit_length() - 1
         others = self._names_text(self._present(tensor) or [first])
+        ours = layout.parts or ((tensor.name, layout.dtype, layout.shape),)
+        theirs = tensor.layout.parts or ((tensor.name, tensor.layout.dtype, tensor.layout.shape),)
+        if ours != theirs and (layout.parts or tensor.layout.parts):
+            return _parts_text(ours, f"worker {rank}", theirs, others)
         cure = _UPDATES_CURE if layout.updates != tensor.layout.updates else ""
         return (
             f"tensor {tensor.name!r} differs between workers: worker {rank} declared "
@@ -499,6 +505,24 @@ class Declarations:
         """Name workers, and validators, which have the numbers after them."""
         n = self._n_workers
         return join_names([f"worker {i}" if i < n else f"validator {i - n}" for i in ranks])
+
+
+def _parts_text(parts: Parts, who: str, others: Parts, them: str) -> str:
+    """Word the first difference between lists of tensors that travel together."""
+    ours, theirs = next(pair for pair in zip_longest(parts, others) if pair[0] != pair[1])
+    name = (ours or theirs)[0]
+    return (
+        f"tensor {name!r}, of those that travel together, differs between workers: {who} has "
+        f"{_part_side(name, ours)}, but {them} has {_part_side(name, theirs)}: give all workers "
+        "the same tensors, in the same order"
+    )
+
+
+def _part_side(name: str, part: tuple[str, int, tuple[int, ...]] | None) -> str:
+    if part is None:
+        return "no such tensor there"
+    its, dtype, shape = part
+    return f"{its!r}, " * (its != name) + f"{DType(dtype).name.lower()} of shape {shape}"
 
 
 def _judged_by(asked: Declare) -> Iterator[str]:

@@ -64,6 +64,7 @@ _Part = Meta(ge=MIN_CHUNK_BYTES, le=MAX_PARTITION_BYTES, multiple_of=ALIGNMENT)
 PartBytes: TypeAlias = Annotated[int, _Part]
 Staleness: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]  # operations
 Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and owner of each partition
+Parts: TypeAlias = tuple[tuple[Text, Code, Shape], ...]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -167,7 +168,8 @@ class Layout(
     of its fields, for most are as usual, and those are shared, too. partition_bytes: the
     most that one may have; the scheduler cuts. policy to gathering: of fastps.contract. beside: of
     KEPT, the tensor whose codecs keep this; it is cut as that is. updates: of what validators
-    change, how workers' updates travel to them; no server's business.
+    change, how workers' updates travel to them; parts: name, dtype and shape of all that users
+    have in this tensor and in those declared with it. Both are no server's business.
     """
 
     dtype: Code
@@ -184,6 +186,7 @@ class Layout(
     gathering: Gathering = ALONE
     beside: Text = ""
     updates: Coding = PLAIN
+    parts: Parts = ()
 
 
 class TensorSpec(_Record, frozen=True):

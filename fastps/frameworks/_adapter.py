@@ -21,12 +21,16 @@ import enum
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from fastps.coding import PLAIN, Coding
 from fastps.compression import Choice, coding_of
 from fastps.errors import FastPSError, PeerLostError, ShutdownError, StallError
 from fastps.types import DType, Op
+
+if TYPE_CHECKING:
+    from fastps.control.protocol import Parts
+    from fastps.session import Session
 
 # Errors that another worker's own error may have led to.
 _CONSEQUENCES = (PeerLostError, StallError, ShutdownError)
@@ -107,6 +111,24 @@ def check_name(name: str | None, call: str) -> str:
         f"{call} needs a name that is the same on all workers and is used once at a time, "
         f"for example {call}(tensor, name='loss'); got {name!r}"
     )
+
+
+def free_names(
+    home: Session, wanted: Sequence[tuple[str, tuple[int, ...], DType]], parts: Parts | None = None
+) -> list[str]:
+    """Return the names, all with one number where one of them stands for something else already.
+
+    wanted: names, shapes and dtypes. parts: of session.declare(), with the first. Workers that use
+    names alike get the same ones; MismatchError comes where their shapes differ.
+    """
+    number, ending = 1, ""
+    while not all(
+        home.is_free_for(name + ending, shape, code, None if place else parts)
+        for place, (name, shape, code) in enumerate(wanted)
+    ):
+        number += 1
+        ending = f" ({number})"
+    return [name + ending for name, _, _ in wanted]
 
 
 def check_passes(passes: int) -> int:

@@ -10,7 +10,6 @@ that. Threads: one at a time for each exchange; calls come from threads of the f
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 import weakref
@@ -31,6 +30,7 @@ from fastps.frameworks._adapter import (
     Average,
     check_op,
     codec_of,
+    free_names,
     plan_buckets,
     wait_all,
 )
@@ -75,7 +75,7 @@ class _Bucket:
         self.places = places  # in the list of all arrays
         self.code = specs[0].dtype
         self.is_loose = len(specs) == 1 and not is_copied
-        self.name = _bucket_name(specs)
+        self.name = specs[0].name  # with a number where it is taken, in the session
         self._slots: list[Array] = []
         self._flat: Array
         self._own: Array  # what to copy: (place, offset, nbytes) of each array
@@ -179,19 +179,23 @@ class _Started(NamedTuple):
 class ArrayExchange:
     """Add a fixed list of arrays over all workers, once per step.
 
-    specs: in the order of the layers; priorities fall along it. compression: of
-    fastps.push_pull(), for each array by itself: NotInitializedError before init(); integers
-    travel as they are. Arrays up to 64 KiB of one dtype travel together, up to bucket_bytes,
-    unless a codec wants them alone. is_copied: larger ones too have memory of their own, so that
-    what start() is given may go, and end() and take() finish. Declares its names, blocking, at
-    the first start in each session; raises MismatchError there where workers differ. ValueError
-    for another op than Average and Sum.
+    specs: in the order of the layers; priorities fall along it. label: what users call it, if not
+    as the first of them. compression: of fastps.push_pull(), for each array by itself:
+    NotInitializedError before init(); integers travel as they are. Arrays up to 64 KiB of one
+    dtype travel together, up to bucket_bytes, unless a codec wants them alone. is_copied: larger
+    ones too have memory of their own, so that what start() is given may go, and end() and take()
+    finish. ValueError for another op than Average and Sum.
+
+    Declares its names, blocking, at the first start in each session, with a number where they
+    stand for other arrays already: the same names are for one list of arrays after another.
+    MismatchError on all workers where they differ, be it that one has come to another list.
     """
 
     def __init__(
         self,
         specs: Sequence[Spec],
         *,
+        label: str = "",
         op: Op = Average,
         compression: Choice = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -199,6 +203,7 @@ class ArrayExchange:
         is_copied: bool = False,
     ) -> None:
         self.specs = list(specs)
+        self._label = label or specs[0].name
         self._op = check_op(op)
         self._set = process_set
         self._choice = compression
@@ -219,11 +224,9 @@ class ArrayExchange:
             _Bucket([specs[i] for i in places], places, is_copied=is_copied)
             for places in self.plan
         ]
-        self._codings = {
-            bucket.name: codecs[places[0]][0]
-            for bucket, places in zip(self._buckets, self.plan, strict=True)
-        }
+        self._codings = [codecs[places[0]][0] for places in self.plan]
         self._home: Callable[[], session.Session | None] = lambda: None
+        self._is_declared = False
         self._started: dict[int, _Started] = {}
         self._ended: list[_Started] = []
 
@@ -260,9 +263,13 @@ class ArrayExchange:
         read, written = bucket.load(sources, outs)
         if not written.size and not read.size:
             written = read = np.empty(bucket.shape, numpy_dtype(bucket.code))
+        if not number and self._is_declared:
+            session.current().ways.group(self._label, [each.name for each in self._buckets])
+        some = self.specs if not number else bucket.specs  # the first says what all of them are
         flight = start_allreduce(
             read, written, self._op, bucket.name, self._set, dtype=bucket.code,
             priority=-self.plan[number][0],
+            brought=tuple((int(one.dtype), one.shape) for one in some),
         )  # fmt: skip
         self._started[number] = _Started(
             flight, bucket, sources if outs is None else outs, (keep, read, written)
@@ -310,15 +317,23 @@ class ArrayExchange:
             self._started.clear()
             for bucket in self._buckets:
                 bucket.make_room(current)
-            if self._set is global_process_set and not current.config.goes_on:
+            self._is_declared = self._set is global_process_set and not current.config.goes_on
+            if self._is_declared:
                 self._declare(current)
             self._home = weakref.ref(current)
 
     def _declare(self, home: session.Session) -> None:
-        """Declare all buckets at once."""
+        """Declare all buckets at once, under names of their own."""
+        parts = tuple((one.name, int(one.dtype), one.shape) for one in self.specs)
+        wanted = [(each.specs[0].name, each.shape, each.code) for each in self._buckets]
+        names = free_names(home, wanted, parts if len(parts) > 1 else ())
+        for bucket, name in zip(self._buckets, names, strict=True):
+            bucket.name = name
+        codings = dict(zip(names, self._codings, strict=True))
         home.declare(
             [(bucket.name, bucket.shape, bucket.code) for bucket in self._buckets],
-            compression=None if self._choice is None else self._codings.__getitem__,
+            compression=None if self._choice is None else codings.__getitem__,
+            parts=parts if len(parts) > 1 else (),
         )
 
 
@@ -334,10 +349,7 @@ def broadcast_in_place(arrays: Sequence[Array], names: Sequence[str], root_rank:
         views = [wire_view(one) for one in arrays]
         current.groups.broadcast_to_those_left(views, codes, root_rank)
         return
-    labels, number = list(names), 1
-    while not all(map(current.is_free_for, labels, shapes, codes)):
-        number += 1
-        labels = [f"{name} ({number})" for name in names]
+    labels = free_names(current, list(zip(names, shapes, codes, strict=True)))
     kinds: dict[DType, list[int]] = {}
     for place, code in enumerate(codes):
         kinds.setdefault(code, []).append(place)
@@ -395,18 +407,19 @@ class Exchanges:
         self,
         specs: Sequence[Spec],
         *,
+        label: str = "",
         op: Op,
         compression: Choice = None,
         bucket_bytes: int = BUCKET_BYTES,
         process_set: ProcessSet = global_process_set,
     ) -> ArrayExchange:
         """Give the exchange of these arrays; options of ArrayExchange."""
-        key = (tuple(specs), op, repr(compression), bucket_bytes, process_set)
+        key = (tuple(specs), label, op, repr(compression), bucket_bytes, process_set)
         with self._lock:
             if key not in self._known:
                 self._known[key] = ArrayExchange(
-                    specs, op=op, compression=compression, bucket_bytes=bucket_bytes,
-                    process_set=process_set,
+                    specs, label=label, op=op, compression=compression,
+                    bucket_bytes=bucket_bytes, process_set=process_set,
                 )  # fmt: skip
             return self._known[key]
 
@@ -437,12 +450,3 @@ class Calls:
     def run(self, number: int, device: int, inputs: Arrays, outputs: Arrays) -> None:
         """Call a function: with the device of this process, what it reads and what it writes."""
         self._functions[number](device, inputs, outputs)
-
-
-def _bucket_name(specs: Sequence[Spec]) -> str:
-    """Name a bucket by its first array, and so that only the same arrays give the same."""
-    if len(specs) == 1:
-        return specs[0].name
-    text = repr([(spec.name, spec.shape) for spec in specs])
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"{specs[0].name} and {len(specs) - 1} more ({digest})"

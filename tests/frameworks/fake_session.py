@@ -268,7 +268,7 @@ class FakeSession:
                     raise MismatchError(f"{name!r} declared as {known}, got {shape, code}")
                 self._cluster.events.append(Event("declare", self.rank, name))
 
-    def is_free_for(self, name: str, shape: tuple[int, ...], code: DType) -> bool:
+    def is_free_for(self, name: str, shape: Any, code: DType, parts: Any = None) -> bool:
         return self._cluster.declared.get(name, (shape, int(code))) == (shape, int(code))
 
     def push_pull_async(

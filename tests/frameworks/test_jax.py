@@ -158,6 +158,43 @@ def test_the_other_operations_and_errors(tmp_path):
     run(COLLECTIVES, tmp_path, environ=SHARED)
 
 
+DIFFERING = """
+    import time
+    def fails(tree, name, *words):
+        began = time.monotonic()
+        with pytest.raises(Exception, match="MismatchError") as caught:
+            jax.block_until_ready(fps.push_pull(tree, name))
+        assert time.monotonic() - began < 30
+        for word in words:
+            assert word in str(caught.value), caught.value
+    few = {"a": jnp.ones(3), "b": jnp.ones((3, 5))}
+    more = {"a": jnp.ones(3), "b": jnp.ones((5, 3))}  # as many bytes
+    fails((few, more)[rank], "shapes", "shapes['b']", "(3, 5)", "(5, 3)", "worker 1")
+    more = few | {"c": jnp.ones((2, 2), "float16")}
+    fails((few, more)[rank], "count", "count['c']", "no such", "float16 of shape (2, 2)")
+    more = few | {"c": jnp.ones(40_000)}
+    fails((few, more)[rank], "large", "large['c']", "(40000,)")
+    more = few | {"0": jnp.ones(2)}  # comes first
+    fails((few, more)[rank], "first", "'first'", "worker 0", "worker 1")
+    for count in (4, 2, 4, 2):  # one name for one tree after another, of other shapes
+        for length in (3, 5, 40_000, 3):
+            tree = {str(i): jnp.full(length, i + rank, "float32") for i in range(count)}
+            same(fps.push_pull(tree, "again"),
+                 {str(i): np.full(length, i + 0.5, "f4") for i in range(count)})
+    same(fps.push_pull(few, "later"), few)
+    fails((few, {"a": jnp.ones(3), "b": jnp.ones(4)})[rank], "later", "'later'", "(3, 5)", "(4,)")
+    some = fps.add_process_set([0, 1])
+    with pytest.raises(Exception, match=r"MismatchError.*\\(3, 5\\).*\\(5, 3\\)"):
+        tree = {"a": jnp.ones(3), "b": jnp.ones((5, 3) if rank else (3, 5))}
+        jax.block_until_ready(fps.push_pull(tree, "set", process_set=some))
+"""
+
+
+@pytest.mark.parametrize("environ", [{}, SHARED], ids=["servers", "shared memory"])
+def test_trees_that_differ_are_a_mismatch_at_once(tmp_path, environ):
+    run(DIFFERING, tmp_path, environ=environ | {"FASTPS_STALL_WATCH_S": "1"})
+
+
 GRADIENTS = """
     def back(f, x):  # the gradient of what f gives, weighted by 1, 2, 3... times rank + 1
         def loss(x):

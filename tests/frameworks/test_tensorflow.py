@@ -427,6 +427,42 @@ def test_mirrored_replicas_add_with_those_of_all_workers(tmp_path):
     run_workers(script, tmp_path, environ=QUIET).check()
 
 
+DIFFERING = """
+    import time
+    def fails(call, *words):
+        began = time.monotonic()
+        with pytest.raises(Exception, match="differs between|not the same") as caught:
+            call()
+        assert time.monotonic() - began < 30
+        for word in words:
+            assert word in str(caught.value), caught.value
+    def gradients(*shapes, prefix):
+        fps.exchange_gradients([None if s is None else tf.ones(s) for s in shapes], prefix=prefix)
+    for wrap in (lambda f: f, tf.function):
+        def differing(prefix, *sides):
+            prefix += str(wrap is tf.function)
+            return wrap(lambda: gradients(*sides[rank], prefix=prefix))
+        fails(differing("shapes", [3, (3, 5)], [3, (5, 3)]), ".1'", "(3, 5)", "(5, 3)")
+        fails(differing("count", [3, 4], [3, 4, 50_000]), ".2'", "no such tensor", "(50000,)")
+        fails(differing("none", [None, 4], [3, 4]), "worker 0", "worker 1")
+        for shapes in ([3, 4], [5, 6], [50_000, 3], [3], [3, 4]):  # one model after another
+            differing("again", shapes, shapes)()
+        fails(differing("again", [3, 4], [5, 6, 7]), "worker 0", "worker 1")
+    strategy = fps.MirroredStrategy(["/cpu:0"])
+    def reduced(shape):
+        def replica():
+            return tf.distribute.get_replica_context().all_reduce("SUM", tf.ones(shape))
+        return strategy.run(replica)
+    for shape in ((), (3,), (50_000,), ()):
+        same(reduced(shape), np.full(shape, 2, "f4"))
+    fails(lambda: reduced((3, 2 + rank)), "Mirrored", "(3, 2)", "(3, 3)")
+"""
+
+
+def test_lists_that_differ_are_a_mismatch_at_once(tmp_path):
+    run(DIFFERING, tmp_path, environ={"FASTPS_STALL_WATCH_S": "1"})
+
+
 def test_a_tape_gives_the_same_on_all_workers(tmp_path):
     for environ in ({}, {"FASTPS_SHARED_MEMORY": "0"}):
         one, two = run(TRAINING, tmp_path, environ=environ).reports

@@ -29,6 +29,7 @@ from fastps.control.protocol import (
     KeysFailed,
     KeysReady,
     Malformed,
+    Parts,
     TensorPoisoned,
     TensorSpec,
     pack,
@@ -143,6 +144,28 @@ class TestDeclaring:
         assert isinstance(late, Failed)
         assert late.message == failed.message
         assert not driver.events(servers[0], TensorPoisoned)
+
+    @pytest.mark.parametrize(
+        ("other", "words"),
+        [
+            ((("a", 1, (3,)), ("b", 1, (5, 3))), "'b', of those that travel together, differs"),
+            ((("a", 1, (3,)),), "worker 1 has no such tensor there, but worker 0 has float32"),
+            ((), "'w', of those that travel together, differs between workers: worker 1 has"),
+            ((("c", 1, (3,)), ("b", 1, (3, 5))), "worker 0 has 'a', float32 of shape (3,)"),
+            ((("a", 1, (3,)), ("b", 3, (3, 5))), "worker 1 has float16 of shape (3, 5)"),
+        ],
+    )
+    def test_what_travels_together_is_compared(self, other: Parts, words: str) -> None:
+        parts = (("a", 1, (3,)), ("b", 1, (3, 5)))
+        driver = Driver()
+        workers, servers = driver.start()
+        driver.declare(workers[0], make_spec("w", parts=parts))
+        make_ready(driver, servers)
+        driver.declare(workers[1], make_spec("w", parts=other))
+        failed = driver.last(workers[1])
+        assert isinstance(failed, Failed)
+        assert words in failed.message
+        assert driver.last(workers[0]) == TensorPoisoned(0, "w", failed.message)
 
     def test_mismatch_ends_a_declaration_that_waits(self) -> None:
         driver = Driver()

@@ -29,17 +29,19 @@ TOKEN = jax.ShapeDtypeStruct((), np.int8)  # makes one call wait for another; ha
 class How:
     """What is done to the leaves of a tree, as a program is compiled for it; hashable."""
 
+    label: str  # what users call the tree
     names: tuple[str, ...]
     op: Op
     bucket_bytes: int
-    label: str  # of the compression, which may not be hashable
+    coding: str  # the compression, which may not be hashable, in words
     compression: Any = field(compare=False)
     process_set: ProcessSet = field(hash=False)
 
     @property
     def of_gradient(self) -> How:
         """The same for the gradients of the results, under names of their own."""
-        return replace(self, names=tuple(map(of_gradient, self.names)))
+        names = tuple(map(of_gradient, self.names))
+        return replace(self, label=of_gradient(self.label), names=names)
 
 
 class Plan:
@@ -58,7 +60,7 @@ class Plan:
             mark = f"@{device}" if device else ""
             self._on[device] = ArrayExchange(
                 [spec._replace(name=spec.name + mark) for spec in self._specs],
-                op=self._how.op, compression=self._how.compression,
+                label=self._how.label + mark, op=self._how.op, compression=self._how.compression,
                 bucket_bytes=self._how.bucket_bytes, process_set=self._how.process_set,
                 is_copied=self._is_copied,
             )  # fmt: skip
@@ -247,5 +249,6 @@ def _taken_apart(
     label = check_name(name, "push_pull")
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     op = op_of(average)
-    how = How(names_of(tree, label), op, bucket_bytes, repr(compression), compression, who)
+    names = names_of(tree, label)
+    how = How(label, names, op, bucket_bytes, repr(compression), compression, who)
     return leaves, structure, how

@@ -50,7 +50,7 @@ def _on_host(gradients: Sequence[Any], *, prefix: str, op: Any = Average, **opti
         for i, one in zip(places, arrays, strict=True)
     ]
     if specs:
-        exchanges.get(specs, op=op, **options).add(arrays, arrays)
+        exchanges.get(specs, label=prefix, op=op, **options).add(arrays, arrays)
     return found
 
 

@@ -208,7 +208,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         places = [i for i, param in enumerate(self._params) if param.grad_req != "null"]
         return _Placed(
             [self._params[i] for i in places], [f"{self._prefix}.{i}" for i in places],
-            **self._terms,
+            label=self._prefix, **self._terms,
         )  # fmt: skip
 
 

@@ -53,6 +53,7 @@ def add_all(
     tensors: Sequence[Any],
     names: Sequence[str],
     *,
+    label: str = "",
     op: Op = Average,
     compression: Choice = None,
     bucket_bytes: int = BUCKET_BYTES,
@@ -60,7 +61,8 @@ def add_all(
 ) -> list[Any]:
     """Average or sum dense tensors over all workers; the back ones begin first.
 
-    Shapes must be known when a tf.function is traced (ValueError). Gives them in their order.
+    label: of ArrayExchange. Shapes must be known when a tf.function is traced (ValueError). Gives
+    them in their order.
     """
     for tensor, name in zip(tensors, names, strict=True):
         if not tensor.shape.is_fully_defined():
@@ -72,7 +74,7 @@ def add_all(
         for tensor, name in zip(tensors, names, strict=True)
     ]
     exchange = exchanges.get(
-        specs, op=check_op(op), compression=compression, bucket_bytes=bucket_bytes,
+        specs, label=label, op=check_op(op), compression=compression, bucket_bytes=bucket_bytes,
         process_set=process_set,
     )  # fmt: skip
     kinds = [tensor.dtype for tensor in tensors]

@@ -40,7 +40,7 @@ def exchange_gradients(
         sparse = []
     dense = [i for i, one in enumerate(found) if one is not None and i not in sparse]
     added = add_all(
-        [found[i] for i in dense], [f"{prefix}.{i}" for i in dense], op=op,
+        [found[i] for i in dense], [f"{prefix}.{i}" for i in dense], label=prefix, op=op,
         compression=compression, bucket_bytes=bucket_bytes, process_set=process_set,
     )  # fmt: skip
     for place, one in zip(dense, added, strict=True):

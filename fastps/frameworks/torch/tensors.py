@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fastps.frameworks._adapter import free_names
 from fastps.session import Session
 from fastps.types import DType, numpy_dtype
 from fastps.worker.handle import Handle
@@ -186,13 +187,9 @@ def free_name(session: Session, name: str, shape: tuple[int, ...], code: DType) 
 
     Workers that use names alike get the same one; MismatchError comes where their shapes differ.
     """
-    label, number = name, 1
     if session.config.goes_on:  # where nothing is declared
-        return label
-    while not session.is_free_for(label, shape, code):
-        number += 1
-        label = f"{name} ({number})"
-    return label
+        return name
+    return free_names(session, [(name, shape, code)])[0]
 
 
 def submit_push_pull(
