@@ -31,6 +31,10 @@ from typing import IO
 
 JOINING = ("fastps.joining", "fastps.groups")  # what fastps.init() and the first groups import
 SERVING = ("fastps.server.main", "fastps.server.server")
+# fastps, and the programs of tests: servers import rules by their names
+IMPORT_PATH = os.pathsep.join(
+    map(str, (Path(__file__).resolve().parents[2], Path(__file__).parent))
+)
 ALWAYS = ("numpy.random", "pytest", "fastps", *JOINING, *SERVING)
 TORCH = ("fastps.torch", "torch._dynamo", "torch.nn.parallel")
 # Names of what is read when it is used.
@@ -145,7 +149,7 @@ def the_server() -> ForkServer:
 def while_loading(environ: Mapping[str, str]) -> dict[str, str]:
     """Give what of an environment modules may read while they are loaded, as in the server."""
     kept = {name: value for name, value in environ.items() if not name.startswith(LATE)}
-    return kept | OWN | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    return kept | OWN | {"PYTHONPATH": IMPORT_PATH}
 
 
 def is_forkable(argv: Sequence[str], environ: Mapping[str, str]) -> bool:

@@ -26,8 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from fork_server import Forked, is_forkable, the_server
-from harness import ROOT, JobResult, clean_environ, reports_of, slowed, write_script
+from fork_server import IMPORT_PATH, Forked, is_forkable, the_server
+from harness import JobResult, clean_environ, reports_of, slowed, write_script
 
 from fastps.launch.layout import Layout
 from fastps.launch.options import Options
@@ -247,7 +247,7 @@ class Job:
     def start(self, spec: ProcessSpec) -> Process:
         """Start one more process."""
         own = self._each.get((spec.role, spec.rank), {})
-        environ = clean_environ() | {"PYTHONPATH": str(ROOT)}
+        environ = clean_environ() | {"PYTHONPATH": IMPORT_PATH}
         merged = {**spec.environment, **own}
         settings = {name: value for name, value in merged.items() if value is not None}
         fds = (self._held.fileno(),) if spec.role == "scheduler" else ()
