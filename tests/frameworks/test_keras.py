@@ -80,8 +80,15 @@ FIT = """
     path = f"{__file__}.{rank}.keras"
     model.save(path)
     again = fps.load_model(path)
-    assert type(again.optimizer).__name__ == "DistributedSGD"
+    assert type(again.optimizer).__name__ == "SGD"
+    assert not hasattr(keras.models.load_model(path).optimizer, "is_distributed")  # without us
     fit(again, rank, 2)
+    class Own(keras.optimizers.SGD):
+        pass
+    model_of(0, fps.DistributedOptimizer(Own(0.1), prefix="own")).save(path)
+    found = fps.load_model(path, custom_optimizers=[Own]).optimizer
+    assert isinstance(found, Own)
+    assert type(found) is not Own
     report([one.tobytes().hex() for one in again.get_weights()])
     with pytest.raises(TypeError, match="Keras optimizer"):
         fps.DistributedOptimizer(3)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,8 +14,6 @@ from fastps.frameworks._arrays import AsynchronousSteps
 from fastps.frameworks.keras.variables import exchange_of_backend, step_apart
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
-
-MARK = "Distributed"
 
 
 def DistributedOptimizer(
@@ -34,13 +32,14 @@ def DistributedOptimizer(
 ) -> Any:
     """Make a Keras optimizer step with gradients averaged (or summed) over all workers.
 
-    A new optimizer comes back, of a subclass of the optimizer's with its configuration, whose
-    apply() exchanges first, so that model.compile(), fit() and loops of one's own stay as they
-    are. Compile with jit_compile=False where the back end is TensorFlow. name: the new
-    optimizer's. op, compression, bucket_bytes, process_set: of fastps.torch's. sparse_as_dense:
-    tf.IndexedSlices travel with all their zeros. Gradients are named by prefix and place: give a
-    second model another prefix. backward_passes_per_step: gradients are accumulated so often, by
-    Keras's gradient_accumulation_steps, and the mean travels; with JAX, every gradient does.
+    A new optimizer comes back, of a subclass of the optimizer's with its name and configuration,
+    whose apply() exchanges first, so that model.compile(), fit() and loops of one's own stay as
+    they are, and what is saved is the optimizer alone. Compile with jit_compile=False where the
+    back end is TensorFlow. name: the new optimizer's. op, compression, bucket_bytes, process_set:
+    of fastps.torch's. sparse_as_dense: tf.IndexedSlices travel with all their zeros. Gradients
+    are named by prefix and place: give a second model another prefix. backward_passes_per_step:
+    gradients are accumulated so often, by Keras's gradient_accumulation_steps, and the mean
+    travels; with JAX, every gradient does.
     asynchronous: gradients stay here, and servers add up what each worker's steps change, as for
     fastps.ServerParameters, whose staleness it takes. TypeError for what is no Keras optimizer,
     ValueError for one that is distributed already.
@@ -48,7 +47,7 @@ def DistributedOptimizer(
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"optimizer must be a Keras optimizer, not {type(optimizer).__name__}")
     base = type(optimizer)
-    if base.__name__.startswith(MARK):
+    if hasattr(base, "is_distributed"):
         raise ValueError("the optimizer is a DistributedOptimizer already")
     _check_scale(optimizer, compression)
     options: dict[str, Any] = {
@@ -65,8 +64,8 @@ def DistributedOptimizer(
         words = {"_clip_gradients" if is_late else "apply": _exchanging(base, is_late, options)}
     else:
         words = {"apply": _apart(base, steps)}
-    words |= {"__doc__": base.__doc__, "__module__": base.__module__}
-    kind: Any = type(MARK + base.__name__, (base,), words)
+    words |= {"__doc__": base.__doc__, "__module__": base.__module__, "is_distributed": True}
+    kind: Any = type(base.__name__, (base,), words)
     return kind.from_config(config)
 
 
@@ -109,20 +108,21 @@ def _apart(base: Any, steps: AsynchronousSteps) -> Any:
     return apply
 
 
-def load_model(filepath: Any, custom_objects: Any = None, **options: Any) -> Any:
-    """Load a model that was saved with any optimizer, and distribute that.
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[Any] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Load a model that was saved with any optimizer, distributed or not, and distribute that.
 
-    custom_objects: of keras.models.load_model(). options: of DistributedOptimizer(). The
-    optimizer's state is kept.
+    custom_optimizers: classes of one's own. custom_objects: of keras.models.load_model(). options:
+    of DistributedOptimizer(). The optimizer's state is kept.
     """
-    own = {
-        MARK + kind.__name__: kind
-        for kind in vars(keras.optimizers).values()
-        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer)
-    }
-    model = keras.models.load_model(filepath, custom_objects={**own, **(custom_objects or {})})
+    own = {kind.__name__: kind for kind in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects=own | dict(custom_objects or {}))
     optimizer = model.optimizer
-    if optimizer is None:
+    if optimizer is None or hasattr(optimizer, "is_distributed"):
         return model
     wrapped = DistributedOptimizer(optimizer, **options)
     wrapped.build(model.trainable_variables)
