@@ -451,6 +451,8 @@ DIFFERING = """
     strategy = fps.MirroredStrategy(["/cpu:0"])
     def reduced(shape):
         def replica():
+        with pytest.raises(tf.errors.FailedPreconditionError, match="not the same operation"):
+            wrap(lambda: fps.allgather(tf.ones((2, 2 + rank)), f"rows{wrap is tf.function}"))()
             return tf.distribute.get_replica_context().all_reduce("SUM", tf.ones(shape))
         return strategy.run(replica)
     for shape in ((), (3,), (50_000,), ()):

@@ -25,6 +25,8 @@ from fastps.frameworks._lent cimport Lent, array_at
 
 import numpy as np
 
+from fastps.errors import MismatchError
+
 ctypedef void *Pointer
 
 cdef extern from *:
@@ -146,6 +148,7 @@ FUNCTIONS = (
 cdef enum:
     RANK = 16  # dimensions of an output, at most; tensors of more go another way
     INVALID_ARGUMENT = 3
+    FAILED_PRECONDITION = 9  # as of Horovod's operations where workers differ
 
 MAX_RANK = RANK
 
@@ -463,7 +466,8 @@ cdef bint ran(Kernel *kernel, void *context, void *status) noexcept with gil:
 
 cdef void tell(void *status, object error) noexcept:
     text = f"{type(error).__name__}: {error}".encode("utf-8", "replace")
-    api.set_status(status, INVALID_ARGUMENT, text)
+    is_mismatch = isinstance(error, MismatchError)
+    api.set_status(status, FAILED_PRECONDITION if is_mismatch else INVALID_ARGUMENT, text)
 
 
 cdef Tensors inputs_of(void *context, void *status):

@@ -24,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import op_def_library
 
+from fastps.errors import MismatchError
 from fastps.frameworks._arrays import Arrays, Calls, wire_view
 from fastps.frameworks.tensorflow import _ops
 from fastps.given import refuse_masked
@@ -50,6 +51,14 @@ def tensor_of(given: Any) -> Any:
     """Return what was given as a tensor; TypeError for a masked array: its mask would go."""
     refuse_masked(given, "the tensor")
     return tf.convert_to_tensor(given)
+
+
+class FailedPreconditionError(MismatchError, tf.errors.FailedPreconditionError):  # type: ignore[misc]
+    """A MismatchError outside of graphs, which is TensorFlow's error too, as Horovod's is."""
+
+    def __init__(self, message: str) -> None:
+        """Take the text."""
+        tf.errors.FailedPreconditionError.__init__(self, None, None, message)
 
 
 class _Table:
@@ -163,7 +172,10 @@ def call(
     may wait for other workers. key: the function's; the same one and kinds mean the same.
     """
     if tf.executing_eagerly():
-        made = run(*map(_host, tensors))
+        try:
+            made = run(*map(_host, tensors))
+        except MismatchError as error:
+            raise FailedPreconditionError(str(error)) from error
         return [tf.convert_to_tensor(one) for one in _listed(made)]
     if is_native():
         halves = tuple(one.dtype == tf.bfloat16 for one in tensors)
