@@ -2,7 +2,8 @@
 """Element types as they travel, the one table of wire codes, and bounds of what users give.
 
 Knows NumPy and nothing else. bfloat16 has no NumPy dtype: such arrays travel as uint16 views
-with the code BFLOAT16 beside them (or as ml_dtypes arrays, recognised by name).
+with the code BFLOAT16 beside them (or as ml_dtypes arrays, recognised by name); a uint16 array
+without that is one of integers.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class DType(enum.IntEnum):
     INT64 = 8
     UINT8 = 9
     BOOL = 10
+    UINT16 = 11
 
     @property
     def itemsize(self) -> int:

@@ -293,6 +293,7 @@ FORMS: dict[DType, Form] = {
     DType.INT64: Form(_I64, _I64, _same, _add, _floor_divide_long, _same, _INTEGERS),
     DType.UINT8: Form(_I8, _I8, _same, _add, _floor_divide_unsigned, _same, _UNSIGNED),
     DType.BOOL: Form(_I8, _I8, _same, _or, _keep, _zero_or_one, _BOOLS, max_divisor=1),
+    DType.UINT16: Form(_I16, _I16, _same, _add, _floor_divide_unsigned, _same, _UNSIGNED),
 }
 
 

@@ -33,7 +33,7 @@ FLOATS = (Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT)
 CASES = [
     *itertools.product(("float32", "float64"), FLOATS),
     *itertools.product(("int32", "uint8"), OPS),
-    ("int64", Op.MAX), ("int16", Op.SUM), ("int8", Op.BXOR), ("bool", Op.BOR),
+    ("int64", Op.MAX), ("uint16", Op.MAX), ("int16", Op.SUM), ("int8", Op.BXOR), ("bool", Op.BOR),
 ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ except ImportError:  # then there are no arrays of bfloat16
 WAIT_S = 60.0
 OUTSTANDING = 5  # operations of a thread under way at once
 FLOATS = ("float32", "float64", "float16", *(["bfloat16"] if ml_dtypes else []))
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16")
 OPS: dict[str, tuple[Any, ...]] = dict.fromkeys(
     (*FLOATS, *INTEGERS), (fastps.Sum, fastps.Average, fastps.Min, fastps.Max, fastps.Product)
 )
@@ -50,7 +50,7 @@ def kind_of(dtype: str) -> np.dtype[Any]:
 
 def make(rank: int, shape: tuple[int, ...], dtype: str, salt: int) -> np.ndarray:
     """Make what a worker brings."""
-    least = 0 if dtype in ("uint8", "bool") else -3
+    least = 0 if dtype in ("uint8", "uint16", "bool") else -3
     numbers = np.random.default_rng([rank, salt, *shape]).integers(least, 4, shape)
     return (numbers * (1 + 2j) if dtype == "complex64" else numbers).astype(kind_of(dtype))
 

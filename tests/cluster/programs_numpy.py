@@ -17,12 +17,12 @@ from run_program import mark
 
 import fastps
 from fastps import session
-from fastps.errors import TransportTimeout
+from fastps.errors import MismatchError, TransportTimeout
 from fastps.types import DType, dtype_of
 
 HALVES = ("float16", "bfloat16")
 FLOATS = ("float32", "float64", *HALVES)
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16")
 ALL = (*FLOATS, *INTEGERS, "bool")
 MANY = 50_003  # elements; several partitions of 64 KiB in all but the one-byte types
 SIZES = (0, 1, 777, MANY)
@@ -149,7 +149,7 @@ def bfloat16_in_words(rank: int, size: int) -> list[np.ndarray]:
     assert isinstance(got, np.ndarray)
     want = reduced(inputs, "bfloat16", average=True)
     check_same(got.view(want.dtype), want, "bfloat16 as words")
-    refused(TypeError, "uint16", lambda: fastps.push_pull(got, "words", out=got))
+    refused(MismatchError, "uint16", lambda: fastps.push_pull(got, "words", out=got))
     return [got]
 
 

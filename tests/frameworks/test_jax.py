@@ -38,7 +38,7 @@ def run(script: str, folder: Path, **options: Any) -> JobResult:
 
 
 SUMS = """
-    for dtype in "float32 float16 bfloat16 int8 int16 int32 uint8".split():
+    for dtype in "float32 float16 bfloat16 int8 int16 int32 uint8 uint16".split():
         for shape in [(), (0,), (0, 3), (1,), (3, 5), (40_001,)]:
             x = jnp.full(shape, 3 + rank, dtype)
             half = jnp.full(shape, 3.5 if "float" in dtype else 3, dtype)
@@ -121,6 +121,12 @@ COLLECTIVES = """
         same(wrap(lambda x: fps.alltoall(x, name="aa"))(jnp.arange(2) + 10 * rank),
              np.array([rank, 10 + rank], "i4"))
     same(fps.allgather(jnp.full((rank + 1,), rank), "uneven"), np.array([0, 1, 1], "i4"))
+    words = jnp.full((2, 1), 0xFF00 + rank, "uint16")
+    for wrap in (lambda f: f, jax.jit):
+        for f in (fps.allgather, lambda x, name: fps.broadcast(x, 1, name=name),
+                  lambda x, name: fps.alltoall(x, name=name)):
+            assert wrap(lambda x: f(x, "words"))(words).dtype == words.dtype
+            assert int(wrap(lambda x: f(x, "words"))(words)[-1, 0]) == 0xFF01
     found, counts = fps.alltoall(jnp.arange(3) + 10 * rank, [1, 2], name="splits")
     same(found, np.array([[0, 10], [1, 2, 11, 12]][rank][:4] if rank else [0, 10], "i4"))
     assert counts.tolist() == [[1, 1], [2, 2]][rank]

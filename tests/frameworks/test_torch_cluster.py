@@ -87,7 +87,7 @@ def run(script: str, folder: Path, **options: Any) -> JobResult:
 OPERATIONS = """
     assert (fps.size(), fps.local_size(), fps.local_rank()) == (2, 2, rank)
     floats = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-    integers = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8]
+    integers = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16]
     for dtype in floats + integers:
         for shape in [(), (0,), (1,), (3, 5), (2049,)]:
             x = torch.ones(shape).mul(3 + rank).to(dtype)

@@ -75,6 +75,11 @@ def rows(members, **how):
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex128):
         whole = torch.cat([of(rank, rank + 1, 3) for rank in members]).to(dtype)
         assert torch.equal(hvd.allgather(of(me, me + 1, 3).to(dtype), **how), whole)
+    words = torch.full((2, 1), 0xFF00 + me, dtype=torch.int32).to(torch.uint16)
+    found = hvd.allgather(words, **how), hvd.broadcast(words, members[-1], **how)
+    assert [one.dtype for one in found] == [torch.uint16] * 2
+    assert found[0].numpy()[::2, 0].tolist() == [0xFF00 + rank for rank in members]
+    assert found[1].numpy()[:, 0].tolist() == [0xFF00 + members[-1]] * 2
     assert hvd.allgather(torch.tensor(me), **how).tolist() == members
     both = hvd.grouped_allgather([torch.ones(me), torch.zeros(1, 2)], "both", **how)
     assert both[0].shape == (sum(members),) and both[1].shape == (size, 2)

@@ -24,10 +24,11 @@ STORAGE = {
     DType.INT64: np.int64,
     DType.UINT8: np.uint8,
     DType.BOOL: np.uint8,
+    DType.UINT16: np.uint16,
 }
 HALVES = (DType.FLOAT16, DType.BFLOAT16)
 FLOATS = (DType.FLOAT32, DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16)
-INTEGERS = (DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT8)
+INTEGERS = (DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT8, DType.UINT16)
 
 
 def kernel(code: DType):
