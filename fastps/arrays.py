@@ -132,13 +132,14 @@ def describe(dtype: int, shape: tuple[int, ...]) -> str:
 def scale(array: Array, code: DType, factor: float) -> None:
     """Multiply an array in place: half types in float32, integers in float64 and cut.
 
-    bfloat16 as uint16. On this thread, in the floating-point state of the kernels: frameworks have
-    threads that flush subnormal numbers to zero, and not on all workers alike.
+    bfloat16 as uint16, or as ml_dtypes has it. On this thread, in the floating-point state of the
+    kernels: frameworks have threads that flush subnormal numbers to zero, and not on all workers
+    alike.
     """
     with DefaultFloats():
-        if code is DType.BFLOAT16:
+        if code is DType.BFLOAT16 and array.dtype == np.uint16:
             _scale_bfloat16(array, factor)
-        elif code is DType.FLOAT16:
+        elif code in (DType.FLOAT16, DType.BFLOAT16):
             array[...] = array.astype(np.float32) * np.float32(factor)
         elif array.dtype.kind in "fc":
             np.multiply(array, factor, out=array)

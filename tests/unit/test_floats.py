@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ from fastps.reduce import measures, sum_kernel
 from fastps.reduce._combiner import Combiner
 from fastps.reduce.codec._coder import Coder
 from fastps.rules import Rule
-from fastps.types import DType
+from fastps.types import DType, dtype_of
 
 COUNT = 1000
 states = pytest.mark.parametrize("state", STATES)
@@ -127,3 +128,25 @@ def test_a_context_sets_the_default_and_restores_what_was(state):
     with DefaultFloats(), floats_set(state):
         assert control_word() != usual
     assert control_word() == usual
+
+
+@pytest.mark.parametrize("kind", ["f2", "f4", "f8", "c8", ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(), (100, 3)])
+def test_floats_are_scaled_and_rounded_once(kind, shape):
+    array = np.asarray(np.random.default_rng(5).standard_normal(shape) * 100).astype(kind)
+    wide = array if array.dtype.itemsize > 2 else array.astype(np.float32)
+    want = (wide * wide.real.dtype.type(1 / 3)).astype(kind)
+    made, code = array.copy(), dtype_of(array.real.dtype)
+    scale(made, code, 1 / 3)
+    np.testing.assert_array_equal(made, want)
+    if code is DType.BFLOAT16:
+        bits = array.view(np.uint16).copy()
+        scale(bits, code, 1 / 3)
+        np.testing.assert_array_equal(bits, want.view(np.uint16))
+
+
+@pytest.mark.parametrize("kind", ["i1", "i2", "i4", "i8", "u1", "u2"])
+def test_integers_are_scaled_in_float64_and_cut(kind):
+    array = np.arange(100).astype(kind)
+    scale(array, dtype_of(array.dtype), 0.7)
+    assert array.tolist() == [int(i * 0.7) for i in range(100)]
