@@ -36,6 +36,7 @@ PACKED = {
     DType.INT64: "vpaddq",
     DType.UINT8: "vpaddb",
     DType.BOOL: "vp?or[dq]?|vorps|vpternlog[dq]",
+    DType.UINT16: "vpaddw",
 }
 FOREIGN = r"""
 #include <pthread.h>
