@@ -263,6 +263,8 @@ class Session(Forgetting):
         parts: of declare(); None: any. MismatchError for one about which workers disagreed.
         """
         self.ways.check(name)
+        if self._poisoned:
+            self._check_poison((name,))
         known = self._layouts.get(name)
         if self.config.goes_on:
             return False

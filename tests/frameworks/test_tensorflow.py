@@ -451,6 +451,9 @@ DIFFERING = """
         fails(differing("shapes", [3, (3, 5)], [3, (5, 3)]), ".1'", "(3, 5)", "(5, 3)")
         fails(differing("count", [3, 4], [3, 4, 50_000]), ".2'", "no such tensor", "(50000,)")
         fails(differing("none", [None, 4], [3, 4]), "worker 0", "worker 1")
+        for side in ([2], [3 + rank], [5 + rank]):  # the second name stays of no use
+            one = lambda: fps.push_pull(tf.ones(side), f"one{wrap is tf.function}")
+            wrap(one)() if side == [2] else fails(wrap(one), "(4,)")
         with pytest.raises(tf.errors.FailedPreconditionError, match="not the same operation"):
             wrap(lambda: fps.allgather(tf.ones((2, 2 + rank)), f"rows{wrap is tf.function}"))()
         for shapes in ([3, 4], [5, 6], [50_000, 3], [3], [3, 4]):  # one model after another
@@ -468,7 +471,7 @@ DIFFERING = """
 
 
 def test_lists_that_differ_are_a_mismatch_at_once(tmp_path):
-    run(DIFFERING, tmp_path, environ={"FASTPS_STALL_WATCH_S": "1"})
+    run(DIFFERING, tmp_path, servers=0, environ={"FASTPS_STALL_WATCH_S": "1"})
 
 
 def test_a_tape_gives_the_same_on_all_workers(tmp_path):
