@@ -330,6 +330,9 @@ NAMELESS = """
             for size in (2, 5):
                 found = session.run([total, slope], {shapeless: np.full(size, 1.0 + rank)})
                 check(found, np.full((2, size), 3.0))
+            given = tf.constant(whole)
+            slope, = tf.gradients(fps.broadcast(given, 1), given)
+            check(session.run(slope), np.full((4, 2), rank))  # of the root alone
     x = tf.constant(whole) * (rank + 1)
     with tf.GradientTape() as tape:
         tape.watch(x)

@@ -170,7 +170,8 @@ def broadcast(
     def back(gradient: Any) -> Any:
         whole = _reduced(gradient, _of_gradient(label), Average, process_set)
         is_root = process_set.rank() == process_set.member(root_rank, "root_rank")
-        return whole if is_root else tf.zeros_like(whole)
+        with tf.control_dependencies([whole]):  # a session would leave the others alone with it
+            return whole if is_root else tf.zeros_like(whole)
 
     key = ("broadcast", label, root_rank, process_set)
     return _differentiable(lambda one: (_once(key, run, one), back), tensor)
