@@ -79,7 +79,7 @@ def watch_pieces() -> dict[str, tuple[Any, Any]]:
     make = connections.make_tensor
 
     def make_tensor(spec: Any, answer: Any) -> Any:
-        seen[spec.name] = spec, answer.pieces
+        seen[spec.name] = spec.layout, answer.pieces
         return make(spec, answer)
 
     connections.make_tensor = make_tensor  # type: ignore[method-assign]
@@ -122,9 +122,9 @@ def grid() -> int:
         }  # fmt: skip
         for name, flight in flights.items():
             if name not in models:
-                spec, pieces = seen[name]
-                assert spec.coding == GRID[name]
-                models[name] = Model(name, spec.coding, pieces, spec.chunk_bytes)
+                layout, pieces = seen[name]
+                assert layout.coding == GRID[name]
+                models[name] = Model(name, layout.coding, pieces, layout.chunk_bytes)
             want = models[name].step(sums, step + 1, ratio)
             np.testing.assert_array_equal(fastps.synchronize(flight), want, err_msg=name)
     counts = fastps.statistics()

@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from harness import slowed
 from launched import LIMIT_S, JobRunner, last_line, wait_lines
 
 from aids.free_ports import free_port
@@ -234,7 +235,7 @@ def test_error_before_the_start_on_the_first_machine_reaches_the_other(machines)
 def test_wrong_token_is_refused_and_the_missing_are_named(machines):
     other = machines.token.with_name("other.token")
     machines.write_token(other)
-    words = ("-np", "1,1", "-s", "1,0", "--start-timeout", "3")
+    words = ("-np", "1,1", "-s", "1,0", "--start-timeout", f"{slowed(3):g}")
     with machines.job.started(machines.command(0, *words, code=SUM)) as first:
         second = machines.job.run(machines.command(1, *words, token=other, code=SUM))
         code, _, stderr = ends([first])[0]
