@@ -350,6 +350,8 @@ def broadcast_in_place(arrays: Sequence[Array], names: Sequence[str], root_rank:
         current.groups.broadcast_to_those_left(views, codes, root_rank)
         return
     labels = free_names(current, list(zip(names, shapes, codes, strict=True)))
+    if labels:
+        current.ways.group(names[0], labels)
     kinds: dict[DType, list[int]] = {}
     for place, code in enumerate(codes):
         kinds.setdefault(code, []).append(place)

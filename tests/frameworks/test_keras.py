@@ -83,6 +83,10 @@ FIT = """
     assert type(again.optimizer).__name__ == "SGD"
     assert not hasattr(keras.models.load_model(path).optimizer, "is_distributed")  # without us
     fit(again, rank, 2)
+    resumed = fps.load_model(path) if rank == 0 else model_of(  # without momenta so far
+        1, fps.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)))
+    resumed.fit(x, y, epochs=1, steps_per_epoch=1, verbose=0,
+                callbacks=[fps.callbacks.BroadcastGlobalVariablesCallback(0)])
     class Own(keras.optimizers.SGD):
         pass
     model_of(0, fps.DistributedOptimizer(Own(0.1), prefix="own")).save(path)

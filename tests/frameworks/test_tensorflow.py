@@ -462,6 +462,12 @@ DIFFERING = """
         for shapes in ([3, 4], [5, 6], [50_000, 3], [3], [3, 4]):  # one model after another
             differing("again", shapes, shapes)()
         fails(differing("again", [3, 4], [5, 6, 7]), "worker 0", "worker 1")
+    variables = [tf.Variable(tf.ones(3)) for _ in range(2 + rank)]
+    try:
+        fps.broadcast_variables(variables)
+        assert rank == 0  # the root may be through before the other tells
+    except Exception as error:
+        assert "not the same operation" in str(error)
     strategy = fps.MirroredStrategy(["/cpu:0"])
     def reduced(shape):
         def replica():

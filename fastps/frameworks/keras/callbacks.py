@@ -25,8 +25,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._root_rank = root_rank
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast the variables that there are; blocks."""
+        """Broadcast all variables; blocks. A new optimizer has what a loaded one has after it."""
         optimizer = getattr(self.model, "optimizer", None)
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
         slots = [] if optimizer is None else list(optimizer.variables)
         broadcast_variables([*self.model.variables, *slots], self._root_rank, "fit")
 
