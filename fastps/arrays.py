@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fastps._floats import DefaultFloats
 from fastps.coding import PLAIN, Coding
 from fastps.config import Config
 from fastps.contract import (
@@ -127,32 +126,6 @@ def checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
 def describe(dtype: int, shape: tuple[int, ...]) -> str:
     """Name what was declared, for errors."""
     return f"{DType(dtype).name.lower()} of shape {shape}"
-
-
-def scale(array: Array, code: DType, factor: float) -> None:
-    """Multiply an array in place: half types in float32, integers in float64 and cut.
-
-    bfloat16 as uint16, or as ml_dtypes has it. On this thread, in the floating-point state of the
-    kernels: frameworks have threads that flush subnormal numbers to zero, and not on all workers
-    alike.
-    """
-    with DefaultFloats():
-        if code is DType.BFLOAT16 and array.dtype == np.uint16:
-            _scale_bfloat16(array, factor)
-        elif code in (DType.FLOAT16, DType.BFLOAT16):
-            array[...] = array.astype(np.float32) * np.float32(factor)
-        elif array.dtype.kind in "fc":
-            np.multiply(array, factor, out=array)
-        else:
-            array[...] = (array * np.float64(factor)).astype(array.dtype)
-
-
-def _scale_bfloat16(array: Array, factor: float) -> None:
-    wide = (array.astype(np.uint32) << np.uint32(16)).view(np.float32) * np.float32(factor)
-    bits = wide.view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)  # ties go to even
-    rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-    array[...] = np.where(np.isnan(wide), np.uint32(0x7FC0), rounded)
 
 
 def make_layout(

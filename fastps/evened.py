@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Averages of push_pull() over those who take part, where some have run out of data.
+"""Factors of results: averages over those who take part, where some have run out of data.
 
 They are made as n / k times that over all n, where k took part: see uneven.py, which knows who
-did. Threads: any.
+did. All faces multiply by scale(), so that ranks have the same bits. Threads: any.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastps.arrays import scale
+from fastps._floats import DefaultFloats
 from fastps.errors import FastPSError
 from fastps.types import DType
 from fastps.worker.handle import Array, Handle
@@ -50,6 +50,32 @@ def even(session: Session, handle: Handle) -> Handle:
         make_even(session, tickets, [result] if isinstance(result, np.ndarray) else result)
 
     return handle.then(after)
+
+
+def scale(array: Array, code: DType, factor: float) -> None:
+    """Multiply an array in place: half types in float32, integers in float64 and cut.
+
+    bfloat16 as uint16, or as ml_dtypes has it. On this thread, in the floating-point state of the
+    kernels: frameworks have threads that flush subnormal numbers to zero, and not on all workers
+    alike.
+    """
+    with DefaultFloats():
+        if code is DType.BFLOAT16 and array.dtype == np.uint16:
+            _scale_bfloat16(array, factor)
+        elif code in (DType.FLOAT16, DType.BFLOAT16):
+            array[...] = array.astype(np.float32) * np.float32(factor)
+        elif array.dtype.kind in "fc":
+            np.multiply(array, factor, out=array)
+        else:
+            array[...] = (array * np.float64(factor)).astype(array.dtype)
+
+
+def _scale_bfloat16(array: Array, factor: float) -> None:
+    wide = (array.astype(np.uint32) << np.uint32(16)).view(np.float32) * np.float32(factor)
+    bits = wide.view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)  # ties go to even
+    rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+    array[...] = np.where(np.isnan(wide), np.uint32(0x7FC0), rounded)
 
 
 def integers_text(name: str | int) -> str:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from fastps.arrays import scale
 from fastps.collectives._calls import MISSED, Calls, changes_so_far
 from fastps.collectives.promise import MeanwhileError
 from fastps.current import current
+from fastps.evened import scale
 from fastps.flights import (
     Average,
     Flight,

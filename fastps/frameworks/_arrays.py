@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fastps import session
-from fastps.arrays import scale
 from fastps.asynchronous import ServerParameters
 from fastps.coding import PLAIN
 from fastps.compression import Choice
 from fastps.errors import FastPSError
+from fastps.evened import scale
 from fastps.flights import Flight, correction_of, start_allreduce
 from fastps.frameworks._adapter import (
     BUCKET_BYTES,

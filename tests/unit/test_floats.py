@@ -15,8 +15,8 @@ from aids.floats import STATES, control_word, floats_set
 from fastps import byzantine as bz
 from fastps._floats import DefaultFloats
 from fastps.adasum import combine as adasum
-from fastps.arrays import scale
 from fastps.coding import Codec, Coding, Option
+from fastps.evened import scale
 from fastps.graph.coded import Track
 from fastps.reduce import measures, sum_kernel
 from fastps.reduce._combiner import Combiner

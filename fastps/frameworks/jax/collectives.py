@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fastps
-from fastps.arrays import scale
+from fastps.evened import scale
 from fastps.flights import (
     correction_of,
     start_allgather,

@@ -16,8 +16,8 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
-from fastps.arrays import scale
 from fastps.compression import Choice
+from fastps.evened import scale
 from fastps.flights import (
     correction_of,
     start_allgather,

@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 import fastps
-from fastps.arrays import scale
 from fastps.coding import PLAIN
 from fastps.compression import Choice
+from fastps.evened import scale
 from fastps.flights import (
     correction_of,
     start_allgather,

@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from fastps import session
-from fastps.arrays import scale
 from fastps.compression import Choice
+from fastps.evened import scale
 from fastps.flights import correction_of, start_allgather
 from fastps.frameworks._adapter import (
     BUCKET_BYTES,

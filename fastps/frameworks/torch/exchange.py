@@ -20,10 +20,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fastps import session
-from fastps.arrays import scale
 from fastps.byzantine.rules import rule_of
 from fastps.coding import PLAIN, Coding
 from fastps.errors import DuplicateNameError, FastPSError, MismatchError
+from fastps.evened import scale
 from fastps.flights import Later
 from fastps.frameworks._adapter import (
     ACCUMULATE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fastps.arrays import scale
+from fastps.evened import scale
 from fastps.flights import Average, Sum
 from fastps.frameworks.torch.tensors import (
     WIRE_DTYPES,
