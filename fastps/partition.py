@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastps.errors import ConfigError, ProtocolError
 
@@ -30,8 +30,7 @@ MAX_LINK_RATIO = 8  # links of the heaviest server for one of the lightest
 _MASK64 = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Describe one partition of a tensor: its bytes, from offset on, and the server they go to."""
 
     offset: int
@@ -130,9 +129,10 @@ def cut_tensor(
     owners = placement.owners
     check_tensor(nbytes, partition_bytes=partition_bytes, n_owners=len(owners))
     step = _round_up(partition_bytes)
-    is_small = nbytes <= step and (is_whole or nbytes < len(owners) * MIN_SHARE_BYTES)
-    if is_small or placement.is_hashed:
-        even = step if is_small else _even_step(nbytes, step, len(owners))
+    if nbytes <= step and (is_whole or nbytes < len(owners) * MIN_SHARE_BYTES):
+        return (Piece(0, nbytes, placement.place(key_of(tensor_id, 0), nbytes)),)
+    if placement.is_hashed:
+        even = _even_step(nbytes, step, len(owners))
         return tuple(
             Piece(offset, size, placement.place(key_of(tensor_id, index), size))
             for index, (offset, size) in enumerate(make_partitions(tensor_id, nbytes, even))

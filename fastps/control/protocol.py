@@ -160,8 +160,9 @@ class Job(_Record, frozen=True):
 
 
 class Layout(
-    msgspec.Struct, frozen=True, gc=False, omit_defaults=True, forbid_unknown_fields=True
-):
+    msgspec.Struct, frozen=True, cache_hash=True, gc=False, omit_defaults=True,
+    forbid_unknown_fields=True,
+):  # fmt: skip
     """What all workers must declare alike of a tensor; dtype is a code of fastps.types.DType.
 
     Tensors that are alike share one: of hundreds of thousands there are few. Travels by the names
