@@ -30,9 +30,9 @@ NATIVE = native_or_pyverbs()
 # by name: data path and arguments of pytest; the longest first
 PROGRAMS = {
     "conformance and faults": (NATIVE, LINKS),
+    "whole jobs": (NATIVE, ("tests/rdma/guest_jobs.py",)),
     "the pyverbs data path": ("pyverbs", (*LINKS, "-k", PYVERBS_TESTS)),
     "codecs and windows": (NATIVE, ("tests/rdma/guest_coded.py",)),
-    "whole jobs": (NATIVE, ("tests/rdma/guest_jobs.py",)),
     "sums of engines and stores": (NATIVE, ("tests/rdma/guest_push_pull.py", "-k", SUMS)),
 }
 
