@@ -327,14 +327,19 @@ class Declarations:
     def _refuse(self, asked: Declare, layouts: Sequence[Layout]) -> str | None:
         """Check a whole batch before any of it takes effect."""
         n_pieces = self._n_pieces
-        most: dict[int, int] = {}  # pieces, by the number of a layout
+        checked: set[int] = set()  # numbers of layouts
+        most: dict[int, int] = {}  # pieces of a new tensor, by the number of its layout
         for name, number in asked.tensors:
             try:
-                if number not in most:
+                if number not in checked:
                     if number >= len(layouts):
                         raise ConfigError(f"there is no layout {number} among {len(layouts)}")
-                    most[number] = self._check(layouts[number])
-                n_pieces += self._count_new(name, layouts[number], most[number])
+                    self._check(layouts[number])
+                    checked.add(number)
+                if self._is_new(name, layouts[number]):
+                    if number not in most:
+                        most[number] = self._count_pieces(layouts[number])
+                    n_pieces += most[number]
             except ConfigError as error:
                 return f"tensor {name!r}: {error}"
         if n_pieces <= MAX_PIECES:
@@ -345,8 +350,8 @@ class Declarations:
             "FASTPS_PARTITION_BYTES, or declare fewer tensors"
         )
 
-    def _check(self, layout: Layout) -> int:
-        """Return the most pieces that a tensor adds; ConfigError if it cannot be."""
+    def _check(self, layout: Layout) -> None:
+        """Raise ConfigError if no tensor can have a layout."""
         itemsize = _ITEMSIZES.get(layout.dtype)
         if itemsize is None:
             raise ConfigError(f"dtype code {layout.dtype} is unknown")
@@ -360,18 +365,21 @@ class Declarations:
             layout.gathering.check()
         except ValueError as error:
             raise ConfigError(f"{error}") from None
-        cut = {"partition_bytes": layout.partition_bytes}
-        check_tensor(nbytes, n_owners=len(self._placement.owners), **cut)
-        return most_pieces(nbytes, placement=self._placement, **cut)
 
-    def _count_new(self, name: str, layout: Layout, most: int) -> int:
-        """Return the most pieces that a name adds to the job; ConfigError if it cannot be."""
+    def _is_new(self, name: str, layout: Layout) -> bool:
+        """Return whether a name adds a tensor to the job; ConfigError if it cannot be."""
         known = self._tensors.get(name)
         if known is not None and known.batch in self._leaving:
             raise ConfigError("it is being forgotten")
         if known is None and layout.policy is Policy.KEPT:
             self._check_kept(layout)
-        return most if known is None else 0
+        return known is None
+
+    def _count_pieces(self, layout: Layout) -> int:
+        """Return the most pieces that a new tensor has; ConfigError if it has too many."""
+        cut = {"partition_bytes": layout.partition_bytes}
+        check_tensor(layout.nbytes, n_owners=len(self._placement.owners), **cut)
+        return most_pieces(layout.nbytes, placement=self._placement, **cut)
 
     def _check_kept(self, layout: Layout) -> None:
         """Raise ConfigError unless there is a tensor with codecs that keep so many elements."""

@@ -76,7 +76,7 @@ def test_names_of_operations_among_members_are_forgotten(way):
 def test_nameless_operations_keep_memory_flat():
     found = run_job(
         programs_sets.nameless, workers=2, servers=0, environment=WAYS["memory"],
-        arguments={"operations": 32_000, "warm": 8000}, timeout_s=100.0,
+        arguments={"operations": 50_000, "warm": 8000}, timeout_s=100.0,
     )  # fmt: skip
     for warm, end in found:
         assert end - warm < MAX_GROWTH_BYTES, found

@@ -6,10 +6,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
-from fastps.frameworks.torch.travelling import scaled
+from fastps.frameworks.torch.travelling import scaled, wire_of
 
 # of a size that torch would share out among threads, which inherit what their maker had
 FLUSHED = """
@@ -47,3 +48,18 @@ def test_integers_are_scaled_in_float64_and_cut(dtype):
     tensor = torch.arange(100, dtype=dtype)
     made = scaled(tensor, 0.7)
     assert torch.equal(made, (tensor.double() * 0.7).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (np.ones(3), r"'w' must be a torch.Tensor, not ndarray"),
+        (torch.eye(3).to_sparse(), "tensor 'w' is sparse"),
+        (torch.ones(3, device="meta"), "tensor 'w' is on meta"),
+        (torch.ones(3, dtype=torch.uint32), "tensor 'w' has dtype torch.uint32"),
+    ],
+)
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_what_cannot_be_sent_is_refused_with_a_factor_too(tensor, said, factor):
+    with pytest.raises(TypeError, match=said):
+        wire_of(tensor, "w", factor=factor)

@@ -124,6 +124,7 @@ class TestDeclaring:
             (make_spec("w", dtype=int(DType.INT32)), ["float32", "int32"]),
             (make_spec("w", partition_bytes=8192), ["at most 4096 bytes", "at most 8192 bytes"]),
             (make_spec("w", chunk_bytes=8192), ["chunks of 4096", "chunks of 8192"]),
+            (make_spec("w", (1 << 40,)), ["(10, 20)", "(1099511627776,)"]),  # of too many pieces
         ],
     )
     def test_mismatch_reaches_all(self, other: TensorSpec, parts: list[str]) -> None:

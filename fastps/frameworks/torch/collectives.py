@@ -64,7 +64,7 @@ def allreduce_async(
 ) -> Promise:
     """Begin allreduce() into a new tensor; the tensor must not be changed meanwhile."""
     op = op_of_words(op, average)
-    source = wire_of(scaled(check_kind(tensor, name), prescale_factor), name, op)
+    source = wire_of(tensor, name, op, factor=prescale_factor)
     flight = _sum(source, None, op, name, process_set)
 
     def finish(found: list[Any]) -> torch.Tensor:
@@ -87,7 +87,7 @@ def allreduce_async_(
     """Begin allreduce() in place."""
     op = op_of_words(op, average)
     target = target_of(tensor, name)
-    source = wire_of(scaled(target, prescale_factor), name, op)
+    source = wire_of(target, name, op, factor=prescale_factor)
     in_place = wire_of(target, name, op)
     same = in_place.data_ptr() == target.data_ptr()
     flight = _sum(source, in_place if same else source, op, name, process_set)
@@ -197,7 +197,7 @@ def _start_grouped(
     *,
     is_in_place: bool,
 ) -> Later[list[torch.Tensor]]:
-    wires = [wire_of(scaled(tensor, prescale_factor), name, op) for tensor in tensors]
+    wires = [wire_of(tensor, name, op, factor=prescale_factor) for tensor in tensors]
     codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
     flight = ops.start_grouped(
         [view_of(wire) for wire in wires], op, name, process_set, codes, is_in_place=is_in_place
@@ -327,7 +327,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Promise:
     """Begin reducescatter() and give a handle."""
-    source = wire_of(scaled(check_kind(tensor, name), prescale_factor), name, op)
+    source = wire_of(tensor, name, op, factor=prescale_factor)
     flight = ops.start_reducescatter(
         view_of(source), op, name, process_set, dtype=wire_dtype(source.dtype, name or "tensor")
     )
@@ -371,8 +371,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Later[list[torch.Tensor]]:
     """Begin reducescatter_async() of several tensors, in one submit of a dtype."""
-    some = [scaled(check_kind(tensor, name), prescale_factor) for tensor in tensors]
-    wires = [wire_of(one, name, op) for one in some]
+    wires = [wire_of(tensor, name, op, factor=prescale_factor) for tensor in tensors]
     codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
     flight = ops.start_grouped_reducescatter(
         [view_of(wire) for wire in wires], op, name, process_set, dtypes=codes

@@ -18,6 +18,7 @@ from fastps.frameworks.torch.tensors import (
     check_tensor,
     check_writable,
     mark_written,
+    real_of,
     sendable,
     tensor_over,
     view_of,
@@ -26,14 +27,16 @@ from fastps.frameworks.torch.tensors import (
 from fastps.types import Op
 
 
-def wire_of(tensor: torch.Tensor, name: str | None, op: Op = Sum) -> torch.Tensor:
-    """Give the tensor as it travels: contiguous, complex numbers as pairs of floats."""
+def wire_of(
+    tensor: torch.Tensor, name: str | None, op: Op = Sum, *, factor: float = 1.0
+) -> torch.Tensor:
+    """Return the tensor as it travels, times a factor: contiguous, complex as pairs of floats."""
     label, plain = name or "tensor", check_kind(tensor, name).detach()
     if plain.is_complex():
         if op not in (Sum, Average):
             raise TypeError(f"{label!r} is complex, and complex numbers have no {op.value}")
         plain = torch.view_as_real(plain.resolve_conj())
-    return sendable(check_tensor(plain, label))
+    return scaled(sendable(check_tensor(plain, label)), factor)
 
 
 def target_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
@@ -66,12 +69,12 @@ def stored(
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return the tensor times a factor; a new one, unless that is 1."""
-    code = WIRE_DTYPES.get(tensor.real.dtype if tensor.is_complex() else tensor.dtype)
-    if factor == 1.0 or code is None:  # what has no code is refused where it is sent
+    """Return a tensor that can be sent times a factor: a new one, unless that is 1."""
+    if factor == 1.0:
         return tensor
     made = sendable(tensor).clone(memory_format=torch.contiguous_format)
-    scale(view_of(torch.view_as_real(made) if made.is_complex() else made), code, factor)
+    plain = real_of(made)
+    scale(view_of(plain), WIRE_DTYPES[plain.dtype], factor)
     return made
 
 
