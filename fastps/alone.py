@@ -69,15 +69,21 @@ def declare(known: dict[str, Layout], wanted: Sequence[TensorSpec]) -> None:
         before = known.setdefault(name, layout)
         if before != layout:
             raise MismatchError(
-                f"tensor {name!r} was declared as "
-                f"{describe(before.dtype, before.shape)} ({before.rule}) and is now "
-                f"{describe(layout.dtype, layout.shape)} ({layout.rule}); use another name"
+                f"tensor {name!r} was declared as {_side(before)} and is now {_side(layout)}; "
+                "use another name"
             )
 
 
-def finish(specs: Sequence[TensorSpec], arrays: Sequence[Array], outputs: Sequence[Array]) -> None:
-    """Give each output what comes of the only worker's array."""
-    for spec, array, output in zip(specs, arrays, outputs, strict=True):
+def _side(layout: Layout) -> str:
+    inside = ", ".join(f"{name!r} {describe(code, shape)}" for name, code, shape in layout.parts)
+    return f"{describe(layout.dtype, layout.shape)} ({layout.rule})" + f" for {inside}" * bool(
+        inside
+    )
+
+
+def finish(layouts: Sequence[Layout], arrays: Sequence[Array], outputs: Sequence[Array]) -> None:
+    """Write into each output what comes of the only worker's array."""
+    for layout, array, output in zip(layouts, arrays, outputs, strict=True):
         if output is not array:
             np.copyto(output, array)
-        rules.apply_alone(spec.layout.rule, output, DType(spec.layout.dtype))
+        rules.apply_alone(layout.rule, output, DType(layout.dtype))

@@ -210,10 +210,7 @@ class Session(Forgetting):
             )
             for place, (name, shape, code) in enumerate(specs)
         ]  # fmt: skip
-        if self._client is not None:
-            self._declare_specs(wanted)
-        else:
-            alone.declare(self._layouts, wanted)
+        self._declare_specs(wanted)
 
     def _spec(self, name: str, shape: tuple[int, ...], dtype: DType, **terms: Any) -> TensorSpec:
         is_sent = self._client is not None and bool(self.connections.owners)
@@ -230,6 +227,9 @@ class Session(Forgetting):
         return TensorSpec(name, layout)
 
     def _declare_specs(self, wanted: Sequence[TensorSpec]) -> None:
+        if self._client is None:
+            alone.declare(self._layouts, wanted)
+            return
         if wanted and (first := wanted[0].layout).givers is Givers.WORKERS:
             above = self.rank - self.size
             check_taking_part(wanted[0].name, above, self.config, first.policy)
@@ -238,7 +238,6 @@ class Session(Forgetting):
             fresh = [spec for spec in wanted if self._layouts.get(spec.name) != spec.layout]
             if not fresh:
                 return
-            assert self._client is not None
             answers = self._client.declare(fresh, timeout_s=self.config.op_timeout_s)
             self.check_usable()
             for spec, answer in zip(fresh, answers, strict=True):
@@ -272,10 +271,10 @@ class Session(Forgetting):
             known.shape == shape and known.dtype == dtype and parts in (None, known.parts)
         )
 
-    def _find(
+    def _declare_new(
         self, names: Sequence[str], arrays: Sequence[Array], dtype: DType | None
-    ) -> list[PlannedTensor]:
-        """Give the tensors of names, declaring those that are new or have changed."""
+    ) -> None:
+        """Declare what is new or has changed; all else stays what it was declared as."""
         wanted = []
         alike: dict[tuple[tuple[int, ...], DType], Layout] = {}  # of many names few differ
         for name, array in zip(names, arrays, strict=True):
@@ -289,6 +288,12 @@ class Session(Forgetting):
                 wanted.append(TensorSpec(name, layout))
         if wanted:
             self._declare_specs(wanted)
+
+    def _find(
+        self, names: Sequence[str], arrays: Sequence[Array], dtype: DType | None
+    ) -> list[PlannedTensor]:
+        """Return the tensors of names, which are declared where they are new or have changed."""
+        self._declare_new(names, arrays, dtype)
         if self._poisoned:
             self._check_poison(names)
         return self._known_tensors(names)
@@ -477,10 +482,12 @@ class Session(Forgetting):
             rules.check_sum(label, found or self._rule_of(label))
         if self._client is None and not gives:
             arrays = [np.zeros_like(array) for array in arrays]
-        if self._client is None:
-            return self._finish_locally(names, arrays, outputs, dtype, found, is_single=is_single)
         if not is_plain:
             self._agree(names, arrays, dtype, compression, learning_rate, rule)
+        if self._client is None:
+            flights = self._start_alone(names, arrays, dtype)
+            alone.finish([self._layouts[name] for name in names], arrays, outputs)
+            return self._handle(flights, outputs, SUM, is_single=is_single)
         if tensors is None:
             tensors = self._find(names, arrays, dtype)
         if is_single and gives:
@@ -504,7 +511,8 @@ class Session(Forgetting):
         for label, array in zip(names, arrays, strict=True):
             check_arrays(label, array, array, dtype, average=False)
         if self._client is None:
-            return self._finish_locally(names, arrays, arrays, dtype, SUMMED, is_single=is_single)
+            flights = self._start_alone(names, arrays, dtype)
+            return self._handle(flights, arrays, SUM, is_single=is_single)
         tensors = self._find(names, arrays, dtype)
         tickets = self._submit(
             names, self._engine.start_broadcast, tensors, arrays, root=root_rank,
@@ -526,21 +534,11 @@ class Session(Forgetting):
         """Count the changes that all values which came last have seen; see HeldParameters."""
         return min((self._tensors[name].stamp for name in names), default=0)
 
-    def _finish_locally(
-        self, names: Sequence[str], arrays: Sequence[Array], outputs: Sequence[Array],
-        dtype: DType | None, rule: Rule | None, *, is_single: bool,
-    ) -> Handle:  # fmt: skip
-        wanted = [
-            self._spec(
-                name, array.shape, dtype_of(array.dtype) if dtype is None else dtype,
-                rule=self._rule_of(name) if rule is None else rule,
-            )
-            for name, array in zip(names, arrays, strict=True)
-        ]  # fmt: skip
-        alone.declare(self._layouts, wanted)
-        flights = self._alone.begin(names)
-        alone.finish(wanted, arrays, outputs)
-        return self._handle(flights, outputs, SUM, is_single=is_single)
+    def _start_alone(
+        self, names: Sequence[str], arrays: Sequence[Array], dtype: DType | None
+    ) -> list[alone.Flight]:
+        self._declare_new(names, arrays, dtype)
+        return self._alone.begin(names)
 
     def _handle(
         self, tickets: Sequence[Ticket | alone.Flight], outputs: Sequence[Array],

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.errors import FastPSError
+from fastps import session
+from fastps.byzantine.rules import NormClipping
+from fastps.errors import FastPSError, MismatchError
+from fastps.types import DType
 
 
 @pytest.fixture(autouse=True)
-def session():
+def alone():
     fastps.init(size=1, num_servers=0)
     yield
     fastps.shutdown()
@@ -140,3 +143,25 @@ def test_a_graph_of_another_size_is_an_error_of_either_type(size):
     for kind in (ValueError, TypeError, FastPSError):
         with pytest.raises(kind, match=f"the graph has {size} nodes"):
             fastps.set_topology(np.ones((size, size)) / size)
+
+
+def test_what_was_declared_with_parts_is_used_by_name():
+    """As buckets of the plugins are: declared with what is in them, then pushed by name alone."""
+    home = session.current()
+    parts = (("b", int(DType.FLOAT32), (3,)), ("w", int(DType.FLOAT32), (4, 3)))
+    home.declare([("bucket", (32,), DType.FLOAT32)], parts=parts)
+    ones = np.ones(32, np.float32)
+    assert fastps.push_pull(ones, "bucket").tolist() == [1] * 32
+    assert fastps.broadcast(ones, 0, name="bucket").tolist() == [1] * 32
+    with pytest.raises(
+        MismatchError, match=r"'bucket' was declared as .* for 'b' .* now .* for 'w'"
+    ):
+        home.declare([("bucket", (32,), DType.FLOAT32)], parts=parts[::-1])
+
+
+def test_what_was_declared_under_a_rule_is_broadcast_as_it_is():
+    big = np.full(3, 100.0)
+    rule = NormClipping(1.0)
+    assert np.linalg.norm(fastps.push_pull(big, "x", rule=rule)) <= 1.0 + 1e-9
+    assert fastps.broadcast(big, 0, name="x").tolist() == [100] * 3
+    assert np.linalg.norm(fastps.push_pull(big, "x")) <= 1.0 + 1e-9
