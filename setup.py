@@ -10,6 +10,7 @@ Cython's HTML reports; FASTPS_JOBS says how many compile at a time, else all pro
 import os
 import sys
 
+import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -97,7 +98,12 @@ def extensions():
             name,
             [source(name)],
             depends=["fastps/transport/rdma/ibverbs.h"] if name in OPTIONAL else [],
-            define_macros=[("FASTPS_DEBUG", str(int(IS_DEBUG)))],
+            include_dirs=[numpy.get_include()],
+            define_macros=[
+                ("FASTPS_DEBUG", str(int(IS_DEBUG))),
+                ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"),
+                ("NPY_TARGET_VERSION", "NPY_1_23_API_VERSION"),  # the oldest of setup.cfg
+            ],
             extra_compile_args=[*COMPILE_ARGS, *(["-g0"] if IS_INSTALLED else [])],
             extra_link_args=["-Wl,-s"] if IS_INSTALLED else [],
             libraries=["pthread", "dl"],

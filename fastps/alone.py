@@ -42,11 +42,22 @@ class Flight:
         return not self._is_over
 
 
-class Flights:
-    """By name what has a handle that nobody has waited for, so that one is refused as in a job."""
+class Tensors:
+    """What a worker alone has declared, and what has a handle that nobody has waited for."""
 
     def __init__(self) -> None:
+        self.layouts: dict[str, Layout] = {}
         self._flights: weakref.WeakValueDictionary[str, Flight] = weakref.WeakValueDictionary()
+
+    def declare(self, wanted: Sequence[TensorSpec]) -> None:
+        """Note what is declared. Raises MismatchError where it was declared differently."""
+        for spec in wanted:
+            before = self.layouts.setdefault(spec.name, spec.layout)
+            if before != spec.layout:
+                raise MismatchError(
+                    f"tensor {spec.name!r} was declared as {_side(before)} and is now "
+                    f"{_side(spec.layout)}; use another name"
+                )
 
     def begin(self, names: Sequence[str]) -> list[Flight]:
         """Begin an operation on each; DuplicateNameError where one is in flight."""
@@ -61,29 +72,18 @@ class Flights:
         self._flights.update(zip(names, begun, strict=True))
         return begun
 
-
-def declare(known: dict[str, Layout], wanted: Sequence[TensorSpec]) -> None:
-    """Note what is declared. Raises MismatchError where it was declared differently."""
-    for spec in wanted:
-        name, layout = spec.name, spec.layout
-        before = known.setdefault(name, layout)
-        if before != layout:
-            raise MismatchError(
-                f"tensor {name!r} was declared as {_side(before)} and is now {_side(layout)}; "
-                "use another name"
-            )
+    def finish(
+        self, names: Sequence[str], arrays: Sequence[Array], outputs: Sequence[Array]
+    ) -> None:
+        """Write into each output what comes of the only worker's array."""
+        for name, array, output in zip(names, arrays, outputs, strict=True):
+            layout = self.layouts[name]
+            if output is not array:
+                np.copyto(output, array)
+            rules.apply_alone(layout.rule, output, DType(layout.dtype))
 
 
 def _side(layout: Layout) -> str:
+    text = f"{describe(layout.dtype, layout.shape)} ({layout.rule})"
     inside = ", ".join(f"{name!r} {describe(code, shape)}" for name, code, shape in layout.parts)
-    return f"{describe(layout.dtype, layout.shape)} ({layout.rule})" + f" for {inside}" * bool(
-        inside
-    )
-
-
-def finish(layouts: Sequence[Layout], arrays: Sequence[Array], outputs: Sequence[Array]) -> None:
-    """Write into each output what comes of the only worker's array."""
-    for layout, array, output in zip(layouts, arrays, outputs, strict=True):
-        if output is not array:
-            np.copyto(output, array)
-        rules.apply_alone(layout.rule, output, DType(layout.dtype))
+    return f"{text} for {inside}" if inside else text

@@ -305,6 +305,7 @@ class Connections:
         )
         compensation, policy = spec.layout.compensation, spec.layout.policy
         tensor.is_compensated = compensation.strength > 0 or policy is Policy.GATHERED
+        tensor.expect(spec.layout)
         return tensor
 
     def _coders(self, spec: TensorSpec, answer: DeclaredTensor) -> list[Coder | None] | None:

@@ -13,8 +13,8 @@ from fastps.config import Config
 from fastps.errors import ConfigError, FastPSError
 
 if TYPE_CHECKING:
+    from fastps.alone import Tensors
     from fastps.control.client import ControlClient
-    from fastps.control.protocol import Layout
     from fastps.groups import Groups
     from fastps.uneven import Uneven
     from fastps.ways import Ways
@@ -51,7 +51,7 @@ class Forgetting:
     _engine: WorkerEngine
     _groups: Groups | None
     _lock: threading.Lock
-    _layouts: dict[str, Layout]
+    _alone: Tensors
     _tensors: dict[str, PlannedTensor]
     n_forgotten: int  # calls of forget()
     ways: Ways
@@ -66,7 +66,8 @@ class Forgetting:
         self.ways.forget(names)
         groups = self._groups
         known = [name for name in names if groups is not None and groups.knows(name)]
-        unknown = [name for name in names if name not in self._layouts and name not in known]
+        declared = self._tensors if self._client is not None else self._alone.layouts
+        unknown = [name for name in names if name not in declared and name not in known]
         if unknown:
             raise ConfigError(
                 f"{unknown[0]!r} is not declared, nor had an operation this name: it cannot be "
@@ -76,19 +77,19 @@ class Forgetting:
             self._forget_everywhere(self._client, names, groups if known else None)
             return
         if groups is not None:
-            groups.forget(names, self._layouts)
+            groups.forget(names, declared)
         for name in names:
-            self._layouts.pop(name, None)
+            self._alone.layouts.pop(name, None)
 
     def _forget_everywhere(
         self, client: ControlClient, names: Sequence[str], groups: Groups | None
     ) -> None:
         """Forget tensors, and in groups what operations had their names."""
         timeout_s = self.config.op_timeout_s
-        tensors = {name: self._tensors[name] for name in names if name in self._layouts}
+        tensors = {name: self._tensors[name] for name in names if name in self._tensors}
         with retired(tensors.values()):
             if groups is not None:
-                groups.forget(names, self._layouts)
+                groups.forget(names, self._tensors)
             if not tensors:
                 client.barrier("forget", timeout_s=timeout_s)
                 return
@@ -97,7 +98,6 @@ class Forgetting:
         with self._lock:  # so that nobody finds a tensor that the engine has forgotten
             for name, tensor in tensors.items():
                 self._tensors.pop(name, None)  # close() may have been called
-                del self._layouts[name]
                 self._engine.forget(tensor)
         self.uneven.forget(tensors)
         client.dropped(request)

@@ -139,7 +139,6 @@ class Session(Forgetting):
         self.state, self._state_lock = State.OPEN, threading.Lock()
         self._lock = threading.Lock()  # declarations; held while the scheduler answers
         self._tensors: dict[str, PlannedTensor] = {}
-        self._layouts: dict[str, Layout] = {}
         self._witness = Witness()
         self.left, self.gone = self._witness.left, self._witness.gone  # as far as we know
         self._poisoned = self._witness.poisoned
@@ -149,7 +148,7 @@ class Session(Forgetting):
         self.uneven, self.stalls, self.steps = Uneven(self), StallWatch(self), Steps(self)
         self.ways, self.differences = Ways(self), Differences(self)
         self.drift, self.n_forgotten = Drift(self), 0
-        self._chunk_bytes, self._alone = config.chunk_bytes or LOCAL_CHUNK_BYTES, alone.Flights()
+        self._chunk_bytes, self._alone = config.chunk_bytes or LOCAL_CHUNK_BYTES, alone.Tensors()
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         self.held: dict[str, Any] = {}  # by name: see held.py
         self.tallies: list[Callable[[], dict[str, float]]] = []  # what else statistics() counts
@@ -228,31 +227,35 @@ class Session(Forgetting):
 
     def _declare_specs(self, wanted: Sequence[TensorSpec]) -> None:
         if self._client is None:
-            alone.declare(self._layouts, wanted)
+            self._alone.declare(wanted)
             return
         if wanted and (first := wanted[0].layout).givers is Givers.WORKERS:
             above = self.rank - self.size
             check_taking_part(wanted[0].name, above, self.config, first.policy)
         with self._lock:
             # a known name with another shape goes to the scheduler too, so that all hear of it
-            fresh = [spec for spec in wanted if self._layouts.get(spec.name) != spec.layout]
+            fresh = [spec for spec in wanted if self._layout_of(spec.name) != spec.layout]
             if not fresh:
                 return
             answers = self._client.declare(fresh, timeout_s=self.config.op_timeout_s)
             self.check_usable()
             for spec, answer in zip(fresh, answers, strict=True):
                 tensor = self.connections.make_tensor(spec, answer)
-                tensor.expect(spec.layout.shape, DType(spec.layout.dtype))
                 self._tensors[spec.name] = tensor
-                self._layouts[spec.name] = spec.layout
 
     def declare_as(self, spec: TensorSpec) -> None:
         """Declare a tensor just as another worker did. Blocks, and raises, as declare() does."""
         self.check_usable()
         self._declare_specs([spec])
 
+    def _layout_of(self, name: str) -> Layout | None:
+        """Return what a name was declared as; None: it is new."""
+        tensor = self._tensors.get(name)
+        return self._alone.layouts.get(name) if tensor is None else tensor.layout
+
     def _rule_of(self, name: str) -> Rule:
-        return self._layouts[name].rule if name in self._layouts else SUMMED
+        layout = self._layout_of(name)
+        return SUMMED if layout is None else layout.rule
 
     def is_free_for(
         self, name: str, shape: tuple[int, ...], dtype: DType, parts: Parts | None = None
@@ -264,7 +267,7 @@ class Session(Forgetting):
         self.ways.check(name)
         if self._poisoned:
             self._check_poison((name,))
-        known = self._layouts.get(name)
+        known = self._layout_of(name)
         if self.config.goes_on:
             return False
         return known is None or (
@@ -278,7 +281,7 @@ class Session(Forgetting):
         wanted = []
         alike: dict[tuple[tuple[int, ...], DType], Layout] = {}  # of many names few differ
         for name, array in zip(names, arrays, strict=True):
-            known = self._layouts.get(name)
+            known = self._layout_of(name)
             code = dtype_of(array.dtype) if dtype is None else dtype
             if known is None or known.shape != array.shape or known.dtype != code:
                 layout = alike.get((array.shape, code))
@@ -486,7 +489,7 @@ class Session(Forgetting):
             self._agree(names, arrays, dtype, compression, learning_rate, rule)
         if self._client is None:
             flights = self._start_alone(names, arrays, dtype)
-            alone.finish([self._layouts[name] for name in names], arrays, outputs)
+            self._alone.finish(names, arrays, outputs)
             return self._handle(flights, outputs, SUM, is_single=is_single)
         if tensors is None:
             tensors = self._find(names, arrays, dtype)
@@ -572,9 +575,9 @@ class Session(Forgetting):
         """Say what was started last on tensors; None: of all, what is in flight."""
         found = []
         for name in list(self._tensors) if names is None else names:
-            tensor, layout = self._tensors.get(name), self._layouts.get(name)
-            if tensor is not None and layout is not None and (names or tensor.is_in_flight):
-                found.append(StartedTensor(tensor, layout))
+            tensor = self._tensors.get(name)
+            if tensor is not None and (names or tensor.is_in_flight):
+                found.append(StartedTensor(tensor, tensor.layout))
         return found
 
     def version_of(self, name: str) -> int:
@@ -721,8 +724,8 @@ class Session(Forgetting):
             return self.stalls.error(self.stalls.pending_of(ticket), timeout_s)
         if status == Status.MISMATCH and ticket.name not in self._poisoned:
             started = _OPERATIONS.get(operation, f"a broadcast from worker {operation}")
-            if (layout := self._layouts.get(ticket.name)) is not None:
-                started += f" of {describe(layout.dtype, tuple(layout.shape))}"
+            layout = ticket.tensor.layout
+            started += f" of {describe(layout.dtype, layout.shape)}"
             error = dispute(self._scheduler, ticket.name, ticket.version, started)
             if ticket.name not in self._poisoned:  # who heard of that before us disputes nothing
                 return error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Callable
+from collections import deque
 from typing import Self, final
 
 @final
@@ -12,7 +12,5 @@ class Mapping:
 
 @final
 class Block:
-    def __new__(
-        cls, mapping: Mapping, offset: int, nbytes: int, returned: Callable[[int], object] | None
-    ) -> Self: ...
+    def __new__(cls, mapping: Mapping, offset: int, nbytes: int, returned: deque[int]) -> Self: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...

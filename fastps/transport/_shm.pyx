@@ -73,9 +73,9 @@ cdef class Mapping:
 
 @cython.final
 cdef class Block:
-    """Lend nbytes of a mapping from offset on, by the buffer protocol; returned is told its end.
+    """Lend nbytes of a mapping from offset on, by the buffer protocol.
 
-    returned: a callable of the offset; may run on any thread, with the GIL, and must not block.
+    returned: a deque to which the offset is appended at its end, on any thread with the GIL.
     """
 
     def __cinit__(self, Mapping mapping not None, uint64_t offset, uint64_t nbytes, returned):
@@ -91,4 +91,4 @@ cdef class Block:
 
     def __dealloc__(self):
         if self.returned is not None:
-            self.returned(self.offset)
+            self.returned.append(self.offset)

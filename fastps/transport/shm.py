@@ -187,19 +187,19 @@ class Arena:
                 self._shelves.append(shelf)
                 free.extend(range(start, start + SHELF_BYTES, size))
             offset = free.popleft()
-            return Block(self.mapping, offset, nbytes, free.append), offset
+            return Block(self.mapping, offset, nbytes, free), offset
 
     def _allocate(self, nbytes: int, size: int) -> tuple[Block, int]:
         if self._is_next(size):  # as in a loop whose results have one size
             offset = self._returned.popleft()
-            return Block(self.mapping, offset, nbytes, self._returned.append), offset
+            return Block(self.mapping, offset, nbytes, self._returned), offset
         self._take_back()
         for index, (offset, room) in enumerate(self._free):
             if room >= size:
                 self._back(offset + size)
                 self._free[index : index + 1] = [(offset + size, room - size)] * (room > size)
                 self._lent[offset] = size
-                return Block(self.mapping, offset, nbytes, self._returned.append), offset
+                return Block(self.mapping, offset, nbytes, self._returned), offset
         raise MemoryError(
             f"no {nbytes} bytes of shared memory left: {self.nbytes} are allowed; raise "
             "FASTPS_SHARED_MEMORY_BYTES"

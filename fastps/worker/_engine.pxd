@@ -33,7 +33,7 @@ cdef class WorkerEngine(LinkOwner):
     cdef Plan* plan             # the holder's
     cdef LocalStages local      # None on a machine of our own
     cdef dict lanes             # links to each owner, by number
-    cdef dict tensors           # id -> PlannedTensor, keeps the records alive
+    cdef list tensors           # by id; keeps the records alive
     cdef object pin             # of hold_with()
     cdef int64_t operations     # started; GIL
     cdef int64_t bytes_started  # GIL

@@ -93,7 +93,7 @@ cdef class WorkerEngine(LinkOwner):
         self.lanes = dict.fromkeys(range(n_members), 1) if lanes is None else dict(lanes)
         if any(count < 1 or not 0 <= number < n_members for number, count in self.lanes.items()):
             raise ValueError(f"{n_members} members, and links {self.lanes}")
-        self.tensors = {}
+        self.tensors = []
         self.holder = PlanHolder()
         self.plan = &self.holder.plan
         self.remote = <Remote*>calloc(1, sizeof(Remote))
@@ -166,7 +166,7 @@ cdef class WorkerEngine(LinkOwner):
         """
         cdef PlannedTensor tensor = PlannedTensor()
         cdef Record* record = &tensor.record
-        if tensor_id in self.tensors:
+        if table_get(&self.plan.records, tensor_id) != NULL:
             raise FastPSError(f"tensor {name!r}: number {tensor_id} is already declared")
         if tensor_id >= MAX_RECORDS:
             raise FastPSError(f"tensor {name!r}: more than {MAX_RECORDS} tensors")
@@ -197,6 +197,8 @@ cdef class WorkerEngine(LinkOwner):
         if not table_put(&self.plan.records, tensor_id, record):
             raise MemoryError(f"no memory for tensor {name!r}")
         table_put(&self.plan.forgotten, tensor_id, NULL)
+        while <uint64_t>len(self.tensors) <= tensor_id:
+            self.tensors.append(None)
         self.tensors[tensor_id] = tensor
         return tensor
 
@@ -266,7 +268,7 @@ cdef class WorkerEngine(LinkOwner):
         """
         cdef uint32_t i
         cdef Record* record = &tensor.record
-        if self.tensors.get(record.tensor_id) is not tensor:
+        if table_get(&self.plan.records, record.tensor_id) != record:
             return
         if not tensor.is_done:
             raise FastPSError(f"tensor {tensor.name!r} is in flight; wait for its handle first")
@@ -282,7 +284,7 @@ cdef class WorkerEngine(LinkOwner):
                     sched_yield()
         if record.local != NULL:
             self.local.forget(tensor)
-        del self.tensors[record.tensor_id]
+        self.tensors[record.tensor_id] = None
 
     # ---- starting ----
 
@@ -390,8 +392,6 @@ cdef class WorkerEngine(LinkOwner):
     cdef int reach(self, PlannedTensor tensor) except -1:
         """Find where the bytes of lent arrays lie for the stages; pin them if they need that."""
         cdef Record* record = &tensor.record
-        record.input = <char*>tensor.input_view.buf if tensor.has_input else NULL
-        record.output = <char*>tensor.output_view.buf if tensor.has_output else NULL
         record.source = record.input
         record.landing = record.output
         if record.local != NULL:
@@ -433,10 +433,10 @@ cdef class WorkerEngine(LinkOwner):
         if record.source not in (record.input, record.output):
             self.pin(tensor.shadow)
             return 0
-        if tensor.has_input and record.source == record.input:
-            self.pin(<object>tensor.input_view.obj)
-        if tensor.has_output:
-            self.pin(<object>tensor.output_view.obj)
+        if tensor.input is not None and record.source == record.input:
+            self.pin(tensor.input)
+        if tensor.output is not None:
+            self.pin(tensor.output)
         return 0
 
     # ---- failing ----
@@ -472,9 +472,12 @@ cdef class WorkerEngine(LinkOwner):
 
         It has failed when nothing can land in its output any more.
         """
-        cdef PlannedTensor tensor = self.tensors.get(tensor_id)
+        cdef PlannedTensor tensor
         cdef uint32_t i
-        if tensor is None or not tensor.is_busy or completion_is_done(&tensor.record.done):
+        if table_get(&self.plan.records, tensor_id) == NULL:
+            return
+        tensor = self.tensors[tensor_id]
+        if not tensor.is_busy or completion_is_done(&tensor.record.done):
             return
         for i in range(tensor.record.n_parts):
             fail_part(&tensor.record.parts[i], status)
@@ -487,7 +490,7 @@ cdef class WorkerEngine(LinkOwner):
     def leave(self):
         """Say BYE on all links; operations in flight fail with ShutdownError. Does not wait."""
         if self.local is not None:
-            self.local.say_left(any(not tensor.is_done for tensor in self.tensors.values()))
+            self.local.say_left(any(tensor and not tensor.is_done for tensor in self.tensors))
         fps_store32(&self.remote.is_leaving, 1)
         self.fail(E_SHUTDOWN)
 
@@ -504,8 +507,9 @@ cdef class WorkerEngine(LinkOwner):
         cdef PlannedTensor tensor
         if self.local is None or not self.local.wait_closed(timeout_s):
             return self.local is None
-        for tensor in self.tensors.values():
-            tensor.shadow = None
+        for tensor in self.tensors:
+            if tensor is not None:
+                tensor.shadow = None
         return True
 
     # ---- telemetry ----
@@ -547,7 +551,7 @@ cdef class WorkerEngine(LinkOwner):
         counts = {
             "operations": self.operations,
             "bytes_started": self.bytes_started,
-            "tensors": len(self.tensors),
+            "tensors": len(self.tensors) - self.tensors.count(None),
         }
         return counts if self.local is None else counts | self.local.statistics()
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 # A declared tensor, its plan, and the arrays that the user lent for one operation.
-from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.worker._stage cimport Plan, Record, Stage
@@ -24,8 +23,9 @@ cdef class Ticket:              # one operation on a tensor
 cdef class PlannedTensor:
     cdef readonly str name
     cdef readonly uint64_t nbytes
-    cdef object shape           # of the arrays declared; None: nothing fits
-    cdef object dtype
+    cdef readonly object layout     # what was declared: a control.protocol.Layout,
+    cdef object shape           # its shape,
+    cdef object dtype           # and the dtype of arrays that fit; None: nothing does
     cdef Record record
     cdef PlanHolder plan        # keeps it
     cdef list coders            # of the partitions with a codec; keeps them,
@@ -34,10 +34,8 @@ cdef class PlannedTensor:
     cdef public bint is_plain   # what is pushed next travels as it is, and so does the answer
     cdef public bint is_compensated     # servers want to know it, and get it with each push
     cdef object shadow          # keeps a copy's memory that others of our machine reach
-    cdef Py_buffer input_view   # exported while an operation is in flight
-    cdef Py_buffer output_view
-    cdef bint has_input
-    cdef bint has_output
+    cdef object input           # arrays lent to the operation in flight; None: there is none
+    cdef object output
     cdef int last_status        # of the last operation that somebody saw the end of
     cdef void* ticket           # of the operation in flight, borrowed; NULL: nobody has it
     cdef int32_t n_waiting      # threads that wait for its completion without the GIL; atomic
@@ -47,6 +45,7 @@ cdef class PlannedTensor:
     cdef void begin(self) noexcept
     cdef int operation_code(self) noexcept
     cdef void release(self) noexcept
+    cdef bint is_lent(self) noexcept
     cdef int finish(self, double timeout_s, int64_t spin_us) except? 1
     cdef int sleep_until(self, int64_t deadline, int64_t spin_us) noexcept
 

@@ -5,7 +5,7 @@ from typing import Any, TypeGuard, final
 import numpy as np
 from typing_extensions import disjoint_base
 
-from fastps.types import DType
+from fastps.control.protocol import Layout
 
 @disjoint_base
 class StageHolder: ...
@@ -31,7 +31,8 @@ class Ticket:
 class PlannedTensor:
     name: str
     nbytes: int
-    def expect(self, shape: tuple[int, ...], code: DType) -> None: ...
+    layout: Layout
+    def expect(self, layout: Layout) -> None: ...
     def fits(self, array: object) -> TypeGuard[np.ndarray[Any, Any]]: ...
     @property
     def is_done(self) -> bool: ...

@@ -6,10 +6,8 @@ are read and written with the GIL.
 """
 
 cimport cython
+cimport numpy
 
-from cpython.buffer cimport (
-    PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
-)
 from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
@@ -100,6 +98,24 @@ cdef class Ticket:
             self.tensor.ticket = NULL
 
 
+cdef char* bytes_of(array, uint64_t nbytes, bint is_written) except? NULL:
+    """Return where the bytes of an array or None begin; ValueError unless they are as declared.
+
+    Not by its buffer: NumPy would keep a record of that for each array.
+    """
+    if array is None:
+        return NULL
+    if not isinstance(array, ndarray):
+        raise ValueError(f"a {type(array).__name__} is no NumPy array")
+    if not numpy.PyArray_IS_C_CONTIGUOUS(array):
+        raise ValueError("the array is not C-contiguous")
+    if is_written and not numpy.PyArray_ISWRITEABLE(array):
+        raise ValueError("the output is read-only")
+    if <uint64_t>numpy.PyArray_NBYTES(array) != nbytes:
+        raise ValueError(f"declared with {nbytes} bytes, and the array has {array.nbytes}")
+    return <char*>numpy.PyArray_DATA(array)
+
+
 @cython.no_gc_clear             # stages use the arrays until the operation is done
 @cython.final
 cdef class PlannedTensor:
@@ -126,10 +142,6 @@ cdef class PlannedTensor:
         No thread of ours touches the arrays any more.
         """
         cdef Ticket ticket
-        if self.has_input:
-            PyBuffer_Release(&self.input_view)
-        if self.has_output:
-            PyBuffer_Release(&self.output_view)
         if self.is_busy:
             self.last_status = self.record.done.status
             if self.ticket != NULL:
@@ -138,15 +150,17 @@ cdef class PlannedTensor:
                 ticket.culprit_rank = self.record.culprit
                 ticket.is_over = True
         self.ticket = NULL
-        self.has_input = self.has_output = self.is_busy = False
+        self.is_busy = False
+        self.input = self.output = None
 
-    def expect(self, shape, code):
-        """Say what arrays were declared: shape and element type.
+    def expect(self, layout):
+        """Say what was declared.
 
         Booleans have no average, and uint16 arrays do not say that they hold bfloat16: of these
         two nothing fits, so that whoever calls looks closer.
         """
-        self.shape = shape
+        code = DType(layout.dtype)
+        self.layout, self.shape = layout, layout.shape
         self.dtype = None if code in (DType.BOOL, DType.BFLOAT16) else numpy_dtype(code)
 
     def fits(self, array):
@@ -270,8 +284,11 @@ cdef class PlannedTensor:
             fps_add32(&self.n_waiting, -1)
         return status
 
+    cdef bint is_lent(self) noexcept:
+        return self.input is not None or self.output is not None
+
     def lend(self, array, output):
-        """Export array (read) and output (written) to the engine; give the operation's ticket.
+        """Lend array (read) and output (written) to the engine; return the operation's ticket.
 
         Until the operation is done. Both C-contiguous with exactly nbytes bytes, else ValueError;
         DuplicateNameError when an operation on this name is still in flight.
@@ -284,24 +301,16 @@ cdef class PlannedTensor:
                 sched_yield()
         if self.is_retired:
             raise FastPSError(f"tensor {self.name!r} is being forgotten")
-        if self.has_input or self.has_output:
+        if self.is_lent():
             raise DuplicateNameError(
                 f"tensor {self.name!r} is already in flight; wait for its handle first, or "
                 "use another name")
         try:
-            if array is not None:
-                PyObject_GetBuffer(array, &self.input_view, PyBUF_SIMPLE)
-                self.has_input = True
-            if output is not None:
-                PyObject_GetBuffer(output, &self.output_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
-                self.has_output = True
-        except BaseException as error:
-            self.release()
-            raise ValueError(f"tensor {self.name!r}: {error}") from error
-        if (self.has_input and self.input_view.len != <Py_ssize_t>self.nbytes
-                or self.has_output and self.output_view.len != <Py_ssize_t>self.nbytes):
-            self.release()
-            raise ValueError(f"tensor {self.name!r} was declared with {self.nbytes} bytes")
+            self.record.input = bytes_of(array, self.nbytes, False)
+            self.record.output = bytes_of(output, self.nbytes, True)
+        except ValueError as error:
+            raise ValueError(f"tensor {self.name!r}: {error}") from None
+        self.input, self.output = array, output
         ticket.tensor = self
         self.ticket = <void*>ticket
         return ticket
@@ -313,7 +322,7 @@ cdef class PlannedTensor:
         self.is_retired = True          # first: other threads may run meanwhile
         if self.is_busy and self.is_done:
             self.release()
-        if self.has_input or self.has_output:
+        if self.is_lent():
             self.is_retired = False
             raise FastPSError(f"tensor {self.name!r} is in flight; wait for its handle first")
 
@@ -325,10 +334,6 @@ cdef class PlannedTensor:
         # Engines keep every tensor until nothing can be in flight any more.
         free(self.record.parts)
         free(self.record.local)
-        if self.has_input:
-            PyBuffer_Release(&self.input_view)
-        if self.has_output:
-            PyBuffer_Release(&self.output_view)
 
 
 cdef list lend_all(tensors, arrays, outputs):

@@ -52,7 +52,7 @@ def held() -> dict[str, float]:
     counts = fastps.statistics()
     kept = {key: counts.get(key, 0) for key in ("tensors", "server_tensors")}
     return kept | {
-        "names": len(current._tensors) + len(current._layouts) + len(current._poisoned),
+        "names": len(current._tensors) + len(current._poisoned),
         "shared": counts.get("shared_memory_bytes", 0),
     }
 

@@ -30,7 +30,7 @@ def loss_of(net: nn.Module, step: int) -> torch.Tensor:
 
 def codings() -> dict[str, Coding]:
     """Give what was agreed on for each name."""
-    return {name: layout.coding for name, layout in current()._layouts.items()}
+    return {name: tensor.layout.coding for name, tensor in current()._tensors.items()}
 
 
 def optimizer_follows(compression: object, meant: Coding, prefix: str) -> None:

@@ -518,7 +518,12 @@ def test_an_operation_that_is_over_may_be_followed_without_a_wait(job):
         (np.zeros(10, np.float32), np.zeros(NBYTES // 4, np.float32), "declared with 192 bytes"),
         (np.zeros(NBYTES // 4, np.float32), np.zeros(10, np.float32), "declared with 192 bytes"),
         (np.zeros(NBYTES // 2, np.float32)[::2], np.zeros(NBYTES // 4, np.float32), "contiguous"),
-        (np.zeros(NBYTES // 4, np.float32), b"\0" * NBYTES, "writable"),
+        (
+            np.zeros(NBYTES // 4, np.float32),
+            np.frombuffer(b"\0" * NBYTES, np.float32),
+            "read-only",
+        ),
+        (np.zeros(NBYTES // 4, np.float32), bytearray(NBYTES), "'t2': a bytearray is no NumPy"),
         ("text", np.zeros(NBYTES // 4, np.float32), "'t2'"),
     ],
 )
@@ -550,7 +555,7 @@ def test_arrays_in_flight_cannot_be_resized(job):
     given, taken = job.start()
     held = bytearray(NBYTES)
     tensor = job.declare(5)
-    job.engine.start(tensor, held, held)
+    job.engine.start(tensor, *[np.frombuffer(held, np.uint8)] * 2)
     for array in (given, taken):
         with pytest.raises(ValueError, match="resize"):
             array.resize(1)
