@@ -6,6 +6,9 @@ times. So each process that runs tests has at most one server, which imports wha
 with and then only forks. What it forks is a program as any other, with arguments, environment and
 output of its own, and a Forked is used as a subprocess.Popen is. Who needs an environment that
 modules read while they are loaded gets a process started afresh.
+
+Programs that others start, as the launcher and shells do, are forked where these start the program
+forking_python for python; see forking().
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import json
 import os
 import random
@@ -25,6 +29,8 @@ import socket
 import subprocess
 import sys
 import threading
+import types
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -36,10 +42,20 @@ IMPORT_PATH = os.pathsep.join(
     map(str, (Path(__file__).resolve().parents[2], Path(__file__).parent))
 )
 ALWAYS = ("numpy.random", "pytest", "fastps", *JOINING, *SERVING)
-TORCH = ("fastps.torch", "torch._dynamo", "torch.nn.parallel")
+# Of the frameworks that tests have imported, or will; none starts a thread when it is imported.
+FRAMEWORKS = {
+    "torch": ("fastps.torch", "torch._dynamo", "torch.nn.parallel"),
+    "tensorflow": ("fastps.tensorflow",),
+    "jax": ("fastps.jax",),
+}
 # Names of what is read when it is used.
 LATE = ("FASTPS_", "DMLC_", "BYTEPS_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
         "GROUP_", "MASTER_")  # fmt: skip
+# What else differs in programs that others start, and loading does not read.
+FREE = (*LATE, "PATH", "PYTHONPATH", "PYTEST_", "PWD", "OLDPWD", "SHLVL", "_", "RAY_enable",
+        "FORKING_PYTHON", "TF_CPP_MIN_LOG_LEVEL", "KERAS_BACKEND")  # fmt: skip
+FORKING_PYTHON = Path(__file__).parent / "forking" / "python"
+EXPECTED: set[str] = set()  # frameworks whose tests do not import them
 # As the launcher sets them, the first where workers are not fewer than processors. No thread may
 # be there when a process is forked, which OpenBLAS would start, too.
 OWN = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -47,8 +63,11 @@ START_S = 60.0  # to import on a loaded machine
 MOST_BYTES = 100_000  # of arguments and environment; a socket takes that at once
 STATUS_BYTES = 4
 MOST_FDS = 8
-# Made before any test, of which each has to leave as many sockets as it found.
+# Made before any test, of which each has to leave as many sockets as it found. Who comes to the
+# door while the server still imports has to wait.
 PAIR = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+ADDRESS = f"fastps-fork-server-{os.getpid()}"
+DOOR = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 class Forked:
@@ -99,14 +118,17 @@ class ForkServer:
         self._socket, theirs = PAIR
         self._socket.settimeout(START_S)
         self._lock = threading.Lock()
-        command = [sys.executable, __file__, str(theirs.fileno()), *modules]
-        with theirs:
+        DOOR.bind("\0" + ADDRESS)
+        DOOR.listen(64)
+        fds = [theirs.fileno(), DOOR.fileno()]
+        command = [sys.executable, __file__, *map(str, fds), *modules]
+        with theirs, DOOR:
             self._popen = subprocess.Popen(
                 command,
                 env=while_loading(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # so that buffers are those of a pipe
-                pass_fds=[theirs.fileno()],
+                pass_fds=fds,
             )
         atexit.register(self.close)
 
@@ -142,8 +164,16 @@ class ForkServer:
 
 @functools.cache
 def the_server() -> ForkServer:
-    """Give this process's server, with torch where this process has it."""
-    return ForkServer(ALWAYS + (TORCH if "torch" in sys.modules else ()))
+    """Return this process's server, with the frameworks that this process has."""
+    late = (names for one, names in FRAMEWORKS.items() if one in {*sys.modules, *EXPECTED})
+    return ForkServer((*ALWAYS, *itertools.chain(*late)))
+
+
+def forking(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which `python`, and FORKING_PYTHON, are forked from the server."""
+    the_server()
+    path = f"{FORKING_PYTHON.parent}:{Path(sys.executable).parent}:{environ['PATH']}"
+    return {**environ, "PATH": path, "FORKING_PYTHON": f"{ADDRESS} {sys.executable}"}
 
 
 def while_loading(environ: Mapping[str, str]) -> dict[str, str]:
@@ -162,25 +192,41 @@ def is_forkable(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
 class Nursery:
     """In the server: what it has forked, and who wants to know how that ends."""
 
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
+    def __init__(
+        self, control: socket.socket, door: socket.socket, environ: Mapping[str, str]
+    ) -> None:
+        self._control, self._door = control, door
+        self._environ = environ  # which was there when imports began
         self._told: dict[int, tuple[int, int]] = {}  # by descriptor of a process: pid, status
+        self._links: dict[int, int] = {}  # of what others started: its pid
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
+        self._poll.register(door, select.POLLIN)
 
     def serve(self) -> bytes:
         """Fork whenever asked to; returns only in the process that was forked, what is asked."""
         while True:
             for fd, _ in self._poll.poll():
-                if fd != self._control.fileno():
+                asked = b""
+                if fd == self._control.fileno():
+                    asked = self._fork()
+                elif fd == self._door.fileno():
+                    asked = self._fork_for_others()
+                elif fd in self._links:
+                    os.kill(self._links[fd], signal.SIGKILL)  # as who started it is gone
+                    self._poll.unregister(fd)
+                else:
                     self._tell(fd)
-                elif asked := self._fork():
+                if asked:
                     return asked
 
     def _tell(self, fd: int) -> None:
         """Tell how a process ended."""
         self._poll.unregister(fd)
         pid, status = self._told.pop(fd)
+        if self._links.pop(status, None):
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(status)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with contextlib.suppress(BrokenPipeError):
             os.write(status, code.to_bytes(STATUS_BYTES, "little", signed=True))
@@ -193,21 +239,55 @@ class Nursery:
         if not asked:
             self._end()
         status, *given = fds
+        pid = self._fork_one(status, given, [1, 2, *json.loads(asked)[3]])
+        if pid == 0:
+            return asked
+        self._control.send(str(pid).encode())
+        return b""
+
+    def _fork_for_others(self) -> bytes:
+        """Fork a program that was started as forking_python; refuse what has to load itself."""
+        link, _ = self._door.accept()
+        link.settimeout(START_S)
+        asked, given, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_FDS)
+        strange = []
+        if asked:
+            theirs = OWN | json.loads(asked)[1]
+            differing = dict(theirs.items() ^ self._environ.items())
+            strange = [name for name in differing if not name.startswith(FREE)]
+        if not asked or strange:
+            for one in given:
+                os.close(one)
+            with link, contextlib.suppress(OSError):
+                link.send(b"0 " + " ".join(strange).encode())
+            return b""
+        status = link.detach()
+        pid = self._fork_one(status, given, [0, 1, 2])
+        if pid == 0:
+            return asked
+        self._links[status] = pid
+        self._poll.register(status, select.POLLIN)
+        with contextlib.suppress(OSError):
+            os.write(status, str(pid).encode())
+        return b""
+
+    def _fork_one(self, status: int, given: Sequence[int], wanted: Sequence[int]) -> int:
+        """Fork; status is written to in the end, the new process has `given` as `wanted`."""
         pid = os.fork()
         if pid == 0:
-            self._become(given, [1, 2, *json.loads(asked)[3]])
-            return asked
+            self._become(given, wanted)
+            return 0
         fd = os.pidfd_open(pid)
         self._told[fd] = pid, status
         self._poll.register(fd, select.POLLIN)
         for one in given:
             os.close(one)
-        self._control.send(str(pid).encode())
-        return b""
+        return pid
 
     def _become(self, given: Sequence[int], wanted: Sequence[int]) -> None:
         """Keep nothing of the server in the new process but what it has imported."""
-        free = max(*wanted, *given, *self._told, self._control.detach()) + 1
+        mine = [fd for fds in self._told.items() for fd in (fds[0], fds[1][1])]
+        free = max(*wanted, *given, *mine, self._door.detach(), self._control.detach()) + 1
         for number, fd in enumerate(given):
             os.dup2(fd, free + number)
         os.closerange(3, free)
@@ -221,14 +301,28 @@ class Nursery:
         os._exit(0)
 
 
-def run(words: list[str], environ: dict[str, str], folder: str, _: list[int]) -> None:
-    """Run a file or a module as python would."""
+def run(words: list[str], environ: dict[str, str], folder: str, cpus: list[int]) -> None:
+    """Run a file, a module or a text as python would, under -W options."""
+    given = environ.get("PYTHONPATH", "").split(os.pathsep)
+    first = sys.path.index(IMPORT_PATH.split(os.pathsep)[0])
+    sys.path[first : first + len(IMPORT_PATH.split(os.pathsep))] = filter(None, given)
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
     random.seed()
     sys.modules["numpy"].random.seed()
-    if words[0] == "-m":
+    while words[0] == "-W":
+        warnings._setoption(words[1])  # type: ignore[attr-defined]
+        words = words[2:]
+    if words[0] == "-c":
+        sys.argv[:] = ["-c", *words[2:]]
+        sys.path[0] = ""
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(words[1], "<string>", "exec"), vars(main))
+    elif words[0] == "-m":
         sys.argv[:] = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
@@ -248,12 +342,14 @@ def end() -> None:
 
 def main() -> None:
     """Import, fork, and run in what was forked."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
+    control, door = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:3])
+    environ = dict(os.environ)
+    for name in sys.argv[3:]:
         importlib.import_module(name)
     gc.freeze()  # what is there stays, and is shared
-    asked = Nursery(control).serve()
-    run(*json.loads(asked))
+    asked = Nursery(control, door, environ).serve()
+    words, environ, folder, _, *more = json.loads(asked)
+    run(words, environ, folder, *more or [[]])
     end()
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fork_server import FORKING_PYTHON, forking
+
 ROOT = Path(__file__).resolve().parents[2]
 # Put before each script; line numbers in a traceback move by two.
 PRELUDE = (
@@ -61,7 +63,7 @@ def run_workers(
     """
     path = write_script(script, folder)
     counts = ["-np", str(workers), "-s", str(servers), "-v", str(validators)]
-    result = _launched([*counts, sys.executable, str(path)], timeout_s, environ or {})
+    result = _launched([*counts, str(FORKING_PYTHON), str(path)], timeout_s, environ or {})
     return replace(result, reports=tuple(reports_of(path, rank) for rank in range(workers)))
 
 
@@ -72,7 +74,7 @@ def run_example(
     environ: Mapping[str, str] | None = None,
 ) -> JobResult:
     """Run a program of the tree as two workers; raises AssertionError where it fails."""
-    command = ["-np", "2", sys.executable, str(ROOT / program), *arguments]
+    command = ["-np", "2", str(FORKING_PYTHON), str(ROOT / program), *arguments]
     patience = {"FASTPS_START_TIMEOUT_S": str(timeout_s)}  # frameworks take long to import
     return _launched(command, timeout_s, patience | dict(environ or {})).check()
 
@@ -83,7 +85,7 @@ def _launched(command: list[str], timeout_s: float, environ: Mapping[str, str]) 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=clean_environ() | {"PYTHONPATH": str(ROOT), **environ},
+        env=forking(clean_environ()) | {"PYTHONPATH": str(ROOT), **environ},
     )
     try:
         stdout, stderr = process.communicate(timeout=timeout_s + SPARE_S)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fork_server import FORKING_PYTHON, forking
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 280
@@ -27,11 +28,10 @@ runpy.run_path("examples/train_digits.py", run_name="__main__")
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FASTPS_")}
-    path = f"{Path(sys.executable).parent}:{kept['PATH']}"
     return subprocess.run(
         command,
         cwd=ROOT,
-        env={**kept, "PATH": path},
+        env=forking(kept),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -44,7 +44,7 @@ def recipe_of_demo() -> list[str]:
     """Give the command that `make demo` ends with, for this interpreter."""
     makefile = (ROOT / "Makefile").read_text()
     line = re.search(r"^demo:.*\n\t(.*)$", makefile, re.MULTILINE)[1]
-    words = shlex.split(line.replace("$(RUN)", sys.executable))
+    words = shlex.split(line.replace("$(RUN)", str(FORKING_PYTHON)))
     assert words[0] == ".venv/bin/fastps-run"
     return [*RUN, *words[1:]]
 
@@ -77,7 +77,7 @@ def steps_of(text: str) -> int:
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_demo_fails_when_workers_begin_with_unequal_weights():
     words = ["-np", "2", "-s", "1", "--env", "FASTPS_CHECK_WEIGHTS=0"]
-    result = run([*RUN, *words, sys.executable, "-c", SPOILED])
+    result = run([*RUN, *words, str(FORKING_PYTHON), "-c", SPOILED])
     assert result.returncode == 1
     assert "DIFFERENT, sha256" in result.stdout
 
@@ -85,7 +85,7 @@ def test_demo_fails_when_workers_begin_with_unequal_weights():
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_graphs_train_as_well_as_all_reduce(tmp_path):
     picture = tmp_path / "digits.png"
-    program = [sys.executable, "examples/decentralized.py", "--seeds", "1", "--epochs", "20"]
+    program = [str(FORKING_PYTHON), "examples/decentralized.py", "--seeds", "1", "--epochs", "20"]
     result = run([*RUN, "-np", "4", "-s", "0", *program, "--plot", str(picture)])
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(re.findall(r"worst +9\d\.\d\d$", result.stdout, re.MULTILINE)) == 4

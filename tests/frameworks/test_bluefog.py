@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 
 import programs_bluefog  # noqa: E402
+from fork_server import FORKING_PYTHON, forking  # noqa: E402
 from harness import clean_environ  # noqa: E402
 from job import run_job  # noqa: E402
 
@@ -92,10 +93,10 @@ def test_without_a_timeline_nothing_is_shown():
 
 def run_examples(folder: Path, lines: tuple[str, ...]) -> str:
     """Run examples one after the other, each of which asserts its result, in one job of four."""
-    command = [sys.executable, "-m", "fastps.launch.run", "-np", str(WORKERS), sys.executable]
+    command = [sys.executable, "-m", "fastps.launch.run", "-np", str(WORKERS), str(FORKING_PYTHON)]
     done = subprocess.run(
         [*command, "tests/frameworks/programs_examples.py", str(folder), *lines],
-        cwd=ROOT, env=clean_environ() | MEMORY | {"PYTHONPATH": str(ROOT)}, text=True,
+        cwd=ROOT, env=forking(clean_environ()) | MEMORY | {"PYTHONPATH": str(ROOT)}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S - 10, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 
+from fork_server import forking  # noqa: E402
 from harness import clean_environ  # noqa: E402
 
 EXAMPLES = ROOT / "examples"
@@ -33,10 +34,9 @@ LIMIT_S = 230
 
 def run(*command: object, **environ: str) -> str:
     """Run a command with this interpreter's programs first; give what it printed."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         [str(word) for word in command], cwd=ROOT, text=True, timeout=LIMIT_S, check=False,
-        env=clean_environ() | {"PYTHONPATH": str(ROOT), "PATH": path} | environ,
+        env=forking(clean_environ()) | {"PYTHONPATH": str(ROOT)} | environ,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

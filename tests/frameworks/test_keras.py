@@ -17,10 +17,12 @@ if importlib.util.find_spec("keras") is None:
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 
+import fork_server  # noqa: E402
 from harness import JobResult, run_example, run_workers  # noqa: E402
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "FASTPS_SHARED_MEMORY": "1"}
 BACKENDS = [name for name in ("tensorflow", "jax", "torch") if importlib.util.find_spec(name)]
+fork_server.EXPECTED.update(BACKENDS)
 
 
 def run(script: str, folder: Path, **environ: Any) -> JobResult:

@@ -18,6 +18,7 @@ if importlib.util.find_spec("tensorflow") is None:
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 
+import fork_server  # noqa: E402
 from harness import JobResult, clean_environ, run_example, run_workers  # noqa: E402
 
 HEAD = """
@@ -33,6 +34,7 @@ def same(found, wanted):
     assert found.dtype == wanted.dtype and found.shape == wanted.shape, (found, wanted)
     assert found.tobytes() == wanted.tobytes(), (found, wanted)
 """
+fork_server.EXPECTED.add("tensorflow")
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "FASTPS_SHARED_MEMORY": "1"}
 
 

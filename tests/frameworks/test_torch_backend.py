@@ -31,6 +31,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE.parent / "cluster"))
 
+from fork_server import FORKING_PYTHON, forking  # noqa: E402
 from harness import clean_environ  # noqa: E402
 from job import run_workers  # noqa: E402
 
@@ -52,7 +53,7 @@ JOB_S = 400.0
 
 def environ(**more: str) -> dict[str, str]:
     """Give the environment of a job on one machine that may share memory, if not told else."""
-    kept = clean_environ() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    kept = forking(clean_environ()) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     kept.pop("FASTPS_SHARED_MEMORY", None)
     return kept | more
 
@@ -60,8 +61,8 @@ def environ(**more: str) -> dict[str, str]:
 def torchrun(size: int, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a program as `size` ranks of torchrun."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", str(size), *words,
+        str(FORKING_PYTHON), "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", str(size), "--no-python", str(FORKING_PYTHON), *words,
     ]  # fmt: skip
     return subprocess.run(
         command, capture_output=True, text=True, timeout=JOB_S, check=False, env=environ(**more)

@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 
+from fork_server import FORKING_PYTHON, forking  # noqa: E402
 from harness import clean_environ  # noqa: E402
 
 
@@ -26,8 +27,8 @@ def run(
 ) -> str:  # fmt: skip
     """Run an example as two workers, or as it is launched; give what it printed."""
     command = [sys.executable, "-m", "fastps.launch.run", *launch, "--timeout", "200"]
-    command += [sys.executable, f"examples/{example}.py", *words]
-    environ = clean_environ() | {"PYTHONPATH": str(ROOT), "FASTPS_SHARED_MEMORY": shared}
+    command += [str(FORKING_PYTHON), f"examples/{example}.py", *words]
+    environ = forking(clean_environ()) | {"PYTHONPATH": str(ROOT), "FASTPS_SHARED_MEMORY": shared}
     job = subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=230, check=False
     )

@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import programs_torch_rules as programs  # noqa: E402
+from fork_server import FORKING_PYTHON, forking  # noqa: E402
 from harness import clean_environ  # noqa: E402
 from job import run_job  # noqa: E402
 
@@ -28,12 +29,12 @@ def test_optimizers_and_modules_doubt_what_one_worker_says():
 
 def test_the_example_trains_through_lies_by_rules_alone():
     command = [sys.executable, "-m", "fastps.launch.run", "-np", "8", "-s", "1"]
-    command += ["--env", "FASTPS_SHARED_MEMORY=0", sys.executable, "examples/byzantine.py"]
+    command += ["--env", "FASTPS_SHARED_MEMORY=0", str(FORKING_PYTHON), "examples/byzantine.py"]
     command += ["--rules", "average", "geometric", "--attacks", "negative"]
-    one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    one = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
-        [*command, "--rounds", "15"], cwd=ROOT, env=clean_environ() | one, capture_output=True,
-        text=True, timeout=200, check=False,
+        [*command, "--rounds", "15"], cwd=ROOT, env=forking(clean_environ()) | one,
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     assert "not as expected" not in result.stdout

@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 for name in ("lightning", "accelerate", "transformers"):
     pytest.importorskip(name)
 
+from fork_server import FORKING_PYTHON  # noqa: E402
 from test_torch_backend import HERE, JOB_S, environ, torchrun  # noqa: E402
 
 PROGRAM = HERE / "programs_trainers.py"
@@ -26,7 +27,7 @@ def fastps_run(size: int, folder: Path, *options: str) -> subprocess.CompletedPr
     """Run the program as `size` workers."""
     command = [
         sys.executable, "-m", "fastps.launch.run", "-np", str(size), *options,
-        sys.executable, str(PROGRAM), str(folder),
+        str(FORKING_PYTHON), str(PROGRAM), str(folder),
     ]  # fmt: skip
     return subprocess.run(
         command, capture_output=True, text=True, timeout=JOB_S, check=False, env=environ()

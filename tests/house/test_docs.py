@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 from house_source import ROOT
 
+sys.path.insert(0, str(ROOT / "tests" / "cluster"))
+
+from fork_server import FORKING_PYTHON, forking
+
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LIMIT_S = 280  # four processes that import PyTorch on a busy machine with two cores
 # Commands that are too long for here, and the test that runs what they do.
@@ -57,7 +61,7 @@ def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FASTPS_")}
     # Ray would start as many processes as it has CPUs, before anybody wants one.
     kept["RAY_enable_worker_prestart"] = "0"
-    return {**kept, "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}"}
+    return forking(kept)
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -95,7 +99,7 @@ def test_documented_program_works(document, program, tmp_path):
     if document in FRAMEWORKS and importlib.util.find_spec(FRAMEWORKS[document]) is None:
         pytest.skip(f"{FRAMEWORKS[document]} is not here: make test-frameworks")
     strict = ["-W", "error", *(WARN.get(document, ()))]
-    run([sys.executable, *strict, "-c", program], tmp_path)
+    run([str(FORKING_PYTHON), *strict, "-c", program], tmp_path)
 
 
 def test_the_readmes_program_is_the_example():
