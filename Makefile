@@ -29,6 +29,7 @@ STAMP := build/.packages
 
 .PHONY: all packages demo test test-frameworks check unit bench wheel docs soak build clean distclean
 .DELETE_ON_ERROR:
+.PRECIOUS: .venvs/%/.made
 
 all: build
 
@@ -45,11 +46,13 @@ test: .venv/.test
 	test $$status = 0 -o $$status = 5
 
 # Each framework has an environment of its own, of the versions in its file, and sees this folder.
-test-frameworks: $(FRAMEWORKS:%=.venvs/%/.made)
-	@status=0; for name in $(FRAMEWORKS); do set -x; \
-	.venvs/$$name/bin/python -m pytest tests/frameworks/test_$$name*.py tests/house/test_docs.py \
-		-k "test_$$name or $$name.md" $(PYTEST_FLAGS) || status=$$?; \
-	done; exit $$status
+test-frameworks: .venv/.built
+	@$(MAKE) --no-print-directory --keep-going --output-sync --jobs=$(JOBS) \
+		$(FRAMEWORKS:%=test-framework-%)
+
+test-framework-%: .venvs/%/.made
+	.venvs/$*/bin/python -m pytest tests/frameworks/test_$**.py tests/house/test_docs.py \
+		-k "test_$* or $*.md" $(PYTEST_FLAGS)
 
 .venvs/%/.made: tests/frameworks/matrix/%.txt .venv/.built
 	$(PYTHON) -m venv .venvs/$*
