@@ -39,7 +39,6 @@ from byzantine import HIDDEN, Array, Data, accuracy, gradient, unpacked
 import fastps
 from fastps import byzantine as bz
 from fastps.byzantine import attacks
-from fastps.validators import Judged
 
 STEPS, BATCH, RATE, MOMENTUM, DECAY = 8, 16, 0.05, 0.9, 1e-4
 ROUNDS, UPDATES = 40, 62
@@ -202,7 +201,7 @@ class Mistakes:
         self.steps: Counter[int] = Counter()  # of each worker
         self.blocks: Counter[tuple[bool, bool]] = Counter()  # by (is a lie, is accepted)
 
-    def count(self, judged: Judged) -> None:
+    def count(self, judged: fastps.Judged) -> None:
         """Compare what came of each worker's next update with what it was."""
         for worker, verdicts in zip(judged.workers, judged.verdicts, strict=True):
             self.steps[worker] += 1

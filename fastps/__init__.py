@@ -21,6 +21,7 @@ from fastps import current as _current
 from fastps import evened as _evened
 from fastps import flights as _flights
 from fastps.compression import Choice, Compression
+from fastps.contract import Compensation
 from fastps.errors import (
     ArgumentError,
     AuthError,
@@ -107,7 +108,7 @@ if TYPE_CHECKING:
         validator_rank,
         validator_size,
     )
-    from fastps.local_async import AsyncLocalSGD
+    from fastps.local_async import AsyncLocalSGD, Constant, Hinge, Polynomial
     from fastps.local_sgd import LocalSGD
     from fastps.neighbors import (
         hierarchical_neighbor_allreduce,
@@ -134,7 +135,7 @@ if TYPE_CHECKING:
         set_topology,
     )
     from fastps.validated import ValidatedSteps
-    from fastps.validators import Validator
+    from fastps.validators import Judged, Validator
     from fastps.windows import (
         get_current_created_window_names,
         get_win_version,
@@ -169,19 +170,24 @@ __all__ = [
     "AsyncLocalSGD",
     "AuthError",
     "Average",
+    "Compensation",
     "Compression",
     "ConfigError",
+    "Constant",
     "CoordinateMedian",
     "DuplicateNameError",
     "FastPSError",
     "Handle",
     "HeldParameters",
+    "Hinge",
+    "Judged",
     "LocalSGD",
     "Max",
     "Min",
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "Polynomial",
     "ProcessSet",
     "Product",
     "ProtocolError",

@@ -32,6 +32,8 @@ cdef inline bint table_put(IdTable* table, uint64_t number, void* record) noexce
     if number >= MAX_RECORDS:
         return False
     page = table.pages[number / PAGE_RECORDS]
+    if page == NULL and record == NULL:
+        return True
     if page == NULL:
         page = <void**>calloc(PAGE_RECORDS, sizeof(void*))
         fps_store_ptr(<void**>&table.pages[number / PAGE_RECORDS], page)

@@ -18,7 +18,7 @@ from fastps._core cimport (
 )
 from fastps._trace cimport SPAN_DECODE, SPAN_ENCODE, is_traced, trace_span
 from fastps.reduce.codec._coder cimport Code, code_add, code_decode, code_encode
-from fastps.worker._stage cimport CODED, SPEAKS, Part, Record, Stage, stage_done
+from fastps.worker._stage cimport CODED, SPEAKS, Part, Record, Stage, key_of, stage_done
 from fastps.wire cimport FLAG_PLAIN, KIND_PULL
 from fastps.worker._tensor cimport StageHolder
 
@@ -44,7 +44,7 @@ cdef int code_part(Works* works, Part* part, Scratch* scratch) noexcept nogil:
         return E_NOMEM
     for unit in range(code.n_units):
         if part.is_back and record.adds:
-            code_add(code, unit, part.stamp, wire + unit * code.unit_bytes,
+            code_add(code, unit, part.sending.stamp, wire + unit * code.unit_bytes,
                      record.landing + part.offset, scratch.place)
         elif part.is_back:
             code_decode(code, unit, record.version, wire + unit * code.unit_bytes,
@@ -61,7 +61,7 @@ cdef int code_part(Works* works, Part* part, Scratch* scratch) noexcept nogil:
 cdef int trace_code(Works* works, Part* part, Scratch* scratch) noexcept nogil:
     cdef int64_t began = now_ns()
     cdef int status = code_part(works, part, scratch)
-    trace_span(SPAN_DECODE if part.is_back else SPAN_ENCODE, part.item.header.key,
+    trace_span(SPAN_DECODE if part.is_back else SPAN_ENCODE, key_of(part),
                part.record.version, 0, part.nbytes, began, now_ns())
     return status
 
@@ -85,7 +85,7 @@ cdef void works_main(void* arg) noexcept nogil:
 
 cdef void hand_over(Stage* stage, Part* part) noexcept nogil:
     cdef Works* works = <Works*>stage.context
-    cdef int status = queue_push(works.queue, part.record.priority, part.item.header.key, 0, part)
+    cdef int status = queue_push(works.queue, part.record.priority, key_of(part), 0, part)
     if status != OK:            # closed
         stage_done(part, status)
 

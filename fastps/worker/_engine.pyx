@@ -43,7 +43,8 @@ from fastps.transport._link cimport (
 )
 from fastps.worker._local cimport LocalStages
 from fastps.worker._stage cimport (
-    CODED, SPEAKS, Part, Plan, Record, Stage, begins_with, fail_part, stage_done, start_parts,
+    CODED, SPEAKS, Part, Plan, Record, Sending, Stage, begins_with, fail_part, key_of, stage_done,
+    start_parts,
 )
 from fastps.worker._tensor cimport (
     PlanHolder, PlannedTensor, StageHolder, checked_priorities, lend_all,
@@ -215,29 +216,31 @@ cdef class WorkerEngine(LinkOwner):
         """Make the records of a tensor's parts."""
         cdef Record* record = &tensor.record
         cdef Part* part
-        cdef uint64_t key
+        cdef Sending* sending
         record.parts = <Part*>calloc(len(pieces), sizeof(Part))
-        if record.parts == NULL:
+        if self.remote.n_links:
+            record.sendings = <Sending*>calloc(len(pieces), sizeof(Sending))
+        if record.parts == NULL or self.remote.n_links and record.sendings == NULL:
             raise MemoryError(f"no memory for the partitions of tensor {tensor.name!r}")
         for offset, nbytes, owner in pieces:
             part = &record.parts[record.n_parts]
-            key = record.tensor_id << KEY_BITS | record.n_parts
             part.record = record
             part.index = record.n_parts
             part.offset = offset
             part.nbytes = nbytes
             part.has = SPEAKS
-            part.item.header.dtype = record.dtype
-            part.item.header.key = key
-            part.item.chunk_bytes = record.chunk_bytes
-            part.item.sent = part_sent
-            part.item.context = part
             if self.remote.n_links:     # else a part is a whole tensor, of any size
+                sending = part.sending = &record.sendings[record.n_parts]
                 part.wire_bytes = <uint32_t>nbytes
-                part.owner = <uint32_t>owner
-                part.slot = &self.remote.links[
+                sending.item.header.dtype = record.dtype
+                sending.item.header.key = key_of(part)
+                sending.item.chunk_bytes = record.chunk_bytes
+                sending.item.sent = part_sent
+                sending.item.context = part
+                sending.owner = <uint32_t>owner
+                sending.slot = &self.remote.links[
                     self.remote.first[<uint32_t>owner]
-                    + key % lanes_to(self.remote, <uint32_t>owner)].slot
+                    + key_of(part) % lanes_to(self.remote, <uint32_t>owner)].slot
             record.n_parts += 1
         return 0
 

@@ -403,7 +403,7 @@ cdef class LocalStages:
         else:
             local.bytes_staged += record.nbytes
             mine.input = mine.output = PRIVATE
-            if record.parts[0].slot != NULL or record.nbytes <= SHADOW_BYTES:
+            if record.sendings != NULL or record.nbytes <= SHADOW_BYTES:
                 base = self.fill_shadow(tensor)
         record.source = record.landing = base
         return 0

@@ -44,7 +44,7 @@ cdef int32_t choose_task(Local* local, Record* record) noexcept nogil:
     """What is to be done with each part, now that everybody has come."""
     cdef Arrival* arrivals = arrival_of(local, local_of(record).slot, record.version, 0)
     cdef uint32_t rank
-    if record.parts[0].slot != NULL:
+    if record.sendings != NULL:
         if not record.flags & FLAG_BROADCAST:
             return TASK_REDUCE
         return TASK_SHARE if record.place < local.n else TASK_PULL

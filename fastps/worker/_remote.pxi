@@ -5,16 +5,17 @@
 
 cdef void trace_span_of(Part* part, int kind, int64_t began, int64_t ended) noexcept nogil:
     if began >= part.since and ended > began:      # else it began before the trace
-        trace_span(kind, part.item.header.key, part.record.version, part.owner, part.wire_bytes,
+        trace_span(kind, key_of(part), part.record.version, part.sending.owner, part.wire_bytes,
                    began, ended)
 
 
 cdef void trace_links(Part* part) noexcept nogil:
     """Write down what the links did with a part, from its start to its result."""
-    trace_span_of(part, SPAN_QUEUE, part.item.queued, part.item.taken)
-    trace_span_of(part, SPAN_PUSH, part.item.taken, part.left)
-    trace_span_of(part, SPAN_AWAIT, part.left, part.first_landed)
-    trace_span_of(part, SPAN_PULL, part.first_landed, part.landed)
+    cdef Sending* sending = part.sending
+    trace_span_of(part, SPAN_QUEUE, sending.item.queued, sending.item.taken)
+    trace_span_of(part, SPAN_PUSH, sending.item.taken, sending.left)
+    trace_span_of(part, SPAN_AWAIT, sending.left, sending.first_landed)
+    trace_span_of(part, SPAN_PULL, sending.first_landed, sending.landed)
 
 
 cdef inline void count_end(Part* part, Link* link) noexcept nogil:
@@ -22,37 +23,39 @@ cdef inline void count_end(Part* part, Link* link) noexcept nogil:
 
     link: NULL, or where credit goes back for chunks that will have no result.
     """
-    if fps_add32(&part.ends, 1) < 2:
+    cdef Sending* sending = part.sending
+    if fps_add32(&sending.ends, 1) < 2:
         return
-    if part.item.is_credited and part.received < part.item.nbytes and link != NULL:
-        link.credit(link, part.item.header.priority, part.item.nbytes - part.received)
-    if is_traced(part.record.version) and part.outcome == OK:
+    if sending.item.is_credited and sending.received < sending.item.nbytes and link != NULL:
+        link.credit(link, sending.item.header.priority, sending.item.nbytes - sending.received)
+    if is_traced(part.record.version) and sending.outcome == OK:
         trace_links(part)
-    stage_done(part, part.outcome)
+    stage_done(part, sending.outcome)
 
 
 cdef inline void finish_part(Part* part, Link* link, int status) noexcept nogil:
     """The result, or the failure, of one part is there; only the first caller counts."""
-    if fps_swap32(&part.is_waiting, 0):
-        part.outcome = status
+    cdef Sending* sending = part.sending
+    if fps_swap32(&sending.is_waiting, 0):
+        sending.outcome = status
         if tracing.is_on:
-            part.landed = now_ns()
+            sending.landed = now_ns()
         count_end(part, link)
 
 
 cdef void fail_landed(Part* part, Link* link) noexcept nogil:
     """Fail a part unless bytes are just coming into the user's memory: `deliver` does it then."""
     fps_fence()
-    if not fps_load32(&part.is_landing):
+    if not fps_load32(&part.sending.is_landing):
         finish_part(part, link, fps_load32(&part.failing))
 
 
 cdef void part_sent(SendItem* item, int status) noexcept nogil:
     cdef Part* part = <Part*>item.context
     if tracing.is_on:
-        part.left = now_ns()
+        part.sending.left = now_ns()
     # A link that ended fails its parts by engine_closed, and takes no credit back.
-    count_end(part, part.slot.link if status == OK else NULL)
+    count_end(part, part.sending.slot.link if status == OK else NULL)
 
 
 # ---------------------------------------------------------------- records that I/O threads read
@@ -90,7 +93,7 @@ cdef inline Part* find_part(Remote* remote, Link* link, uint64_t key) noexcept n
     cdef uint32_t index = <uint32_t>(key & ((1 << KEY_BITS) - 1))
     if record == NULL or index >= record.n_parts:
         return NULL
-    return &record.parts[index] if record.parts[index].slot.link == link else NULL
+    return &record.parts[index] if record.sendings[index].slot.link == link else NULL
 
 
 cdef inline bint is_ghost(Remote* remote, const Header* header) noexcept nogil:
@@ -107,20 +110,21 @@ cdef inline bint is_ghost(Remote* remote, const Header* header) noexcept nogil:
 
 cdef inline bint is_late(Part* part, const Header* header) noexcept nogil:
     """A result that crossed the news of its round's failure; nobody wants it any more."""
-    return header.key_version != part.record.version or not fps_load32(&part.is_waiting)
+    return header.key_version != part.record.version or not fps_load32(&part.sending.is_waiting)
 
 
 cdef inline bint is_expected(Part* part, const Header* header) noexcept nogil:
-    cdef uint32_t left = bytes_of(part) - part.received
+    cdef Sending* sending = part.sending
+    cdef uint32_t left = bytes_of(part) - sending.received
     if header.kind == KIND_ERROR:
         return header.length == 0 and -MAX_STATUS < header.status < 0
     if header.kind != KIND_RESULT or header.dtype != part.record.dtype:
         return False
-    if part.item.header.flags & FLAG_NO_RESULT:
+    if sending.item.header.flags & FLAG_NO_RESULT:
         return header.length == 0 and header.flags & FLAG_NO_RESULT
     if left > part.record.chunk_bytes:
         left = part.record.chunk_bytes
-    return header.offset == part.received and header.length == left
+    return header.offset == sending.received and header.length == left
 
 
 cdef void* find_place(Remote* remote, Link* link, const Header* header) noexcept nogil:
@@ -139,37 +143,38 @@ cdef void* find_place(Remote* remote, Link* link, const Header* header) noexcept
         return NULL
     if header.length == 0:
         return remote.discard
-    if tracing.is_on and part.received == 0:
-        part.first_landed = now_ns()
-    fps_store32(&part.is_landing, 1)
+    if tracing.is_on and part.sending.received == 0:
+        part.sending.first_landed = now_ns()
+    fps_store32(&part.sending.is_landing, 1)
     fps_fence()
     if fps_load32(&part.failing):       # the user may have the output back
-        fps_store32(&part.is_landing, 0)
+        fps_store32(&part.sending.is_landing, 0)
         return remote.discard
     return landing_of(part) + header.offset
 
 
 cdef void take_in(Part* part, Link* link, const Header* header) noexcept nogil:
     """Count what landed, or the error that came instead."""
-    part.received += header.length
-    if part.item.is_credited and header.length:
-        link.credit(link, part.item.header.priority, header.length)
+    cdef Sending* sending = part.sending
+    sending.received += header.length
+    if sending.item.is_credited and header.length:
+        link.credit(link, sending.item.header.priority, header.length)
     if header.kind == KIND_ERROR:
         part.record.culprit = header.subject
         finish_part(part, link, header.status)
         return
-    part.stamp = <uint32_t>header.status
-    if part.received == bytes_of(part) or part.item.header.flags & FLAG_NO_RESULT:
+    sending.stamp = <uint32_t>header.status
+    if sending.received == bytes_of(part) or sending.item.header.flags & FLAG_NO_RESULT:
         finish_part(part, link, OK)
 
 
 cdef void deliver_to(Part* part, Link* link, const Header* header) noexcept nogil:
     if not is_late(part, header) and fps_load32(&part.failing) == OK:
         take_in(part, link, header)
-    fps_store32(&part.is_landing, 0)
+    fps_store32(&part.sending.is_landing, 0)
     fps_fence()
     if (fps_load32(&part.failing)
-            and (part.is_withdrawn or not link.capabilities & LINK_CAN_PROMISE)):
+            and (part.sending.is_withdrawn or not link.capabilities & LINK_CAN_PROMISE)):
         fail_landed(part, link)
 
 
@@ -197,10 +202,10 @@ cdef void* engine_standing(void* context, Link* link, const Header* header) noex
     fps_swap32(&lane.is_read, 1)
     part = find_part(remote, link, header.key)
     if (part != NULL and header.kind == KIND_RESULT and not is_early_broadcast(header)
-            and part.promised != NULL and not part.record.adds
+            and part.sending.promised != NULL and not part.record.adds
             and not fps_load32(&part.failing)
             and <uint64_t>header.offset + header.length <= part.wire_bytes):
-        place = part.promised + header.offset
+        place = part.sending.promised + header.offset
     fps_store32(&lane.is_read, 0)
     return place
 
@@ -226,7 +231,7 @@ cdef void engine_withdrawn(void* context, Link* link, uint64_t key) noexcept nog
     fps_swap32(&lane.is_read, 1)
     part = find_part(remote, link, key)
     if part != NULL and fps_load32(&part.failing):
-        part.is_withdrawn = True
+        part.sending.is_withdrawn = True
         fail_landed(part, link)
     fps_store32(&lane.is_read, 0)
 
@@ -243,7 +248,7 @@ cdef void lose_record(void* data, void* context) noexcept nogil:
     cdef Ending* ending = <Ending*>context
     cdef uint32_t i
     for i in range(record.n_parts):
-        if record.parts[i].slot == ending.slot:
+        if record.sendings[i].slot == ending.slot:
             finish_part(&record.parts[i], NULL, ending.status)
 
 
@@ -283,8 +288,9 @@ cdef void engine_closed(void* context, Link* link, int status) noexcept nogil:
 # ---------------------------------------------------------------- the stage
 
 cdef void fill_part(Part* part, Remote* remote) noexcept nogil:
+    cdef Sending* sending = part.sending
     cdef Record* record = part.record
-    cdef Header* header = &part.item.header
+    cdef Header* header = &sending.item.header
     cdef bint is_push = record.kind == KIND_PUSH and part.status == OK
     header.kind = KIND_PUSH if is_push else KIND_PULL
     header.flags = record.flags if part.status == OK else FLAG_NO_RESULT
@@ -295,32 +301,33 @@ cdef void fill_part(Part* part, Remote* remote) noexcept nogil:
     header.status = record.rate_bits if record.kind == KIND_PUSH else record.root_rank
     if header.flags & FLAG_BROADCAST:
         header.status = record.root_rank
-    part.item.payload = NULL
+    sending.item.payload = NULL
     if is_push:
-        part.item.payload = record.source + part.offset
+        sending.item.payload = record.source + part.offset
         if is_coded(part):
-            part.item.payload = part.wire
-    part.item.nbytes = bytes_of(part) if is_push else 0
-    part.item.is_credited = (is_push and not record.is_late
-                             and not record.flags & FLAG_BROADCAST)
-    part.received = 0
-    part.is_withdrawn = False
-    fps_store32(&part.ends, 0)
-    fps_swap32(&part.is_waiting, 1)
+            sending.item.payload = part.wire
+    sending.item.nbytes = bytes_of(part) if is_push else 0
+    sending.item.is_credited = (is_push and not record.is_late
+                                and not record.flags & FLAG_BROADCAST)
+    sending.received = 0
+    sending.is_withdrawn = False
+    fps_store32(&sending.ends, 0)
+    fps_swap32(&sending.is_waiting, 1)
 
 
 cdef int send_part(Part* part, LinkSlot* slot) noexcept nogil:
     """Queue a part on its link; results land where its owner knows, or that is taken back."""
+    cdef Sending* sending = part.sending
     cdef Link* link = slot_acquire(slot)
     cdef char* place = landing_of(part)
     cdef int status
     if link == NULL:
         return E_PEER_LOST
-    if part.promised != place:
-        part.promised = place
+    if sending.promised != place:
+        sending.promised = place
         if link.capabilities & LINK_CAN_PROMISE:
-            link.withdraw(link, part.item.header.key, WITHDRAW_PLACES)
-    status = link.send(link, &part.item, part.record.kick)
+            link.withdraw(link, key_of(part), WITHDRAW_PLACES)
+    status = link.send(link, &sending.item, part.record.kick)
     slot_release(slot)
     return status
 
@@ -338,7 +345,7 @@ cdef void remote_run(Stage* stage, Part* part) noexcept nogil:
     if part.status != OK:       # no answer is awaited
         finish_part(part, NULL, part.status)
     status = fps_load32(&part.failing)
-    if status == OK and send_part(part, part.slot) != OK:
+    if status == OK and send_part(part, part.sending.slot) != OK:
         status = E_PEER_LOST
     if status != OK:
         finish_part(part, NULL, status)
@@ -347,16 +354,17 @@ cdef void remote_run(Stage* stage, Part* part) noexcept nogil:
 
 cdef void remote_cancel(Stage* stage, Part* part) noexcept nogil:
     """Fail a part for which a result may be under way, as soon as nothing lands any more."""
-    cdef LinkSlot* slot = part.slot
+    cdef Sending* sending = part.sending
+    cdef LinkSlot* slot = sending.slot
     cdef Link* link
-    if not fps_load32(&part.is_waiting):
+    if not fps_load32(&sending.is_waiting):
         return
     link = slot_acquire(slot)
     if link == NULL:
         finish_part(part, NULL, fps_load32(&part.failing))
         return
     if link.capabilities & LINK_CAN_PROMISE:
-        link.withdraw(link, part.item.header.key, WITHDRAW_ASKING)
+        link.withdraw(link, key_of(part), WITHDRAW_ASKING)
     else:
         fail_landed(part, link)
     slot_release(slot)
@@ -377,11 +385,13 @@ cdef void withdraw_parts(Record* record) noexcept nogil:
     cdef LinkSlot* slot
     cdef Link* link
     cdef uint32_t i
+    if record.sendings == NULL:
+        return
     for i in range(record.n_parts):
-        slot = record.parts[i].slot
-        link = slot_acquire(slot) if slot != NULL else NULL
+        slot = record.sendings[i].slot
+        link = slot_acquire(slot)
         if link == NULL:
             continue
         if link.capabilities & LINK_CAN_PROMISE:
-            link.withdraw(link, record.parts[i].item.header.key, WITHDRAW_KEY)
+            link.withdraw(link, key_of(&record.parts[i]), WITHDRAW_KEY)
         slot_release(slot)

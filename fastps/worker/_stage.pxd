@@ -18,8 +18,10 @@ from fastps._core cimport OK, Completion, completion_part_done, completion_reset
 from fastps._table cimport IdTable
 from fastps._trace cimport SPAN_NONE, is_traced, trace_span
 from fastps.transport._link cimport LinkSlot, SendItem
+from fastps.wire cimport KEY_BITS
 
 cdef struct Part
+cdef struct Sending
 cdef struct Plan
 
 cdef enum:
@@ -49,6 +51,7 @@ cdef struct Record:             # one declared tensor and its operation in fligh
     uint32_t version            # of the operation in flight, or of the last one
     uint32_t n_parts
     Part* parts
+    Sending* sendings           # of the parts; NULL without links
     Completion done             # one part per part
     const char* input           # borrowed from the user; NULL: brings nothing
     char* output                # NULL: wants nothing
@@ -84,7 +87,14 @@ cdef struct Part:               # one partition, a task of BytePS; or a whole te
     char* wire                  # encoded bytes, both ways; NULL: it travels as it is
     uint32_t wire_bytes         # of it on the wire; fixed
     bint is_back                # it has been with the links
-    # ---- the links' ----
+    # ---- shared memory's ----
+    int32_t is_flying           # with it; whoever swaps it to 0 ends that; atomic
+    int32_t task                # what is to be published of it,
+    int news                    # with which status
+    Part* next                  # of those that the ring had no room for
+    Sending* sending            # what the links keep of it; NULL: there are none
+
+cdef struct Sending:            # of a part that goes to its owner
     SendItem item               # its PUSH or PULL; lent to the link while in flight
     LinkSlot* slot              # link to its owner
     uint32_t owner
@@ -99,11 +109,6 @@ cdef struct Part:               # one partition, a task of BytePS; or a whole te
     int64_t first_landed        # when its first result came,
     int64_t landed              # and its last
     bint is_withdrawn           # and nothing lands by a promise any more; I/O thread
-    # ---- shared memory's ----
-    int32_t is_flying           # with it; whoever swaps it to 0 ends that; atomic
-    int32_t task                # what is to be published of it,
-    int news                    # with which status
-    Part* next                  # of those that the ring had no room for
 
 cdef struct Plan:
     Stage* stages[MAX_STAGES]
@@ -123,13 +128,18 @@ cdef struct Plan:
     void* worker
 
 
+cdef inline uint64_t key_of(Part* part) noexcept nogil:
+    """The key that its owner knows it by."""
+    return part.record.tensor_id << KEY_BITS | part.index
+
+
 cdef inline void trace_stage(Part* part) noexcept nogil:
     """Write down how long a stage had a part, and begin the time of the next."""
     cdef Record* record = part.record
     cdef int64_t now = now_ns()
     cdef int span = SPAN_NONE if part.at < 0 else record.plan.stages[part.at].span
     if span != SPAN_NONE:
-        trace_span(span, part.item.header.key, record.version, 0, part.nbytes, part.since, now)
+        trace_span(span, key_of(part), record.version, 0, part.nbytes, part.since, now)
     part.since = now
 
 

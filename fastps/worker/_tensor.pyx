@@ -234,7 +234,9 @@ cdef class PlannedTensor:
     @property
     def stamp(self):
         """Count the changes that the value which came last has seen; see server/_accumulate."""
-        return min((self.record.parts[i].stamp for i in range(self.record.n_parts)), default=0)
+        if self.record.sendings == NULL:
+            return 0
+        return min((self.record.sendings[i].stamp for i in range(self.record.n_parts)), default=0)
 
     @property
     def operation(self):
@@ -333,6 +335,7 @@ cdef class PlannedTensor:
     def __dealloc__(self):
         # Engines keep every tensor until nothing can be in flight any more.
         free(self.record.parts)
+        free(self.record.sendings)
         free(self.record.local)
 
 

@@ -13,7 +13,7 @@ from fastps._core cimport (
     OK, Queue, Thread, deadline_of, queue_close, queue_create, queue_free, queue_pop, queue_push,
     thread_create, thread_join,
 )
-from fastps.worker._stage cimport SPEAKS, Part, Stage, stage_done
+from fastps.worker._stage cimport SPEAKS, Part, Stage, key_of, stage_done
 from fastps.worker._tensor cimport StageHolder
 
 cdef struct Pipe:
@@ -40,7 +40,7 @@ cdef void pipe_main(void* arg) noexcept nogil:
 
 cdef void pipe_run(Stage* stage, Part* part) noexcept nogil:
     cdef Pipe* pipe = <Pipe*>stage.context
-    cdef int status = queue_push(pipe.queue, part.record.priority, part.item.header.key, 0, part)
+    cdef int status = queue_push(pipe.queue, part.record.priority, key_of(part), 0, part)
     if status != OK:            # closed
         stage_done(part, status)
 
