@@ -14,8 +14,7 @@ pytest.importorskip("torch")
 for name in ("lightning", "accelerate", "transformers"):
     pytest.importorskip(name)
 
-from fork_server import FORKING_PYTHON  # noqa: E402
-from test_torch_backend import HERE, JOB_S, environ, torchrun  # noqa: E402
+from test_torch_backend import FORKING_PYTHON, HERE, JOB_S, environ, torchrun  # noqa: E402
 
 PROGRAM = HERE / "programs_trainers.py"
 

@@ -324,7 +324,7 @@ def test_arrays_that_cannot_be_held_are_given_back():
     tensor = engine.declare(
         0, "a", nbytes=8000, dtype=1, chunk_bytes=8000, partitions=[(0, 8000, 0)]
     )
-    array = bytearray(8000)
+    array = np.zeros(2000, np.float32)
 
     def refuse(array: Any) -> None:
         raise TransportError("cannot pin 8000 bytes; raise `ulimit -l`")
@@ -335,7 +335,7 @@ def test_arrays_that_cannot_be_held_are_given_back():
             engine.start(tensor, array, array)
         with pytest.raises(TransportError, match="ulimit"):
             engine.start_many([tensor], [array], [array], priorities=[0])
-    array.append(1)  # nobody exports it any more
+    array.resize(2001, refcheck=True)  # nobody has it any more
     assert tensor.version == 0
 
 

@@ -135,12 +135,15 @@ def test_who_hears_late_of_a_poisoned_tensor_says_why_it_is_one():
     """Others heard before us, and ended what we have in flight; they dispute nothing."""
     blamed = Blamed()
     blamed.client.heard = [TensorPoisoned(3, "w", "worker 1 declared 'w' with shape (7,)")]
-    tensor = SimpleNamespace(name="w", version=2, culprit=None)
+    layout = SimpleNamespace(dtype=1, shape=(3,))
+    ticket = SimpleNamespace(
+        name="w", version=2, culprit=None, tensor=SimpleNamespace(layout=layout)
+    )
     blamed.session.connections = SimpleNamespace(  # type: ignore[assignment]
         failure=lambda name, status, culprit: Failure(name, status, culprit=culprit),
         fail_tensor=lambda number, status: None,
     )
-    error = blamed.session._explain(tensor, -1, Status.MISMATCH, 1.0)
+    error = blamed.session._explain(ticket, -1, Status.MISMATCH, 1.0)
     assert type(error) is MismatchError
     assert "shape (7,)" in str(error)
 
