@@ -7,8 +7,8 @@ with and then only forks. What it forks is a program as any other, with argument
 output of its own, and a Forked is used as a subprocess.Popen is. Who needs an environment that
 modules read while they are loaded gets a process started afresh.
 
-Programs that others start, as the launcher and shells do, are forked where these start the program
-forking_python for python; see forking().
+Programs that the launcher, torchrun or a shell starts are forked where the file forking/python
+stands for python; see forking().
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import subprocess
 import sys
 import threading
 import types
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -63,8 +62,8 @@ START_S = 60.0  # to import on a loaded machine
 MOST_BYTES = 100_000  # of arguments and environment; a socket takes that at once
 STATUS_BYTES = 4
 MOST_FDS = 8
-# Made before any test, of which each has to leave as many sockets as it found. Who comes to the
-# door while the server still imports has to wait.
+# Made before any test, of which each has to leave as many sockets as it found. Programs that come
+# to the door while the server still imports wait there.
 PAIR = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 ADDRESS = f"fastps-fork-server-{os.getpid()}"
 DOOR = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -143,7 +142,7 @@ class ForkServer:
 
         fds: descriptors that it has with the same numbers. Blocks until it is forked.
         """
-        asked = json.dumps([list(argv[1:]), dict(environ), os.getcwd(), list(fds)]).encode()
+        asked = json.dumps([list(argv[1:]), dict(environ), os.getcwd(), [], list(fds)]).encode()
         assert len(asked) < MOST_BYTES, "too long"
         lines, stdout = os.pipe()
         status, told = os.pipe()
@@ -213,9 +212,9 @@ class Nursery:
                 elif fd == self._door.fileno():
                     asked = self._fork_for_others()
                 elif fd in self._links:
-                    os.kill(self._links[fd], signal.SIGKILL)  # as who started it is gone
+                    os.kill(self._links[fd], signal.SIGKILL)  # what started it is gone
                     self._poll.unregister(fd)
-                else:
+                elif fd in self._told:  # else both ended at once, and that was told
                     self._tell(fd)
                 if asked:
                     return asked
@@ -239,18 +238,19 @@ class Nursery:
         if not asked:
             self._end()
         status, *given = fds
-        pid = self._fork_one(status, given, [1, 2, *json.loads(asked)[3]])
+        pid = self._fork_one(status, given, [1, 2, *json.loads(asked)[4]])
         if pid == 0:
             return asked
         self._control.send(str(pid).encode())
         return b""
 
     def _fork_for_others(self) -> bytes:
-        """Fork a program that was started as forking_python; refuse what has to load itself."""
+        """Fork a program that was started as forking/python; refuse what has to load itself."""
         link, _ = self._door.accept()
         link.settimeout(START_S)
-        asked, given, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_FDS)
-        strange = []
+        asked, given, strange = b"", [], []
+        with contextlib.suppress(OSError):
+            asked, given, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_FDS)
         if asked:
             theirs = OWN | json.loads(asked)[1]
             differing = dict(theirs.items() ^ self._environ.items())
@@ -302,7 +302,7 @@ class Nursery:
 
 
 def run(words: list[str], environ: dict[str, str], folder: str, cpus: list[int]) -> None:
-    """Run a file, a module or a text as python would, under -W options."""
+    """Run a file, a module or a text as python would; cpus: where, if not everywhere."""
     given = environ.get("PYTHONPATH", "").split(os.pathsep)
     first = sys.path.index(IMPORT_PATH.split(os.pathsep)[0])
     sys.path[first : first + len(IMPORT_PATH.split(os.pathsep))] = filter(None, given)
@@ -313,9 +313,6 @@ def run(words: list[str], environ: dict[str, str], folder: str, cpus: list[int])
         os.sched_setaffinity(0, cpus)
     random.seed()
     sys.modules["numpy"].random.seed()
-    while words[0] == "-W":
-        warnings._setoption(words[1])  # type: ignore[attr-defined]
-        words = words[2:]
     if words[0] == "-c":
         sys.argv[:] = ["-c", *words[2:]]
         sys.path[0] = ""
@@ -348,8 +345,7 @@ def main() -> None:
         importlib.import_module(name)
     gc.freeze()  # what is there stays, and is shared
     asked = Nursery(control, door, environ).serve()
-    words, environ, folder, _, *more = json.loads(asked)
-    run(words, environ, folder, *more or [[]])
+    run(*json.loads(asked)[:4])
     end()
 
 

@@ -39,9 +39,7 @@ def forked(*words: str, **environ: str) -> subprocess.Popen[str]:
     )
 
 
-SAY = (
-    "import os, sys, warnings; print(os.environ.get('HERE'), os.getppid(), *sys.argv, flush=True)"
-)
+SAY = "import os, sys; print(os.environ.get('HERE'), os.getppid(), *sys.argv, flush=True)"
 
 
 @pytest.mark.parametrize("is_read", [False, True])
@@ -56,13 +54,12 @@ def test_a_program_is_forked_unless_its_environment_is_read_by_imports(tmp_path,
     assert (name, word) == (str(path), "a_word")
 
 
-def test_options_errors_and_signals_of_a_forked_program():
-    warn = f"{SAY}; warnings.warn('so it is')"
-    with forked("-W", "error", "-c", warn, "x") as process:
+def test_words_errors_and_signals_of_a_forked_program():
+    with forked("-c", f"{SAY}; raise OSError('so it is')", "x") as process:
         said, error = process.communicate(timeout=60)
         assert process.returncode == 1
     assert said.endswith("-c x\n")
-    assert "UserWarning: so it is" in error
+    assert "OSError: so it is" in error
     for number in (signal.SIGTERM, signal.SIGKILL):
         with forked(
             "-c", f"{SAY}; print(os.getpid(), flush=True); import time; time.sleep(60)"
