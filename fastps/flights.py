@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from fastps.adasum import adasum
+from fastps.collectives._calls import Calls, changes_so_far
 from fastps.collectives.about import Brought, brought_of, form_of, rows_of
 from fastps.collectives.names import grouped_of, part_of, rest_of
 from fastps.collectives.places import is_apart
@@ -63,6 +64,8 @@ T = TypeVar("T")
 
 # All-reduced together where a copy costs less than an operation; see docs/collectives.md
 FUSED_BYTES = 16 << 10
+
+_guesses = Calls(DType)  # of rows as many as before
 
 
 class Flight(Protocol):
@@ -390,7 +393,7 @@ def start_allgather(
 
     counts: these, where they are known; else the list is filled when all members have told them.
     out: where all of them go; ours may lie there already. is_awaited: blocks until the last
-    exchange has begun, or until all is there where sizes are as before.
+    exchange has begun.
     """
     group = checked_set(process_set).group()
     array = array if array.ndim else array.reshape(1)
@@ -428,11 +431,51 @@ def _in_stages(
     is_awaited: bool,
 ) -> tuple[Flight, list[int]]:  # fmt: skip
     """Do what finds out the rows of others first; counts: what is filled with them."""
-    group, name = rows.group, rows.name
-    if not is_awaited:
-        return group.follow(name, stages(rows)), counts
-    found = None if group.is_lined(name) else _as_before(rows, out)
-    return (group.run(name, stages(rows)), counts) if found is None else found
+    begin = rows.group.run if is_awaited else rows.group.follow
+    return begin(rows.name, _as_before(rows, out, counts, stages)), counts
+
+
+def _as_before(
+    rows: Rows, out: Array | None, counts: list[int], stages: Callable[[Rows], Stages]
+) -> Stages:
+    """Exchange as many rows as before in one round; where they differ, do the stages."""
+    before = changes_so_far()
+    key = (
+        id(rows.group), rows.kind, rows.array, out, tuple(rows.counts), rows.code, rows.name,
+        rows.root,
+    )  # fmt: skip
+    known = _guesses.begin(key, {})
+    if (begun := known or _begin_guess(rows, out)) is not None:
+        operation, result = begun
+        try:
+            yield operation
+        except SizesDifferError:
+            pass
+        else:
+            counts[:] = operation.guess.came
+            if known is None:
+                _guesses.remember(key, {}, result, (operation,), before)
+            return Landed(result, operation)
+    return (yield from stages(rows))
+
+
+def _begin_guess(rows: Rows, out: Array | None) -> tuple[Operation, Array] | None:
+    """Begin the exchange of a guess; None: there is none, or out is for other sizes, or wrong."""
+    group, array, nbytes = rows.group, rows.array, rows.width * rows.array.itemsize
+    guess = group.steady.guess(rows.key, rows.counts)
+    if guess is None:
+        return None
+    here, there = [nbytes * n for n in rows.counts], [nbytes * n for n in guess.came]
+    shape, gets_all = (sum(guess.came), *array.shape[1:]), rows.root in (-1, group.rank)
+    try:
+        out = _result_of(rows.kind, rows.name, shape, array.dtype, out) if gets_all else None
+        operation = group.guess(
+            rows.kind, array, out, here, there, rows.name, rows.code, rows.root, rows.brought,
+            guess,
+        )  # fmt: skip
+    except ValueError:
+        return None
+    return operation, array if out is None else out
 
 
 def start_allgather_alike(
@@ -455,37 +498,6 @@ def start_allgather_alike(
         return Later(flights, list)
 
     return Later([group.follow(name, stages(rows))], itemgetter(0))
-
-
-def _as_before(rows: Rows, out: Array | None) -> tuple[Flight, list[int]] | None:
-    """Exchange rows as many as before, if they are, in one round; blocks.
-
-    None: members have to tell their sizes.
-    """
-    group, array, nbytes = rows.group, rows.array, rows.width * rows.array.itemsize
-    guess = group.steady.guess(rows.key, rows.counts)
-    if guess is None:
-        return None
-    counts = guess.came
-    here, there = [nbytes * n for n in rows.counts], [nbytes * n for n in counts]
-    shape, gets_all = (sum(counts), *array.shape[1:]), rows.root in (-1, group.rank)
-    try:
-        out = _result_of(rows.kind, rows.name, shape, array.dtype, out) if gets_all else None
-        operation = group.guess(
-            rows.kind,
-            array,
-            out,
-            here,
-            there,
-            rows.name,
-            rows.code,
-            rows.root,
-            rows.brought,
-            guess,
-        )
-    except (ValueError, SizesDifferError):  # the output is for other sizes, or wrong
-        return None
-    return Landed(array if out is None else out, operation), list(counts)
 
 
 def _code_of(array: Array, dtype: DType | None) -> DType:

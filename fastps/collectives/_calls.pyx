@@ -114,4 +114,13 @@ cdef class Calls:
             parts.append(given.dtype)
             return True
         parts.append(given)
-        return given is None or kind is str or kind is int or kind in self.same
+        return given is None or kind is str or kind is int or kind in self.same or (
+            kind is tuple and is_plain(given))
+
+
+cdef bint is_plain(tuple given) except -1:
+    """Return whether a tuple holds integers and such tuples alone, so that it can be a key."""
+    for one in given:
+        if type(one) is not int and not (type(one) is tuple and is_plain(one)):
+            return False
+    return True

@@ -288,9 +288,10 @@ class Members:
         brought: Brought,
         guess: Guess,
     ) -> Operation:
-        """Do an operation that begins with a trade, with bytes for each, and of each, as a guess.
+        """Begin an operation that begins with a trade, with bytes for each and of each as a guess.
 
-        Blocks. SizesDifferError on all members if others guess other sizes, or trade theirs.
+        finish() ends it: SizesDifferError on all members if others guess other sizes, or trade
+        theirs. Raises ValueError where array and out overlap.
         root: of a gather; out of the others is None. brought: the array; all members have to mean
         the same root and shape of a row, which sizes need not tell.
         """
@@ -300,13 +301,11 @@ class Members:
         check_arrays(kind, array, out)
         about = About(self, name, (kind, *here, *there, root, dtype), 1, brought, root=root)
         form = form_of(rows_of(brought), root)
-        operation = self._begin(about, array, out, dtype, guess, lambda: (
+        return self._begin(about, array, out, dtype, guess, lambda: (
             plans.gather(self.rank, there, root, is_confirmed=True) if kind == "gather"
             else plans.allgather(self.rank, there, self.machines) if kind == "allgather"
             else plans.alltoall(self.rank, here, there, self.machines)
         ), may_differ=True, form=form)  # fmt: skip
-        self.finish(operation)
-        return operation
 
     def _begin(
         self,

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -308,6 +309,55 @@ def changes() -> str:
             call(*[own][: call is not fastps.barrier])
     gc.collect()
     assert session() is None, "what is known of calls keeps nothing of a session that is over"
+    return "done"
+
+
+def in_flight() -> str:
+    """Have several operations under way at once while sizes stay, change, and stay again."""
+    fastps.init()
+    me, size = fastps.rank(), fastps.size()
+    rng, own = np.random.default_rng(7), np.random.default_rng(me)
+    rows, waiting = [3] * size, deque[tuple[Any, Any]]()
+    for turn in range(400):
+        if rng.random() < 0.02:
+            rows[rng.integers(size)] = int(rng.choice([1, 3, 3000]))
+        swaps = bool(rng.random() < 0.4)
+        parts = [np.full(k, 10.0 * turn + i) for i, k in enumerate(rows)]
+        if swaps:
+            sent = np.repeat(parts[me], size)
+            handle = fastps.alltoall_async(sent, [rows[me]] * size)
+        else:
+            handle = fastps.allgather_async(parts[me])
+        waiting.append((handle, np.concatenate(parts)))
+        if own.random() < 0.1:
+            time.sleep(0.003)
+        while len(waiting) > turn // 100:  # none, 1, 2, 3 under way while the next begins
+            handle, right = waiting.popleft()
+            found = handle.wait()
+            assert np.array_equal(found[0] if isinstance(found, tuple) else found, right), turn
+    for handle, _ in waiting:
+        handle.wait()
+    fastps.shutdown()
+    return "done"
+
+
+def async_forms() -> str:
+    """Begin _async forms of operations that came before, which need no second look."""
+    fastps.init()
+    ones, many = np.ones(7, np.float32), [np.ones(3, np.float32), np.ones(2, np.float32)]
+    forms: list[Callable[[], Any]] = [
+        lambda: fastps.allgather_async(ones),
+        lambda: fastps.alltoall_async(ones[:2].copy(), [1, 1]),
+        lambda: fastps.grouped_allreduce_async(many),
+        lambda: fastps.allreduce_async(ones, postscale_factor=0.5),
+    ]
+    for form in forms:
+        for _ in range(4):
+            form().wait()
+        with counted() as begun:
+            form().wait()
+        assert not begun
+    fastps.shutdown()
     return "done"
 
 

@@ -26,6 +26,16 @@ def test_what_changes_is_noticed():
     assert run_job(programs_repeated.changes, workers=3, servers=0) == ["done"] * 3
 
 
+@pytest.mark.parametrize("settings", [{}, {"FASTPS_SHARED_MEMORY": "0"}], ids=["memory", "tcp"])
+def test_sizes_that_change_under_operations_in_flight(settings):
+    found = run_job(programs_repeated.in_flight, workers=3, servers=0, environment=settings)
+    assert found == ["done"] * 3
+
+
+def test_async_forms_begin_at_once():
+    assert run_job(programs_repeated.async_forms, workers=2, servers=0) == ["done"] * 2
+
+
 @pytest.mark.parametrize("program", [programs_repeated.mistakes, programs_repeated.suspended])
 def test_mistakes_are_found_as_in_first_calls(program):
     assert run_job(program, workers=2, servers=0) == ["done"] * 2
