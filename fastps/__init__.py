@@ -19,7 +19,6 @@ import numpy as np
 
 from fastps import current as _current
 from fastps import evened as _evened
-from fastps import flights as _flights
 from fastps.compression import Choice, Compression
 from fastps.contract import Compensation
 from fastps.errors import (
@@ -88,7 +87,7 @@ from fastps.sets import (
     remove_process_set,
 )
 from fastps.types import dtype_of
-from fastps.worker.handle import Array, Handle
+from fastps.worker.handle import Array, Handle, Waitable
 
 if TYPE_CHECKING:
     from fastps.asynchronous import ServerParameters
@@ -523,15 +522,15 @@ def push_pull_async(
         tensor, name, average=average, priority=priority, out=out, compression=compression,
         learning_rate=learning_rate, rule=rule,
     )  # fmt: skip
-    return _evened.even(session, handle) if average else handle
+    return _evened.even(session.uneven, handle) if average else handle
 
 
-def poll(handle: _flights.Flight) -> bool:
+def poll(handle: Waitable) -> bool:
     """Tell whether synchronize() would return at once."""
     return handle.poll()
 
 
-def synchronize(handle: _flights.Flight, timeout_s: float | None = None) -> Any:
+def synchronize(handle: Waitable, timeout_s: float | None = None) -> Any:
     """Wait for an operation and give its result; see Handle.wait()."""
     return handle.wait(timeout_s)
 

@@ -16,7 +16,7 @@ from fastps.types import DType
 from fastps.worker.handle import Array
 
 
-class Flight:
+class SingleTicket:
     """What a handle of one worker waits for: nothing; it remembers that somebody did."""
 
     __slots__ = ("__weakref__", "_is_over", "name", "version")
@@ -47,7 +47,9 @@ class Tensors:
 
     def __init__(self) -> None:
         self.layouts: dict[str, Layout] = {}
-        self._flights: weakref.WeakValueDictionary[str, Flight] = weakref.WeakValueDictionary()
+        self._flights: weakref.WeakValueDictionary[str, SingleTicket] = (
+            weakref.WeakValueDictionary()
+        )
 
     def declare(self, wanted: Sequence[TensorSpec]) -> None:
         """Note what is declared. Raises MismatchError where it was declared differently."""
@@ -59,7 +61,7 @@ class Tensors:
                     f"{_side(spec.layout)}; use another name"
                 )
 
-    def begin(self, names: Sequence[str]) -> list[Flight]:
+    def begin(self, names: Sequence[str]) -> list[SingleTicket]:
         """Begin an operation on each; DuplicateNameError where one is in flight."""
         for name in names:
             before = self._flights.get(name)
@@ -68,7 +70,7 @@ class Tensors:
                     f"tensor {name!r} is already in flight; wait for its handle first, or use "
                     "another name"
                 )
-        begun = [Flight(name) for name in names]
+        begun = [SingleTicket(name) for name in names]
         self._flights.update(zip(names, begun, strict=True))
         return begun
 

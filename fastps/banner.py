@@ -12,12 +12,13 @@ from fastps import versions
 from fastps.transport import shm
 
 if TYPE_CHECKING:
-    from fastps.session import Session
+    from fastps.config import Config
+    from fastps.joining import Connections
 
 
-def describe(session: Session) -> str:
-    """Say it in two lines; the session must have met others."""
-    job = session.connections.job
+def describe(config: Config, connections: Connections) -> str:
+    """Return it in two lines."""
+    job = connections.job
     apart = len(job.members) - job.size
     joint = 0 if job.is_local else len(job.owners) - apart
     who = [count(job.n_workers, "worker")]
@@ -28,7 +29,7 @@ def describe(session: Session) -> str:
     machines = count(len({item.host_id for item in job.members}), "machine")
     return (
         f"{versions.describe()}: {', '.join(who)} on {machines}\n"
-        f"transport: {session.connections.describe_links()}; shared memory: {_memory(session)}"
+        f"transport: {connections.describe_links()}; shared memory: {_memory(config, connections)}"
     )
 
 
@@ -37,9 +38,9 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _memory(session: Session) -> str:
+def _memory(config: Config, connections: Connections) -> str:
     """Say whether workers of a machine share memory, or why not."""
-    config, job = session.config, session.connections.job
+    job = connections.job
     if any(len(ranks) > 1 for ranks in job.machines):
         return "between workers of a machine"
     if not config.shared_memory:

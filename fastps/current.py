@@ -183,7 +183,7 @@ def _say_banner(session: Session) -> None:
     """Say on stderr what the job is; a program without stderr goes without."""
     from fastps.banner import describe  # noqa: PLC0415  (rank 0 alone needs it)
 
-    lines = describe(session).splitlines()
+    lines = describe(session.config, session.connections).splitlines()
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write("".join(f"[fastps] {line}\n" for line in lines))
 

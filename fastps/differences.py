@@ -13,14 +13,13 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from fastps.collectives.about import About, differing_text
+from fastps.collectives.about import About, Membership, differing_text
 from fastps.control.blame import VERDICT_WAIT_S
 from fastps.objects import decode_object, encode_object
 
 if TYPE_CHECKING:
-    from fastps.collectives.members import Members
     from fastps.control.protocol import Told
-    from fastps.session import Session
+    from fastps.host import SessionHost
 
 _MEANT = "meant"
 MANY = 64  # operations of which it is kept what each worker started
@@ -30,13 +29,13 @@ Key = tuple[int, int]  # channel, and number of the operation on it
 class Differences:
     """What workers have told each other of operations for which they differ."""
 
-    def __init__(self, session: Session) -> None:
-        self._session: Session = weakref.proxy(session)  # which goes at once when it ends
+    def __init__(self, session: SessionHost) -> None:
+        self._session: SessionHost = weakref.proxy(session)  # which goes at once when it ends
         self._news = threading.Condition()
         self._started: dict[Key, dict[int, str]] = {}
         self._told: set[Key] = set()
 
-    def explain(self, group: Members, name: str | None, channel: int, number: int) -> str:
+    def explain(self, group: Membership, name: str | None, channel: int, number: int) -> str:
         """Word the error of an operation; blocks until all members have said what they started.
 
         For VERDICT_WAIT_S at most, for some may not come to it at all.

@@ -18,7 +18,8 @@ from fastps.objects import decode_object, encode_object
 
 if TYPE_CHECKING:
     from fastps.control.protocol import Told
-    from fastps.session import Session
+    from fastps.host import SessionHost
+    from fastps.uneven import Uneven
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,9 @@ _STEPPED = "stepped alone"
 class Drift:
     """What one worker knows of others' weights; one for each session."""
 
-    def __init__(self, session: Session) -> None:
-        self._session: Session = weakref.proxy(session)
+    def __init__(self, session: SessionHost, uneven: Uneven) -> None:
+        self._session: SessionHost = weakref.proxy(session)
+        self._uneven = uneven
         self._told: dict[int, tuple[str, list[int]]] = {}  # by rank
 
     def begun(self) -> dict[str | int, int] | None:
@@ -37,7 +39,7 @@ class Drift:
         groups = self._session.known_groups
         if groups is not None and groups.has_windows:
             return None
-        return self._session.uneven.counts()
+        return self._uneven.counts()
 
     def tell(self, what: str, prints: Sequence[int]) -> None:
         """Tell rank 0 what the weights amount to. what: which weights, and after which step."""

@@ -18,22 +18,21 @@ from fastps.types import DType
 from fastps.worker.handle import Array, Handle
 
 if TYPE_CHECKING:
-    from fastps.session import Session
+    from fastps.uneven import Uneven
     from fastps.worker._tensor import Ticket
 
 
-def make_even(session: Session, tickets: Sequence[Ticket], outputs: Sequence[Array]) -> None:
+def make_even(uneven: Uneven, tickets: Sequence[Ticket], outputs: Sequence[Array]) -> None:
     """Multiply the results of a push_pull() that is over, whose tickets these are.
 
     They count as averages by all until then, since somebody may join while they are in flight.
     FastPSError for integers of which some are missing.
     """
-    uneven, members = session.uneven, range(session.size)
     if not uneven.has_rounds:
         return
     for ticket, array in zip(tickets, outputs, strict=True):
-        factor = uneven.correction(ticket.name, ticket.version, members)
-        known = session.started([ticket.name]) if factor != 1.0 else ()
+        factor = uneven.correction_of(ticket)
+        known = uneven.started(ticket.name) if factor != 1.0 else ()
         for _, layout in known:
             if not layout.rule.has_meaning():  # which leaves out whom it likes
                 if layout.dtype > DType.BFLOAT16:
@@ -41,13 +40,13 @@ def make_even(session: Session, tickets: Sequence[Ticket], outputs: Sequence[Arr
                 scale(array, DType(layout.dtype), factor)
 
 
-def even(session: Session, handle: Handle) -> Handle:
+def even(uneven: Uneven, handle: Handle) -> Handle:
     """Make the averages of a push_pull() ones of those who take part."""
 
     tickets = handle.tickets  # the handle itself would be in a circle
 
     def after(result: Array | Sequence[Array]) -> None:
-        make_even(session, tickets, [result] if isinstance(result, np.ndarray) else result)
+        make_even(uneven, tickets, [result] if isinstance(result, np.ndarray) else result)
 
     return handle.then(after)
 

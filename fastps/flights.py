@@ -11,22 +11,22 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from fastps.adasum import adasum
 from fastps.collectives._calls import Calls, changes_so_far
-from fastps.collectives.about import Brought, brought_of, form_of, rows_of
+from fastps.collectives.about import Brought, brought_of
 from fastps.collectives.names import grouped_of, part_of, rest_of
 from fastps.collectives.places import is_apart
 from fastps.collectives.promise import SizesDifferError
+from fastps.collectives.row_counts import Rows, gather_objects, row_counts_of_each, tell
 from fastps.collectives.staged import Stages
 from fastps.current import current, known
-from fastps.eager import Rows, tell
 from fastps.errors import (
     ArgumentError,
     FastPSError,
@@ -37,11 +37,10 @@ from fastps.evened import integers_text
 from fastps.sets import (
     ProcessSet,
     checked_set,
-    gather_objects,
     global_process_set,
 )
 from fastps.types import DType, Op, dtype_of
-from fastps.worker.handle import Array, Outcome
+from fastps.worker.handle import Array, Outcome, Waitable
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
@@ -68,16 +67,6 @@ FUSED_BYTES = 16 << 10
 _guesses = Calls(DType)  # of rows as many as before
 
 
-class Flight(Protocol):
-    """What is under way: a handle of a session, a group or this file."""
-
-    def poll(self) -> bool:
-        """Tell whether wait() would return at once."""
-
-    def wait(self, timeout_s: float | None = None) -> Any:
-        """Wait for the end, and give the result."""
-
-
 def operations_of(flight: object) -> Sequence[Operation]:
     """List the operations of groups that a flight consists of, if of nothing else."""
     found: Sequence[Operation] = getattr(flight, "operations", ())
@@ -92,7 +81,7 @@ class Later(Outcome[T]):
 
     def __init__(
         self,
-        flights: Sequence[Flight],
+        flights: Sequence[Waitable],
         finish: Callable[[list[Any]], T],
         *,
         is_plain: bool = False,
@@ -124,7 +113,7 @@ class Averaging:
     """The promise of an average, and of what it lacks where members had run out of data."""
 
     def __init__(
-        self, flight: Flight, place: str | int, number: int, ranks: Sequence[int]
+        self, flight: Waitable, place: str | int, number: int, ranks: Sequence[int]
     ) -> None:
         self._place = (place, number, ranks)
         self.poll, self.wait = flight.poll, flight.wait
@@ -156,7 +145,7 @@ def correction_of_operation(operation: Operation, dtype: DType) -> float:
     return _correction(operation.channel, operation.number, group.ranks, dtype)
 
 
-def correction_of(flight: Flight, dtype: DType) -> float:
+def correction_of(flight: Waitable, dtype: DType) -> float:
     """Give what a result is to be multiplied by: 1, but for averages without some members."""
     return flight.correction(dtype) if isinstance(flight, Averaging) else 1.0
 
@@ -171,7 +160,7 @@ def start_allreduce(
     dtype: DType | None = None,
     priority: int = 0,
     brought: Brought = (),
-) -> Flight:
+) -> Waitable:
     """Begin an all-reduce: by servers where push_pull() does the same, else among members.
 
     A name that was declared with another shape goes among members too, so that names may be used
@@ -195,7 +184,7 @@ def start_allreduce(
 
 def _start_adasum(
     array: Array, out: Array | None, name: str | None, process_set: ProcessSet, dtype: DType | None
-) -> Flight:
+) -> Waitable:
     """Do an Adasum: blocks, since a level needs the one before."""
     code = _code_of(array, dtype)
     found = adasum([array], code, checked_set(process_set).group(), name)[0]
@@ -218,7 +207,7 @@ def averaging(flight: Promise, group: Group, name: str | None) -> Averaging:
 class _Part(NamedTuple):
     """What is under way for some of several arrays, by place, and how its result is cut."""
 
-    flight: Flight
+    flight: Waitable
     places: list[int]
     split: Callable[[Any], Sequence[Array]]
 
@@ -388,7 +377,7 @@ def start_allgather(
     counts: Sequence[int] | None = None,
     out: Array | None = None,
     is_awaited: bool = False,
-) -> tuple[Flight, list[int]]:
+) -> tuple[Waitable, list[int]]:
     """Begin to gather arrays of any first dimension; also gives the rows of each member.
 
     counts: these, where they are known; else the list is filled when all members have told them.
@@ -429,7 +418,7 @@ def _place_for(
 def _in_stages(
     rows: Rows, out: Array | None, counts: list[int], stages: Callable[[Rows], Stages],
     is_awaited: bool,
-) -> tuple[Flight, list[int]]:  # fmt: skip
+) -> tuple[Waitable, list[int]]:  # fmt: skip
     """Do what finds out the rows of others first; counts: what is filled with them."""
     begin = rows.group.run if is_awaited else rows.group.follow
     return begin(rows.name, _as_before(rows, out, counts, stages)), counts
@@ -522,7 +511,7 @@ def start_grouped_allgather(
     codes, counts = _codes(rows, dtypes), [list[int]() for _ in rows]
 
     def stages() -> Stages:
-        told = yield from _row_counts_of_each(group, _brought_of(rows, codes), name)
+        told = yield from row_counts_of_each(group, _brought_of(rows, codes), name)
         for its, found in zip(counts, told, strict=True):
             its[:] = found
         return _gathering_each(rows, codes, told, name, process_set)
@@ -565,26 +554,6 @@ def _gathering_each(
     return _start_parts(codes, most, one, side_by_side)
 
 
-def _row_counts_of_each(
-    group: Group, brought: Brought, name: str | None
-) -> Generator[Operation, None, list[list[int]]]:
-    """Tell everybody how many rows arrays have, and give everybody's of each array; in stages.
-
-    MismatchError on all members where they do not tell of as many arrays, or of other rows.
-    """
-    counts = [shape[0] for _, shape in brought]
-    promise = group.allgather(
-        np.array([*counts, form_of(rows_of(brought))], np.int64),
-        name=name, brought=brought,
-    )  # fmt: skip
-    yield from promise.operations
-    told = np.asarray(promise.wait()).reshape(group.size, len(counts) + 1)
-    if len(set(told[:, -1].tolist())) > 1:
-        raise group.differing(promise.operations[0])
-    by_array: list[list[int]] = told[:, :-1].T.tolist()
-    return by_array
-
-
 def start_alltoall(
     array: Array,
     splits: Sequence[int] | None,
@@ -594,7 +563,7 @@ def start_alltoall(
     dtype: DType | None = None,
     out: Array | None = None,
     is_awaited: bool = False,
-) -> tuple[Flight, list[int]]:
+) -> tuple[Waitable, list[int]]:
     """Begin an all-to-all of rows, into out, and give how many come from each member.
 
     That list, and is_awaited: as of start_allgather().
@@ -631,7 +600,7 @@ def start_reducescatter(
     dtype: DType | None = None,
     out: Array | None = None,
     brought: Brought = (),
-) -> Flight:
+) -> Waitable:
     """Begin a reduce-scatter of rows, into out; the first members get one more if uneven.
 
     brought: all arrays of the grouped operation that begins with it.
@@ -714,7 +683,7 @@ def start_reduce(
     *,
     dtype: DType | None = None,
     out: Array | None = None,
-) -> Flight:
+) -> Waitable:
     """Begin to give the root the all-reduce, in its out; what others get is no result."""
     group, root = checked_set(process_set).group(), process_set.member(root_rank, "root_rank")
     flight = group.reduce(array, out, root=root, op=op, name=name, dtype=dtype)
@@ -730,7 +699,7 @@ def start_gather(
     dtype: DType | None = None,
     out: Array | None = None,
     is_awaited: bool = False,
-) -> Flight:
+) -> Waitable:
     """Begin to give the root the all-gather, in its out or what the flight gives.
 
     is_awaited: as of start_allgather().
@@ -765,7 +734,7 @@ def start_broadcast(
     process_set: ProcessSet,
     *,
     dtype: DType | None = None,
-) -> Flight:
+) -> Waitable:
     """Begin a broadcast in place: by servers where it has a name and everybody takes part."""
     if name is not None and process_set is global_process_set:
         session = current()

@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fastps.collectives._calls import forget_calls
 
-if TYPE_CHECKING:
-    from fastps.session import Session
 
-sessions: weakref.WeakSet[Session] = weakref.WeakSet()  # of this process
+class Abandoned(Protocol):
+    """A session, as far as a forked child knows it."""
+
+    def abandon(self) -> None:
+        """Give up what is the parent's."""
+
+
+sessions: weakref.WeakSet[Abandoned] = weakref.WeakSet()  # of this process
 
 
 def _forget_sessions_in_child() -> None:

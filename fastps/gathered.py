@@ -17,10 +17,10 @@ from fastps import outer as optimizers
 from fastps.compression import Choice
 from fastps.contract import JOIN, Policy
 from fastps.current import current
-from fastps.flights import Flight, Later
+from fastps.flights import Later
 from fastps.rules import Choice as Rule
 from fastps.types import DType
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, Waitable
 
 FRESH = -1.0  # what rank 0 says with a value that nothing was done to
 
@@ -115,7 +115,7 @@ class Gathered:
                 kept[place].append(one)
         return kept, current().stamp_of(names)
 
-    def start(self, name: str, change: Array, value: Array, *, gives: bool) -> list[Flight]:
+    def start(self, name: str, change: Array, value: Array, *, gives: bool) -> list[Waitable]:
         """Begin to push a change, or to sit out a round; what is there then comes into value."""
         session, copy = current(), self._copies.get(name)
         if session.size == 1:

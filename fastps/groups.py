@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastps.collectives._calls import forget_calls
+from fastps.collectives.about import Membership
 from fastps.collectives.group import Group
-from fastps.collectives.members import Members
 from fastps.collectives.names import BARRIER
 from fastps.collectives.promise import Promise
+from fastps.collectives.row_counts import gather_objects
 from fastps.collectives.staged import Lines
 from fastps.errors import (
     ConfigError,
@@ -30,27 +31,33 @@ from fastps.errors import (
     TransportError,
 )
 from fastps.graph.neighbors import Neighbors
-from fastps.sets import gather_objects
 from fastps.stalls import pending_operation
 from fastps.types import DType
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, Waitable
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
     from fastps.collectives.host import Explain
-    from fastps.flights import Flight
+    from fastps.differences import Differences
     from fastps.graph.agreed import Agreed
     from fastps.graph.windows import WindowTable
-    from fastps.session import Session
+    from fastps.host import SessionHost
+    from fastps.stalls import StallWatch
     from fastps.transport._shm import Mapping
     from fastps.transport.shm import Arena
+    from fastps.uneven import Uneven
+    from fastps.ways import Ways
 
 
 class Groups:
     """What groups need of a session; makes them."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(
+        self, session: SessionHost, uneven: Uneven, ways: Ways, stalls: StallWatch,
+        differences: Differences,
+    ) -> None:  # fmt: skip
+        self._session, self._uneven, self._ways = session, uneven, ways
+        self._stalls, self._differences = stalls, differences
         self.known: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
         self._world = self._make(self._everybody())
         # who was through with an operation of all when others failed has begun one more, so what
@@ -122,7 +129,7 @@ class Groups:
             self._agreed[name] = Agreed(self.world, self.living, gather_objects, name)
         return self._agreed[name]
 
-    def start_barrier(self, timeout_s: float | None = None) -> Flight:
+    def start_barrier(self, timeout_s: float | None = None) -> Waitable:
         """Begin to wait for all workers: in shared memory by its pipes, else by the scheduler.
 
         Which knows of validators and of who is left, and opens no links for it.
@@ -175,7 +182,7 @@ class Groups:
 
     def close(self) -> None:
         """End what has threads, and forget operations; idempotent."""
-        self._session.uneven.past.clear()
+        self._uneven.past.clear()
         if self._lines is not None:
             self._lines.close(self._session.config.shutdown_timeout_s)
         if self._windows is not None:
@@ -226,7 +233,7 @@ class Groups:
         forget_calls()
         kept = set().union(*(some for _, (_, some, _) in told))
         for group, name in used:
-            self._session.uneven.forget(group.forget(name, kept))
+            self._uneven.forget(group.forget(name, kept))
 
     # ---- what a group asks for ----
 
@@ -276,14 +283,14 @@ class Groups:
         """Raise NotInitializedError in a forked child."""
         self._session.check_usable()
 
-    def is_world(self, group: Members) -> bool:
+    def is_world(self, group: Membership) -> bool:
         """Tell whether a group is that of all workers whose names servers know too."""
         return group is self._world
 
-    def check_name(self, group: Members, name: str) -> None:
+    def check_name(self, group: Membership, name: str) -> None:
         """Raise MismatchError for a name that has failed for all workers."""
         if group is self._world:
-            self._session.ways.check(name)
+            self._ways.check(name)
 
     def promise(
         self,
@@ -333,26 +340,26 @@ class Groups:
     @property
     def is_uneven(self) -> bool:
         """Whether somebody has run out of data."""
-        return self._session.uneven.is_on
+        return self._uneven.is_on
 
     def keep(self, operation: Operation) -> None:
         """Keep what may be over here before those know of it who have run out of data."""
-        self._session.uneven.keep(operation)
+        self._uneven.keep(operation)
 
     def tell(self, operation: Operation) -> None:
         """Let those take part who have run out of data."""
-        self._session.uneven.tell_group(operation)
+        self._uneven.tell_group(operation)
 
     def refusal(self, operation: Operation) -> str:
         """Say why others made an operation fail, where that is known; else empty."""
-        if why := self._session.ways.why(operation):
+        if why := self._ways.why(operation):
             return why
-        refusal = self._session.uneven.refusal(operation)
+        refusal = self._uneven.refusal(operation)
         return refusal and f"{operation.name}: {refusal}"
 
-    def differing(self, group: Members, name: str | None, channel: int, number: int) -> str:
+    def differing(self, group: Membership, name: str | None, channel: int, number: int) -> str:
         """Word the error of an operation that members do not mean alike; asks all of them."""
-        return self._session.differences.explain(group, name, channel, number)
+        return self._differences.explain(group, name, channel, number)
 
     def ended(self, name: str, error: FastPSError) -> FastPSError:
         """Word the error of an operation that could not begin, since the job has ended."""
@@ -364,5 +371,5 @@ class Groups:
     def explain(self, operation: Operation, status: int | None, timeout_s: float) -> FastPSError:
         """Word the error of an operation that failed, or, if status is None, did not end."""
         if status is None:
-            return self._session.stalls.error(pending_operation(operation), timeout_s)
+            return self._stalls.error(pending_operation(operation), timeout_s)
         return self._session.blame(operation.name, status, culprit=operation.culprit)

@@ -23,9 +23,9 @@ from fastps.compression import Choice
 from fastps.contract import ANY_STALENESS, Givers, Policy
 from fastps.current import current, known
 from fastps.errors import ConfigError, StallError
-from fastps.flights import Flight, Later
+from fastps.flights import Later
 from fastps.types import DType, ReduceOp, dtype_of
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, Waitable
 
 if TYPE_CHECKING:
     from fastps.session import Session
@@ -79,7 +79,7 @@ class HeldParameters:
             for rank in range(session.size if asynchronous else 0)
         ]  # count in their stamps what was judged of each worker's
         self._telling: Later[Any] | None = None
-        self._asking: Flight | None = None
+        self._asking: Waitable | None = None
         self._pushed = 0  # updates, and what had been judged of this worker's before
         self._begin()
 
@@ -209,7 +209,7 @@ class HeldParameters:
 
     def start_push(
         self, place: int, update: Array | None, number: int, priority: int
-    ) -> Sequence[Flight]:
+    ) -> Sequence[Waitable]:
         """Begin to push one block."""
         name, like = self.names[place], self.arrays[place]
         if update is not None:
@@ -230,7 +230,7 @@ class HeldParameters:
 
     def _send(
         self, place: int, update: Array | None, number: int, priority: int
-    ) -> Sequence[Flight]:
+    ) -> Sequence[Waitable]:
         session = self._session
         wire = None if update is None else self.codes.encode(place, update, number)
         nbytes = 0 if wire is None else wire.nbytes
@@ -256,7 +256,7 @@ def _policy_of(among: Among, *, is_added: bool) -> Policy:
 
 def start_pull(
     session: Session, outputs: Sequence[Array], names: Sequence[str], stamp: int, priority: int
-) -> Flight:
+) -> Waitable:
     """Begin to read held values into arrays."""
     if not 0 <= operator.index(stamp) <= MAX_STAMP:
         raise ValueError(f"stamp {stamp} is not 0 to {MAX_STAMP}")
@@ -299,7 +299,7 @@ def push_async(
     given = [tensor] if isinstance(name, str) else list(tensor or ())
     if len(names) != len(given):
         raise ValueError("a sequence of names needs a sequence of as many arrays")
-    flights: list[Flight] = []
+    flights: list[Waitable] = []
     for label, one in zip(names, given, strict=True):
         held, place = _found(label)
         flights += held.start_push(place, one, round, priority)  # type: ignore[arg-type]

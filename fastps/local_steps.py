@@ -26,13 +26,12 @@ import numpy as np
 
 from fastps import residuals
 from fastps.current import current
-from fastps.flights import Flight
 from fastps.gathered import Gathered
 from fastps.local_blocks import Block, Blocks, Lots, Reset
 from fastps.outer import Outer
 from fastps.rules import Choice as Rule
 from fastps.types import DType
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, Waitable
 
 if TYPE_CHECKING:
     from fastps.worker._tensor import PlannedTensor
@@ -118,7 +117,7 @@ class Fragment:
     exchanges: int = 0
     gives: list[bool] = field(default_factory=list)
     counts: list[bool] = field(default_factory=list)
-    handles: list[Flight] = field(default_factory=list)
+    handles: list[Waitable] = field(default_factory=list)
     due: int | None = None
     sent: int = 0
 
@@ -273,9 +272,9 @@ class LocalSteps(Blocks):
         fragment.exchanges += 1
         fragment.sent, fragment.due = self.steps, self.steps + delay
 
-    def _start(self, fragment: Fragment) -> list[Flight]:
+    def _start(self, fragment: Fragment) -> list[Waitable]:
         """Push the rooms that this worker gives, and have the others filled."""
-        handles: list[Flight] = []
+        handles: list[Waitable] = []
         if self._gathered is not None:
             for name, room, value, gives in zip(
                 fragment.names, fragment.rooms, fragment.values, fragment.gives, strict=True

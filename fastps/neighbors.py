@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastps.coding import PLAIN, Coding
+from fastps.collectives.row_counts import gather_objects
 from fastps.compression import Choice, coding_of
 from fastps.current import current
-from fastps.flights import Flight, Later, labels_of
+from fastps.flights import Later, labels_of
 from fastps.given import readable
 from fastps.graph.rules import AdaptiveClipping, Rule, SelfCentredClipping
-from fastps.sets import gather_objects
 from fastps.topology import Topology, with_destinations, with_sources
 from fastps.types import DType, dtype_of
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, Waitable
 
 if TYPE_CHECKING:  # importing fastps brings as little as it can
     from fastps.graph.neighbors import Neighbors
@@ -33,7 +33,7 @@ SMALL_BYTES = 1 << 20  # an array above that gains nothing by company
 
 CLIPPING = (SelfCentredClipping, AdaptiveClipping)
 
-Start = Callable[[Array, Array, str | None, DType | None], Flight]
+Start = Callable[[Array, Array, str | None, DType | None], Waitable]
 
 
 # ---- for all faces ----
@@ -72,7 +72,7 @@ def _start_pack(
     code: DType | None,
     label: str | None,
     start: Start,
-) -> Flight:
+) -> Waitable:
     if len(arrays) == 1:
         return start(arrays[0], outs[0], label, code)
     count = sum(array.size for array in arrays)
@@ -121,7 +121,7 @@ def start_neighbor_allreduce(
     compression: Choice = None,
     consensus_step: float | None = None,
     **how: Any,
-) -> Flight:
+) -> Waitable:
     """Begin to combine an array with neighbours', by a rule or weights; how: of Neighbors."""
     coding = coding_of(compression, how["name"] or "") or PLAIN
     if _is_coded(coding, array, how["dtype"]):
@@ -144,7 +144,7 @@ def _is_coded(coding: Coding, array: Array, dtype: DType | None) -> bool:
 
 def start_pair_gossip(
     neighbors: Neighbors, array: Array, out: Array, *, target: int, **how: Any
-) -> Flight:
+) -> Waitable:
     """Begin to mix an array with that of one other worker; how: of Neighbors."""
     if not neighbors.goes_on:
         return neighbors.pair_gossip(array, out, target, **how)
@@ -160,7 +160,7 @@ def start_neighbor_allgather(
     *,
     is_checked: bool,
     dtype: DType | None = None,
-) -> tuple[Flight, list[int]]:
+) -> tuple[Waitable, list[int]]:
     """Begin to gather neighbours' rows, and give how many come from each source.
 
     Blocks until the sources have told how many rows they have.
@@ -324,7 +324,7 @@ def neighbor_allreduce_async(
     The arrays must not be changed until synchronize() has returned.
     """
 
-    def start(array: Array, out: Array, label: str | None, code: DType | None) -> Flight:
+    def start(array: Array, out: Array, label: str | None, code: DType | None) -> Waitable:
         return start_neighbor_allreduce(
             current().groups.neighbors, array, out, self_weight=self_weight,
             src_weights=src_weights, dst_weights=dst_weights, rule=rule,
@@ -381,7 +381,7 @@ def hierarchical_neighbor_allreduce_async(
 ) -> Later[Any]:
     """Begin hierarchical_neighbor_allreduce() and give a handle for synchronize()."""
 
-    def start(array: Array, out: Array, label: str | None, code: DType | None) -> Flight:
+    def start(array: Array, out: Array, label: str | None, code: DType | None) -> Waitable:
         return current().groups.neighbors.hierarchical_allreduce(
             array, out, self_weight=self_weight, src_machine_weights=src_machine_weights,
             dst_machine_weights=dst_machine_weights, is_checked=enable_topo_check, name=label,
@@ -422,7 +422,7 @@ def pair_gossip_async(
 ) -> Later[Any]:
     """Begin pair_gossip() and give a handle for synchronize()."""
 
-    def start(array: Array, out: Array, label: str | None, code: DType | None) -> Flight:
+    def start(array: Array, out: Array, label: str | None, code: DType | None) -> Waitable:
         return start_pair_gossip(
             current().groups.neighbors, array, out, target=target_rank, self_weight=self_weight,
             pair_weight=pair_weight, name=label, dtype=code,
@@ -455,7 +455,7 @@ def neighbor_allgather_async(
     dst_ranks: Sequence[int] | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
-) -> Flight:
+) -> Waitable:
     """Begin neighbor_allgather(); blocks until the sources have told their first dimensions."""
     array = readable(tensor, name)
     return start_neighbor_allgather(

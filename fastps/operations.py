@@ -21,7 +21,6 @@ from fastps.current import current
 from fastps.evened import scale
 from fastps.flights import (
     Average,
-    Flight,
     Landed,
     Later,
     Sum,
@@ -41,7 +40,7 @@ from fastps.flights import (
 from fastps.given import check_output, check_targets, readable
 from fastps.sets import ProcessSet, checked_set, global_process_set
 from fastps.types import Op, dtype_of
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, Waitable
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
@@ -619,7 +618,7 @@ def _out_wire(out: Array | None, source: Array, name: str | None) -> Array | Non
 
 
 def _result(
-    flight: Flight, source: Array, factor: float = 1.0, out: Array | None = None
+    flight: Waitable, source: Array, factor: float = 1.0, out: Array | None = None
 ) -> Later[Array]:
     """Give the promise of an operation's array, of the source's dtype; out: where it goes."""
 
@@ -631,7 +630,7 @@ def _result(
     return Later([flight], finish, is_plain=factor == 1.0)
 
 
-def _rows(flight: Flight, source: Array, out: Array | None) -> Later[Array]:
+def _rows(flight: Waitable, source: Array, out: Array | None) -> Later[Array]:
     """Do _result() for rows, of which members may have had to tell before."""
     if isinstance(flight, Landed) and source.dtype.kind != "c":
         return flight
@@ -642,7 +641,9 @@ def _rows(flight: Flight, source: Array, out: Array | None) -> Later[Array]:
     return Later([flight], finish, is_plain=isinstance(flight, Landed))
 
 
-def _results(flight: Flight, sources: Sequence[Array], factor: float = 1.0) -> Later[list[Array]]:
+def _results(
+    flight: Waitable, sources: Sequence[Array], factor: float = 1.0
+) -> Later[list[Array]]:
     """Give the promise of the arrays of a grouped operation."""
     return Later(
         [flight],

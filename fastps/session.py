@@ -56,7 +56,6 @@ from fastps.control.protocol import (
     TensorSpec,
     Told,
 )
-from fastps.current import current
 from fastps.differences import Differences
 from fastps.drift import Drift
 from fastps.errors import (
@@ -69,6 +68,7 @@ from fastps.errors import (
     Status,
 )
 from fastps.evened import even, make_even
+from fastps.host import StartedTensor
 from fastps.objects import decode_of, encode_for_all
 from fastps.retiring import Forgetting
 from fastps.rules import SUMMED, Rule
@@ -77,7 +77,7 @@ from fastps.stalls import StallWatch, dispute
 from fastps.steps import Steps
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
-from fastps.uneven import StartedTensor, Uneven
+from fastps.uneven import Uneven
 from fastps.ways import Ways
 from fastps.worker.handle import Array, Handle
 
@@ -85,8 +85,6 @@ if TYPE_CHECKING:
     from fastps.control.client import Asked, ControlClient
     from fastps.groups import Groups
     from fastps.worker._tensor import PlannedTensor, Ticket
-
-__all__ = ["Session", "State", "current"]
 
 log = logging.getLogger(__name__)
 
@@ -145,9 +143,12 @@ class Session(Forgetting):
         self.wait_seconds = [0.0]
         self._client: ControlClient | None = None
         self._groups: Groups | None = None
-        self.uneven, self.stalls, self.steps = Uneven(self), StallWatch(self), Steps(self)
-        self.ways, self.differences = Ways(self), Differences(self)
-        self.drift, self.n_forgotten = Drift(self), 0
+        self.n_forgotten = 0
+        self.steps = Steps(self)
+        self.uneven = Uneven(self, self.steps)
+        self.ways = Ways(self, self.uneven)
+        self.stalls = StallWatch(self, self.ways, self.steps)
+        self.differences, self.drift = Differences(self), Drift(self, self.uneven)
         self._chunk_bytes, self._alone = config.chunk_bytes or LOCAL_CHUNK_BYTES, alone.Tensors()
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         self.held: dict[str, Any] = {}  # by name: see held.py
@@ -400,14 +401,14 @@ class Session(Forgetting):
                 tensor, name, average=average, priority=priority, out=out,
                 compression=compression, learning_rate=learning_rate, rule=rule,
             )  # fmt: skip
-            return (even(self, handle) if average else handle).wait()
+            return (even(self.uneven, handle) if average else handle).wait()
         began = time.perf_counter()
         status = known.wait(timeout_s=self.config.op_timeout_s, spin_us=self.config.spin_us)
         self.wait_seconds[0] += time.perf_counter() - began
         assert isinstance(tensor, np.ndarray)
         if status == 0:
             if average and self.uneven.has_rounds:
-                make_even(self, [known], [tensor])
+                make_even(self.uneven, [known], [tensor])
             return tensor
         handle = self._handle([known], [tensor], _reduction(average), is_single=True)
         return handle.wait(0.0)  # raises
@@ -539,12 +540,12 @@ class Session(Forgetting):
 
     def _start_alone(
         self, names: Sequence[str], arrays: Sequence[Array], dtype: DType | None
-    ) -> list[alone.Flight]:
+    ) -> list[alone.SingleTicket]:
         self._declare_new(names, arrays, dtype)
         return self._alone.begin(names)
 
     def _handle(
-        self, tickets: Sequence[Ticket | alone.Flight], outputs: Sequence[Array],
+        self, tickets: Sequence[Ticket | alone.SingleTicket], outputs: Sequence[Array],
         operation: int, *, is_single: bool,
     ) -> Handle:  # fmt: skip
         return Handle(
@@ -561,7 +562,7 @@ class Session(Forgetting):
         if self._groups is None:
             from fastps.groups import Groups  # noqa: PLC0415  (most jobs need none)
 
-            self._groups = Groups(self)
+            self._groups = Groups(self, self.uneven, self.ways, self.stalls, self.differences)
         return self._groups
 
     @property

@@ -11,18 +11,12 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from fastps.collectives._calls import forget_calls
-from fastps.collectives.names import rest_of
-from fastps.collectives.staged import Made, Stages
+from fastps.collectives.row_counts import gather_objects
 from fastps.current import current
-from fastps.eager import Rows, tell
 from fastps.errors import FastPSError, MismatchError
-from fastps.types import DType
-from fastps.worker.handle import Array
 
 if TYPE_CHECKING:  # importing fastps brings as little as it can
     from fastps.collectives.group import Group
@@ -177,32 +171,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
             group.is_removed = True
         process_set._home = process_set._group = None
     return True
-
-
-def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
-    """Give everybody's object; TypeError on all members if one cannot travel. Blocks."""
-    from fastps.objects import decode_of, encode_for_all  # noqa: PLC0415
-
-    own = np.frombuffer(encode_for_all(obj), np.uint8)
-
-    def exchange() -> Stages:
-        told = yield from tell(
-            Rows(group, "allgather", own, [len(own)], DType.UINT8, name, "objects")
-        )
-        whole: Array = np.empty(sum(told.counts), np.uint8)
-        if told.is_whole:
-            told.land(whole)
-        else:
-            promise = group.allgather(own, whole, counts=told.counts, name=rest_of(name))
-            yield from promise.operations
-        return Made((whole.tobytes(), told.counts))
-
-    everything, counts = group.run(name, exchange()).wait()
-    found, start = [], 0
-    for rank, count in zip(group.ranks, counts, strict=True):
-        found.append(decode_of(rank, everything[start : start + count]))
-        start += count
-    return found
 
 
 def _agree(call: str, process_set: ProcessSet, in_flight: Sequence[str] = ()) -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fastps._hands import overdue_s
 from fastps.collectives.names import whole_of
@@ -27,6 +27,7 @@ from fastps.control.blame import VERDICT_WAIT_S, stall_text
 from fastps.control.protocol import Waiting, Whereabouts, text_of
 from fastps.control.stalls import LEAST_S
 from fastps.errors import FastPSError, MismatchError, StallError
+from fastps.host import CHANNEL, TENSOR, Pending
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
     from fastps.control.client import ControlClient
     from fastps.control.protocol import Layout, Locate
-    from fastps.groups import Groups
-    from fastps.session import Session
+    from fastps.host import GroupTable, SessionHost
+    from fastps.steps import Steps
+    from fastps.ways import Ways
     from fastps.worker._tensor import PlannedTensor, Ticket
 
 log = logging.getLogger(__name__)
@@ -43,33 +45,14 @@ log = logging.getLogger(__name__)
 FRAMES = 8  # of a stack, innermost first
 _HERE = os.path.dirname(__file__) + os.sep
 IN_VAIN = math.inf  # since when an operation is waited for whose wait ended in a StallError
-_TENSOR, _CHANNEL = "tensor ", "channel "
-
-
-class Pending(NamedTuple):
-    """An operation in flight: what counts it, and how many all of its members must have begun.
-
-    number: at least; version: which one it is; both from 1. name: of all workers; or empty.
-    """
-
-    place: str
-    number: int
-    version: int
-    what: str
-    members: tuple[int, ...]
-    name: str = ""
-
-    @property
-    def is_tensor(self) -> bool:
-        """Whether it is an operation on a declared tensor."""
-        return self.place.startswith(_TENSOR)
 
 
 class StallWatch:
     """What one worker waits for; one for each session."""
 
-    def __init__(self, session: Session) -> None:
-        self._session: Session = weakref.proxy(session)  # which goes at once when it ends
+    def __init__(self, session: SessionHost, ways: Ways, steps: Steps) -> None:
+        self._session: SessionHost = weakref.proxy(session)  # which goes at once when it ends
+        self._ways, self._steps = ways, steps
         self._watch_s = session.config.stall_watch_s
         self._next_s = self._next_hand_s = self._watch_s
         self._since: dict[tuple[str, int], float] = {}  # when place and version were first seen
@@ -95,7 +78,7 @@ class StallWatch:
             self._since.setdefault(key, now)
         ages = {one: now - self._since[one.place, one.version] for one in pending}
         waiting = [one for one in ages if one.name and ages[one] >= LEAST_S]
-        self._session.ways.look(sorted(waiting, key=lambda one: (-ages[one], one.place)))
+        self._ways.look(sorted(waiting, key=lambda one: (-ages[one], one.place)))
         oldest = self._oldest(pending)
         waited_s = 0.0 if oldest is None else now - self._since[oldest.place, oldest.version]
         if oldest is None or waited_s < self._watch_s:
@@ -159,10 +142,10 @@ class StallWatch:
 
     def _count(self, place: str) -> int:
         """Count the operations begun."""
-        if place.startswith(_TENSOR):
-            return self._session.version_of(place.removeprefix(_TENSOR))
+        if place.startswith(TENSOR):
+            return self._session.version_of(place.removeprefix(TENSOR))
         if place and hasattr(self._session, "connections"):
-            return self._session.connections.exchange.count(int(place.removeprefix(_CHANNEL)))
+            return self._session.connections.exchange.count(int(place.removeprefix(CHANNEL)))
         return 0
 
     def _in_flight(self) -> Iterator[Pending]:
@@ -187,12 +170,12 @@ class StallWatch:
                 number = max(number - layout.staleness, 0)
         what = f"tensor {one.name!r} (operation {one.version} on it{self._step()})"
         is_sum = layout is not None and layout.policy is Policy.SUM
-        name = self._session.ways.name_of(one.name) if is_sum else ""
-        return Pending(_TENSOR + one.name, number, one.version, what, members, name)
+        name = self._ways.name_of(one.name) if is_sum else ""
+        return Pending(TENSOR + one.name, number, one.version, what, members, name)
 
     def _step(self) -> str:
         """Name the step of the training, where steps are marked."""
-        count = self._session.steps.count
+        count = self._steps.count
         return f", in step {count}" if count else ""
 
     # ---- for users' threads ----
@@ -214,7 +197,7 @@ class StallWatch:
         return StallError(stall_text(pending.what, why, timeout_s))
 
 
-def pending_operation(operation: Operation, groups: Groups | None = None) -> Pending:
+def pending_operation(operation: Operation, groups: GroupTable | None = None) -> Pending:
     """Say for whom an operation of a group waits, or a message; groups: of the session."""
     if operation.about is None:
         awaited = tuple(operation.awaited)
@@ -224,7 +207,7 @@ def pending_operation(operation: Operation, groups: Groups | None = None) -> Pen
     what = f"{operation.name} (operation {number} of this name)" if name else (
         f"{operation.name} (operation {number} without a name)"
     )  # fmt: skip
-    place = f"{_CHANNEL}{group.channels[name or '']}"
+    place = f"{CHANNEL}{group.channels[name or '']}"
     whole = whole_of(name) if name and groups is not None and groups.is_world(group) else ""
     return Pending(place, number, number, what, group.ranks, whole)
 

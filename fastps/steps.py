@@ -16,7 +16,7 @@ from fastps import _trace
 from fastps.telemetry import spans
 
 if TYPE_CHECKING:
-    from fastps.session import Session
+    from fastps.host import SessionHost
     from fastps.telemetry.recorder import Recorder
     from fastps.tuning import Exchange, Tuner
     from fastps.worker._engine import WorkerEngine
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Steps:
     """The steps of one session."""
 
-    def __init__(self, session: Session) -> None:
-        self._session: Session = weakref.proxy(session)  # which goes at once when it ends
+    def __init__(self, session: SessionHost) -> None:
+        self._session: SessionHost = weakref.proxy(session)  # which goes at once when it ends
         self.count = 0  # marks
         self.seconds = 0.0  # of the last step
         self._marked = 0.0
@@ -98,7 +98,7 @@ class Steps:
         }
 
 
-def _tuner_of(session: Session) -> Tuner | None:
+def _tuner_of(session: SessionHost) -> Tuner | None:
     if not session.config.autotune:
         return None
     # imported here: most jobs tune nothing

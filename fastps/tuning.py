@@ -23,7 +23,7 @@ import numpy as np
 from fastps.search import Knob, Search
 
 if TYPE_CHECKING:
-    from fastps.session import Session
+    from fastps.host import SessionHost
     from fastps.worker.handle import Handle
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class Exchange(Protocol):
 class Tuner:
     """The tuning of one session."""
 
-    def __init__(self, session: Session) -> None:
-        self._session: Session = weakref.proxy(session)
+    def __init__(self, session: SessionHost) -> None:
+        self._session: SessionHost = weakref.proxy(session)
         self._steps = session.config.autotune_steps
         self._exchange: weakref.ref[Exchange] | None = None
         self._offers = 0

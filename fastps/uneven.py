@@ -33,8 +33,9 @@ from fastps.types import DType, Op, ReduceOp, numpy_dtype
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
     from fastps.control.protocol import Layout, Told
-    from fastps.session import Session
-    from fastps.worker._tensor import PlannedTensor
+    from fastps.host import SessionHost, StartedTensor
+    from fastps.steps import Steps
+    from fastps.worker._tensor import PlannedTensor, Ticket
     from fastps.worker.handle import Array, Handle
 
 # What counts operations: the name of a tensor, or the channel of a group. All workers agree on it.
@@ -70,13 +71,6 @@ class Past(NamedTuple):
     about: tuple[Any, ...]
 
 
-class StartedTensor(NamedTuple):
-    """The last operation on a declared tensor."""
-
-    tensor: PlannedTensor
-    layout: Layout
-
-
 @dataclass
 class _Round:
     """Who has joined, in this order, with what was started by then; and what others started.
@@ -102,8 +96,9 @@ class Uneven:
     ever has.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session: Session = weakref.proxy(session)  # which goes at once when it ends
+    def __init__(self, session: SessionHost, steps: Steps) -> None:
+        self._session: SessionHost = weakref.proxy(session)  # which goes at once when it ends
+        self._steps = steps
         self._news = threading.Condition()
         self._number = 0  # of the round that this worker is in
         self._rounds = {0: _Round()}  # this one, the last one, and those others are in already
@@ -209,6 +204,14 @@ class Uneven:
                 )
         return 1.0 if self._session.config.join_average == "all" else factor
 
+    def correction_of(self, ticket: Ticket) -> float:
+        """Return correction() of an average over all workers, made by servers."""
+        return self.correction(ticket.name, ticket.version, range(self._session.size))
+
+    def started(self, name: str) -> Sequence[StartedTensor]:
+        """Return what was started last on a tensor, if anything was."""
+        return self._session.started([name])
+
     def forget(self, places: Collection[Place]) -> None:
         """Drop what was counted of places in rounds that are over, and what is past of them."""
         kept = [one for one in list(self.past) if one.channel not in places]
@@ -231,7 +234,7 @@ class Uneven:
     def join(self, timeout_s: float) -> int:
         """Take part until all have joined; give the last one. See fastps.join()."""
         current, size = self._rounds[self._number], self._session.size
-        if self._session.steps.is_tuning:  # which broadcasts, and lays gradients out anew
+        if self._steps.is_tuning:  # which broadcasts, and lays gradients out anew
             raise FastPSError(
                 "join(): tuning, which takes all workers, is not over; call it when "
                 "statistics()['autotune_is_over'], or set FASTPS_AUTOTUNE=0"

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
     from fastps.collectives.group import Group
     from fastps.control.protocol import Told
-    from fastps.session import Session
-    from fastps.stalls import Pending
-    from fastps.uneven import StartedTensor
+    from fastps.host import Pending, SessionHost, StartedTensor
+    from fastps.uneven import Uneven
 
 # How many operations a worker has begun under a name, by way: OWN, on the tensor of this name;
 # "3 from name.0", grouped sums of tensors; AMONG, and the name or that of a part, among members
@@ -58,8 +57,9 @@ class _Grouped(NamedTuple):
 class Ways:
     """What one worker knows of names under which workers start different things."""
 
-    def __init__(self, session: Session) -> None:
-        self._session: Session = weakref.proxy(session)  # which goes at once when it ends
+    def __init__(self, session: SessionHost, uneven: Uneven) -> None:
+        self._session: SessionHost = weakref.proxy(session)  # which goes at once when it ends
+        self._uneven = uneven
         self._grouped: dict[str, dict[str, _Grouped]] = {}  # by name and way
         self._wholes: dict[str, str] = {}  # by tensor: the name of the grouped sum it is part of
         self._told: set[tuple[str, int]] = set()  # what waits and was told of
@@ -134,11 +134,11 @@ class Ways:
     def _is_comparable(self) -> bool:
         """Whether this worker starts what its program says, and not what others do."""
         session = self._session
-        return session.size > 1 and session.rank < session.size and not session.uneven.is_on
+        return session.size > 1 and session.rank < session.size and not self._uneven.is_on
 
     def _age(self) -> tuple[int, int]:
         """Give what counts anew: rounds of join(), and names that were forgotten."""
-        return self._session.uneven.round, self._session.n_forgotten
+        return self._uneven.round, self._session.n_forgotten
 
     def hear(self, event: Told) -> bool:
         """Take what another worker tells, if it is for us."""

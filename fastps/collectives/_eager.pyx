@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of eager.py: blocks of rows behind their heads, for a few microseconds."""
+"""The bytes of row_counts.py: blocks of rows behind their heads, for a few microseconds."""
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer

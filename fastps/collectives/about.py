@@ -4,17 +4,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from fastps.types import DType, ReduceOp
 
 if TYPE_CHECKING:
-    from fastps.collectives.members import Members
+    from fastps.collectives.names import Channels
 
 Brought: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]  # dtype and shape of each array
 
 MANY_SHOWN = 4  # arrays of a grouped operation that an error describes
 _FORMS = 65_521  # the largest prime that 16 bits hold
+
+
+class Membership(Protocol):
+    """The members of a process set, as far as words and messages need them."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Their numbers in the job."""
+
+    @property
+    def key(self) -> str:
+        """What tells apart sets of the same ranks."""
+
+    @property
+    def of(self) -> str:
+        """What errors call the set; empty for everybody."""
+
+    @property
+    def channels(self) -> Channels:
+        """The numbers of names."""
 
 
 class About(NamedTuple):
@@ -23,7 +43,7 @@ class About(NamedTuple):
     key: of members.py. brought: the arrays of this member, as users know them. root: a member.
     """
 
-    group: Members
+    group: Membership
     name: str | None
     key: tuple[object, ...]
     divisor: int

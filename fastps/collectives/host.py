@@ -13,7 +13,7 @@ from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
-    from fastps.collectives.members import Members
+    from fastps.collectives.about import Membership
     from fastps.collectives.promise import Promise
     from fastps.collectives.staged import Lines
 
@@ -48,7 +48,7 @@ class Host(Protocol):
     def check_usable(self) -> None:
         """Raise NotInitializedError in a forked child."""
 
-    def check_name(self, group: Members, name: str) -> None:
+    def check_name(self, group: Membership, name: str) -> None:
         """Raise MismatchError for a name that has failed for all workers."""
 
     @property
@@ -88,7 +88,7 @@ class Host(Protocol):
     def refusal(self, operation: Operation) -> str:
         """Say why others made an operation fail, where that is known; else empty."""
 
-    def differing(self, group: Members, name: str | None, channel: int, number: int) -> str:
+    def differing(self, group: Membership, name: str | None, channel: int, number: int) -> str:
         """Word the error of an operation that members do not mean alike; asks all of them."""
 
     def ended(self, name: str, error: FastPSError) -> FastPSError:

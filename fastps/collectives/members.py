@@ -226,7 +226,7 @@ class Members:
                 mix = reduce_kernel(ReduceOp.MIX, DType(dtype or 0))
         return ReadyKind(program, address, mix, itemsize, int(dtype or 0), code)
 
-    # ---- what consists of several exchanges: eager.py and flights.py need it ----
+    # ---- what consists of several exchanges: row_counts.py and flights.py need it ----
 
     def follow(self, name: str | None, stages: Stages) -> Outcome[Any]:
         """Begin an operation, and give its handle; what follows begins by itself."""

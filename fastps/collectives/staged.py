@@ -16,16 +16,34 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from fastps.errors import ShutdownError
 from fastps.worker.handle import READY, Outcome
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
-    from fastps.collectives.members import Members
 
 Stages: TypeAlias = "Generator[Operation, None, Outcome[Any]]"
+
+
+class StagedGroup(Protocol):
+    """A group, as far as operations of several exchanges need it."""
+
+    @property
+    def lines(self) -> dict[str, Line]:
+        """The lines of its names."""
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an operation may take."""
+
+    def finish(self, operation: Operation) -> None:
+        """Wait for an exchange; raises what made it fail."""
+
+    def wait_until_over(self, operation: Operation, left_s: float, limit_s: float) -> None:
+        """Wait for an exchange for left_s; StallError, as of limit_s, if it is not over then."""
+
 
 LOOK_S = 1.0  # after this the thread looks again, though the engine wakes it
 IDLE_S = 60.0  # after this without anything to do it ends, until there is something
@@ -42,7 +60,7 @@ class Made(Outcome[Any]):
 class Staged(Outcome[Any]):
     """The promise of what an operation of several exchanges gives."""
 
-    def __init__(self, group: Members, line: Line, stages: Stages, first: Operation) -> None:
+    def __init__(self, group: StagedGroup, line: Line, stages: Stages, first: Operation) -> None:
         self._lock = threading.Lock()
         self.group, self._line, self._stages = group, line, stages
         self.operation = first  # the exchange that has to end before it goes on
@@ -143,7 +161,7 @@ class Lines:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def begin(self, group: Members, name: str | None, stages: Stages) -> Outcome[Any]:
+    def begin(self, group: StagedGroup, name: str | None, stages: Stages) -> Outcome[Any]:
         """Begin an operation, and return its handle at once."""
         try:
             first = next(stages)
@@ -205,7 +223,7 @@ class Lines:
             line.close()
 
 
-def run(group: Members, stages: Stages) -> Outcome[Any]:
+def run(group: StagedGroup, stages: Stages) -> Outcome[Any]:
     """Do the exchanges of an operation, and return the handle of the last; blocks."""
     try:
         operation = next(stages)
@@ -216,7 +234,7 @@ def run(group: Members, stages: Stages) -> Outcome[Any]:
         return last
 
 
-def resume(group: Members, stages: Stages, operation: Operation) -> Operation:
+def resume(group: StagedGroup, stages: Stages, operation: Operation) -> Operation:
     """Let an operation go on behind an exchange, once that is over; blocks until it is."""
     try:
         group.finish(operation)

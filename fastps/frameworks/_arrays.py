@@ -14,17 +14,17 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fastps import session
+from fastps import current
 from fastps.asynchronous import ServerParameters
 from fastps.coding import PLAIN
 from fastps.compression import Choice
 from fastps.errors import FastPSError
 from fastps.evened import scale
-from fastps.flights import Flight, correction_of, start_allreduce
+from fastps.flights import correction_of, start_allreduce
 from fastps.frameworks._adapter import (
     BUCKET_BYTES,
     Average,
@@ -37,7 +37,10 @@ from fastps.frameworks._adapter import (
 from fastps.frameworks._lent import Lent
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import DType, Op, dtype_of, numpy_dtype
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, Waitable
+
+if TYPE_CHECKING:
+    from fastps.session import Session
 
 Arrays: TypeAlias = Sequence[Array] | Lent
 ALIGNMENT = 64  # bytes, of each array in a bucket: what the processor loads at once
@@ -91,7 +94,7 @@ class _Bucket:
         unit = ALIGNMENT // self.code.itemsize
         return [-(-math.prod(spec.shape) // unit) * unit for spec in self.specs]
 
-    def make_room(self, home: session.Session) -> None:
+    def make_room(self, home: Session) -> None:
         """Make memory for arrays side by side, which workers of a machine share if they can."""
         if self.is_loose:
             return
@@ -113,7 +116,7 @@ class _Bucket:
     def _table(places: Sequence[int], rows: Sequence[tuple[int, int]]) -> Array:
         return np.array([(p, *row) for p, row in zip(places, rows, strict=True)], np.int64)
 
-    def memory(self, home: session.Session) -> list[Array]:
+    def memory(self, home: Session) -> list[Array]:
         """Give memory for each array: its place in the bucket, or of its own."""
         return [home.empty(self.shape, self.code)] if self.is_loose else self._slots
 
@@ -165,7 +168,7 @@ class _Bucket:
 class _Started(NamedTuple):
     """A bucket under way, and what keeps its memory alive."""
 
-    flight: Flight
+    flight: Waitable
     bucket: _Bucket
     outs: Arrays
     keep: Any
@@ -209,7 +212,7 @@ class ArrayExchange:
         self._choice = compression
         codecs = [(PLAIN, False)] * len(specs)
         if compression is not None:
-            least = session.current().config.min_compress_bytes
+            least = current.current().config.min_compress_bytes
             codecs = [
                 codec_of(compression, spec.name, spec.dtype, spec.nbytes, min_bytes=least)
                 for spec in specs
@@ -225,7 +228,7 @@ class ArrayExchange:
             for places in self.plan
         ]
         self._codings = [codecs[places[0]][0] for places in self.plan]
-        self._home: Callable[[], session.Session | None] = lambda: None
+        self._home: Callable[[], Session | None] = lambda: None
         self._is_declared = False
         self._started: dict[int, _Started] = {}
         self._ended: list[_Started] = []
@@ -237,7 +240,7 @@ class ArrayExchange:
         given these very objects.
         """
         self.bind()
-        return self._buckets[number].memory(session.current())
+        return self._buckets[number].memory(current.current())
 
     def start(
         self,
@@ -264,7 +267,7 @@ class ArrayExchange:
         if not written.size and not read.size:
             written = read = np.empty(bucket.shape, numpy_dtype(bucket.code))
         if not number and self._is_declared:
-            session.current().ways.group(self._label, [each.name for each in self._buckets])
+            current.current().ways.group(self._label, [each.name for each in self._buckets])
         some = self.specs if not number else bucket.specs  # the first says what all of them are
         flight = start_allreduce(
             read, written, self._op, bucket.name, self._set, dtype=bucket.code,
@@ -312,17 +315,17 @@ class ArrayExchange:
 
     def bind(self) -> None:
         """Make memory and names in the session, once; start() does it too. Blocks."""
-        current = session.current()
-        if self._home() is not current:
+        session = current.current()
+        if self._home() is not session:
             self._started.clear()
             for bucket in self._buckets:
-                bucket.make_room(current)
-            self._is_declared = self._set is global_process_set and not current.config.goes_on
+                bucket.make_room(session)
+            self._is_declared = self._set is global_process_set and not session.config.goes_on
             if self._is_declared:
-                self._declare(current)
-            self._home = weakref.ref(current)
+                self._declare(session)
+            self._home = weakref.ref(session)
 
-    def _declare(self, home: session.Session) -> None:
+    def _declare(self, home: Session) -> None:
         """Declare all buckets at once, under names of their own."""
         parts = tuple((one.name, int(one.dtype), one.shape) for one in self.specs)
         wanted = [(each.specs[0].name, each.shape, each.code) for each in self._buckets]
@@ -342,22 +345,22 @@ def broadcast_in_place(arrays: Sequence[Array], names: Sequence[str], root_rank:
 
     Names that stand for other arrays already get a number: of a model, then of its optimizer.
     """
-    current = session.current()
+    session = current.current()
     codes = [dtype_of(one.dtype) for one in arrays]
     shapes = [one.shape for one in arrays]
-    if current.config.goes_on:  # then nothing is declared
+    if session.config.goes_on:  # then nothing is declared
         views = [wire_view(one) for one in arrays]
-        current.groups.broadcast_to_those_left(views, codes, root_rank)
+        session.groups.broadcast_to_those_left(views, codes, root_rank)
         return
-    labels = free_names(current, list(zip(names, shapes, codes, strict=True)))
+    labels = free_names(session, list(zip(names, shapes, codes, strict=True)))
     if labels:
-        current.ways.group(names[0], labels)
+        session.ways.group(names[0], labels)
     kinds: dict[DType, list[int]] = {}
     for place, code in enumerate(codes):
         kinds.setdefault(code, []).append(place)
     wait_all(
         [
-            current.broadcast_async(
+            session.broadcast_async(
                 [wire_view(arrays[i]) for i in places], root_rank, [labels[i] for i in places],
                 dtype=code,
             )
@@ -375,7 +378,7 @@ class AsynchronousSteps:
     def __init__(self, prefix: str, staleness: float | None = None) -> None:
         self._prefix = prefix
         self._staleness = staleness
-        self._home: Callable[[], session.Session | None] = lambda: None
+        self._home: Callable[[], Session | None] = lambda: None
         self._server: ServerParameters
 
     def exchange(self, before: Sequence[Array], changes: Sequence[Array]) -> list[Array]:
@@ -386,11 +389,11 @@ class AsynchronousSteps:
         for one in before:
             if one.dtype.kind != "f" or wire_view(one) is not one:
                 raise TypeError(f"servers add to floats, not to {one.dtype}: hold it in float32")
-        current = session.current()
-        if self._home() is not current:
+        session = current.current()
+        if self._home() is not session:
             arrays = {str(place): np.array(one) for place, one in enumerate(before)}
             self._server = ServerParameters(arrays, prefix=self._prefix, staleness=self._staleness)
-            self._home = weakref.ref(current)
+            self._home = weakref.ref(session)
         held = self._server.push([np.asarray(one, order="C") for one in changes])
         return [np.array(one) for one in held]
 

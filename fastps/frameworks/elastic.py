@@ -33,7 +33,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from fastps import session
+from fastps import current
 from fastps.errors import ConfigError
 from fastps.frameworks import commits
 from fastps.frameworks._arrays import broadcast_in_place
@@ -105,7 +105,7 @@ class State(ABC):
         self._saved = self._look()
         if self._path is not None:
             self._write(self._path, self._saved)
-        elif not self._is_told and session.current().rank == 0:
+        elif not self._is_told and current.current().rank == 0:
             self._is_told = True
             _log.warning(
                 "commits are in memory alone, so a job that is started again begins anew: name a "
@@ -119,7 +119,7 @@ class State(ABC):
 
     def sync(self) -> None:
         """Take over rank 0's values, on all ranks, which call this together; blocks."""
-        self._saved = self._of_root(self._look() if session.current().rank == 0 else None)
+        self._saved = self._of_root(self._look() if current.current().rank == 0 else None)
         self.restore()
 
     # ---- of a framework ----
@@ -155,7 +155,7 @@ class State(ABC):
 
     def _begin(self, number: int) -> None:
         """Go on from what an earlier life committed in the run of that number, or begin."""
-        now = session.current()
+        now = current.current()
         is_root, folder = now.rank == 0, now.config.commit_dir
         if is_root and folder:
             self._path = _place(folder, number)
@@ -239,7 +239,7 @@ class ArrayState(State):
     def _of_root(self, saved: dict[str, Any] | None) -> dict[str, Any]:
         plain, arrays = ({}, []) if saved is None else _apart(saved)
         told = (plain, [_described(one) for one in arrays])
-        plain, described = session.current().broadcast_object(told, 0, "elastic state")
+        plain, described = current.current().broadcast_object(told, 0, "elastic state")
         if saved is None:
             arrays = [_empty(*about) for about in described]
         names = [f"elastic state.{place}" for place in range(len(arrays))]

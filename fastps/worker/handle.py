@@ -46,6 +46,16 @@ class Ticket(Protocol):
         """Wait for its end; return its status, or None in time."""
 
 
+class Waitable(Protocol):
+    """What is under way: a handle, whatever made it."""
+
+    def poll(self) -> bool:
+        """Return whether wait() would return at once."""
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Wait for the end, and return the result."""
+
+
 # of a ticket: which operation it is of, its status (None: not done) and the time that was waited
 Explain: TypeAlias = Callable[[Any, int, int | None, float], FastPSError]
 

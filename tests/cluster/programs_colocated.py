@@ -11,7 +11,7 @@ import numpy as np
 from run_program import mark, now
 
 import fastps
-from fastps import session
+from fastps import current
 
 COUNTS = (0, 1, 1000, 100_003)
 LARGE = 1 << 20  # elements of float32: 4 MiB
@@ -19,7 +19,7 @@ LARGE = 1 << 20  # elements of float32: 4 MiB
 
 def _place() -> dict[str, Any]:
     """Tell how the job looks from here."""
-    connections = session.current().connections
+    connections = current.current().connections
     job = connections.job
     return {
         "machines": [list(ranks) for ranks in job.machines],
@@ -80,7 +80,7 @@ def shares() -> dict[str, Any]:
     """Sum large tensors, then tell how many bytes each server owns of them."""
     fastps.init()
     owned: dict[int, int] = {}
-    client = session.current()._client
+    client = current.current()._client
     assert client is not None
     declare = client.declare
 
@@ -94,11 +94,11 @@ def shares() -> dict[str, Any]:
     client.declare = note  # type: ignore[method-assign]
     arrays = [np.full(LARGE + 1000 * index, 1.0, np.float32) for index in range(3)]
     names = [f"large {index}" for index in range(3)]
-    before = session.current().statistics()
+    before = current.current().statistics()
     fastps.barrier()  # then the others may begin
     sums = fastps.push_pull(arrays, names, average=False)
     fastps.barrier()
-    after = session.current().statistics()
+    after = current.current().statistics()
     assert all((array == fastps.size()).all() for array in sums)
     counts = {name: after[name] - before[name] for name in after}
     place = _place() | {

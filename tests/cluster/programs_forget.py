@@ -13,7 +13,7 @@ import numpy as np
 from run_program import mark
 
 import fastps
-from fastps import session
+from fastps import current
 from fastps.contract import Policy
 from fastps.errors import FastPSError
 from fastps.types import DType
@@ -48,11 +48,11 @@ def use_batch(number: int, batch: int) -> None:
 
 def held() -> dict[str, float]:
     """Count what grows with names that are kept."""
-    current = session.current()
+    session = current.current()
     counts = fastps.statistics()
     kept = {key: counts.get(key, 0) for key in ("tensors", "server_tensors")}
     return kept | {
-        "names": len(current._tensors) + len(current._poisoned),
+        "names": len(session._tensors) + len(session._poisoned),
         "shared": counts.get("shared_memory_bytes", 0),
     }
 
@@ -108,15 +108,15 @@ def mistakes() -> dict[str, list[str]]:
     rank, size = fastps.rank(), fastps.size()
     works("a", 30_000)
     works("b", 10)
-    config = session.current().config  # kernels are compiled by now: nobody is slow any more
-    session.current().config = dataclasses.replace(config, op_timeout_s=PATIENCE_S)
+    config = current.current().config  # kernels are compiled by now: nobody is slow any more
+    current.current().config = dataclasses.replace(config, op_timeout_s=PATIENCE_S)
     found = {
         "unknown": caught(fastps.forget, ["a", "never"]),
         "in order": caught(fastps.forget, ["a", "b"] if rank else ["b", "a"]),
     }
     fastps.barrier(timeout_s=config.op_timeout_s)  # who asks next must find nobody who waits
     found["some"] = caught(fastps.forget, "a" if rank else ["a", "b"])
-    session.current().config = config
+    current.current().config = config
     if size > 1:
         handle = None
         values = np.full(30_000, 1.0, np.float32)
@@ -128,7 +128,7 @@ def mistakes() -> dict[str, list[str]]:
             handle = fastps.push_pull_async(values, "a", average=False)
         assert (fastps.synchronize(handle) == size).all()
         code = DType.FLOAT32 if rank else DType.INT32
-        caught(session.current().declare, [("p", (4,), code)])
+        caught(current.current().declare, [("p", (4,), code)])
         fastps.barrier()
         found["poisoned"] = caught(fastps.forget, ["a", "p"])
     works("a", 30_000)
@@ -168,7 +168,7 @@ def accumulated(staleness: int, steps: list[int]) -> list[int]:
     for turn in range(3):
         terms = {"policy": Policy.ACCUMULATE, "staleness": staleness}
         count = 1000 * (turn + 1)
-        session.current().declare([("v", (count,), DType.INT64)], **terms)
+        current.current().declare([("v", (count,), DType.INT64)], **terms)
         for _ in range(steps[rank]):
             fastps.push_pull(np.full(count, turn + 1), "v", average=False)
         fastps.barrier()

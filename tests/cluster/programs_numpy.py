@@ -16,7 +16,7 @@ import numpy as np
 from run_program import mark
 
 import fastps
-from fastps import session
+from fastps import current
 from fastps.errors import MismatchError, TransportTimeout
 from fastps.types import DType, dtype_of
 
@@ -101,7 +101,7 @@ def reductions(*, sizes: tuple[int, ...] = SIZES) -> str:
         if not (name == "bool" and average)
     ]
     # most in one round trip; the rest declare themselves at their first use
-    session.current().declare([
+    current.current().declare([
         (label_of(*case), (case[2],), dtype_of(dtype_named(case[0])))
         for case in cases
         if case[2] != 1
@@ -142,7 +142,7 @@ def reduce_in_all_ways(
 def bfloat16_in_words(rank: int, size: int) -> list[np.ndarray]:
     """Reduce bfloat16 as frameworks hand it over: uint16 words and the dtype's code."""
     inputs = [values("bfloat16", 1001, each, seed=5) for each in range(size)]
-    handle = session.current().push_pull_async(
+    handle = current.current().push_pull_async(
         inputs[rank].view(np.uint16), "words", average=True, dtype=DType.BFLOAT16
     )
     got = handle.wait()
@@ -435,7 +435,7 @@ class RandomProgram:
         inputs = [values(dtype, count, each, seed=self.version) for each in range(self.size)]
         mine = inputs[self.rank]
         if kind == "broadcast":
-            handle = session.current().broadcast_async(mine, int(root), name)
+            handle = current.current().broadcast_async(mine, int(root), name)
             return handle, inputs[root].copy()
         average = kind == "average" and dtype != "bool"
         want = reduced(inputs, dtype, average=average)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 import fastps
-from fastps import session
+from fastps import current
 from fastps.contract import ANY_STALENESS, Policy
 from fastps.errors import ConfigError, MismatchError
 from fastps.types import DType
@@ -24,7 +24,7 @@ def accumulate(staleness: int) -> int:
     """Push as often as this worker likes; in the end all see the sum of everything."""
     fastps.init()
     terms = {"policy": Policy.ACCUMULATE, "staleness": staleness}
-    session.current().declare([("a", (COUNT,), DType.INT64)], **terms)
+    current.current().declare([("a", (COUNT,), DType.INT64)], **terms)
     rank, size = fastps.rank(), fastps.size()
     for step in range(STEPS[rank] if staleness == ANY_STALENESS else STEPS[0]):
         fastps.push_pull(delta(rank, step), "a", average=False)
@@ -41,7 +41,7 @@ def disagree() -> str:
     fastps.init()
     policy = Policy.ACCUMULATE if fastps.rank() else Policy.SUM
     try:
-        session.current().declare([("a", (4,), DType.INT64)], policy=policy)
+        current.current().declare([("a", (4,), DType.INT64)], policy=policy)
         fastps.push_pull(np.zeros(4, np.int64), "a")
     except MismatchError as error:
         return str(error)
@@ -52,7 +52,7 @@ def without_servers() -> str:
     """Ask for a policy that only servers have."""
     fastps.init()
     try:
-        session.current().declare([("a", (4,), DType.INT64)], policy=Policy.ACCUMULATE)
+        current.current().declare([("a", (4,), DType.INT64)], policy=Policy.ACCUMULATE)
     except ConfigError as error:
         return str(error)
     return ""

@@ -17,7 +17,7 @@ import numpy as np
 from run_program import mark, now
 
 import fastps
-from fastps import session
+from fastps import current
 
 
 def join() -> tuple[int, int]:
@@ -73,7 +73,7 @@ def train(*, steps: int = 1_000_000, elements: int = 30_000, every: int = 10) ->
 def train_with_addresses(*, steps: int) -> dict[str, Any]:
     """Train after telling where the servers listen, until a sum says that all may stop."""
     rank, size = join()
-    client = session.current()._client
+    client = current.current()._client
     assert client is not None
     if rank == 0:
         for server in client.job.servers:
@@ -111,7 +111,7 @@ def disagree() -> list[list[str]]:
     """Disagree in every way about tensors; work on after each."""
     rank, size = join()
     odd = rank == size - 1
-    session_ = session.current()
+    session_ = current.current()
     # what was declared in time, what is declared by the operation, what is in flight already
     found = [
         outcome(lambda: total(np.zeros(4 if odd else 3), "shape")),

@@ -12,7 +12,7 @@ import numpy as np
 from run_program import mark, now
 
 import fastps
-from fastps import session
+from fastps import current
 
 SMALL, LARGE = 1000, 300_000  # elements: done at once, and in many chunks
 
@@ -62,7 +62,7 @@ def come_and_go(*, rounds: int = 60) -> dict[str, Any]:
             assert (total == size * step + size * (size - 1) // 2).all(), step
             del array, total
         gc.collect()
-        held = session.current().statistics()["shared_memory_bytes"]
+        held = current.current().statistics()["shared_memory_bytes"]
         fastps.shutdown()
     gc.collect()
     text = Path("/proc/self/maps").read_text(encoding="utf-8")
@@ -87,16 +87,16 @@ def use_in_place() -> dict[str, Any]:
     size = fastps.size()
     plain = np.arange(100_000, dtype=np.float64)
     array = fastps.register(plain)
-    assert session.current().is_shared(array)
-    assert not session.current().is_shared(plain)
+    assert current.current().is_shared(array)
+    assert not current.current().is_shared(plain)
     assert fastps.register(array) is array
     result = fastps.push_pull(array, "a", average=False, out=array)
     assert result is array
     assert (array == plain * size).all()
     made = fastps.push_pull(array, "made", average=False)  # a large result lies there too
-    assert session.current().is_shared(made)
+    assert current.current().is_shared(made)
     assert (made == array * size).all()
-    assert not session.current().is_shared(fastps.push_pull(array[:9], "small"))
+    assert not current.current().is_shared(fastps.push_pull(array[:9], "small"))
     matrix = fastps.empty((300, 70), "float16")
     matrix[:] = 1
     fastps.push_pull(matrix[10:20], "rows", average=False, out=matrix[10:20])

@@ -129,11 +129,11 @@ def test_launcher_prints_the_first_cause_and_leaves_nothing(tmp_path, victim):
         import os, signal
         import numpy as np
         import fastps
-        from fastps import session
+        from fastps import current
         fastps.init()
         victims = {{
             "worker 1": os.getpid,
-            "server 0": lambda: session.current()._client.job.servers[0].pid,
+            "server 0": lambda: current.current()._client.job.servers[0].pid,
         }}
         for step in range(100_000):
             if fastps.rank() == 1 and step == 20:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from fake_session import FakeCluster
 
-from fastps import session
+from fastps import current
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     """Give a job of two ranks; each thread that enters it has its own session."""
     job = FakeCluster(2)
-    monkeypatch.setattr(session, "current", job.current)
+    monkeypatch.setattr(current, "current", job.current)
     return job
 
 
@@ -24,7 +24,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
 def alone(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     """Give a job of one rank, which the calling thread is."""
     job = FakeCluster(1)
-    monkeypatch.setattr(session, "current", job.current)
+    monkeypatch.setattr(current, "current", job.current)
     job.enter(0)
     return job
 

@@ -85,7 +85,7 @@ class FakeCluster:
             self.changed.notify_all()
 
     def current(self) -> FakeSession:
-        """Stand in for fastps.session.current()."""
+        """Stand in for fastps.current.current()."""
         session = getattr(self._local, "session", None)
         if session is None:
             raise NotInitializedError("init() has not been called in this process")

@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 
 from test_torch_broadcast import OPTIMIZERS, same, small_model, train  # noqa: E402
 
-from fastps import session  # noqa: E402
+from fastps import current  # noqa: E402
 from fastps.errors import ConfigError, FastPSError  # noqa: E402
 from fastps.frameworks import commits as files  # noqa: E402
 from fastps.frameworks import elastic as lives  # noqa: E402
@@ -267,7 +267,7 @@ def test_each_index_is_used_once_whatever_is_lost(
         shares = []
         for rank in range(size):
             me = SimpleNamespace(rank=rank, size=size)
-            monkeypatch.setattr(session, "current", lambda me=me: me)
+            monkeypatch.setattr(current, "current", lambda me=me: me)
             sampler = ElasticSampler(range(n), shuffle, seed=1)
             sampler.load_state_dict(state)
             share = list(sampler)
@@ -293,7 +293,7 @@ def test_as_many_workers_get_what_they_would_have_got(
 ) -> None:
     for rank in range(size):
         me = SimpleNamespace(rank=rank, size=size)
-        monkeypatch.setattr(session, "current", lambda me=me: me)
+        monkeypatch.setattr(current, "current", lambda me=me: me)
         sampler = ElasticSampler(range(n))
         whole = list(sampler)
         sampler.record_batch(0, used)

@@ -93,9 +93,9 @@ def test_no_name(alone: FakeCluster, call: object) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_before_init(monkeypatch: pytest.MonkeyPatch, call: object) -> None:
-    from fastps import session  # noqa: PLC0415
+    from fastps import current  # noqa: PLC0415
 
-    monkeypatch.setattr(session, "current", FakeCluster(1).current)
+    monkeypatch.setattr(current, "current", FakeCluster(1).current)
     with pytest.raises(NotInitializedError):
         call(torch.ones(2), True, "x")
 

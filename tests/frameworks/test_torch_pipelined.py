@@ -8,7 +8,7 @@ from fake_session import FakeCluster
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps import session
+from fastps import current
 from fastps.errors import FastPSError
 
 torch = pytest.importorskip("torch")
@@ -57,7 +57,7 @@ def test_every_gradient_is_applied_once_and_at_most_one_step_late(
         assert model.sent - len(model.applied) <= 1
         expected.append(float(sum(2**number for number in model.applied)))
     patch = pytest.MonkeyPatch()
-    patch.setattr(session, "current", cluster.current)
+    patch.setattr(current, "current", cluster.current)
 
     def run(rank: int) -> list[float]:
         w = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))

@@ -15,7 +15,7 @@ from fake_session import FakeCluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastps import session
+from fastps import current
 
 torch = pytest.importorskip("torch")
 
@@ -125,7 +125,7 @@ def test_ranks_do_what_one_process_would(
 ) -> None:
     cluster = FakeCluster(RANKS)
     cluster.can_share = way == "shared"
-    monkeypatch.setattr(session, "current", cluster.current)
+    monkeypatch.setattr(current, "current", cluster.current)
     models, twin = [make_model() for _ in range(RANKS)], make_model()
 
     def body(rank: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import fastps
-from fastps import session
+from fastps import current
 from fastps.errors import PeerLostError
 from fastps.types import DType, numpy_dtype
 
@@ -65,7 +65,7 @@ def sums() -> dict[str, Any]:
         for code, array in memory.items():
             array[:] = values(code, rank, turn)
         handles = [
-            session.current().push_pull_async(
+            current.current().push_pull_async(
                 array, code.name, average=False, out=array, dtype=code
             )
             for code, array in memory.items()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps import session
+from fastps import current
 from fastps.byzantine.rules import NormClipping
 from fastps.errors import FastPSError, MismatchError
 from fastps.types import DType
@@ -147,7 +147,7 @@ def test_a_graph_of_another_size_is_an_error_of_either_type(size):
 
 def test_what_was_declared_with_parts_is_used_by_name():
     """As buckets of the plugins are: declared with what is in them, then pushed by name alone."""
-    home = session.current()
+    home = current.current()
     parts = (("b", int(DType.FLOAT32), (3,)), ("w", int(DType.FLOAT32), (4, 3)))
     home.declare([("bucket", (32,), DType.FLOAT32)], parts=parts)
     ones = np.ones(32, np.float32)

@@ -132,7 +132,6 @@ class Watched:
 
     def __init__(self, watch_s: float) -> None:
         self.config = load({"stall_watch_s": watch_s}, {})
-        self.ways = self
 
     def look(self, _now: object = None) -> None: ...
 
@@ -158,7 +157,7 @@ def test_a_piece_that_does_not_end_is_waited_for_and_named(three, caplog):
         owner.append(faces.fold_by_hands(address, [data], data, 1, 1, LONG))
 
     session = Watched(0.05)
-    watch, thread = StallWatch(session), threading.Thread(target=fold)
+    watch, thread = StallWatch(session, session, session), threading.Thread(target=fold)
     watch.look()
     thread.start()
     try:

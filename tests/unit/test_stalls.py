@@ -146,7 +146,6 @@ class Worker:
 
     def __init__(self) -> None:
         self.config, self.size = load({"stall_watch_s": 0.0}, {}), 3
-        self.ways = self.steps = self
         self.known_groups = None
         self.count, self.flying, self.said = 0, [Tensor("v")], list[Waiting | Whereabouts]()
         self.tell_waiting = self.tell_where = self.said.append
@@ -168,7 +167,7 @@ class Worker:
 
 def test_what_was_waited_for_in_vain_is_not_said_to_be_waited_for() -> None:
     worker = Worker()
-    watch = StallWatch(worker)  # type: ignore[arg-type]
+    watch = StallWatch(worker, worker, worker)  # type: ignore[arg-type]
     watch.begin(worker)  # type: ignore[arg-type]
     watch.look()
     error = watch.error(watch.pending_of(Ticket(worker.flying[0])), 3.0)  # type: ignore[arg-type]

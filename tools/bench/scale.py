@@ -53,11 +53,11 @@ def resident_bytes(pid: int) -> int:
 def work(runs: int) -> dict[str, Any]:
     """Be one worker: sum and check; worker 0 watches the servers."""
     import fastps  # noqa: PLC0415
-    from fastps import session  # noqa: PLC0415
+    from fastps import current  # noqa: PLC0415
 
     fastps.init()
     rank, size = fastps.rank(), fastps.size()
-    client = session.current()._client
+    client = current.current()._client
     assert client is not None
     pids = [server.pid for server in client.job.servers]
     fastps.declare("kernel", ((1,), np.float32))  # the servers load what they sum with

@@ -18,7 +18,7 @@ import fastps
 import fastps.torch as fps
 from fastps.collectives._calls import forget_calls
 from fastps.current import current, known
-from fastps.flights import Average, Flight, Later, Sum
+from fastps.flights import Average, Later, Sum
 from fastps.frameworks.torch.tensors import (
     sendable,
     tensor_over,
@@ -64,6 +64,7 @@ from fastps.torch import (
     win_update,
     win_update_then_collect,
 )
+from fastps.worker.handle import Waitable
 
 __all__ = [
     "allgather",
@@ -269,7 +270,7 @@ def allreduce_nonblocking(
     source = sendable(tensor)
     neighbors = current().groups.neighbors
     group = current().groups.group(neighbors.machines[neighbors.machine], "machine")
-    flight: Flight = group.allreduce(
+    flight: Waitable = group.allreduce(
         view_of(source), op=Average if average else Sum, name=name,
         dtype=wire_dtype(source.dtype, name or "tensor"),
     )  # fmt: skip

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fastps import session
+from fastps import current
 from fastps.frameworks._adapter import BUCKET_BYTES, Average, check_op
 from fastps.frameworks._arrays import AsynchronousSteps, broadcast_in_place
 from fastps.frameworks.jax.apart import step_apart
@@ -77,7 +77,7 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, prefix: str = "Parameter
     Arrays travel in one submit for each dtype, and other leaves as broadcast_object() carries
     them. Shapes and dtypes are the same on all workers (MismatchError). Not under jit. Blocks.
     """
-    current = session.current()
+    session = current.current()
     leaves, structure = jax.tree.flatten(tree)
     names = names_of(tree, prefix)
     is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
@@ -85,7 +85,7 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, prefix: str = "Parameter
     broadcast_in_place(list(copies.values()), [names[i] for i in copies], root_rank)
     others = [leaf for leaf, it in zip(leaves, is_array, strict=True) if not it]
     if others:
-        others = current.broadcast_object(others, root_rank, f"{prefix} others")
+        others = session.broadcast_object(others, root_rank, f"{prefix} others")
     rest = iter(others)
     found = [jnp.asarray(copies[i]) if it else next(rest) for i, it in enumerate(is_array)]
     return jax.tree.unflatten(structure, found)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from fastps import session
+from fastps import current
 from fastps.compression import Choice
 from fastps.evened import scale
 from fastps.flights import correction_of, start_allgather
@@ -35,6 +35,9 @@ from fastps.frameworks.tensorflow.calls import Result, call, call_native, is_nat
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import DType, Op, dtype_of, numpy_dtype
 from fastps.worker.handle import Array
+
+if TYPE_CHECKING:
+    from fastps.session import Session
 
 exchanges = Exchanges()
 P = ParamSpec("P")
@@ -99,7 +102,7 @@ class _Step:
         self._loose = {places[0]: n for n, places in enumerate(exchange.plan) if len(places) == 1}
         self._slots: list[list[_ops.Slot]] = [[] for _ in exchange.plan]
         self._flying: dict[int, Any] = {}  # by bucket: the slot or array of one that is alone
-        self._home: Callable[[], session.Session | None] = lambda: None
+        self._home: Callable[[], Session | None] = lambda: None
 
     def add_natively(self, tensors: Sequence[Any]) -> list[Any]:
         """Add an operation for each bucket to the graph, back ones first, and one that waits.
@@ -138,11 +141,11 @@ class _Step:
 
     def _slot(self, number: int) -> _ops.Slot:
         """Give memory for a result that TensorFlow does not read."""
-        current = session.current()
-        if self._home() is not current:
+        session = current.current()
+        if self._home() is not session:
             _retired.extend(slot for slots in self._slots for slot in slots if slot.is_busy)
             self._slots = [[] for _ in self._numbers]
-            self._home = weakref.ref(current)
+            self._home = weakref.ref(session)
         for slot in self._slots[number]:
             if not slot.is_busy and slot is not self._flying.get(number):
                 return slot
@@ -191,7 +194,7 @@ def _step_of(exchange: ArrayExchange, kinds: Sequence[Any]) -> _Step:
 def _room_for(exchange: ArrayExchange, number: int) -> Array:
     """Make an array for a result that travels alone, in memory that workers share if they can."""
     spec = exchange.specs[exchange.plan[number][0]]
-    return session.current().empty(spec.shape, numpy_dtype(spec.dtype))
+    return current.current().empty(spec.shape, numpy_dtype(spec.dtype))
 
 
 def _as_kind(array: Array, kind: Any) -> Array:

@@ -15,10 +15,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from fastps import session
+from fastps import current
+from fastps.collectives.row_counts import gather_objects
 from fastps.control.blame import join_names
 from fastps.errors import MismatchError
-from fastps.sets import ProcessSet, gather_objects, global_process_set
+from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
 
 MAX_PRINT = (1 << 31) - 1
@@ -42,17 +43,17 @@ def check_alike(
     if process_set is not global_process_set:
         _check_within(mine, label, process_set, cure)
         return
-    current = session.current()
-    if current.size == 1:
+    session = current.current()
+    if session.size == 1:
         return
-    theirs = current.broadcast_object(list(mine), 0, f"{label}.alike")
-    found = _difference(mine, theirs, current.rank, 0, cure)
-    differs = np.zeros(current.size, dtype=np.int32)
-    differs[current.rank] = bool(found)
-    current.push_pull_async(differs, f"{label}.alike", average=False, out=differs).wait()
+    theirs = session.broadcast_object(list(mine), 0, f"{label}.alike")
+    found = _difference(mine, theirs, session.rank, 0, cure)
+    differs = np.zeros(session.size, dtype=np.int32)
+    differs[session.rank] = bool(found)
+    session.push_pull_async(differs, f"{label}.alike", average=False, out=differs).wait()
     if differs.any():
         culprit = int(differs.argmax())
-        raise MismatchError(current.broadcast_object(found, culprit, f"{label}.alike.why"))
+        raise MismatchError(session.broadcast_object(found, culprit, f"{label}.alike.why"))
 
 
 def check_weights(
@@ -62,7 +63,7 @@ def check_weights(
 
     One sum of 8 bytes for each worker; a worker that has joined takes no part. label: names it.
     """
-    if session.current().size > 1:
+    if current.current().size > 1:
         _compare(exchange_prints(fingerprint(parameters), f"{label}.weights", process_set))
 
 
@@ -73,12 +74,12 @@ def exchange_prints(
 
     A worker that has joined is left out. label: names the exchange.
     """
-    current, is_of_all = session.current(), process_set is global_process_set
-    ranks = range(current.size) if is_of_all else process_set.ranks
+    session, is_of_all = current.current(), process_set is global_process_set
+    ranks = range(session.size) if is_of_all else process_set.ranks
     prints = np.zeros((len(ranks), 2), dtype=np.int32)
-    prints[ranks.index(current.rank)] = mine
+    prints[ranks.index(session.rank)] = mine
     if is_of_all:
-        current.push_pull_async(prints, label, average=False, out=prints).wait()
+        session.push_pull_async(prints, label, average=False, out=prints).wait()
     else:
         process_set.group().allreduce(prints, prints, op=Op.SUM, name=label).wait()
     return {rank: two for rank, two in zip(ranks, prints.tolist(), strict=True) if any(two)}

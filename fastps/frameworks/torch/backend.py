@@ -126,6 +126,7 @@ def create(options: Any, _: Any = None) -> Any:
         join_beside(options.store, ranks, options.timeout)
     return make_shell(
         current.current().groups.group(tuple(ranks), key=options.group_id),
+        backend=NAME,
         name=options.group_id,
         timeout_s=options.timeout.total_seconds(),
         on_shutdown=leave,

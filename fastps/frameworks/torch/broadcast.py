@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import fastps
-from fastps import session
+from fastps import current
 from fastps.frameworks._adapter import check_name, wait_all
 from fastps.frameworks.torch import unwrapped
 from fastps.frameworks.torch.collectives import broadcast_async_
@@ -34,6 +34,9 @@ from fastps.frameworks.torch.tensors import (
 )
 from fastps.frameworks.torch.trees import put_back, take_out
 from fastps.sets import ProcessSet, global_process_set
+
+if TYPE_CHECKING:
+    from fastps.session import Session
 
 
 def broadcast_parameters(
@@ -60,7 +63,7 @@ def broadcast_parameters(
     tensors = [_check(tensor, name) for name, (_, tensor) in zip(names, pairs, strict=True)]
     for name, tensor in zip(names, tensors, strict=True):
         check_writable(tensor, name)
-    unwrapped.watch(session.current(), tensors)
+    unwrapped.watch(current.current(), tensors)
     _broadcast(tensors, names, root_rank)
 
 
@@ -108,7 +111,7 @@ def broadcast_optimizer_state(
         )
     if isinstance(prefix, torch.nn.Module):
         prefix = "Parameter."
-    is_root = session.current().rank == root_rank
+    is_root = current.current().rank == root_rank
     state = optimizer.state_dict() if is_root else None
     state = _broadcast_tree(state, root_rank, f"{prefix}optimizer_state")
     if not is_root:
@@ -145,14 +148,14 @@ def _pairs_of(params: Any) -> list[tuple[str, Any]]:
 
 def _broadcast(tensors: list[torch.Tensor], names: list[str], root_rank: int) -> None:
     """Broadcast in place; what is not contiguous goes through a copy."""
-    current = session.current()
-    _check_root(root_rank, current.size)
+    session = current.current()
+    _check_root(root_rank, session.size)
     buffers = [sendable(tensor) for tensor in tensors]
     wires = [real_of(buffer) for buffer in buffers]
-    wait_all(submit_broadcast(current, wires, names, root_rank) if tensors else [])
+    wait_all(submit_broadcast(session, wires, names, root_rank) if tensors else [])
     with torch.no_grad():
         for tensor, buffer in zip(tensors, buffers, strict=True):
-            if current.rank == root_rank:
+            if session.rank == root_rank:
                 continue  # which reads them
             if is_sendable(tensor):
                 mark_written(tensor)
@@ -162,10 +165,10 @@ def _broadcast(tensors: list[torch.Tensor], names: list[str], root_rank: int) ->
 
 def _broadcast_tree(value: Any, root_rank: int, name: str) -> Any:
     """Send the plain part of a value first, then its tensors, so that others can make room."""
-    current = session.current()
-    _check_root(root_rank, current.size)
-    if current.rank != root_rank:
-        return _receive_tree(current, root_rank, name)
+    session = current.current()
+    _check_root(root_rank, session.size)
+    if session.rank != root_rank:
+        return _receive_tree(session, root_rank, name)
     tensors: list[torch.Tensor] = []
     mark = uuid.uuid4().hex
     try:
@@ -173,15 +176,15 @@ def _broadcast_tree(value: Any, root_rank: int, name: str) -> Any:
         specs = [describe(tensor) for tensor in tensors]
     except Exception as error:  # whatever it is: the others wait for the outcome
         text = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
-        current.broadcast_object({"refused": text}, root_rank, name)
+        session.broadcast_object({"refused": text}, root_rank, name)
         raise TypeError(f"rank {root_rank} could not send the value: {text}") from error
-    current.broadcast_object({"value": plain, "mark": mark, "specs": specs}, root_rank, name)
+    session.broadcast_object({"value": plain, "mark": mark, "specs": specs}, root_rank, name)
     _broadcast([sendable(tensor) for tensor in tensors], _labels(name, tensors), root_rank)
     return value
 
 
-def _receive_tree(current: session.Session, root_rank: int, name: str) -> Any:
-    message = current.broadcast_object(None, root_rank, name)
+def _receive_tree(session: Session, root_rank: int, name: str) -> Any:
+    message = session.broadcast_object(None, root_rank, name)
     if "refused" in message:
         raise TypeError(f"rank {root_rank} could not send the value: {message['refused']}")
     tensors = [make_room(code, shape) for code, shape in message["specs"]]

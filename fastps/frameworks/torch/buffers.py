@@ -10,12 +10,12 @@ pass does not use them. Blocks; called by all ranks at the same point.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from fastps import session
+from fastps import current
 from fastps.frameworks.torch.agreement import Entry, check_alike, exchange_prints, print_of
 from fastps.frameworks.torch.buckets import ALIGNMENT
 from fastps.frameworks.torch.tensors import (
@@ -28,6 +28,9 @@ from fastps.frameworks.torch.tensors import (
 )
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import DType
+
+if TYPE_CHECKING:
+    from fastps.session import Session
 
 _Buffer: TypeAlias = tuple[torch.nn.Module, str, torch.Tensor]  # its owner, and path in the module
 
@@ -83,25 +86,25 @@ class BufferSync:
         """
         if not self._owners:
             return
-        current, root_rank = session.current(), self._process_set.first
+        session, root_rank = current.current(), self._process_set.first
         found = self._current_buffers()
         layout = _described(found)
         if layout != self._layout:
             self._layout, self._print, self._slots = layout, print_of(layout), []
-        self._check_layout(current)
+        self._check_layout(session)
         if not found:
             return
         tensors = [buffer for _, _, buffer in found]
         if not self._slots:
-            self._make_slots(current, tensors)
+            self._make_slots(session, tensors)
         with torch.no_grad():
-            if current.rank == root_rank:
+            if session.rank == root_rank:
                 torch._foreach_copy_(self._slots, tensors)
             if self._process_set is global_process_set:
-                current.broadcast_async(self._array, root_rank, self._label).wait()
+                session.broadcast_async(self._array, root_rank, self._label).wait()
             else:
                 self._process_set.group().broadcast(self._array, root=0, name=self._name).wait()
-            if current.rank != root_rank:
+            if session.rank != root_rank:
                 self._take([owner for owner, _, _ in found], tensors)
 
     def _current_buffers(self) -> list[_Buffer]:
@@ -109,28 +112,28 @@ class BufferSync:
         found = [(owner, path, owner._buffers.get(key)) for owner, key, path in self._owners]
         return [(owner, path, buffer) for owner, path, buffer in found if buffer is not None]
 
-    def _check_layout(self, current: session.Session) -> None:
+    def _check_layout(self, session: Session) -> None:
         """Raise MismatchError on all ranks where the layouts of ranks differ."""
-        if current.size == 1:
+        if session.size == 1:
             return
         told = exchange_prints(self._print, f"{self._comparison}.layout", self._process_set)
-        if any(one != told[current.rank] for one in told.values()):
+        if any(one != told[session.rank] for one in told.values()):
             self.check_alike()
 
-    def _make_slots(self, current: session.Session, tensors: list[torch.Tensor]) -> None:
+    def _make_slots(self, session: Session, tensors: list[torch.Tensor]) -> None:
         """Lay the buffers out one after the other, under a name that no other layout has had."""
         starts, nbytes = [], 0
         for tensor in tensors:
             starts.append(nbytes)
             nbytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        self._array = make_room(current, nbytes, DType.UINT8)
+        self._array = make_room(session, nbytes, DType.UINT8)
         self._slots = [
             tensor_over(self._array[start : start + tensor.nbytes], tensor.dtype).view(
                 tensor.shape
             )
             for start, tensor in zip(starts, tensors, strict=True)
         ]
-        self._label = free_name(current, self._name, self._array.shape, DType.UINT8)
+        self._label = free_name(session, self._name, self._array.shape, DType.UINT8)
 
     def _take(self, owners: list[torch.nn.Module], tensors: list[torch.Tensor]) -> None:
         """Write the root's values over ours."""

@@ -45,6 +45,7 @@ from fastps.frameworks.torch.travelling import (
 from fastps.operations import blocking
 from fastps.sets import ProcessSet, checked_set, global_process_set
 from fastps.types import Op
+from fastps.worker.handle import Waitable
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Promise: TypeAlias = Later[torch.Tensor]
@@ -636,7 +637,7 @@ def _sum(
     op: Op,
     name: str | None,
     process_set: ProcessSet,
-) -> ops.Flight:
+) -> Waitable:
     array = view_of(source)
     is_same = target is not None and target.data_ptr() == source.data_ptr()
     out = array if is_same else None if target is None else view_of(target)
@@ -644,7 +645,7 @@ def _sum(
     return ops.start_allreduce(array, out, op, name, process_set, dtype=code)
 
 
-def _correction(flight: ops.Flight, wire: torch.Tensor) -> float:
+def _correction(flight: Waitable, wire: torch.Tensor) -> float:
     return ops.correction_of(flight, wire_dtype(wire.dtype, "tensor"))
 
 

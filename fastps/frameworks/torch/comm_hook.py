@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fastps import session
+from fastps import current
 from fastps.config import load
 from fastps.errors import ConfigError
 from fastps.frameworks.torch.compression import (
@@ -64,9 +64,9 @@ def comm_hook(name: str = "ddp", *, compression: Compressing = Compression.none)
 
 
 def _start(tensor: torch.Tensor, label: str, *, priority: int, **options: Any) -> Operation:
-    code, current = wire_dtype(tensor.dtype, label), session.current()
-    name = free_name(current, label, tuple(tensor.shape), code)  # torch lays buckets out anew
+    code, session = wire_dtype(tensor.dtype, label), current.current()
+    name = free_name(session, label, tuple(tensor.shape), code)  # torch lays buckets out anew
     started = submit_push_pull(
-        current, [view_of(tensor)], [code], [name], average=True, priorities=[priority], **options
+        session, [view_of(tensor)], [code], [name], average=True, priorities=[priority], **options
     )
     return Operation([handle for handle, _ in started], written=[tensor])

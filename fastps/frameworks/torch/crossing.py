@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from fastps import session
+from fastps import current
 from fastps.errors import FastPSError
 from fastps.frameworks._adapter import Waitable
 from fastps.frameworks.torch import steps
@@ -115,7 +115,7 @@ class _Flight:
         self.crossing = crossing
         # These two may be gone for everybody else when the parameters are looked at.
         self.optimizer = crossing.optimizer
-        self.home = session.current()
+        self.home = current.current()
         self.handle = handle
         self.buckets = buckets
         self.parameters = [p for bucket in buckets for p in bucket.parameters]
@@ -303,11 +303,11 @@ class CrossBarrierOptimizer(SynchronizedOptimizer):
         exchange.send_missing()
         if not exchange.has_rows and not steps.is_watched(self) and crossing.leave(groups):
             exchange.round.reopen()
-            session.current().steps.mark()
+            current.current().steps.mark()
             return None
         exchange.wait()
         exchange.round.reopen()
-        session.current().steps.mark()
+        current.current().steps.mark()
         crossing.clip_all(steps.parameters_of(groups))
         return super().step()
 

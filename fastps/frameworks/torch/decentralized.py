@@ -20,7 +20,7 @@ import torch
 from fastps.compression import Choice
 from fastps.current import current
 from fastps.errors import FastPSError
-from fastps.flights import Flight, Later
+from fastps.flights import Later
 from fastps.frameworks.torch import unwrapped
 from fastps.frameworks.torch.neighbors import mean_of_those_left, start_mix
 from fastps.frameworks.torch.optimizer import DistributedOptimizer
@@ -31,7 +31,7 @@ from fastps.graph.rules import Rule
 from fastps.graph.weights import Targets
 from fastps.neighbors import start_neighbor_allreduce
 from fastps.types import DType, Op
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, Waitable
 
 if TYPE_CHECKING:
     from fastps.graph.agreed import Agreed
@@ -53,7 +53,7 @@ class CommunicationType(enum.Enum):
 
 def _mean_of_all(
     _neighbors: Neighbors, array: Array, out: Array, *, name: str | None, dtype: DType | None
-) -> Flight:
+) -> Waitable:
     return current().groups.world.allreduce(array, out, op=Op.AVERAGE, name=name, dtype=dtype)
 
 
@@ -85,7 +85,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             self._way.step()
         return loss
 
-    def mixing(self) -> tuple[Callable[..., Flight], dict[str, Any]] | None:
+    def mixing(self) -> tuple[Callable[..., Waitable], dict[str, Any]] | None:
         """Give the operation and its keywords, as the attributes have it now."""
         kind, is_with_neighbors = self.communication_type, CommunicationType.neighbor_allreduce
         if self.rule is not None and kind not in (is_with_neighbors, CommunicationType.empty):

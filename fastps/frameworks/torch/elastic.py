@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fastps import session
+from fastps import current
 from fastps.frameworks.elastic import State, run
 from fastps.frameworks.torch import commits
 from fastps.frameworks.torch.broadcast import broadcast_object
@@ -75,7 +75,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Note that each rank has used a batch of that size; its number does not matter."""
-        self.processed_num += batch_size * session.current().size
+        self.processed_num += batch_size * current.current().size
 
     def state_dict(self) -> dict[str, int]:
         """Give the epoch, and how many of its indices have been used by all ranks together."""
@@ -92,11 +92,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def __len__(self) -> int:
         """Tell how many indices this rank gets, from the last reset() on."""
-        return -(-(len(self.dataset) - self._n_used) // session.current().size)
+        return -(-(len(self.dataset) - self._n_used) // current.current().size)
 
     def __iter__(self) -> Iterator[int]:
         """Give this rank's indices."""
-        now, order = session.current(), self._order()
+        now, order = current.current(), self._order()
         shared = itertools.chain(order[self._n_used :], itertools.cycle(order))
         return itertools.islice(shared, now.rank, len(self) * now.size, now.size)
 

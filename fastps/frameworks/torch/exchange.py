@@ -13,13 +13,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fastps import session
+from fastps import current
 from fastps.byzantine.rules import rule_of
 from fastps.coding import PLAIN, Coding
 from fastps.errors import DuplicateNameError, FastPSError, MismatchError
@@ -67,6 +67,9 @@ from fastps.sets import ProcessSet, checked_set, global_process_set
 from fastps.tuning import Layout
 from fastps.types import Op
 from fastps.worker.handle import Handle
+
+if TYPE_CHECKING:
+    from fastps.session import Session
 
 Views: TypeAlias = bool | Literal["auto"]
 
@@ -133,8 +136,8 @@ class GradientExchange:
         self._members: list[list[int]] = []  # of each bucket
         self._hooked: list[bool] = []
         self._hooks: list[RemovableHandle] = []
-        self._home = weakref.ref(session.current())
-        unwrapped.stop(session.current())
+        self._home = weakref.ref(current.current())
+        unwrapped.stop(current.current())
         self._is_released = self._has_compared = False
         self._memory: Memory = {}
         self._momenta: dict[int, torch.Tensor] = {}  # of weights that decay, by their ids
@@ -173,7 +176,7 @@ class GradientExchange:
     def layout(self) -> Layout:
         """How gradients are cut and joined."""
         nbytes, bucket_bytes = self._layout
-        return Layout(nbytes or session.current().config.partition_bytes, bucket_bytes)
+        return Layout(nbytes or current.current().config.partition_bytes, bucket_bytes)
 
     @property
     def can_lay_out(self) -> bool:
@@ -190,7 +193,7 @@ class GradientExchange:
         self.round.check_idle("a new layout")
         if self._is_released:
             return
-        session.current().forget([bucket.name for bucket in self._buckets])
+        current.current().forget([bucket.name for bucket in self._buckets])
         self._layout = layout
         names = [self._prefix + name for name in self._names]
         self._members = self._plan(self._parameters, names)
@@ -214,7 +217,7 @@ class GradientExchange:
 
     def release(self) -> None:
         """Give up the parameters; FastPSError while their gradients are in flight."""
-        if self.round.is_sending and self._home() is session.current():
+        if self.round.is_sending and self._home() is current.current():
             self.round.check_idle("another DistributedOptimizer or DistributedDataParallel")
         self._is_released = True
         self._sums = None
@@ -239,7 +242,7 @@ class GradientExchange:
 
         Not under a rule: there nobody is believed, and one who lies would stop all.
         """
-        is_wanted = self._rule is None and session.current().config.check_weights
+        is_wanted = self._rule is None and current.current().config.check_weights
         if self._has_compared or not is_wanted:
             return
         self._has_compared = True
@@ -266,7 +269,7 @@ class GradientExchange:
         self._memory.clear()
         wait_all([*handles, *rows])
         if self._average:
-            self._correct(buckets, session.current())
+            self._correct(buckets, current.current())
         self._store(buckets)
         for gradient in rows:
             gradient.store()
@@ -278,7 +281,7 @@ class GradientExchange:
         self._memory.clear()
         return self.round.take_each()
 
-    def write(self, buckets: Sequence[Bucket], home: session.Session) -> None:
+    def write(self, buckets: Sequence[Bucket], home: Session) -> None:
         """Write the results of buckets whose handle is done; averages only, of this session."""
         self._correct(buckets, home)
         self._store(buckets)
@@ -296,7 +299,7 @@ class GradientExchange:
                 if parameter.grad is not None:
                     parameter.grad = rows_of(parameter)
 
-    def _correct(self, buckets: Sequence[Bucket], home: session.Session) -> None:
+    def _correct(self, buckets: Sequence[Bucket], home: Session) -> None:
         """Make averages those over the workers who took part; see join()."""
         uneven = home.uneven
         if not uneven.has_rounds:
@@ -306,12 +309,10 @@ class GradientExchange:
             if factor != 1.0:
                 scale(bucket.array, bucket.code, factor)
 
-    def _place_of(
-        self, name: str, current: session.Session
-    ) -> tuple[str | int, int, Sequence[int]]:
+    def _place_of(self, name: str, session: Session) -> tuple[str | int, int, Sequence[int]]:
         """Say where and how often a name was used, and by whom."""
         if self._process_set is global_process_set:
-            return name, current.version_of(name), range(current.size)
+            return name, session.version_of(name), range(session.size)
         group = self._process_set.group()
         channel = group.channels.get(name, 0)
         return channel, group.count(name), group.ranks
@@ -371,7 +372,7 @@ class GradientExchange:
         way = self._compression
         if not isinstance(way, OnTheWay):
             return [(PLAIN, False)] * len(parameters)
-        choice, least = way.of(self._prefix), session.current().config.min_compress_bytes
+        choice, least = way.of(self._prefix), current.current().config.min_compress_bytes
         return [
             codec_of(choice, name, wire_dtype(real.dtype, name), real.nbytes, min_bytes=least)
             for real, name in zip(map(real_of, parameters), names, strict=True)
@@ -390,17 +391,17 @@ class GradientExchange:
         name = bucket_name(names, [parameter.shape for parameter in parameters])
         if not self._is_built_in or parameters[0].is_complex():
             return LooseGradient(name, parameters[0], self._compression)
-        current = session.current()
+        session = current.current()
         is_alone = len(parameters) == 1
         dtype = self._wire_dtype(parameters[0])
         is_view = self._views is True
         if self._views == "auto":
-            is_view = not is_alone or bool(getattr(current, "can_share", False))
+            is_view = not is_alone or bool(getattr(session, "can_share", False))
         if is_alone and dtype is parameters[0].dtype and not is_view:
             return LooseGradient(name, parameters[0], self._compression)
         bucket = FlatBucket(name, parameters, names, dtype=dtype, is_view=is_view)
         if parameters[0].requires_grad and not is_alone:  # one may be sparse, and need none
-            bucket.make_room(current)
+            bucket.make_room(session)
         return bucket
 
     def _wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
@@ -417,7 +418,7 @@ class GradientExchange:
         if self._process_set is not global_process_set:
             return
         try:
-            session.current().declare([bucket.spec() for bucket in buckets], **self._choice())
+            current.current().declare([bucket.spec() for bucket in buckets], **self._choice())
         except MismatchError as error:
             raise _advised(error) from error
 
@@ -497,7 +498,7 @@ class GradientExchange:
         found = np.array(known, np.int32)
         name = f"{self._prefix}{len(found)}.sparse.alike"
         if self._process_set is global_process_set:
-            self._asked = session.current().push_pull_async(found, name, average=False, out=found)
+            self._asked = current.current().push_pull_async(found, name, average=False, out=found)
         else:
             self._asked = self._process_set.group().allreduce(found, found, op=Sum, name=name)
 
@@ -540,7 +541,7 @@ class GradientExchange:
             for parameter in (self._parameters[member] for member in self._members[index]):
                 if _is_sparse(parameter) and parameter.grad is not None:
                     parameter.grad = parameter.grad.to_dense()
-        self._buckets[index].load(session.current(), self._memory)
+        self._buckets[index].load(current.current(), self._memory)
 
     def _decay(self, index: int) -> None:
         """Add the decay of the weights to the gradients of a bucket, where it is asked for."""
@@ -554,10 +555,10 @@ class GradientExchange:
         if self._process_set is not global_process_set:
             self._start_within([index])
             return
-        current, bucket = session.current(), self._buckets[index]
+        session, bucket = current.current(), self._buckets[index]
         self._load(index)
         try:
-            handle = current.push_pull_async(
+            handle = session.push_pull_async(
                 bucket.array,
                 bucket.name,
                 average=self._average,
@@ -593,13 +594,13 @@ class GradientExchange:
         if self._process_set is not global_process_set:
             self._start_within(indices)
             return
-        current = session.current()
+        session = current.current()
         buckets = [self._buckets[index] for index in indices]
         for index in indices:
             self._load(index)
         try:
             started = submit_push_pull(
-                current,
+                session,
                 [bucket.array for bucket in buckets],
                 [bucket.code for bucket in buckets],
                 [bucket.name for bucket in buckets],

@@ -16,7 +16,7 @@ import torch
 from fastps import neighbors as ops
 from fastps.compression import Choice
 from fastps.current import current
-from fastps.flights import Flight, Later
+from fastps.flights import Later
 from fastps.frameworks.torch.tensors import (
     check_tensor,
     sendable,
@@ -29,13 +29,13 @@ from fastps.graph.neighbors import Neighbors
 from fastps.graph.rules import Rule
 from fastps.graph.weights import Targets
 from fastps.types import DType
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, Waitable
 
 if TYPE_CHECKING:
     from fastps.graph.agreed import Agreed
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-Mix: TypeAlias = Callable[..., Flight]  # of fastps.graph.neighbors.Neighbors
+Mix: TypeAlias = Callable[..., Waitable]  # of fastps.graph.neighbors.Neighbors
 
 
 def neighbor_allreduce_async(
@@ -149,7 +149,7 @@ def start_mix(
     sources = [sendable(check_tensor(one, name or "tensor")) for one in some]
     codes = [wire_dtype(one.dtype, name or "tensor") for one in sources]
 
-    def start(array: Array, out: Array, label: str | None, code: DType | None) -> Flight:
+    def start(array: Array, out: Array, label: str | None, code: DType | None) -> Waitable:
         return mix(current().groups.neighbors, array, out, name=label, dtype=code, **how)
 
     arrays = [view_of(one) for one in sources]

@@ -16,7 +16,6 @@ import torch
 
 from fastps.current import current
 from fastps.errors import PeerLostError
-from fastps.flights import Flight
 from fastps.frameworks.torch.decentralized import (
     AdaptWithCombine,
     DecentralizedOptimizer,
@@ -30,6 +29,7 @@ from fastps.frameworks.torch.tensors import make_room, tensor_over, wire_dtype, 
 from fastps.graph.surviving import redirected
 from fastps.graph.weights import Targets
 from fastps.neighbors import lost_ranks
+from fastps.worker.handle import Waitable
 
 
 class OneSidedOptimizer(Protocol):
@@ -128,10 +128,10 @@ class Flights:
     """
 
     def __init__(self) -> None:
-        self._flights: list[tuple[int | None, Flight]] = []
+        self._flights: list[tuple[int | None, Waitable]] = []
 
     def start(
-        self, begin: Callable[[Targets], Flight], given: Targets | None, known: Sequence[int]
+        self, begin: Callable[[Targets], Waitable], given: Targets | None, known: Sequence[int]
     ) -> None:
         """Begin for neighbours: those given, or all known; begin: for some of them."""
         weights = weights_of(known if given is None else given)
@@ -191,7 +191,7 @@ class WinPut(AdaptWithCombine):
             targets = current().groups.windows.find(pool.name).window.targets
             self.flights.start(partial(self._put, pool), self.optimizer.dst_weights, targets)
 
-    def _put(self, pool: Pool, weights: Targets) -> Flight:
+    def _put(self, pool: Pool, weights: Targets) -> Waitable:
         return current().groups.windows.put(
             pool.array, pool.name, adds=False, self_weight=None, dst_weights=weights,
             is_locked=False, is_waited=False, has_p=False,
@@ -220,7 +220,7 @@ class PullGet(WinPut):
             self.flights.start(partial(_get, pool), self.optimizer.src_weights, sources)
 
 
-def _get(pool: Pool, weights: Targets) -> Flight:
+def _get(pool: Pool, weights: Targets) -> Waitable:
     return current().groups.windows.get(pool.name, weights, is_locked=True, is_waited=False)
 
 
@@ -289,7 +289,7 @@ class PushSum(Way):
         _barrier(self)
 
 
-def _push(pool: Pool, shares: Targets, self_weight: float | None = None) -> Flight:
+def _push(pool: Pool, shares: Targets, self_weight: float | None = None) -> Waitable:
     return current().groups.windows.put(
         pool.array, pool.name, adds=True, self_weight=self_weight, dst_weights=shares,
         is_locked=False, is_waited=False, has_p=True,

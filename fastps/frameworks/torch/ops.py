@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from fastps import session
+from fastps import current
 from fastps.evened import even
-from fastps.flights import Flight, Later
+from fastps.flights import Later
 from fastps.frameworks._adapter import check_name
 from fastps.frameworks.torch.compression import (
     Compressing,
@@ -37,13 +37,14 @@ from fastps.frameworks.torch.tensors import (
     wire_dtype,
 )
 from fastps.rules import Choice as Rule
+from fastps.worker.handle import Waitable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending:
     """An operation under way: give it to poll() and synchronize()."""
 
-    handle: Flight
+    handle: Waitable
     output: torch.Tensor
     name: str
 
@@ -56,7 +57,7 @@ def declare(name: str, tensor: torch.Tensor) -> None:
     """
     check_name(name, "declare")
     check_tensor(tensor, name)
-    session.current().declare([(name, tuple(tensor.shape), wire_dtype(tensor.dtype, name))])
+    current.current().declare([(name, tuple(tensor.shape), wire_dtype(tensor.dtype, name))])
 
 
 def push_pull_async(
@@ -75,7 +76,7 @@ def push_pull_async(
     average, name = _named(average, name, "push_pull_async")
     _checked(tensor, name, average)
     if is_sendable(tensor):
-        output = tensor_over(session.current().result_like(view_of(tensor)), tensor.dtype)
+        output = tensor_over(current.current().result_like(view_of(tensor)), tensor.dtype)
         return _start(tensor, output, name, average, priority)
     copy = sendable(tensor)
     return _start(copy, copy, name, average, priority)
@@ -172,7 +173,7 @@ class _PushPull(torch.autograd.Function):
         choice = compression.choice if isinstance(compression, OnTheWay) else None
         if choice is not None or rule is not None:
             spec = (name, tuple(wire.shape), wire_dtype(wire.dtype, name))
-            session.current().declare([spec], compression=choice, rule=rule)
+            current.current().declare([spec], compression=choice, rule=rule)
         output: torch.Tensor = synchronize(push_pull_async(wire, average, name, priority=priority))
         return compression.decompress(output, context)
 
@@ -192,11 +193,11 @@ def _start(
 ) -> Pending:
     array, code = view_of(source), wire_dtype(source.dtype, name)
     out = array if output is source else view_of(output)
-    current = session.current()
-    handle = current.push_pull_async(
+    session = current.current()
+    handle = session.push_pull_async(
         array, name, average=average, priority=priority, out=out, dtype=code
     )
-    return Pending(even(current, handle) if average else handle, output, name)
+    return Pending(even(session.uneven, handle) if average else handle, output, name)
 
 
 def _checked(tensor: torch.Tensor, name: str, average: bool) -> torch.Tensor:

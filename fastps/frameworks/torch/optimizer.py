@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fastps import session
+from fastps import current
 from fastps.asynchronous import Compensating
 from fastps.frameworks._adapter import BUCKET_BYTES, Average
 from fastps.frameworks.torch import adasum, crossing, pipelined, synchronized
@@ -196,7 +196,7 @@ def _is_async(
     who: ProcessSet, compensation: Compensating | None, rule: Rule,
 ) -> bool:  # fmt: skip
     """Tell whether servers are to hold the parameters; refuse what cannot be together."""
-    is_async = session.current().config.enable_async if wanted is None else wanted
+    is_async = current.current().config.enable_async if wanted is None else wanted
     if rule is not None and (is_async or op is not Average):
         raise ValueError("a rule stands for the average of a step: no other op, not asynchronous")
     if not is_async and staleness not in (None, 0, 1):

@@ -21,12 +21,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fastps import session
+from fastps import current
 from fastps.errors import FastPSError
 from fastps.frameworks._adapter import BUCKET_BYTES, Average, shortened
 from fastps.frameworks.torch.broadcast import broadcast_parameters
@@ -38,6 +38,9 @@ from fastps.frameworks.torch.untraced import opaque, seen_as
 from fastps.rules import Choice as Rule
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import Op
+
+if TYPE_CHECKING:
+    from fastps.session import Session
 
 _TWICE = (
     "one backward pass reaches the parameter several times, as it does through a checkpoint that "
@@ -142,7 +145,7 @@ class BackwardExchange(GradientExchange):
     def _end(self) -> None:
         self.wait()
         self._reset()
-        session.current().steps.mark()
+        current.current().steps.mark()
 
     def _reset(self) -> None:
         self.round.reopen()
@@ -282,7 +285,7 @@ class DistributedDataParallel(torch.nn.Module):
         named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
         self._exchange.watch([p for _, p in named], [name for name, _ in named])
         if self._exchange.can_lay_out:
-            session.current().steps.offer(self._exchange)
+            current.current().steps.offer(self._exchange)
         self._buffer_sync.check_alike()
         broadcast_parameters(named, process_set.first, f"{prefix}Parameter.", process_set)
         self._buffer_sync.synchronize()
@@ -361,14 +364,12 @@ class DistributedDataParallel(torch.nn.Module):
 # A subclass in name alone: what torch's has besides would need its reducer.
 torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
 
-_instances: weakref.WeakKeyDictionary[session.Session, Counter[ProcessSet]] = (
-    weakref.WeakKeyDictionary()
-)
+_instances: weakref.WeakKeyDictionary[Session, Counter[ProcessSet]] = weakref.WeakKeyDictionary()
 
 
 def _next_prefix(process_set: ProcessSet) -> str:
     """Name the instances of a process set by number: the same on members that build them alike."""
-    counts = _instances.setdefault(session.current(), Counter())
+    counts = _instances.setdefault(current.current(), Counter())
     counts[process_set] += 1
     return f"DDP{counts[process_set] - 1}."
 

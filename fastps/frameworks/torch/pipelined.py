@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastps import session
+from fastps import current
 from fastps.errors import FastPSError
 from fastps.frameworks._adapter import wait_all
 from fastps.frameworks.torch import steps
@@ -45,7 +45,7 @@ class PipedBucket(FlatBucket):
 
     def put(self) -> None:
         """Fill the slots with the gradients, zeros where there are none."""
-        self.make_room(session.current())
+        self.make_room(current.current())
         for slot, parameter, name in zip(self._slots, self._parameters, self._names, strict=True):
             if parameter.grad is None:
                 slot.zero_()
@@ -90,7 +90,7 @@ class PipelinedExchange(GradientExchange):
         codes, names = [b.code for b in self._piped], [b.name for b in self._piped]
         urgency = [-place for place in range(len(arrays))]
         started = submit_push_pull(
-            session.current(), arrays, codes, names, average=True, priorities=urgency,
+            current.current(), arrays, codes, names, average=True, priorities=urgency,
             **self._rate(),
         )  # fmt: skip
         self._handles = [handle for handle, _ in started]
@@ -101,7 +101,7 @@ class PipelinedExchange(GradientExchange):
         wait_all(handles)
         if not handles:
             return []
-        self._correct(self._piped, session.current())
+        self._correct(self._piped, current.current())
         return [
             (parameter, average)
             for bucket in self._piped
@@ -113,7 +113,7 @@ class PipelinedExchange(GradientExchange):
         """Let all workers come to the same point."""
         zero = np.zeros(1, np.float32)
         name = f"{self._prefix}prepare_stale_states"
-        session.current().push_pull_async(zero, name, average=False, out=zero).wait()
+        current.current().push_pull_async(zero, name, average=False, out=zero).wait()
 
 
 class PipelinedOptimizer(torch.optim.Optimizer):

@@ -20,7 +20,6 @@ import torch
 from torch import distributed as dist
 
 from fastps import current
-from fastps.frameworks.torch.backend import NAME
 from fastps.frameworks.torch.memory import (
     Copy,
     Pieces,
@@ -71,12 +70,16 @@ class Operations:
     """What both shells can do; where torch has both forms a list may be one tensor for all."""
 
     def __init__(
-        self, group: Group, *, name: str, timeout_s: float, on_shutdown: Callable[[], None]
-    ) -> None:
-        """Take the members' Group; on_shutdown is called once, when torch ends the group."""
+        self, group: Group, *, backend: str, name: str, timeout_s: float,
+        on_shutdown: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Take the members' Group, and the names of backend and group.
+
+        on_shutdown is called once, when torch ends the group.
+        """
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]
         self._group = group
-        self._name = name
+        self._backend_name, self._name = backend, name
         self._timeout_s = timeout_s
         self._on_shutdown: Callable[[], None] | None = on_shutdown
         self._completer = Completer()
@@ -305,8 +308,8 @@ class Operations:
     # ---- what torch asks of a group ----
 
     def getBackendName(self) -> str:
-        """Give the name that init_process_group() takes."""
-        return NAME
+        """Return the name that init_process_group() takes."""
+        return self._backend_name
 
     @property
     def group_name(self) -> str:

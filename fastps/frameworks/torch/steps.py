@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from fastps import session
+from fastps import current
 from fastps.frameworks.torch import unwrapped
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -40,7 +40,7 @@ class OutsideOptimizer(torch.optim.Optimizer):
 
 def adopt(optimizer: torch.optim.Optimizer, kind: type[O], prefix: str, **state: Any) -> O:
     """Make an optimizer one of `kind` too, with more attributes; it stays the same object."""
-    unwrapped.stop(session.current())
+    unwrapped.stop(current.current())
     old = type(optimizer)
     vars(optimizer).update(state)
     optimizer.__class__ = type(f"{prefix}{old.__name__}", (kind, old), {})

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastps import session
+from fastps import current
 from fastps.errors import FastPSError
 from fastps.frameworks._adapter import derived_names, given_names
 from fastps.frameworks.torch import steps
@@ -161,7 +161,7 @@ def adopt(
     state = watch(optimizer, exchange, names, given)
     found = steps.adopt(optimizer, SynchronizedOptimizer, "Distributed", **state)
     if exchange.can_lay_out:
-        session.current().steps.offer(exchange)
+        current.current().steps.offer(exchange)
     handle = found.register_step_pre_hook(_before_step)
     hooks: Any = vars(found)["_optimizer_step_pre_hooks"]
     hooks.move_to_end(handle.id, last=False)  # others, which may clip, find gradients complete
@@ -190,7 +190,7 @@ def _before_step(
     if optimizer._is_skipping:
         exchange.round.check_idle("step() within skip_synchronize()")
         exchange.round.reopen()
-        session.current().steps.mark()
+        current.current().steps.mark()
         return None
     if exchange.round.is_closed:
         warnings.warn(_SKIP, stacklevel=4)
@@ -200,7 +200,7 @@ def _before_step(
         return args, {**kwargs, "closure": _reducing(kwargs["closure"], exchange)}
     exchange.finish()
     exchange.round.reopen()
-    session.current().steps.mark()
+    current.current().steps.mark()
     return None
 
 
@@ -224,7 +224,7 @@ def _reducing(closure: Callable[[], Any], exchange: GradientExchange) -> Callabl
         loss = closure()
         exchange.synchronize()
         exchange.round.reopen()
-        session.current().steps.mark()
+        current.current().steps.mark()
         return loss
 
     return run

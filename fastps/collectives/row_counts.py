@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from fastps.collectives.about import Brought, brought_of, form_of, rows_of
 from fastps.collectives.names import rest_of
 from fastps.collectives.promise import SizesDifferError
+from fastps.collectives.staged import Made, Stages
 from fastps.types import DType
 from fastps.worker.handle import Array
 
@@ -111,3 +114,49 @@ def _trade(
     operation = begin(rest_of(rows.name), may_differ=False)
     yield operation
     return operation
+
+
+def row_counts_of_each(
+    group: Group, brought: Brought, name: str | None
+) -> Generator[Operation, None, list[list[int]]]:
+    """Tell everybody how many rows arrays have, and give everybody's of each array; in stages.
+
+    MismatchError on all members where they do not tell of as many arrays, or of other rows.
+    """
+    counts = [shape[0] for _, shape in brought]
+    promise = group.allgather(
+        np.array([*counts, form_of(rows_of(brought))], np.int64),
+        name=name, brought=brought,
+    )  # fmt: skip
+    yield from promise.operations
+    told = np.asarray(promise.wait()).reshape(group.size, len(counts) + 1)
+    if len(set(told[:, -1].tolist())) > 1:
+        raise group.differing(promise.operations[0])
+    by_array: list[list[int]] = told[:, :-1].T.tolist()
+    return by_array
+
+
+def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
+    """Give everybody's object; TypeError on all members if one cannot travel. Blocks."""
+    from fastps.objects import decode_of, encode_for_all  # noqa: PLC0415
+
+    own = np.frombuffer(encode_for_all(obj), np.uint8)
+
+    def exchange() -> Stages:
+        told = yield from tell(
+            Rows(group, "allgather", own, [len(own)], DType.UINT8, name, "objects")
+        )
+        whole: Array = np.empty(sum(told.counts), np.uint8)
+        if told.is_whole:
+            told.land(whole)
+        else:
+            promise = group.allgather(own, whole, counts=told.counts, name=rest_of(name))
+            yield from promise.operations
+        return Made((whole.tobytes(), told.counts))
+
+    everything, counts = group.run(name, exchange()).wait()
+    found, start = [], 0
+    for rank, count in zip(group.ranks, counts, strict=True):
+        found.append(decode_of(rank, everything[start : start + count]))
+        start += count
+    return found

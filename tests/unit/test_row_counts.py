@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastps.collectives._eager import Blocks, pack
+from fastps.collectives.row_counts import Rows, tell
 from fastps.collectives.steady import Steady
-from fastps.eager import Rows, tell
 from fastps.errors import MismatchError
 from fastps.types import DType, dtype_of
 
