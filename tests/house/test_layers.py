@@ -262,18 +262,19 @@ def file_imports() -> dict[str, set[str]]:
     for path in files:
         if path.suffix == ".py":
             named = [
-                (node.module or "", alias.name)
-                for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)
+                (node.module or "" if isinstance(node, ast.ImportFrom) else alias.name, alias.name)
+                for node in ast.walk(tree_of(path))
+                if isinstance(node, ast.Import | ast.ImportFrom)
                 for alias in node.names
-            ]  # fmt: skip
-            named += [(module, "") for _, module in python_imports(path)]
+            ]
         else:
             matches = [match for line in code_lines(path) if (match := CYTHON_FROM.match(line))]
             named = [
                 (match[1], name.split()[0])
                 for match in matches for name in match[2].strip(" ()").split(",") if name.strip()
             ]  # fmt: skip
-            named += [(module, "") for _, module in cython_imports(path)]
+            plain = [match for line in code_lines(path) if (match := CYTHON_IMPORT.match(line))]
+            named += [(match[1], "") for match in plain]
         for module, name in named:
             part = f"{module}.{name}"
             found[module_of(path)].add(part if part in modules else module)
