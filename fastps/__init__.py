@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastps import current as _current
-from fastps import evened as _evened
 from fastps.compression import Choice, Compression
 from fastps.contract import Compensation
 from fastps.errors import (
@@ -517,12 +516,10 @@ def push_pull_async(
 
     The arrays must not be changed until synchronize() has returned.
     """
-    session = _current.current()
-    handle = session.push_pull_async(
+    return _current.current().push_pull_async(
         tensor, name, average=average, priority=priority, out=out, compression=compression,
         learning_rate=learning_rate, rule=rule,
     )  # fmt: skip
-    return _evened.even(session.uneven, handle) if average else handle
 
 
 def poll(handle: Waitable) -> bool:

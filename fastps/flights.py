@@ -26,28 +26,21 @@ from fastps.collectives.places import is_apart
 from fastps.collectives.promise import SizesDifferError
 from fastps.collectives.row_counts import Rows, gather_objects, row_counts_of_each, tell
 from fastps.collectives.staged import Stages
-from fastps.current import current, known
+from fastps.current import current
 from fastps.errors import (
     ArgumentError,
-    FastPSError,
-    NotInitializedError,
-    ShutdownError,
 )
-from fastps.evened import integers_text
 from fastps.sets import (
     ProcessSet,
     checked_set,
     global_process_set,
 )
 from fastps.types import DType, Op, dtype_of
-from fastps.worker.handle import Array, Outcome, Waitable
+from fastps.worker.handle import Array, Outcome, Waitable, scale
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
     from fastps.collectives.group import Group
-    from fastps.collectives.promise import Promise
-    from fastps.session import Session
-    from fastps.worker.handle import Handle
 
 Average = Op.AVERAGE
 Sum = Op.SUM
@@ -109,47 +102,6 @@ class Landed(Later[Array]):
         self.operations = operations
 
 
-class Averaging:
-    """The promise of an average, and of what it lacks where members had run out of data."""
-
-    def __init__(
-        self, flight: Waitable, place: str | int, number: int, ranks: Sequence[int]
-    ) -> None:
-        self._place = (place, number, ranks)
-        self.poll, self.wait = flight.poll, flight.wait
-        self.operations = operations_of(flight)
-
-    def correction(self, dtype: DType) -> float:
-        """Give what the average is to be multiplied by, once it is there; see join()."""
-        return _correction(*self._place, dtype)
-
-
-def _correction(place: str | int, number: int, ranks: Sequence[int], dtype: DType) -> float:
-    try:
-        factor = known().uneven.correction(place, number, ranks)
-    except NotInitializedError:
-        text = "shutdown() was called before this average was waited for"
-        raise ShutdownError(text) from None
-    if factor != 1.0 and dtype > DType.BFLOAT16:
-        raise FastPSError(integers_text(place))
-    return factor
-
-
-def correction_of_operation(operation: Operation, dtype: DType) -> float:
-    """Do correction_of() for what a group did."""
-    if operation.about is None:  # a message
-        return 1.0
-    group, _, (kind, *_), divisor, *_ = operation.about
-    if kind not in ("allreduce", "reduce") or divisor == 1:
-        return 1.0
-    return _correction(operation.channel, operation.number, group.ranks, dtype)
-
-
-def correction_of(flight: Waitable, dtype: DType) -> float:
-    """Give what a result is to be multiplied by: 1, but for averages without some members."""
-    return flight.correction(dtype) if isinstance(flight, Averaging) else 1.0
-
-
 def start_allreduce(
     array: Array,
     out: Array | None,
@@ -160,48 +112,40 @@ def start_allreduce(
     dtype: DType | None = None,
     priority: int = 0,
     brought: Brought = (),
+    factor: float = 1.0,
 ) -> Waitable:
     """Begin an all-reduce: by servers where push_pull() does the same, else among members.
 
     A name that was declared with another shape goes among members too, so that names may be used
     again for something else. brought: all arrays of the grouped operation that begins with it.
+    factor: what the result is multiplied by.
     """
+    code = _code_of(array, dtype)
     if op is Adasum:
-        return _start_adasum(array, out, name, process_set, dtype)
-    code = _code_of(array, dtype)
+        found = _adasum([array], code, name, process_set, factor)[0]
+        if out is not None:
+            out[...] = found
+        return Landed(found if out is None else out)
     if name is not None and _goes_by_servers([array], [name], op, process_set, code):
-        session, name = current(), str(name)
-        handle = session.push_pull_async(
-            array, name, average=op is Average, priority=priority, out=out, dtype=dtype
+        handle = current().push_pull_async(
+            array, str(name), average=op is Average, priority=priority, out=out, dtype=dtype
         )
-        return _averaging_by_servers(handle, session) if op is Average else handle
+        return handle.scale(factor, code)
     group = checked_set(process_set).group()
-    flight = group.allreduce(
+    return group.allreduce(
         array, out, op=op, name=name, dtype=dtype, priority=priority, brought=brought
-    )
-    return averaging(flight, group, name) if op is Average else flight
+    ).scale(factor, code)
 
 
-def _start_adasum(
-    array: Array, out: Array | None, name: str | None, process_set: ProcessSet, dtype: DType | None
-) -> Waitable:
-    """Do an Adasum: blocks, since a level needs the one before."""
-    code = _code_of(array, dtype)
-    found = adasum([array], code, checked_set(process_set).group(), name)[0]
-    if out is not None:
-        out[...] = found
-    return Later([], lambda _: found if out is None else out)
-
-
-def _averaging_by_servers(handle: Handle, session: Session) -> Averaging:
-    """Make the promise of an average that servers make, of the first of its tensors."""
-    first = handle.tickets[0]
-    return Averaging(handle, first.name, first.version, range(session.size))
-
-
-def averaging(flight: Promise, group: Group, name: str | None) -> Averaging:
-    """Make the promise of an average that a group has started."""
-    return Averaging(flight, group.channels.get(name or "", 0), flight.number, group.ranks)
+def _adasum(
+    arrays: Sequence[Array], code: DType, name: str | None, process_set: ProcessSet, factor: float
+) -> list[Array]:
+    """Do an Adasum of each array; blocks, since a level needs the one before."""
+    found = adasum(arrays, code, checked_set(process_set).group(), name)
+    for array in found:
+        if factor != 1.0:
+            scale(array, code, factor)
+    return found
 
 
 class _Part(NamedTuple):
@@ -220,29 +164,33 @@ def start_grouped(
     codes: Sequence[DType],
     *,
     is_in_place: bool = False,
-) -> Later[list[tuple[Array, float]]]:
+    factor: float = 1.0,
+) -> Later[list[Array]]:
     """Begin to all-reduce several arrays, those of one dtype together where that helps.
 
-    The result has for each an array, its own at best if is_in_place, and its correction_of().
+    The result has for each an array, its own at best if is_in_place, times a factor.
     """
-    parts: list[tuple[_Part, DType]] = []
+    parts: list[_Part] = []
     brought = _brought_of(arrays, codes)
     for code in dict.fromkeys(codes):
         places = [place for place, one in enumerate(codes) if one is code]
         all_brought = () if parts else brought
-        some = _start_some(arrays, places, op, name, process_set, code, is_in_place, all_brought)
-        for part in some:
-            parts.append((part, code))
+        parts += _start_some(
+            arrays, places, op, name, process_set, code, is_in_place, all_brought, factor
+        )
+    return _joined(parts, len(arrays))
 
-    def finish(found: list[Any]) -> list[tuple[Array, float]]:
-        made: dict[int, tuple[Array, float]] = {}
-        for (part, code), given in zip(parts, found, strict=True):
-            lack = correction_of(part.flight, code)
-            for place, array in zip(part.places, part.split(given), strict=True):
-                made[place] = array, lack
-        return [made[place] for place in range(len(arrays))]
 
-    return Later([part.flight for part, _ in parts], finish)
+def _joined(parts: Sequence[_Part], count: int) -> Later[list[Array]]:
+    """Return the handle of all arrays, by place."""
+
+    def finish(found: list[Any]) -> list[Array]:
+        made: dict[int, Array] = {}
+        for part, given in zip(parts, found, strict=True):
+            made.update(zip(part.places, part.split(given), strict=True))
+        return [made[place] for place in range(count)]
+
+    return Later([part.flight for part in parts], finish)
 
 
 def _start_some(
@@ -254,6 +202,7 @@ def _start_some(
     code: DType,
     is_in_place: bool,
     brought: Brought,
+    factor: float,
 ) -> list[_Part]:
     """Begin to all-reduce the arrays of one dtype: in one submit to servers, or side by side.
 
@@ -261,19 +210,20 @@ def _start_some(
     """
     some = [arrays[place] for place in places]
     if op is Adasum:
-        sums = adasum(some, code, checked_set(process_set).group(), name)
+        sums = _adasum(some, code, name, process_set, factor)
         return [_Part(Later([], lambda _: sums), places, list)]
     names = [f"{name}.{place}" for place in places]
     if name is not None and _goes_by_servers(some, names, op, process_set, code):
         outs, session = some if is_in_place else None, current()
         session.ways.group(name, names)
         handle = session.push_pull_async(some, names, average=op is Average, out=outs, dtype=code)
-        flight = _averaging_by_servers(handle, session) if op is Average else handle
-        return [_Part(flight, places, list)]
+        return [_Part(handle.scale(factor, code), places, list)]
     small = [place for place in places if arrays[place].nbytes <= FUSED_BYTES]
     if brought:
         checked_set(process_set).group().check_single(name)
-    parts = [_start_fused(arrays, small, op, name, process_set, code, brought)] if small else []
+    parts = []
+    if small:
+        parts.append(_start_fused(arrays, small, op, name, process_set, code, brought, factor))
     for place in places:
         if arrays[place].nbytes > FUSED_BYTES:
             out = arrays[place] if is_in_place else None
@@ -281,7 +231,7 @@ def _start_some(
             label = part_of(name, f".{place}") if is_named else grouped_of(name)
             one = start_allreduce(
                 arrays[place], out, op, label, process_set, dtype=code,
-                brought=() if parts else brought,
+                brought=() if parts else brought, factor=factor,
             )  # fmt: skip
             parts.append(_Part(one, [place], lambda array: [array]))
     return parts
@@ -310,6 +260,7 @@ def _start_fused(
     process_set: ProcessSet,
     code: DType,
     brought: Brought,
+    factor: float,
 ) -> _Part:
     """Begin to all-reduce arrays side by side, among members; brought: of _start_some()."""
     some = [arrays[place] for place in places]
@@ -317,8 +268,7 @@ def _start_fused(
     group, label = checked_set(process_set).group(), grouped_of(name)
     brought = brought or brought_of(*some, dtype=code)
     promise = group.allreduce(flat, flat, op=op, name=label, dtype=code, brought=brought)
-    flight = averaging(promise, group, label) if op is Average else promise
-    return _Part(flight, places, lambda whole: _cut_like(whole, some))
+    return _Part(promise.scale(factor, code), places, lambda whole: _cut_like(whole, some))
 
 
 def _side_by_side(arrays: Sequence[Array]) -> Array:
@@ -359,13 +309,7 @@ def _start_parts(
             parts.append(side_by_side(fused, code))
         parts += [one(place, code) for place in places if place not in fused]
 
-    def finish(found: list[Any]) -> list[Array]:
-        made: dict[int, Array] = {}
-        for part, given in zip(parts, found, strict=True):
-            made.update(zip(part.places, part.split(given), strict=True))
-        return [made[place] for place in range(len(codes))]
-
-    return Later([part.flight for part in parts], finish)
+    return _joined(parts, len(codes))
 
 
 def start_allgather(
@@ -600,10 +544,12 @@ def start_reducescatter(
     dtype: DType | None = None,
     out: Array | None = None,
     brought: Brought = (),
+    factor: float = 1.0,
 ) -> Waitable:
     """Begin a reduce-scatter of rows, into out; the first members get one more if uneven.
 
-    brought: all arrays of the grouped operation that begins with it.
+    brought: all arrays of the grouped operation that begins with it. factor: what the result is
+    multiplied by.
     """
     group = checked_set(process_set).group()
     rows = _rows_of_each(array, group)
@@ -612,7 +558,7 @@ def start_reducescatter(
     counts = [count * width_of(array) for count in rows]
     return group.reducescatter(
         array, out, counts=counts, op=op, name=name, dtype=dtype, brought=brought
-    )
+    ).scale(factor, _code_of(array, dtype))
 
 
 def start_grouped_reducescatter(
@@ -622,6 +568,7 @@ def start_grouped_reducescatter(
     process_set: ProcessSet,
     *,
     dtypes: Sequence[DType | None],
+    factor: float = 1.0,
 ) -> Later[list[Array]]:
     """Begin start_reducescatter() of several arrays, those of few bytes side by side as one."""
     group = checked_set(process_set).group()
@@ -632,8 +579,9 @@ def start_grouped_reducescatter(
 
     def one(place: int, code: DType) -> _Part:
         flight = start_reducescatter(
-            arrays[place], op, label, process_set, dtype=code, brought=next(first, ())
-        )
+            arrays[place], op, label, process_set, dtype=code, brought=next(first, ()),
+            factor=factor,
+        )  # fmt: skip
         return _Part(flight, [place], lambda array: [array])
 
     def side_by_side(places: list[int], code: DType) -> _Part:
@@ -644,7 +592,7 @@ def start_grouped_reducescatter(
         flight = group.reducescatter(
             flat, counts=sizes, op=op, name=label, dtype=code,
             brought=next(first, ()) or brought_of(*(arrays[i] for i in places), dtype=code),
-        )  # fmt: skip
+        ).scale(factor, code)  # fmt: skip
         return _Part(flight, places, lambda whole: _cut_like(whole, blocks[group.rank]))
 
     nbytes = [array.nbytes for array in arrays]
@@ -686,8 +634,7 @@ def start_reduce(
 ) -> Waitable:
     """Begin to give the root the all-reduce, in its out; what others get is no result."""
     group, root = checked_set(process_set).group(), process_set.member(root_rank, "root_rank")
-    flight = group.reduce(array, out, root=root, op=op, name=name, dtype=dtype)
-    return averaging(flight, group, name) if op is Average else flight
+    return group.reduce(array, out, root=root, op=op, name=name, dtype=dtype)
 
 
 def start_gather(

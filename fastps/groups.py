@@ -298,6 +298,8 @@ class Groups:
         output: Array | None,
         explain: Explain,
         members: Sequence[int],
+        *,
+        is_average: bool = False,
     ) -> Promise:
         """Make the handle of an operation."""
         config = self._session.config
@@ -305,6 +307,7 @@ class Groups:
             operations, [output], is_single=True, operation=0, explain=explain,
             timeout_s=config.op_timeout_s, seconds=self._session.wait_seconds,
             spin_us=config.spin_us, members=members,
+            lack=self._uneven.lack if is_average else None,
         )  # fmt: skip
 
     @property

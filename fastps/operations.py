@@ -17,15 +17,12 @@ import numpy as np
 
 from fastps.collectives._calls import MISSED, Calls, changes_so_far
 from fastps.collectives.promise import MeanwhileError
-from fastps.current import current
-from fastps.evened import scale
+from fastps.current import current, known
 from fastps.flights import (
     Average,
     Landed,
     Later,
     Sum,
-    correction_of,
-    correction_of_operation,
     start_allgather,
     start_allreduce,
     start_alltoall,
@@ -40,7 +37,7 @@ from fastps.flights import (
 from fastps.given import check_output, check_targets, readable
 from fastps.sets import ProcessSet, checked_set, global_process_set
 from fastps.types import Op, dtype_of
-from fastps.worker.handle import Array, Waitable
+from fastps.worker.handle import Array, Waitable, scale
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
@@ -84,10 +81,9 @@ def _calls() -> Calls:
     return Calls(Op, ProcessSet, type(global_process_set))
 
 
-def again(promise: Promise, result: Any) -> Promise:
+def again(promise: Promise, _: Any) -> Promise:
     """Return the promise of an operation that was begun again, whose output is the result."""
-    operation = promise.operations[0]
-    return promise.then(lambda _: _corrected(operation, result))
+    return promise
 
 
 def blocking(
@@ -119,10 +115,11 @@ def blocking(
 
 
 def _corrected(operation: Operation, result: Array | None) -> Array | None:
-    """Correct an average that may lack somebody, as _result() does."""
-    if result is not None:
-        parts = _wire(result)
-        _made(parts, result, correction_of_operation(operation, dtype_of(parts.dtype)))
+    """Correct an average that may lack somebody, as its handle would have."""
+    if result is not None and operation.about is not None:
+        lack, code = known().uneven.lack(operation)
+        if lack != 1.0:
+            scale(_wire(result), code, lack)
     return result
 
 
@@ -163,8 +160,10 @@ def allreduce_async(
         check_output("allreduce" if name is None else f"tensor {name!r}", source, out)
     wire = _sum_wire(source, op)
     target = None if out is None else wire if out is source else _wire(out)
-    flight = start_allreduce(wire, target, op, name, process_set, priority=priority)
-    return _result(flight, source, postscale_factor, out)
+    flight = start_allreduce(
+        wire, target, op, name, process_set, priority=priority, factor=postscale_factor
+    )
+    return _result(flight, source, out, is_plain=postscale_factor == 1.0)
 
 
 allreduce = blocking(
@@ -197,15 +196,8 @@ def grouped_allreduce_async(
     sources = [_scaled(readable(tensor, name), prescale_factor) for tensor in tensors]
     wires = [_sum_wire(source, op) for source in sources]
     codes = [dtype_of(wire.dtype) for wire in wires]
-    flight = start_grouped(wires, op, name, process_set, codes)
-
-    def finish(found: list[Any]) -> list[Array]:
-        return [
-            _made(array, source, lack * postscale_factor)
-            for (array, lack), source in zip(found[0], sources, strict=True)
-        ]
-
-    return Later([flight], finish)
+    flight = start_grouped(wires, op, name, process_set, codes, factor=postscale_factor)
+    return _results(flight, sources)
 
 
 grouped_allreduce = blocking(
@@ -296,8 +288,8 @@ def reducescatter_async(
     """Begin reducescatter() and give a handle for synchronize()."""
     source = _scaled(readable(tensor, name), prescale_factor)
     wire, to = _sum_wire(source, op), _out_wire(out, source, name)
-    flight = start_reducescatter(wire, op, name, process_set, out=to)
-    return _result(flight, source, postscale_factor, out)
+    flight = start_reducescatter(wire, op, name, process_set, out=to, factor=postscale_factor)
+    return _result(flight, source, out, is_plain=postscale_factor == 1.0)
 
 
 reducescatter = blocking(
@@ -323,8 +315,10 @@ def grouped_reducescatter_async(
     sources = [_scaled(readable(tensor, name), prescale_factor) for tensor in tensors]
     wires = [_sum_wire(source, op) for source in sources]
     plain = [None] * len(wires)
-    flight = start_grouped_reducescatter(wires, op, name, process_set, dtypes=plain)
-    return _results(flight, sources, postscale_factor)
+    flight = start_grouped_reducescatter(
+        wires, op, name, process_set, dtypes=plain, factor=postscale_factor
+    )
+    return _results(flight, sources)
 
 
 grouped_reducescatter = blocking(
@@ -618,16 +612,14 @@ def _out_wire(out: Array | None, source: Array, name: str | None) -> Array | Non
 
 
 def _result(
-    flight: Waitable, source: Array, factor: float = 1.0, out: Array | None = None
+    flight: Waitable, source: Array, out: Array | None = None, *, is_plain: bool = True
 ) -> Later[Array]:
-    """Give the promise of an operation's array, of the source's dtype; out: where it goes."""
+    """Return the handle of an operation's array, of the source's dtype; out: where it goes."""
 
     def finish(found: list[Any]) -> Array:
-        lack = correction_of(flight, dtype_of(found[0].dtype))
-        made = _made(found[0], source, factor * lack)
-        return made if out is None else out
+        return _unwire(found[0], source.dtype) if out is None else out
 
-    return Later([flight], finish, is_plain=factor == 1.0)
+    return Later([flight], finish, is_plain=is_plain)
 
 
 def _rows(flight: Waitable, source: Array, out: Array | None) -> Later[Array]:
@@ -641,22 +633,11 @@ def _rows(flight: Waitable, source: Array, out: Array | None) -> Later[Array]:
     return Later([flight], finish, is_plain=isinstance(flight, Landed))
 
 
-def _results(
-    flight: Waitable, sources: Sequence[Array], factor: float = 1.0
-) -> Later[list[Array]]:
-    """Give the promise of the arrays of a grouped operation."""
+def _results(flight: Waitable, sources: Sequence[Array]) -> Later[list[Array]]:
+    """Return the handle of the arrays of a grouped operation."""
     return Later(
         [flight],
         lambda found: [
-            _made(one, source, factor) for one, source in zip(found[0], sources, strict=True)
+            _unwire(one, source.dtype) for one, source in zip(found[0], sources, strict=True)
         ],
     )
-
-
-def _made(array: Array, source: Array, factor: float) -> Array:
-    """Give what an operation made, of the source's dtype, times a factor."""
-    found = _unwire(array, source.dtype)
-    if factor != 1.0:
-        wire = _wire(found)
-        scale(wire, dtype_of(wire.dtype), factor)
-    return found

@@ -67,7 +67,6 @@ from fastps.errors import (
     ShutdownError,
     Status,
 )
-from fastps.evened import even, make_even
 from fastps.host import StartedTensor
 from fastps.objects import decode_of, encode_for_all
 from fastps.retiring import Forgetting
@@ -79,7 +78,7 @@ from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
 from fastps.uneven import Uneven
 from fastps.ways import Ways
-from fastps.worker.handle import Array, Handle
+from fastps.worker.handle import Array, Handle, scale
 
 if TYPE_CHECKING:
     from fastps.control.client import Asked, ControlClient
@@ -401,14 +400,16 @@ class Session(Forgetting):
                 tensor, name, average=average, priority=priority, out=out,
                 compression=compression, learning_rate=learning_rate, rule=rule,
             )  # fmt: skip
-            return (even(self.uneven, handle) if average else handle).wait()
+            return handle.wait()
         began = time.perf_counter()
         status = known.wait(timeout_s=self.config.op_timeout_s, spin_us=self.config.spin_us)
         self.wait_seconds[0] += time.perf_counter() - began
         assert isinstance(tensor, np.ndarray)
         if status == 0:
             if average and self.uneven.has_rounds:
-                make_even(self.uneven, [known], [tensor])
+                lack, code = self.uneven.lack(known)
+                if lack != 1.0:
+                    scale(tensor, code, lack)
             return tensor
         handle = self._handle([known], [tensor], _reduction(average), is_single=True)
         return handle.wait(0.0)  # raises
@@ -552,6 +553,7 @@ class Session(Forgetting):
             tickets, outputs, is_single=is_single, operation=operation, explain=self._explain,
             timeout_s=self.config.op_timeout_s, seconds=self.wait_seconds,
             spin_us=self.config.spin_us,
+            lack=self.uneven.lack if operation == AVERAGE and self._client is not None else None,
         )  # fmt: skip
 
     # ---- groups ----

@@ -25,8 +25,9 @@ import numpy as np
 
 from fastps.collectives._calls import forget_calls
 from fastps.collectives.names import Part, part_of
+from fastps.contract import Policy
 from fastps.control.protocol import TensorSpec, pack_spec, unpack_spec
-from fastps.errors import FastPSError, StallError, Status
+from fastps.errors import FastPSError, ShutdownError, StallError, Status
 from fastps.objects import decode_object, encode_object
 from fastps.types import DType, Op, ReduceOp, numpy_dtype
 
@@ -43,6 +44,7 @@ Place: TypeAlias = str | int
 Counts: TypeAlias = dict[Place, int]
 
 _OPS = {op.reduction: op for op in Op if op not in (Op.AVERAGE, Op.ADASUM)}
+AVERAGE = -2  # Ticket.operation of an average
 _JOINED, _STARTED = "joined", "started"
 _GO_ON = ("allreduce", "reduce", "broadcast", "barrier")  # without who has run out of data
 MANY_PAST = 64  # operations that are kept, as they may be over here and unknown elsewhere
@@ -182,35 +184,56 @@ class Uneven:
         gone = sorted(absent.intersection(one.members))
         return f"worker {', '.join(map(str, gone))} {REFUSAL}" if gone else ""
 
-    def correction(self, place: Place, number: int, members: Sequence[int]) -> float:
-        """Give what the average of an operation is to be multiplied by, when it is done.
+    def lack(self, ticket: Ticket | Operation) -> tuple[float, DType]:
+        """Return what the result of an operation that is over lacks, as a factor, and its dtype.
 
-        FastPSError for signs without a scale, which a worker without data votes on too.
+        1, but for averages without those who had joined. FastPSError where no factor mends that:
+        of integers, which were divided, and of signs without a scale, as zeros vote too.
+        ShutdownError where the session is gone that knows of it.
         """
-        if not self.has_rounds:
+        layout: Layout | None = None
+        if (about := getattr(ticket, "about", None)) is None:
+            layout = ticket.tensor.layout  # type: ignore[union-attr]
+            code = DType(layout.dtype)
+        else:
+            code = DType(about.key[-1])
+        if not self.has_rounds or self._has_joined:  # then it is only what others started
+            return 1.0, code
+        try:
+            factor = self._lack_of(ticket, layout)
+        except ReferenceError:
+            text = "shutdown() was called before this average was waited for"
+            raise ShutdownError(text) from None
+        if factor != 1.0 and code > DType.BFLOAT16:
+            raise FastPSError(_integers_text(ticket.name))
+        return factor, code
+
+    def _lack_of(self, ticket: Any, layout: Layout | None) -> float:
+        if layout is None:
+            group, _, (kind, *_), divisor, _, _, root = ticket.about
+            if divisor == 1 or kind not in ("allreduce", "reduce") or root not in (-1, group.rank):
+                return 1.0
+            return self.correction(ticket.channel, ticket.number, group.ranks)
+        is_sum = layout.policy is Policy.SUM and not layout.rule.has_meaning()
+        if ticket.operation != AVERAGE or not is_sum:  # a rule leaves out whom it likes
             return 1.0
+        factor = self.correction(ticket.name, ticket.version, range(self._session.size))
+        if factor != 1.0 and not layout.coding.keeps_scale:
+            raise FastPSError(
+                f"{ticket.name!r} is {layout.coding}, and some workers have called join(): their "
+                "zeros would count as signs; give scaling=True"
+            )
+        return factor
+
+    def correction(self, place: Place, number: int, members: Sequence[int]) -> float:
+        """Return what the average of an operation is to be multiplied by, when it is done."""
         with self._news:
             absent: set[int] = set().union(
                 *(found.absent(place, number) for found in self._rounds.values())
             )
         n = len(members)
         factor = n / max(n - len(absent.intersection(members)), 1)
-        known = self._session.started([place]) if factor != 1.0 and isinstance(place, str) else ()
-        for _, layout in known:
-            if not layout.coding.keeps_scale:
-                raise FastPSError(
-                    f"{place!r} is {layout.coding}, and some workers have called join(): their "
-                    "zeros would count as signs; give scaling=True"
-                )
         return 1.0 if self._session.config.join_average == "all" else factor
-
-    def correction_of(self, ticket: Ticket) -> float:
-        """Return correction() of an average over all workers, made by servers."""
-        return self.correction(ticket.name, ticket.version, range(self._session.size))
-
-    def started(self, name: str) -> Sequence[StartedTensor]:
-        """Return what was started last on a tensor, if anything was."""
-        return self._session.started([name])
 
     def forget(self, places: Collection[Place]) -> None:
         """Drop what was counted of places in rounds that are over, and what is past of them."""
@@ -358,7 +381,7 @@ class Uneven:
         if operation >= 0 and not is_refused:
             return self._session.broadcast_async(array, operation, name, dtype=dtype)
         return self._session.push_pull_async(
-            array, name, average=operation == -2, out=array, dtype=dtype
+            array, name, average=operation == AVERAGE, out=array, dtype=dtype
         )
 
     def _start_in_group(self, one: Started, *, is_refused: bool) -> Handle:
@@ -439,4 +462,12 @@ def _of_group(operation: Operation | Past) -> Started:
         operation.number,
         group.ranks,
         (group.key, words, plain, divisor, shapes),
+    )
+
+
+def _integers_text(name: str | int) -> str:
+    """Say that an average of integers cannot be one of those who took part."""
+    return (
+        f"{name!r}: an average of integers was divided by all workers, and some have called "
+        "join(): use a sum (op=Sum, average=False)"
     )

@@ -25,6 +25,10 @@ class Membership(Protocol):
         """Their numbers in the job."""
 
     @property
+    def rank(self) -> int:
+        """The place of this worker among them."""
+
+    @property
     def key(self) -> str:
         """What tells apart sets of the same ranks."""
 

@@ -70,6 +70,8 @@ class Host(Protocol):
         output: Array | None,
         explain: Explain,
         members: Sequence[int],
+        *,
+        is_average: bool = False,
     ) -> Promise:
         """Make the handle of an operation."""
 

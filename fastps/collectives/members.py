@@ -141,7 +141,11 @@ class Members:
 
     def promise(self, operation: Operation, result: Array | None) -> Promise:
         """Make the handle of an operation that has begun."""
-        return self._host.promise([operation], result, self._explain, self.ranks)
+        about: About | None = operation.about
+        return self._host.promise(
+            [operation], result, self._explain, self.ranks,
+            is_average=about is not None and about.divisor != 1,
+        )  # fmt: skip
 
     def _launch(
         self, kind: ReadyKind, channel: int, label: str, array: Any, out: Any, **how: Any

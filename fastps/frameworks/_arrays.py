@@ -23,8 +23,7 @@ from fastps.asynchronous import ServerParameters
 from fastps.coding import PLAIN
 from fastps.compression import Choice
 from fastps.errors import FastPSError
-from fastps.evened import scale
-from fastps.flights import correction_of, start_allreduce
+from fastps.flights import start_allreduce
 from fastps.frameworks._adapter import (
     BUCKET_BYTES,
     Average,
@@ -134,15 +133,15 @@ class _Bucket:
                     np.copyto(slot, source)
         return self._flat, self._flat
 
-    def store(self, outs: Arrays, factor: float) -> None:
-        """Write the result to the bucket's arrays, times a factor."""
-        self._store(outs, range(len(self.specs)), factor)
+    def store(self, outs: Arrays) -> None:
+        """Write the result to the bucket's arrays."""
+        self._store(outs, range(len(self.specs)))
 
-    def store_among(self, outs: Arrays, factor: float) -> None:
-        """Write the result to its places among all arrays, times a factor."""
-        self._store(outs, self.places, factor)
+    def store_among(self, outs: Arrays) -> None:
+        """Write the result to its places among all arrays."""
+        self._store(outs, self.places)
 
-    def _store(self, outs: Arrays, places: Sequence[int], factor: float) -> None:
+    def _store(self, outs: Arrays, places: Sequence[int]) -> None:
         if self.is_loose:
             self._check_place(outs[places[0]])
         elif isinstance(outs, Lent):
@@ -151,9 +150,6 @@ class _Bucket:
             for slot, place in zip(self._slots, places, strict=True):
                 if (out := outs[place]) is not slot:
                     np.copyto(out, slot)
-        if factor != 1.0:
-            for place in places:
-                scale(outs[place], self.code, factor)
 
     def _check_place(self, out: Array) -> None:
         """Refuse a result that the framework has moved away while it was being made."""
@@ -172,11 +168,6 @@ class _Started(NamedTuple):
     bucket: _Bucket
     outs: Arrays
     keep: Any
-
-    @property
-    def factor(self) -> float:
-        """What its results are to be multiplied by, where workers are missing."""
-        return correction_of(self.flight, self.bucket.code)
 
 
 class ArrayExchange:
@@ -284,12 +275,12 @@ class ArrayExchange:
         Waits for all also where one fails, and raises what went wrong: as fastps.synchronize().
         """
         for one in self._wait(range(len(self.plan))):
-            one.bucket.store_among(outs, one.factor)
+            one.bucket.store_among(outs)
 
     def finish_bucket(self, number: int) -> None:
         """Wait for one bucket and write its results where start() was told; as finish()."""
         for one in self._wait([number]):
-            one.bucket.store(one.outs, one.factor)
+            one.bucket.store(one.outs)
 
     def end(self) -> None:
         """Wait for all buckets as finish() does; take() gives what is_copied, until a start()."""
@@ -297,7 +288,7 @@ class ArrayExchange:
 
     def take(self, number: int, outs: Arrays) -> None:
         """Write the results of one bucket, in the order of plan[number]; after end()."""
-        self._ended[number].bucket.store(outs, self._ended[number].factor)
+        self._ended[number].bucket.store(outs)
 
     def _wait(self, numbers: Sequence[int]) -> list[_Started]:
         missing = [number for number in numbers if number not in self._started]

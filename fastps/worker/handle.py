@@ -5,7 +5,9 @@ A handle keeps its arrays alive and turns the status of a finished operation int
 that names tensor, peer and cure. It is PENDING until a thread that waits sees that all operations
 are over; that thread makes the result once (FINISHING), and keeps it (READY) or its error
 (FAILED), which every wait() from then on returns or raises. A wait that times out, or is
-interrupted, leaves it PENDING; poll() only looks. Threads: any; they wait without the GIL.
+interrupted, leaves it PENDING; poll() only looks. Results are multiplied here, once: by the
+caller's factor, and an average by what it lacks where workers had run out of data (uneven.py knows
+that). Threads: any; they wait without the GIL.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from typing import Any, Final, Generic, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 
+from fastps._floats import DefaultFloats
 from fastps.errors import FastPSError
-from fastps.types import checked_seconds
+from fastps.types import DType, checked_seconds
 
 Array: TypeAlias = np.ndarray[Any, Any]
 T = TypeVar("T")
@@ -58,6 +61,10 @@ class Waitable(Protocol):
 
 # of a ticket: which operation it is of, its status (None: not done) and the time that was waited
 Explain: TypeAlias = Callable[[Any, int, int | None, float], FastPSError]
+
+
+# Of a ticket that is over: what its result lacks, as a factor, and the result's dtype
+Lack: TypeAlias = Callable[[Any], tuple[float, DType]]
 
 
 class Outcome(Generic[T]):
@@ -132,7 +139,14 @@ class Outcome(Generic[T]):
 
 
 class Handle(Outcome[Array | list[Array]]):
-    """The promise of one operation on one or several tensors."""
+    """The promise of one operation on one or several tensors.
+
+    lack: asked when the operation is over, so that averages are over those who took part; None:
+    its result lacks nobody.
+    """
+
+    _factor = 1.0
+    _code: DType | None = None
 
     def __init__(
         self,
@@ -145,8 +159,10 @@ class Handle(Outcome[Array | list[Array]]):
         timeout_s: float,
         seconds: list[float],
         spin_us: int,
+        lack: Lack | None = None,
     ) -> None:
         self._lock = _make_lock()
+        self._lack = lack
         self.tickets: Sequence[Any] = tickets  # of each tensor's operation
         self._outputs = outputs
         self._is_single = is_single
@@ -155,6 +171,21 @@ class Handle(Outcome[Array | list[Array]]):
         self._timeout_s = timeout_s
         self._spin_us = spin_us
         self._seconds = seconds  # [time spent waiting]; the session's, shared by its handles
+
+    def scale(self, factor: float, code: DType) -> Self:
+        """Have results, of a dtype, multiplied by a factor when they are there."""
+        if factor != 1.0:
+            self._factor, self._code = factor, code
+        return self
+
+    def _multiply(self) -> None:
+        """Multiply each result once: half types round, and integers are cut."""
+        lacks = [(1.0, self._code)] * len(self._outputs)
+        if self._lack is not None and self.tickets:  # a group of one has none
+            lacks = [self._lack(ticket) for ticket in self.tickets]
+        for array, (lack, code) in zip(self._outputs, lacks, strict=True):
+            if (factor := self._factor * lack) != 1.0 and code is not None:
+                scale(array, code, factor)
 
     def _is_over(self) -> bool:
         return all(ticket.is_done for ticket in self.tickets)
@@ -187,4 +218,32 @@ class Handle(Outcome[Array | list[Array]]):
     def _make(self, error: FastPSError | None) -> Array | list[Array]:
         if error is not None:
             raise error
+        if self._lack is not None or self._code is not None:
+            self._multiply()
         return self._outputs[0] if self._is_single else list(self._outputs)
+
+
+def scale(array: Array, code: DType, factor: float) -> None:
+    """Multiply an array in place: half types in float32, integers in float64 and cut.
+
+    bfloat16 as uint16, or as ml_dtypes has it. On this thread, in the floating-point state of the
+    kernels: frameworks have threads that flush subnormal numbers to zero, and not on all workers
+    alike.
+    """
+    with DefaultFloats():
+        if code is DType.BFLOAT16 and array.dtype == np.uint16:
+            _scale_bfloat16(array, factor)
+        elif code in (DType.FLOAT16, DType.BFLOAT16):
+            array[...] = array.astype(np.float32) * np.float32(factor)
+        elif array.dtype.kind in "fc":
+            np.multiply(array, factor, out=array)
+        else:
+            array[...] = (array * np.float64(factor)).astype(array.dtype)
+
+
+def _scale_bfloat16(array: Array, factor: float) -> None:
+    wide = (array.astype(np.uint32) << np.uint32(16)).view(np.float32) * np.float32(factor)
+    bits = wide.view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)  # ties go to even
+    rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+    array[...] = np.where(np.isnan(wide), np.uint32(0x7FC0), rounded)

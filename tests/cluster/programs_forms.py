@@ -33,9 +33,8 @@ def everything() -> str:
         time.sleep(0.001)
     fastps.barrier()
     fastps.shutdown()
-    for flight in flights:  # which may lack somebody who had joined; who knows that is gone
-        with pytest.raises(fastps.ShutdownError, match="before this average was waited for"):
-            fastps.synchronize(flight)
+    for flight in flights:  # nobody had joined, so they lack nobody
+        assert np.array_equal(fastps.synchronize(flight), np.ones(3))
     return "done"
 
 

@@ -89,7 +89,6 @@ PART_OF = {
     "fastps.sets": "fastps.session",
     "fastps.uneven": "fastps.session",
     "fastps.stalls": "fastps.session",
-    "fastps.evened": "fastps.session",
     "fastps.retiring": "fastps.session",
     "fastps.differences": "fastps.session",
     "fastps.ways": "fastps.session",

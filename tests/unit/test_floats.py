@@ -16,13 +16,13 @@ from fastps import byzantine as bz
 from fastps._floats import DefaultFloats
 from fastps.adasum import combine as adasum
 from fastps.coding import Codec, Coding, Option
-from fastps.evened import scale
 from fastps.graph.coded import Track
 from fastps.reduce import measures, sum_kernel
 from fastps.reduce._combiner import Combiner
 from fastps.reduce.codec._coder import Coder
 from fastps.rules import Rule
 from fastps.types import DType, dtype_of
+from fastps.worker.handle import scale
 
 COUNT = 1000
 states = pytest.mark.parametrize("state", STATES)

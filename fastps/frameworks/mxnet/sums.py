@@ -17,9 +17,7 @@ import mxnet as mx
 import numpy as np
 
 from fastps.compression import Choice
-from fastps.evened import scale
 from fastps.flights import (
-    correction_of,
     start_allgather,
     start_allreduce,
     start_alltoall,
@@ -147,9 +145,6 @@ def allreduce(
     code = dtype_of(memory.dtype)
     flight = start_allreduce(memory, None, op, label, process_set, dtype=code, priority=priority)
     found = flight.wait().reshape(memory.shape)
-    factor = correction_of(flight, code)
-    if factor != 1.0:
-        scale(found, code, factor)
     return _scaled(mx.nd.array(found, dtype=found.dtype), postscale_factor)
 
 

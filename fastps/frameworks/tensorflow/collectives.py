@@ -17,9 +17,7 @@ import tensorflow as tf
 import fastps
 from fastps.coding import PLAIN
 from fastps.compression import Choice
-from fastps.evened import scale
 from fastps.flights import (
-    correction_of,
     start_allgather,
     start_allreduce,
     start_alltoall,
@@ -139,11 +137,7 @@ def _reduced(tensor: Any, label: str | None, op: Op, process_set: ProcessSet) ->
     def run(array: Array) -> Array:
         code = dtype_of(array.dtype)
         flight = start_allreduce(_wire(array), None, op, label, process_set, dtype=code)
-        found = flight.wait().reshape(array.shape)
-        factor = correction_of(flight, code)
-        if factor != 1.0:
-            scale(found, code, factor)
-        return _like(found, array)
+        return _like(flight.wait().reshape(array.shape), array)
 
     return _once(("reduced", label, op, process_set), run, tensor)
 

@@ -19,8 +19,7 @@ import tensorflow as tf
 
 from fastps import current
 from fastps.compression import Choice
-from fastps.evened import scale
-from fastps.flights import correction_of, start_allgather
+from fastps.flights import start_allgather
 from fastps.frameworks._adapter import (
     BUCKET_BYTES,
     Average,
@@ -34,7 +33,7 @@ from fastps.frameworks.tensorflow import _ops
 from fastps.frameworks.tensorflow.calls import Result, call, call_native, is_native, tensor_of
 from fastps.sets import ProcessSet, global_process_set
 from fastps.types import DType, Op, dtype_of, numpy_dtype
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, scale
 
 if TYPE_CHECKING:
     from fastps.session import Session
@@ -266,7 +265,4 @@ def gathered(array: Array, name: str | None, process_set: ProcessSet, code: DTyp
     rows = np.ascontiguousarray(array)
     flight, _ = start_allgather(rows, name, process_set, dtype=code, is_awaited=True)
     found: Array = flight.wait()
-    factor = correction_of(flight, code)
-    if factor != 1.0:
-        scale(found, code, factor)
     return found

@@ -66,14 +66,8 @@ def allreduce_async(
     """Begin allreduce() into a new tensor; the tensor must not be changed meanwhile."""
     op = op_of_words(op, average)
     source = wire_of(tensor, name, op, factor=prescale_factor)
-    flight = _sum(source, None, op, name, process_set)
-
-    def finish(found: list[Any]) -> torch.Tensor:
-        return scaled(
-            result_of(found[0], source, tensor), postscale_factor * _correction(flight, source)
-        )
-
-    return Later([flight], finish)
+    flight = _sum(source, None, op, name, process_set, postscale_factor)
+    return Later([flight], lambda found: result_of(found[0], source, tensor))
 
 
 def allreduce_async_(
@@ -91,16 +85,15 @@ def allreduce_async_(
     source = wire_of(target, name, op, factor=prescale_factor)
     in_place = wire_of(target, name, op)
     same = in_place.data_ptr() == target.data_ptr()
-    flight = _sum(source, in_place if same else source, op, name, process_set)
+    out = in_place if same else source
+    flight = _sum(source, out, op, name, process_set, postscale_factor)
     mark_written(target)
 
     def finish(found: list[Any]) -> torch.Tensor:
-        factor = postscale_factor * _correction(flight, source)
-        if not same or factor != 1.0:
-            result = target if same else result_of(found[0], source, tensor)
-            write_over(target, scaled(result, factor))
-        else:
+        if same:
             mark_written(target)
+        else:
+            write_over(target, result_of(found[0], source, tensor))
         return tensor
 
     return Later([flight], finish)
@@ -201,16 +194,13 @@ def _start_grouped(
     wires = [wire_of(tensor, name, op, factor=prescale_factor) for tensor in tensors]
     codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
     flight = ops.start_grouped(
-        [view_of(wire) for wire in wires], op, name, process_set, codes, is_in_place=is_in_place
+        [view_of(wire) for wire in wires], op, name, process_set, codes, is_in_place=is_in_place,
+        factor=postscale_factor,
+    )  # fmt: skip
+    return Later(
+        [flight],
+        lambda found: [result_of(*each) for each in zip(found[0], wires, tensors, strict=True)],
     )
-
-    def finish(found: list[Any]) -> list[torch.Tensor]:
-        return [
-            scaled(result_of(array, wire, tensor), postscale_factor * lack)
-            for (array, lack), wire, tensor in zip(found[0], wires, tensors, strict=True)
-        ]
-
-    return Later([flight], finish)
 
 
 def grouped_allreduce(
@@ -330,11 +320,10 @@ def reducescatter_async(
     """Begin reducescatter() and give a handle."""
     source = wire_of(tensor, name, op, factor=prescale_factor)
     flight = ops.start_reducescatter(
-        view_of(source), op, name, process_set, dtype=wire_dtype(source.dtype, name or "tensor")
-    )
-    return Later(
-        [flight], lambda found: scaled(result_of(found[0], source, tensor), postscale_factor)
-    )
+        view_of(source), op, name, process_set, dtype=wire_dtype(source.dtype, name or "tensor"),
+        factor=postscale_factor,
+    )  # fmt: skip
+    return Later([flight], lambda found: result_of(found[0], source, tensor))
 
 
 def reducescatter(
@@ -375,16 +364,13 @@ def grouped_reducescatter_async(
     wires = [wire_of(tensor, name, op, factor=prescale_factor) for tensor in tensors]
     codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
     flight = ops.start_grouped_reducescatter(
-        [view_of(wire) for wire in wires], op, name, process_set, dtypes=codes
+        [view_of(wire) for wire in wires], op, name, process_set, dtypes=codes,
+        factor=postscale_factor,
+    )  # fmt: skip
+    return Later(
+        [flight],
+        lambda found: [result_of(*each) for each in zip(found[0], wires, tensors, strict=True)],
     )
-
-    def finish(found: list[Any]) -> list[torch.Tensor]:
-        return [
-            scaled(result_of(*each), postscale_factor)
-            for each in zip(found[0], wires, tensors, strict=True)
-        ]
-
-    return Later([flight], finish)
 
 
 def grouped_reducescatter(
@@ -525,7 +511,7 @@ def reduce_to_async(
     def finish(found: list[Any]) -> torch.Tensor | None:
         if current().rank != root_rank:
             return None
-        return scaled(result_of(np.asarray(found[0]), wire, tensor), _correction(flight, wire))
+        return result_of(np.asarray(found[0]), wire, tensor)
 
     return Later([flight], finish)
 
@@ -637,16 +623,13 @@ def _sum(
     op: Op,
     name: str | None,
     process_set: ProcessSet,
+    factor: float,
 ) -> Waitable:
     array = view_of(source)
     is_same = target is not None and target.data_ptr() == source.data_ptr()
     out = array if is_same else None if target is None else view_of(target)
     code = wire_dtype(source.dtype, name or "tensor")
-    return ops.start_allreduce(array, out, op, name, process_set, dtype=code)
-
-
-def _correction(flight: Waitable, wire: torch.Tensor) -> float:
-    return ops.correction_of(flight, wire_dtype(wire.dtype, "tensor"))
+    return ops.start_allreduce(array, out, op, name, process_set, dtype=code, factor=factor)
 
 
 def _gathering(

@@ -115,7 +115,6 @@ class _Flight:
         self.crossing = crossing
         # These two may be gone for everybody else when the parameters are looked at.
         self.optimizer = crossing.optimizer
-        self.home = current.current()
         self.handle = handle
         self.buckets = buckets
         self.parameters = [p for bucket in buckets for p in bucket.parameters]
@@ -230,7 +229,7 @@ class Crossing:
         flight.handle.wait()
         self._flights.remove(flight)
         flight.arrive()
-        self._exchange.write(flight.buckets, flight.home)
+        self._exchange.write(flight.buckets)
         optimizer = flight.optimizer
         if self._clip_value is not None:
             torch.nn.utils.clip_grad_value_(flight.parameters, self._clip_value)

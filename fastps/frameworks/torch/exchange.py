@@ -23,7 +23,6 @@ from fastps import current
 from fastps.byzantine.rules import rule_of
 from fastps.coding import PLAIN, Coding
 from fastps.errors import DuplicateNameError, FastPSError, MismatchError
-from fastps.evened import scale
 from fastps.flights import Later
 from fastps.frameworks._adapter import (
     ACCUMULATE,
@@ -69,7 +68,7 @@ from fastps.types import Op
 from fastps.worker.handle import Handle
 
 if TYPE_CHECKING:
-    from fastps.session import Session
+    pass
 
 Views: TypeAlias = bool | Literal["auto"]
 
@@ -268,8 +267,6 @@ class GradientExchange:
         rows, self._rows = self._rows, []
         self._memory.clear()
         wait_all([*handles, *rows])
-        if self._average:
-            self._correct(buckets, current.current())
         self._store(buckets)
         for gradient in rows:
             gradient.store()
@@ -281,9 +278,8 @@ class GradientExchange:
         self._memory.clear()
         return self.round.take_each()
 
-    def write(self, buckets: Sequence[Bucket], home: Session) -> None:
-        """Write the results of buckets whose handle is done; averages only, of this session."""
-        self._correct(buckets, home)
+    def write(self, buckets: Sequence[Bucket]) -> None:
+        """Write the results of buckets whose handle was waited for; averages only."""
         self._store(buckets)
 
     @property
@@ -298,24 +294,6 @@ class GradientExchange:
             for parameter in bucket.parameters if self.gives_rows else ():
                 if parameter.grad is not None:
                     parameter.grad = rows_of(parameter)
-
-    def _correct(self, buckets: Sequence[Bucket], home: Session) -> None:
-        """Make averages those over the workers who took part; see join()."""
-        uneven = home.uneven
-        if not uneven.has_rounds:
-            return
-        for bucket in buckets:
-            factor = uneven.correction(*self._place_of(bucket.name, home))
-            if factor != 1.0:
-                scale(bucket.array, bucket.code, factor)
-
-    def _place_of(self, name: str, session: Session) -> tuple[str | int, int, Sequence[int]]:
-        """Say where and how often a name was used, and by whom."""
-        if self._process_set is global_process_set:
-            return name, session.version_of(name), range(session.size)
-        group = self._process_set.group()
-        channel = group.channels.get(name, 0)
-        return channel, group.count(name), group.ranks
 
     def on_gradient(self, index: int) -> None:
         """Count one backward pass; start the bucket after the last one of its last gradient."""

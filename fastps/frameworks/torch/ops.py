@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from fastps import current
-from fastps.evened import even
 from fastps.flights import Later
 from fastps.frameworks._adapter import check_name
 from fastps.frameworks.torch.compression import (
@@ -193,11 +192,10 @@ def _start(
 ) -> Pending:
     array, code = view_of(source), wire_dtype(source.dtype, name)
     out = array if output is source else view_of(output)
-    session = current.current()
-    handle = session.push_pull_async(
+    handle = current.current().push_pull_async(
         array, name, average=average, priority=priority, out=out, dtype=code
     )
-    return Pending(even(session.uneven, handle) if average else handle, output, name)
+    return Pending(handle, output, name)
 
 
 def _checked(tensor: torch.Tensor, name: str, average: bool) -> torch.Tensor:

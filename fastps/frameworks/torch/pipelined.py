@@ -101,7 +101,6 @@ class PipelinedExchange(GradientExchange):
         wait_all(handles)
         if not handles:
             return []
-        self._correct(self._piped, current.current())
         return [
             (parameter, average)
             for bucket in self._piped

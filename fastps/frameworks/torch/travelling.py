@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from fastps.evened import scale
 from fastps.flights import Average, Sum
 from fastps.frameworks.torch.tensors import (
     WIRE_DTYPES,
@@ -25,6 +24,7 @@ from fastps.frameworks.torch.tensors import (
     write_over,
 )
 from fastps.types import Op
+from fastps.worker.handle import scale
 
 
 def wire_of(
