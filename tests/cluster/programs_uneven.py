@@ -156,6 +156,29 @@ def refusals() -> None:
     fastps.join()
 
 
+def under_a_rule() -> str:
+    """Have all forms of a name whose rule leaves out whom it likes while somebody has joined."""
+    fastps.init()
+    me, own = fastps.rank(), np.full(4, 1.0 + fastps.rank(), np.float32)
+    assert fastps.push_pull(own, "w", rule="median")[0] == 2.0
+    if me == 2:
+        fastps.join()
+    else:
+        for average in (
+            lambda: fastps.push_pull(own, "w"),
+            lambda: fastps.push_pull_async(own, "w").wait(),
+            lambda: fastps.allreduce(own, "w"),
+            lambda: fastps.allreduce_async(own, "w").wait(),
+        ):
+            found = average()
+            assert found[0] == 1.0, "the median of 1, 2 and nothing"
+        plain = fastps.allreduce_async(own, "plain", postscale_factor=2.0).wait()
+        assert plain[0] == np.float32(3.0), "the average of 1 and 2, doubled"
+        fastps.join()
+    fastps.shutdown()
+    return "done"
+
+
 def votes() -> str:
     """Average signs without a scale, on which a worker without data would vote too."""
     fastps.init()

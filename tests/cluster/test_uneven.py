@@ -21,6 +21,11 @@ def test_signs_without_a_scale_have_no_average_of_those_with_data():
     assert found == ["done"] * 2
 
 
+def test_a_rule_is_not_made_an_average_of_those_with_data():
+    found = run_job(programs_uneven.under_a_rule, workers=3, servers=1)
+    assert found == ["done"] * 3
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 def test_operations_that_are_over_before_others_hear_of_them(workers):
     found = run_job(programs_uneven.over_first, workers=workers, servers=0)
