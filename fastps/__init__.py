@@ -352,7 +352,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Tell whether this process is part of a job."""
+    """Return whether this process is part of a job."""
     return _current.is_initialized()
 
 
@@ -380,7 +380,7 @@ def run(
 
 
 def rank() -> int:
-    """Give the number of this worker, 0 to size() - 1; also in processes forked from it.
+    """Return the number of this worker, 0 to size() - 1; also in processes forked from it.
 
     Validators come after the workers: size() + validator_rank().
     """
@@ -388,17 +388,17 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Give the number of workers."""
+    """Return the number of workers."""
     return _current.known().size
 
 
 def local_rank() -> int:
-    """Give the number of this worker among those on its machine."""
+    """Return the number of this worker among those on its machine."""
     return _current.known().local_rank
 
 
 def local_size() -> int:
-    """Give the number of workers on this machine."""
+    """Return the number of workers on this machine."""
     return _current.known().local_size
 
 
@@ -438,7 +438,7 @@ def forget(name: str | Sequence[str]) -> None:
 
 
 def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
-    """Give an uninitialised array that the workers of this machine can all reach.
+    """Return an uninitialised array that the workers of this machine can all reach.
 
     push_pull of it, in place or into another such array, copies nothing: the workers add right
     where the arrays lie. Views that are C-contiguous count as well. Plain memory where there is
@@ -454,7 +454,7 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
 
 
 def register(array: Array) -> Array:
-    """Give an array with the same contents that the workers of this machine can all reach.
+    """Return an array with the same contents that the workers of this machine can all reach.
 
     The array itself if it is one already, or if there is nobody to share with; else a copy: use
     it in the place of the old one. Raises MemoryError as empty() does.
@@ -512,7 +512,7 @@ def push_pull_async(
     learning_rate: float | None = None,
     rule: RuleChoice = None,
 ) -> Handle:
-    """Begin push_pull() and give a handle for synchronize(); does not block.
+    """Start push_pull() and give a handle for synchronize(); does not block.
 
     The arrays must not be changed until synchronize() has returned.
     """
@@ -523,7 +523,7 @@ def push_pull_async(
 
 
 def poll(handle: Waitable) -> bool:
-    """Tell whether synchronize() would return at once."""
+    """Return whether synchronize() would return at once."""
     return handle.poll()
 
 
@@ -539,7 +539,7 @@ def broadcast_object(
     name: str = "object",
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give everybody the root's object, made of plain Python values and arrays; blocks.
+    """Return the root's object on all workers, made of plain Python values and arrays; blocks.
 
     Nothing is pickled: TypeError on all workers names a type that cannot travel.
     """
@@ -565,7 +565,7 @@ def barrier(
 
 
 def mark_step() -> None:
-    """Say that a training step ends here, for statistics() and the timeline. Does not block.
+    """Mark the end of a training step, for statistics() and the timeline. Does not block.
 
     Optimizers and DistributedDataParallel of fastps.torch say it themselves.
     """

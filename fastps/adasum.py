@@ -30,7 +30,7 @@ _FLOATS = (DType.FLOAT16, DType.FLOAT32, DType.FLOAT64)
 def adasum(
     arrays: Sequence[Array], dtype: DType, group: Group, name: str | None = None
 ) -> list[Array]:
-    """Give the Adasum of each of some arrays of one dtype over a group; blocks.
+    """Return the Adasum of each of some arrays of one dtype over a group; blocks.
 
     ValueError where the members are not a power of two, TypeError for other than floats,
     MismatchError while one of them is in join().
@@ -52,7 +52,7 @@ def adasum(
 
 
 def combine(first: Array, second: Array) -> Array:
-    """Give the Adasum of two flat arrays; where one is zero, the other."""
+    """Return the Adasum of two flat arrays; where one is zero, the other."""
     wide = np.result_type(first.dtype, np.float32)
     with DefaultFloats():
         a, b = first.astype(wide), second.astype(wide)

@@ -27,18 +27,18 @@ class SingleTicket:
 
     @property
     def is_done(self) -> bool:
-        """Tell that the operation is done, which ends it."""
+        """Return True, which ends the operation."""
         self._is_over = True
         return True
 
     def wait(self, *, timeout_s: float, spin_us: int) -> int:
-        """Give the status of what is done."""
+        """Return the status of what is done."""
         self._is_over = True
         return 0
 
     @property
     def is_aloft(self) -> bool:
-        """Tell whether nobody has asked for the result yet."""
+        """Return whether nobody has asked for the result yet."""
         return not self._is_over
 
 
@@ -62,7 +62,7 @@ class Tensors:
                 )
 
     def begin(self, names: Sequence[str]) -> list[SingleTicket]:
-        """Begin an operation on each; DuplicateNameError where one is in flight."""
+        """Start an operation on each; DuplicateNameError where one is in flight."""
         for name in names:
             before = self._flights.get(name)
             if before is not None and before.is_aloft:

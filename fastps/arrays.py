@@ -75,7 +75,7 @@ def outputs_of(
     *,
     is_single: bool,
 ) -> Sequence[Array]:
-    """Give the arrays that results go to: those of tensor in place, for None new ones, of make."""
+    """Return the arrays that results go to: tensor's own in place, or new ones of make."""
     if out is tensor:
         return arrays
     if out is None:
@@ -116,7 +116,7 @@ def check_arrays(
 
 
 def checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Give the extents as plain numbers; an array has no negative one."""
+    """Return the extents as plain numbers; an array has no negative one."""
     extents = tuple(map(operator.index, shape))
     if any(extent < 0 for extent in extents):
         raise ValueError(f"tensor {name!r}: {extents} is not a shape")
@@ -218,7 +218,7 @@ def check_rule(
 
 
 def _piece_bytes(name: str, rule: Rule, nbytes: int, partition_bytes: int) -> int:
-    """Give the most bytes of a piece: all, where a rule compares whole tensors."""
+    """Return the most bytes of a piece: all, where a rule compares whole tensors."""
     if not rule.wants_whole:
         return min(partition_bytes, RULED_BYTES)
     if nbytes > MAX_PARTITION_BYTES:

@@ -107,7 +107,7 @@ class ServerParameters:
         *,
         learning_rate: float | None = None,
     ) -> Later[list[Array]]:
-        """Begin to add changes to the parameters, and to write what is there then over them here.
+        """Start to add changes to the parameters, and to write what is there then over them here.
 
         deltas: one per parameter in their order, or by name; read. None adds nothing: what is
         there is read, for which a frame without bytes is sent. Neither they nor the
@@ -150,7 +150,7 @@ class ServerParameters:
         return flights
 
     def _landed(self) -> list[Array]:
-        """Give the arrays, with what came encoded."""
+        """Return the arrays, with what came encoded."""
         for name, array in zip(self._names, self.arrays, strict=True):
             if name in self._copies:
                 np.copyto(array, self._copies[name])
@@ -160,11 +160,11 @@ class ServerParameters:
 
     @property
     def is_coded(self) -> bool:
-        """Tell whether changes travel encoded, of some parameters at least."""
+        """Return whether changes travel encoded, of some parameters at least."""
         return bool(self._copies)
 
     def read(self) -> list[Array]:
-        """Give what servers hold, whole, and leave the parameters here as they are; blocks.
+        """Return what servers hold, whole, and leave the parameters here as they are; blocks.
 
         When no push of this worker is under way. Waits for nobody, but workers that share memory
         call it alike. What comes encoded from then on is a change of just this.
@@ -198,7 +198,7 @@ class ServerParameters:
                 np.copyto(self._copies[name], value)
 
     def kept(self) -> list[Any]:
-        """Give what the codecs of this worker keep (error feedback, momentum) of each parameter.
+        """Return what the codecs of this worker keep (error feedback, momentum) of each parameter.
 
         For checkpoints, when no push is under way.
         """
@@ -213,7 +213,7 @@ class ServerParameters:
 
 
 def compensation_of(wanted: Compensating | None) -> Compensation:
-    """Give the contract's words for what users say. ValueError for what is no lambda."""
+    """Return the contract's words for what users say. ValueError for what is no lambda."""
     if wanted is None or wanted == "adaptive":
         return PROMPT if wanted is None else ADAPTIVE
     if isinstance(wanted, str):
@@ -234,7 +234,7 @@ def _rate_of(learning_rate: float | None) -> float:
 
 
 def _bound_of(staleness: float | None) -> int:
-    """Give the contract's words for what users say."""
+    """Return the contract's words for what users say."""
     if staleness is None or staleness == math.inf:
         return ANY_STALENESS
     bound = operator.index(staleness)  # type: ignore[arg-type]

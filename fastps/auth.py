@@ -117,7 +117,7 @@ class ClientHandshake:
         self._step = "hello"
 
     def hello(self) -> bytes:
-        """Give the first message to send."""
+        """Return the first message to send."""
         self._step = _advance(self._step, "hello", "answer")
         return self._hello
 

@@ -39,7 +39,7 @@ def count(number: int, what: str) -> str:
 
 
 def _memory(config: Config, connections: Connections) -> str:
-    """Say whether workers of a machine share memory, or why not."""
+    """Return whether workers of a machine share memory, or why not."""
     job = connections.job
     if any(len(ranks) > 1 for ranks in job.machines):
         return "between workers of a machine"

@@ -96,7 +96,7 @@ class Coding(NamedTuple):
             raise ValueError(f"k={self.k:g}: codes of so many levels are longer than elements")
 
     def __str__(self) -> str:
-        """Say what it is, as errors do."""
+        """Return what it is, as errors do."""
         if self.codec is Codec.NONE:
             return "uncompressed"
         words = [option.name.lower() for option in Option if self.has(option)]
@@ -105,12 +105,12 @@ class Coding(NamedTuple):
         return f"compressed by {self.codec.name.lower()}({', '.join(words)})"
 
     def has(self, option: Option) -> bool:
-        """Tell whether an option is set."""
+        """Return whether an option is set."""
         return bool(self.options & option)
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether the unit is the partition."""
+        """Return whether the unit is the partition."""
         return self.codec in WHOLE
 
     @property
@@ -120,15 +120,15 @@ class Coding(NamedTuple):
 
     @property
     def is_paired(self) -> bool:
-        """Tell whether two codes share 7 bits."""
+        """Return whether two codes share 7 bits."""
         return self.codec is Codec.INT4 and self.k == PAIRED_LEVELS
 
     def without_memory(self) -> Coding:
-        """Give the same codec for who keeps nothing from round to round."""
+        """Return the same codec for who keeps nothing from round to round."""
         return self._replace(options=self.options & ~Option.FEEDBACK, mu=0.0)
 
     def fits(self, code: DType, nbytes: int, *, min_bytes: int) -> bool:
-        """Tell whether a tensor is worth this codec, and can have it; others go as they are."""
+        """Return whether a tensor is worth this codec, and can have it; others go as they are."""
         return self.codec is not Codec.NONE and code in ELEMENTS and nbytes >= max(min_bytes, 1)
 
     def kept(self, count: int) -> int:
@@ -138,12 +138,12 @@ class Coding(NamedTuple):
 
     @property
     def code_bits(self) -> int:
-        """Give the bits of one code of dithering, a number from -levels to levels."""
+        """Return the bits of one code of dithering, a number from -levels to levels."""
         levels = int(self.k)
         return 2 if levels == 1 else 4 if levels <= 7 else 8
 
     def coded_bytes(self, count: int) -> int:
-        """Give the bytes of one unit of count elements, with its head; 0 for none."""
+        """Return the bytes of one unit of count elements, with its head; 0 for none."""
         if count == 0:
             return 0
         if self.has(Option.BYTEPS):
@@ -161,7 +161,7 @@ class Coding(NamedTuple):
         return HEAD_BYTES + self._block_bytes(count)
 
     def _byteps_bytes(self, count: int) -> int:
-        """Give the bytes in BytePS's layout; of dithering the most that they may be."""
+        """Return the bytes in BytePS's layout; of dithering the most that they may be."""
         if self.codec is Codec.ONEBIT:
             return 4 * -(-count // 32) + 4
         if self.codec is Codec.DITHERING:
@@ -170,7 +170,7 @@ class Coding(NamedTuple):
 
     @property
     def _elias_bits(self) -> int:
-        """Give the most bits of an element of dithering: no gap, a sign, the largest level."""
+        """Return the most bits of an element of dithering: no gap, a sign, the largest level."""
         length = int(self.k) if self.has(Option.NATURAL) else int(self.k).bit_length()
         return 2 + length + 2 * length.bit_length() - 2
 
@@ -187,7 +187,7 @@ class Coding(NamedTuple):
 
 
 def _paired_bytes(count: int) -> int:
-    """Give the bytes of a block: scales of 2, and 7 planes of an eighth of its pairs."""
+    """Return the bytes of a block: scales of 2, and 7 planes of an eighth of its pairs."""
     return 2 * -(-count // GROUP) + 7 * -(-count // 16)
 
 
@@ -201,7 +201,7 @@ class Units(NamedTuple):
 
 
 def unit_count(coding: Coding, chunk_bytes: int) -> int:
-    """Give the elements of a unit that has at most chunk_bytes; 0: the unit is the partition."""
+    """Return the elements of a unit that has at most chunk_bytes; 0: the unit is the partition."""
     if coding.is_whole:
         return 0
     blocks = (chunk_bytes - HEAD_BYTES) // (coding.coded_bytes(BLOCK) - HEAD_BYTES)
@@ -209,7 +209,7 @@ def unit_count(coding: Coding, chunk_bytes: int) -> int:
 
 
 def wire_chunk(coding: Coding, chunk_bytes: int) -> int:
-    """Give the bytes of a frame: those of a plain tensor, or of a unit that is not larger."""
+    """Return the bytes of a frame: those of a plain tensor, or of a unit that is not larger."""
     if coding.codec is Codec.NONE or coding.is_whole:
         return chunk_bytes
     nbytes = coding.coded_bytes(unit_count(coding, chunk_bytes))
@@ -228,7 +228,7 @@ def cut_units(coding: Coding, code: DType, nbytes: int, chunk_bytes: int) -> Uni
 
 
 def stream_of(coding: Coding, name: str, partition: int) -> int:
-    """Give the 64 bits that tell the random numbers of a partition from those of others."""
+    """Return the 64 bits that tell the random numbers of a partition from those of others."""
     words = f"{coding.seed}/{partition}/{name}"
     from hashlib import blake2b  # noqa: PLC0415  (OpenSSL: a tenth of what importing us costs)
 

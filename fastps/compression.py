@@ -124,12 +124,12 @@ _ALL = ("ef", "momentum", "mu")
 
 
 def is_own(function: Any) -> bool:
-    """Tell a function of Compression from one that wants a tensor's name."""
+    """Return whether a function is one of Compression, not one that wants a tensor's name."""
     return function in _OWN
 
 
 def coding_of(choice: Choice, name: str = "") -> Coding | None:
-    """Give what a choice means for a tensor; None: as it was declared. ConfigError, TypeError."""
+    """Return what a choice means for a tensor; None: as declared. ConfigError, TypeError."""
     if callable(choice):
         choice = choice() if is_own(choice) else choice(name)
         return PLAIN if choice is None else coding_of(choice, name)

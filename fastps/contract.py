@@ -158,7 +158,7 @@ ALONE = Gathering()
 
 
 def is_followed(policy: int, coding: Coding) -> bool:
-    """Tell whether members follow a value by changes that travel encoded."""
+    """Return whether members follow a value by changes that travel encoded."""
     holds = policy in (Policy.ACCUMULATE, Policy.GATHERED)
     return holds and coding.codec is not Codec.NONE
 
@@ -193,7 +193,7 @@ def cast_apart(n: int, epoch: int = 0) -> Cast:
 
 
 def trim_of(policy: Policy, n: int) -> int:
-    """Say how many of n values are left out at either end; 0: their mean is taken."""
+    """Return how many of n values are left out at either end; 0: their mean is taken."""
     return (n - 1) // 2 if policy is Policy.AGREED else 0
 
 

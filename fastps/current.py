@@ -180,7 +180,7 @@ def _report_failure(text: str) -> None:
 
 
 def _say_banner(session: Session) -> None:
-    """Say on stderr what the job is; a program without stderr goes without."""
+    """Print on stderr what the job is; a program without stderr goes without."""
     from fastps.banner import describe  # noqa: PLC0415  (rank 0 alone needs it)
 
     lines = describe(session.config, session.connections).splitlines()
@@ -200,19 +200,19 @@ def _show_logs(level: str) -> None:
 
 
 def is_initialized() -> bool:
-    """Tell whether init() was called, in this process, and shutdown() was not."""
+    """Return whether init() was called, in this process, and shutdown() was not."""
     return _current is not None and _current.is_ours
 
 
 def current() -> Session:
-    """Give the process's session; NotInitializedError when init() was not called."""
+    """Return the process's session; NotInitializedError when init() was not called."""
     session = known()
     session.check_usable()
     return session
 
 
 def known() -> Session:
-    """Give the process's session, or the one it was forked from, for what never changes."""
+    """Return the process's session, or the one it was forked from, for what never changes."""
     if _current is None:
         raise NotInitializedError("call fastps.init() first")
     return _current

@@ -67,7 +67,7 @@ def operations_of(flight: object) -> Sequence[Operation]:
 
 
 class Later(Outcome[T]):
-    """The promise of a result that is made of what several operations give.
+    """The handle of a result that is made of those of several operations.
 
     is_plain: it is what the only one of them brought, or where that went.
     """
@@ -95,7 +95,7 @@ class Later(Outcome[T]):
 
 
 class Landed(Later[Array]):
-    """The promise of a result that is there; operations: that brought it."""
+    """The handle of a result that is there; operations: that brought it."""
 
     def __init__(self, result: Array, *operations: Operation) -> None:
         super().__init__((), lambda _: result)
@@ -114,7 +114,7 @@ def start_allreduce(
     brought: Brought = (),
     factor: float = 1.0,
 ) -> Waitable:
-    """Begin an all-reduce: by servers where push_pull() does the same, else among members.
+    """Start an all-reduce: by servers where push_pull() does the same, else among members.
 
     A name that was declared with another shape goes among members too, so that names may be used
     again for something else. brought: all arrays of the grouped operation that begins with it.
@@ -166,7 +166,7 @@ def start_grouped(
     is_in_place: bool = False,
     factor: float = 1.0,
 ) -> Later[list[Array]]:
-    """Begin to all-reduce several arrays, those of one dtype together where that helps.
+    """Start to all-reduce several arrays, those of one dtype together where that helps.
 
     The result has for each an array, its own at best if is_in_place, times a factor.
     """
@@ -204,7 +204,7 @@ def _start_some(
     brought: Brought,
     factor: float,
 ) -> list[_Part]:
-    """Begin to all-reduce the arrays of one dtype: in one submit to servers, or side by side.
+    """Start to all-reduce the arrays of one dtype: in one submit to servers, or side by side.
 
     brought: all arrays, also of other dtypes; none: those of another have begun.
     """
@@ -238,14 +238,14 @@ def _start_some(
 
 
 def may_go_by_servers(op: Op, process_set: ProcessSet) -> bool:
-    """Tell whether push_pull() does the same as an all-reduce with a name, if that is free."""
+    """Return whether push_pull() does the same as an all-reduce with a name, if that is free."""
     return op in (Sum, Average) and process_set is global_process_set
 
 
 def _goes_by_servers(
     arrays: Sequence[Array], names: Sequence[str], op: Op, process_set: ProcessSet, code: DType
 ) -> bool:
-    """Tell whether push_pull() does the same as an all-reduce under these names."""
+    """Return whether push_pull() does the same as an all-reduce under these names."""
     if not may_go_by_servers(op, process_set):
         return False
     is_free = current().is_free_for
@@ -262,7 +262,7 @@ def _start_fused(
     brought: Brought,
     factor: float,
 ) -> _Part:
-    """Begin to all-reduce arrays side by side, among members; brought: of _start_some()."""
+    """Start to all-reduce arrays side by side, among members; brought: of _start_some()."""
     some = [arrays[place] for place in places]
     flat = _side_by_side(some)
     group, label = checked_set(process_set).group(), grouped_of(name)
@@ -296,7 +296,7 @@ def _start_parts(
     one: Callable[[int, DType], _Part],
     side_by_side: Callable[[list[int], DType], _Part],
 ) -> Later[list[Array]]:
-    """Begin with each array by itself, or, of one dtype and few bytes, side by side.
+    """Start with each array by itself, or, of one dtype and few bytes, side by side.
 
     nbytes: of each; the same on all members.
     """
@@ -322,7 +322,7 @@ def start_allgather(
     out: Array | None = None,
     is_awaited: bool = False,
 ) -> tuple[Waitable, list[int]]:
-    """Begin to gather arrays of any first dimension; also gives the rows of each member.
+    """Start to gather arrays of any first dimension; also gives the rows of each member.
 
     counts: these, where they are known; else the list is filled when all members have told them.
     out: where all of them go; ours may lie there already. is_awaited: blocks until the last
@@ -353,7 +353,7 @@ def _gathering(rows: Rows, out: Array | None, counts: list[int]) -> Stages:
 def _place_for(
     array: Array, counts: Sequence[int], rank: int, name: str | None, out: Array | None
 ) -> Array:
-    """Give where everybody's rows go."""
+    """Return where everybody's rows go."""
     if out is not None and not is_apart(array, out, sum(counts[:rank]) * width_of(array)):
         raise ValueError("array and out overlap; use two")
     return _result_of("allgather", name, (sum(counts), *array.shape[1:]), array.dtype, out)
@@ -393,7 +393,7 @@ def _as_before(
 
 
 def _begin_guess(rows: Rows, out: Array | None) -> tuple[Operation, Array] | None:
-    """Begin the exchange of a guess; None: there is none, or out is for other sizes, or wrong."""
+    """Start the exchange of a guess; None: there is none, or out is for other sizes, or wrong."""
     group, array, nbytes = rows.group, rows.array, rows.width * rows.array.itemsize
     guess = group.steady.guess(rows.key, rows.counts)
     if guess is None:
@@ -414,7 +414,7 @@ def _begin_guess(rows: Rows, out: Array | None) -> tuple[Operation, Array] | Non
 def start_allgather_alike(
     arrays: Sequence[Array], name: str | None, process_set: ProcessSet, *, dtypes: Sequence[DType]
 ) -> Later[list[Array]]:
-    """Begin to gather arrays of which each member has as many rows; does not block."""
+    """Start to gather arrays of which each member has as many rows; does not block."""
     group = checked_set(process_set).group()
     first = arrays[0]
     rows = Rows(group, "allgather", first, [len(first)], dtypes[0], name, "allgather")
@@ -445,7 +445,7 @@ def start_grouped_allgather(
     dtypes: Sequence[DType | None],
     is_awaited: bool = False,
 ) -> tuple[Later[list[Array]], list[list[int]]]:
-    """Begin start_allgather() of several arrays, those of few bytes side by side as one.
+    """Start start_allgather() of several arrays, those of few bytes side by side as one.
 
     Gives the rows of each array too; these, and is_awaited, as of start_allgather().
     MismatchError on all members where further dimensions differ.
@@ -468,7 +468,7 @@ def _gathering_each(
     rows: list[Array], codes: list[DType], told: list[list[int]], name: str | None,
     process_set: ProcessSet,
 ) -> Later[list[Array]]:  # fmt: skip
-    """Begin to gather arrays whose rows are known."""
+    """Start to gather arrays whose rows are known."""
     group, widths, label = process_set.group(), [width_of(one) for one in rows], rest_of(name)
 
     def one(place: int, code: DType) -> _Part:
@@ -508,7 +508,7 @@ def start_alltoall(
     out: Array | None = None,
     is_awaited: bool = False,
 ) -> tuple[Waitable, list[int]]:
-    """Begin an all-to-all of rows, into out, and give how many come from each member.
+    """Start an all-to-all of rows, into out, and give how many come from each member.
 
     That list, and is_awaited: as of start_allgather().
     """
@@ -546,7 +546,7 @@ def start_reducescatter(
     brought: Brought = (),
     factor: float = 1.0,
 ) -> Waitable:
-    """Begin a reduce-scatter of rows, into out; the first members get one more if uneven.
+    """Start a reduce-scatter of rows, into out; the first members get one more if uneven.
 
     brought: all arrays of the grouped operation that begins with it. factor: what the result is
     multiplied by.
@@ -570,7 +570,7 @@ def start_grouped_reducescatter(
     dtypes: Sequence[DType | None],
     factor: float = 1.0,
 ) -> Later[list[Array]]:
-    """Begin start_reducescatter() of several arrays, those of few bytes side by side as one."""
+    """Start start_reducescatter() of several arrays, those of few bytes side by side as one."""
     group = checked_set(process_set).group()
     group.check_single(name)
     rows = [_rows_of_each(array, group) for array in arrays]
@@ -610,7 +610,7 @@ def _rows_of_each(array: Array, group: Group) -> list[int]:
 def _result_of(
     call: str, name: str | None, shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None
 ) -> Array:
-    """Give where a result goes: out, which has to be like it, or a new array."""
+    """Return where a result goes: out, which has to be like it, or a new array."""
     if out is None:
         return current().groups.empty(shape, dtype)
     if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous:
@@ -632,7 +632,7 @@ def start_reduce(
     dtype: DType | None = None,
     out: Array | None = None,
 ) -> Waitable:
-    """Begin to give the root the all-reduce, in its out; what others get is no result."""
+    """Start to give the root the all-reduce, in its out; what others get is no result."""
     group, root = checked_set(process_set).group(), process_set.member(root_rank, "root_rank")
     return group.reduce(array, out, root=root, op=op, name=name, dtype=dtype)
 
@@ -647,7 +647,7 @@ def start_gather(
     out: Array | None = None,
     is_awaited: bool = False,
 ) -> Waitable:
-    """Begin to give the root the all-gather, in its out or what the flight gives.
+    """Start to give the root the all-gather, in its out or what the flight gives.
 
     is_awaited: as of start_allgather().
     """
@@ -682,7 +682,7 @@ def start_broadcast(
     *,
     dtype: DType | None = None,
 ) -> Waitable:
-    """Begin a broadcast in place: by servers where it has a name and everybody takes part."""
+    """Start a broadcast in place: by servers where it has a name and everybody takes part."""
     if name is not None and process_set is global_process_set:
         session = current()
         code = _code_of(array, dtype)
@@ -695,7 +695,7 @@ def start_broadcast(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Give everybody the list of everybody's objects, as broadcast_object() carries them.
+    """Return the list of all members' objects, as broadcast_object() carries them.
 
     Blocks. TypeError on all members where one holds what cannot travel.
     """
@@ -713,7 +713,7 @@ def width_of(array: Array) -> int:
 
 
 def _splits(array: Array, splits: Sequence[int] | None, process_set: ProcessSet) -> list[int]:
-    """Give how many rows go to each member, or raise ValueError, ArgumentError for no integers."""
+    """Return how many rows go to each member; ValueError, or ArgumentError for no integers."""
     size, rows = process_set.size(), len(array) if array.ndim else 0
     if splits is None:
         if rows % size or not array.ndim:

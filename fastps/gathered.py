@@ -104,7 +104,7 @@ class Gathered:
                 self._copies[name][...] = value
 
     def read(self, names: Sequence[str], like: Sequence[Array]) -> tuple[list[list[Array]], int]:
-        """Give what the optimizer keeps of each value, and its steps; blocks."""
+        """Return what the optimizer keeps of each value, and its steps; blocks."""
         kept: list[list[Array]] = [[] for _ in names]
         if current().size == 1 or not self.n_kept:
             return kept, 0
@@ -116,7 +116,7 @@ class Gathered:
         return kept, current().stamp_of(names)
 
     def start(self, name: str, change: Array, value: Array, *, gives: bool) -> list[Waitable]:
-        """Begin to push a change, or to sit out a round; what is there then comes into value."""
+        """Start to push a change, or to sit out a round; what is there then comes into value."""
         session, copy = current(), self._copies.get(name)
         if session.size == 1:
             self._do_alone(name, change, value, gives=gives)
@@ -151,7 +151,7 @@ class Gathered:
         self.pull(names, values, stamp=JOIN)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what is kept here, in a job of one worker."""
+        """Return what is kept here, in a job of one worker."""
         return self._outer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ Array = NDArray[Any]
 
 
 def check_kind(tensor: object, name: str | None = None) -> Array:
-    """Give back what is an array, or a scalar of one; TypeError says what else to give."""
+    """Return what is an array, or a scalar of one; TypeError says what else to give."""
     what = "the tensor" if name is None else f"tensor {name!r}"
     if not isinstance(tensor, np.ndarray | np.generic):
         raise TypeError(f"{what} is {what_else(tensor)}")
@@ -43,12 +43,12 @@ def refuse_masked(tensor: object, what: str) -> None:
 
 
 def readable(tensor: object, name: str | None = None) -> Array:
-    """Give an array that can be read at one go; TypeError as check_kind()."""
+    """Return an array that can be read at one go; TypeError as check_kind()."""
     return np.asarray(check_kind(tensor, name), order="C")
 
 
 def what_else(tensor: object) -> str:
-    """Say what somebody gave who did not give an array, and what to do about it."""
+    """Return what somebody gave who did not give an array, and what to do about it."""
     home = type(tensor).__module__.partition(".")[0]
     face = {"torch": "torch", "jaxlib": "jax", "jax": "jax", "tensorflow": "tensorflow"}.get(home)
     cure = "pass np.asarray(...)"

@@ -104,17 +104,17 @@ class Groups:
         return group
 
     def of_key(self, key: str, ranks: Sequence[int]) -> Group:
-        """Give the group that others know by a whole key, though this worker has not used it."""
+        """Return the group that others know by a whole key, though this worker has not used it."""
         return self.known.get(key) or self._make(ranks, key.removesuffix(f"/{tuple(ranks)}"))
 
     def pair(self, rank: int) -> Group:
-        """Give the group of this worker, or validator, and another; the same each time."""
+        """Return the group of this worker, or validator, and another; the same each time."""
         if rank not in self._pairs:
             self._pairs[rank] = self._make(sorted((self.me, rank)), "pair")
         return self._pairs[rank]
 
     def living(self) -> Group:
-        """Give the group of all workers, without those that the job goes on without."""
+        """Return the group of all workers, without those that the job goes on without."""
         if not self._session.config.goes_on:
             return self.world
         gone = self.world.gone()
@@ -122,7 +122,7 @@ class Groups:
         return self.known.get(f"living/{tuple(ranks)}") or self._make(ranks, "living")
 
     def agreed(self, name: str) -> Agreed:
-        """Give rounds of operations of all who are left; the same for a name each time."""
+        """Return rounds of operations of all who are left; the same for a name each time."""
         if name not in self._agreed:
             from fastps.graph.agreed import Agreed  # noqa: PLC0415  (most jobs need none)
 
@@ -130,7 +130,7 @@ class Groups:
         return self._agreed[name]
 
     def start_barrier(self, timeout_s: float | None = None) -> Waitable:
-        """Begin to wait for all workers: in shared memory by its pipes, else by the scheduler.
+        """Start to wait for all workers: in shared memory by its pipes, else by the scheduler.
 
         Which knows of validators and of who is left, and opens no links for it.
         """
@@ -189,14 +189,14 @@ class Groups:
             self._windows.close(timeout_s=self._session.config.shutdown_timeout_s)
 
     def next_key(self) -> str:
-        """Give a key for the next process set: the same on all workers, which add them alike."""
+        """Return a key for the next process set: the same on all workers, which add them alike."""
         self._n_sets += 1
         return f"set {self._n_sets}"
 
     # ---- names ----
 
     def knows(self, name: str) -> bool:
-        """Tell whether operations were started under a name; sets may know, of which we are none.
+        """Return whether operations were started under a name; sets without us may know.
 
         The answer is the same on all workers.
         """
@@ -267,12 +267,12 @@ class Groups:
         return self._session.config.op_timeout_s
 
     def gather(self, obj: Any, name: str) -> dict[int, Any]:
-        """Give everybody's object by rank, of those that are left; blocks."""
+        """Return the objects of all that are left, by rank; blocks."""
         group = self.living()
         return dict(zip(group.ranks, gather_objects(group, obj, name), strict=True))
 
     def machine_of(self, rank: int) -> int:
-        """Give the number of the machine that a worker is on."""
+        """Return the number of the machine that a worker is on."""
         return self._session.connections.machine_of(rank) if self._session.size > 1 else 0
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
@@ -284,7 +284,7 @@ class Groups:
         self._session.check_usable()
 
     def is_world(self, group: Membership) -> bool:
-        """Tell whether a group is that of all workers whose names servers know too."""
+        """Return whether a group is that of all workers whose names servers know too."""
         return group is self._world
 
     def check_name(self, group: Membership, name: str) -> None:
@@ -354,7 +354,7 @@ class Groups:
         self._uneven.tell_group(operation)
 
     def refusal(self, operation: Operation) -> str:
-        """Say why others made an operation fail, where that is known; else empty."""
+        """Return why others made an operation fail, where that is known; else empty."""
         if why := self._ways.why(operation):
             return why
         refusal = self._uneven.refusal(operation)

@@ -119,7 +119,7 @@ class HeldParameters:
     # ---- reading ----
 
     def pull_async(self, *, stamp: int = 0, priority: int = 0) -> Later[int]:
-        """Begin pull() and give a handle for synchronize()."""
+        """Start pull() and give a handle for synchronize()."""
         handle = start_pull(self._session, self.arrays, self.names, stamp, priority)
         return Later([handle], lambda _: self._note_stamp())
 
@@ -179,7 +179,7 @@ class HeldParameters:
     def push_async(
         self, updates: Sequence[Array | None], *, round: int | None = None, priority: int = 0
     ) -> Later[int]:
-        """Begin push() and give a handle for synchronize()."""
+        """Start push() and give a handle for synchronize()."""
         if len(updates) != len(self.names):
             raise ValueError(f"{len(self.names)} parameters need as many updates")
         number = self.next_round() if round is None else operator.index(round)
@@ -204,13 +204,13 @@ class HeldParameters:
         return self.push_async(updates, round=round, priority=priority).wait()
 
     def next_round(self) -> int:
-        """Give the round of the next push."""
+        """Return the round of the next push."""
         return self.round + 1 if self.is_asynchronous else self.stamp + 1
 
     def start_push(
         self, place: int, update: Array | None, number: int, priority: int
     ) -> Sequence[Waitable]:
-        """Begin to push one block."""
+        """Start to push one block."""
         name, like = self.names[place], self.arrays[place]
         if update is not None:
             check_arrays(name, like, update, None, average=False)
@@ -257,7 +257,7 @@ def _policy_of(among: Among, *, is_added: bool) -> Policy:
 def start_pull(
     session: Session, outputs: Sequence[Array], names: Sequence[str], stamp: int, priority: int
 ) -> Waitable:
-    """Begin to read held values into arrays."""
+    """Start to read held values into arrays."""
     if not 0 <= operator.index(stamp) <= MAX_STAMP:
         raise ValueError(f"stamp {stamp} is not 0 to {MAX_STAMP}")
     return session.start_held(
@@ -266,13 +266,13 @@ def start_pull(
 
 
 def role() -> str:
-    """Give what this process is: "worker" or "validator"."""
+    """Return what this process is: "worker" or "validator"."""
     session = known()
     return "worker" if session.rank < session.size else "validator"
 
 
 def validator_rank() -> int:
-    """Give the number of this validator, 0 to validator_size() - 1; ConfigError of a worker."""
+    """Return the number of this validator, 0 to validator_size() - 1; ConfigError of a worker."""
     session = known()
     if session.rank < session.size:
         raise ConfigError(f"this is worker {session.rank}, and no validator: ask role() first")
@@ -280,7 +280,7 @@ def validator_rank() -> int:
 
 
 def validator_size() -> int:
-    """Give the number of validators; 0 where workers are believed."""
+    """Return the number of validators; 0 where workers are believed."""
     return known().config.num_validators
 
 
@@ -294,7 +294,7 @@ def _found(name: str) -> tuple[HeldParameters, int]:
 def push_async(
     tensor: Array | Sequence[Array | None] | None, name: Names, *, round: int, priority: int = 0
 ) -> Later[None]:
-    """Begin push() and give a handle for synchronize()."""
+    """Start push() and give a handle for synchronize()."""
     names = (name,) if isinstance(name, str) else name
     given = [tensor] if isinstance(name, str) else list(tensor or ())
     if len(names) != len(given):
@@ -321,7 +321,7 @@ def push(
 
 
 def pull_async(out: Arrays, name: Names, *, stamp: int = 0, priority: int = 0) -> Later[int]:
-    """Begin pull() and give a handle for synchronize()."""
+    """Start pull() and give a handle for synchronize()."""
     session = current()
     names, arrays = pair(name, out)
     for label, array in zip(names, arrays, strict=True):

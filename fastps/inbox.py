@@ -50,7 +50,7 @@ class Inbox:
         self, session: Session, workers: Mapping[int, Codes], like: Sequence[Array],
         ledger: Ledger, *, channel: int,
     ) -> None:  # fmt: skip
-        """Begin to read; like: arrays as blocks shall be, read once. Makes the links; blocks.
+        """Start to read; like: arrays as blocks shall be, read once. Makes the links; blocks.
 
         workers: by whom, how their blocks travel.
         channel: the tag of the workers' messages, by which several inboxes share a link.
@@ -76,7 +76,7 @@ class Inbox:
     # ---- the owner's ----
 
     def take(self, timeout_s: float) -> Update | None:
-        """Give the update that came first; None: none came in time, or none can come any more."""
+        """Return the update that came first; None: none came in time, or none can come now."""
         deadline = time.monotonic() + timeout_s
         with self._news:
             self._news.wait_for(
@@ -87,7 +87,7 @@ class Inbox:
     def take_round(
         self, number: int, timeout_s: float, *, silent: Container[int] = ()
     ) -> list[Update]:
-        """Give all updates up to a round, once each worker has sent its own, is gone, or in time.
+        """Return all updates up to a round, once each worker has sent one or is gone, or in time.
 
         Those of earlier rounds are late; a worker may have sent several. silent: workers that are
         not waited for, as long as there is another one.

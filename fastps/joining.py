@@ -65,7 +65,7 @@ MAX_KEPT = 256  # layouts of which is known what engines are told
 
 
 def _shares(config: Config) -> bool:
-    """Tell whether this worker shares memory with others of its machine; log why it does not."""
+    """Return whether this worker shares memory with others of its machine; log why it does not."""
     if config.num_validators or (config.goes_on and config.num_servers):
         return False  # whoever may lie, or die, may write to what others read, or not at all
     is_wanted = config.shared_memory and config.size > 1
@@ -76,7 +76,7 @@ def _shares(config: Config) -> bool:
 
 
 def may_serve(config: Config) -> bool:
-    """Tell whether the scheduler may appoint this worker as a server, as far as settings say."""
+    """Return whether the scheduler may appoint this worker as a server, as far as settings say."""
     if config.num_validators and config.role == "worker":
         return False
     if config.colocate != "auto":
@@ -86,7 +86,7 @@ def may_serve(config: Config) -> bool:
 
 
 def choose_threads() -> int:
-    """Give the threads that encode: a quarter of the CPUs, 1 to 4."""
+    """Return the threads that encode: a quarter of the CPUs, 1 to 4."""
     return min(max(len(os.sched_getaffinity(0)) // 4, 1), 4)
 
 
@@ -261,13 +261,13 @@ class Connections:
     # ---- at work ----
 
     def _traffic(self) -> Iterator[Traffic]:
-        """Tell of each link of this process, those of the server in it too."""
+        """Return each link of this process, those of the server in it too."""
         for part in (self._links, self.node, self._group, self._server):
             if part is not None:
                 yield from part.traffic()
 
     def describe_links(self) -> str:
-        """Say by which way tensors go to those who sum them, and why."""
+        """Return by which way tensors go to those who sum them, and why."""
         if not self.owners:
             return "memory of this machine"
         assert self._links is not None
@@ -350,11 +350,11 @@ class Connections:
             self.exchange.lose(member)
 
     def machine_of(self, rank: int) -> int:
-        """Give the number of the machine that a worker is on."""
+        """Return the number of the machine that a worker is on."""
         return self.job.workers[rank].machine
 
     def set_credit(self, credit_bytes: int) -> None:
-        """Give all links to owners another credit; see Links.set_credit()."""
+        """Set the credit of all links to owners; see Links.set_credit()."""
         if self._links is not None:
             self._links.set_credit(credit_bytes)
 
@@ -391,7 +391,7 @@ class Connections:
             self._server.look_at_links()
 
     def trouble_of_links(self) -> str:
-        """Say which links make no progress; empty if all do."""
+        """Return which links make no progress; empty if all do."""
         troubles = ((peer, self._progress.trouble_of(peer)) for peer in self._progress.peers)
         return "; ".join(
             f"the link to {self.job.owner_name(peer)}: {text}" for peer, text in troubles

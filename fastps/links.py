@@ -183,7 +183,7 @@ class Links:
     # ---- at work ----
 
     def describe(self) -> str:
-        """Say which kinds of links there are, and why none by RDMA."""
+        """Return which kinds of links there are, and why none by RDMA."""
         kinds = ["memory"] if self._memory is not None else []
         if self._rdma is not None:
             return ", ".join([*kinds, self._device.describe(), *sorted(self._sockets)])
@@ -192,11 +192,11 @@ class Links:
 
     @property
     def has_trouble(self) -> bool:
-        """Tell whether our own RDMA device failed, not a peer."""
+        """Return whether our own RDMA device failed, not a peer."""
         return self._rdma is not None and self._rdma.has_trouble
 
     def failure_of(self, owner: int) -> str:
-        """Say what broke on a link by RDMA; empty if nothing did."""
+        """Return what broke on a link by RDMA; empty if nothing did."""
         return "" if self._rdma is None else self._rdma.failure_of(owner)
 
     def unacknowledged(self) -> list[tuple[int, int, int, int]]:
@@ -204,7 +204,7 @@ class Links:
         return [] if self._tcp is None else self._tcp.unacknowledged()
 
     def set_credit(self, credit_bytes: int) -> None:
-        """Give every link another credit; 0: what it began with, or finds out that it needs."""
+        """Set the credit of every link; 0: what it began with, or finds out that it needs."""
         for transport in (self._tcp, self._rdma):
             if transport is not None:
                 transport.set_credit(credit_bytes)
@@ -222,7 +222,7 @@ class Links:
         return dict(counts)
 
     def traffic(self) -> Iterator[Traffic]:
-        """Tell of each link."""
+        """Return each link."""
         yield from traffic(self._tcp)
         yield from traffic(self._rdma, "RDMA")
         yield from traffic(self._memory)

@@ -34,7 +34,7 @@ class Constant(NamedTuple):
     alpha: float = 0.8
 
     def __call__(self, staleness: float) -> float:
-        """Give alpha."""
+        """Return alpha."""
         return self.alpha
 
 
@@ -45,7 +45,7 @@ class Polynomial(NamedTuple):
     a: float = 0.5
 
     def __call__(self, staleness: float) -> float:
-        """Give the share."""
+        """Return the share."""
         return float(self.alpha * (1.0 + staleness) ** -self.a)
 
 
@@ -57,7 +57,7 @@ class Hinge(NamedTuple):
     b: float = 4.0
 
     def __call__(self, staleness: float) -> float:
-        """Give the share."""
+        """Return the share."""
         return self.alpha / (1.0 + self.a * max(staleness - self.b, 0.0))
 
 
@@ -97,7 +97,7 @@ class AsyncSteps(Blocks):
 
     @abstractmethod
     def _view(self, agreed: Any) -> Array:
-        """Give a tensor's memory as an array."""
+        """Return a tensor's memory as an array."""
 
     def advance(self) -> None:
         """Count a step that was done; every sync_every-th adds what changed. Blocks for that."""
@@ -143,7 +143,7 @@ class AsyncSteps(Blocks):
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Give all that is needed to go on, own values too; each worker saves its own.
+        """Return all that is needed to go on, own values too; each worker saves its own.
 
         What servers hold is in rank 0's state, as it is at that moment: barrier() before and
         after, and a run goes on from there as this one does. Blocks to read it; with a codec

@@ -46,7 +46,7 @@ class Lots:
 
     @property
     def skips(self) -> bool:
-        """Tell whether something may be left out."""
+        """Return whether something may be left out."""
         return self.participation < 1 or self.sparsity > 0
 
     def draw(self, size: int, fragment: int, exchange: int, n: int) -> np.ndarray[Any, Any]:
@@ -84,7 +84,7 @@ class Block:
 
 
 def is_narrow(block: Block) -> bool:
-    """Tell whether what is agreed is rounded where the worker trains it: halves."""
+    """Return whether what is agreed is rounded where the worker trains it: halves."""
     return bool(block.own.dtype != block.agreed.dtype)
 
 
@@ -100,7 +100,7 @@ class Blocks(ABC):
         """Copy a tensor, so wide that small changes of it add up."""
 
     def _give_back(self, block: Block, last: Any, keep: float, reset: Reset) -> None:
-        """Give the worker what is agreed now.
+        """Copy what is agreed now to the worker.
 
         last: what was, of a tensor that it did not send: its own change stays on top. keep: the
         share of its own that it keeps of others.
@@ -119,7 +119,7 @@ class Blocks(ABC):
             block.base = self._whole(block)
 
     def _take(self, block: Block, keep: float) -> None:
-        """Give the worker what is agreed; keep: the share of its own that it keeps."""
+        """Copy what is agreed to the worker; keep: the share of its own that it keeps."""
         own, agreed = block.own, block.agreed
         if keep and own.dtype == agreed.dtype:  # where it lies: new memory costs more than passes
             own -= agreed
@@ -129,7 +129,7 @@ class Blocks(ABC):
         self._put(block, agreed + keep * (self._exact(block) - agreed) if keep else agreed)
 
     def _exact(self, block: Block) -> Any:
-        """Give what the worker trains to read: itself, or, of halves, a copy as _whole()."""
+        """Return what the worker trains to read: itself, or, of halves, a copy as _whole()."""
         return self._whole(block) if is_narrow(block) else block.own
 
     def _whole(self, block: Block) -> Any:
@@ -140,7 +140,7 @@ class Blocks(ABC):
         return whole
 
     def _put(self, block: Block, value: Any) -> None:
-        """Give the worker a value, also one that its type has to round."""
+        """Copy a value to the worker, also one that its type has to round."""
         block.own[...] = value
         if is_narrow(block):
             block.rounding = self._widen(block.own) - value

@@ -77,21 +77,21 @@ class Terms:
 
     @property
     def is_gathered(self) -> bool:
-        """Tell whether servers hold what is agreed: only they can go on without the late."""
+        """Return whether servers hold what is agreed: only they can go on without the late."""
         return self.outer_on == "servers" or self.deadline_s is not None
 
     @property
     def lots(self) -> Lots:
-        """Give who leaves what out."""
+        """Return who leaves what out."""
         return Lots(self.participation, self.sparsity, self.error_reset, self.seed)
 
     @property
     def skips(self) -> bool:
-        """Tell whether something may be left out."""
+        """Return whether something may be left out."""
         return self.lots.skips
 
     def offset(self, number: int) -> int:
-        """Give by how many steps a fragment is before the first one."""
+        """Return by how many steps a fragment is before the first one."""
         return number * self.sync_every // self.fragments
 
     def draw(self, size: int, fragment: int, exchange: int, n: int) -> np.ndarray[Any, Any]:
@@ -166,11 +166,11 @@ class LocalSteps(Blocks):
 
     @abstractmethod
     def _code(self, agreed: Any) -> DType:
-        """Give the element type of a tensor."""
+        """Return the element type of a tensor."""
 
     @abstractmethod
     def _over(self, room: Array, agreed: Any) -> Any:
-        """Give a tensor like another over a room's memory."""
+        """Return a tensor like another over a room's memory."""
 
     @abstractmethod
     def _improve(self, blocks: Sequence[Block]) -> None:
@@ -178,7 +178,7 @@ class LocalSteps(Blocks):
 
     @abstractmethod
     def _outer_state(self) -> Any:
-        """Give what the outer optimizer keeps."""
+        """Return what the outer optimizer keeps."""
 
     @abstractmethod
     def _load_outer(self, state: Any) -> None:
@@ -253,7 +253,7 @@ class LocalSteps(Blocks):
                 self._apply(fragment)
 
     def _send(self, number: int, delay: int, *, is_whole: bool = False) -> None:
-        """Begin to exchange what the worker has changed: what was agreed minus what it has."""
+        """Start to exchange what the worker has changed: what was agreed minus what it has."""
         fragment, session = self._fragments[number], current()
         n = len(fragment.rooms)
         lots = np.ones((session.size, n), bool)
@@ -343,7 +343,7 @@ class LocalSteps(Blocks):
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Give all that is needed to go on, but the worker's own values; waits for fragments.
+        """Return all that is needed to go on, but the worker's own values; waits for fragments.
 
         With it goes what this worker's codecs keep (error feedback, momentum). Each worker saves
         its own. Where servers hold what is agreed, or have codecs with error feedback, all workers
@@ -362,7 +362,7 @@ class LocalSteps(Blocks):
         }
 
     def _held_state(self, fragment: Fragment) -> dict[str, Any]:
-        """Give what servers hold, after all that came late, and what came from them last.
+        """Return what servers hold, after all that came late, and what came from them last.
 
         Or, where they hold nothing, what their codecs keep.
         """
@@ -450,7 +450,7 @@ class LocalSteps(Blocks):
     def _seed_again(
         self, gathered: Gathered, fragment: Fragment, state: Mapping[str, Any]
     ) -> None:
-        """Give servers what they held; then have what came from them last."""
+        """Restore what servers held; then have what came from them last."""
         held = state["held"] or {"values": fragment.values, "kept": [], "steps": 0}
         for value, one in zip(fragment.values, held["values"], strict=True):
             value[...] = np.asarray(one)
@@ -461,7 +461,7 @@ class LocalSteps(Blocks):
 
 
 def _for_servers(outer: Any) -> Outer:
-    """Give the outer optimizer that servers are to have. TypeError."""
+    """Return the outer optimizer that servers are to have. TypeError."""
     if outer is not None and not isinstance(outer, Outer):
         raise TypeError(
             f"servers have no {type(outer).__name__}: give Outer, Nesterov or Adam of fastps.outer"

@@ -47,7 +47,7 @@ def start_fused(
     outs: Sequence[Array] | None = None,
     rule: Rule | None = None,
 ) -> Later[list[Array]]:
-    """Begin one operation for several arrays: small ones are copied together, with one result.
+    """Start one operation for several arrays: small ones are copied together, with one result.
 
     codes: their types, as dtype of push_pull_async(). start: begins it for one array, into an
     out. outs: where results go; None: new arrays. The same packs are made on all workers, and
@@ -122,7 +122,7 @@ def start_neighbor_allreduce(
     consensus_step: float | None = None,
     **how: Any,
 ) -> Waitable:
-    """Begin to combine an array with neighbours', by a rule or weights; how: of Neighbors."""
+    """Start to combine an array with neighbours', by a rule or weights; how: of Neighbors."""
     coding = coding_of(compression, how["name"] or "") or PLAIN
     if _is_coded(coding, array, how["dtype"]):
         promise, finish = neighbors.coded(array, out, coding, step=consensus_step, rule=rule,
@@ -135,7 +135,7 @@ def start_neighbor_allreduce(
 
 
 def _is_coded(coding: Coding, array: Array, dtype: DType | None) -> bool:
-    """Tell whether an array is worth a codec, and can have it."""
+    """Return whether an array is worth a codec, and can have it."""
     session = current()
     code = dtype_of(array.dtype) if dtype is None else dtype
     least = session.config.min_compress_bytes
@@ -145,7 +145,7 @@ def _is_coded(coding: Coding, array: Array, dtype: DType | None) -> bool:
 def start_pair_gossip(
     neighbors: Neighbors, array: Array, out: Array, *, target: int, **how: Any
 ) -> Waitable:
-    """Begin to mix an array with that of one other worker; how: of Neighbors."""
+    """Start to mix an array with that of one other worker; how: of Neighbors."""
     if not neighbors.goes_on:
         return neighbors.pair_gossip(array, out, target, **how)
     promise, finish = neighbors.pair_combined(array, out, target, **how)
@@ -161,7 +161,7 @@ def start_neighbor_allgather(
     is_checked: bool,
     dtype: DType | None = None,
 ) -> tuple[Waitable, list[int]]:
-    """Begin to gather neighbours' rows, and give how many come from each source.
+    """Start to gather neighbours' rows, and give how many come from each source.
 
     Blocks until the sources have told how many rows they have.
     """
@@ -213,12 +213,12 @@ def set_topology(topology: Any = None, is_weighted: bool = False) -> bool:
 
 
 def load_topology() -> Topology:
-    """Give the graph of workers."""
+    """Return the graph of workers."""
     return current().groups.neighbors.graph.topology
 
 
 def is_topo_weighted() -> bool:
-    """Tell whether the weights of the graph of workers count."""
+    """Return whether the weights of the graph of workers count."""
     return current().groups.neighbors.graph.is_weighted
 
 
@@ -243,17 +243,17 @@ def lost_ranks() -> list[int]:
 
 
 def machine_size() -> int:
-    """Give the number of machines."""
+    """Return the number of machines."""
     return len(current().groups.neighbors.machines)
 
 
 def machine_rank() -> int:
-    """Give the number of this machine, in the order of the lowest ranks on them."""
+    """Return the number of this machine, in the order of the lowest ranks on them."""
     return current().groups.neighbors.machine
 
 
 def is_homogeneous() -> bool:
-    """Tell whether all machines have as many workers, with ranks one after the other."""
+    """Return whether all machines have as many workers, with ranks one after the other."""
     machines = current().groups.neighbors.machines
     return [rank for members in machines for rank in members] == list(range(current().size)) and (
         len({len(members) for members in machines}) == 1
@@ -267,7 +267,7 @@ def set_machine_topology(topology: Any = None, is_weighted: bool = False) -> boo
 
 
 def load_machine_topology() -> Topology:
-    """Give the graph of machines."""
+    """Return the graph of machines."""
     return current().groups.neighbors.machine_graph.topology
 
 
@@ -282,7 +282,7 @@ def out_neighbor_machine_ranks() -> list[int]:
 
 
 def infer_source_from_destination_ranks(dst_ranks: Sequence[int]) -> tuple[list[int], Topology]:
-    """Give who sends to this worker, when each says whom it sends to, and the graph of all.
+    """Return the ranks that send to this worker, when each says to whom, and the graph of all.
 
     All workers call it; blocks until they have. Each weighs what it receives, and its own, alike.
     """
@@ -290,7 +290,7 @@ def infer_source_from_destination_ranks(dst_ranks: Sequence[int]) -> tuple[list[
 
 
 def infer_destination_from_source_ranks(src_ranks: Sequence[int]) -> tuple[list[int], Topology]:
-    """Give to whom this worker sends, when each says whom it receives from; otherwise as above."""
+    """Return to whom this worker sends, when each says from whom it receives; else as above."""
     return _inferred(src_ranks, with_sources, Topology.out_neighbors)
 
 
@@ -319,7 +319,7 @@ def neighbor_allreduce_async(
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> Later[Any]:
-    """Begin neighbor_allreduce() and give a handle for synchronize(); does not block.
+    """Start neighbor_allreduce() and give a handle for synchronize(); does not block.
 
     The arrays must not be changed until synchronize() has returned.
     """
@@ -347,7 +347,7 @@ def neighbor_allreduce(
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> Any:
-    """Give the weighted average of this worker's array and those of its neighbours.
+    """Return the weighted average of this worker's array and those of its neighbours.
 
     tensor: of floats, or a sequence of such, which travel together; not changed. All workers
     call it. Without weights: on the graph of set_topology(). self_weight and src_weights (rank:
@@ -379,7 +379,7 @@ def hierarchical_neighbor_allreduce_async(
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> Later[Any]:
-    """Begin hierarchical_neighbor_allreduce() and give a handle for synchronize()."""
+    """Start hierarchical_neighbor_allreduce() and give a handle for synchronize()."""
 
     def start(array: Array, out: Array, label: str | None, code: DType | None) -> Waitable:
         return current().groups.neighbors.hierarchical_allreduce(
@@ -420,7 +420,7 @@ def pair_gossip_async(
     pair_weight: float | None = None,
     name: str | None = None,
 ) -> Later[Any]:
-    """Begin pair_gossip() and give a handle for synchronize()."""
+    """Start pair_gossip() and give a handle for synchronize()."""
 
     def start(array: Array, out: Array, label: str | None, code: DType | None) -> Waitable:
         return start_pair_gossip(
@@ -439,7 +439,7 @@ def pair_gossip(
     pair_weight: float | None = None,
     name: str | None = None,
 ) -> Any:
-    """Give the average, or weighted sum, of this worker's array and one other's; blocks.
+    """Return the average, or weighted sum, of this worker's array and one other's; blocks.
 
     Only these two call it, each naming the other.
     """
@@ -456,7 +456,7 @@ def neighbor_allgather_async(
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> Waitable:
-    """Begin neighbor_allgather(); blocks until the sources have told their first dimensions."""
+    """Start neighbor_allgather(); blocks until the sources have told their first dimensions."""
     array = readable(tensor, name)
     return start_neighbor_allgather(
         array, src_ranks, dst_ranks, name, is_checked=enable_topo_check
@@ -471,7 +471,7 @@ def neighbor_allgather(
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> Array:
-    """Give the neighbours' arrays one after the other along the first dimension, without ours.
+    """Return the neighbours' arrays one after the other along the first dimension, without ours.
 
     First dimensions may differ. Without ranks: on the graph, sources ascending; with both
     src_ranks, in that order, and dst_ranks: of this call. All workers call it. Blocks.

@@ -78,7 +78,7 @@ class _Workers:
         team.execute(source, timeout_s=found.timeout)
 
     def describe(self) -> str:
-        """Say what there is."""
+        """Return what there is."""
         return "no workers" if self._team is None else f"{self._team.size} workers"
 
 

@@ -116,7 +116,7 @@ def _to_plain(obj: Any) -> Any:
 
 
 def _is_masked(obj: Any) -> bool:
-    """Tell whether it is an array with a mask, which its bytes lack."""
+    """Return whether it is an array with a mask, which its bytes lack."""
     masked = sys.modules.get("numpy.ma")  # which NumPy imports where it is used
     return masked is not None and isinstance(obj, masked.MaskedArray)
 
@@ -196,7 +196,7 @@ def _named(items: list[Any]) -> Any:
 
 
 def _member(items: list[Any]) -> Any:
-    """Give the member of an Enum."""
+    """Return the member of an Enum."""
     kind, name = _class_of(*items[:2]), items[2]
     if not issubclass(kind, enum.Enum) or name not in kind._member_map_:
         raise ValueError(f"{items[1]}.{name} is no member of an Enum here")

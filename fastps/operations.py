@@ -154,7 +154,7 @@ def allreduce_async(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array]:
-    """Begin allreduce() and give a handle for synchronize(); the arrays must not be changed."""
+    """Start allreduce() and give a handle for synchronize(); the arrays must not be changed."""
     source = _scaled(readable(tensor, name), prescale_factor)
     if out is not None:
         check_output("allreduce" if name is None else f"tensor {name!r}", source, out)
@@ -168,7 +168,7 @@ def allreduce_async(
 
 allreduce = blocking(
     allreduce_async,
-    """Give the average, or another op, of everybody's array to everybody.
+    """Return the average, or another op, of the arrays of all members.
 
     op: Average, Sum, Min, Max, Product; BAND, BOR, BXOR for integers and bool; Adasum for floats
     of a power of two of members (its _async form blocks too). The array is
@@ -192,7 +192,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Later[list[Array]]:
-    """Begin grouped_allreduce() and give a handle for synchronize()."""
+    """Start grouped_allreduce() and give a handle for synchronize()."""
     sources = [_scaled(readable(tensor, name), prescale_factor) for tensor in tensors]
     wires = [_sum_wire(source, op) for source in sources]
     codes = [dtype_of(wire.dtype) for wire in wires]
@@ -202,7 +202,7 @@ def grouped_allreduce_async(
 
 grouped_allreduce = blocking(
     grouped_allreduce_async,
-    """Give the allreduce() of each of several arrays, all under way at once; blocks.""",
+    """Return the allreduce() of each of several arrays, all under way at once; blocks.""",
 )
 
 
@@ -213,7 +213,7 @@ def allgather_async(
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array]:
-    """Begin allgather()."""
+    """Start allgather()."""
     return _allgather(tensor, name, out=out, process_set=process_set, is_awaited=False)
 
 
@@ -233,7 +233,7 @@ def _allgather(
 
 allgather = blocking(
     allgather_async,
-    """Give everybody's array, one after the other along the first dimension.
+    """Return the arrays of all members, concatenated along the first dimension.
 
     First dimensions may differ, the others must not (MismatchError). out: where the result goes,
     C-contiguous; the tensor may be a part of it, at its place. Blocks.
@@ -248,7 +248,7 @@ def grouped_allgather_async(
     *,
     process_set: ProcessSet = global_process_set,
 ) -> Later[list[Array]]:
-    """Begin grouped_allgather()."""
+    """Start grouped_allgather()."""
     return _grouped_allgather(tensors, name, process_set=process_set, is_awaited=False)
 
 
@@ -269,7 +269,7 @@ def _grouped_allgather(
 
 grouped_allgather = blocking(
     grouped_allgather_async,
-    """Give the allgather() of each of several arrays, small ones as one operation; blocks.""",
+    """Return the allgather() of each of several arrays, small ones as one operation; blocks.""",
     _grouped_allgather,
 )
 
@@ -285,7 +285,7 @@ def reducescatter_async(
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array]:
-    """Begin reducescatter() and give a handle for synchronize()."""
+    """Start reducescatter() and give a handle for synchronize()."""
     source = _scaled(readable(tensor, name), prescale_factor)
     wire, to = _sum_wire(source, op), _out_wire(out, source, name)
     flight = start_reducescatter(wire, op, name, process_set, out=to, factor=postscale_factor)
@@ -294,7 +294,7 @@ def reducescatter_async(
 
 reducescatter = blocking(
     reducescatter_async,
-    """Give each member its rows of the allreduce().
+    """Return this member's rows of the allreduce().
 
     Rows are divided evenly, in the order of members; the first ones get one more each where
     something is left. out: where the result goes, C-contiguous. Blocks.
@@ -311,7 +311,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Later[list[Array]]:
-    """Begin grouped_reducescatter() and give a handle for synchronize()."""
+    """Start grouped_reducescatter() and give a handle for synchronize()."""
     sources = [_scaled(readable(tensor, name), prescale_factor) for tensor in tensors]
     wires = [_sum_wire(source, op) for source in sources]
     plain = [None] * len(wires)
@@ -323,7 +323,7 @@ def grouped_reducescatter_async(
 
 grouped_reducescatter = blocking(
     grouped_reducescatter_async,
-    """Give the reducescatter() of each of several arrays, small ones as one operation; blocks.""",
+    """Return the reducescatter() of several arrays, small ones as one operation; blocks.""",
 )
 
 
@@ -335,7 +335,7 @@ def alltoall_async(
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Any]:
-    """Begin alltoall()."""
+    """Start alltoall()."""
     return _alltoall(tensor, splits, name=name, out=out, process_set=process_set, is_awaited=False)
 
 
@@ -379,7 +379,7 @@ def broadcast_async(
     name: str | Sequence[str] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Any]:
-    """Begin broadcast() and give a handle for synchronize(); does not block."""
+    """Start broadcast() and give a handle for synchronize(); does not block."""
     check_targets(tensor)
     if name is not None and process_set is global_process_set:
         if isinstance(tensor, np.ndarray):
@@ -415,7 +415,7 @@ def reduce_to_async(
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array | None]:
-    """Begin reduce_to() and give a handle for synchronize()."""
+    """Start reduce_to() and give a handle for synchronize()."""
     source = readable(tensor, name)
     if out is not None:
         check_output("reduce_to" if name is None else f"tensor {name!r}", source, out)
@@ -430,7 +430,7 @@ def reduce_to_async(
 
 reduce_to = blocking(
     reduce_to_async,
-    """Give the root the allreduce(), and the others None; blocks.
+    """Return the allreduce() on the root, and None elsewhere; blocks.
 
     out: where the root wants it, as for allreduce(). Called reduce elsewhere; fastps.reduce is the
     room of kernels.
@@ -446,7 +446,7 @@ def gather_async(
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array | None]:
-    """Begin gather()."""
+    """Start gather()."""
     return _gather(
         tensor, root_rank, name=name, out=out, process_set=process_set, is_awaited=False
     )
@@ -472,7 +472,7 @@ def _gather(
 
 gather = blocking(
     gather_async,
-    """Give the root the allgather(), and the others None; blocks.
+    """Return the allgather() on the root, and None elsewhere; blocks.
 
     out: where the root wants it, C-contiguous, another than tensor.
     """,
@@ -489,7 +489,7 @@ def scatter_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Array]:
-    """Begin scatter() and give a handle for synchronize()."""
+    """Start scatter() and give a handle for synchronize()."""
     root = checked_set(process_set).member(root_rank, "root_rank")
     wire = None if tensor is None else _wire(readable(tensor, name))
     check_targets(out)
@@ -499,7 +499,7 @@ def scatter_async(
 
 scatter = blocking(
     scatter_async,
-    """Give each member its part of the root's array, in the order of members, in out; blocks.
+    """Scatter the root's array: each member has its part, in their order, in out; blocks.
 
     out: C-contiguous, as large on all members. tensor: of the root, as large as all together,
     of out's dtype.
@@ -508,7 +508,7 @@ scatter = blocking(
 
 
 def barrier_async(*, process_set: ProcessSet = global_process_set) -> Later[None]:
-    """Begin barrier() and give a handle for synchronize()."""
+    """Start barrier() and give a handle for synchronize()."""
     if process_set is not global_process_set:
         return Later([checked_set(process_set).group().barrier()], lambda _: None)
     return Later([current().groups.start_barrier()], lambda _: None)
@@ -518,7 +518,7 @@ def barrier_async(*, process_set: ProcessSet = global_process_set) -> Later[None
 def send_async(
     tensor: Array, target: int, *, tag: int = 0, process_set: ProcessSet = global_process_set
 ) -> Later[None]:
-    """Begin send() and give a handle for synchronize()."""
+    """Start send() and give a handle for synchronize()."""
     group, member = checked_set(process_set).group(), process_set.member(target, "target")
     flight = group.send(_wire(readable(tensor)), member, tag=tag)
     return Later([flight], lambda _: None, is_plain=True)
@@ -534,7 +534,7 @@ send = blocking(
 
 
 class Receipt(Later[Array]):
-    """The promise of an array that a message brings."""
+    """The handle of an array that a message brings."""
 
     def __init__(self, promise: Promise, out: Array) -> None:
         super().__init__([promise], lambda _: out, is_plain=True)
@@ -554,7 +554,7 @@ def receive_async(
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Receipt:
-    """Begin receive(); the done handle's `source` is the sender's place in the set."""
+    """Start receive(); the done handle's `source` is the sender's place in the set."""
     check_targets(out)
     group = checked_set(process_set).group()
     member = None if source is None else process_set.member(source, "source")
@@ -578,7 +578,7 @@ def _scaled(array: Array, factor: float) -> Array:
 
 
 def _wire(array: Array) -> Array:
-    """Give the array as it travels: a complex number is two floats, along a last dimension."""
+    """Return the array as it travels: a complex number is two floats, along a last dimension."""
     if array.dtype.kind != "c":
         return array
     parts: Array = array[..., None].view(array.real.dtype)
@@ -586,7 +586,7 @@ def _wire(array: Array) -> Array:
 
 
 def _rows_wire(array: Array) -> Array:
-    """Give an array of rows as it travels: a complex scalar is one row, not two."""
+    """Return an array of rows as it travels: a complex scalar is one row, not two."""
     return _wire(array if array.ndim else array.reshape(1))
 
 
@@ -601,7 +601,7 @@ def _sum_wire(array: Array, op: Op) -> Array:
 
 
 def _out_wire(out: Array | None, source: Array, name: str | None) -> Array | None:
-    """Give the output of an operation as it travels; ValueError where its dtype is another."""
+    """Return the output of an operation as it travels; ValueError where its dtype is another."""
     if out is None:
         return None
     check_targets(out)

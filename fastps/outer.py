@@ -33,15 +33,15 @@ class Outer:
             agreed -= np.asarray(self.lr * self.direction(place, gradient), agreed.dtype)
 
     def direction(self, place: int, gradient: Array) -> Array:
-        """Give what the rate is multiplied by."""
+        """Return what the rate is multiplied by."""
         return gradient
 
     def kept(self, place: int, **first: Any) -> dict[str, Any]:
-        """Give what is kept of the array at a place, at first so."""
+        """Return what is kept of the array at a place, at first so."""
         return self._kept.setdefault(place, first)
 
     def gathering(self, deadline_s: float = 0.0) -> Gathering:
-        """Say the same for servers; TypeError for an optimizer that they do not have."""
+        """Return the same for servers; TypeError for an optimizer that they do not have."""
         if type(self) is Outer:
             return Gathering(deadline_s, Step.PLAIN, self.lr)
         raise TypeError(
@@ -50,7 +50,7 @@ class Outer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Give all that is kept, and the rate."""
+        """Return all that is kept, and the rate."""
         return {"lr": self.lr, "kept": copy.deepcopy(self._kept)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -69,11 +69,11 @@ class Nesterov(Outer):
         self.momentum = momentum
 
     def gathering(self, deadline_s: float = 0.0) -> Gathering:
-        """Say the same for servers."""
+        """Return the same for servers."""
         return Gathering(deadline_s, Step.NESTEROV, self.lr, self.momentum)
 
     def direction(self, place: int, gradient: Array) -> Array:
-        """Give the gradient with momentum, looked ahead."""
+        """Return the gradient with momentum, looked ahead."""
         kept = self.kept(place, momentum=np.zeros_like(gradient))
         kept["momentum"] = self.momentum * kept["momentum"] + gradient
         return np.asarray(gradient + self.momentum * kept["momentum"])
@@ -92,11 +92,11 @@ class Adam(Outer):
         self.betas, self.eps = betas, eps
 
     def gathering(self, deadline_s: float = 0.0) -> Gathering:
-        """Say the same for servers."""
+        """Return the same for servers."""
         return Gathering(deadline_s, Step.ADAM, self.lr, *self.betas, self.eps)
 
     def direction(self, place: int, gradient: Array) -> Array:
-        """Give the mean of gradients over the root of that of their squares, without bias."""
+        """Return the mean of gradients over the root of that of their squares, without bias."""
         zeros = np.zeros_like(gradient)
         kept = self.kept(place, steps=0, mean=zeros, square=zeros)
         first, second = self.betas

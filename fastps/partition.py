@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 def key_of(tensor_id: int, index: int) -> int:
-    """Give the key of a partition: tensor id times 2^16 plus its index."""
+    """Return the key of a partition: tensor id times 2^16 plus its index."""
     _check_tensor_id(tensor_id)
     if not 0 <= index < MAX_PARTITIONS:
         raise ConfigError(f"partition {index} of tensor {tensor_id} is not 0 to 65535")
@@ -47,12 +47,12 @@ def key_of(tensor_id: int, index: int) -> int:
 
 
 def tensor_of(key: int) -> int:
-    """Give the tensor id of a key."""
+    """Return the tensor id of a key."""
     return key >> INDEX_BITS
 
 
 def index_of(key: int) -> int:
-    """Give the partition index of a key."""
+    """Return the partition index of a key."""
     return key & (MAX_PARTITIONS - 1)
 
 
@@ -84,7 +84,7 @@ def server_weights(n_machines: int, n_servers: int, *, is_colocated: bool) -> tu
 
 
 def link_counts(weights: Sequence[int], links_per_peer: int = 1) -> tuple[int, ...]:
-    """Give the connections between a worker and each server, in proportion to the weights.
+    """Return the connections between a worker and each server, in proportion to the weights.
 
     Connections share a network card evenly, so a server that owns more needs more of them, or
     its bytes arrive last. Measured with 4 workers and 2 servers apart, 64 MB on links of 200
@@ -148,7 +148,7 @@ def most_pieces(nbytes: int, *, partition_bytes: int, placement: Placement) -> i
 
 
 def _even_step(nbytes: int, step: int, n_owners: int) -> int:
-    """Give the size of even pieces of which every server gets as many."""
+    """Return the size of even pieces of which every server gets as many."""
     count = -(-nbytes // (step * n_owners)) * n_owners
     return min(step, _round_up(-(-nbytes // count)))
 
@@ -262,12 +262,12 @@ class Placement:
 
     @property
     def is_hashed(self) -> bool:
-        """Tell whether keys alone decide the owners."""
+        """Return whether keys alone decide the owners."""
         return self._hash is not None
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """Give the bytes placed on each server so far."""
+        """Return the bytes placed on each server so far."""
         return tuple(self._loads)
 
     def place(self, key: int, nbytes: int) -> int:

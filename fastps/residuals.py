@@ -21,7 +21,7 @@ from fastps.worker.handle import Array
 
 
 def read(names: Sequence[str]) -> list[Array | None] | None:
-    """Give, on rank 0, what servers keep of each tensor, float32; None of those without. Blocks.
+    """Return, on rank 0, what servers keep of each tensor, float32; None of those without. Blocks.
 
     None on the others. Bytes on the wire: 4 for each element, to rank 0.
     """

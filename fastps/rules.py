@@ -75,7 +75,7 @@ class Rule(NamedTuple):
     own: str = ""
 
     def __str__(self) -> str:
-        """Say what it is, as errors do."""
+        """Return what it is, as errors do."""
         if self.kind is Kind.NONE:
             return "summed"
         fields = zip(self._fields[1:], self[1:], strict=True)
@@ -132,11 +132,11 @@ class Rule(NamedTuple):
             raise ValueError(f"keep={self.keep} of {m} updates")
 
     def voices(self, m: int) -> int:
-        """Give how many updates the rule itself compares where m came."""
+        """Return how many updates the rule itself compares where m came."""
         return -(-m // self.bucket) if self.bucket else m
 
     def least(self, f: int) -> int:
-        """Give the fewest updates among which f may be lies."""
+        """Return the fewest updates among which f may be lies."""
         if self.kind in KRUMS:
             return 2 * f + 3
         if self.kind is Kind.BULYAN:
@@ -153,7 +153,7 @@ class Rule(NamedTuple):
         )  # fmt: skip
 
     def most(self, m: int) -> int:
-        """Give the most lies that m updates stand; below 0: not even without any."""
+        """Return the most lies that m updates stand; below 0: not even without any."""
         if self.kind in KRUMS:
             return (m - 3) // 2
         if self.kind is Kind.BULYAN:
@@ -161,7 +161,7 @@ class Rule(NamedTuple):
         return (m - 1) // 2
 
     def lies_among(self, m: int) -> int:
-        """Give the f to go by where m updates came, or fewer than there are workers.
+        """Return the f to go by where m updates came, or fewer than there are workers.
 
         Of a share it is ZenoPS's number, which may be 0 where there is nothing to trim.
         """
@@ -172,21 +172,21 @@ class Rule(NamedTuple):
         return min(self.f, max(self.most(m), 0))
 
     def gives_nothing(self, m: int) -> bool:
-        """Tell whether m updates are too few to make anything of: the result is zeros."""
+        """Return whether m updates are too few to make anything of: the result is zeros."""
         return m == 0 or (self.share > 0 and m <= 2)
 
     @property
     def is_by_element(self) -> bool:
-        """Tell whether pieces of a tensor may go to different servers."""
+        """Return whether pieces of a tensor may go to different servers."""
         return self.kind in BY_ELEMENT
 
     @property
     def wants_whole(self) -> bool:
-        """Tell whether one server has to see all of a tensor."""
+        """Return whether one server has to see all of a tensor."""
         return self.has_meaning() and not self.is_by_element
 
     def has_meaning(self) -> bool:
-        """Tell whether there is a rule."""
+        """Return whether there is a rule."""
         return self.kind is not Kind.NONE
 
 

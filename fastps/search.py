@@ -38,7 +38,7 @@ class Search:
     """One search; measure `setting`, tell it by measured(), until is_over."""
 
     def __init__(self, knobs: Sequence[Knob], *, seed: int = 0) -> None:
-        """Begin with what the knobs have. ValueError without knobs, or with one of no values."""
+        """Start with what the knobs have. ValueError without knobs, or with one of no values."""
         if not knobs or not all(knob.values for knob in knobs):
             raise ValueError("a search needs knobs, and each of them values")
         self.knobs = tuple(knobs)
@@ -78,7 +78,7 @@ class Search:
         return (yield from self._final())
 
     def _ask(self, setting: Setting) -> Generator[Setting, float, float]:
-        """Give the seconds of a setting, measured unless it was before."""
+        """Return the seconds of a setting, measured unless it was before."""
         if setting not in self._seconds:
             self._seconds[setting] = yield setting
             if self._seconds[setting] < self._seconds[self._best]:
@@ -123,14 +123,14 @@ class Search:
 
 
 def _around(probes: Sequence[int], best: int) -> tuple[int, int]:
-    """Give the places between the neighbours of the best probe."""
+    """Return the places between the neighbours of the best probe."""
     first = probes[best - 1] + 1 if best else probes[0]
     last = probes[best + 1] - 1 if best + 1 < len(probes) else probes[-1]
     return first, last
 
 
 def _sections(first: int, last: int) -> tuple[int, int]:
-    """Give the two places that cut a range of three or more by the golden ratio."""
+    """Return the two places that cut a range of three or more by the golden ratio."""
     near = first + round(0.382 * (last - first))
     far = last - round(0.382 * (last - first))
     return (near, far) if near < far else (near, near + 1)

@@ -260,7 +260,7 @@ class Session(Forgetting):
     def is_free_for(
         self, name: str, shape: tuple[int, ...], dtype: DType, parts: Parts | None = None
     ) -> bool:
-        """Tell whether servers, if any, can take a name: it is not declared for something else.
+        """Return whether servers, if any, can take a name: it is not declared for something else.
 
         parts: of declare(); None: any. MismatchError for one about which workers disagreed.
         """
@@ -332,7 +332,7 @@ class Session(Forgetting):
     def _fitting(
         self, names: Sequence[str], arrays: Sequence[Array]
     ) -> list[PlannedTensor] | None:
-        """Give the tensors of names if all arrays are what was declared; None: look closer."""
+        """Return the tensors of names if all arrays are what was declared; None: look closer."""
         found = []
         for name, array in zip(names, arrays, strict=True):
             known = self._tensors.get(name)
@@ -456,7 +456,7 @@ class Session(Forgetting):
         rule: RuleChoice = None,
         gives: bool = True,
     ) -> Handle:
-        """Begin to sum tensor over all workers; a sequence of tensors travels as one submit.
+        """Start to sum tensor over all workers; a sequence of tensors travels as one submit.
 
         tensor: C-contiguous arrays, read; out: arrays of the same shape and dtype, written (None
         makes new ones, tensor itself works in place). name: the same on all workers, one
@@ -508,7 +508,7 @@ class Session(Forgetting):
     def broadcast_async(
         self, tensor: Arrays, root_rank: int, name: Names, *, dtype: DType | None = None
     ) -> Handle:
-        """Begin to copy the root's tensor into everybody's, in place; sequences as one submit."""
+        """Start to copy the root's tensor into everybody's, in place; sequences as one submit."""
         self.check_usable()
         root_rank = self._checked_root(root_rank)
         is_single = isinstance(name, str)
@@ -528,7 +528,7 @@ class Session(Forgetting):
     def start_held(
         self, verb: str, names: Sequence[str], arrays: Sequence[Array], **options: Any
     ) -> Handle:
-        """Begin what an engine does with values that servers hold: start_pull, start_broadcast."""
+        """Start what an engine does with values that servers hold: start_pull, start_broadcast."""
         self.check_usable()
         tensors = self._known_tensors(names)
         start: Callable[..., list[Ticket]] = getattr(self._engine, verb)
@@ -575,7 +575,7 @@ class Session(Forgetting):
     # ---- uneven inputs ----
 
     def started(self, names: Sequence[str] | None = None) -> list[StartedTensor]:
-        """Say what was started last on tensors; None: of all, what is in flight."""
+        """Return what was started last on tensors; None: of all, what is in flight."""
         found = []
         for name in list(self._tensors) if names is None else names:
             tensor = self._tensors.get(name)
@@ -601,12 +601,12 @@ class Session(Forgetting):
 
     @property
     def can_share(self) -> bool:
-        """Tell whether arrays of empty() lie in memory that other workers reach."""
+        """Return whether arrays of empty() lie in memory that other workers reach."""
         is_joined = self._client is not None and not self.is_over
         return is_joined and self.connections.arena is not None
 
     def empty(self, shape: tuple[int, ...], dtype: DType | np.dtype[Any]) -> Array:
-        """Give an uninitialised array, in shared memory where can_share; see fastps.empty()."""
+        """Return an uninitialised array, in shared memory where can_share; see fastps.empty()."""
         self.check_usable()
         kind = numpy_dtype(dtype) if isinstance(dtype, DType) else np.dtype(dtype)
         count = math.prod(shape)
@@ -617,7 +617,7 @@ class Session(Forgetting):
         return flat.reshape(shape)
 
     def result(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Give an array for a result, a large one in memory that others reach if there is some."""
+        """Return an array for a result, a large one in shared memory where there is some."""
         if math.prod(shape) * dtype.itemsize <= SMALL_BYTES:
             return np.empty(shape, dtype)
         try:
@@ -626,12 +626,12 @@ class Session(Forgetting):
             return np.empty(shape, dtype)
 
     def result_like(self, array: Array) -> Array:
-        """Give where a sum goes: a large one gains by memory that others write."""
+        """Return where a sum goes: a large one gains by memory that others write."""
         make = self.result if array.nbytes > RESULT_BYTES else np.empty
         return make(array.shape, array.dtype)
 
     def is_shared(self, array: Array) -> bool:
-        """Tell whether an array lies in one piece in memory that other workers reach."""
+        """Return whether an array lies in one piece in memory that other workers reach."""
         arena = self.connections.arena if self._client and not self.is_over else None
         is_inside = arena is not None and arena.holds(array.ctypes.data, array.nbytes)
         return is_inside and bool(array.flags.c_contiguous)
@@ -639,7 +639,7 @@ class Session(Forgetting):
     def enter_barrier(
         self, name: str = "barrier", *, timeout_s: float | None = None
     ) -> Asked[Done] | None:
-        """Begin barrier(); None where nobody else is to come."""
+        """Start barrier(); None where nobody else is to come."""
         self.check_usable()
         timeout_s = self.config.op_timeout_s if timeout_s is None else checked_seconds(timeout_s)
         client = self._client
@@ -651,7 +651,7 @@ class Session(Forgetting):
             asked.wait()
 
     def broadcast_object(self, obj: Any, root_rank: int = 0, name: str = "object") -> Any:
-        """Give everybody the root's object; blocks, and never unpickles anything.
+        """Return the root's object on all workers; blocks, and never unpickles anything.
 
         Carries what objects.py can, of 64 MiB at most among several; else TypeError on all.
         """

@@ -45,19 +45,19 @@ class ProcessSet:
         return self._ranks[0]
 
     def size(self) -> int:
-        """Give the number of members."""
+        """Return the number of members."""
         return len(self.ranks)
 
     def rank(self) -> int:
-        """Give the place of this worker among the members; ValueError if it is none."""
+        """Return the place of this worker among the members; ValueError if it is none."""
         return self.group().rank
 
     def included(self) -> bool:
-        """Tell whether this worker is a member."""
+        """Return whether this worker is a member."""
         return current().rank in self.ranks
 
     def group(self) -> Group:
-        """Give what does the work; ValueError says why this worker cannot use the set."""
+        """Return what does the work; ValueError says why this worker cannot use the set."""
         if self._home is None or self._home is not current().groups:
             raise ValueError(
                 f"process set {self.ranks} is not in use: call add_process_set() on all workers "
@@ -71,7 +71,7 @@ class ProcessSet:
         return self._group
 
     def member(self, rank: int, what: str) -> int:
-        """Give the place of a worker among the members; ValueError if it is none."""
+        """Return the place of a worker among the members; ValueError if it is none."""
         group = self.group()
         if operator.index(rank) not in group.ranks:
             raise ValueError(f"{what} {rank} is not in process set {self.ranks}")
@@ -111,7 +111,7 @@ global_process_set: ProcessSet = _Everybody()
 
 
 def checked_set(process_set: ProcessSet) -> ProcessSet:
-    """Give back what is a process set; TypeError says what else to give."""
+    """Return what is a process set; TypeError says what else to give."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             f"process_set is {process_set!r}, not a ProcessSet: give what add_process_set() gave, "

@@ -119,7 +119,7 @@ class StallWatch:
             )
 
     def _how(self, pending: Pending) -> str:
-        """Say whether somebody waits: after a StallError it may be that nobody does any more."""
+        """Return in words whether somebody waits: after a StallError maybe nobody does."""
         is_late = self._since.get((pending.place, pending.version)) == IN_VAIN
         return "waited in vain for" if is_late else "waits for"
 
@@ -133,7 +133,7 @@ class StallWatch:
         return Waiting(0, text_of(place), number, text_of(what + more), members, waited_s)
 
     def _oldest(self, pending: list[Pending]) -> Pending | None:
-        """Give what has been waited for the longest; of several the first by name."""
+        """Return what has been waited for the longest; of several the first by name."""
         return min(
             pending,
             key=lambda one: (self._since.get((one.place, one.version), 1e300), one.place),
@@ -159,7 +159,7 @@ class StallWatch:
                     yield pending_operation(operation, groups)
 
     def _pending_tensor(self, one: PlannedTensor | Ticket, layout: Layout | None) -> Pending:
-        """Say for whom an operation waits: where workers may be ahead of others not for all."""
+        """Return for whom an operation waits: where workers may be ahead of others not for all."""
         number, members = one.version, tuple(range(self._session.size))
         if layout is not None and layout.policy == Policy.ACCUMULATE:
             if one.operation >= 0:
@@ -181,7 +181,7 @@ class StallWatch:
     # ---- for users' threads ----
 
     def pending_of(self, ticket: Ticket) -> Pending:
-        """Say what waits of an operation on a tensor."""
+        """Return what waits of an operation on a tensor."""
         known = dict(self._session.started([ticket.name]))
         return self._pending_tensor(ticket, known.get(ticket.tensor))
 
@@ -198,7 +198,7 @@ class StallWatch:
 
 
 def pending_operation(operation: Operation, groups: GroupTable | None = None) -> Pending:
-    """Say for whom an operation of a group waits, or a message; groups: of the session."""
+    """Return for whom an operation of a group waits, or a message; groups: of the session."""
     if operation.about is None:
         awaited = tuple(operation.awaited)
         return Pending("", 1, operation.number, operation.name, awaited)
@@ -213,7 +213,7 @@ def pending_operation(operation: Operation, groups: GroupTable | None = None) ->
 
 
 def _stack() -> str:
-    """Say where the program is: the main thread, without what is ours."""
+    """Return where the program is: the main thread, without what is ours."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     places: list[str] = []
     while frame is not None and len(places) < FRAMES:
@@ -226,7 +226,7 @@ def _stack() -> str:
 
 
 def _short(path: str) -> str:
-    """Give a path as users know it: what is below the working directory from there."""
+    """Return a path as users know it: what is below the working directory from there."""
     with contextlib.suppress(OSError):
         path = path.removeprefix(os.getcwd() + os.sep)
     return path

@@ -36,7 +36,7 @@ class Steps:
         self._tuner = _tuner_of(session)
 
     def mark(self) -> None:
-        """Say that a step ends here and the next begins; blocks only where it tunes."""
+        """Mark the end of a step and the start of the next; blocks only where it tunes."""
         now = time.perf_counter()
         engine = self._engine
         busy = 0.0 if engine is None else engine.busy_seconds()
@@ -71,7 +71,7 @@ class Steps:
 
     @property
     def is_tuning(self) -> bool:
-        """Tell whether settings are still being tried, which takes all workers."""
+        """Return whether settings are still being tried, which takes all workers."""
         return self._tuner is not None and not self._tuner.is_over and self._session.size > 1
 
     def speed(self) -> tuple[int, float] | None:
@@ -84,7 +84,7 @@ class Steps:
         return round((time.time() - age_s) * 1000), window[1]
 
     def statistics(self) -> dict[str, float]:
-        """Give steps, and the shares of their communication that nothing hid; empty without."""
+        """Return steps, and the shares of their communication that nothing hid; empty without."""
         if self.count < 2:
             return {}
         tuned = {} if self._tuner is None else self._tuner.statistics()

@@ -31,12 +31,12 @@ class Token(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """Tell whether it is one member's."""
+        """Return whether it is one member's."""
         return bool(self.role)
 
     @property
     def lane(self) -> int:
-        """Give what a handshake with the scheduler says of it, beside the rank."""
+        """Return what a handshake with the scheduler says of it, beside the rank."""
         return ROLES.index(self.role) + 1 if self.role else 0
 
     @property
@@ -86,7 +86,7 @@ def _parse_own(line: str) -> Token:
 
 
 def whose(token: Token, lane: int, rank: int) -> Token:
-    """Give the token that somebody says to have who dials the scheduler; token: the job's."""
+    """Return the token that somebody says to have who dials the scheduler; token: the job's."""
     if lane > len(ROLES):
         raise AuthError(f"there is no role {lane}")
     return token.own(ROLES[lane - 1], rank) if lane else token

@@ -62,12 +62,12 @@ class Topology:
         return [int(one) for one in np.flatnonzero(self.weights[rank]) if one != rank]
 
     def receive_weights(self, rank: int) -> tuple[float, dict[int, float]]:
-        """Give the weight of a worker's own value, and those of what it receives."""
+        """Return the weight of a worker's own value, and those of what it receives."""
         column = self.weights[:, rank]
         return float(column[rank]), {one: float(column[one]) for one in self.in_neighbors(rank)}
 
     def send_weights(self, rank: int) -> tuple[float, dict[int, float]]:
-        """Give the weight of a worker's own value, and those that others give to what it sends."""
+        """Return the weight of a worker's own value, and those of what it sends at others."""
         row = self.weights[rank]
         return float(row[rank]), {one: float(row[one]) for one in self.out_neighbors(rank)}
 
@@ -279,19 +279,19 @@ def round_of(turns: Sequence[Turn]) -> Topology:
 
 
 def is_regular(topology: Topology) -> bool:
-    """Tell whether all workers have the same number of edges, in and out together."""
+    """Return whether all workers have the same number of edges, in and out together."""
     edges = topology.weights != 0
     return len(set(edges.sum(axis=0) + edges.sum(axis=1))) == 1
 
 
 def is_doubly_stochastic(topology: Topology) -> bool:
-    """Tell whether mixing keeps the sum of all values, and what all agree on."""
+    """Return whether mixing keeps the sum of all values, and what all agree on."""
     sums = (topology.weights.sum(axis=axis) for axis in (0, 1))
     return all(np.allclose(one, 1.0, rtol=0, atol=1e-12) for one in sums)
 
 
 def spectral_gap(topology: Topology) -> float:
-    """Give 1 - the second largest size of an eigenvalue: how fast mixing converges, 0 to 1."""
+    """Return 1 - the second largest size of an eigenvalue: how fast mixing converges, 0 to 1."""
     sizes = np.sort(np.abs(np.linalg.eigvals(topology.weights)))
     return float(1.0 - sizes[-2]) if len(sizes) > 1 else 1.0
 

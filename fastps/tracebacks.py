@@ -54,7 +54,7 @@ def hook(report: Callable[[str], None], *, is_brief: bool) -> None:
 
 
 def without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Give a traceback without the lines of this library."""
+    """Return a traceback without the lines of this library."""
     if trace is None:
         return None
     rest = without_ours(trace.tb_next)

@@ -47,7 +47,7 @@ class Exchange(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Give the one there is."""
+        """Return the one there is."""
 
     def lay_out(self, layout: Layout) -> None:
         """Take another, with all workers; nothing is in flight. Blocks."""
@@ -112,7 +112,7 @@ class Tuner:
         self.trials, self.gain = self._search.trials, self._search.gain
 
     def _knobs(self) -> Sequence[Knob]:
-        """Say what there is to tune; what settings say of credit stays."""
+        """Return what there is to tune; what settings say of credit stays."""
         knobs = []
         config, connections = self._session.config, self._session.connections
         has_links = bool(connections.statistics().get("credit_bytes"))
@@ -161,7 +161,7 @@ class Tuner:
         )  # fmt: skip
 
     def statistics(self) -> dict[str, float]:
-        """Give what is set now; how far tuning is, and what it gained, only rank 0 knows."""
+        """Return what is set now; how far tuning is, and what it gained, only rank 0 knows."""
         credit_bytes, partition_bytes, bucket_bytes = self._in_force
         return {
             "autotune_is_over": self.is_over,

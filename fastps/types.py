@@ -44,7 +44,7 @@ _OF_CODE[DType.BFLOAT16] = np.dtype(np.uint16)
 
 
 def dtype_of(dtype: np.dtype[np.generic]) -> DType:
-    """Give the wire code of a NumPy dtype; TypeError names what is supported."""
+    """Return the wire code of a NumPy dtype; TypeError names what is supported."""
     code = _BY_DTYPE.get(dtype)
     if code is not None:
         return code
@@ -55,7 +55,7 @@ def dtype_of(dtype: np.dtype[np.generic]) -> DType:
 
 
 def numpy_dtype(code: DType) -> np.dtype[np.generic]:
-    """Give the NumPy dtype that holds a wire code's elements; uint16 for BFLOAT16."""
+    """Return the NumPy dtype that holds a wire code's elements; uint16 for BFLOAT16."""
     return _OF_CODE[code]
 
 
@@ -73,7 +73,7 @@ class ReduceOp(enum.IntEnum):
     TRIMMED_MEAN = 9  # without the largest and smallest: of floats
 
     def has_meaning(self, dtype: DType) -> bool:
-        """Tell whether an element type allows it: floats have no bits, and only they are mixed."""
+        """Return whether a dtype allows it: floats have no bits, and only they are mixed."""
         is_float = dtype <= DType.BFLOAT16
         return self < ReduceOp.BAND or is_float == (self >= ReduceOp.MIX)
 
@@ -114,7 +114,7 @@ _ITEMSIZE = {code: numpy_dtype(code).itemsize for code in DType}
 
 
 def checked_seconds(timeout_s: float) -> float:
-    """Give a time to wait as a float; ValueError if it is none, or no wait can be that long."""
+    """Return a time to wait as a float; ValueError if it is none, or no wait can be that long."""
     if not 0 <= timeout_s <= MAX_SECONDS:  # nor is nan
         raise ValueError(f"timeout_s={timeout_s} is not 0 to {MAX_SECONDS:g} seconds")
     return float(timeout_s)

@@ -85,7 +85,7 @@ class _Round:
     ends: Counts | None = None
 
     def absent(self, place: Place, number: int) -> set[int]:
-        """Give those who had joined before they could start an operation."""
+        """Return those who had joined before they could start an operation."""
         if self.ends is not None and number > self.ends.get(place, 0):
             return set()
         return {rank for rank, counts in self.joins.items() if counts.get(place, 0) < number}
@@ -174,7 +174,7 @@ class Uneven:
                 self._session.tell(to, encode_object((number, _STARTED, tuple(one))))
 
     def refusal(self, operation: Operation) -> str:
-        """Say who made a group's operation fail because they have joined; else empty."""
+        """Return who made a group's operation fail because they have joined; else empty."""
         if operation.about is None:
             return ""
         one = _of_group(operation)
@@ -344,7 +344,7 @@ class Uneven:
         ]
 
     def _is_next(self, one: Started) -> bool:
-        """Tell whether it is the next of its place.
+        """Return whether it is the next of its place.
 
         Two threads of a worker tell, so a later one may come first, and one may come twice.
         """
@@ -353,7 +353,7 @@ class Uneven:
         return self._session.version_of(one.place) + 1 == one.number
 
     def _is_refused(self, one: Started) -> bool:
-        """Tell whether nothing we could bring changes nothing."""
+        """Return whether nothing we could bring changes nothing."""
         me = self._session.rank
         if isinstance(one.place, str):
             return bool(one.what[-1] == me)
@@ -405,7 +405,7 @@ class Uneven:
         )
 
     def _close(self, current: _Round) -> None:
-        """Begin the next round."""
+        """Start the next round."""
         with self._news:
             current.ends = self.counts()
             self._number += 1
@@ -436,7 +436,7 @@ def neutral(rule: int | None, dtype: DType, nbytes: int) -> Array:
 
 
 def _extreme(rule: ReduceOp, dtype: DType, kind: np.dtype[Any]) -> Any:
-    """Give the element that loses against every other, or multiplies by one."""
+    """Return the element that loses against every other, or multiplies by one."""
     place = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT).index(rule)
     if dtype is DType.BFLOAT16:
         return (0x7F80, 0xFF80, 0x3F80)[place]
@@ -466,7 +466,7 @@ def _of_group(operation: Operation | Past) -> Started:
 
 
 def _integers_text(name: str | int) -> str:
-    """Say that an average of integers cannot be one of those who took part."""
+    """Return the text of an average of integers that lacks somebody."""
     return (
         f"{name!r}: an average of integers was divided by all workers, and some have called "
         "join(): use a sum (op=Sum, average=False)"

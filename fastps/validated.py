@@ -80,13 +80,13 @@ class ValidatedSteps:
         own[...] = value
 
     def _is_narrow(self, own: Any) -> bool:
-        """Tell whether what is written over a tensor is rounded."""
+        """Return whether what is written over a tensor is rounded."""
         return bool(own.dtype == np.float16)
 
     # ---- for those who try what liars do ----
 
     def told(self, change: Array, place: int) -> Array:
-        """Give what is pushed of a parameter, by its place; override it to try attacks."""
+        """Return what is pushed of a parameter, by its place; override it to try attacks."""
         return change
 
     # ---- steps ----
@@ -141,7 +141,7 @@ class ValidatedSteps:
             self._give_back(place, None if is_given else change)
 
     def _give_back(self, place: int, change: Array | None) -> None:
-        """Give the worker what is held, and on top of it what it has changed and not sent."""
+        """Copy to the worker what is held, and on top what it has changed and not sent."""
         own, value = self._own[place], self.held.arrays[place]
         self._write(own, value if change is None else np.asarray(value + change))
         self._lost[place] = change if self._terms.error_reset == "literal" else None
@@ -152,7 +152,7 @@ class ValidatedSteps:
             self._lost[place] = off if kept is None else np.asarray(off - kept)
 
     def _ahead(self) -> list[Array]:
-        """Give by how much our own values are not those that were held last."""
+        """Return by how much our own values are not those that were held last."""
         found = []
         for own, old in zip(self._own, self.held.arrays, strict=True):
             change = self._read(own)
@@ -172,7 +172,7 @@ class ValidatedSteps:
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what goes with this worker's own values into a checkpoint; each saves its own.
+        """Return what goes with this worker's own values into a checkpoint; each saves its own.
 
         What servers hold is a validator's to save, its `arrays`: who goes on seeds them with it.
         """

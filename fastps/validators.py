@@ -198,7 +198,7 @@ class Validator:
     # ---- what rules are asked ----
 
     def _judges(self) -> list[_Unit]:
-        """Give who judges which blocks; made anew after a new rule."""
+        """Return who judges which blocks; made anew after a new rule."""
         if not self._units:
             every = tuple(range(len(self.arrays)))
             likes = _whole(as_floats(self.arrays))
@@ -281,7 +281,7 @@ class Validator:
     # ---- our own data ----
 
     def trusted(self) -> list[Array]:
-        """Give what our own steps change, as old as refresh= allows; counts as one use."""
+        """Return what our own steps change, as old as refresh= allows; counts as one use."""
         if not self._trusted or self._age >= self._refresh:
             self._trusted, self._age = self._try_ourselves(), 0
         self._age += 1
@@ -300,7 +300,7 @@ class Validator:
 
 
 def _whole(row: Row) -> list[Array]:
-    """Give a model's blocks, all of which are there."""
+    """Return a model's blocks, all of which are there."""
     return [one for one in row if one is not None]
 
 

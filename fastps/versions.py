@@ -21,7 +21,7 @@ UNKNOWN = "unknown"
 
 
 def version_of(distribution: str) -> str:
-    """Give the version of an installed distribution, "unknown" where none is."""
+    """Return the version of an installed distribution, "unknown" where none is."""
     from importlib import metadata  # noqa: PLC0415  (as much time as all of `import fastps`)
 
     try:
@@ -40,7 +40,7 @@ def _version_of_sources() -> str:
 
 
 def command_of(module: str) -> tuple[str, ...]:
-    """Give the words that run a module of this very fastps.
+    """Return the words that run a module of this very fastps.
 
     The present folder is left out of where Python looks, since in a checkout it has the sources
     of fastps and perhaps nothing compiled; unless this fastps itself is from there.
@@ -53,7 +53,7 @@ def command_of(module: str) -> tuple[str, ...]:
 
 
 def describe() -> str:
-    """Say in one line what matters in a report of a defect."""
+    """Return in one line what matters in a report of a defect."""
     python, numpy = platform.python_version(), version_of("numpy")
     return f"fastps {version_of('fastps')} (Python {python}, NumPy {numpy})"
 

@@ -94,7 +94,7 @@ class Ways:
             raise MismatchError(text)
 
     def why(self, operation: Operation) -> str:
-        """Say why an operation fails; empty: not for that. Blocks while workers say it."""
+        """Return why an operation fails; empty: not for that. Blocks while workers say it."""
         if operation.about is None or operation.about.name is None:
             return ""
         name = whole_of(operation.about.name)
@@ -105,7 +105,7 @@ class Ways:
     # ---- of the control thread ----
 
     def name_of(self, tensor: str) -> str:
-        """Give the name under which a tensor is summed."""
+        """Return the name under which a tensor is summed."""
         return self._wholes.get(tensor, tensor)
 
     def look(self, waiting: Iterable[Pending]) -> None:
@@ -137,7 +137,7 @@ class Ways:
         return session.size > 1 and session.rank < session.size and not self._uneven.is_on
 
     def _age(self) -> tuple[int, int]:
-        """Give what counts anew: rounds of join(), and names that were forgotten."""
+        """Return what counts anew: rounds of join(), and names that were forgotten."""
         return self._uneven.round, self._session.n_forgotten
 
     def hear(self, event: Told) -> bool:
@@ -269,7 +269,7 @@ class Ways:
 
 
 def is_ahead(one: Counts, other: Counts) -> bool:
-    """Tell whether one has begun more by some way than the other."""
+    """Return whether one has begun more by some way than the other."""
     return any(count > other.get(way, 0) for way, count in one.items())
 
 

@@ -61,7 +61,7 @@ def win_put_async(
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
 ) -> Promise:
-    """Begin win_put() and give a handle; tensor must not be changed until it is done."""
+    """Start win_put() and give a handle; tensor must not be changed until it is done."""
     return current().groups.windows.put(
         check_kind(tensor, name), name, adds=False, self_weight=self_weight,
         dst_weights=dst_weights, is_locked=require_mutex, is_waited=False,
@@ -97,7 +97,7 @@ def win_accumulate_async(
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
 ) -> Promise:
-    """Begin win_accumulate() and give a handle."""
+    """Start win_accumulate() and give a handle."""
     return current().groups.windows.put(
         check_kind(tensor, name), name, adds=True, self_weight=self_weight,
         dst_weights=dst_weights, is_locked=require_mutex, is_waited=False,
@@ -126,7 +126,7 @@ def win_accumulate(
 def win_get_async(
     name: str, src_weights: Targets | None = None, require_mutex: bool = False
 ) -> Promise:
-    """Begin win_get() and give a handle."""
+    """Start win_get() and give a handle."""
     return current().groups.windows.get(
         name, src_weights, is_locked=require_mutex, is_waited=False
     )
@@ -144,7 +144,7 @@ def win_get(name: str, src_weights: Targets | None = None, require_mutex: bool =
 
 
 def win_poll(handle: Promise) -> bool:
-    """Tell whether win_wait() would return at once."""
+    """Return whether win_wait() would return at once."""
     return handle.poll()
 
 
@@ -215,7 +215,7 @@ def get_win_version(name: str) -> dict[int, int]:
 
 
 def win_associated_p(name: str) -> float:
-    """Give P of this worker: the window's own array / P is what push-sum is after."""
+    """Return P of this worker: the window's own array / P is what push-sum is after."""
     return current().groups.windows.find(name).window.p
 
 

@@ -80,7 +80,7 @@ def memory_bytes(pids: Iterable[int]) -> int:
 
 
 def same_host_mark() -> int:
-    """Give a number that processes share if they see each other's process ids."""
+    """Return a number that processes share if they see each other's process ids."""
     boot = _text("sys/kernel/random/boot_id").strip().replace("-", "")
     if not boot:
         return os.getpid() | 1 << 61  # a host of its own
@@ -96,7 +96,7 @@ def _text(file: str) -> str:
 
 
 def _field(file: str, *names: str) -> str:
-    """Give what follows the colon in the first line that begins with one of the names."""
+    """Return what follows the colon in the first line that begins with one of the names."""
     lines = (line for line in _text(file).splitlines() if line.lower().startswith(names))
     return next(lines, "").partition(":")[2].strip()
 

@@ -58,7 +58,7 @@ STRANGER_S = 2.0  # for whoever connects to show the secret
 
 
 def least_bytes(floor: str, nbytes: int, n: int, servers: int = 0) -> int:
-    """Give the bytes that each of n processes moves for a tensor; no way needs fewer.
+    """Return the bytes that each of n processes moves for a tensor; no way needs fewer.
 
     memory: each copies its share 1/n of n tensors: nbytes read and written by each. links
     colocated: each sends, and receives, the shares of the others before and after they are
@@ -105,7 +105,7 @@ class MemoryFloor:
 
 
 def _share_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Give memory of worker 0 to all workers of the machine, by its descriptor."""
+    """Return memory of worker 0 to all workers of the machine, by its descriptor."""
     descriptor = os.memfd_create("fastps-bench-floor")
     try:
         os.ftruncate(descriptor, nbytes)
@@ -192,19 +192,19 @@ class _Bytes:
         self._memory = memoryview(bytearray(held))
 
     def __iter__(self) -> Iterator[memoryview]:
-        """Give the parts in turn."""
+        """Return the parts in turn."""
         for at in range(0, self.nbytes, len(self._memory)):
             yield self._memory[: self.nbytes - at]
 
 
 def share_of(rank: int, workers: int, nbytes: int) -> tuple[int, int]:
-    """Give where a process's share begins and ends, on cache lines."""
+    """Return where a process's share begins and ends, on cache lines."""
     step = -(-nbytes // (workers * ALIGNMENT)) * ALIGNMENT
     return min(rank * step, nbytes), min((rank + 1) * step, nbytes)
 
 
 def groups_of(moved: int, count: int, group_bytes: int = GROUP_BYTES) -> tuple[int, int]:
-    """Give how many calls of a stream make one group, and how many groups make up count calls."""
+    """Return how many calls of a stream make a group, and how many groups make count calls."""
     group = -(-group_bytes // moved)
     return group, max(MIN_GROUPS, -(-count // group))
 

@@ -19,7 +19,7 @@ GLOO = "gloo"
 
 
 def is_there() -> bool:
-    """Tell whether PyTorch is installed; does not import it."""
+    """Return whether PyTorch is installed; does not import it."""
     return importlib.util.find_spec("torch") is not None
 
 

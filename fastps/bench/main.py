@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def is_in_job(settings: config.Config) -> bool:
-    """Tell whether the environment makes this process part of a job."""
+    """Return whether the environment makes this process part of a job."""
     return settings.rank is not None or bool(settings.scheduler_host)
 
 
@@ -169,7 +169,7 @@ def measure(field: Field, options: Options, step: Step) -> Iterator[tuple[list[R
 
 
 def _rounds(field: Field, options: Options, work: Work, step: Step) -> dict[str, list[Turn]]:
-    """Give the turns of every runner that came through all rounds."""
+    """Return the turns of every runner that came through all rounds."""
     calls = dict.fromkeys(field.runners, FIRST_CALLS)
     turns: dict[str, list[Turn]] = {name: [] for name in field.runners}
     for number in range(options.runs + 1):

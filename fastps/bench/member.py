@@ -104,7 +104,7 @@ class Member:
         }
 
     def _gather(self, value: int) -> list[int]:
-        """Give everybody's number, by rank."""
+        """Return the number of each worker, by rank."""
         ours = np.where(np.arange(self.size) == self.rank, value, 0)
         return list(map(int, _sum(ours, "all")))
 
@@ -152,7 +152,7 @@ class Calls:
             fastps.push_pull(self._arrays, self._names, average=self._is_average, out=self._arrays)
 
     def time(self, count: int) -> list[float]:
-        """Give the seconds of each call."""
+        """Return the seconds of each call."""
         call, now = self.call, time.perf_counter
         seconds = []
         for _ in range(count):
@@ -177,7 +177,7 @@ class Calls:
 
 
 def _blocks(array: Array) -> Iterator[tuple[Array, Array]]:
-    """Give the parts of an array, each with the whole numbers that rank 0 puts there."""
+    """Return the parts of an array, each with the whole numbers that rank 0 puts there."""
     for start in range(0, array.size, BLOCK):
         part = array[start : start + BLOCK]
         yield part, np.arange(start, start + part.size) % PERIOD
@@ -213,6 +213,6 @@ def joined() -> Iterator[Member]:
 
 
 def _tell(command: Message | None = None) -> dict[str, Any]:
-    """Give everybody worker 0's command; {} is the last. Other jobs take long turns meanwhile."""
+    """Return worker 0's command on all; {} is the last. Other jobs take long turns meanwhile."""
     fastps.barrier(timeout_s=IDLE_S)
     return dict(fastps.broadcast_object(command, 0, name="fastps.bench"))

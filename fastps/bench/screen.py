@@ -38,7 +38,7 @@ def _number(value: float) -> str:
 
 
 def cells_of(rows: Sequence[Row], floors: Sequence[Floor]) -> list[Cells]:
-    """Give the lines of one size: a line per mode, then a line per floor."""
+    """Return the lines of one size: a line per mode, then a line per floor."""
     return [_cells(row) for row in rows] + [
         (floor.label, f"floor: {floor.name}", *_spread(floor.times), "", "", "", "", "")
         for floor in floors
@@ -59,7 +59,7 @@ def _share(row: Row) -> str:
 
 
 def compare(a: Result, b: Result) -> list[list[Cells]]:
-    """Give the lines of a table, a group per size, in the order of A; B/A below 1 is faster."""
+    """Return the lines of a table, a group per size, in the order of A; B/A below 1 is faster."""
     others = {(row.label, row.mode): row for row in b.rows}
     pairs = [(row, others.get((row.label, row.mode))) for row in a.rows]
     both = [(row.label, _compared(row, other)) for row, other in pairs if other]
@@ -79,7 +79,7 @@ def _compared(a: Row, b: Row) -> Cells:
 
 
 def differences(a: Result, b: Result) -> list[str]:
-    """Say in which conditions and options two results differ, a line each."""
+    """Return in which conditions and options two results differ, a line each."""
     flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
     return [
         f"{name}: {flat_a.get(name, 'none')} -> {flat_b.get(name, 'none')}"
@@ -118,7 +118,7 @@ class PlainScreen:
 
     @contextlib.contextmanager
     def progress(self, steps: int) -> Iterator[Step]:
-        """Give what to call as each of so many steps begins; ten of them are shown."""
+        """Return what to call as each of so many steps begins; ten of them are shown."""
         numbers = itertools.count(1)
 
         def step(text: str) -> None:
@@ -143,7 +143,7 @@ class RichScreen(PlainScreen):
 
     @contextlib.contextmanager
     def progress(self, steps: int) -> Iterator[Step]:
-        """Give what to call as each of so many steps begins: it moves a bar on."""
+        """Return what to call as each of so many steps begins: it moves a bar on."""
         rich = _rich("progress")
         columns = rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn()
         with rich.Progress("{task.description}", *columns, transient=True) as bar:

@@ -161,7 +161,7 @@ class Team:
 
 
 def job_command(mode: Mode, workers: int, options: Options) -> list[str]:
-    """Give the words that start the job of a mode or of the floors; a Team adds the last."""
+    """Return the words that start the job of a mode or of the floors; a Team adds the last."""
     servers = (options.servers or options.workers) if mode.has_servers else 0
     return [
         *command_of("fastps.launch.run"), "--colour", "never",
@@ -170,7 +170,7 @@ def job_command(mode: Mode, workers: int, options: Options) -> list[str]:
 
 
 def job_environment(mode: Mode, options: Options) -> dict[str, str]:
-    """Give a job's environment: the user's own, without another job's identity."""
+    """Return a job's environment: the user's own, without another job's identity."""
     taken = {
         name
         for setting in config.SETTINGS

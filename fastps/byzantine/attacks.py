@@ -36,23 +36,23 @@ class Liars:
             raise ValueError(f"rate={self.rate} is not 0 to 1")
 
     def lies(self, worker: int, step: int, block: int = 0) -> bool:
-        """Tell whether a worker lies about a block in a round."""
+        """Return whether a worker lies about a block in a round."""
         if worker in self.fixed or self.rate == 0:
             return worker in self.fixed
         return bool(self.generator(worker, step, block).random() < self.rate)
 
     def generator(self, worker: int, step: int, block: int = 0) -> np.random.Generator:
-        """Give the random numbers of one lie; their first says whether it is one."""
+        """Return the random numbers of one lie; their first says whether it is one."""
         return np.random.default_rng([self.seed, worker, step, block])
 
 
 def random(update: Array, rng: np.random.Generator, *, scale: float = 1.0) -> Array:
-    """Give noise with a deviation of scale, whatever the update is."""
+    """Return noise with a deviation of scale, whatever the update is."""
     return _like(update, rng.normal(0.0, _positive(scale), update.shape))
 
 
 def scaled_random(update: Array, rng: np.random.Generator, *, scale: float = 8.0) -> Array:
-    """Give noise that is scale times as long as the update."""
+    """Return noise that is scale times as long as the update."""
     noise = rng.normal(size=update.shape)
     length = float(np.linalg.norm(noise)) or 1.0
     wanted = _positive(scale) * float(np.linalg.norm(update.astype(np.float64)))
@@ -60,18 +60,18 @@ def scaled_random(update: Array, rng: np.random.Generator, *, scale: float = 8.0
 
 
 def negative(update: Array, *, scale: float = 6.0) -> Array:
-    """Give the update times -scale."""
+    """Return the update times -scale."""
     return _like(update, -_positive(scale) * update)
 
 
 def label_flip(labels: Array, n_classes: int) -> Array:
-    """Give class n - 1 - y for each class y, to train by."""
+    """Return class n - 1 - y for each class y, to train by."""
     flipped: Array = n_classes - 1 - labels
     return flipped
 
 
 def alie(honest: Sequence[Array], n: int, f: int, *, z: float | None = None) -> Array:
-    """Give what f of n colluding workers all send: mean - z deviation, of honest updates.
+    """Return what f of n colluding workers all send: mean - z deviation, of honest updates.
 
     A little is enough: z is the largest with which a majority lies further from the mean, by the
     normal distribution. Baruch, Baruch and Goldberg, "A little is enough: circumventing defenses
@@ -83,7 +83,7 @@ def alie(honest: Sequence[Array], n: int, f: int, *, z: float | None = None) -> 
 
 
 def little_enough(n: int, f: int) -> float:
-    """Give ALIE's z for f of n workers."""
+    """Return ALIE's z for f of n workers."""
     if not 0 < f < n:
         raise ValueError(f"f={f} of n={n} workers")
     supporters = n // 2 + 1 - f
@@ -92,7 +92,7 @@ def little_enough(n: int, f: int) -> float:
 
 
 def inner_product(honest: Sequence[Array], *, scale: float = 0.5) -> Array:
-    """Give the mean of honest updates times -scale: short enough to hide, and against them.
+    """Return the mean of honest updates times -scale: short enough to hide, and against them.
 
     Xie, Koyejo and Gupta, "Fall of empires: breaking Byzantine-tolerant SGD by inner product
     manipulation", UAI 2019.
@@ -105,7 +105,7 @@ def dissensus(
     own: Array, honest: Sequence[Array], weights: Sequence[float], liars: float, *,
     epsilon: float = 1.0,
 ) -> Array:  # fmt: skip
-    """Give what liars send one neighbour on a graph so that it does not come nearer to others.
+    """Return what liars send one neighbour on a graph so that it does not come nearer to others.
 
     own: what that neighbour has, x_i; honest and weights: arrays x_k of its honest in-neighbours,
     and what each weighs; liars: what its lying in-neighbours weigh together, above 0. They all
@@ -130,7 +130,7 @@ class Stale:
         self._found: deque[Array] = deque(maxlen=delay + 1)
 
     def told(self, update: Array) -> Array:
-        """Give what is pushed in the place of an update; at first the first one again."""
+        """Return what is pushed in the place of an update; at first the first one again."""
         self._found.append(np.array(update))
         return self._found[0].copy()
 
@@ -148,7 +148,7 @@ class Replayed:
     def pushes(
         self, number: int, updates: Sequence[Array | None]
     ) -> list[tuple[int, Sequence[Array | None]]]:
-        """Give what to push in a round: (round, updates), its own and then the old one.
+        """Return what to push in a round: (round, updates), its own and then the old one.
 
         for number, one in liar.pushes(held.next_round(), updates): held.push(one, round=number)
         """

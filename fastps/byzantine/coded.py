@@ -45,7 +45,7 @@ class Codes:
         ]
 
     def encode(self, place: int, block: Array, number: int) -> Array:
-        """Give the bytes of a block of a round; without a codec they are the block's own."""
+        """Return the bytes of a block of a round; without a codec they are the block's own."""
         raw, coder = block.reshape(-1).view(np.uint8), self._coders[place]
         if coder is None:
             return raw
@@ -54,7 +54,7 @@ class Codes:
         return wire
 
     def room(self, place: int, block: Array) -> Array:
-        """Give what the bytes of a block are to be read into."""
+        """Return what the bytes of a block are to be read into."""
         is_plain = self._coders[place] is None
         return block.reshape(-1).view(np.uint8) if is_plain else np.empty(self.sizes[place], "u1")
 
@@ -66,7 +66,7 @@ class Codes:
             coder.decode(wire, raw, version=number % _VERSIONS)
 
     def kept(self) -> list[Any]:
-        """Give copies of what error feedback and momentum keep, for a checkpoint."""
+        """Return copies of what error feedback and momentum keep, for a checkpoint."""
         return [
             None if coder is None else
             [None if one is None else np.array(one) for one in coder.kept()]

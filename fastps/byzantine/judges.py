@@ -61,7 +61,7 @@ class Case(NamedTuple):
     delay: int = 0
 
     def of(self, places: Sequence[int]) -> Case:
-        """Give the same of some blocks alone."""
+        """Return the same of some blocks alone."""
         return self._replace(
             rows=[[row[place] for place in places] for row in self.rows],
             trusted=[self.trusted[place] for place in places],
@@ -73,7 +73,7 @@ class Judge(Protocol):
     """Judges the updates of a round."""
 
     def judge(self, case: Case) -> Judgement:
-        """Give what becomes of each update, and what all come to."""
+        """Return what becomes of each update, and what all come to."""
 
 
 def judge_of(rule: Any, likes: Sequence[Array], n: int) -> Judge:
@@ -118,7 +118,7 @@ def _combiner(rule: Rule, like: Array, n: int, function: Any = None) -> Combiner
 
 
 def as_floats(row: Row) -> list[Array | None]:
-    """Give blocks that are no floats, such as counters, in float64; others as they are."""
+    """Return blocks that are no floats, such as counters, in float64; others as they are."""
     return [
         one if one is None or dtype_of(one.dtype) in FLOATS else one.astype(np.float64)
         for one in row
@@ -126,7 +126,7 @@ def as_floats(row: Row) -> list[Array | None]:
 
 
 def are_sound(row: Row) -> bool:
-    """Tell whether an update may be judged: no block has NaN, infinity or too large a norm."""
+    """Return whether an update may be judged: no block has NaN, infinity or too large a norm."""
     blocks = [one for one in as_floats(row) if one is not None]
     return all(np.isfinite(measures.square_norms([one])[0]) for one in blocks)
 
@@ -152,7 +152,7 @@ class ByBlock:
         self._combiners = [_combiner(rule, like, n) for like in likes]
 
     def judge(self, case: Case) -> Judgement:
-        """Give what the rule makes of those who sent each block."""
+        """Return what the rule makes of those who sent each block."""
         return _taken(case.rows), [
             _combined(combiner, [row[place] for row in case.rows], like, case.number)
             for place, (combiner, like) in enumerate(
@@ -176,7 +176,7 @@ class AsOne:
         self._whole = Whole(rule, likes)
 
     def judge(self, case: Case) -> Judgement:
-        """Give what the rule makes of the blocks together."""
+        """Return what the rule makes of the blocks together."""
         return _taken(case.rows), self._whole.combine(case.rows, case.number)
 
 
@@ -190,7 +190,7 @@ class Together:
         self._combine = combine
 
     def judge(self, case: Case) -> Judgement:
-        """Give what the rule makes of updates that are whole."""
+        """Return what the rule makes of updates that are whole."""
         flat = [None if any(one is None for one in row) else joined(row) for row in case.rows]
         change, verdicts = self._combine(flat, joined(case.trusted), case.number)
         found = list(verdicts)

@@ -19,7 +19,7 @@ TINY = 1e-300  # in the place of a length of 0
 def combine(
     rule: Rule, updates: Sequence[Array | None], *, version: int = 1, last: Array | None = None
 ) -> Array:
-    """Give what a rule makes of updates; see fastps.byzantine.combine()."""
+    """Return what a rule makes of updates; see fastps.byzantine.combine()."""
     shape = next((one.shape for one in updates if one is not None), ())
     rows = [
         np.ravel(one).astype(np.float64) for one in updates if one is not None and is_finite(one)
@@ -35,7 +35,7 @@ def combine(
 
 
 def is_finite(update: Array) -> bool:
-    """Tell whether an update is taken at all: its norm is a number."""
+    """Return whether an update is taken at all: its norm is a number."""
     with np.errstate(all="ignore"):
         wide = np.ravel(update).astype(np.float64)
         return bool(np.isfinite(wide @ wide))
@@ -115,7 +115,7 @@ def geometric_median(table: Array, iterations: int, nu: float) -> Array:
 
 
 def square_distances(table: Array) -> Array:
-    """Give the squares of distances between all rows."""
+    """Return the squares of distances between all rows."""
     gaps = table[:, None] - table[None]
     with np.errstate(over="ignore"):
         squares: Array = np.minimum(np.einsum("ijk,ijk->ij", gaps, gaps), FARTHEST)
@@ -131,7 +131,7 @@ def krum_scores(squares: Array, f: int) -> Array:
 
 
 def krum_order(table: Array, f: int) -> Array:
-    """Give the numbers of updates, the best first; of equal ones the lower first."""
+    """Return the numbers of updates, the best first; of equal ones the lower first."""
     return np.argsort(krum_scores(square_distances(table), f), kind="stable")
 
 

@@ -119,7 +119,7 @@ def NormClipping(radius: float) -> Rule:
 
 
 def SignMajority() -> Rule:
-    """Give each element the sign of most: 1, -1, or 0 where as many are above 0 as below.
+    """Return the majority's sign of each element: 1, -1, or 0 where as many are above 0 as below.
 
     Bernstein, Zhao, Azizzadenesheli and Anandkumar, "signSGD with majority vote is communication
     efficient and fault tolerant", ICLR 2019.
@@ -169,7 +169,7 @@ _BY_NAME = {
 
 
 def rule_of(choice: Choice) -> Rule | None:
-    """Give what a choice means; None: as it was declared. Raises ConfigError, TypeError."""
+    """Return what a choice means; None: as it was declared. Raises ConfigError, TypeError."""
     if choice is None or isinstance(choice, Rule):
         return choice
     if isinstance(choice, str):
@@ -200,7 +200,7 @@ def combine(
     version: int = 1,
     last: Array | None = None,
 ) -> Array:
-    """Give what a rule makes of updates, in NumPy; not fast: the oracle of those on servers.
+    """Return what a rule makes of updates, in NumPy; not fast: the oracle of those on servers.
 
     updates: arrays of floats of one shape, read; None for one that was skipped, which is not the
     same as zeros. version: number of the round, which buckets are drawn by. last: what the last

@@ -57,7 +57,7 @@ class Measures(NamedTuple):
 
 
 def is_sound(update: Array, like: Array | None = None) -> str:
-    """Say what is wrong with an update that no rule looks at; empty: nothing.
+    """Return what is wrong with an update that no rule looks at; empty: nothing.
 
     like: an array of the shape that it should have.
     """
@@ -135,13 +135,13 @@ class Zeno:
         return Verdict(True, score, 1.0)
 
     def weight(self, verdict: Verdict) -> float:
-        """Give the weight of a judged update in the average."""
+        """Return the weight of a judged update in the average."""
         return float(verdict.is_accepted)
 
     def combine(
         self, updates: Sequence[Array | None], trusted: Array
     ) -> tuple[Array, list[Verdict | None]]:
-        """Give the average of what is accepted, and what became of each; None: was skipped."""
+        """Return the average of what is accepted, and what became of each; None: was skipped."""
         return _judged(self, updates, trusted)
 
 
@@ -167,13 +167,13 @@ class FLTrust:
         return Verdict(True, score, score * math.sqrt(seen.square) / math.sqrt(seen.own))
 
     def weight(self, verdict: Verdict) -> float:
-        """Give the trust of a judged update."""
+        """Return the trust of a judged update."""
         return max(verdict.score, 0.0) if verdict.is_accepted else 0.0
 
     def combine(
         self, updates: Sequence[Array | None], trusted: Array
     ) -> tuple[Array, list[Verdict | None]]:
-        """Give the weighted average, and what became of each; None: was skipped."""
+        """Return the weighted average, and what became of each; None: was skipped."""
         return _judged(self, updates, trusted)
 
 
@@ -262,7 +262,7 @@ class ZenoDescent:
             raise ValueError(f"b={self.b} and rho={self.rho} are 0 or more")
 
     def descents(self, updates: Sequence[Array]) -> list[float]:
-        """Give the stochastic descendant score of each update; -inf of what is no number."""
+        """Return the stochastic descendant score of each update; -inf of what is no number."""
         now = self.loss(np.zeros_like(updates[0])) if updates else 0.0
         with np.errstate(all="ignore"):
             scores = [now - self.loss(one) - self.rho * _dot(one, one) for one in updates]
@@ -271,7 +271,7 @@ class ZenoDescent:
     def combine(
         self, updates: Sequence[Array | None], trusted: Array
     ) -> tuple[Array, list[Verdict | None]]:
-        """Give the average of the m - b best, zeros for none; and what became of each.
+        """Return the average of the m - b best, zeros for none; and what became of each.
 
         None: was skipped. trusted: says what shape they have.
         """
@@ -308,7 +308,7 @@ class FedAsync:
     is_damped: bool = False
 
     def score(self, update: Array, staleness: int = 0) -> Verdict:
-        """Give what an update is taken times, which is the score; NaN is refused."""
+        """Return what an update is taken times, which is the score; NaN is refused."""
         seen = measured(update, update)._replace(delay=staleness)
         return _refusal(update, None) or self.judge(seen)
 
@@ -338,7 +338,7 @@ class Kardam:
     _speeds: dict[int, float] = field(default_factory=dict)
 
     def per_block(self) -> Kardam:
-        """Give one without history: a validator asks for one for each block."""
+        """Return one without history: a validator asks for one for each block."""
         return Kardam(self.f)
 
     def score(self, worker: int, update: Array, model: Array) -> Verdict:
@@ -375,7 +375,7 @@ _Place: TypeAlias = tuple[Array, Array]  # an update, and the model that it was 
 
 
 def _speed(pairs: Sequence[tuple[_Place, _Place]]) -> float:
-    """Give how far updates changed for each step of the model."""
+    """Return how far updates changed for each step of the model."""
     change, way = (
         math.hypot(*(float(np.linalg.norm(now[i] - before[i])) for now, before in pairs))
         for i in (0, 1)

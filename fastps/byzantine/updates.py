@@ -69,7 +69,7 @@ class Update:
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether all of it was skipped: the worker did not take part."""
+        """Return whether all of it was skipped: the worker did not take part."""
         return all(block is None for block in self.blocks)
 
 
@@ -192,12 +192,12 @@ class Ledger:
         return what if times == 1 else f"{what}; so it turned {times} times"
 
     def rate(self, worker: int) -> float:
-        """Give the share of a worker's that was accepted; 0 of none."""
+        """Return the share of a worker's that was accepted; 0 of none."""
         total = sum(count for (who, _), count in self.counts.items() if who == worker)
         return self.counts[worker, ""] / total if total else 0.0
 
     def statistics(self) -> dict[str, float]:
-        """Give all by name: accepted_of_worker_1, refused_of_worker_1_late, counts.
+        """Return the counts by name: accepted_of_worker_1, refused_of_worker_1_late.
 
         accepted_share_of_worker_1, and, where a rule gave scores, score_of_worker_1, their mean,
         and last_score_of_worker_1.
@@ -218,7 +218,7 @@ class Ledger:
         return found
 
     def table(self) -> str:
-        """Tell all in lines, one for each worker."""
+        """Return the counts as text, a line for each worker."""
         return "\n".join(self._line(worker) for worker in self._workers())
 
     def _workers(self) -> list[int]:

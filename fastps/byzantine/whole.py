@@ -35,7 +35,7 @@ class Whole:
         self._last = [np.zeros_like(one) for one in likes] if is_centered else []
 
     def combine(self, rows: Sequence[Row], number: int) -> list[Array]:
-        """Give the change of each block; zeros of one that nobody sent."""
+        """Return the change of each block; zeros of one that nobody sent."""
         if self._rule.bucket and rows:
             rows = self._buckets(rows, number)
         there = np.array([[one is not None for one in row] for row in rows], bool)
@@ -55,7 +55,7 @@ class Whole:
         ]
 
     def _weights(self, rows: Sequence[Row], there: Array) -> Array:
-        """Give the weights of all rows, and of the last result, for each block."""
+        """Return the weights of all rows, and of the last result, for each block."""
         match self._rule.kind:
             case Kind.NORM_CLIPPING:
                 return self._clipped(rows, there)
@@ -92,7 +92,7 @@ class Whole:
         return squares
 
     def _pairs(self, rows: Sequence[Row], there: Array) -> Array:
-        """Give distances between updates as if they had all blocks."""
+        """Return distances between updates as if they had all blocks."""
         common = (there * self._sizes) @ there.T
         with np.errstate(all="ignore"):
             pairs: Array = self._squares(rows).sum(axis=0) * (self._sizes.sum() / common)
@@ -182,7 +182,7 @@ def _shares(parts: Array) -> Array:
 
 
 def _lengths(squares: Array, weights: Array, there: Array) -> Array:
-    """Give how far each row is from the mix by weights, over the blocks that it has.
+    """Return how far each row is from the mix by weights, over the blocks that it has.
 
     |u_i - z|^2 = sum_j w_j D_ij - 1/2 sum_jk w_j w_k D_jk, block by block.
     """

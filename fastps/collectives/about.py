@@ -80,7 +80,7 @@ def words_of(
 
 
 def form_of(brought: Brought, *others: int) -> int:
-    """Give a number of 16 bits, never 0, for dtypes and shapes; others: all that is to count."""
+    """Return a number of 16 bits, never 0, for dtypes and shapes; others: all that is to count."""
     form = 1
     for code, shape in brought:
         for number in (code, len(shape), *shape):

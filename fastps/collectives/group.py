@@ -78,7 +78,7 @@ class Group(Members):
         priority: int = 0,
         brought: Brought = (),
     ) -> Promise:
-        """Begin to give everybody the sum, or another op, of everybody's array.
+        """Start to give everybody the sum, or another op, of everybody's array.
 
         out: None for a new array, array itself for in place. divisor: what a sum is divided by,
         for an average the size. brought: the arrays that it consists of, if they are several. Rank
@@ -106,7 +106,7 @@ class Group(Members):
         name: str | None = None,
         dtype: DType | None = None,
     ) -> Promise:
-        """Begin to give the root the sum of everybody's array; others' out is not written."""
+        """Start to give the root the sum of everybody's array; others' out is not written."""
         root = self._member(root, "root")
         if self.rank != root:
             out = None
@@ -135,7 +135,7 @@ class Group(Members):
         dtype: DType | None = None,
         brought: Brought = (),
     ) -> Promise:
-        """Begin to give each member the sum of its block of everybody's array.
+        """Start to give each member the sum of its block of everybody's array.
 
         counts: elements of each member's block; None: even, and the array's size is divisible.
         brought: the arrays that it consists of, if they are several.
@@ -162,7 +162,7 @@ class Group(Members):
         dtype: DType | None = None,
         brought: Brought = (),
     ) -> Promise:
-        """Begin to give everybody everybody's array, one after the other.
+        """Start to give everybody everybody's array, one after the other.
 
         counts: elements of each member's array; None: all as many as ours. An array that lies in
         out, where it is to land, is not copied. brought: what the array tells of, for errors.
@@ -190,7 +190,7 @@ class Group(Members):
         name: str | None = None,
         dtype: DType | None = None,
     ) -> Promise:
-        """Begin to give the root everybody's array, one after the other; counts as allgather()."""
+        """Start to give the root everybody's array, one after the other; counts as allgather()."""
         root = self._member(root, "root")
         sizes = [array.size] * self.size if counts is None else list(counts)
         self._check_size("array", array, self._counts(sizes, sum(sizes))[self.rank])
@@ -218,7 +218,7 @@ class Group(Members):
         name: str | None = None,
         dtype: DType | None = None,
     ) -> Promise:
-        """Begin to give each member its block of the root's array; counts: elements of each."""
+        """Start to give each member its block of the root's array; counts: elements of each."""
         root = self._member(root, "root")
         sizes = [out.size] * self.size if counts is None else list(counts)
         self._check_size("out", out, self._counts(sizes, sum(sizes))[self.rank])
@@ -246,7 +246,7 @@ class Group(Members):
         name: str | None = None,
         dtype: DType | None = None,
     ) -> Promise:
-        """Begin to give each member its block of everybody's array, in the order of senders.
+        """Start to give each member its block of everybody's array, in the order of senders.
 
         send_counts: elements of our array for each member; receive_counts: those that each has
         for us; None: even, and the array's size is divisible.
@@ -267,7 +267,7 @@ class Group(Members):
     def broadcast(
         self, array: Array, *, root: int, name: str | None = None, dtype: DType | None = None
     ) -> Promise:
-        """Begin to copy the root's array into everybody's, in place."""
+        """Start to copy the root's array into everybody's, in place."""
         root = self._member(root, "root")
         is_root = self.rank == root
         return self._move(
@@ -280,7 +280,7 @@ class Group(Members):
 
     @at_once
     def barrier(self, *, name: str | None = None) -> Promise:
-        """Begin to wait until every member has begun."""
+        """Start to wait until every member has begun."""
         return self._move(
             ("barrier",), None, None, lambda: plans.barrier(self.rank, self.size),
             name=name, dtype=None, result=None,
@@ -301,7 +301,7 @@ class Group(Members):
         weights: Sequence[float] = (),
         goes_on: bool = False,
     ) -> Promise:
-        """Begin what a schedule says; every member does, though it may have nothing to do.
+        """Start what a schedule says; every member does, though it may have nothing to do.
 
         key: one of KINDS, and all that the schedule follows from. divisor: of folds without
         weights; how many a trimmed mean leaves out at each end. goes_on: messages of members
@@ -325,7 +325,7 @@ class Group(Members):
         self, array: Array, target: int, *, tag: int = 0, dtype: DType | None = None,
         priority: int = 0,
     ) -> Promise:  # fmt: skip
-        """Begin to send an array to a member; done when it may be changed again.
+        """Start to send an array to a member; done when it may be changed again.
 
         Messages of two members with one tag arrive in the order in which they were sent; of
         several tags, and of all else on a link, what has a larger priority goes first.
@@ -337,7 +337,7 @@ class Group(Members):
     def receive(
         self, out: Array, source: int | None = None, *, tag: int = 0, dtype: DType | None = None
     ) -> Promise:
-        """Begin to receive an array of just this size; None: from whoever sends first.
+        """Start to receive an array of just this size; None: from whoever sends first.
 
         The handle's `source` tells who that was, when it is done.
         """
@@ -411,7 +411,7 @@ class Group(Members):
         brought: Brought = (),
         root: int = -1,
     ) -> Promise:
-        """Begin an operation that sums."""
+        """Start an operation that sums."""
         code = self._dtype(array, dtype)
         if not isinstance(op, Op):
             raise TypeError(f"op is fastps.Average, Sum, Min, Max or another such, not {op!r}")
@@ -449,7 +449,7 @@ class Group(Members):
         like: Array | None = None,
         brought: Brought = (),
     ) -> Promise:
-        """Begin an operation that moves bytes; place: element of out where ours may lie.
+        """Start an operation that moves bytes; place: element of out where ours may lie.
 
         like: what others bring the like of, if it is not the array.
         """

@@ -40,7 +40,7 @@ class Host(Protocol):
         """Make the links to members that there are not yet; blocks."""
 
     def machine_of(self, rank: int) -> int:
-        """Give the number of the machine that a worker is on."""
+        """Return the number of the machine that a worker is on."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
         """Make an array for a result."""
@@ -88,7 +88,7 @@ class Host(Protocol):
         """Word the error of an operation that failed, or, if status is None, did not end."""
 
     def refusal(self, operation: Operation) -> str:
-        """Say why others made an operation fail, where that is known; else empty."""
+        """Return why others made an operation fail, where that is known; else empty."""
 
     def differing(self, group: Membership, name: str | None, channel: int, number: int) -> str:
         """Word the error of an operation that members do not mean alike; asks all of them."""

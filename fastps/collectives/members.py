@@ -201,7 +201,7 @@ class Members:
         is_weighted: bool = False,
         is_average: bool = False,
     ) -> ReadyKind:
-        """Give what all operations of one kind and size need; made once."""
+        """Return what all operations of one kind and size need; made once."""
         kind = self._kinds.get((is_average, key))
         if kind is None:
             if len(self._kinds) >= MANY_KINDS:
@@ -233,7 +233,7 @@ class Members:
     # ---- what consists of several exchanges: row_counts.py and flights.py need it ----
 
     def follow(self, name: str | None, stages: Stages) -> Outcome[Any]:
-        """Begin an operation, and give its handle; what follows begins by itself."""
+        """Start an operation, and give its handle; what follows begins by itself."""
         return run(self, stages) if self.size == 1 else self._host.lines.begin(self, name, stages)
 
     def run(self, name: str | None, stages: Stages) -> Outcome[Any]:
@@ -246,7 +246,7 @@ class Members:
         return staged
 
     def is_lined(self, name: str | None) -> bool:
-        """Tell whether something under a name has begun whose last exchange has not."""
+        """Return whether something under a name has begun whose last exchange has not."""
         line = self.lines.get(name or "") if self.lines else None
         return line is not None and bool(line.waiting)
 
@@ -263,7 +263,7 @@ class Members:
         self, kind: str, sent: bytearray, found: bytearray, name: str | None, key: Hashable, *,
         may_differ: bool = False, brought: Brought = (), root: int = -1,
     ) -> Operation:  # fmt: skip
-        """Begin an allgather() or an alltoall() of even blocks of bytes; finish() ends it.
+        """Start an allgather() or an alltoall() of even blocks of bytes; finish() ends it.
 
         Of more than one member. As they do, without what takes longer than the bytes. kind: what
         it is a part of; all but an alltoall begin with an allgather. may_differ: others may begin
@@ -292,7 +292,7 @@ class Members:
         brought: Brought,
         guess: Guess,
     ) -> Operation:
-        """Begin an operation that begins with a trade, with bytes for each and of each as a guess.
+        """Start an operation that begins with a trade, with bytes for each and of each as a guess.
 
         finish() ends it: SizesDifferError on all members if others guess other sizes, or trade
         theirs. Raises ValueError where array and out overlap.
@@ -321,7 +321,7 @@ class Members:
         make: Callable[[], Schedule],
         **how: Any,
     ) -> Operation:
-        """Begin an operation on buffers."""
+        """Start an operation on buffers."""
         self._host.check_usable()
         name, key = about.name, about.key
         if name is not None:
@@ -364,7 +364,7 @@ class Members:
             )
 
     def in_flight(self, names: Iterable[str] | None = None) -> list[str]:
-        """Say what is under way here; names: under one of these."""
+        """Return what is under way here; names: under one of these."""
         if self.size == 1:
             return []
         some = list(self.channels) if names is None else names
@@ -444,5 +444,5 @@ class Members:
 
 
 def said_of(name: str | None) -> str | None:
-    """Give a name as users know it; None: they gave none."""
+    """Return a name as users know it; None: they gave none."""
     return name.said if isinstance(name, Part) else name

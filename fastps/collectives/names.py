@@ -35,7 +35,7 @@ class Part(str):
 
 
 def whole_of(name: str) -> str:
-    """Give the name that users gave, of which a name may be a part."""
+    """Return the name that users gave, of which a name may be a part."""
     return name.whole if isinstance(name, Part) else name
 
 
@@ -45,7 +45,7 @@ def part_of(name: str | None, ending: str) -> str | None:
 
 
 def is_single(name: str | None) -> bool:
-    """Tell whether no two operations of a name are in flight at a time."""
+    """Return whether no two operations of a name are in flight at a time."""
     is_part_of_one = isinstance(name, Part) and (not name.ending or name.ending.endswith(REST))
     return name is not None and not is_part_of_one
 
@@ -64,12 +64,12 @@ class Channels(dict[str, int]):
     """The numbers by which members know the operations of one name, or, "", those without."""
 
     def __init__(self, key: str) -> None:
-        """Begin without any; key: of the group, the same on all its members."""
+        """Start without any; key: of the group, the same on all its members."""
         self._key = key
         self._parts: dict[str, list[str]] = {}  # by the name of the whole
 
     def of(self, name: str | None) -> int:
-        """Give the number of a name."""
+        """Return the number of a name."""
         words = name or ""
         channel = self.get(words)
         if channel is None:

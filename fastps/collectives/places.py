@@ -10,7 +10,7 @@ from fastps.worker.handle import Array
 
 
 def is_apart(array: Array, out: Array, place: int | None = None) -> bool:
-    """Tell whether arrays share no memory, or the first lies at element `place` of the second."""
+    """Return whether arrays share no memory, or the first lies at element `place` of the other."""
     if not np.may_share_memory(array, out):
         return True
     return place is not None and array.ctypes.data == out.ctypes.data + place * out.itemsize

@@ -27,7 +27,7 @@ class MeanwhileError(Exception):
 
 
 class Promise(Handle):
-    """The promise of an operation of a group."""
+    """The handle of an operation of a group."""
 
     def __init__(
         self, operations: Sequence[Operation], *args: Any, members: Sequence[int], **options: Any

@@ -66,7 +66,7 @@ class Rows(NamedTuple):
 
 
 def tell(rows: Rows) -> Generator[Operation, None, Blocks]:
-    """Tell everybody how many rows there are, and what they are if they are few: in stages.
+    """Exchange how many rows there are, and the rows themselves if they are few: in stages.
 
     Raises MismatchError on all members where shapes of rows, dtypes or roots differ.
     """
@@ -119,7 +119,7 @@ def _trade(
 def row_counts_of_each(
     group: Group, brought: Brought, name: str | None
 ) -> Generator[Operation, None, list[list[int]]]:
-    """Tell everybody how many rows arrays have, and give everybody's of each array; in stages.
+    """Exchange how many rows arrays have, and return those of all members by array; in stages.
 
     MismatchError on all members where they do not tell of as many arrays, or of other rows.
     """
@@ -137,7 +137,7 @@ def row_counts_of_each(
 
 
 def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
-    """Give everybody's object; TypeError on all members if one cannot travel. Blocks."""
+    """Return the objects of all members; TypeError on all if one cannot travel. Blocks."""
     from fastps.objects import decode_of, encode_for_all  # noqa: PLC0415
 
     own = np.frombuffer(encode_for_all(obj), np.uint8)

@@ -106,7 +106,7 @@ class Schedule:
 
 
 def allgather(me: int, counts: Sequence[int], machines: Sequence[int] = ()) -> Schedule:
-    """Give everybody everybody's INPUT, of counts[member] bytes, one after the other in OUTPUT.
+    """Plan the copy of every INPUT, of counts[member] bytes, to all, concatenated in OUTPUT.
 
     One round of n - 1 messages, (n - 1) counts[me] bytes. With machines: two rounds, each block
     crosses the network once per other machine. Up to SMALL_BYTES a block and with more than
@@ -132,7 +132,7 @@ def allgather(me: int, counts: Sequence[int], machines: Sequence[int] = ()) -> S
 def reducescatter(
     me: int, counts: Sequence[int], itemsize: int, machines: Sequence[int] = ()
 ) -> Schedule:
-    """Give each member the sum of its block, of counts[member] bytes, of everybody's INPUT.
+    """Plan the sum of each member's block, of counts[member] bytes, of every INPUT.
 
     One round of n - 1 messages, M - counts[me] bytes. With machines: two rounds, a block crosses
     the network once per other machine. Floor: (M - the least count) / B.
@@ -147,7 +147,7 @@ def reducescatter(
 def allreduce(
     me: int, n: int, nbytes: int, itemsize: int, machines: Sequence[int] = ()
 ) -> Schedule:
-    """Give everybody the sum of everybody's INPUT; OUTPUT may be the same memory.
+    """Plan the sum of every INPUT on all members; OUTPUT may be the same memory.
 
     Each owns an n-th of the sum, in pieces of PIECE_BYTES at most: two rounds, for every piece of
     its own n - 1 messages and one for each other, 2 M (n - 1) / n bytes. With machines: four
@@ -178,7 +178,7 @@ def allreduce(
 def reduce(
     me: int, n: int, nbytes: int, itemsize: int, root: int, machines: Sequence[int] = ()
 ) -> Schedule:
-    """Give the root the sum of everybody's INPUT; OUTPUT is the root's alone, maybe its INPUT.
+    """Plan the sum of every INPUT on the root; OUTPUT is the root's alone, maybe its INPUT.
 
     The others own the sum, in pieces of PIECE_BYTES at most, and send it to the root: two rounds,
     for every piece a message to its owner or the root, M bytes. With machines: three rounds, M
@@ -219,7 +219,7 @@ def reduce(
 
 
 def broadcast(me: int, n: int, nbytes: int, root: int, machines: Sequence[int] = ()) -> Schedule:
-    """Give everybody the root's INPUT in OUTPUT, which the root itself does not write.
+    """Plan the copy of the root's INPUT to every OUTPUT but the root's.
 
     The root sends every piece to one other, PIPELINE pieces or more to each, who passes it on to
     the rest: two rounds, no more than M bytes out of anybody. With machines: three rounds, M
@@ -253,7 +253,7 @@ def broadcast(me: int, n: int, nbytes: int, root: int, machines: Sequence[int] =
 
 
 def gather(me: int, counts: Sequence[int], root: int, *, is_confirmed: bool = False) -> Schedule:
-    """Give the root everybody's INPUT, of counts[member] bytes, one after the other in OUTPUT.
+    """Plan the copy of every INPUT, of counts[member] bytes, to the root, concatenated in OUTPUT.
 
     One message, counts[me] bytes. Floor: (M - counts[root]) / B, the root's way in. is_confirmed:
     nobody is through before the root has everything; it tells each other member by one byte.
@@ -273,7 +273,7 @@ def gather(me: int, counts: Sequence[int], root: int, *, is_confirmed: bool = Fa
 
 
 def scatter(me: int, counts: Sequence[int], root: int) -> Schedule:
-    """Give each member its block, of counts[member] bytes, of the root's INPUT.
+    """Plan the copy of each member's block, of counts[member] bytes, of the root's INPUT.
 
     n - 1 messages of the root, M - counts[root] bytes. Floor: those / B, the root's way out.
     """
@@ -287,7 +287,7 @@ def alltoall(
     receive_counts: Sequence[int],
     machines: Sequence[int] = (),
 ) -> Schedule:
-    """Give every member its block of everybody's INPUT, in OUTPUT by sender; counts in bytes.
+    """Return every member its block of everybody's INPUT, in OUTPUT by sender; counts in bytes.
 
     One round of n - 1 messages, what is sent to others; whatever the size, since who passed
     blocks on would have to know the counts of others. Floor: the most sent or received / B.
@@ -367,7 +367,7 @@ class _Topology:
         self.width = len(self.machines) * max(map(len, self.machines), default=0)
 
     def parted(self, member: int) -> tuple[_Topology, _Topology]:
-        """Give the machine of a member, and the others."""
+        """Return the machine of a member, and the others."""
         near = self.home[member]
         return _Topology([near]), _Topology(one for one in self.machines if one is not near)
 
@@ -439,7 +439,7 @@ def _starts(counts: Sequence[int]) -> list[int]:
 
 
 def _distances(n: int) -> list[int]:
-    """Give how far on to send, once each: to all others, or so that all hear in few rounds."""
+    """Return how far on to send, once each: to all others, or so that all hear in few rounds."""
     if n <= DIRECT_MEMBERS:
         return list(range(1, n))
     return [1 << bit for bit in range((n - 1).bit_length())]
@@ -451,7 +451,7 @@ def _in_turn(pieces: list[_Piece], steps: _Steps) -> list[_Piece]:
 
 
 def _behind(pieces: list[_Piece], lag: int) -> Iterator[tuple[_Piece, bool]]:
-    """Give each piece as one to sum, and, so many laps later, True: as one that is summed."""
+    """Yield each piece as one to sum, and, so many laps later, True: as one that is summed."""
     summed: deque[_Piece] = deque()
     for piece in pieces:
         yield piece, False

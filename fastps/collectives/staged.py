@@ -58,7 +58,7 @@ class Made(Outcome[Any]):
 
 
 class Staged(Outcome[Any]):
-    """The promise of what an operation of several exchanges gives."""
+    """The handle of an operation of several exchanges."""
 
     def __init__(self, group: StagedGroup, line: Line, stages: Stages, first: Operation) -> None:
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class Staged(Outcome[Any]):
         return self._last is not None or self._error is not None
 
     def go_on(self) -> bool:
-        """Begin what can begin; return whether that was all. Under the line's lock."""
+        """Start what can begin; return whether that was all. Under the line's lock."""
         try:
             while not self.has_begun and (self.operation.is_done or not self.operation.follow()):
                 self.operation = resume(self.group, self._stages, self.operation)
@@ -162,7 +162,7 @@ class Lines:
         self._is_closed = False
 
     def begin(self, group: StagedGroup, name: str | None, stages: Stages) -> Outcome[Any]:
-        """Begin an operation, and return its handle at once."""
+        """Start an operation, and return its handle at once."""
         try:
             first = next(stages)
         except StopIteration as end:

@@ -61,7 +61,7 @@ class Steady:
         self._misses = 0
 
     def guess(self, key: Hashable, sent: Sequence[int]) -> Guess | None:
-        """Give what comes of each member if it is as before; None: ask."""
+        """Return what comes of each member if it is as before; None: ask."""
         known = self._known.get(key)
         return known.guess if known is not None and known.sent == sent else None
 

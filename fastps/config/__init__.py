@@ -75,12 +75,12 @@ class Setting(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Give the FASTPS_ name of the setting."""
+        """Return the FASTPS_ name of the setting."""
         return PREFIX + self.field.upper()
 
     @property
     def bounds(self) -> str:
-        """Say in words what the value may be; empty when it may be anything."""
+        """Return in words what the value may be; empty when it may be anything."""
         if self.parse is as_boolean:
             return "1 or 0"
         if not self.allowed or isinstance(self.allowed[0], str):
@@ -90,7 +90,7 @@ class Setting(NamedTuple):
 
     @property
     def example(self) -> str:
-        """Give a line that sets it right."""
+        """Return a line that sets it right."""
         value = self.default
         if value in (None, "") or self.parse is as_boolean:
             value = self.allowed[0] if self.allowed else EXAMPLES.get(self.field, "1")
@@ -391,7 +391,7 @@ class Config:
         return self.size + self.num_validators
 
     def token_bytes(self) -> bytes:
-        """Give the job token from `token`, else from `token_file`.
+        """Return the job token from `token`, else from `token_file`.
 
         Raises ConfigError when there is none and `insecure` is off, when it is too short, or when
         the file may be read by others.
@@ -454,7 +454,7 @@ def explain(
 
 
 def _found(overrides: Mapping[str, object], environ: Environ) -> dict[str, tuple[Any, str]]:
-    """Give every value and its source, by field."""
+    """Return every value and its source, by field."""
     values: dict[str, Any] = {}
     found: dict[str, tuple[Any, str]] = {}
     for setting in SETTINGS:
@@ -585,7 +585,7 @@ def _say_once(text: str) -> None:
 
 
 def role_given(environ: Environ | None = None) -> str | None:
-    """Give the role that the environment names, None where it names none; ConfigError if wrong."""
+    """Return the role that the environment names, or None; ConfigError if it is wrong."""
     setting = _BY_FIELD["role"]
     role, source = _resolve(setting, {}, os.environ if environ is None else environ, {})
     return None if source == "default" else str(role)

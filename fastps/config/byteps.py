@@ -73,7 +73,7 @@ UNDERSTOOD = {
 
 
 def answer(name: str) -> str:
-    """Say what to use instead of a variable, or why nothing: the end of a sentence."""
+    """Return what to use instead of a variable, or why nothing: the end of a sentence."""
     found = INSTEAD[name]
     is_nothing = found.startswith("nothing: ")
     return f" here: {found.removeprefix('nothing: ')}" if is_nothing else f"; use {found}"

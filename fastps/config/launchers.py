@@ -36,7 +36,7 @@ CARRIERS: dict[str, Callable[[Launcher], Any]] = {}
 
 
 def is_left_alone(config: Config) -> bool:
-    """Tell whether a worker is to meet others and nobody has named a scheduler."""
+    """Return whether a worker is to meet others and nobody has named a scheduler."""
     is_worker = config.role == "worker" and config.size > 1
     return is_worker and not (config.scheduler_port or config.num_servers or config.num_validators)
 

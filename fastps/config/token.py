@@ -20,7 +20,7 @@ MIN_BYTES = 16  # shorter tokens can be guessed by whoever saw one handshake
 
 
 def read_token(token: str, path: str, *, is_needed: bool) -> bytes:
-    """Give a token, else what a file holds; nothing if there is none and none is needed."""
+    """Return a token, else what a file holds; nothing if there is none and none is needed."""
     secret = token.encode().strip() or read_secret(path, "FASTPS_TOKEN_FILE")
     if not secret and is_needed:
         raise ConfigError(

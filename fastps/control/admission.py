@@ -36,12 +36,12 @@ class Peer:
 
     @property
     def is_working(self) -> bool:
-        """Tell whether it takes part in the job that runs."""
+        """Return whether it takes part in the job that runs."""
         return self.has_started and self.leave_request is None
 
     @property
     def is_worker(self) -> bool:
-        """Tell whether it takes part in collectives and declarations."""
+        """Return whether it takes part in collectives and declarations."""
         return self.join.role in ("worker", "validator")
 
     @property
@@ -57,7 +57,7 @@ class Peer:
 
 
 def places(config: Config, role: str) -> tuple[int, str]:
-    """Give the number of members of a role, and the setting that says so."""
+    """Return the number of members of a role, and the setting that says so."""
     if role == "worker":
         return config.size, "FASTPS_SIZE"
     if role == "validator":
@@ -68,7 +68,7 @@ def places(config: Config, role: str) -> tuple[int, str]:
 def refuse(
     join: Join, config: Config, rivals: Sequence[Peer], members: Sequence[Peer]
 ) -> str | None:
-    """Say why a newcomer cannot have a place among its rivals and all members, None if it can."""
+    """Return why a newcomer cannot have a place among rivals and members, None if it can."""
     return (
         _refuse_size(join, config)
         or _refuse_count(join, config, rivals)
@@ -150,7 +150,7 @@ def _refuse_on_loss(join: Join, members: Sequence[Peer]) -> str | None:
 
 
 def number(group: list[Peer]) -> list[Peer]:
-    """Give free ranks to those without, by arrival; return the group in rank order."""
+    """Return free ranks to those without, by arrival; return the group in rank order."""
     taken = {item.rank for item in group}
     free = (rank for rank in range(len(group)) if rank not in taken)
     for item in group:
@@ -160,7 +160,7 @@ def number(group: list[Peer]) -> list[Peer]:
 
 
 def local_ranks(group: list[Peer]) -> dict[int, tuple[int, int]]:
-    """Give (local_rank, local_size) by peer: as configured, else by host in rank order.
+    """Return (local_rank, local_size) by peer: as configured, else by host in rank order.
 
     Workers of one host count together even if they cannot share memory: they share its devices.
     """
@@ -259,7 +259,7 @@ def _number_machines(members: list[Peer]) -> dict[str, int]:
 
 
 def _wants_joint(config: Config, firsts: list[Peer], n_apart: int) -> bool:
-    """Tell whether one worker of every machine shall serve too.
+    """Return whether one worker of every machine shall serve too.
 
     When it is left open: if there are fewer servers than hosts; workers of one host that do not
     share memory still share its network card, and a server apart serves them as well.

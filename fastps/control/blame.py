@@ -69,7 +69,7 @@ class Suspicions:
     """Members, by peer number, that others cannot reach: they may turn out dead, or not."""
 
     def __init__(self, *, is_judged: bool = False) -> None:
-        """Begin; is_judged: workers may lie, and are not believed of others."""
+        """Start; is_judged: workers may lie, and are not believed of others."""
         self._is_judged = is_judged
         self._all: list[Suspicion] = []
 
@@ -85,7 +85,7 @@ class Suspicions:
         self._all.append(Suspicion(peer, other, now + SUSPICION_S, text, own))
 
     def of(self, peer: int) -> str | None:
-        """Give the first thing said against a member."""
+        """Return the first thing said against a member."""
         return next((item.text for item in self._all if item.suspect == peer), None)
 
     def due(self, now: float) -> list[Suspicion]:
@@ -97,7 +97,7 @@ class Suspicions:
         return [item.until for item in self._all]
 
     def cause(self, peer: int, cause: str, *, role: str = "") -> str:
-        """Say why a member is lost, with what others and it itself said before.
+        """Return why a member is lost, with what others and it itself said before.
 
         role: what it was, in a job that goes on without workers.
         """
@@ -116,14 +116,14 @@ class Suspicions:
 
 
 def life_text(silent_s: float, *, heartbeat_s: float) -> str:
-    """Say whether a member that others cannot reach gives signs of life."""
+    """Return whether a member that others cannot reach gives signs of life."""
     if silent_s < MISSED_BEATS * heartbeat_s:
         return "it is alive otherwise"
     return f"it has given no sign of life for {silent_s:.1f} s"
 
 
 def start_text(missing: str, timeout_s: float) -> str:
-    """Say that a job cannot start in time; missing: who has joined, and who has not."""
+    """Return the text of a job that cannot start in time; missing: who has joined, and who not."""
     return (
         f"the job did not start within {round(timeout_s, 1):g} s: {missing}; start the missing "
         "processes, or raise FASTPS_START_TIMEOUT_S if they are only slow"
@@ -131,7 +131,7 @@ def start_text(missing: str, timeout_s: float) -> str:
 
 
 def silence_text(lease_s: float) -> str:
-    """Say that a member is taken for dead."""
+    """Return the text of a member that is taken for dead."""
     return (
         f"it was silent for longer than its lease of {lease_s:g} s (stopped, swapped out or cut "
         "off); raise FASTPS_LEASE_S if such pauses are normal"
@@ -142,7 +142,7 @@ def silence_text(lease_s: float) -> str:
 
 
 def cause_of_link(server: str, status: Status, trouble: str) -> str:
-    """Say why a server's link to a worker ended; trouble: what else is known of it, if any."""
+    """Return why a server's link to a worker ended; trouble: what else is known of it, if any."""
     cause = f"its link to {server} broke (status {status.name})"
     if status is Status.NOMEM:
         cause = f"the buffer pool of {server} is full: raise FASTPS_POOL_BYTES"
@@ -174,7 +174,7 @@ class Failure:
 
     @property
     def is_loss(self) -> bool:
-        """Tell whether the scheduler may know more."""
+        """Return whether the scheduler may know more."""
         return self.status in (Status.PEER_LOST, Status.LINK_TIMEOUT, Status.SHUTDOWN)
 
 
@@ -218,7 +218,7 @@ class Witness:
         return ReportLost(failure.owner, cause, is_owner=True)
 
     def departure(self, owner: int | None, culprit: int | None) -> str:
-        """Say who left, if that explains the end of a link or what a server says; else empty."""
+        """Return who left, if that explains the end of a link or a server's words; else empty."""
         if culprit in self.lost:
             return self.lost[culprit]
         for member in (*self.owners_left[:1], owner):
@@ -254,7 +254,7 @@ class Witness:
 
 
 def _seen_here(failure: Failure) -> str:
-    """Say what the worker knows by itself: there is no scheduler to say who is to blame."""
+    """Return what the worker knows by itself: there is no scheduler to say who is to blame."""
     if failure.status is Status.SHUTDOWN:  # then we ended our links ourselves
         return ENDINGS[failure.status]
     unsaid = f"and the scheduler did not say within {VERDICT_WAIT_S:g} s who is lost"
@@ -276,12 +276,12 @@ def _seen_here(failure: Failure) -> str:
 
 
 def left_text(rank: int | None) -> str:
-    """Say that a worker left too early."""
+    """Return the text of a worker that left too early."""
     return f"worker {rank} {LEFT}"
 
 
 def stall_text(what: str, why: str, timeout_s: float) -> str:
-    """Say that an operation is not complete and nobody is lost; why: what is known of that."""
+    """Return the text of an operation that is late though nobody is lost; why: what is known."""
     return (
         f"{what} was not complete within {timeout_s:g} s: "
         f"{why or 'the scheduler does not say who holds it up'}. Let all workers call the same "

@@ -119,7 +119,7 @@ os.register_at_fork(after_in_child=_forget_clients_in_child)
 
 
 class Asked(Generic[AnswerT]):
-    """The promise of the scheduler's answer to a request."""
+    """The handle of the scheduler's answer to a request."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Asked(Generic[AnswerT]):
         return answer
 
     def late(self) -> StallError:
-        """Give the error of an answer that did not come."""
+        """Return the error of an answer that did not come."""
         if time.monotonic() >= self._deadline:
             self._give_up()
         return StallError(
@@ -285,14 +285,14 @@ class ControlClient:
         self.enter_barrier(name, timeout_s=timeout_s).wait()
 
     def enter_barrier(self, name: str, *, timeout_s: float) -> Asked[Done]:
-        """Begin barrier(): its error, or its end, comes of wait()."""
+        """Start barrier(): its error, or its end, comes of wait()."""
         check_name(name)
         timeout_s = checked_seconds(timeout_s)
         message = Barrier(next(self._numbers), name, timeout_s)
         return self._begin(message, Done, what=f"barrier {name!r}", timeout_s=timeout_s)
 
     def blob(self, name: str, root_rank: int, data: bytes | None, *, timeout_s: float) -> bytes:
-        """Give every worker the root's bytes, at most 64 MiB; all workers must call it."""
+        """Return every worker the root's bytes, at most 64 MiB; all workers must call it."""
         check_name(name)
         if data is not None and len(data) > MAX_BLOB_BYTES:
             raise ConfigError(
@@ -308,7 +308,7 @@ class ControlClient:
         return self._ask(message, BlobData, what=what, timeout_s=timeout_s).data
 
     def dispute(self, name: str, version: int, started: str, *, timeout_s: float) -> MismatchError:
-        """Say what was started on a tensor whose workers disagree; give what all of them say."""
+        """Tell what was started on a tensor whose workers disagree; return what all say."""
         message = Dispute(next(self._numbers), name, version, text_of(started), timeout_s)
         try:
             self._ask(message, Done, what=f"dispute {name!r}", timeout_s=timeout_s)
@@ -373,7 +373,7 @@ class ControlClient:
         return None if self._over is None else f"the job is over: {self._over.reason}"
 
     def begin_probe(self) -> Callable[[], bool]:
-        """Begin to find out whether the scheduler answers; call the result to hear it.
+        """Start to find out whether the scheduler answers; call the result to hear it.
 
         That blocks for GRACE_S after the beginning at most. leave() does not wait for a scheduler
         that was silent. One whose connection has ended is not silent: that says more.

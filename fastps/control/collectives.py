@@ -174,7 +174,7 @@ class Collectives:
         ]
 
     def next_deadline(self) -> float | None:
-        """Give the time when expire() has something to do."""
+        """Return the time when expire() has something to do."""
         times = [
             min(meeting.deadline(), meeting.began + meeting.watch_s)
             for meeting in self._meetings.values()
@@ -228,7 +228,7 @@ class Collectives:
         return None
 
     def _settle(self, key: Key, meeting: _Meeting) -> str:
-        """Say who started what; those who come late will hear the same."""
+        """Return who started what; those who come late will hear the same."""
         silent = {rank for rank in range(self._size) if rank not in meeting.entries} - self._gone
         text = _dispute_text(meeting, sorted(silent))
         if silent and len(self._settled) < MAX_MEETINGS:
@@ -296,7 +296,7 @@ class Collectives:
         return text + (f" ({elsewhere})" if elsewhere else "") + hint
 
     def _elsewhere(self, missing: list[int]) -> str:
-        """Say in which other meetings the missing workers wait."""
+        """Return in which other meetings the missing workers wait."""
         return join_names(
             [
                 f"worker {rank} waits in {_what(key)}"

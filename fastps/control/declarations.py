@@ -173,7 +173,7 @@ class Declarations:
     # ---- names of validators ----
 
     def _otherwise(self, rank: int, asked: Declare) -> str:
-        """Say what a worker declares that is the validators', and not as they do."""
+        """Return what a worker declares that is the validators', and not as they do."""
         for name, number in asked.tensors if self._judged else ():
             layout = asked.layouts[number]
             if name in self._judged and self._tensors[name].layout != layout:
@@ -286,7 +286,7 @@ class Declarations:
         return out + (self._settle() if late else [])
 
     def next_deadline(self) -> float | None:
-        """Give the time when expire() has something to do."""
+        """Return the time when expire() has something to do."""
         return min((item.deadline for item in self._waiting), default=None)
 
     def waiting(self) -> Iterator[tuple[int, int]]:

@@ -34,7 +34,7 @@ def dial(
     deadline: float,
     lane: int = 0,
 ) -> socket.socket:
-    """Give an authenticated connection to the scheduler.
+    """Return an authenticated connection to the scheduler.
 
     sender, lane: of a member's own token, its rank and Token.lane.
 
@@ -64,7 +64,7 @@ def dial(
 
 
 def dial_control(config: Config, token: Token, *, deadline: float) -> socket.socket:
-    """Give a control connection, of who the token proves; see dial()."""
+    """Return a control connection, of who the token proves; see dial()."""
     return dial(
         config, token.key(CONTROL, config.job_id), purpose=Purpose.CONTROL, sender=token.rank,
         lane=token.lane, deadline=deadline,
@@ -72,7 +72,7 @@ def dial_control(config: Config, token: Token, *, deadline: float) -> socket.soc
 
 
 def token_of(config: Config) -> Token:
-    """Give this process's token. Raises ConfigError."""
+    """Return this process's token. Raises ConfigError."""
     return parse(config.token_bytes(), config.role, config.rank)
 
 
@@ -140,7 +140,7 @@ def _with_address(error: FastPSError, config: Config) -> FastPSError:
 
 
 def _if_it_leads_here(config: Config) -> str:
-    """Say that the scheduler's name means this very machine, as /etc/hosts may have its own."""
+    """Return the hint that the scheduler's name means this machine, as /etc/hosts may say."""
     host = config.scheduler_host
     try:
         found = sockets.look_up(host, config.scheduler_port, timeout_s=_NAME_S)

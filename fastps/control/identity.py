@@ -31,12 +31,12 @@ def machine_name(config: Config, *, is_shared: bool) -> str:
 
 
 def host_of(machine: str) -> str:
-    """Give the name of the machine that processes share whether or not they share memory."""
+    """Return the name of the machine that processes share whether or not they share memory."""
     return machine.partition(APART)[0]
 
 
 def _boot_id() -> str:
-    """Tell machines apart even where their names are equal."""
+    """Return what tells machines apart even where their names are equal."""
     try:
         return BOOT_ID_FILE.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError):

@@ -95,7 +95,7 @@ def _by_pmix(launcher: Launcher) -> Board | None:
 
 
 def _advice(launcher: Launcher) -> str:
-    """Say what to set."""
+    """Return what to set."""
     also = "import fastps.torch, which uses torchrun's store; or " * (launcher.name == "torchrun")
     return (
         f"{also}set FASTPS_MEETING_DIR to a directory that all machines share, where rank 0 can "
@@ -113,7 +113,7 @@ class UnixBoard:
         self._thread = threading.Thread(target=self._serve, name="fastps:meeting", daemon=True)
 
     def post(self, text: str) -> None:
-        """Give the text to all who come, from a thread."""
+        """Serve the text to all who connect, from a thread."""
         self._text = text.encode()
         try:
             self._listener = sockets.listen_unix_at(self._name)
@@ -139,7 +139,7 @@ class UnixBoard:
         raise TransportTimeout(f"rank 0 has not called init() within {timeout_s:.3g} s")
 
     def clear(self) -> None:
-        """Give it to nobody any more; idempotent."""
+        """Stop serving it; idempotent."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.shutdown(socket.SHUT_RDWR)  # wakes accept()

@@ -41,7 +41,7 @@ class StartWatch:
         self.due = NEVER
 
     def say(self, now: float) -> float:
-        """Give the seconds waited so far; the next time is after twice as many."""
+        """Return the seconds waited so far; the next time is after twice as many."""
         waited_s = now - self._began
         self.due = self._began + 2 * max(waited_s, self._first_s)
         return waited_s
@@ -51,7 +51,7 @@ class Absentees:
     """Who has ended, as launchers say, and where those are that have not come yet."""
 
     def __init__(self, machines: Mapping[Place, str]) -> None:
-        """Begin with nobody; machines: names of them, where launchers know."""
+        """Start with nobody; machines: names of them, where launchers know."""
         self._machines = machines
         self._ended: dict[Place, Absent] = {}
         self._closed: dict[Place, tuple[float, Absent]] = {}  # and when that counts

@@ -248,7 +248,7 @@ class Membership:
         return self._drain(now)
 
     def next_deadline(self) -> float | None:
-        """Give the time of the next tick, None when nothing can become due."""
+        """Return the time of the next tick, None when nothing can become due."""
         times = [member.lease_until for member in self._peers.values()]
         times += self._suspicions.deadlines()
         times += [
@@ -275,7 +275,7 @@ class Membership:
         return tuple((item.peer, item.join.role, item.rank) for item in self._peers.values())
 
     def missing_text(self) -> str:
-        """Say who has joined, who has not, and who came and went."""
+        """Return who has joined, who has not, and who came and went."""
         if self.phase is Phase.RUNNING:
             running = [item.full_name for item in self._programs() if item.is_working]
             return f"the job's earlier run goes on: {join_names(running)} did not leave it"
@@ -306,7 +306,7 @@ class Membership:
         self._send(peer, Joined(join.request, peer))
 
     def _refuse(self, join: Join) -> tuple[str, str] | None:
-        """Say why a process cannot join: kind and message."""
+        """Return why a process cannot join: kind and message."""
         if self.first_cause is not None:
             return "peer_lost", f"the job is broken: {self.first_cause}"
         if self.phase is Phase.OVER:
@@ -324,7 +324,7 @@ class Membership:
         return self._of_role(role)
 
     def _has_worker_left(self) -> bool:
-        """Tell whether some, not all, workers of this generation have left."""
+        """Return whether some, not all, workers of this generation have left."""
         working = [item for item in self._programs() if item.is_working]
         return self.phase is Phase.RUNNING and len(working) < self._config.n_programs
 
@@ -522,7 +522,7 @@ class Membership:
         return [item for item in self._peers.values() if item.leave_request is not None]
 
     def _is_needed(self, owner: Peer) -> bool:
-        """Tell whether workers that are at work need what this member owns."""
+        """Return whether workers that are at work need what this member owns."""
         return (
             self.phase is Phase.RUNNING
             and owner.is_owner
@@ -569,7 +569,7 @@ class Membership:
         return PeerLost(join.role, member.rank or 0, join.hostname, join.pid, text, goes_on)
 
     def _can_spare(self, member: Peer) -> bool:
-        """Tell whether the job goes on without a member; not without one that is trusted."""
+        """Return whether the job goes on without a member; not without one that is trusted."""
         return self._goes_on and member.join.role == "worker"
 
     def _lose(self, member: Peer, cause: str) -> None:
@@ -604,7 +604,7 @@ class Membership:
         self._out.append(Close(member.peer))
 
     def _after_departure(self, now: float) -> None:
-        """Begin what comes when the last worker or the last member has gone."""
+        """Start what comes when the last worker or the last member has gone."""
         if self.phase is Phase.RUNNING and not any(item.is_working for item in self._programs()):
             self._dismiss(self._leaving())
             self._next_generation(now)
@@ -657,7 +657,7 @@ class Membership:
                 self._send(item.peer, told)
 
     def _life_text(self, peer: int, now: float) -> str:
-        """Say whether a suspect gives signs of life; its machine may be off."""
+        """Return whether a suspect gives signs of life; its machine may be off."""
         member = self._peers.get(peer)
         silent_s = now - member.lease_until + self._config.lease_s if member else 0.0
         return life_text(silent_s, heartbeat_s=self._config.heartbeat_s)

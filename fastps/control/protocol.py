@@ -331,7 +331,7 @@ class Barrier(_Message, frozen=True):
 
 
 class Blob(_Message, frozen=True):
-    """Give (root) or get (others, data None) a small object; answered by BlobData or Done."""
+    """Send (root) or get (others, data None) a small object; answered by BlobData or Done."""
 
     request: Id
     name: Name
@@ -545,7 +545,7 @@ class PeerLost(_Message, frozen=True):
     goes_on: bool = False
 
     def __str__(self) -> str:
-        """Say who is lost and why."""
+        """Return who is lost and why."""
         pid = f", pid {self.pid}" if self.pid else ""
         where = f" ({self.host}{pid})" if self.host else ""
         name = self.role if self.role == "scheduler" else f"{self.role} {self.rank}"

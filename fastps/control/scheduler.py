@@ -106,7 +106,7 @@ class Scheduler:
         self.address: tuple[str, int] = ("", 0)  # listened on, once run() has started
 
     def numbers(self) -> dict[str, float]:
-        """Give what of statistics() is a number, once run() has started.
+        """Return what of statistics() is a number, once run() has started.
 
         refused_wrong_token and the like count each kind, refused all of them.
         """
@@ -119,7 +119,7 @@ class Scheduler:
         return found | {name: now.refused[kind] for kind, name in kinds.items()}
 
     def statistics(self) -> SchedulerStatistics:
-        """Give the state of the moment."""
+        """Return the state of the moment."""
         return SchedulerStatistics(
             self._membership.phase.value,
             self._membership.generation,
@@ -247,7 +247,7 @@ class Scheduler:
         task.add_done_callback(lambda _: writer.close())
 
     def _claim(self, purpose: Purpose, sender: int, lane: int) -> Claim:
-        """Say what has to be proven by who comes: a pulse is of who has a control connection."""
+        """Return what a newcomer has to prove: a pulse is of who has a control connection."""
         is_pulse = purpose is Purpose.PULSE
         token = (self._tokens.get(sender, self._token) if is_pulse
                  else whose(self._token, lane, sender))  # fmt: skip
@@ -256,7 +256,7 @@ class Scheduler:
     def _is_its_own(
         self, join: Join | Absent | Attend, token: Token, writer: asyncio.StreamWriter
     ) -> bool:
-        """Tell whether somebody joins as who it has proven to be; refuse it where not."""
+        """Return whether somebody joins as who it has proven to be; refuse it where not."""
         if not token.is_own or (join.role, join.rank) == (token.role, token.rank):
             return True
         said = f"{join.role} {join.rank}"
@@ -392,7 +392,7 @@ class Scheduler:
             transport.abort()
 
     def _sealed(self, action: Send) -> ToMember:
-        """Give the message, with the keys of a member that begins and cannot make them."""
+        """Return the message, with the keys of a member that begins and cannot make them."""
         message, own = action.message, self._tokens[action.peer]
         if not (isinstance(message, Started) and own.is_own):
             return message

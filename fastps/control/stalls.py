@@ -128,7 +128,7 @@ class Stalls:
         return [answer for number in late for answer in self._end(number)]
 
     def next_deadline(self) -> float | None:
-        """Give the time when expire() has something to do."""
+        """Return the time when expire() has something to do."""
         return min((inquiry.due for inquiry in self._inquiries.values()), default=None)
 
     def _end(self, number: int) -> Answers:
@@ -140,7 +140,7 @@ class Stalls:
         return [(peer, StallTold(request, text)) for peer, request in inquiry.waiters]
 
     def _text(self, inquiry: _Inquiry) -> str:
-        """Say who waits, who does not take part yet, and where those are."""
+        """Return who waits, who does not take part yet, and where those are."""
         lines = []
         silent = [self._name(rank) for rank in sorted(inquiry.missing - inquiry.in_it)]
         for words, ranks in _alike(inquiry).items():
@@ -174,7 +174,7 @@ def _alike(inquiry: _Inquiry) -> dict[str, list[int]]:
 
 
 def _words(asked: Waiting, answer: Whereabouts) -> str:
-    """Say how far a worker is that others wait for, and what it is at."""
+    """Return how far a worker is that others wait for, and what it is at."""
     if not asked.place:
         how = "is not in it"
     elif answer.count:

@@ -65,14 +65,14 @@ class Waitable(Protocol):
 
 
 def check_op(op: object) -> Op:
-    """Give the operation back, or raise ValueError that names the two there are for gradients."""
+    """Return the operation; ValueError names the two that there are for gradients."""
     if op not in (Average, Sum):
         raise ValueError(f"op must be Average or Sum, not {op!r}")
     return Op(op)
 
 
 def op_of(average: object) -> Op:
-    """Give Average for True and Sum for False, or raise ValueError: an op in its place is true."""
+    """Return Average for True and Sum for False; ValueError for an op in its place."""
     if not isinstance(average, bool):
         raise ValueError(f"average is True or False, not {average!r}; Sum is average=False")
     return Average if average else Sum
@@ -100,7 +100,7 @@ def part_name(name: str | None, place: int) -> str | None:
 
 
 def check_name(name: str | None, call: str) -> str:
-    """Give the name back, or raise ValueError that shows how to give one.
+    """Return the name back, or raise ValueError that shows how to give one.
 
     A name made up here would differ between ranks that call in a different order, or be new at
     every call and cost server memory each time; therefore the caller must choose.
@@ -132,7 +132,7 @@ def free_names(
 
 
 def check_passes(passes: int) -> int:
-    """Give the number of backward passes per step back, or raise ValueError below one."""
+    """Return the number of backward passes per step back, or raise ValueError below one."""
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
         raise ValueError(f"backward_passes_per_step must be an integer from 1, not {passes!r}")
     return passes
@@ -163,7 +163,7 @@ def given_names(pairs: Iterable[object], kind: type[P]) -> dict[P, str]:
 
 
 def _pair_of(pair: object, kind: type[P]) -> tuple[str, P]:
-    """Give one entry of named_parameters with its types checked."""
+    """Return one entry of named_parameters with its types checked."""
     if isinstance(pair, tuple) and len(pair) == 2:
         name, parameter = pair
         if isinstance(name, str) and isinstance(parameter, kind):
@@ -291,11 +291,11 @@ class Round(Generic[F]):
         return self._is_closed
 
     def is_ready(self, index: int) -> bool:
-        """Tell whether a gradient has had its backward passes in this round."""
+        """Return whether a gradient has had its backward passes in this round."""
         return not self._is_closed and self._counts[index] == self._passes
 
     def is_finished(self, index: int) -> bool:
-        """Tell whether a gradient's communication has ended in this round."""
+        """Return whether a gradient's communication has ended in this round."""
         return not self._is_closed and self._stages[self._bucket_of[index]] is _Stage.FINISHED
 
     @property
@@ -319,7 +319,7 @@ class Round(Generic[F]):
         return [self._names[index] for index in (*flying, *self._waiting)]
 
     def bucket_of(self, index: int) -> int:
-        """Give the bucket that a gradient travels in."""
+        """Return the bucket that a gradient travels in."""
         return self._bucket_of[index]
 
     def extend(self, names: Sequence[str], buckets: Iterable[Sequence[int]] | None = None) -> None:
@@ -387,7 +387,7 @@ class Round(Generic[F]):
         self._flights.append((handle, flights))
 
     def missing(self, buckets: Iterable[int]) -> list[int]:
-        """Give those of the buckets that have not been sent in this round."""
+        """Return those of the buckets that have not been sent in this round."""
         return [bucket for bucket in buckets if self._stages[bucket] is _Stage.IDLE]
 
     def take_each(self) -> list[tuple[Waitable, Sequence[F]]]:
@@ -409,7 +409,7 @@ class Round(Generic[F]):
         self._is_closed = True
 
     def reopen(self) -> None:
-        """Begin a new round; nothing may be in flight."""
+        """Start a new round; nothing may be in flight."""
         self.check_idle("a new step")
         self._counts = [0] * len(self._names)
         self._open = [len(members) for members in self._members]

@@ -60,7 +60,7 @@ class Spec(NamedTuple):
 
 
 def wire_view(array: Array) -> Array:
-    """Give an array's memory as the session takes it: bfloat16 as uint16."""
+    """Return an array's memory as the session takes it: bfloat16 as uint16."""
     return array.view(_BFLOAT16) if array.dtype.name == "bfloat16" else array
 
 
@@ -116,11 +116,11 @@ class _Bucket:
         return np.array([(p, *row) for p, row in zip(places, rows, strict=True)], np.int64)
 
     def memory(self, home: Session) -> list[Array]:
-        """Give memory for each array: its place in the bucket, or of its own."""
+        """Return memory for each array: its place in the bucket, or of its own."""
         return [home.empty(self.shape, self.code)] if self.is_loose else self._slots
 
     def load(self, sources: Arrays, outs: Arrays | None) -> tuple[Array, Array]:
-        """Give what is read and what is written by the operation."""
+        """Return what is read and what is written by the operation."""
         if self.is_loose:
             source = sources[0]
             self._out = source if outs is None else outs[0]
@@ -225,7 +225,7 @@ class ArrayExchange:
         self._ended: list[_Started] = []
 
     def memory(self, number: int) -> list[Array]:
-        """Give arrays, of this session, for those of a bucket to lie in, which saves copies.
+        """Return arrays, of this session, for those of a bucket to lie in, which saves copies.
 
         They are shared by the workers of a machine if they can; start() and finish() are to be
         given these very objects.
@@ -241,7 +241,7 @@ class ArrayExchange:
         *,
         keep: Any = None,
     ) -> None:
-        """Begin the sum of a bucket; the arrays are those of plan[number], C-contiguous.
+        """Start the sum of a bucket; the arrays are those of plan[number], C-contiguous.
 
         sources: read; outs: where finish() will want the result, None for in place. Both are
         used until then where the bucket is one array alone, and otherwise only now. keep: what
@@ -409,7 +409,7 @@ class Exchanges:
         bucket_bytes: int = BUCKET_BYTES,
         process_set: ProcessSet = global_process_set,
     ) -> ArrayExchange:
-        """Give the exchange of these arrays; options of ArrayExchange."""
+        """Return the exchange of these arrays; options of ArrayExchange."""
         key = (tuple(specs), label, op, repr(compression), bucket_bytes, process_set)
         with self._lock:
             if key not in self._known:
@@ -436,7 +436,7 @@ class Calls:
         self._functions: list[Call] = []
 
     def number_of(self, key: Hashable, make: Callable[[], Call]) -> int:
-        """Give the number of a function, made at the first use of its key."""
+        """Return the number of a function, made at the first use of its key."""
         with self._lock:
             if key not in self._numbers:
                 self._functions.append(make())

@@ -3,50 +3,50 @@
 
 
 def ccl_built() -> bool:
-    """Tell whether Intel's oneCCL is used: no."""
+    """Return whether Intel's oneCCL is used: no."""
     return False
 
 
 def cuda_built() -> bool:
-    """Tell whether tensors on CUDA devices are reduced there: no."""
+    """Return whether tensors on CUDA devices are reduced there: no."""
     return False
 
 
 def ddl_built() -> bool:
-    """Tell whether IBM's DDL is used: no."""
+    """Return whether IBM's DDL is used: no."""
     return False
 
 
 def gloo_built() -> bool:
-    """Tell whether Gloo is used: no."""
+    """Return whether Gloo is used: no."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """Tell whether this job uses Gloo: no."""
+    """Return whether this job uses Gloo: no."""
     return False
 
 
 def mpi_built() -> bool:
-    """Tell whether MPI is used: no."""
+    """Return whether MPI is used: no."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """Tell whether this job uses MPI: no."""
+    """Return whether this job uses MPI: no."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """Tell whether MPI, which is not used, could be called from several threads: no."""
+    """Return whether MPI, which is not used, could be called from several threads: no."""
     return False
 
 
 def nccl_built() -> int:
-    """Give the version of NCCL that is used: 0 for none."""
+    """Return the version of NCCL that is used: 0 for none."""
     return 0
 
 
 def rocm_built() -> bool:
-    """Tell whether tensors on devices of ROCm are reduced there: no."""
+    """Return whether tensors on devices of ROCm are reduced there: no."""
     return False

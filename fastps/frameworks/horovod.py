@@ -75,12 +75,12 @@ def _check_everybody(ranks: list[int], size: int) -> None:
 
 
 def cross_size() -> int:
-    """Give the number of machines that have a worker of this one's local rank."""
+    """Return the number of machines that have a worker of this one's local rank."""
     return len(_across())
 
 
 def cross_rank() -> int:
-    """Give the place of this worker among those of its local rank, one on each machine."""
+    """Return the place of this worker among those of its local rank, one on each machine."""
     return _across().index(current().rank)
 
 

@@ -44,7 +44,7 @@ class Agreed:
         self._had = 0  # the last round whose results are here
 
     def start(self, start: Start) -> None:
-        """Begin an operation of this round; start may be called again, with a smaller group."""
+        """Start an operation of this round; start may be called again, with a smaller group."""
         self._starts.append(start)
         self._flights.append(self._begin(start))
 
@@ -109,7 +109,7 @@ class Agreed:
 
 
 def broadcasting(array: Array, code: DType, root_rank: int, name: str) -> Start:
-    """Give what begins a broadcast; it raises PeerLostError where the root is lost."""
+    """Return what begins a broadcast; it raises PeerLostError where the root is lost."""
 
     def start(group: Group) -> Promise:
         if root_rank not in group.ranks:

@@ -41,7 +41,7 @@ _MIX = ctypes.CFUNCTYPE(
 
 
 def step_of(coding: Coding, count: int, wanted: float | None) -> float:
-    """Give the step of mixing: what is wanted, or what a codec is known to stand (docs)."""
+    """Return the step of mixing: what is wanted, or what a codec is known to stand (docs)."""
     if wanted is not None:
         if not 0 < wanted <= 1:
             raise ValueError(f"consensus_step={wanted:g} is not above 0 and at most 1")
@@ -67,7 +67,7 @@ class Track:
         self._is_finite = True
 
     def copy(self) -> Track:
-        """Give one that goes its own way from here."""
+        """Return one that goes its own way from here."""
         other = Track(0)
         other.known, other.version = self.known.copy(), self.version
         other._is_finite = self._is_finite
@@ -106,7 +106,7 @@ class Coded:
     def encode(
         self, x: Array, targets: Sequence[int], gone: Collection[int]
     ) -> tuple[Array, list[int], Array]:
-        """Give blocks of bytes, which of them each target gets, and what those know of x then.
+        """Return blocks of bytes, which of them each target gets, and what those know of x then.
 
         gone: who is lost, and knows nothing.
         """
@@ -162,7 +162,7 @@ class Coded:
         return v
 
     def decode(self, block: Array, source: int) -> Array:
-        """Give what a source's bytes say of its array. Raises MismatchError."""
+        """Return what a source's bytes say of its array. Raises MismatchError."""
         if not self.count:
             return np.empty(0, np.float32)
         tag = int(block[4:HEAD_BYTES].view(np.uint32)[0])
@@ -195,7 +195,7 @@ class CodedNames:
         self._names: dict[str, Coded] = {}
 
     def take(self, name: str | None, coding: Coding, code: DType, count: int, rank: int) -> Coded:
-        """Give what is kept under a name, anew if it was something else, for one call at a time.
+        """Return what is kept under a name, anew if it was something else, for one call at a time.
 
         Raises ValueError for what is never the same: error feedback without a name.
         """
@@ -217,7 +217,7 @@ class CodedNames:
 
 
 def widened(array: Array, code: DType) -> Array:
-    """Give float32 of an array; it itself if it is that already."""
+    """Return float32 of an array; it itself if it is that already."""
     if code is DType.FLOAT32:
         return array.reshape(-1)
     v = np.empty(array.size, np.float32)
@@ -236,7 +236,7 @@ def narrowed(v: Array, out: Array, code: DType) -> None:
 
 
 def mix(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
-    """Give the weighted sum, in order."""
+    """Return the weighted sum, in order."""
     n, out = len(arrays), np.empty(arrays[0].size, np.float32)
     addresses = (ctypes.c_void_p * n)(*[one.ctypes.data for one in arrays])
     values = (ctypes.c_double * n)(*weights)
@@ -248,7 +248,7 @@ def mix(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
 def finish_coded(
     coded: Coded, rows: Array, heard: Sequence[int], missed: Sequence[int]
 ) -> dict[int, Array]:
-    """Give what all that were heard have, by rank; who is lost is forgotten."""
+    """Return what all that were heard have, by rank; who is lost is forgotten."""
     for one in missed:
         coded.lose(one)
     found = {one: coded.decode(row, one)
@@ -260,14 +260,14 @@ def finish_coded(
 def moved(
     arrays: Sequence[Array], place: int, own: Array, weights: Sequence[float], step: float
 ) -> Array:
-    """Give x + step * sum of w_j (y_j - y); arrays: x in its place among all y_j."""
+    """Return x + step * sum of w_j (y_j - y); arrays: x in its place among all y_j."""
     shares = [step * weight for other, weight in enumerate(weights) if other != place]
     others = [one for other, one in enumerate(arrays) if other != place]
     return mix([arrays[place], own, *others], [1.0, -sum(shares), *shares])
 
 
 def in_order(found: dict[int, Array], own: Array, me: int) -> tuple[list[int], list[Array], int]:
-    """Give ranks and arrays, ours among them, ascending, and our place."""
+    """Return ranks and arrays, ours among them, ascending, and our place."""
     members = sorted(found)
     place = bisect.bisect(members, me)
     arrays = [found[one] for one in members]

@@ -108,7 +108,7 @@ class Neighbors:
         name: str | None = None,
         dtype: DType | None = None,
     ) -> Promise:
-        """Begin to mix our array with those of neighbours, or to combine them by a rule."""
+        """Start to mix our array with those of neighbours, or to combine them by a rule."""
         group = self._group
         how = mixing(self.graph, group.rank, self_weight, src_weights, dst_weights,
                      is_checked=is_checked)  # fmt: skip
@@ -135,7 +135,7 @@ class Neighbors:
         name: str | None = None,
         dtype: DType | None = None,
     ) -> tuple[Promise, Callable[[], Array]]:
-        """Begin to gather what neighbours have; when it is there, the second puts it into out.
+        """Start to gather what neighbours have; when it is there, the second puts it into out.
 
         So a rule may look at whole arrays, and who is lost midway is left out with all it has.
         """
@@ -196,7 +196,7 @@ class Neighbors:
         name: str | None = None,
         dtype: DType | None = None,
     ) -> tuple[Promise, Callable[[], Array]]:
-        """Begin to mix what neighbours send with a codec; the second decodes, mixes, fills out."""
+        """Start to mix what neighbours send with a codec; the second decodes, mixes, fills out."""
         from fastps.graph import coded  # noqa: PLC0415  (few jobs need it)
 
         group, code, me = self._group, _floats(array, dtype), self._group.rank
@@ -246,7 +246,7 @@ class Neighbors:
         name: str | None = None,
         dtype: DType | None = None,
     ) -> Promise:
-        """Begin to mix our array with that of one other worker, who calls it too."""
+        """Start to mix our array with that of one other worker, who calls it too."""
         group, how = self._pair_mixing(target, self_weight, pair_weight)
         return _start_mix(group, how, array, out, name, dtype)
 
@@ -261,7 +261,7 @@ class Neighbors:
         name: str | None = None,
         dtype: DType | None = None,
     ) -> tuple[Promise, Callable[[], Array]]:
-        """Begin pair_gossip() with one that may be lost: then ours is all there is."""
+        """Start pair_gossip() with one that may be lost: then ours is all there is."""
         group, how = self._pair_mixing(target, self_weight, pair_weight)
         return self._combine(group, how, array, out, None, name, dtype)
 
@@ -290,7 +290,7 @@ class Neighbors:
         name: str | None = None,
         dtype: DType | None = None,
     ) -> Promise:
-        """Begin to mix the average of our machine with those of neighbouring machines.
+        """Start to mix the average of our machine with those of neighbouring machines.
 
         Of those that are left, when it begins; it fails if another one is lost meanwhile.
         """
@@ -327,7 +327,7 @@ class Neighbors:
         name: str | None = None,
         dtype: DType | None = None,
     ) -> Promise:
-        """Begin to gather the arrays of sources, in that order; counts: elements of each."""
+        """Start to gather the arrays of sources, in that order; counts: elements of each."""
         group = self._group
         edges = Edges((), tuple((one, -1) for one in targets), is_checked=is_checked)
         sizes = [count * array.itemsize for count in counts]
@@ -393,7 +393,7 @@ def _start_trimmed(
     group: Group, how: Mixing, rule: OrderRule, array: Array, out: Array, name: str | None,
     dtype: DType | None,
 ) -> Promise:  # fmt: skip
-    """Begin to combine; weights say only whose arrays, and what is sent."""
+    """Start to combine; weights say only whose arrays, and what is sent."""
     edges, code = how.edges._replace(is_mean=True), _floats(array, dtype)
     trim = rule.trim_of(len(edges.sources) + 1)
     if group.size == 1:

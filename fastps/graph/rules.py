@@ -30,7 +30,7 @@ class TrimmedMean:
             raise ValueError(f"trim={self.trim}, and 0 is the least")
 
     def trim_of(self, n: int) -> int:
-        """Give how many of n arrays are left out at each end."""
+        """Return how many of n arrays are left out at each end."""
         if 2 * self.trim >= n:
             raise ValueError(f"trim={self.trim} leaves nothing of {n} arrays, with our own")
         return self.trim
@@ -44,7 +44,7 @@ class CoordinateMedian:
     """
 
     def trim_of(self, n: int) -> int:
-        """Give how many of n arrays are left out at each end."""
+        """Return how many of n arrays are left out at each end."""
         return (n - 1) // 2
 
 
@@ -65,7 +65,7 @@ class SelfCentredClipping:
             raise ValueError(f"radius={self.radius}, and 0 is the least")
 
     def radius_of(self, weights: Sequence[float], squares: Sequence[float]) -> float:
-        """Give the radius; weights and square distances are those of all, ours too."""
+        """Return the radius; weights and square distances are those of all, ours too."""
         return self.radius
 
 
@@ -89,7 +89,7 @@ class AdaptiveClipping:
             raise ValueError(f"share={self.share} is not between 0 and 1")
 
     def radius_of(self, weights: Sequence[float], squares: Sequence[float]) -> float:
-        """Give the radius of one call."""
+        """Return the radius of one call."""
         nearest = sorted(zip(squares, weights, strict=True), key=_finite_first)
         weight = total = 0.0
         for square, one in nearest:
@@ -113,7 +113,7 @@ def _finite_first(pair: tuple[float, float]) -> float:
 def clipped_weights(
     rule: ClippingRule, own: int, weights: Sequence[float], squares: Sequence[float]
 ) -> list[float]:
-    """Give the weights with which clipped arrays make a plain mix; own: which is ours.
+    """Return the weights with which clipped arrays make a plain mix; own: which is ours.
 
     squares: of distances to ours. The sum of weights stays: what is clipped off others is ours.
     An array of weight 0 may hold anything and must be left out of the mix.

@@ -96,7 +96,7 @@ def neighbor_allgather(
 def neighbor_exchange(
     me: int, edges: Edges, nbytes: int, stride: int, order: Sequence[int]
 ) -> Schedule:
-    """Give each target its block of INPUT, and put those of sources, in order, into OUTPUT.
+    """Plan to send each target its block of INPUT, and to put those of sources into OUTPUT.
 
     Blocks of nbytes are stride bytes apart; what edges.targets say beside a peer is the block.
     """
@@ -158,7 +158,7 @@ class _Way(NamedTuple):
     ours: int
 
     def name(self, way: int) -> int:
-        """Give the label of its messages of one way."""
+        """Return the label of its messages of one way."""
         return self.label * N_WAYS + way
 
 
@@ -251,7 +251,7 @@ class _Steps:
                 self.send_one(peer, way.name(BACK), found, way.nbytes)
 
     def follow(self, way: _Way, agent: int) -> None:
-        """Give a piece to the machine's agent, and get it back mixed."""
+        """Plan to send a piece to the machine's agent, and to get it back mixed."""
         self.send_one(agent, way.name(INSIDE), _At(Place.INPUT, way.offset), way.nbytes)
         self.receive(agent, way.name(BACK), _At(Place.OUTPUT, way.offset), way.nbytes)
 

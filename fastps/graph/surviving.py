@@ -17,7 +17,7 @@ from fastps.graph.weights import Mixing, Targets
 
 
 def renormalised(weights: Sequence[float], is_there: Sequence[bool]) -> list[float]:
-    """Give the weights of those that are there, in their order, with the sum of all.
+    """Return the weights of those that are there, in their order, with the sum of all.
 
     Where they sum to 0, as when one only takes what others have, our row has nothing to be
     divided by: they stay as they are.
@@ -33,7 +33,7 @@ def renormalised(weights: Sequence[float], is_there: Sequence[bool]) -> list[flo
 def redirected(
     self_weight: float | None, dst_weights: Targets | None, gone: Collection[int]
 ) -> tuple[float | None, Targets | None]:
-    """Give our weight and those of what we send, without the targets that are gone."""
+    """Return our weight and those of what we send, without the targets that are gone."""
     if dst_weights is None or self_weight is None or not gone:
         return self_weight, dst_weights
     if not isinstance(dst_weights, Mapping):
@@ -47,7 +47,7 @@ def redirected(
 
 
 def without(how: Mixing, me: int, gone: Collection[int], *, keeps_row: bool) -> Mixing:
-    """Give a mixing without some others; keeps_row: their weights go to those that are left."""
+    """Return a mixing without some others; keeps_row: their weights go to those that are left."""
     if not gone:
         return how
     edges = how.edges
@@ -69,5 +69,5 @@ def without(how: Mixing, me: int, gone: Collection[int], *, keeps_row: bool) -> 
 
 
 def is_of_columns(dst_weights: Targets | None) -> bool:
-    """Tell whether senders divide what they have: some gets another share than all of it."""
+    """Return whether senders divide what they have: some gets another share than all of it."""
     return isinstance(dst_weights, Mapping) and any(w != 1.0 for w in dst_weights.values())

@@ -129,7 +129,7 @@ class WindowTable:
         return True
 
     def _room(self, nbytes: int) -> Array:
-        """Give memory for buffers, where neighbours reach it if they can."""
+        """Return memory for buffers, where neighbours reach it if they can."""
         if self._host.arena is not None:
             block, _ = self._host.arena.allocate(nbytes)
             return np.frombuffer(block, np.uint8, nbytes)  # type: ignore[call-overload, no-any-return]
@@ -138,7 +138,7 @@ class WindowTable:
         return room[start : start + nbytes]
 
     def _offset(self, array: Array) -> int:
-        """Say where in our arena an array lies; -1: not there."""
+        """Return where in our arena an array lies; -1: not there."""
         if self._host.arena is None or not array.nbytes:
             return -1
         mapping = self._host.arena.mapping
@@ -179,7 +179,7 @@ class WindowTable:
     def _places(
         self, told: Mapping[int, Sequence[Any]], nbytes: int
     ) -> tuple[list[tuple[int, int]], list[int], dict[int, tuple[int, int]]]:
-        """Say where neighbours' memory lies: of targets, who writes ours, what of sources."""
+        """Return where neighbours' memory lies: of targets, who writes ours, what of sources."""
         me, arenas = self._host.me, self._host.arenas
         near = [rank for rank in arenas if rank in told and rank != me and told[rank][4] >= 0]
         targets = []
@@ -210,7 +210,7 @@ class WindowTable:
         return True
 
     def find(self, name: str) -> Known:
-        """Give a window; ValueError: there is none."""
+        """Return a window; ValueError: there is none."""
         if name not in self._known:
             raise ValueError(
                 f"there is no window {name!r}: create it first; there are {self.names}"
@@ -223,7 +223,7 @@ class WindowTable:
         self, array: Array, name: str, *, adds: bool, self_weight: float | None,
         dst_weights: Targets | None, is_locked: bool, is_waited: bool, has_p: bool | None = None,
     ) -> Promise:  # fmt: skip
-        """Begin to put an array into neighbours' buffers, or to add it there.
+        """Start to put an array into neighbours' buffers, or to add it there.
 
         has_p: whether P travels with it; None: as it is turned on or off.
         """
@@ -252,7 +252,7 @@ class WindowTable:
     def get(
         self, name: str, src_weights: Targets | None, *, is_locked: bool, is_waited: bool
     ) -> Promise:
-        """Begin to replace our buffers of neighbours by their own arrays."""
+        """Start to replace our buffers of neighbours by their own arrays."""
         known = self.find(name)
         window = known.window
         weights = _weights(name, "src_weights", src_weights, window.sources, {})
@@ -265,7 +265,7 @@ class WindowTable:
         self, name: str, self_weight: float | None, weights: Mapping[int, float] | None,
         out: Array | None, *, resets: bool, is_locked: bool, has_p: bool | None = None,
     ) -> Promise:  # fmt: skip
-        """Begin to make our array, or out, of itself and of what neighbours have put."""
+        """Start to make our array, or out, of itself and of what neighbours have put."""
         known = self.find(name)
         if (self_weight is None) != (weights is None):
             raise ValueError("self_weight and neighbor_weights are given both or not at all")
@@ -284,7 +284,7 @@ class WindowTable:
         return self._promise([action], known.array if out is None else out)
 
     def weights_of_those_left(self, name: str) -> tuple[float, dict[int, float]]:
-        """Give our weight and the in-neighbours' of an update, divided anew among those left."""
+        """Return our weight and the in-neighbours' of an update, divided anew among those left."""
         known, lost = self.find(name), self._group.gone() if self._neighbors.goes_on else ()
         is_there = [True, *(one not in lost for one in known.weights)]
         own, *others = renormalised([known.self_weight, *known.weights.values()], is_there)
@@ -292,7 +292,7 @@ class WindowTable:
         return own, dict(zip(left, others, strict=True))
 
     def flush(self, name: str) -> Promise:
-        """Give the promise that all that was started on a window has taken effect."""
+        """Return the promise that all that was started on a window has taken effect."""
         known = self.find(name)
         return self._promise(known.window.actions, known.array)
 
@@ -349,7 +349,7 @@ class WindowTable:
 def _receive_weights(
     graph: Graph, me: int, sources: Sequence[int]
 ) -> tuple[float, dict[int, float]]:
-    """Give our own weight and those of sources, which are the in-neighbours that are left."""
+    """Return our own weight and those of sources, which are the in-neighbours that are left."""
     if not graph.is_weighted:
         share = 1 / (len(sources) + 1)
         return share, dict.fromkeys(sources, share)
@@ -371,7 +371,7 @@ def _bytes_of(array: Array) -> Array:
 def _weights(
     name: str, what: str, given: Targets | None, known: Sequence[int], usual: Mapping[int, float]
 ) -> dict[int, float]:
-    """Give the weight of each neighbour; a list weighs all with 1."""
+    """Return the weight of each neighbour; a list weighs all with 1."""
     if given is None:
         return dict(usual) or dict.fromkeys(known, 1.0)
     weights = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, 1.0)

@@ -92,7 +92,7 @@ def _launch(command: list[str], environment: dict[str, str]) -> int:
 
 
 def _is_spread(environment: Mapping[str, str]) -> bool:
-    """Tell whether the job has more than the workers of one machine."""
+    """Return whether the job has more than the workers of one machine."""
     machines, forced = _count(environment, "DMLC_NUM_WORKER"), "BYTEPS_FORCE_DISTRIBUTED"
     others = environment.get("DMLC_NUM_VALIDATOR", "0").strip() or "0"
     return machines > 1 or any(

@@ -128,7 +128,7 @@ def findings(settings: config.Config) -> Iterator[tuple[str, str]]:
 
 
 def _ways(settings: config.Config) -> str:
-    """Say by which way bytes would go, on this machine and to others."""
+    """Return by which way bytes would go, on this machine and to others."""
     is_shared = settings.shared_memory and not shm.can_share(settings.shared_memory_bytes)
     sockets_here = "Unix sockets" if settings.unix_sockets else "TCP"
     here = "shared memory" if is_shared else sockets_here
@@ -162,7 +162,7 @@ def _unix_sockets() -> str:
 
 
 def _rdma(settings: config.Config) -> str:
-    """Say what there is, and whether it carries anything."""
+    """Return what there is, and whether it carries anything."""
     found = rdma.probe(settings)
     if not found.is_usable:
         return found.describe()
@@ -172,7 +172,7 @@ def _rdma(settings: config.Config) -> str:
 
 
 def _memory_limit() -> str:
-    """Say how much a device may pin."""
+    """Return how much a device may pin."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY or rdma.may_lock():
         return "without limit"

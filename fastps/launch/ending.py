@@ -32,7 +32,7 @@ def make_screen(options: Options, environment: Mapping[str, str]) -> Screen:
 
 
 def wants_live(options: Options, *, is_shown_here: bool = True) -> bool:
-    """Tell whether a live line is to be made: on a terminal, unless --no-live."""
+    """Return whether a live line is to be made: on a terminal, unless --no-live."""
     return not options.has_no_live and (not is_shown_here or os.isatty(STDERR))
 
 

@@ -82,11 +82,11 @@ class Orders(SignalInbox):
         return self
 
     def fileno(self) -> int:
-        """Give the descriptor that becomes readable when there is a signal or a word."""
+        """Return the descriptor that becomes readable when there is a signal or a word."""
         return self._both.fileno()
 
     def take(self) -> list[int]:
-        """Give the signals that came, by the kernel or by the leader."""
+        """Return the signals that came, by the kernel or by the leader."""
         found = super().take()
         if self._is_open and select.select([self._source], [], [], 0)[0]:
             self._receive()

@@ -49,7 +49,7 @@ INTERFACES = ("--network-interface", "--network-interfaces", "--nics")
 
 
 def field_of(flag: str) -> str:
-    """Give the name that argparse keeps a long word under."""
+    """Return the name that argparse keeps a long word under."""
     return flag.lstrip("-").replace("-", "_")
 
 

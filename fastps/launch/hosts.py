@@ -31,7 +31,7 @@ class Host:
 
     @property
     def address(self) -> str:
-        """Give the name without the user's."""
+        """Return the name without the user's."""
         return self.name.rpartition("@")[2]
 
 
@@ -99,7 +99,7 @@ def place(
 
 
 def share(total: int, workers: Sequence[int] | None, machines: int) -> tuple[int, ...]:
-    """Give each machine's number of workers of a total, where no hosts are named."""
+    """Return each machine's number of workers of a total, where no hosts are named."""
     if workers is not None:
         raise ValueError("-np says how many workers each machine has, -n how many all: give one")
     return _even(total, machines)

@@ -91,7 +91,7 @@ class SignalInbox:
         self._writer.close()
 
     def fileno(self) -> int:
-        """Give the descriptor that becomes readable when a signal came."""
+        """Return the descriptor that becomes readable when a signal came."""
         return self._reader.fileno()
 
     def take(self) -> list[int]:
@@ -122,7 +122,7 @@ class Job:
         on_end: Callable[[Child], None] = lambda _: None,
         on_cause: Callable[[Cause], None] = lambda _: None,
     ) -> None:
-        """Begin without parts; `add` them in the order of starting.
+        """Start without parts; `add` them in the order of starting.
 
         is_spread: there are other machines, whose workers may need our servers and scheduler.
         goes_on: a worker that fails is no cause to end the others; all of them are.
@@ -211,7 +211,7 @@ class Job:
                 self._screen.live("")
 
     def abandon(self, cause: Cause) -> None:
-        """Give the job a first cause from outside, e.g. a program that cannot be started."""
+        """Set the job's first cause from outside, e.g. a program that cannot be started."""
         self._set_cause(cause)
 
     def _has_work(self) -> bool:
@@ -310,7 +310,7 @@ class Job:
         self._screen.flush()
 
     def _has_room(self) -> bool:
-        """Tell whether the parts' output can be taken: who ends must not be held up by it."""
+        """Return whether the parts' output can be taken: who ends must not be held up by it."""
         return self._screen.backlog < (_LAST_WORDS_BYTES if self._is_stopping else 1)
 
     def _streams(self, parts: Sequence[Part]) -> list[Stream]:
@@ -589,7 +589,7 @@ class Job:
 
 
 def interrupted(cause: Cause | None, number: int) -> Cause:
-    """Give the first cause after a signal, which nobody's reading may put off."""
+    """Return the first cause after a signal, which nobody's reading may put off."""
     cause = cause or Cause(f"interrupted by {signal.Signals(number).name}", 128 + number)
     return dataclasses.replace(cause, has_time=False)
 

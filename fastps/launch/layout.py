@@ -24,47 +24,47 @@ class Layout:
 
     @property
     def is_spread(self) -> bool:
-        """Tell whether the job has more than one machine."""
+        """Return whether the job has more than one machine."""
         return len(self.workers) > 1
 
     @property
     def size(self) -> int:
-        """Give the number of workers of the whole job."""
+        """Return the number of workers of the whole job."""
         return sum(self.workers)
 
     @property
     def num_servers(self) -> int:
-        """Give the number of server processes of the whole job."""
+        """Return the number of server processes of the whole job."""
         return sum(self.servers)
 
     @property
     def num_validators(self) -> int:
-        """Give the number of validators of the whole job."""
+        """Return the number of validators of the whole job."""
         return sum(self.validators)
 
     @property
     def worker_ranks(self) -> range:
-        """Give the ranks of this machine's workers."""
+        """Return the ranks of this machine's workers."""
         return _share(self.workers, self.machine)
 
     @property
     def server_ranks(self) -> range:
-        """Give the ranks of this machine's servers."""
+        """Return the ranks of this machine's servers."""
         return _share(self.servers, self.machine)
 
     @property
     def validator_ranks(self) -> range:
-        """Give the ranks of this machine's validators."""
+        """Return the ranks of this machine's validators."""
         return _share(self.validators, self.machine)
 
     @property
     def has_meeting(self) -> bool:
-        """Tell whether the job has anybody to meet; one worker alone has not."""
+        """Return whether the job has anybody to meet; one worker alone has not."""
         return self.size > 1 or self.num_servers > 0 or self.num_validators > 0
 
     @property
     def has_scheduler(self) -> bool:
-        """Tell whether the scheduler runs in this machine's launcher."""
+        """Return whether the scheduler runs in this machine's launcher."""
         return self.has_meeting and self.machine == 0
 
     def places(self) -> dict[tuple[str, int], str]:
@@ -79,7 +79,7 @@ class Layout:
         return found
 
     def describe(self) -> str:
-        """Say what of the job is on this machine."""
+        """Return what of the job is on this machine."""
         workers = _words("worker", self.worker_ranks, self.size)
         servers = _words("server", self.server_ranks, self.num_servers)
         judges = _words("validator", self.validator_ranks, self.num_validators)
@@ -125,7 +125,7 @@ def make_layout(
 
 
 def _spread(counts: Sequence[int], machines: int, *, option: str) -> tuple[int, ...]:
-    """Give one count for each machine."""
+    """Return one count for each machine."""
     if len(counts) == 1:
         return tuple(counts) * machines
     if len(counts) != machines:

@@ -117,7 +117,7 @@ class Fleet(Job):
     """Watch the machines of one job; they begin when all of them have answered."""
 
     def __init__(self, options: Options, screen: Screen, inbox: SignalInbox) -> None:
-        """Begin without machines."""
+        """Start without machines."""
         super().__init__(
             screen, inbox, grace_s=3 * options.grace_s + _LEAST_GRACE_S,
             timeout_s=options.timeout_s,
@@ -153,7 +153,7 @@ class Fleet(Job):
         return len(here) == len(self._options.hosts)
 
     def _meeting(self, port: int) -> dict[str, Any]:
-        """Say where the scheduler is, and where rank 0 has a port for tools of torch."""
+        """Return where the scheduler is, and where rank 0 has a port for tools of torch."""
         told = [machine.facts for machine in self._machines]
         host = self._options.scheduler_host or meeting_host(told)
         first = next(place for place, count in enumerate(self._options.layout.workers) if count)
@@ -208,7 +208,7 @@ def way_to(host: Host, options: Options) -> str:
 def command(
     host: Host, way: str, options: Options, inherited: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Give the words that start the follower of a machine; no secret is among them."""
+    """Return the words that start the follower of a machine; no secret is among them."""
     if way == "here":
         return sys.executable, *FOLLOWER
     if way == "srun":
@@ -226,7 +226,7 @@ def command(
 def request(
     options: Options, number: int, way: str, inherited: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Give what a follower is told, but for the secrets."""
+    """Return what a follower is told, but for the secrets."""
     stays = () if way == "here" else STAYS
     return {
         "version": version_of("fastps"),
@@ -247,19 +247,19 @@ def _python(options: Options) -> str:
 
 
 def _is_python_first() -> bool:
-    """Tell whether `python` here is this one, so that it shall be there too."""
+    """Return whether `python` here is this one, so that it shall be there too."""
     found = shutil.which("python") or ""
     return pathlib.Path(found).parent == pathlib.Path(sys.executable).parent
 
 
 def _python_path(inherited: Mapping[str, str]) -> str:
-    """Give PYTHONPATH as it is meant from any folder."""
+    """Return PYTHONPATH as it is meant from any folder."""
     words = [word for word in inherited.get("PYTHONPATH", "").split(os.pathsep) if word]
     return os.pathsep.join(map(os.path.abspath, words))
 
 
 def _local(inherited: Mapping[str, str], way: str) -> dict[str, str]:
-    """Give the environment of what is started here, which knows no token."""
+    """Return the environment of what is started here, which knows no token."""
     found = dict(inherited)
     if way != "ssh" and (path := _python_path(inherited)):
         found["PYTHONPATH"] = path
@@ -267,7 +267,7 @@ def _local(inherited: Mapping[str, str], way: str) -> dict[str, str]:
 
 
 def _token(options: Options, environment: Mapping[str, str]) -> str:
-    """Give the user's token, else a new one; ConfigError says what is wrong with it."""
+    """Return the user's token, else a new one; ConfigError says what is wrong with it."""
     secret = choose_secret(options, environment, new_token="")
     if secret is None or not secret[1]:
         return secrets.token_hex(_TOKEN_BYTES)
@@ -275,7 +275,7 @@ def _token(options: Options, environment: Mapping[str, str]) -> str:
 
 
 def _describe(options: Options, environment: Mapping[str, str]) -> list[str]:
-    """Say what a start would do on every machine; what is chosen only then is left at zero."""
+    """Return what a start would do on every machine; what is chosen only then is left at zero."""
     inherited = inherited_environment(environment)
     lines = ["# scheduler: a thread of fastps-run on the first machine; token, address and port "
              "are chosen at the start"]  # fmt: skip

@@ -94,7 +94,7 @@ class JointLine:
 
 
 def _told(found: Sequence[Pace]) -> list[list[float]]:
-    """Give of each worker, in numbers that JSON can carry, what the line is made of."""
+    """Return of each worker, in numbers that JSON can carry, what the line is made of."""
     return [
         [one.about["rank"], *(float(f"{value:.4g}") for value in (
             one.steps, one.operations, one.bytes_started, one.waiting))]

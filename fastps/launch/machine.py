@@ -68,7 +68,7 @@ class MachineStream(Stream):
             part.flush_silent(now=now)
 
     def wait_s(self, *, now: float) -> float | None:
-        """Give the seconds until flush_silent has something to do; None for never."""
+        """Return the seconds until flush_silent has something to do; None for never."""
         waits = [super().wait_s(now=now), *(p.wait_s(now=now) for p in self._parts.values())]
         return min((wait for wait in waits if wait is not None), default=None)
 
@@ -137,12 +137,12 @@ class Machine:
 
     @property
     def pid(self) -> int:
-        """Give the id of the process here."""
+        """Return the id of the process here."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """Give the code that the job gets of it, as soon as it is known."""
+        """Return the code that the job gets of it, as soon as it is known."""
         if self._failure is not None:
             return int(self._failure["code"])
         if self._buried is None:
@@ -151,12 +151,12 @@ class Machine:
 
     @property
     def is_alive(self) -> bool:
-        """Tell whether the end of the process here has not been noticed yet."""
+        """Return whether the end of the process here has not been noticed yet."""
         return self._buried is None
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """Give the streams of output."""
+        """Return the streams of output."""
         return self._stdout, self.stderr
 
     def pipes(self) -> Iterator[tuple[IO[bytes], Stream]]:
@@ -168,7 +168,7 @@ class Machine:
                 yield pipe, stream
 
     def notice_end(self) -> bool:
-        """Tell whether the process here has ended since the last call, and then bury it."""
+        """Return whether the process here has ended since the last call, and then bury it."""
         if self._buried is not None or self._process.poll() is None:
             return False
         self._buried = self._process.returncode
@@ -176,7 +176,7 @@ class Machine:
         return True
 
     def notice_failure(self) -> bool:
-        """Tell whether word of a failure there has come since the last call."""
+        """Return whether word of a failure there has come since the last call."""
         is_new = self._failure is not None and not self._is_told
         self._is_told = self._is_told or is_new
         return is_new
@@ -207,7 +207,7 @@ class Machine:
             self.order({"signal": number})
 
     def describe(self) -> str:
-        """Say who failed there, or what of the way to it."""
+        """Return who failed there, or what of the way to it."""
         if self._failure is not None:
             return f"{self._failure['who']} on {self.name}" if self.has_culprit else self.name
         if self._code is not None:
@@ -217,7 +217,7 @@ class Machine:
         )
 
     def describe_end(self) -> str:
-        """Say in words how that ended."""
+        """Return in words how that ended."""
         if self._failure is not None:
             how = str(self._failure["how"])
             return how if self.has_culprit else f"cannot go on: {how}"
@@ -232,7 +232,7 @@ class Machine:
 
     @property
     def has_culprit(self) -> bool:
-        """Tell whether a process there is known to have failed."""
+        """Return whether a process there is known to have failed."""
         return bool(self._failure and self._failure.get("who"))
 
     @property
@@ -242,7 +242,7 @@ class Machine:
 
     @property
     def last_words(self) -> str:
-        """Give what the one that failed there last said, as a sentence."""
+        """Return what the one that failed there last said, as a sentence."""
         return str(self._failure["words"]) if self._failure and self.has_culprit else ""
 
     def order(self, words: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ class Messenger:
     def __init__(
         self, options: Options, inherited: Mapping[str, str], plan: Sequence[ProcessSpec]
     ) -> None:
-        """Begin with the start of the job; plan: its processes on this machine."""
+        """Start with the start of the job; plan: its processes on this machine."""
         self.scheduler: SchedulerThread | None = None
         self._environs = {
             (spec.role, spec.rank): {**inherited, **spec.environment}

@@ -41,12 +41,12 @@ class LineSplitter:
     """Cut a stream of bytes into lines; carriage returns end a line as progress bars expect."""
 
     def __init__(self) -> None:
-        """Begin with nothing pending."""
+        """Start with nothing pending."""
         self._pending = b""
 
     @property
     def has_partial(self) -> bool:
-        """Tell whether an unfinished line waits."""
+        """Return whether an unfinished line waits."""
         return bool(self._pending)
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -66,7 +66,7 @@ class LineSplitter:
         return lines
 
     def flush(self) -> list[bytes]:
-        """Give the unfinished line, if there is one, as a line."""
+        """Return the unfinished line, if there is one, as a line."""
         line, self._pending = self._pending.rstrip(b"\r"), b""
         return [line] if line else []
 
@@ -82,7 +82,7 @@ class Repeats:
 
     @property
     def has_held(self) -> bool:
-        """Tell whether a traceback has begun and not ended."""
+        """Return whether a traceback has begun and not ended."""
         return bool(self._held)
 
     def pass_on(self, line: bytes) -> list[bytes]:
@@ -96,7 +96,7 @@ class Repeats:
         return self.give_up() if len(self._held) > MAX_TRACEBACK_LINES else []
 
     def give_up(self) -> list[bytes]:
-        """Give what was kept of a traceback that does not end."""
+        """Return what was kept of a traceback that does not end."""
         lines, self._held = self._held, []
         return lines
 
@@ -120,7 +120,7 @@ class Outlet:
         self._unread = bytearray()
 
     def fileno(self) -> int:
-        """Give the descriptor, which becomes writable when the reader has gone on."""
+        """Return the descriptor, which becomes writable when the reader has gone on."""
         return self._descriptor
 
     @property
@@ -157,7 +157,7 @@ def _is_file(descriptor: int) -> bool:
 
 
 def _writer(descriptor: int) -> Callable[[bytearray], int]:
-    """Give a write that takes some bytes or raises BlockingIOError, and never waits.
+    """Return a write that takes some bytes or raises BlockingIOError, and never waits.
 
     But for a terminal that is another user's: while it is stopped (Ctrl-S) it is waited for.
     """
@@ -306,7 +306,7 @@ class Stream:
             self._show_all()
 
     def wait_s(self, *, now: float) -> float | None:
-        """Give the seconds until flush_silent has something to do; None for never."""
+        """Return the seconds until flush_silent has something to do; None for never."""
         if not self._is_unfinished:
             return None
         return max(0.0, self._silent_since + PARTIAL_LINE_S - now)
@@ -355,7 +355,7 @@ class Stream:
 
 
 def name_of(role: str, rank: int, host: str = "") -> str:
-    """Give the name a process is shown under; what there is once has no number."""
+    """Return the name a process is shown under; what there is once has no number."""
     name = role if role in ("scheduler", "fastps-run", "") else f"{role} {rank}"
     return f"{host} {name}".strip()
 

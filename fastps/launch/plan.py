@@ -56,11 +56,11 @@ class ProcessSpec:
 
     @property
     def name(self) -> str:
-        """Give the name the process is shown under."""
+        """Return the name the process is shown under."""
         return name_of(self.role, self.rank)
 
     def render(self) -> str:
-        """Give the process as a line for a shell, secrets masked."""
+        """Return the process as a line for a shell, secrets masked."""
         settings = [
             f"{name}={'***' if _is_secret(name) else shlex.quote(value)}"
             for name, value in sorted(self.environment.items())
@@ -69,7 +69,7 @@ class ProcessSpec:
 
 
 def _is_secret(name: str) -> bool:
-    """Tell whether a value must not be shown; of our own settings one alone is a secret."""
+    """Return whether a value must not be shown; of our own settings one alone is a secret."""
     is_ours = name.startswith("FASTPS_")
     return name == "FASTPS_TOKEN" if is_ours else bool(_SECRET.search(name))
 
@@ -120,12 +120,12 @@ def _under_gdb(options: Options, given: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def scheduler_environment(options: Options, identity: Identity) -> dict[str, str]:
-    """Give the variables that the scheduler is set up with."""
+    """Return the variables that the scheduler is set up with."""
     return {**_common(options, identity), "FASTPS_ROLE": "scheduler"}
 
 
 def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Give what processes of the job inherit of the caller's variables."""
+    """Return what processes of the job inherit of the caller's variables."""
     return {
         name: value
         for name, value in environment.items()
@@ -134,7 +134,7 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def goes_on(options: Options, inherited: Mapping[str, str]) -> bool:
-    """Tell whether the others go on when a worker fails."""
+    """Return whether the others go on when a worker fails."""
     given = {**inherited, **_asked(options), **dict(options.environment)}
     return given.get("FASTPS_ON_LOSS", "").strip() == "reweight"
 

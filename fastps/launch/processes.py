@@ -59,17 +59,17 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Give the process id, which is also the id of the group."""
+        """Return the process id, which is also the id of the group."""
         return self._process.pid
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """Give the streams of output."""
+        """Return the streams of output."""
         return self._stdout, self.stderr
 
     @property
     def is_alive(self) -> bool:
-        """Tell whether the end has not been noticed yet."""
+        """Return whether the end has not been noticed yet."""
         return self.exit_code is None
 
     @property
@@ -90,7 +90,7 @@ class Child:
                 yield pipe, stream
 
     def notice_end(self) -> bool:
-        """Tell whether the process has ended since the last call, and then bury it."""
+        """Return whether the process has ended since the last call, and then bury it."""
         if self.exit_code is not None or self._process.poll() is None:
             return False
         self.exit_code = self._process.returncode
@@ -120,11 +120,11 @@ class Child:
                 os.kill(self.pid, number)
 
     def describe(self) -> str:
-        """Give name and process id."""
+        """Return name and process id."""
         return f"{self.name} (pid {self.pid})"
 
     def describe_end(self) -> str:
-        """Say in words how the process ended."""
+        """Return in words how the process ended."""
         how = describe_exit(self.exit_code or 0)
         if self.exit_code == -signal.SIGKILL and memory_kills() > self._memory_kills:
             return f"{how}: the kernel had no memory left in this control group (oom_kill)"
@@ -132,7 +132,7 @@ class Child:
 
 
 def describe_exit(code: int) -> str:
-    """Say in words what a return code of subprocess means."""
+    """Return in words what a return code of subprocess means."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -225,7 +225,7 @@ def _start(spec: ProcessSpec, *, inherited: Mapping[str, str]) -> subprocess.Pop
 
 
 def _has_terminal() -> bool:
-    """Tell whether standard input is our terminal, and we are who may read from it."""
+    """Return whether standard input is our terminal, and we are who may read from it."""
     with contextlib.suppress(OSError):
         return os.tcgetpgrp(_STDIN) == os.getpgrp()
     return False

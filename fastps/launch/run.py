@@ -367,7 +367,7 @@ def _dry_run(
 
 
 def _describe_meeting(options: Options, identity: Identity) -> str:
-    """Say where the scheduler is, as a comment."""
+    """Return where the scheduler is, as a comment."""
     if identity.scheduler is None:
         return "# one worker alone: no scheduler; the job id is chosen at the start"
     where = sockets.join_address(*identity.scheduler)

@@ -96,12 +96,12 @@ class SchedulerThread:
 
     @property
     def is_alive(self) -> bool:
-        """Tell whether the end has not been noticed yet."""
+        """Return whether the end has not been noticed yet."""
         return self.exit_code is None
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """Give the streams of output."""
+        """Return the streams of output."""
         return (self.stderr,)
 
     def pipes(self) -> Iterator[tuple[IO[bytes], Stream]]:
@@ -109,7 +109,7 @@ class SchedulerThread:
         yield self._pipe, self.stderr
 
     def notice_end(self) -> bool:
-        """Tell whether the thread has ended since the last call."""
+        """Return whether the thread has ended since the last call."""
         if self.exit_code is not None or self._code is None:
             return False
         self.exit_code = self._code
@@ -178,11 +178,11 @@ class SchedulerThread:
         return None if scheduler is None else scheduler.first_cause
 
     def describe(self) -> str:
-        """Say what this is."""
+        """Return what this is."""
         return self.description
 
     def describe_end(self) -> str:
-        """Say in words how it ended."""
+        """Return in words how it ended."""
         return describe_exit(self.exit_code or 0)
 
     def _order(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -247,7 +247,7 @@ class SchedulerThread:
             self._scheduler.stop(f"{ENDED_BY}: {why}")
 
     def _can_be_told(self) -> bool:
-        """Tell whether nobody is still on the way, who would find no scheduler and wait for it."""
+        """Return whether nobody is still on the way who would find no scheduler, and wait."""
         now = self._scheduler.statistics()
         has_begun = now.generation > 1 or now.phase != "lobby"
         return has_begun or now.members >= self._others

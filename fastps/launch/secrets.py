@@ -26,13 +26,13 @@ class Handout:
     """The tokens of a job's processes; the same again when they are started again."""
 
     def __init__(self, secret: bytes) -> None:
-        """Begin with what the launcher has: the job's token, own ones, or nothing."""
+        """Start with what the launcher has: the job's token, own ones, or nothing."""
         token = parse(secret)
         self._job = None if token.is_own or not secret else token
         self._held: dict[Token, tuple[str, str]] = {}
 
     def hand_out(self, plan: Sequence[ProcessSpec]) -> tuple[ProcessSpec, ...]:
-        """Give the same processes, each with its own token if the launcher can make it."""
+        """Return the same processes, each with its own token if the launcher can make it."""
         if self._job is None:
             return tuple(plan)
         return tuple(self._with_own(spec, self._job) for spec in plan)

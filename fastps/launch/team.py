@@ -146,7 +146,7 @@ class Team:
         self._ask(("cell", (source,)), timeout_s)
 
     def pull(self, name: str, *, timeout_s: float | None = None) -> list[Any]:
-        """Give a variable of the cells of every worker, by rank."""
+        """Return a variable of the cells of every worker, by rank."""
         return self._ask(("get", (name,)), timeout_s)
 
     def push(self, **values: Any) -> None:
@@ -362,7 +362,7 @@ class _Waiting:
 
 
 def _blames(error: BaseException) -> bool:
-    """Tell whether an error is about another worker, or only a consequence."""
+    """Return whether an error is about another worker, or only a consequence."""
     return isinstance(error, PeerLostError | StallError | KeyboardInterrupt)
 
 

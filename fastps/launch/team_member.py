@@ -89,7 +89,7 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def get(name: str) -> Any:
-    """Give a variable of the cells."""
+    """Return a variable of the cells."""
     found = vars(sys.modules["__main__"])
     if name not in found:
         raise NameError(f"name {name!r} is not defined")

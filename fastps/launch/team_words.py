@@ -104,7 +104,7 @@ def _is_of_main(one: Any) -> bool:
 
 
 def unpack(body: bytes | bytearray) -> Any:
-    """Give the object; raises what its parts raise, ImportError where a module is missing."""
+    """Return the object; raises what its parts raise, ImportError where a module is missing."""
     return pickle.loads(body)
 
 

@@ -29,7 +29,7 @@ def parts_of(target: Path) -> Path:
 
 
 def variables(target: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables that make a process trace; all of the job unless given says which."""
+    """Return the variables that make a process trace; all of the job unless given says which."""
     target = target.absolute()
     settings = {
         "FASTPS_TRACE_ON": "1",
@@ -67,7 +67,7 @@ def collect(target: Path, *, is_whole: bool) -> Summary:
 
 
 def describe(target: Path, summary: Summary) -> str:
-    """Say in a line what was merged."""
+    """Return in a line what was merged."""
     lost = f", {summary.dropped} lost for want of room" if summary.dropped else ""
     bound = summary.clock_bound_us
     clocks = f", clocks within {bound:.0f} us" if bound > 0 else ""

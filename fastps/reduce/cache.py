@@ -54,7 +54,7 @@ CPU_BYTES = 8192  # which the first processor's lines do not exceed
 
 
 def read(family: str, name: str) -> Code | None:
-    """Give what was kept of a kernel; None: nothing, or nothing that is whole."""
+    """Return what was kept of a kernel; None: nothing, or nothing that is whole."""
     root = _root()
     if root is None:
         return None

@@ -73,7 +73,7 @@ def compile_kernel(family: str, *what: Any) -> Any:
 
 
 def code_of(kernel: Any) -> Code:
-    """Give the machine code of a kernel; CannotLink where it needs more than itself."""
+    """Return the machine code of a kernel; CannotLink where it needs more than itself."""
     name = kernel._wrapper_name.removeprefix("cfunc.")
     module = _llvm.parse_assembly(kernel._library.get_llvm_str())
     types = [str(argument.type) for argument in module.get_function(name).arguments]

@@ -136,7 +136,7 @@ def _float_to_half_portably(b: Any, x: Any) -> Any:
 
 
 def _has_half_instructions() -> bool:
-    """Tell whether the target converts float16; if not, LLVM would call a function it lacks."""
+    """Return whether the target converts float16; if not, LLVM would call a function it lacks."""
     if platform.machine() == "aarch64":
         return True
     if _settings.CPU_NAME not in (None, "host", llvmlite.binding.get_host_cpu_name()):
@@ -145,7 +145,7 @@ def _has_half_instructions() -> bool:
 
 
 def _lanes(b: Any, x: Any, y: Any, first: int, count: int) -> Any:
-    """Give `count` lanes of x and y laid end to end."""
+    """Return `count` lanes of x and y laid end to end."""
     numbers = ir.Constant(ir.VectorType(_I32, count), list(range(first, first + count)))
     return b.shuffle_vector(x, y, numbers)
 
@@ -204,7 +204,7 @@ def _times_reciprocal(b: Any, x: Any, divisor: Any) -> Any:
 
 
 def _floor_quotient(b: Any, x: Any, divisor: Any, real: Any) -> Any:
-    """Give floor(x / divisor) as float row; exact while `real` holds every value of x.
+    """Return floor(x / divisor) as float row; exact while `real` holds every value of x.
 
     The quotient nearest below an integer k is k - 1 / divisor, far more than half a unit in the
     last place away from k, so the correctly rounded division never reaches k.
@@ -298,7 +298,7 @@ FORMS: dict[DType, Form] = {
 
 
 def form_of(op: ReduceOp, code: DType) -> Form:
-    """Give how an operation treats an element type, for which it must have a meaning."""
+    """Return how an operation treats an element type, for which it must have a meaning."""
     form = FORMS[code]
     if op is ReduceOp.SUM:
         return form
@@ -416,7 +416,7 @@ def _store(_context: Any, target: Any, index: Any, row: Any) -> tuple[Any, _Emit
 
 @_word
 def _address(_context: Any, pointer: Any) -> tuple[Any, _Emit]:
-    """Give a pointer as a number."""
+    """Return a pointer as a number."""
 
     def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
         return b.ptrtoint(args[0], _I64)
@@ -430,25 +430,25 @@ def _number_of(pointer: Any, number: int) -> tuple[Any, _Emit]:
 
 @_word
 def _width(_context: Any, target: Any) -> tuple[Any, _Emit]:
-    """Give the elements of one row."""
+    """Return the elements of one row."""
     return _number_of(target, target.dtype.width)
 
 
 @_word
 def _itemsize(_context: Any, target: Any) -> tuple[Any, _Emit]:
-    """Give the bytes of one stored element."""
+    """Return the bytes of one stored element."""
     return _number_of(target, _BYTES[target.dtype.form.storage])
 
 
 @_word
 def _is_weighted(_context: Any, target: Any) -> tuple[Any, _Emit]:
-    """Give 1 where each source has a weight, else 0."""
+    """Return 1 where each source has a weight, else 0."""
     return _number_of(target, int(target.dtype.is_weighted))
 
 
 @_word
 def _max_divisor(_context: Any, target: Any) -> tuple[Any, _Emit]:
-    """Give the largest divisor the element type allows."""
+    """Return the largest divisor the element type allows."""
     return _number_of(target, target.dtype.form.max_divisor)
 
 

@@ -28,7 +28,7 @@ MOST_ORDERED = 32  # sources of a network; ordered.py says why
 
 
 def reduce_kernel(op: ReduceOp, dtype: DType) -> int:
-    """Give the address of an n-way operation on one element type, compiling it if need be.
+    """Return the address of an n-way operation on one element type, compiling it if need be.
 
     The address stays valid until the process ends. Blocks for a millisecond, or, where the cache
     directory has not got it, for under a second: then it imports Numba and compiles. Raises
@@ -41,29 +41,29 @@ def reduce_kernel(op: ReduceOp, dtype: DType) -> int:
 
 
 def sum_kernel(dtype: DType) -> int:
-    """Give the address of the n-way sum, as reduce_kernel does."""
+    """Return the address of the n-way sum, as reduce_kernel does."""
     return reduce_kernel(ReduceOp.SUM, dtype)
 
 
 def distance_kernel(dtype: DType) -> int:
-    """Give the address of the square distances between floats, as reduce_kernel does."""
+    """Return the address of the square distances between floats, as reduce_kernel does."""
     return robust_kernel("square_distances", dtype)
 
 
 def robust_kernel(what: str, dtype: DType) -> int:
-    """Give the address of a kernel of robust.py for floats, by its name, as reduce_kernel does."""
+    """Return the address of a kernel of robust.py for floats by its name, as reduce_kernel()."""
     ReduceOp.MIX.check(dtype)
     return _address("robust", what, DType(dtype))
 
 
 def ordered_kernel(kind: str, dtype: DType, n: int, trim: int) -> int:
-    """Give the address of a kernel of ordered.py for n sources of floats; 0 for too many."""
+    """Return the address of a kernel of ordered.py for n sources of floats; 0 for too many."""
     ReduceOp.MIX.check(dtype)
     return _address("ordered", kind, DType(dtype), n, trim) if n <= MOST_ORDERED else 0
 
 
 def codec_kernel(verb: str, what: str, does: bool = False) -> int:
-    """Give the address of a kernel of a codec; blocks as reduce_kernel() does.
+    """Return the address of a kernel of a codec; blocks as reduce_kernel() does.
 
     verb, what, does: of codec.kernels.compile_codec().
     """

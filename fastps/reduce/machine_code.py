@@ -42,7 +42,7 @@ class Code(NamedTuple):
     entry: int
 
     def pack(self) -> bytes:
-        """Give the bytes of a file."""
+        """Return the bytes of a file."""
         body = struct.pack("<Q", self.entry) + self.text
         return _HEAD.pack(MAGIC, hashlib.sha256(body).digest(), self.entry) + self.text
 

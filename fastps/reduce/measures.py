@@ -28,14 +28,14 @@ _OK = 1  # of kernels.py
 
 
 def products(updates: Sequence[Array], trusted: Array) -> Array:
-    """Give <u, v> and |u|^2 of each update, and of v, the trusted one: float64[n + 1, 2]."""
+    """Return <u, v> and |u|^2 of each update, and of v, the trusted one: float64[n + 1, 2]."""
     made = np.empty((len(updates) + 1, 2))
     _measure("inner_products", [*updates, trusted], made)
     return made
 
 
 def square_norms(updates: Sequence[Array]) -> Array:
-    """Give |u|^2 of each update: float64[n]."""
+    """Return |u|^2 of each update: float64[n]."""
     made = np.empty(len(updates))
     if updates:
         _measure("square_norms", updates, made)
@@ -43,7 +43,7 @@ def square_norms(updates: Sequence[Array]) -> Array:
 
 
 def pair_distances(updates: Sequence[Array]) -> Array:
-    """Give |u - w|^2 of all pairs of one update or more: float64[n, n]."""
+    """Return |u - w|^2 of all pairs of one update or more: float64[n, n]."""
     made = np.empty((len(updates), len(updates)))
     _measure("pair_distances", updates, made)
     return made

@@ -44,7 +44,7 @@ register_model(Ordered)(kernels._element_model)
 
 
 def comparisons(n: int) -> Iterator[tuple[int, int]]:
-    """Give the pairs of Batcher's odd-even merge sort, for any n."""
+    """Return the pairs of Batcher's odd-even merge sort, for any n."""
     step = 1
     while step < n:
         gap = step
@@ -123,7 +123,7 @@ def _made(b: Any, rows: list[Any], element: Ordered) -> Any:
 # ---- words ----
 @_word
 def _none(_context: Any, target: Any, whole: Any) -> tuple[Any, Any]:
-    """Give a row of zeros, in the accumulator's type."""
+    """Return a row of zeros, in the accumulator's type."""
     row = Row(target.dtype, target.dtype.width if whole.literal_value else 1)
     zeros = _zeros(ir.VectorType(row.element.form.accumulator, row.width))
     return row(target, whole), lambda _c, _b, _s, _args: zeros
@@ -160,7 +160,7 @@ def _flawed(_context: Any, flaw: Any, srcs: Any, index: Any) -> tuple[Any, Any]:
 
 @_word
 def _is_zero(_context: Any, flaw: Any) -> tuple[Any, Any]:
-    """Give 1 where a row is all zeros, else 0."""
+    """Return 1 where a row is all zeros, else 0."""
 
     def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
         found = ir.Constant(ir.IntType(1), 1)
@@ -175,7 +175,7 @@ def _is_zero(_context: Any, flaw: Any) -> tuple[Any, Any]:
 
 @_word
 def _count_of(_context: Any, target: Any) -> tuple[Any, Any]:
-    """Give the number of sources."""
+    """Return the number of sources."""
     return kernels._number_of(target, target.dtype.n)
 
 

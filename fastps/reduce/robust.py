@@ -51,7 +51,7 @@ def _row(_context: Any, source: Any, index: Any, whole: Any) -> tuple[Any, Any]:
 
 @_word
 def _nothing(_context: Any, target: Any, source: Any, whole: Any) -> tuple[Any, Any]:
-    """Give zeros of the target's type, as many as a row of the source has."""
+    """Return zeros of the target's type, as many as a row of the source has."""
     row = Row(target.dtype, source.dtype.width if whole.literal_value else 1)
     zeros = ir.Constant(ir.VectorType(row.element.form.accumulator, row.width), [0.0] * row.width)
     return row(target, source, whole), lambda _c, _b, _s, _args: zeros
@@ -212,7 +212,7 @@ def _voted(_context: Any, total: Any, x: Any) -> tuple[Any, Any]:
 
 @_word
 def _sign(_context: Any, row: Any) -> tuple[Any, Any]:
-    """Give 1, -1 or 0."""
+    """Return 1, -1 or 0."""
     return row(row), lambda _c, b, _s, args: _signs(b, args[0])
 
 
@@ -358,7 +358,7 @@ def _nearest_mean(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> in
 
 
 def _sign_majority(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
-    """Give each element the sign of most sources: 1, -1, or 0 where as many are above as below.
+    """Write the majority's sign of each element: 1, -1, or 0 where as many are above as below.
 
     srcs, dst: as in _trimmed_mean(). args: nothing. NaN votes for nothing. Runs without the GIL;
     allocates nothing. Returns OK, or BAD_ARGUMENT before anything was written.

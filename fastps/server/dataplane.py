@@ -80,7 +80,7 @@ def _counted(absent: dict[int, tuple[int, int]]) -> dict[str, int]:
 
 
 def _engine_threads(config: Config) -> int:
-    """Give the number of summing threads: as configured, else by the CPUs at hand."""
+    """Return the number of summing threads: as configured, else by the CPUs at hand."""
     if config.engine_threads >= 0:
         return config.engine_threads
     return min(len(os.sched_getaffinity(0)) // CPUS_PER_ENGINE, MAX_AUTO_ENGINES)
@@ -145,7 +145,7 @@ class DataPlane:
         )
 
     def _lanes(self, job: Job) -> int:
-        """Give the links that each worker has to this server."""
+        """Return the links that each worker has to this server."""
         return link_counts(job.weights, self._config.links_per_peer)[self._index(job)]
 
     def _index(self, job: Job) -> int:
@@ -432,7 +432,7 @@ class DataPlane:
             )  # fmt: skip
 
     def _coded_rules(self, spec: KeySpec) -> dict[int, CodedRule]:
-        """Give the rules of our partitions, by index; none where elements travel as they are."""
+        """Return the rules of our partitions, by index; none where elements travel as they are."""
         if spec.layout.coding.codec is Codec.NONE:
             return {}
         return {
@@ -458,7 +458,7 @@ class DataPlane:
         return sum_kernel(dtype)
 
     def _cast(self, spec: KeySpec, index: int) -> Cast:
-        """Give the cast of a partition, the same for all tensors of the same givers."""
+        """Return the cast of a partition, the same for all tensors of the same givers."""
         job = self._job
         if spec.layout.givers is Givers.VALIDATORS:
             trim = trim_of(spec.layout.policy, job.validators)

@@ -81,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def load_config(arguments: argparse.Namespace) -> config.Config:
-    """Give the settings: options first, then the environment."""
+    """Return the settings: options first, then the environment."""
     given = _options(arguments)
     role = given.setdefault("role", config.role_given() or "server")
     if role not in ROLES:
@@ -98,7 +98,7 @@ def load_config(arguments: argparse.Namespace) -> config.Config:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, str]:
-    """Give the settings among the options."""
+    """Return the settings among the options."""
     no_settings = ("listen_fd", "command")
     return {
         name: value

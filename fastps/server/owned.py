@@ -13,7 +13,7 @@ from fastps.rules import Rule
 
 
 def find_own(rule: Rule, allowed: str) -> Any:
-    """Give the function of a rule of the user's, None of others; allowed: names, by commas.
+    """Return the function of a rule of the user's, None of others; allowed: names, by commas.
 
     Its module may be in the present folder too. Raises ConfigError for a name that is not allowed
     here, or leads to nothing.

@@ -56,11 +56,11 @@ class Alignment:
         self._machines = machines_of(recordings)
 
     def bound_ns(self, boot: str) -> int:
-        """Say how far apart this machine's times and the reference's may be, at its samples."""
+        """Return how far apart this machine's times and the reference's may be, at its samples."""
         return min((sample.bound for sample in self._machines[boot]), default=-1)
 
     def shift(self, boot: str, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-        """Give begin and end of spans on the clock of the reference."""
+        """Return begin and end of spans on the clock of the reference."""
         samples = self._trusted(boot)
         if not samples:
             return spans["began"], spans["ended"]

@@ -120,7 +120,7 @@ class StatusService:
                         make_handler()(sock, address, self)  # type: ignore[arg-type]
 
     def answer(self, path: str, shown: str, *, is_known: bool) -> tuple[int, str, bytes]:
-        """Give status, type and body of an answer.
+        """Return status, type and body of an answer.
 
         shown: the header Authorization. is_known: the kernel has told who asks.
         """
@@ -189,7 +189,7 @@ def render(about: Mapping[str, Any], numbers: Numbers, links: Links) -> bytes:
 
 
 def make_handler() -> type[BaseHTTPRequestHandler]:
-    """Give the class that answers one request; its server is a StatusService."""
+    """Return the class that answers one request; its server is a StatusService."""
     # imported here: http.server costs 10 MB, and most processes are never asked
     from http.server import BaseHTTPRequestHandler  # noqa: PLC0415
 

@@ -73,11 +73,11 @@ class Timed:
 
     @property
     def spans(self) -> Spans:
-        """Give the records."""
+        """Return the records."""
         return self.recording.spans
 
     def of(self, *kinds: int) -> np.ndarray:
-        """Give the places of spans of some kinds."""
+        """Return the places of spans of some kinds."""
         return np.flatnonzero(np.isin(self.spans["kind"], kinds))
 
 
@@ -127,7 +127,7 @@ def _lines(timed: Sequence[Timed], summary: Summary) -> Iterator[bytes]:
 
 
 def events_of(one: Timed, origin: int) -> Iterator[Event]:
-    """Give all events of one process."""
+    """Yield all events of one process."""
     who = one.recording.who
     pid = who["number"]
     name = f"{who['role']} {who['number']} ({who['host']}, pid {who['pid']})"
@@ -178,7 +178,7 @@ def _collective(code: int) -> str:
 
 
 def _whole(one: Timed) -> Iterator[Item]:
-    """Give each operation on a tensor from its first stage to its last."""
+    """Yield each operation on a tensor from its first stage to its last."""
     places = one.of(*(kind for kind in OF_A_WORKER if kind != OPERATION))
     tensors = one.spans["key"][places] >> INDEX_BITS
     pairs = np.stack([tensors, one.spans["version"][places].astype(np.uint64)])
@@ -192,7 +192,7 @@ def _whole(one: Timed) -> Iterator[Item]:
 
 
 def _rows(pid: int, kind: int, items: list[Item], origin: int) -> Iterator[Event]:
-    """Give items rows of a stage, each the first that is free."""
+    """Return items rows of a stage, each the first that is free."""
     title = KINDS[kind] if kind else "TENSOR"
     place = ORDER.index(kind) if kind in ORDER else len(ORDER) + kind
     free: list[tuple[int, int]] = []  # (end of the last event, row)
@@ -249,7 +249,7 @@ def _in_flight(one: Timed, pid: int, origin: int) -> Iterator[Event]:
 
 
 def steps_of(one: Timed) -> list[tuple[int, int]]:
-    """Give begin and end of each step: as marked, else from version to version."""
+    """Return begin and end of each step: as marked, else from version to version."""
     marked = one.of(STEP)
     if len(marked):
         return sorted(zip(one.began[marked].tolist(), one.ended[marked].tolist(), strict=True))
@@ -263,7 +263,7 @@ def steps_of(one: Timed) -> list[tuple[int, int]]:
 
 
 def hidden_shares(one: Timed) -> Iterator[tuple[int, float]]:
-    """Give for each step its begin, and which share of its communication somebody waited for."""
+    """Return for each step its begin, and which share of its communication somebody waited for."""
     busy = _union(one, one.of(*OF_A_WORKER))
     waits = _union(one, one.of(WAIT))
     for began, ended in steps_of(one):
@@ -273,7 +273,7 @@ def hidden_shares(one: Timed) -> Iterator[tuple[int, float]]:
 
 
 def _union(one: Timed, places: np.ndarray) -> np.ndarray:
-    """Give the intervals in which any of some spans was under way: rows of begin and end."""
+    """Return the intervals in which any of some spans was under way: rows of begin and end."""
     order = places[np.argsort(one.began[places], kind="stable")]
     began, ended = one.began[order], np.maximum.accumulate(one.ended[order])
     first = np.ones(len(order), bool)

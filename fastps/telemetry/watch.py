@@ -35,7 +35,7 @@ class Look:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Give what tells processes apart, in the order of a table: workers first."""
+        """Return what tells processes apart, in the order of a table: workers first."""
         return self.about["job"], {"worker": ""}.get(self.about["role"], self.about["role"]), (
             int(self.about["rank"])
         )  # fmt: skip
@@ -97,7 +97,7 @@ def _ask(name: str) -> bytes:
 
 
 def paces(before: Sequence[Look], after: Sequence[Look]) -> list[Pace]:
-    """Say what those did who were there both times; a scheduler moves no tensor."""
+    """Return what those did who were there both times; a scheduler moves no tensor."""
     earlier = {one.key: one for one in before if one.about["role"] != "scheduler"}
     return [_pace(earlier[one.key], one) for one in after if one.key in earlier]
 
@@ -118,7 +118,7 @@ def _pace(before: Look, after: Look) -> Pace:
 
 
 def _flows(before: Look, after: Look, seconds: float) -> Iterator[Flow]:
-    """Say what each link moved; one that is new began with nothing."""
+    """Return what each link moved; one that is new began with nothing."""
     earlier = {(one["peer"], one["way"]): one for one in before.links}
     for one in after.links:
         former = earlier.get((one["peer"], one["way"]), {})
@@ -128,7 +128,7 @@ def _flows(before: Look, after: Look, seconds: float) -> Iterator[Flow]:
 
 
 def in_one_line(found: Sequence[Pace]) -> str:
-    """Tell of a whole job: its workers' pace, and which of them the others wait for.
+    """Return in words a job's state: its workers' pace, and which of them the others wait for.
 
     Who waits least is the slowest: the others wait for that one.
     """

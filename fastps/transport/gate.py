@@ -63,7 +63,7 @@ class Gate:
         self._rest: asyncio.TimerHandle | None = None  # while nobody is accepted
 
     def open(self) -> None:
-        """Begin to accept."""
+        """Start to accept."""
         self._loop = asyncio.get_running_loop()
         self._watch()
 
@@ -199,7 +199,7 @@ class GateThread:
         self._thread = threading.Thread(target=self._run, name="fastps:accept", daemon=True)
 
     def start(self) -> None:
-        """Begin to accept."""
+        """Start to accept."""
         self._thread.start()
 
     def statistics(self) -> dict[str, int]:

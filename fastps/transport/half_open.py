@@ -61,7 +61,7 @@ class HalfOpen(Generic[VisitorT]):
                 del self._came[source]
 
     def wait_s(self, now: float) -> float:
-        """Give the seconds until a newcomer of any source sends nobody away too early."""
+        """Return the seconds until a newcomer of any source sends nobody away too early."""
         crowds = [crowd for crowd in self._came.values() if len(crowd) >= self._per_source]
         if len(self) >= self._limit:
             crowds.append(self._busiest())
@@ -69,7 +69,7 @@ class HalfOpen(Generic[VisitorT]):
         return max(self._grace_s - min(ages), 0.0) if ages else 0.0
 
     def _busiest(self) -> dict[VisitorT, float]:
-        """Give the visitors of the source that has the most; of several, who waits longest."""
+        """Return the visitors of the source that has the most; of several, who waits longest."""
         return max(
             self._came.values(), key=lambda crowd: (len(crowd), -next(iter(crowd.values())))
         )

@@ -67,7 +67,7 @@ def _address_of_name(name: str) -> str:
 
 
 def _ipv6_address_of(name: str) -> str:
-    """Give an interface's first global IPv6 address, or an empty string."""
+    """Return an interface's first global IPv6 address, or an empty string."""
     if not IPV6_TABLE.exists():
         return ""
     for line in IPV6_TABLE.read_text().splitlines():
@@ -82,7 +82,7 @@ def _interface_names() -> str:
 
 
 def _route_to(host: str) -> str:
-    """Give the address this machine would send from to reach host."""
+    """Return the address this machine would send from to reach host."""
     try:
         found = sockets.look_up(
             host, sockets.DISCARD_PORT, kind=socket.SOCK_DGRAM, timeout_s=sockets.LOOKUP_S

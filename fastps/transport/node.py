@@ -79,7 +79,7 @@ class PeerTable:
         self._states: dict[int, PeerState] = {}
 
     def state(self, peer: int) -> PeerState:
-        """Tell how far the link to a peer is."""
+        """Return how far the link to a peer is."""
         return self._states.get(peer, PeerState.NONE)
 
     def begin(self, peer: int) -> bool:
@@ -185,7 +185,7 @@ class Node:
         self._listener.start()
 
     def _claim(self, _: Purpose, sender: int, lane: int) -> Claim:
-        """Say what a member has to prove who comes to our doors."""
+        """Return what a member has to prove who comes to our doors."""
         return Claim(self._key_of(sender), f"member {sender}")
 
     def _take_data(self, descriptor: int, sender: int, lane: int) -> Callable[[], None] | None:
@@ -283,7 +283,7 @@ class Node:
     # ---- dialling ----
 
     def _dial(self, member: _Place, peer: int) -> tuple[int, bool]:
-        """Give a connection that the member let in, and whether RDMA is to follow on it."""
+        """Return a connection that the member let in, and whether RDMA is to follow on it."""
         is_rdma = peer not in self._by_tcp and self._takes_rdma(member)
         is_near = self._config.unix_sockets and member.host_id == self._places[self._me].host_id
         descriptor = dial(
@@ -349,7 +349,7 @@ class Node:
             self._fall_back(peer, opening)
 
     def _adopt(self, descriptor: int, peer: int, *, is_rdma: bool, greets_first: bool) -> None:
-        """Give a connection to its transport, and with it the link to the owner; lock held."""
+        """Hand a connection to its transport, and with it the link to the owner; lock held."""
         assert self._owner is not None
         if not is_rdma:
             credit = choose_credit(descriptor, self._config)
@@ -415,7 +415,7 @@ class Node:
         return dict(counts)
 
     def traffic(self) -> Iterator[Traffic]:
-        """Tell of each peer link."""
+        """Return each peer link."""
         yield from traffic(self._tcp)
         yield from traffic(self._rdma, "RDMA")
 

@@ -77,7 +77,7 @@ def create_memory(nbytes: int) -> int:
 
 
 def can_share(limit_bytes: int = 0) -> str:
-    """Say why this process cannot have an Arena of limit_bytes; empty when it can."""
+    """Return why this process cannot have an Arena of limit_bytes; empty when it can."""
     nbytes = arena_bytes(limit_bytes)
     try:
         descriptor = create_memory(nbytes)
@@ -93,12 +93,12 @@ def can_share(limit_bytes: int = 0) -> str:
 
 
 def arena_bytes(limit_bytes: int) -> int:
-    """Give the size of an arena: the limit, or what the machine has."""
+    """Return the size of an arena: the limit, or what the machine has."""
     return _round_up(limit_bytes or os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES)
 
 
 def memory_left() -> int:
-    """Give the bytes that the machine, or this process's container, has left."""
+    """Return the bytes that the machine, or this process's container, has left."""
     return min([_available(), *_cgroup_left()])
 
 
@@ -160,7 +160,7 @@ class Arena:
         _arenas.add(self)
 
     def holds(self, address: int, nbytes: int) -> bool:
-        """Tell whether bytes lie here."""
+        """Return whether bytes lie here."""
         start = self.mapping.address
         return start <= address <= start + self.mapping.nbytes - nbytes
 
@@ -237,7 +237,7 @@ class Arena:
         self._inherited = [one for one in self._inherited if not one[0].have_ended()]
 
     def _is_next(self, size: int) -> bool:
-        """Tell whether what came back first has just this size, and may be lent as it is."""
+        """Return whether what came back first has just this size, and may be lent as it is."""
         is_plain = bool(self._returned) and not self._is_frozen and not self._inherited
         return is_plain and self._lent[self._returned[0]] == size
 
@@ -313,7 +313,7 @@ class _Children:
         self._poll.register(descriptor, select.POLLIN)
 
     def have_ended(self) -> bool:
-        """Tell whether nobody holds the other end."""
+        """Return whether nobody holds the other end."""
         return bool(self._poll.poll(0))
 
     def __del__(self) -> None:
@@ -353,7 +353,7 @@ os.register_at_fork(
 def exchange(
     descriptors: Sequence[int], *, ranks: Sequence[int], rank: int, key: bytes, deadline: float
 ) -> list[list[int]]:
-    """Give everybody's descriptors to everybody: a list per rank, in the order of ranks.
+    """Exchange descriptors among all: a list per rank, in the order of ranks.
 
     All of ranks, processes of one machine, call it; each gives its own descriptors, and the
     lists it gets hold new ones (its own too). The first of ranks leads. deadline:

@@ -207,18 +207,18 @@ def connect_stand_in(host: str, port: int, *, deadline: float) -> socket.socket:
 
 
 def has_loopback() -> bool:
-    """Tell whether the loopback interface is up."""
+    """Return whether the loopback interface is up."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         return sock.connect_ex((_LOOPBACK, DISCARD_PORT)) != errno.ENETUNREACH
 
 
 def is_unix(sock: socket.socket) -> bool:
-    """Tell whether a socket is a Unix socket."""
+    """Return whether a socket is a Unix socket."""
     return sock.family == socket.AF_UNIX
 
 
 def is_own_user(sock: socket.socket) -> bool:
-    """Tell whether the other end of a Unix socket belongs to our user or to root."""
+    """Return whether the other end of a Unix socket belongs to our user or to root."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
     _, uid, _ = UCRED.unpack(raw)
     return uid in (os.geteuid(), ROOT_UID)
@@ -258,7 +258,7 @@ def look_up(
     flags: int = 0,
     timeout_s: float,
 ) -> list[Any]:
-    """Give what socket.getaddrinfo() does, or socket.gaierror after timeout_s seconds.
+    """Return what socket.getaddrinfo() does, or socket.gaierror after timeout_s seconds.
 
     A resolver that is not answered may try for minutes and cannot be stopped, so a thread waits
     for it, and is left behind if need be. Addresses in digits need none.
@@ -391,19 +391,19 @@ def _wait_writable(sock: socket.socket, deadline: float) -> None:
 
 
 def own_end(sock: socket.socket) -> str:
-    """Give our address of a connected socket; that of the loopback where a Unix socket is."""
+    """Return our address of a connected socket; that of the loopback for a Unix socket."""
     return _LOOPBACK if is_unix(sock) else str(sock.getsockname()[0])
 
 
 def is_same_host(sock: socket.socket) -> bool:
-    """Tell whether a connected socket leads back to this machine."""
+    """Return whether a connected socket leads back to this machine."""
     if is_unix(sock):
         return True
     return bool(sock.getsockname()[0] == sock.getpeername()[0])
 
 
 def is_own_address(host: str) -> bool:
-    """Tell whether a numeric address is one that this machine would send from to reach it."""
+    """Return whether a numeric address is one that this machine would send from to reach it."""
     if is_loopback(host):
         return True
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -416,7 +416,7 @@ def is_own_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address can be reached from this machine alone."""
+    """Return whether an address can be reached from this machine alone."""
     try:
         return ipaddress.ip_address(host.split("%")[0]).is_loopback
     except ValueError:
@@ -424,7 +424,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Tell whether an address means "all addresses"."""
+    """Return whether an address means "all addresses"."""
     return host in ("", "0.0.0.0", "::")
 
 

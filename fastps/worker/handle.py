@@ -43,7 +43,7 @@ class Ticket(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Tell whether it is over; never waits."""
+        """Return whether it is over; never waits."""
 
     def wait(self, *, timeout_s: float, spin_us: int) -> int | None:
         """Wait for its end; return its status, or None in time."""
@@ -82,7 +82,7 @@ class Outcome(Generic[T]):
         return self
 
     def poll(self) -> bool:
-        """Tell whether wait() would return at once. Never blocks."""
+        """Return whether wait() would return at once. Never blocks."""
         return self._state != PENDING or self._is_over()
 
     @property
@@ -126,7 +126,7 @@ class Outcome(Generic[T]):
         self._after = None
 
     def _is_over(self) -> bool:
-        """Tell whether all operations are over."""
+        """Return whether all operations are over."""
         raise NotImplementedError
 
     def _collect(self, timeout_s: float | None) -> Any:
@@ -139,7 +139,7 @@ class Outcome(Generic[T]):
 
 
 class Handle(Outcome[Array | list[Array]]):
-    """The promise of one operation on one or several tensors.
+    """The handle of one operation on one or several tensors.
 
     lack: asked when the operation is over, so that averages are over those who took part; None:
     its result lacks nobody.

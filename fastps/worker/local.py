@@ -115,7 +115,7 @@ class LocalGroup:
         }
 
     def traffic(self) -> Iterator[Traffic]:
-        """Tell of each pipe that carried something."""
+        """Return each pipe that carried something."""
         return (one for one in traffic(self._pipes, "pipe") if one.sent or one.received)
 
     def close(self, *, timeout_s: float) -> None:
@@ -134,7 +134,7 @@ class LocalGroup:
     def _exchange(
         self, ranks: Sequence[int], rank: int, key: bytes, deadline: float
     ) -> tuple[list[Mapping], list[Mapping]]:
-        """Give all ranks' control memories (the first counts) and arenas, mapped."""
+        """Return all ranks' control memories (the first counts) and arenas, mapped."""
         control = shm.create_memory(control_bytes(len(ranks)))
         try:
             everybodys = shm.exchange(

@@ -22,6 +22,9 @@ RESTATES = re.compile(
 )
 EMPTY_WORDS = re.compile(r"\b(This|The) (function|method|class|module)\b")
 
+# Words of this house where the field has one: return, return whether, start.
+DIALECT = re.compile(r"(Give(?! up\b)|Tell (whether|if)|Say (whether|if)|Begin)\b")
+
 # A name out of the code may begin a sentence in lower case.
 CODE_WORD = re.compile(r"\w+\(\)|\w*_\w|fastps\b")
 
@@ -73,6 +76,8 @@ def _faults_of_function(node: Documented, first: str, name: str) -> Iterator[str
         return
     if THIRD_PERSON.match(first) and not is_property(node):
         yield f"first line must be imperative: {first!r}"
+    if DIALECT.match(first):
+        yield f"first line must begin with Return, Return whether or Start: {first!r}"
     words = [word.lower() for word in re.findall(r"\w+", first)]
     if [word for word in words if word not in ("a", "an", "the")] == name.split("_"):
         yield f"repeats the name: {first!r}"
@@ -95,10 +100,13 @@ def test_public_names_are_documented(path):
     ("source", "fault"),
     [
         ("def f(): pass", "no docstring"),
-        ("def f():\n    'Give it'", "full stop"),
-        ("def f():\n    'gives it.'", "capital"),
+        ("def f():\n    'Return it'", "full stop"),
+        ("def f():\n    'returns it.'", "capital"),
+        ("def f():\n    'Give it.'", "Return"),
+        ("def f():\n    'Tell whether it is.'", "Return whether"),
+        ("def f():\n    'Begin it.'", "Start"),
         ("def f():\n    'Returns it.'", "imperative"),
-        ("def give_it():\n    'Give it.'", "repeats"),
+        ("def return_it():\n    'Return it.'", "repeats"),
         ("def f(x):\n    'Do it.\\n\\n    :param x: an x'", "restates"),
         ("def f():\n    'This function is good.'", "nothing"),
     ],
@@ -110,7 +118,7 @@ def test_each_fault_is_found(source, fault):
 
 
 def test_a_good_docstring_has_no_fault():
-    (node,) = ast.parse("def f():\n    'Give the sum of all ranks.'").body
+    (node,) = ast.parse("def f():\n    'Return the sum of all ranks.'").body
     assert isinstance(node, ast.FunctionDef)
     assert not list(faults_of(node, node.name))
 

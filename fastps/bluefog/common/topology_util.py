@@ -89,31 +89,31 @@ def GetExp2DynamicSendRecvMachineRanks(
 
 
 def GetRecvWeights(topo: Any, rank: int) -> tuple[float, dict[int, float]]:
-    """Give a worker's own weight, and those of what it receives."""
+    """Return a worker's own weight, and those of what it receives."""
     return as_topology(topo).receive_weights(rank)
 
 
 def GetSendWeights(topo: Any, rank: int) -> tuple[float, dict[int, float]]:
-    """Give a worker's own weight, and those that others give to what it sends."""
+    """Return a worker's own weight, and those that others give to what it sends."""
     return as_topology(topo).send_weights(rank)
 
 
 def IsTopologyEquivalent(topo1: Any, topo2: Any) -> bool:
-    """Tell whether two graphs have the same edges and weights; None is like no other."""
+    """Return whether two graphs have the same edges and weights; None is like no other."""
     if topo1 is None or topo2 is None:
         return False
     return as_topology(topo1) == as_topology(topo2)
 
 
 def IsRegularGraph(topo: Any) -> bool:
-    """Tell whether all workers have the same number of edges."""
+    """Return whether all workers have the same number of edges."""
     return graphs.is_regular(as_topology(topo))
 
 
 def InferSourceFromDestinationRanks(
     dst_ranks: Sequence[int], construct_adjacency_matrix: bool = False
 ) -> Any:
-    """Give who sends to this worker, and maybe the matrix of all; all workers call it."""
+    """Return the ranks that send to this worker, and maybe the matrix of all; all call it."""
     found, topology = neighbors.infer_source_from_destination_ranks(dst_ranks)
     return (found, topology.weights) if construct_adjacency_matrix else found
 
@@ -121,7 +121,7 @@ def InferSourceFromDestinationRanks(
 def InferDestinationFromSourceRanks(
     src_ranks: Sequence[int], construct_adjacency_matrix: bool = False
 ) -> Any:
-    """Give whom this worker sends to, and maybe the matrix of all; all workers call it."""
+    """Return whom this worker sends to, and maybe the matrix of all; all workers call it."""
     found, topology = neighbors.infer_destination_from_source_ranks(src_ranks)
     return (found, topology.weights) if construct_adjacency_matrix else found
 

@@ -171,12 +171,12 @@ def init(topology_fn: Callable[[int], Any] | None = None, is_weighted: bool = Fa
 
 
 def load_topology() -> Any:
-    """Give the graph of workers as a networkx.DiGraph."""
+    """Return the graph of workers as a networkx.DiGraph."""
     return to_networkx(fastps.load_topology())
 
 
 def load_machine_topology() -> Any:
-    """Give the graph of machines as a networkx.DiGraph."""
+    """Return the graph of machines as a networkx.DiGraph."""
     return to_networkx(fastps.load_machine_topology())
 
 
@@ -200,7 +200,7 @@ def barrier() -> None:
 
 
 def poll(handle: Any) -> bool:
-    """Tell whether an operation has ended, well or not; ValueError for what is no handle."""
+    """Return whether an operation has ended, well or not; ValueError for what is no handle."""
     return bool(fps.poll(_checked(handle)))
 
 
@@ -219,7 +219,7 @@ def _checked(handle: Any) -> Any:
 
 
 def win_poll(handle: Any) -> bool:
-    """Tell whether win_wait() would return at once; False for what is no handle."""
+    """Return whether win_wait() would return at once; False for what is no handle."""
     return _is_of_a_window(handle) and fps.win_poll(handle)
 
 
@@ -264,7 +264,7 @@ def allreduce_nonblocking(
     is_hierarchical_local: bool = False,
     name: str | None = None,
 ) -> Later[torch.Tensor]:
-    """Begin allreduce() and give a handle."""
+    """Start allreduce() and give a handle."""
     if not is_hierarchical_local:
         return fps.allreduce_async(tensor, name=name, op=Average if average else Sum)
     source = sendable(tensor)
@@ -283,7 +283,7 @@ def allreduce_nonblocking_(
     is_hierarchical_local: bool = False,
     name: str | None = None,
 ) -> Later[torch.Tensor]:
-    """Begin allreduce_() and give a handle."""
+    """Start allreduce_() and give a handle."""
     flight = allreduce_nonblocking(tensor, average, is_hierarchical_local, name)
 
     def finish(found: list[Any]) -> torch.Tensor:
@@ -294,7 +294,7 @@ def allreduce_nonblocking_(
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """Give everybody the root's tensor."""
+    """Return the root's tensor on all workers."""
     return fps.broadcast_async(tensor, root_rank, name).wait()
 
 
@@ -304,7 +304,7 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) ->
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
-    """Give everybody's tensor one after the other; first dimensions may differ."""
+    """Return the tensors of all workers, concatenated; first dimensions may differ."""
     return fps.allgather_async(tensor, name).wait()
 
 
@@ -312,17 +312,17 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
 
 
 def mpi_threads_supported() -> bool:
-    """Tell that there is no MPI."""
+    """Return False: there is no MPI."""
     return False
 
 
 def unified_mpi_window_model_supported() -> bool:
-    """Tell that there is no MPI."""
+    """Return False: there is no MPI."""
     return False
 
 
 def nccl_built() -> bool:
-    """Tell that there is no NCCL."""
+    """Return False: there is no NCCL."""
     return False
 
 
@@ -331,7 +331,7 @@ def set_skip_negotiate_stage(_value: bool) -> None:
 
 
 def get_skip_negotiate_stage() -> bool:
-    """Tell that operations are not negotiated."""
+    """Return False: operations are not negotiated."""
     return True
 
 

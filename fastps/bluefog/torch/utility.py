@@ -39,7 +39,7 @@ def allreduce_parameters(params: Parameters) -> None:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-    """Give the optimizer on every worker the state of the root's."""
+    """Copy the state of the root's optimizer to that of every worker."""
     fps.broadcast_optimizer_state(optimizer, root_rank)
 
 

@@ -50,7 +50,7 @@ def wait_idle() -> None:
 
 
 def is_native() -> bool:
-    """Tell whether XLA's buffers can be lent: its default device is a CPU."""
+    """Return whether XLA's buffers can be lent: its default device is a CPU."""
     return str(jax.default_backend()) == "cpu"
 
 
@@ -91,5 +91,5 @@ def _call_back(number: int, operands: Sequence[Any], shapes: Shapes) -> list[Any
 
 
 def shapes_of(leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Give shape and dtype of each array."""
+    """Return shape and dtype of each array."""
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]

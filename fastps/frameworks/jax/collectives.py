@@ -36,7 +36,7 @@ from fastps.worker.handle import Array
 def allreduce(
     tensor: Any, name: str, *, op: Op = Average, process_set: ProcessSet = global_process_set
 ) -> jax.Array:
-    """Give the average, or another op, of everybody's array; blocks the program there.
+    """Return the average, or another op, of everybody's array; blocks the program there.
 
     op: as for fastps.allreduce(). Its gradient is the same of the results' gradients, where op is
     a sum or an average; others have none.
@@ -74,7 +74,7 @@ def broadcast(
     name: str,
     process_set: ProcessSet = global_process_set,
 ) -> jax.Array:
-    """Give everybody the root's array, bit by bit; blocks the program there.
+    """Return the root's array on all workers, bit by bit; blocks the program there.
 
     Its gradient is the average of gradients at the root, and zero elsewhere.
     """
@@ -99,7 +99,7 @@ def broadcast(
 def allgather(
     tensor: Any, name: str, *, process_set: ProcessSet = global_process_set
 ) -> jax.Array:
-    """Give everybody's array, one after the other along the first dimension.
+    """Return the arrays of all members, concatenated along the first dimension.
 
     First dimensions may differ outside of jit, and there alone. Blocks the program there. Its
     gradient is this member's part of the averaged gradients.
@@ -132,7 +132,7 @@ def allgather(
 def reducescatter(
     tensor: Any, name: str, *, op: Op = Average, process_set: ProcessSet = global_process_set
 ) -> jax.Array:
-    """Give each member its rows of the allreduce(); under jit they divide evenly (ValueError).
+    """Return this member's rows of the allreduce(); under jit they divide evenly (ValueError).
 
     Its gradient is everybody's, gathered: times the number of members where op is a sum.
     """
@@ -246,7 +246,7 @@ def _copying(start: Callable[[Array], Array]) -> Any:
 
 
 def _share(array: jax.Array, process_set: ProcessSet) -> int:
-    """Give how many rows each member gets, where they divide evenly."""
+    """Return how many rows each member gets, where they divide evenly."""
     size = process_set.size()
     if not array.ndim or len(array) % size:
         raise ValueError(f"{array.shape} has no rows that divide among {size} workers under jit")
@@ -254,7 +254,7 @@ def _share(array: jax.Array, process_set: ProcessSet) -> int:
 
 
 def _host(array: jax.Array) -> Array:
-    """Give an array's memory, on a CPU without a copy."""
+    """Return an array's memory, on a CPU without a copy."""
     return wire_view(np.asarray(array))
 
 

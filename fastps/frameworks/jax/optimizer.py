@@ -72,7 +72,7 @@ def distributed(
 
 
 def broadcast_parameters(tree: Any, root_rank: int = 0, prefix: str = "Parameter") -> Any:
-    """Give every worker the root's pytree: parameters, or the state of an optimizer.
+    """Return every worker the root's pytree: parameters, or the state of an optimizer.
 
     Arrays travel in one submit for each dtype, and other leaves as broadcast_object() carries
     them. Shapes and dtypes are the same on all workers (MismatchError). Not under jit. Blocks.

@@ -55,7 +55,7 @@ class Plan:
         self.buckets = self.on(0).plan
 
     def on(self, device: int) -> ArrayExchange:
-        """Give the exchange of a device; devices of one number belong together in the job."""
+        """Return the exchange of a device; devices of one number belong together in the job."""
         if device not in self._on:
             mark = f"@{device}" if device else ""
             self._on[device] = ArrayExchange(
@@ -71,7 +71,7 @@ class Plan:
         self.on(device).add(inputs, outputs)
 
     def start(self, bucket: int, device: int, inputs: Arrays, outputs: Arrays) -> None:
-        """Begin with a bucket; XLA may use its memory for the next."""
+        """Start with a bucket; XLA may use its memory for the next."""
         self.on(device).start(bucket, inputs)
 
     def finish(self, bucket: int, device: int, inputs: Arrays, outputs: Arrays) -> None:
@@ -80,13 +80,13 @@ class Plan:
         self.on(device).take(bucket, outputs)
 
     def take(self, bucket: int, device: int, inputs: Arrays, outputs: Arrays) -> None:
-        """Give those of another."""
+        """Return those of another."""
         self.on(device).take(bucket, outputs)
 
 
 @functools.cache
 def plan_of(how: How, specs: tuple[Spec, ...], *, is_copied: bool = False) -> Plan:
-    """Give the plan for leaves; the same for the same, in all programs."""
+    """Return the plan for leaves; the same for the same, in all programs."""
     return Plan(how, specs, is_copied=is_copied)
 
 
@@ -181,7 +181,7 @@ def push_pull_start(
     bucket_bytes: int = BUCKET_BYTES,
     process_set: ProcessSet = global_process_set,
 ) -> InFlight:
-    """Begin push_pull(); what the program does before push_pull_finish() goes on beside it.
+    """Start push_pull(); what the program does before push_pull_finish() goes on beside it.
 
     Each bucket leaves as soon as its arrays are there. Start and finish belong into one compiled
     function. Not to be differentiated: it is for gradients.
@@ -245,7 +245,7 @@ def names_of(tree: Any, name: str) -> tuple[str, ...]:
 def _taken_apart(
     tree: Any, name: str, average: bool, compression: Any, bucket_bytes: int, who: ProcessSet
 ) -> tuple[list[Any], Any, How]:
-    """Give leaves, structure and what is to be done with them."""
+    """Return leaves, structure and what is to be done with them."""
     label = check_name(name, "push_pull")
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     op = op_of(average)

@@ -110,13 +110,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             self._adjust(self._epoch + batch / (self._steps or 1))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Give the momentum back."""
+        """Restore the momentum."""
         if self._momentum is not None:
             self.model.optimizer.momentum = self._momentum
             self._momentum = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Tell the rate among the metrics."""
+        """Add the rate to the metrics."""
         if logs is not None:
             logs["lr"] = _rate(self.model.optimizer)
 

@@ -82,7 +82,7 @@ def _check_scale(optimizer: Any, compression: Choice) -> None:
 
 
 def _exchanging(base: Any, is_late: bool, options: Mapping[str, Any]) -> Any:
-    """Give the method that exchanges: of what was accumulated, or of all gradients."""
+    """Return the method that exchanges: of what was accumulated, or of all gradients."""
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         """Average the gradients, and apply them."""
@@ -97,7 +97,7 @@ def _exchanging(base: Any, is_late: bool, options: Mapping[str, Any]) -> Any:
 
 
 def _apart(base: Any, steps: AsynchronousSteps) -> Any:
-    """Give the method that steps by itself, and lets servers add that up."""
+    """Return the method that steps by itself, and lets servers add that up."""
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         """Apply this worker's gradients, and take what servers hold then."""

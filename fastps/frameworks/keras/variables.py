@@ -18,7 +18,7 @@ exchanges = Exchanges()
 
 
 def exchange_of_backend() -> Exchange:
-    """Give f(gradients, prefix=, op=, ...) that averages a list of gradients, None among them."""
+    """Return f(gradients, prefix=, op=, ...), which averages gradients, None among them."""
     name = keras.backend.backend()
     if name == "tensorflow":
         from fastps.frameworks.tensorflow.training import exchange_gradients  # noqa: PLC0415
@@ -84,7 +84,7 @@ def _held(steps: AsynchronousSteps, before: list[Any], changes: list[Any]) -> li
 
 
 def host_of(variable: Any) -> Any:
-    """Give what a variable holds as an array; Keras's own way warns with NumPy 2."""
+    """Return what a variable holds as an array; Keras's own way warns with NumPy 2."""
     inner = getattr(variable, "value", None)
     value = variable if inner is None or callable(inner) else inner
     if hasattr(value, "detach"):

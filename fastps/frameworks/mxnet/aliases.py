@@ -9,7 +9,7 @@ _ALIASES = {"bool": bool, "int": int, "float": float, "object": object, "str": s
 
 
 def compat() -> None:
-    """Give NumPy 1.24 to 1.26 the names back that MXNet 1.9.1 uses; before `import mxnet`.
+    """Restore in NumPy 1.24 to 1.26 the names that MXNet 1.9.1 uses; before `import mxnet`.
 
     They are those of Python's own types, for all of the process. ImportError with NumPy 2, which
     lacks more than names.

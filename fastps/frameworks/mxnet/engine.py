@@ -133,7 +133,7 @@ class Engine:
                 current.wait_before_leaving(self.wait_idle)
 
     def _enter(self, _: int, completion: int, number: int) -> None:
-        """Begin an operation, in a thread of MXNet's, which must get no exception."""
+        """Start an operation, in a thread of MXNet's, which must get no exception."""
         operation = self._pushed.pop(number)
         done = _Completion.from_buffer_copy(_Completion.from_address(completion))
         try:
@@ -177,7 +177,7 @@ def check_array(array: Any) -> None:
 
 
 def memory_of(array: Any) -> Array:
-    """Give an NDArray's memory as an array, which keeps it; when what was pushed on it is done.
+    """Return an NDArray's memory as an array, which keeps it; when what was pushed on it is done.
 
     Not before: MXNet may be giving it memory in another thread then. MXNDArrayGetData() would wait
     for the array where it has a layout of MKLDNN's, for ever where start() asks; this way it is
@@ -196,7 +196,7 @@ def memory_of(array: Any) -> Array:
 
 
 def array_over(memory: Array) -> Any:
-    """Give an NDArray that lies in an array's memory, which it keeps alive."""
+    """Return an NDArray that lies in an array's memory, which it keeps alive."""
     return mx.nd.from_numpy(memory.view())
 
 

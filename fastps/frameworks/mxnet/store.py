@@ -61,7 +61,7 @@ class FastPS(mx.kvstore.KVStoreBase):  # type: ignore[misc]
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Tell that optimizers are run by workers."""
+        """Return False: optimizers are run by workers."""
         return False
 
     @property

@@ -82,7 +82,7 @@ def push_pull(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give the average (or sum) of everybody's NDArray, as a new one.
+    """Return the average (or sum) of everybody's NDArray, as a new one.
 
     name: the same on all workers, of one operation at a time. compression: of fastps.push_pull().
     Returns at once, as MXNet's own operations do. What is known at once is raised here; any other
@@ -293,7 +293,7 @@ def _scaled(tensor: Any, factor: float) -> Any:
 
 
 def _ready(tensor: Any) -> Array:
-    """Give an NDArray's memory when what was pushed on it is done."""
+    """Return an NDArray's memory when what was pushed on it is done."""
     check_array(tensor)
     tensor.wait_to_read()
     return memory_of(tensor)

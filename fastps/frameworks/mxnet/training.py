@@ -110,7 +110,7 @@ class _Placed:
         self._arrays: list[list[Any]] = [[] for _ in self._exchange.plan]
 
     def push(self, factor: float = 1.0) -> None:
-        """Begin the sums of all buckets, of gradients times a factor; front ones are urgent."""
+        """Start the sums of all buckets, of gradients times a factor; front ones are urgent."""
         if factor != 1.0:
             for param in self._params:
                 param._grad[0] *= factor
@@ -197,7 +197,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             self._factor, self._scale = 1.0, scale
 
     def _allreduce_grads(self) -> None:
-        """Begin to average all gradients; called by step()."""
+        """Start to average all gradients; called by step()."""
         if self._placed is None:
             self._placed = self._begin()
         self._placed.push(self._factor)

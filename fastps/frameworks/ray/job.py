@@ -156,7 +156,7 @@ class Job:
                 )
 
     def _member(self, role: str, rank: int) -> dict[str, object]:
-        """Give the settings of one process, its own token among them."""
+        """Return the settings of one process, its own token among them."""
         own = self._token.own(role, rank).text()
         return self._settings | {"role": role, "rank": rank, "token": own}
 
@@ -219,7 +219,7 @@ class _Server:
 
 
 def _as_options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Say to Ray what an actor needs, as it wants to be told."""
+    """Return what an actor needs, as Ray wants to be told."""
     known = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     options: dict[str, Any] = {"num_cpus": 0}
     options |= {known[name]: value for name, value in resources.items() if name in known}

@@ -35,7 +35,7 @@ class Config(BackendConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """Give the class that does it."""
+        """Return the class that does it."""
         return Backend
 
 

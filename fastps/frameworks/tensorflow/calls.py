@@ -71,7 +71,7 @@ class _Table:
     def number_of(
         self, key: Hashable, run: Run, results: Sequence[Result], *, may_wait: bool
     ) -> int:
-        """Give the number of a function, the same for the same key."""
+        """Return the number of a function, the same for the same key."""
 
         def call(device: int, inputs: Arrays, outputs: Any) -> None:
             run(inputs, outputs)
@@ -121,7 +121,7 @@ _threads = _Threads()
 
 @functools.cache
 def is_native() -> bool:
-    """Tell whether TensorFlow has our operation; registers it at the first call."""
+    """Return whether TensorFlow has our operation; registers it at the first call."""
     try:
         path = os.path.join(tf.sysconfig.get_lib(), LIBRARY)
         library = ctypes.CDLL(path)
@@ -215,6 +215,6 @@ def _listed(found: Any) -> list[Any]:
 
 
 def _host(tensor: Any) -> Array:
-    """Give an eager tensor's memory; bfloat16 has no buffer that Python knows, and is copied."""
+    """Return an eager tensor's memory; bfloat16 has no buffer that Python knows, and is copied."""
     is_half = tensor.dtype == tf.bfloat16
     return np.asarray(tensor.numpy() if is_half else memoryview(tensor))

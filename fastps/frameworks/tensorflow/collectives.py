@@ -150,7 +150,7 @@ def broadcast(
     *,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give everybody the root's tensor, bit by bit; blocks.
+    """Return the root's tensor on all workers, bit by bit; blocks.
 
     Its gradient is the average of gradients at the root, and zero elsewhere.
     """
@@ -195,7 +195,7 @@ def broadcast_(
 def allgather(
     tensor: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Give everybody's tensor, one after the other along the first dimension, which may differ.
+    """Return the tensors of all members, concatenated along the first dimension, which may differ.
 
     Its gradient is this member's part of the averaged gradients.
     """
@@ -248,7 +248,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give each member its rows of the allreduce(); blocks. The factors are allreduce()'s.
+    """Return this member's rows of the allreduce(); blocks. The factors are allreduce()'s.
 
     Its gradient is everybody's, gathered: times the number of members where op is a sum.
     """
@@ -337,7 +337,7 @@ def broadcast_object(
     *,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give everybody the root's object, made of plain values and arrays. Not in tf.function."""
+    """Return the root's object on all workers, of plain values and arrays. Not in tf.function."""
     return fastps.broadcast_object(obj, root_rank, name=name, process_set=process_set)
 
 
@@ -422,5 +422,5 @@ def _wire(array: Array) -> Array:
 
 
 def _like(found: Array, array: Array) -> Array:
-    """Give a result as the kind of array that it was made of."""
+    """Return a result as the kind of array that it was made of."""
     return found if found.dtype == array.dtype else found.view(array.dtype)

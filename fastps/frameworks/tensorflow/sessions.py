@@ -22,7 +22,7 @@ v1 = tf.compat.v1
 
 
 def broadcast_global_variables(root_rank: int = 0) -> Any:
-    """Give an operation that overwrites all global variables with those of the root.
+    """Return an operation that overwrites all global variables with those of the root.
 
     In a graph of tf.compat.v1, when all variables are there. Eagerly there are none: RuntimeError,
     which names broadcast_variables().
@@ -91,7 +91,7 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         return self._optimizer.apply_gradients(*args, **options)
 
     def get_slot(self, *args: Any, **options: Any) -> Any:
-        """Give a slot of the optimizer's."""
+        """Return a slot of the optimizer's."""
         return self._optimizer.get_slot(*args, **options)
 
     def get_slot_names(self) -> Sequence[str]:
@@ -100,5 +100,5 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         return names
 
     def variables(self) -> list[Any]:
-        """Give the optimizer's variables."""
+        """Return the optimizer's variables."""
         return list(self._optimizer.variables())

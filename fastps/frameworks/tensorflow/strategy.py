@@ -55,12 +55,12 @@ class CrossDeviceOps(tf.distribute.ReductionToOneDevice):  # type: ignore[misc]
 
 
 def _first(value: Any) -> Any:
-    """Give the value of the first replica, which all have."""
+    """Return the value of the first replica, which all have."""
     return value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value
 
 
 def MirroredStrategy(devices: Sequence[str] | None = None, **options: Any) -> Any:
-    """Give a tf.distribute.MirroredStrategy of these devices that adds with all workers.
+    """Return a tf.distribute.MirroredStrategy of these devices that adds with all workers.
 
     options: of CrossDeviceOps. Variables are each worker's own until broadcast_variables().
     """

@@ -123,7 +123,7 @@ class _Step:
         return call_native((id(self), "end"), self._end, tokens, results, may_wait=True)
 
     def _begin(self, number: int, sources: Any, outputs: _ops.Outputs) -> None:
-        """Begin a bucket, whose tensors are held until its end."""
+        """Start a bucket, whose tensors are held until its end."""
         outputs[0][...] = number
         outs = None
         if len(sources) == 1:
@@ -139,7 +139,7 @@ class _Step:
         self._exchange.finish(outputs)
 
     def _slot(self, number: int) -> _ops.Slot:
-        """Give memory for a result that TensorFlow does not read."""
+        """Return memory for a result that TensorFlow does not read."""
         session = current.current()
         if self._home() is not session:
             _retired.extend(slot for slots in self._slots for slot in slots if slot.is_busy)
@@ -261,7 +261,7 @@ def add_slices(slices: Any, name: str | None, op: Op, process_set: ProcessSet) -
 
 
 def gathered(array: Array, name: str | None, process_set: ProcessSet, code: DType) -> Array:
-    """Give everybody's rows, in the order of members; blocks."""
+    """Return the rows of all members, in their order; blocks."""
     rows = np.ascontiguousarray(array)
     flight, _ = start_allgather(rows, name, process_set, dtype=code, is_awaited=True)
     found: Array = flight.wait()

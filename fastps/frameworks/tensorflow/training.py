@@ -70,7 +70,7 @@ class DistributedGradientTape:
         self._local_scale = 1.0
 
     def __enter__(self) -> DistributedGradientTape:
-        """Begin to record."""
+        """Start to record."""
         self._tape.__enter__()
         return self
 
@@ -84,7 +84,7 @@ class DistributedGradientTape:
 
     @as_it_is
     def gradient(self, target: Any, sources: Any, **options: Any) -> Any:
-        """Give the gradients of target, as tf.GradientTape does, averaged; blocks."""
+        """Return the gradients of target, as tf.GradientTape does, averaged; blocks."""
         found = self._tape.gradient(target, sources, **options)
         flat, local = tf.nest.flatten(found), self._places_of_local(sources)
         shared = [place for place in range(len(flat)) if place not in local]

@@ -51,7 +51,7 @@ class AdasumOptimizer(torch.optim.Optimizer):
         raise AssertionError("an Adasum optimizer cannot skip synchronization")
 
     def _sum(self, steps: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Give the Adasum of each tensor, those of one dtype in one exchange."""
+        """Return the Adasum of each tensor, those of one dtype in one exchange."""
         packed = [self._compression.compress(step) for step in steps]
         wires = [sendable(check_tensor(wire, self._label)) for wire, _ in packed]
         found = list(wires)

@@ -48,7 +48,7 @@ class Held:
         self.take()
 
     def rate(self, groups: Sequence[dict[str, Any]]) -> float | None:
-        """Give the learning rate of the step to come, where servers want to know it."""
+        """Return the learning rate of the step to come, where servers want to know it."""
         return float(groups[self._group]["lr"]) if self._server.compensation.strength else None
 
     def begin(self, before: Sequence[torch.Tensor], rate: float | None) -> Any:

@@ -75,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
     ) -> torch.nn.Module:
-        """Give a module with a SyncBatchNorm in the place of each BatchNorm, with its state."""
+        """Return a module with a SyncBatchNorm in the place of each BatchNorm, with its state."""
         found = module
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             found = cls(
@@ -144,7 +144,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _gathered(numbers: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
-    """Give everybody's numbers, a row each."""
+    """Return the numbers of all members, a row each."""
     found = process_set.group().allgather(view_of(numbers), name=_LABEL).wait()
     assert not isinstance(found, list)
     return torch.from_numpy(found).view(-1, len(numbers))

@@ -73,7 +73,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give every rank the root rank's value; what the others pass is ignored.
+    """Return every rank the root rank's value; what the others pass is ignored.
 
     The value is made of None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays
     and CPU tensors, of dtypes, Path, argparse.Namespace, Enum and named tuples, else TypeError on
@@ -96,7 +96,7 @@ def broadcast_optimizer_state(
     *,
     model: torch.nn.Module | None = None,
 ) -> None:
-    """Give the optimizer on every rank the state and the options of the root rank's.
+    """Copy state and options of the root rank's optimizer to that of every rank.
 
     model, also in the place of prefix: scripts for Horovod give it; it is not needed.
     Works for any optimizer with state_dict() and load_state_dict(): state is made where there is
@@ -201,7 +201,7 @@ def _labels(name: str, tensors: list[torch.Tensor]) -> list[str]:
 
 
 def describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Say what others need to make room for a tensor."""
+    """Return what others need to make room for a tensor."""
     _check(tensor, "a tensor in the value")
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
@@ -212,7 +212,7 @@ def make_room(code: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _check(tensor: object, name: str) -> torch.Tensor:
-    """Give back what can travel, complex numbers as pairs of real ones; TypeError for others."""
+    """Return what can travel, complex numbers as pairs of real ones; TypeError for others."""
     found = check_kind(tensor, name)
     check_memory(found, name)
     wire_dtype(found.dtype.to_real(), name)

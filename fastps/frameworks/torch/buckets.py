@@ -65,13 +65,13 @@ class Bucket(Protocol):
         """Those whose gradients travel."""
 
     def spec(self) -> Spec:
-        """Give what the session declares: name, shape and dtype of `array`."""
+        """Return what the session declares: name, shape and dtype of `array`."""
 
     def load(self, session: Session, memory: Memory) -> None:
         """Make `array` hold what is to be sent: gradients, zeros where there are none."""
 
     def has_left(self, gradient: torch.Tensor) -> bool:
-        """Tell whether the last store() wrote to a gradient, which is this very tensor."""
+        """Return whether the last store() wrote to a gradient, which is this very tensor."""
 
     def store(self) -> None:
         """Make p.grad hold what is in `array` now; FastPSError where someone else wrote to it."""
@@ -86,7 +86,7 @@ class _Copied(NamedTuple):
 
 
 def _is_same(gradient: torch.Tensor | None, copied: _Copied) -> bool:
-    """Tell whether nobody has replaced a gradient, written to it, or given it other memory."""
+    """Return whether nobody has replaced a gradient, written to it, or given it other memory."""
     return (
         gradient is copied.gradient
         and version_of(gradient) == copied.version
@@ -140,7 +140,7 @@ class FlatBucket:
         return (sum(_counts_of(self._parameters, self._dtype)),)
 
     def spec(self) -> Spec:
-        """Give name, shape and dtype of the array."""
+        """Return name, shape and dtype of the array."""
         return self.name, self.shape, self.code
 
     def leave_out(self, places: Iterable[int]) -> None:
@@ -238,7 +238,7 @@ class FlatBucket:
                 )
 
     def has_left(self, gradient: torch.Tensor) -> bool:
-        """Tell whether a gradient is a slot, or was copied to."""
+        """Return whether a gradient is a slot, or was copied to."""
         left = (*self._slots, *(copied.gradient for copied in self._copied.values()))
         return any(gradient is one for one in left)
 
@@ -276,7 +276,7 @@ class LooseGradient:
         return [self._parameter]
 
     def spec(self) -> Spec:
-        """Give name, shape and dtype of what is sent of the gradient."""
+        """Return name, shape and dtype of what is sent of the gradient."""
         real = real_of(self._parameter)
         wire, _ = self._compression.compress(real.new_empty(0))
         return self.name, tuple(real.shape), wire_dtype(wire.dtype, self.name)
@@ -315,7 +315,7 @@ class LooseGradient:
         del self._loaded, self.array  # what a compression made may go
 
     def has_left(self, gradient: torch.Tensor) -> bool:
-        """Tell whether a gradient was written to."""
+        """Return whether a gradient was written to."""
         return self._left() is gradient
 
 

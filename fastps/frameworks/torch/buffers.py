@@ -79,7 +79,7 @@ class BufferSync:
         check_alike(mine, self._comparison, self._process_set, cure=_CURE)
 
     def synchronize(self) -> None:
-        """Give every rank the buffers of the first one, in place.
+        """Copy the buffers of the first rank to all, in place.
 
         Raises MismatchError on all ranks, which names the first buffer whose shape or dtype
         differs between ranks.

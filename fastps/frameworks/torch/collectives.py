@@ -63,7 +63,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
-    """Begin allreduce() into a new tensor; the tensor must not be changed meanwhile."""
+    """Start allreduce() into a new tensor; the tensor must not be changed meanwhile."""
     op = op_of_words(op, average)
     source = wire_of(tensor, name, op, factor=prescale_factor)
     flight = _sum(source, None, op, name, process_set, postscale_factor)
@@ -79,7 +79,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
-    """Begin allreduce() in place."""
+    """Start allreduce() in place."""
     op = op_of_words(op, average)
     target = target_of(tensor, name)
     source = wire_of(target, name, op, factor=prescale_factor)
@@ -99,7 +99,7 @@ def allreduce_async_(
     return Later([flight], finish)
 
 
-allreduce_ = blocking(allreduce_async_, "Do allreduce() in place and give the tensor; blocks.")
+allreduce_ = blocking(allreduce_async_, "Do allreduce() in place and return the tensor; blocks.")
 
 
 def allreduce(
@@ -112,7 +112,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Give the average, or another op, of everybody's tensor to everybody; blocks.
+    """Return the average, or another op, of everybody's tensor to everybody; blocks.
 
     op: Average (None), Sum, Min, Max, Product, BAND, BOR, BXOR; average is Horovod's older word
     for it. Sparse tensors are gathered, as sparse_allreduce_async() says. Otherwise as
@@ -142,7 +142,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Later[list[torch.Tensor]]:
-    """Begin allreduce_async() of several tensors, in one submit of a dtype."""
+    """Start allreduce_async() of several tensors, in one submit of a dtype."""
     some = [check_kind(tensor, name).detach() for tensor in tensors]
     return _start_grouped(some, op_of_words(op, average), name, prescale_factor, postscale_factor,
                           process_set, is_in_place=False)  # fmt: skip
@@ -157,7 +157,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Later[list[torch.Tensor]]:
-    """Begin allreduce_async_() of several tensors, in one submit of a dtype."""
+    """Start allreduce_async_() of several tensors, in one submit of a dtype."""
     targets = [target_of(tensor, name) for tensor in tensors]
     flight = _start_grouped(
         targets, op_of_words(op, average), name, prescale_factor, postscale_factor, process_set,
@@ -213,7 +213,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Give the allreduce() of each of several tensors, all under way at once; blocks."""
+    """Return the allreduce() of each of several tensors, all under way at once; blocks."""
     how = (op_of_words(op, average), prescale_factor, postscale_factor, process_set)
 
     def run(*some: torch.Tensor) -> list[torch.Tensor]:
@@ -233,7 +233,7 @@ def sparse_allreduce_async(
     op: Op = Average,
     process_set: ProcessSet = global_process_set,
 ) -> SparseSum:
-    """Begin to add a sparse tensor over all members: its indices and values are gathered.
+    """Start to add a sparse tensor over all members: its indices and values are gathered.
 
     The result is sparse and coalesced; what several members have at one index is added in the
     order of members. The handle may be called, too, which gives the result.
@@ -249,14 +249,14 @@ def sparse_allreduce_async(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Promise:
-    """Begin allgather()."""
+    """Start allgather()."""
     return _gathering(tensor, name, process_set)[0]
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Give everybody's tensor, one after the other along the first dimension; blocks.
+    """Return the tensors of all members, concatenated along the first dimension; blocks.
 
     First dimensions may differ. Its gradient is this member's part of the averaged gradients.
     """
@@ -284,14 +284,14 @@ def _own_rows(whole: torch.Tensor, first: int, tensor: torch.Tensor) -> torch.Te
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Later[list[torch.Tensor]]:
-    """Begin grouped_allgather()."""
+    """Start grouped_allgather()."""
     return _gathering_each(tensors, name, process_set)[0]
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Give the allgather() of each of several tensors, all under way at once; blocks."""
+    """Return the allgather() of each of several tensors, all under way at once; blocks."""
     firsts: list[int] = []
 
     def run(*some: torch.Tensor) -> list[torch.Tensor]:
@@ -317,7 +317,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Promise:
-    """Begin reducescatter() and give a handle."""
+    """Start reducescatter() and give a handle."""
     source = wire_of(tensor, name, op, factor=prescale_factor)
     flight = ops.start_reducescatter(
         view_of(source), op, name, process_set, dtype=wire_dtype(source.dtype, name or "tensor"),
@@ -335,7 +335,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Give each member its rows of the allreduce(), as fastps.reducescatter(); blocks.
+    """Return this member's rows of the allreduce(), as fastps.reducescatter(); blocks.
 
     Its gradient is the allgather of gradients, for Sum times the number of members.
     """
@@ -360,7 +360,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Later[list[torch.Tensor]]:
-    """Begin reducescatter_async() of several tensors, in one submit of a dtype."""
+    """Start reducescatter_async() of several tensors, in one submit of a dtype."""
     wires = [wire_of(tensor, name, op, factor=prescale_factor) for tensor in tensors]
     codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
     flight = ops.start_grouped_reducescatter(
@@ -382,7 +382,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Give the reducescatter() of each of several tensors, all under way at once; blocks."""
+    """Return the reducescatter() of each of several tensors, all under way at once; blocks."""
     how = (op, process_set, prescale_factor, postscale_factor)
     times = prescale_factor * postscale_factor * (process_set.size() if op is Sum else 1)
 
@@ -404,7 +404,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[Any]:
-    """Begin alltoall()."""
+    """Start alltoall()."""
     flight, received = _alltoall(tensor, splits, name, process_set)
     if splits is None:
         return flight
@@ -444,7 +444,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
-    """Begin to copy the root's tensor into everybody's."""
+    """Start to copy the root's tensor into everybody's."""
     target = target_of(tensor, name)
     wire = wire_of(target, name)
     code = wire_dtype(wire.dtype, name or "tensor")
@@ -466,7 +466,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
-    """Begin to give everybody the root's tensor as a new one."""
+    """Start to give everybody the root's tensor as a new one."""
     own = check_kind(tensor, name).detach().clone()
     return broadcast_async_(own, root_rank, name, process_set)
 
@@ -477,7 +477,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Give everybody the root's tensor as a new one; blocks.
+    """Return the root's tensor on all workers as a new one; blocks.
 
     Its gradient is the average of gradients at the root, and zero elsewhere.
     """
@@ -503,7 +503,7 @@ def reduce_to_async(
     op: Op = Average,
     process_set: ProcessSet = global_process_set,
 ) -> Later[torch.Tensor | None]:
-    """Begin reduce_to(); the tensor must not be changed meanwhile."""
+    """Start reduce_to(); the tensor must not be changed meanwhile."""
     wire = wire_of(tensor, name, op)
     code = wire_dtype(wire.dtype, name or "tensor")
     flight = ops.start_reduce(view_of(wire), root_rank, op, name, process_set, dtype=code)
@@ -527,7 +527,7 @@ def gather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Later[torch.Tensor | None]:
-    """Begin gather()."""
+    """Start gather()."""
     return _gathering_to(tensor, root_rank, name, process_set)
 
 
@@ -537,7 +537,7 @@ def gather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | None:
-    """Give the root the allgather(), and the others None; blocks."""
+    """Return the allgather() on the root, and None elsewhere; blocks."""
     return _gathering_to(tensor, root_rank, name, process_set, is_awaited=True).wait()
 
 
@@ -548,7 +548,7 @@ def scatter_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
-    """Begin scatter(); neither tensor may be touched meanwhile."""
+    """Start scatter(); neither tensor may be touched meanwhile."""
     wire = wire_of(target := target_of(out, name), name)
     check_places(out, "scatter")
     given = None if tensor is None else view_of(wire_of(tensor, name)).reshape(-1)
@@ -572,7 +572,7 @@ scatter = blocking(
 def send_async(
     tensor: torch.Tensor, target: int, tag: int = 0, process_set: ProcessSet = global_process_set
 ) -> Later[None]:
-    """Begin send(); the tensor must not be changed meanwhile."""
+    """Start send(); the tensor must not be changed meanwhile."""
     wire = wire_of(tensor, "tensor")
     group, member = checked_set(process_set).group(), process_set.member(target, "target")
     code = wire_dtype(wire.dtype, "tensor")
@@ -592,7 +592,7 @@ def receive_async(
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
-    """Begin receive()."""
+    """Start receive()."""
     target = target_of(tensor, None)
     check_places(tensor, "receive")
     wire = wire_of(target, "tensor")

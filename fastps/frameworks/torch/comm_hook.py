@@ -34,7 +34,7 @@ Hook: TypeAlias = Callable[[object, Any], "torch.futures.Future[torch.Tensor]"]
 
 
 def comm_hook(name: str = "ddp", *, compression: Compressing = Compression.none) -> Hook:
-    """Give what DistributedDataParallel.register_comm_hook(None, hook) takes.
+    """Return what DistributedDataParallel.register_comm_hook(None, hook) takes.
 
     Gradients are averaged over all workers of the job. name: one for each model. compression: as
     for push_pull(). Buckets of earlier layers have the higher priority. A gradient that is sparse

@@ -26,21 +26,21 @@ class Compressor(Protocol):
     """What push_pull() and DistributedOptimizer need of a compression."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Give the tensor to send and what is needed to undo it."""
+        """Return the tensor to send and what is needed to undo it."""
 
     def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """Give the tensor in its first form."""
+        """Return the tensor in its first form."""
 
 
 class _None:
     """Send tensors as they are."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Give the tensor itself."""
+        """Return the tensor itself."""
         return tensor, None
 
     def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """Give the tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
 
@@ -69,11 +69,11 @@ class OnTheWay(_None):
 
     @property
     def is_by_name(self) -> bool:
-        """Tell whether each gradient may have another codec."""
+        """Return whether each gradient may have another codec."""
         return callable(self.choice) and not codecs.is_own(self.choice)
 
     def of(self, prefix: str) -> codecs.Choice:
-        """Give the choice for names that have a prefix, which a user's function does not know."""
+        """Return the choice for names with a prefix, which a user's function does not know."""
         if not self.is_by_name:
             return self.choice
         choice: Any = self.choice
@@ -112,7 +112,7 @@ Compressing: TypeAlias = Compressor | Coding | Mapping[str, Any] | Callable[...,
 
 
 def compressor_of(given: Compressing) -> Compressor:
-    """Give the compressor that is meant."""
+    """Return the compressor that is meant."""
     if given is None:
         return Compression.none
     compressor: Any = given
@@ -151,7 +151,7 @@ class Compression:
 
 
 def choice_of(compression: Compressing) -> Any:
-    """Give the codec for what local steps have changed; TypeError for what would cast a tensor."""
+    """Return the codec for what local steps changed; TypeError for what would cast a tensor."""
     given = compressor_of(compression)
     if compression is None or isinstance(given, OnTheWay):
         return given.choice if isinstance(given, OnTheWay) else None

@@ -53,7 +53,7 @@ class ExactDiffusion(Way):
     """
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
-        """Begin with psi_before = x, at the first step."""
+        """Start with psi_before = x, at the first step."""
         self._psi: dict[torch.Tensor, torch.Tensor] = {}
 
     def mixed_step(self) -> None:
@@ -79,7 +79,7 @@ class GradientTracking(Way):
     """
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
-        """Begin with q = g."""
+        """Start with q = g."""
         self._q = [torch.zeros_like(one) for one in self.parameters]
         self._before = [torch.zeros_like(one) for one in self.parameters]
         self._tracker = Mixer(self.optimizer, self._q, f"{self.name}gradients")
@@ -110,7 +110,7 @@ class NoLoCo(Way):
     outer_lr, outer_momentum, gamma, seed = 0.7, 0.5, 0.7, 0
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
-        """Begin with s = x and m = 0."""
+        """Start with s = x and m = 0."""
         self._round = 0
         self._slow = [one.detach().clone() for one in self.parameters]
         self._momentum = [torch.zeros_like(one) for one in self.parameters]
@@ -146,7 +146,7 @@ class NoLoCo(Way):
 
 
 def pair_of(rank: int, size: int, *, seed: int, number: int) -> int | None:
-    """Give whom a worker meets in a round of random pairs, all alike; None: it is left over."""
+    """Return whom a worker meets in a round of random pairs, all alike; None: it is left over."""
     order = [int(one) for one in np.random.default_rng([seed, number]).permutation(size)]
     place = order.index(rank) ^ 1
     return order[place] if place < size else None

@@ -92,7 +92,7 @@ def _tensors_in(thing: Any) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def _pending_of(kind: type[torch.Tensor]) -> type[torch.Tensor] | None:
-    """Give the class that stands for a pending parameter of a class; None: it has a will."""
+    """Return the class that stands for a pending parameter of a class; None: it has a will."""
     if kind not in (torch.Tensor, torch.nn.Parameter):
         return None
     own = _Pending.__dict__["__torch_function__"]
@@ -176,7 +176,7 @@ class Crossing:
 
     @property
     def optimizer(self) -> CrossBarrierOptimizer:
-        """Give whose steps these are."""
+        """Return whose steps these are."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
@@ -187,7 +187,7 @@ class Crossing:
         return self._flights
 
     def leave(self, groups: list[dict[str, Any]]) -> bool:
-        """Begin a step whose parts are taken later; False where all gradients are there."""
+        """Start a step whose parts are taken later; False where all gradients are there."""
         exchange = self._exchange
         left = exchange.depart()
         kept = [_kept(group) for group in groups]
@@ -259,7 +259,7 @@ def _kept(group: dict[str, Any]) -> dict[str, Any]:
 def _parts(
     kept: Sequence[dict[str, Any]], group_of: dict[int, int], parameters: Iterable[torch.Tensor]
 ) -> list[dict[str, Any]]:
-    """Give the groups of some parameters, with these parameters alone."""
+    """Return the groups of some parameters, with these parameters alone."""
     found: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
         found.setdefault(group_of[id(parameter)], []).append(parameter)
@@ -273,7 +273,7 @@ class CrossBarrierOptimizer(SynchronizedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Give the parameter groups; between backward() and step() once gradients are averaged.
+        """Return the parameter groups; between backward() and step() once gradients are averaged.
 
         So GradScaler finds averages, and its step is then an ordinary one, with the barrier.
         """
@@ -347,7 +347,7 @@ class CrossBarrierOptimizer(SynchronizedOptimizer):
         self._crossing.settle_all()
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the state after all steps; blocks."""
+        """Return the state after all steps; blocks."""
         self._crossing.settle_all()
         return super().state_dict()
 
@@ -396,7 +396,7 @@ def watch_layers(model: torch.nn.Module, optimizer: CrossBarrierOptimizer) -> No
 
 
 def _is_closed(module: torch.nn.Module) -> bool:
-    """Tell whether a module is compiled, and uses its parameters unseen."""
+    """Return whether a module is compiled, and uses its parameters unseen."""
     is_compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
     return is_compiled or isinstance(module, torch.jit.ScriptModule)
 

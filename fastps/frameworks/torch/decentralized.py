@@ -86,7 +86,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         return loss
 
     def mixing(self) -> tuple[Callable[..., Waitable], dict[str, Any]] | None:
-        """Give the operation and its keywords, as the attributes have it now."""
+        """Return the operation and its keywords, as the attributes have it now."""
         kind, is_with_neighbors = self.communication_type, CommunicationType.neighbor_allreduce
         if self.rule is not None and kind not in (is_with_neighbors, CommunicationType.empty):
             raise ValueError(f"a rule combines what neighbors have, not {kind.value}")
@@ -150,7 +150,7 @@ class Mixer:
         self._agreed: Agreed | None = None  # what is under way among all who are left
 
     def start(self, index: int) -> None:
-        """Begin to mix a bucket."""
+        """Start to mix a bucket."""
         mixing = self._optimizer.mixing()
         if mixing is not None:
             operation, how = mixing
@@ -162,7 +162,7 @@ class Mixer:
             )  # fmt: skip
 
     def start_all(self) -> None:
-        """Begin to mix all buckets."""
+        """Start to mix all buckets."""
         for index in range(len(self.buckets)):
             self.start(index)
 
@@ -220,11 +220,11 @@ class Way:
         self.watch(models)
 
     def mixed(self) -> Parameters:
-        """Give what the mixer mixes."""
+        """Return what the mixer mixes."""
         return self.parameters
 
     def mixed_after(self) -> Parameters:
-        """Give what is mixed after each such step: the models' buffers, if that is asked for."""
+        """Return what is mixed after each such step: the models' buffers, if that is asked for."""
         return self.buffers
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
@@ -249,7 +249,7 @@ class Way:
                 self.ready(parameter)
 
     def is_due(self) -> bool:
-        """Tell whether this step is one that mixes."""
+        """Return whether this step is one that mixes."""
         return max(self._counts.values(), default=0) >= self.passes
 
     def step(self) -> None:
@@ -380,7 +380,7 @@ class AdaptWithCombine(Way):
             self.send()
 
     def send(self) -> None:
-        """Begin to mix."""
+        """Start to mix."""
         self.mixer.start_all()
 
     def receive(self) -> None:

@@ -70,7 +70,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: nothing of it has been used. To be called when one has ended."""
+        """Start an epoch: nothing of it has been used. To be called when one has ended."""
         self.load_state_dict({"epoch": epoch, "processed_num": 0})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
@@ -78,7 +78,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_num += batch_size * current.current().size
 
     def state_dict(self) -> dict[str, int]:
-        """Give the epoch, and how many of its indices have been used by all ranks together."""
+        """Return the epoch, and how many of its indices have been used by all ranks together."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -91,17 +91,17 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._n_used = min(self.processed_num, len(self.dataset))
 
     def __len__(self) -> int:
-        """Tell how many indices this rank gets, from the last reset() on."""
+        """Return how many indices this rank gets, from the last reset() on."""
         return -(-(len(self.dataset) - self._n_used) // current.current().size)
 
     def __iter__(self) -> Iterator[int]:
-        """Give this rank's indices."""
+        """Return this rank's indices."""
         now, order = current.current(), self._order()
         shared = itertools.chain(order[self._n_used :], itertools.cycle(order))
         return itertools.islice(shared, now.rank, len(self) * now.size, now.size)
 
     def _order(self) -> Sequence[int]:
-        """Give all indices in this epoch's order."""
+        """Return all indices in this epoch's order."""
         if not self.shuffle:
             return range(len(self.dataset))
         chance = torch.Generator().manual_seed(self.seed + self.epoch)

@@ -73,7 +73,7 @@ class _Ending:
 
 
 def _is_autograd_compiled() -> bool:
-    """Tell whether compiled autograd runs the backward pass; importing it would take long."""
+    """Return whether compiled autograd runs the backward pass; importing it would take long."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     switch = getattr(module, "compiled_autograd_enabled", False)  # where torch tells no more
     return bool(getattr(module, "in_compiled_autograd_region", switch))

@@ -202,7 +202,7 @@ class GradientExchange:
         self._leave_out_sparse()
 
     def has(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Tell whether all of the parameters are in this exchange's charge."""
+        """Return whether all of the parameters are in this exchange's charge."""
         return self._ids.issuperset(map(id, parameters))
 
     def check_in_charge(self) -> None:
@@ -223,7 +223,7 @@ class GradientExchange:
         _remove_all(self._hooks)
 
     def can_share_with(self, other: GradientExchange) -> bool:
-        """Tell whether two exchanges may watch one parameter."""
+        """Return whether two exchanges may watch one parameter."""
         return False
 
     def synchronize(self) -> None:
@@ -274,7 +274,7 @@ class GradientExchange:
             self._sums.add_back()
 
     def depart(self) -> list[tuple[Waitable, Sequence[Bucket]]]:
-        """Give each handle in flight with its buckets, to whoever will write() them."""
+        """Return each handle in flight with its buckets, for whoever will write() them."""
         self._memory.clear()
         return self.round.take_each()
 
@@ -307,11 +307,11 @@ class GradientExchange:
                 self._start_one(bucket)
 
     def _is_round(self) -> bool:
-        """Tell whether what this backward pass adds is to be sent."""
+        """Return whether what this backward pass adds is to be sent."""
         return True
 
     def _describe(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[Entry]:
-        """Say what all workers must have in common."""
+        """Return what all workers must have in common."""
         op = "average" if self._average else "sum"
         how = f"{self._layout.bucket_bytes} bytes a bucket, {op}"
         how += "" if self._rule is None else f", {self._rule}"
@@ -383,7 +383,7 @@ class GradientExchange:
         return bucket
 
     def _wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        """Give the dtype that a built-in compression sends a gradient in."""
+        """Return the dtype that a built-in compression sends a gradient in."""
         wire, _ = self._compression.compress(parameter.new_empty(0))
         return wire.dtype
 
@@ -405,7 +405,7 @@ class GradientExchange:
         return isinstance(self._compression, OnTheWay) or self._compression in _BUILT_IN
 
     def _choice(self) -> dict[str, Any]:
-        """Give what declare() is to be told of compression, rule and layout."""
+        """Return what declare() is to be told of compression, rule and layout."""
         way, partition_bytes = self._compression, self._layout.partition_bytes
         found: dict[str, Any] = {"partition_bytes": partition_bytes} if partition_bytes else {}
         if isinstance(way, OnTheWay):
@@ -413,7 +413,7 @@ class GradientExchange:
         return found if self._rule is None else found | {"rule": self._rule}
 
     def _rate(self) -> dict[str, Any]:
-        """Give what push_pull() is to be told of the learning rate."""
+        """Return what push_pull() is to be told of the learning rate."""
         is_told = isinstance(self._compression, OnTheWay)
         return {"learning_rate": self.learning_rate()} if is_told else {}
 
@@ -448,12 +448,12 @@ class GradientExchange:
             self._sums.watch(index)
 
     def _was_dropped(self, index: int) -> bool:
-        """Tell whether a gradient of this round was set to None, and so is of a new one."""
+        """Return whether a gradient of this round was set to None, and so is of a new one."""
         bucket, gradient = self._buckets[self.round.bucket_of(index)], self._parameters[index].grad
         return not self.round.in_flight and gradient is not None and not bucket.has_left(gradient)
 
     def _has_to_wait(self, bucket: int) -> bool:
-        """Tell whether a bucket is not to be sent before all workers have come to the same point.
+        """Return whether a bucket has to wait until all workers have come to the same point.
 
         That is one of a sparse gradient alone, or of one that nobody else may know to be sparse.
         """
@@ -463,7 +463,7 @@ class GradientExchange:
         return any(_is_sparse(self._parameters[member]) for member in members)
 
     def ask_about_sparse(self) -> None:
-        """Begin to learn whose gradients are sparse on any worker, unless that is known or asked.
+        """Start to learn whose gradients are sparse on any worker, unless that is known or asked.
 
         One who has none yet cannot know.
         """
@@ -602,7 +602,7 @@ def arrive(exchange: weakref.ref[GradientExchange], index: int, _: torch.Tensor)
 
 
 def _exchange_of(hook: object) -> GradientExchange | None:
-    """Give the exchange that has put a hook on a parameter, if one has, and is still there."""
+    """Return the exchange that has put a hook on a parameter, if one has, and is still there."""
     if not isinstance(hook, partial) or not isinstance(next(iter(hook.args), None), weakref.ref):
         return None
     found = hook.args[0]()
@@ -617,7 +617,7 @@ _ADVISED = (DuplicateNameError, FastPSError, MismatchError)
 
 
 def _advised(error: FastPSError) -> FastPSError:
-    """Say what helps where one name stands for gradients of two optimizers."""
+    """Return what helps where one name stands for gradients of two optimizers."""
     kind = type(error)
     return kind(f"{error}; {_PREFIX}") if kind in _ADVISED else error
 

@@ -73,7 +73,7 @@ class AsyncLocalSGD(TensorBlocks, AsyncSteps, InnerSteps):
         super().exchange()
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what AsyncSteps does, and the state of the inner optimizer."""
+        """Return what AsyncSteps does, and the state of the inner optimizer."""
         with torch.no_grad():
             return super().state_dict() | {"inner": self.inner.state_dict()}
 

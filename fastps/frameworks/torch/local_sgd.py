@@ -207,7 +207,7 @@ class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Give all that is needed to go on, but the model's own state; waits for fragments.
+        """Return all that is needed to go on, but the model's own state; waits for fragments.
 
         With it goes what this worker's codecs keep (error feedback, momentum), and with rank 0's
         what those of servers keep: with error feedback all workers call it after as many steps.

@@ -49,7 +49,7 @@ def has_job() -> bool:
 
 
 def meet(timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
-    """Give torch's store, and rank and size in the job that is known, as a rendezvous does."""
+    """Return torch's store, and rank and size in the job that is known, as a rendezvous does."""
     session = current.init(_patience(timeout))
     if session.size == 1:
         yield HashStore(), 0, 1
@@ -97,7 +97,7 @@ def join_beside(store: Store, ranks: Sequence[int], timeout: timedelta) -> None:
 
 
 def _patience(timeout: timedelta) -> Patience:
-    """Give torch's time limit as that of the start, where the environment names none."""
+    """Return torch's time limit as that of the start, where the environment names none."""
     if any(process_environment().get(name, "").strip() for name in _LIMITS):
         return {}
     return {"start_timeout_s": min(max(timeout.total_seconds(), 0.1), DAY_S)}
@@ -181,7 +181,7 @@ def agent_board(launcher: Launcher) -> StoreBoard | None:
 
 
 def _host_of(store: Store) -> str:
-    """Give the host that torch's store was found at; the loopback for one in a file."""
+    """Return the host that torch's store was found at; the loopback for one in a file."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", _LOOPBACK)

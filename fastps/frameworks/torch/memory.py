@@ -56,7 +56,7 @@ class Side(NamedTuple):
 
 
 def reading(pieces: Pieces, operation: str) -> Side:
-    """Give tensors in one piece, to be read; TypeError where their memory is out of reach."""
+    """Return tensors in one piece, to be read; TypeError where their memory is out of reach."""
     if isinstance(pieces, torch.Tensor):
         return _side(_plain(pieces, operation), None, [])
     flat = [_plain(piece, operation).reshape(-1) for piece in pieces]
@@ -65,7 +65,7 @@ def reading(pieces: Pieces, operation: str) -> Side:
 
 
 def landing(pieces: Pieces, operation: str) -> Side:
-    """Give a place for new elements of tensors; where it is one tensor, with its present ones.
+    """Return a place for new elements of tensors; where it is one tensor, with its present ones.
 
     ValueError for elements in one place of memory, as expand() makes them, where others may come.
     """
@@ -87,7 +87,7 @@ def landing(pieces: Pieces, operation: str) -> Side:
 
 
 def apart(of: Side, to: Side, place: int | None = None) -> Side:
-    """Give what is read as it is, or a copy where it overlaps what is written.
+    """Return what is read as it is, or a copy where it overlaps what is written.
 
     place: the element where it is to land: what lies there already, as FSDP2 has it, stays.
     """
@@ -129,7 +129,7 @@ def _form(dtype: torch.dtype) -> tuple[DType, int]:
 
 
 def _as_one(flat: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Give flat tensors as one where they follow each other in one storage."""
+    """Return flat tensors as one where they follow each other in one storage."""
     first, end = flat[0], flat[0].data_ptr()
     for tensor in flat:
         is_next = tensor.data_ptr() == end and tensor.dtype is first.dtype

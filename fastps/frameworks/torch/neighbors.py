@@ -50,7 +50,7 @@ def neighbor_allreduce_async(
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> Later[Any]:
-    """Begin neighbor_allreduce() and give a handle for synchronize(); does not block."""
+    """Start neighbor_allreduce() and give a handle for synchronize(); does not block."""
     return start_mix(
         tensor, name, ops.start_neighbor_allreduce, self_weight=self_weight,
         src_weights=src_weights, dst_weights=dst_weights, rule=rule, compression=compression,
@@ -59,7 +59,7 @@ def neighbor_allreduce_async(
 
 
 def neighbor_allreduce(tensor: Tensors, **how: Any) -> Any:
-    """Give the weighted average of this worker's tensor and its neighbours'; blocks.
+    """Return the weighted average of this worker's tensor and its neighbours'; blocks.
 
     Keywords and meaning as fastps.neighbor_allreduce().
     """
@@ -75,7 +75,7 @@ def hierarchical_neighbor_allreduce_async(
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> Later[Any]:
-    """Begin hierarchical_neighbor_allreduce() and give a handle for synchronize()."""
+    """Start hierarchical_neighbor_allreduce() and give a handle for synchronize()."""
     return start_mix(
         tensor, name, Neighbors.hierarchical_allreduce, self_weight=self_weight,
         src_machine_weights=src_machine_weights, dst_machine_weights=dst_machine_weights,
@@ -99,7 +99,7 @@ def pair_gossip_async(
     pair_weight: float | None = None,
     name: str | None = None,
 ) -> Later[Any]:
-    """Begin pair_gossip() and give a handle for synchronize()."""
+    """Start pair_gossip() and give a handle for synchronize()."""
     return start_mix(
         tensor, name, ops.start_pair_gossip, target=target_rank, self_weight=self_weight,
         pair_weight=pair_weight,
@@ -107,7 +107,7 @@ def pair_gossip_async(
 
 
 def pair_gossip(tensor: Tensors, target_rank: int, **how: Any) -> Any:
-    """Give the average, or weighted sum, of this worker's tensor and one other's; blocks."""
+    """Return the average, or weighted sum, of this worker's tensor and one other's; blocks."""
     return pair_gossip_async(tensor, target_rank, **how).wait()
 
 
@@ -119,7 +119,7 @@ def neighbor_allgather_async(
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> Later[torch.Tensor]:
-    """Begin neighbor_allgather(); blocks until the sources have told their first dimensions."""
+    """Start neighbor_allgather(); blocks until the sources have told their first dimensions."""
     source = sendable(check_tensor(tensor, name or "tensor"))
     flight, _ = ops.start_neighbor_allgather(
         view_of(source), src_ranks, dst_ranks, name, is_checked=enable_topo_check,
@@ -129,7 +129,7 @@ def neighbor_allgather_async(
 
 
 def neighbor_allgather(tensor: torch.Tensor, **how: Any) -> torch.Tensor:
-    """Give the neighbours' tensors one after the other, as fastps.neighbor_allgather(); blocks."""
+    """Return the neighbours' tensors, concatenated, as fastps.neighbor_allgather(); blocks."""
     return neighbor_allgather_async(tensor, **how).wait()
 
 
@@ -140,7 +140,7 @@ def start_mix(
     outs: Sequence[Array] | None = None,
     **how: Any,
 ) -> Later[Any]:
-    """Begin an operation of Neighbors on a tensor or several; small ones travel together.
+    """Start an operation of Neighbors on a tensor or several; small ones travel together.
 
     outs: where results go, as arrays; the promise then is of nothing new.
     """
@@ -189,6 +189,6 @@ def mean_of_those_left(
     agreed: Agreed, _neighbors: Neighbors, array: Array, out: Array, *, name: str | None,
     dtype: DType | None,
 ) -> Later[Array]:  # fmt: skip
-    """Begin the mean over all who are left; it is there when the round is finished."""
+    """Start the mean over all who are left; it is there when the round is finished."""
     agreed.start(lambda group: group.allreduce(array, out, name=name, dtype=dtype))
     return Later([], lambda _: out)

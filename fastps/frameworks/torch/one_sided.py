@@ -133,7 +133,7 @@ class Flights:
     def start(
         self, begin: Callable[[Targets], Waitable], given: Targets | None, known: Sequence[int]
     ) -> None:
-        """Begin for neighbours: those given, or all known; begin: for some of them."""
+        """Start for neighbours: those given, or all known; begin: for some of them."""
         weights = weights_of(known if given is None else given)
         if not current().config.goes_on:
             self._flights.append((None, begin(weights)))
@@ -156,7 +156,7 @@ class Flights:
 
 
 def weights_of(given: Targets) -> dict[int, float]:
-    """Give the factor of each neighbour; a list has 1 for all."""
+    """Return the factor of each neighbour; a list has 1 for all."""
     return dict(given) if isinstance(given, Mapping) else dict.fromkeys(given, 1.0)
 
 
@@ -185,7 +185,7 @@ class WinPut(AdaptWithCombine):
         self.flights = Flights()
 
     def send(self) -> None:
-        """Begin to put the parameters into neighbours' buffers."""
+        """Start to put the parameters into neighbours' buffers."""
         for pool in self.pools:
             pool.gather()
             targets = current().groups.windows.find(pool.name).window.targets
@@ -240,12 +240,12 @@ class PushSum(Way):
     mixed_after = mixed
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
-        """Begin with x = z and w = 1; all workers are here."""
+        """Start with x = z and w = 1; all workers are here."""
         self.pools = _pools(self, zero_init=True)
         self._z = [pool.flat.clone() for pool in self.pools]
 
     def shares(self) -> tuple[float, dict[int, float]]:
-        """Give what a worker keeps, and what it sends to whom of those that are left."""
+        """Return what a worker keeps, and what it sends to whom of those that are left."""
         own, targets = self.optimizer.self_weight, self.optimizer.dst_weights
         if targets is None:
             targets = current().groups.windows.find(self.pools[0].name).window.targets

@@ -138,7 +138,7 @@ def push_pull_inplace(
 
 
 def poll(handle: Pending | Later[Any]) -> bool:
-    """Tell whether an operation has ended, well or not; never blocks."""
+    """Return whether an operation has ended, well or not; never blocks."""
     return handle.poll() if isinstance(handle, Later) else _pending(handle).handle.poll()
 
 
@@ -222,7 +222,7 @@ def _check_in_place(tensor: torch.Tensor, name: str) -> None:
 
 
 def _named(average: bool | str, name: str | None, call: str) -> tuple[bool, str]:
-    """Tell average and name apart; ValueError without a name."""
+    """Return average and name, given in either order; ValueError without a name."""
     if isinstance(average, str) and name is None:
         return True, check_name(average, call)
     if isinstance(average, str):

@@ -195,7 +195,7 @@ def _is_async(
     wanted: bool | None, staleness: float | None, op: Op, compression: Compressing,
     who: ProcessSet, compensation: Compensating | None, rule: Rule,
 ) -> bool:  # fmt: skip
-    """Tell whether servers are to hold the parameters; refuse what cannot be together."""
+    """Return whether servers are to hold the parameters; refuse what cannot be together."""
     is_async = current.current().config.enable_async if wanted is None else wanted
     if rule is not None and (is_async or op is not Average):
         raise ValueError("a rule stands for the average of a step: no other op, not asynchronous")

@@ -62,7 +62,7 @@ class BackwardExchange(GradientExchange):
         self._has_traced = False  # a compiled graph has made gradients of this round
 
     def can_share_with(self, other: GradientExchange) -> bool:
-        """Tell whether the other one, too, sends only what its own forward() announces."""
+        """Return whether the other one, too, sends only what its own forward() announces."""
         return isinstance(other, BackwardExchange) and not other._is_begun
 
     def expect(self, outputs: Any) -> None:
@@ -94,7 +94,7 @@ class BackwardExchange(GradientExchange):
             self._reset()
 
     def _is_round(self) -> bool:
-        """Tell whether this backward pass is a round; otherwise it just accumulates."""
+        """Return whether this backward pass is a round; otherwise it just accumulates."""
         if self.is_armed:
             self._begin()
         return self._is_begun
@@ -177,7 +177,7 @@ class _Parts:
         self._note()
 
     def are_same(self) -> bool:
-        """Tell whether no part was added, removed or replaced; FastPSError names new parameters.
+        """Return whether no part was added, removed or replaced; FastPSError names new parameters.
 
         Takes 40 us for 200 layers, and says so once.
         """
@@ -325,7 +325,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def reducer(self) -> BackwardExchange:
-        """Give what has prepare_for_backward(), as torch's."""
+        """Return what has prepare_for_backward(), as torch's."""
         return self._exchange
 
     def synchronize(self) -> None:
@@ -336,7 +336,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._exchange.complete()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """Give a wrapper of a copied module, which exchanges nothing.
+        """Return a wrapper of a copied module, which exchanges nothing.
 
         Nobody knows whether all workers make the copy, and whether it is to be trained.
         """

@@ -39,7 +39,7 @@ class PipedBucket(FlatBucket):
     """Gradients that are copied into the slots to be sent, and out of them a step later."""
 
     def take(self) -> list[torch.Tensor]:
-        """Give what is in the slots, in the dtypes of the parameters."""
+        """Return what is in the slots, in the dtypes of the parameters."""
         pairs = zip(self._slots, self._parameters, strict=True)
         return [slot.to(parameter.dtype, copy=True) for slot, parameter in pairs]
 
@@ -81,7 +81,7 @@ class PipelinedExchange(GradientExchange):
         return bucket
 
     def start(self) -> None:
-        """Begin to average the gradients there are now."""
+        """Start to average the gradients there are now."""
         self.check_in_charge()
         for place, bucket in enumerate(self._piped):
             self._decay(place)
@@ -122,7 +122,7 @@ class PipelinedOptimizer(torch.optim.Optimizer):
     _warmup: int
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Begin to average this step's gradients, and apply the averages of the last one's.
+        """Start to average this step's gradients, and apply the averages of the last one's.
 
         In a step of the warm-up, apply this one's. The first step after it applies none.
         """

@@ -145,7 +145,7 @@ class Operations:
         return self._group.broadcast(side.array, root=opts.rootRank, dtype=side.code), side.copies
 
     def allgather(self, outputs: Sequence[Pieces], inputs: Tensors, opts: Any = None) -> Work:
-        """Give everybody the tensors of all, which may have different sizes."""
+        """Gather the tensors of all members on all, which may have different sizes."""
         return self._each(self._allgather, opts, outputs, inputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced = allgather
@@ -170,7 +170,7 @@ class Operations:
         return handle, to.copies
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
-        """Give the root the tensors of all; outputs are lists on the root, empty elsewhere."""
+        """Gather the tensors of all on the root; outputs are lists there, empty elsewhere."""
         of, root = reading(inputs[0], "gather"), opts.rootRank
         if self._group.rank != root:
             return self._work([(self._group.gather(of.array, root=root, dtype=of.code), [])], [])
@@ -179,7 +179,7 @@ class Operations:
         return self._work([(handle, to.copies)], outputs[0], opts)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
-        """Give each member its tensor of the root's list; inputs are empty elsewhere."""
+        """Scatter the root's list, a tensor to each member; inputs are empty elsewhere."""
         to, root = landing(outputs[0], "scatter"), opts.rootRank
         array, counts = None, None
         if self._group.rank == root:
@@ -257,7 +257,7 @@ class Operations:
         self._coalesced = []
 
     def _end_coalescing(self, device: Any = None) -> Work:
-        """Give one Work for all that started since; they are under way already."""
+        """Return one Work for all that started since; they are under way already."""
         works, self._coalesced = self._coalesced or [], None
         operation = Operation(
             list(chain(*(work.operation.handles for work in works))),
@@ -313,7 +313,7 @@ class Operations:
 
     @property
     def group_name(self) -> str:
-        """Give the name by which torch finds the group."""
+        """Return the name by which torch finds the group."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
@@ -338,7 +338,7 @@ class Operations:
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Give an uninitialised flat tensor that the workers of this machine can all reach."""
+        """Return an uninitialised flat tensor that the workers of this machine can all reach."""
         array = current.current().groups.empty((size * dtype.itemsize,), np.dtype(np.uint8))
         return torch.from_numpy(array).view(dtype)
 
@@ -373,7 +373,7 @@ class FastPSBackend(Operations, torch._C._distributed_c10d.Backend):
 
 
 def make_shell(group: Group, **settings: Any) -> FastPSBackend | FastPSProcessGroup:
-    """Give torch the object that it can use; settings as for Operations."""
+    """Return the object that torch can use; settings as for Operations."""
     try:
         return FastPSBackend(group, **settings)
     except TypeError:  # no constructor for Python

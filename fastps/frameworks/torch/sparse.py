@@ -21,7 +21,7 @@ from fastps.types import DType, Op
 
 
 class SparseSum(Later[torch.Tensor]):
-    """The promise of a sum of sparse tensors; a function, too, as it is for Horovod."""
+    """The handle of a sum of sparse tensors; a function, too, as it is for Horovod."""
 
     def __call__(self) -> torch.Tensor:
         """Wait for the sum and give it."""
@@ -31,7 +31,7 @@ class SparseSum(Later[torch.Tensor]):
 def start_rows(
     gradient: torch.Tensor, op: Op, name: str | None, process_set: ProcessSet
 ) -> SparseSum:
-    """Begin to add a sparse tensor over all members; the result is sparse and coalesced."""
+    """Start to add a sparse tensor over all members; the result is sparse and coalesced."""
     if check_kind(gradient, name).layout is not torch.sparse_coo:
         what = f"tensor {name!r}" if name else "the tensor"
         raise TypeError(f"{what} is not sparse (torch.sparse_coo): use allreduce()")
@@ -56,7 +56,7 @@ def start_rows(
 
 
 def rows_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Give a parameter's gradient as rows: none where it has none, those not 0 of a dense one."""
+    """Return a gradient as rows: of a dense one those not 0; none where there is none."""
     gradient = parameter.grad
     if gradient is None:
         nothing = torch.empty((1, 0), dtype=torch.long)

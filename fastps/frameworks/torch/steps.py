@@ -71,7 +71,7 @@ def parameters_of(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
 
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether somebody wants to be called before or after each step."""
+    """Return whether somebody wants to be called before or after each step."""
     own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return bool(
         any(vars(optimizer).get(name) for name in own)

@@ -86,7 +86,7 @@ class EarlierSums:
 
 
 def _plain(gradient: torch.Tensor) -> torch.Tensor:
-    """Give what to write to; a change of a detached sparse tensor stays with that one."""
+    """Return what to write to; a change of a detached sparse tensor stays with that one."""
     if not gradient.is_sparse:
         return gradient.detach()
     return gradient.detach_() if gradient.requires_grad else gradient

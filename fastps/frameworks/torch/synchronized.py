@@ -55,7 +55,7 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Give the parameter groups, once the gradients in flight, and all others, are reduced.
+        """Return the parameter groups, once the gradients in flight, and all others, are reduced.
 
         Whoever reaches gradients through the optimizer, as GradScaler.unscale_() does, sees
         reduced ones thereby, the same on all ranks.
@@ -125,13 +125,13 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 def named(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
 ) -> tuple[list[str], dict[torch.Tensor, str] | None]:
-    """Give the names of the optimizer's parameters, and those that users gave."""
+    """Return the names of the optimizer's parameters, and those that users gave."""
     given = None if named is None else given_names(named, torch.Tensor)
     return _names_of(optimizer.param_groups, given), given
 
 
 def _rate_of(optimizer: weakref.ref[torch.optim.Optimizer]) -> float | None:
-    """Give the learning rate of the next step, for error feedback; of the first group."""
+    """Return the learning rate of the next step, for error feedback; of the first group."""
     found = optimizer()
     rate = None if found is None else vars(found)["param_groups"][0].get("lr")
     return None if rate is None else float(rate)

@@ -28,7 +28,7 @@ Array = NDArray[np.generic]
 
 
 def wire_dtype(dtype: torch.dtype, name: str) -> DType:
-    """Give the wire code of a torch dtype; TypeError lists what is supported."""
+    """Return the wire code of a torch dtype; TypeError lists what is supported."""
     code = WIRE_DTYPES.get(dtype)
     if code is None:
         supported = ", ".join(str(known).removeprefix("torch.") for known in WIRE_DTYPES)
@@ -37,7 +37,7 @@ def wire_dtype(dtype: torch.dtype, name: str) -> DType:
 
 
 def check_tensor(tensor: object, name: str) -> torch.Tensor:
-    """Give the tensor back if its memory can be sent: dense, on the CPU, of a known dtype."""
+    """Return the tensor back if its memory can be sent: dense, on the CPU, of a known dtype."""
     found = check_kind(tensor, name)
     check_memory(found, name)
     wire_dtype(found.dtype, name)
@@ -45,7 +45,7 @@ def check_tensor(tensor: object, name: str) -> torch.Tensor:
 
 
 def check_kind(tensor: object, name: str | None = None) -> torch.Tensor:
-    """Give back what is a tensor; TypeError says what to do with anything else."""
+    """Return what is a tensor; TypeError says what to do with anything else."""
     if isinstance(tensor, torch.Tensor):
         return tensor
     cure = "pass torch.as_tensor(...)"
@@ -56,7 +56,7 @@ def check_kind(tensor: object, name: str | None = None) -> torch.Tensor:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's elements are in memory of this process, and nothing is unusual."""
+    """Return whether a tensor's elements are in memory of this process, and nothing is unusual."""
     is_dense = tensor.layout is torch.strided and not tensor.is_nested
     return type(tensor) in _PLAIN and tensor.is_cpu and is_dense
 
@@ -96,18 +96,18 @@ def check_memory(tensor: torch.Tensor, name: str) -> None:
 
 
 def real_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Give a complex tensor as pairs of real numbers in the same memory; others as they are."""
+    """Return a complex tensor as pairs of real numbers in the same memory; others as they are."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 def is_sendable(tensor: torch.Tensor) -> bool:
-    """Tell whether the elements lie in memory one after the other, as they are read."""
+    """Return whether the elements lie in memory one after the other, as they are read."""
     is_as_read = not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
     return tensor.is_contiguous() and is_as_read
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the tensor without its graph and contiguous: itself where it is so already."""
+    """Return the tensor without its graph and contiguous: itself where it is so already."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     if plain._is_zerotensor():  # of autograd: zeros without memory
         return torch.zeros_like(plain)
@@ -130,7 +130,7 @@ def write_over(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def view_of(tensor: torch.Tensor) -> Array:
-    """Give the tensor's memory as an array, bfloat16 as uint16; the tensor is contiguous."""
+    """Return the tensor's memory as an array, bfloat16 as uint16; the tensor is contiguous."""
     plain = tensor.detach()
     if plain.dtype is torch.bfloat16:
         plain = plain.view(torch.uint16)
@@ -150,7 +150,7 @@ def mark_written(*tensors: torch.Tensor) -> None:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Give the number of writes torch has seen to the tensor's memory.
+    """Return the number of writes torch has seen to the tensor's memory.
 
     Views of one storage are counted together, so for a part of a storage this gives 0: nobody
     can tell then who wrote.
@@ -172,7 +172,7 @@ def make_room(session: Session, count: int, code: DType) -> Array:
 
 
 def tensor_over(array: Array, dtype: torch.dtype) -> torch.Tensor:
-    """Give a tensor of the dtype over an array's memory, with a version counter of its own.
+    """Return a tensor of the dtype over an array's memory, with a version counter of its own.
 
     The array has elements of the dtype's size, or is one of bytes.
     """

@@ -40,7 +40,7 @@ def wire_of(
 
 
 def target_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-    """Give a tensor to write to, or raise ValueError where autograd would not see it."""
+    """Return a tensor to write to, or raise ValueError where autograd would not see it."""
     check_memory(check_kind(tensor, name), name or "tensor")
     check_writable(tensor, name or "tensor")
     if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
@@ -52,7 +52,7 @@ def target_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
 
 
 def result_of(array: Array, wire: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Give an operation's array as a tensor like the one that was given."""
+    """Return an operation's array as a tensor like the one that was given."""
     found = tensor_over(array, wire.dtype)
     return torch.view_as_complex(found) if tensor.is_complex() else found
 
@@ -60,7 +60,7 @@ def result_of(array: Array, wire: torch.Tensor, tensor: torch.Tensor) -> torch.T
 def stored(
     array: Array, wire: torch.Tensor, target: torch.Tensor, tensor: torch.Tensor
 ) -> torch.Tensor:
-    """Give the tensor, once an array that came for it is there."""
+    """Return the tensor, once an array that came for it is there."""
     if wire.data_ptr() != target.data_ptr():
         write_over(target, result_of(array, wire, tensor))
     else:
@@ -79,5 +79,5 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def rows_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-    """Give the tensor as it travels, one number as a row."""
+    """Return the tensor as it travels, one number as a row."""
     return wire_of(tensor if check_kind(tensor, name).dim() else tensor.reshape(1), name)

@@ -48,7 +48,7 @@ def put_back(value: Any, mark: str, tensors: list[torch.Tensor]) -> Any:
 
 
 def _taken_out(value: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
-    """Give what a tuple with the mark stands for."""
+    """Return what a tuple with the mark stands for."""
     if len(value) == 2:
         return tensors[value[1]]
     return torch.Size(value[2]) if value[1] == "Size" else getattr(torch, value[2])

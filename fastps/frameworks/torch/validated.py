@@ -23,7 +23,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Give the parameters that train, by name."""
+    """Return the parameters that train, by name."""
     return {
         name: check_tensor(one, name).detach()
         for name, one in model.named_parameters()
@@ -56,7 +56,7 @@ class ValidatedOptimizer(ValidatedSteps, InnerSteps):
     def __init__(
         self, model: torch.nn.Module, inner: torch.optim.Optimizer, **options: Any
     ) -> None:
-        """Give the model what servers hold, validator 0's parameters; blocks until all are there.
+        """Copy validator 0's parameters, which servers hold, into the model; blocks.
 
         model: its parameters that train. inner: any optimizer of them; its state stays the
         worker's own. After every sync_every-th step() what has changed goes to a validator, and
@@ -81,7 +81,7 @@ class ValidatedOptimizer(ValidatedSteps, InnerSteps):
         return own.dtype in HALVES
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what ValidatedSteps does, as tensors, and the state of the inner optimizer."""
+        """Return what ValidatedSteps does, as tensors, and the state of the inner optimizer."""
         state = {
             name: value if name == "numbers" else _mapped(torch.from_numpy, value)
             for name, value in super().state_dict().items()

@@ -44,7 +44,7 @@ def win_put_async(
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
 ) -> Later[torch.Tensor]:
-    """Begin win_put() and give a handle; the tensor must not be changed until it is done."""
+    """Start win_put() and give a handle; the tensor must not be changed until it is done."""
     return _put(tensor, name, self_weight, dst_weights, require_mutex, adds=False, waits=False)
 
 
@@ -67,7 +67,7 @@ def win_accumulate_async(
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
 ) -> Later[torch.Tensor]:
-    """Begin win_accumulate() and give a handle."""
+    """Start win_accumulate() and give a handle."""
     return _put(tensor, name, self_weight, dst_weights, require_mutex, adds=True, waits=False)
 
 

@@ -54,7 +54,7 @@ class Operation:
         self._lock = threading.Lock()
 
     def poll(self) -> bool:
-        """Tell whether complete() would return at once."""
+        """Return whether complete() would return at once."""
         return all(handle.poll() for handle in self.handles)
 
     def complete(self, timeout_s: float) -> None:
@@ -104,7 +104,7 @@ class Completer:
         self._idle: list[queue.SimpleQueue[Callable[[], object]]] = []
 
     def future(self, operation: Operation, timeout_s: float, result: Callable[[], Any]) -> Future:
-        """Give a Future of an operation's result, at once a complete one if that is over."""
+        """Return a Future of an operation's result, at once a complete one if that is over."""
 
         def take(_: Future) -> Any:
             operation.complete(timeout_s)
@@ -171,7 +171,7 @@ class Work(dist.Work):
     synchronize = wait  # type: ignore[assignment]
 
     def is_completed(self) -> bool:
-        """Tell whether the operation is over, well or not; then results are in their tensors."""
+        """Return whether the operation is over, well or not; then results are in their tensors."""
         if not self.operation.poll():
             return False
         _KEPT.discard(self)
@@ -180,26 +180,26 @@ class Work(dist.Work):
         return True
 
     def is_success(self) -> bool:
-        """Tell whether the operation is over and went well."""
+        """Return whether the operation is over and went well."""
         return self.is_completed() and self.operation.error is None
 
     def exception(self) -> Exception | None:
-        """Give the error of an operation that is over and failed."""
+        """Return the error of an operation that is over and failed."""
         self.is_completed()
         return self.operation.error
 
     def result(self) -> Any:
-        """Give the tensors with the results."""
+        """Return the tensors with the results."""
         return self.tensors
 
     def source_rank(self) -> int:
-        """Tell who sent what a receive from any source got."""
+        """Return the rank that sent what a receive from any source got."""
         return int(self.operation.handles[0].source)  # type: ignore[attr-defined]
 
     _source_rank = source_rank
 
     def get_future(self) -> Future:
-        """Give a Future of the results; its callbacks may block and start operations."""
+        """Return a Future of the results; its callbacks may block and start operations."""
         _KEPT.discard(self)
         if self._future is None:
             tensors = self.tensors

@@ -46,7 +46,7 @@ def _next_word(state: Any) -> Any:
 
 @jit
 def _chance(state: Any, p: Any) -> Any:
-    """Give 1 with a probability, else 0."""
+    """Return 1 with a probability, else 0."""
     return int64(float64(_next_word(state)) < float64(p) * TWO_64)
 
 
@@ -75,7 +75,7 @@ def _onebit_encode(keeps: bool) -> Callable[..., int]:
 
 def _onebit_decode(adds: bool) -> Callable[..., int]:
     def decode(v: Any, count: Any, codes: Any, _head: Any, _work: Any, _args: Any) -> int:
-        """Give scale for a bit 0 and -scale for a bit 1."""
+        """Return scale for a bit 0 and -scale for a bit 1."""
         words = cast(codes, uint32)
         scale = cast(codes, float32)[(count + 31) >> 5]
         for i in range(count):
@@ -195,7 +195,7 @@ def _bits(x: Any) -> Any:
 
 @jit
 def _elias_bits(x: Any) -> Any:
-    """Give the length of a number's code."""
+    """Return the length of a number's code."""
     n = _bits(x)
     return n + 2 * _bits(n) - 2
 
@@ -246,14 +246,14 @@ def _get_elias(words: Any, place: Any, end: Any) -> Any:
 
 @jit
 def _parts(args: Any, natural: Any) -> Any:
-    """Give the largest level, in steps."""
+    """Return the largest level, in steps."""
     levels = args[0] & 255
     return int64(1) << (levels - 1) if natural else levels
 
 
 @jit
 def _room(count: Any, parts: Any) -> Any:
-    """Give the words of the worst case: no element is 0."""
+    """Return the words of the worst case: no element is 0."""
     return (count * (2 + _elias_bits(parts)) + 31) >> 5
 
 
@@ -315,7 +315,7 @@ def _make_dithering_encode(natural: bool) -> Callable[[bool], Callable[..., int]
 def _make_dithering_decode(natural: bool) -> Callable[[bool], Callable[..., int]]:
     def make(adds: bool) -> Callable[..., int]:
         def decode(v: Any, count: Any, codes: Any, _head: Any, _work: Any, args: Any) -> int:
-            """Give sign * level * N / s; NaN for all if N is not finite."""
+            """Return sign * level * N / s; NaN for all if N is not finite."""
             parts, words = _parts(args, natural), cast(codes, uint32)
             room = _room(count, parts)
             end, norm = min(int64(words[room]), 32 * room), cast(codes, float32)[room + 1]

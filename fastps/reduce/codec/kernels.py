@@ -65,7 +65,7 @@ ROUNDER = np.float32(12582912.0)  # 1.5 * 2**23: what is added to it is rounded 
 # ---- before and after ----
 def _make_prepare(has_residual: bool, has_momentum: bool) -> Callable[..., int]:
     def prepare(v: Any, g: Any, count: Any, momentum: Any, numbers: Any) -> int:
-        """Give v = g, with momentum m' = mu * m + g, g + mu * m', plus ratio * v as it was.
+        """Return v = g, with momentum m' = mu * m + g, g + mu * m', plus ratio * v as it was.
 
         numbers: float32[3]: what g is multiplied by first; the ratio of the last learning rate
         to this one; mu. The three arrays are disjoint.
@@ -100,7 +100,7 @@ def _scale(v: Any, _g: Any, count: Any, _momentum: Any, numbers: Any) -> int:
 
 def _make_widen(code: DType) -> Callable[..., int]:
     def widen(v: Any, elements: Any, count: Any) -> int:
-        """Give float32 of float16, bfloat16 or float64."""
+        """Return float32 of float16, bfloat16 or float64."""
         if code is DType.FLOAT16:
             for i in range(count):
                 v[i] = float_of_half(cast(elements, uint16)[i])
@@ -170,7 +170,7 @@ def _onebit_encode(keeps: bool) -> Callable[..., int]:
 
 def _onebit_decode(adds: bool) -> Callable[..., int]:
     def decode(v: Any, count: Any, codes: Any, head: Any, _work: Any, _args: Any) -> int:
-        """Give scale for a bit 0 and -scale for a bit 1."""
+        """Return scale for a bit 0 and -scale for a bit 1."""
         words = cast(codes, uint32)
         scale = head[0]
         sign = bits_of(scale)
@@ -195,7 +195,7 @@ def _clear(words: Any, count: Any) -> None:
 
 @jit
 def _cut(counts: Any, size: Any, above: Any, k: Any) -> Any:
-    """Give the bin where the k largest end, and how many lie above it."""
+    """Return the bin where the k largest end, and how many lie above it."""
     place = size - 1
     while place > 0 and above + int64(counts[place]) < k:
         above += int64(counts[place])
@@ -205,7 +205,7 @@ def _cut(counts: Any, size: Any, above: Any, k: Any) -> Any:
 
 @jit
 def _guess(words: Any, count: Any, counts: Any, k: Any) -> Any:
-    """Give a size that about 1.5 k elements reach, by SAMPLE of every STRIDE of them; or 0."""
+    """Return a size that about 1.5 k elements reach, by SAMPLE of every STRIDE of them; or 0."""
     _clear(counts, int64(HISTOGRAM))
     seen = int64(0)
     for start in range(0, count - SAMPLE, STRIDE):
@@ -416,7 +416,7 @@ def _block_bytes(bits: Any, count: Any) -> Any:
 
 @jit
 def _level(size: Any, natural: Any) -> Any:
-    """Give the size of a level, in steps: its number, or of natural ones 0, 1, 2, 4, ..."""
+    """Return the size of a level, in steps: its number, or of natural ones 0, 1, 2, 4, ..."""
     if not natural:
         return float32(int32(size))
     return (
@@ -506,7 +506,7 @@ def _make_dithering_encode(natural: bool) -> Callable[[bool], Callable[..., int]
 def _make_dithering_decode(natural: bool) -> Callable[[bool], Callable[..., int]]:
     def make(adds: bool) -> Callable[..., int]:
         def decode(v: Any, count: Any, codes: Any, head: Any, work: Any, args: Any) -> int:
-            """Give sign * level * N / s."""
+            """Return sign * level * N / s."""
             levels, bits = int32(args[0] & 255), args[0] >> 8
             parts = float32(real_of(uint32((levels + int32(126)) << int32(23)))
                             if natural else float32(levels))  # fmt: skip
@@ -655,7 +655,7 @@ DECODERS: dict[str, Callable[[bool], Callable[..., int]]] = {
 
 
 def source_of(verb: str, what: str, does: bool) -> tuple[Any, Callable[..., int]]:
-    """Give the signature and the Python function of a kernel; see compile_codec()."""
+    """Return the signature and the Python function of a kernel; see compile_codec()."""
     if verb == "encode":
         return _CODER, ENCODERS[what](does)
     if verb == "decode":

@@ -33,7 +33,7 @@ MOST = PAIRED_LEVELS // 2  # levels are -5 to 5
 
 @jit
 def _planes(count: Any) -> Any:
-    """Give the bytes of each of a block's seven planes."""
+    """Return the bytes of each of a block's seven planes."""
     return (((count + 1) >> 1) + 7) >> 3
 
 

@@ -47,19 +47,19 @@ def cast(_context: Any, pointer: Any, kind: Any) -> Any:
 
 @word
 def bits_of(_context: Any, _x: Any) -> Any:
-    """Give the bits of a float32."""
+    """Return the bits of a float32."""
     return uint32(float32), lambda _c, b, _s, args: b.bitcast(args[0], ir.IntType(32))
 
 
 @word
 def real_of(_context: Any, _x: Any) -> Any:
-    """Give the float32 of some bits."""
+    """Return the float32 of some bits."""
     return float32(uint32), lambda _c, b, _s, args: b.bitcast(args[0], ir.FloatType())
 
 
 @word
 def at(_context: Any, pointer: Any, _index: Any) -> Any:
-    """Give the pointer to a later element."""
+    """Return the pointer to a later element."""
     return pointer(pointer, int64), lambda _c, b, _s, args: b.gep(args[0], [args[1]])
 
 
@@ -162,7 +162,7 @@ def sum_of_squares(v: Any, count: Any, lanes: Any) -> Any:
 
 @jit
 def largest(v: Any, first: Any, end: Any) -> Any:
-    """Give the bits of the largest |v|; those of a NaN are larger than any other."""
+    """Return the bits of the largest |v|; those of a NaN are larger than any other."""
     words = cast(v, uint32)
     most = uint32(0)
     for i in range(first, end):
@@ -172,7 +172,7 @@ def largest(v: Any, first: Any, end: Any) -> Any:
 
 @word
 def negative(_context: Any, v: Any, _index: Any) -> Any:
-    """Give a mask of which of 32 floats from an index on are below 0."""
+    """Return a mask of which of 32 floats from an index on are below 0."""
 
     def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
         row = ir.VectorType(ir.FloatType(), 32)
@@ -185,7 +185,7 @@ def negative(_context: Any, v: Any, _index: Any) -> Any:
 
 @word
 def reaching(_context: Any, words: Any, _index: Any, _least: Any) -> Any:
-    """Give a mask of which of LANES floats from an index on have at least this size."""
+    """Return a mask of which of LANES floats from an index on have at least this size."""
 
     def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
         row = ir.VectorType(ir.IntType(32), LANES)
@@ -199,7 +199,7 @@ def reaching(_context: Any, words: Any, _index: Any, _least: Any) -> Any:
 
 @word
 def first_bit(_context: Any, _mask: Any) -> Any:
-    """Give the place of the lowest bit that is set; of none their number."""
+    """Return the place of the lowest bit that is set; of none their number."""
 
     def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
         return b.cttz(args[0], ir.Constant(ir.IntType(1), 0))

@@ -71,16 +71,16 @@ class Capability:
 
     @property
     def is_usable(self) -> bool:
-        """Tell whether there is a device, an address and a data path."""
+        """Return whether there is a device, an address and a data path."""
         return not self.reason
 
     @property
     def usable_gid(self) -> str:
-        """Give the address to tell the others, empty when they cannot use it."""
+        """Return the address to tell the others, empty when they cannot use it."""
         return self.gid if self.is_usable else ""
 
     def describe(self) -> str:
-        """Say it in one line, for a log or the doctor."""
+        """Return it in one line, for a log or the doctor."""
         if self.reason:
             return f"no RDMA: {self.reason}"
         return (
@@ -90,7 +90,7 @@ class Capability:
 
 
 def ack_timeout_of(timeout_s: float, retries: int) -> int:
-    """Give the exponent of the verbs' time-out, so that all tries together take timeout_s."""
+    """Return the exponent of the verbs' time-out, so that all tries together take timeout_s."""
     one_try = timeout_s / (retries + 1)
     return min(max(round(math.log2(one_try / ACK_UNIT_S)), 1), MAX_ACK_TIMEOUT)
 
@@ -212,7 +212,7 @@ def _read(path: str | Path) -> str:
 
 
 def _why_closed(device: str) -> str:
-    """Say why the device's file cannot be opened, or nothing."""
+    """Return why the device's file cannot be opened, or nothing."""
     for entry in VERBS_DEVICES.glob("uverbs*"):
         if _read(entry / "ibdev") == device:
             path = DEVICE_FILES / entry.name
@@ -223,7 +223,7 @@ def _why_closed(device: str) -> str:
 
 
 def _find_data_path(wanted: str) -> tuple[str, str]:
-    """Give (data path, why there is none)."""
+    """Return (data path, why there is none)."""
     if wanted in ("auto", "native") and importlib.util.find_spec("fastps.transport.rdma._verbs"):
         try:
             importlib.import_module("fastps.transport.rdma._verbs")
@@ -286,7 +286,7 @@ def look_up(config: Config) -> Capability:
 
 
 def _why_unlockable(config: Config) -> str:
-    """Say why this process may be unable to pin what settings allow it, or nothing."""
+    """Return why this process may be unable to pin what settings allow it, or nothing."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     wanted = ROLES * config.rdma_pinned_bytes
     if limit == resource.RLIM_INFINITY or limit >= wanted or may_lock():
@@ -298,7 +298,7 @@ def _why_unlockable(config: Config) -> str:
 
 
 def may_lock(status: Path = STATUS) -> bool:
-    """Tell whether this process may pin memory without limit."""
+    """Return whether this process may pin memory without limit."""
     for line in _read(status).splitlines():
         name, _, value = line.partition(":")
         if name == "CapEff":
@@ -307,7 +307,7 @@ def may_lock(status: Path = STATUS) -> bool:
 
 
 def has_reason(config: Config, own_host: str, others: Sequence[tuple[str, str]]) -> bool:
-    """Tell whether RDMA may be used with any of the others, given as (GID, host id).
+    """Return whether RDMA may be used with any of the others, given as (GID, host id).
 
     Within one host only where settings insist: memory and Unix sockets are the shorter way.
     """
@@ -316,7 +316,7 @@ def has_reason(config: Config, own_host: str, others: Sequence[tuple[str, str]])
 
 
 def carries_all(config: Config, members: Sequence[tuple[str, str]]) -> bool:
-    """Tell whether everything between hosts goes by RDMA, from what all members know alike.
+    """Return whether everything between hosts goes by RDMA, from what all members know alike.
 
     members: (GID, host id) of all workers and servers.
     """
@@ -325,7 +325,7 @@ def carries_all(config: Config, members: Sequence[tuple[str, str]]) -> bool:
 
 
 def choose_credit(config: Config) -> int:
-    """Give the credit of an RDMA link in bytes: as configured, else some partitions."""
+    """Return the credit of an RDMA link in bytes: as configured, else some partitions."""
     return config.credit_bytes or CREDIT_PARTITIONS * config.partition_bytes
 
 
@@ -348,7 +348,7 @@ def begin_link(
     lane: int = 0,
     greets_first: bool = True,
 ) -> Opening:
-    """Begin a link over an authenticated connection, which is the transport's from here on."""
+    """Start a link over an authenticated connection, which is the transport's from here on."""
     watch_closely(descriptor, config.rdma_timeout_s)
     return transport.adopt(
         descriptor,

@@ -121,7 +121,7 @@ class Device:
         self.domain = self.verbs.pd.PD(self.context)
 
     def _find_partition(self) -> int:
-        """Give the index of the first partition in which we are a full member, else 0."""
+        """Return the index of the first partition in which we are a full member, else 0."""
         with contextlib.suppress(self.verbs.Failure):
             for index in range(MAX_PKEYS):
                 key = self.context.query_pkey(self.port, index)
@@ -205,7 +205,7 @@ class Window:
         return verbs.mr.MW(self.device.domain, verbs.enums.IBV_MW_TYPE_2)
 
     def fresh(self) -> Any:
-        """Give a window that was never bound; the last one is not bound any more."""
+        """Return a window that was never bound; the last one is not bound any more."""
         if self.is_used:
             self.made.close()
             self.made = self._make()
@@ -264,7 +264,7 @@ class Port:
         return attributes
 
     def describe(self) -> tuple[int, int, int, bytes]:
-        """Give path MTU, LID, number of the queue pair and GID."""
+        """Return path MTU, LID, number of the queue pair and GID."""
         gid = ipaddress.IPv6Address(self.device.gid).packed
         return self.device.mtu, self.device.lid, self.pair.qp_num, gid
 
@@ -344,7 +344,7 @@ class Port:
             piece.close()
 
     def poll(self, room: int) -> list[Completion]:
-        """Give up to room completions."""
+        """Return at most room completions."""
         _, found = self.queue.poll(room)
         return [
             (

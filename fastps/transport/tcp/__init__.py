@@ -42,7 +42,7 @@ def pack_lane(generation: int, lane: int) -> int:
 
 
 def unpack_lane(packed: int) -> tuple[int, int]:
-    """Give (generation modulo 2^24, lane)."""
+    """Return (generation modulo 2^24, lane)."""
     return packed >> 8, packed & 0xFF
 
 
@@ -157,7 +157,7 @@ def _introduce(sock: socket.socket, config: Config, handshake: ClientHandshake, 
 
 
 def choose_credit(descriptor: int, config: Config) -> int:
-    """Give the credit of a link in bytes: as configured, else by where the link leads.
+    """Return the credit of a link in bytes: as configured, else by where the link leads.
 
     On one machine the caches decide: what is pushed and has no result yet should fit them.
     Between machines little credit keeps the workers in step, so that results travel back while
@@ -173,7 +173,7 @@ def choose_credit(descriptor: int, config: Config) -> int:
 
 
 def choose_chunk(hosts: Sequence[str], *, host_ids: Sequence[str] = ()) -> int:
-    """Give the bytes of a frame when the settings leave it open; the same on all workers.
+    """Return the bytes of a frame when the settings leave it open; the same on all workers.
 
     hosts: addresses of the servers. host_ids: of all workers and servers, where they are known.
     Between machines frames are small, so that results come back soon and the workers that share

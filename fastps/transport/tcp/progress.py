@@ -19,7 +19,7 @@ class Progress:
     """When each link was last seen to make progress, by peer; for one thread."""
 
     def __init__(self) -> None:
-        """Begin with no link."""
+        """Start with no link."""
         self._since: dict[tuple[int, int], tuple[int, float]] = {}
         self._texts: dict[int, str] = {}
 
