@@ -12,6 +12,7 @@ Threads: of the caller, with the GIL, which is given up while pages are gathered
 """
 
 cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
 from fastps._core cimport HUGE_PAGE_BYTES, PAGE_BYTES, now_ns
@@ -70,9 +71,10 @@ cdef class HugePages:
 
     def see(self, array):
         """Do what is done for a C-contiguous array that an operation begins with."""
-        cdef const unsigned char[::1] view = memoryview(array).cast("B")
-        if view.shape[0]:
-            self.saw(<const char*>&view[0], view.shape[0])
+        cdef Py_buffer view
+        PyObject_GetBuffer(array, &view, PyBUF_SIMPLE)
+        self.saw(<const char*>view.buf, view.len)
+        PyBuffer_Release(&view)
 
     cdef void saw(self, const char* start, uint64_t nbytes) noexcept:
         cdef uint64_t page = <uintptr_t>start / PAGE_BYTES

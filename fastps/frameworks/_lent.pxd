@@ -2,13 +2,20 @@
 from libc.stdint cimport int64_t
 
 
+cdef struct Row:  # of a table, an array of 64-bit integers
+    int64_t place
+    int64_t offset
+    int64_t nbytes
+
+
 cdef class Lent:
     cdef Py_ssize_t count  # of arrays; set once, as the rest
     cdef void **addresses  # the framework's; valid as long as the subclass says
     cdef int64_t *sizes  # bytes of each array
     cdef int make_room(self, Py_ssize_t count) except -1
     cdef object array(self, Py_ssize_t place)
-    cdef int check(self, const int64_t[:, ::1] table) except -1
+    cdef int check(self, const Row *rows, Py_ssize_t n_rows) except -1
+    cdef Py_ssize_t lend(self, Py_buffer *views, flat, table, int flags) except -1
 
 
 cdef object array_at(void *address, object dtype, tuple shape, bint is_writable)

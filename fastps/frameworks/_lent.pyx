@@ -6,9 +6,12 @@ than its bytes. A subclass fills in addresses and sizes, and says what kind of a
 Invariant: never used after the framework has taken its memory back; the subclass says when.
 """
 
+from cpython.buffer cimport (
+    PyBUF_ND, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+)
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport int64_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 import numpy as np
 
@@ -30,6 +33,11 @@ cdef object array_at(void *address, object dtype, tuple shape, bint is_writable)
     cdef int flags = PYBUF_WRITE if is_writable else PYBUF_READ
     memory = PyMemoryView_FromMemory(<char *>address, count * <int64_t>dtype.itemsize, flags)
     return np.frombuffer(memory, dtype).reshape(shape)
+
+
+cdef void let_go(Py_buffer *views) noexcept:
+    PyBuffer_Release(&views[0])
+    PyBuffer_Release(&views[1])
 
 
 cdef class Lent:
@@ -64,32 +72,52 @@ cdef class Lent:
             raise IndexError(place)
         return self.array(place)
 
-    cdef int check(self, const int64_t[:, ::1] table) except -1:
-        cdef Py_ssize_t row
-        for row in range(table.shape[0]):
-            if not 0 <= table[row, 0] < self.count:
-                raise IndexError(table[row, 0])
-            if self.sizes[table[row, 0]] != table[row, 2]:
+    cdef int check(self, const Row *rows, Py_ssize_t n_rows) except -1:
+        cdef Py_ssize_t i
+        for i in range(n_rows):
+            if not 0 <= rows[i].place < self.count:
+                raise IndexError(rows[i].place)
+            if self.sizes[rows[i].place] != rows[i].nbytes:
                 raise ValueError(
-                    f"array {table[row, 0]} has {self.sizes[table[row, 0]]} bytes, and "
-                    f"{table[row, 2]} are expected"
+                    f"array {rows[i].place} has {self.sizes[rows[i].place]} bytes, and "
+                    f"{rows[i].nbytes} are expected"
                 )
         return 0
 
-    def gather(self, char[::1] flat, const int64_t[:, ::1] table):
-        """Copy arrays into one, each to its offset; ValueError where a size differs."""
-        cdef Py_ssize_t row
-        self.check(table)
-        with nogil:
-            for row in range(table.shape[0]):
-                if table[row, 2]:
-                    memcpy(&flat[table[row, 1]], self.addresses[table[row, 0]], table[row, 2])
+    cdef Py_ssize_t lend(self, Py_buffer *views, flat, table, int flags) except -1:
+        """Hold one array and a table until let_go(); give the number of the table's rows."""
+        memset(views, 0, 2 * sizeof(Py_buffer))
+        try:
+            PyObject_GetBuffer(flat, &views[0], flags)
+            PyObject_GetBuffer(table, &views[1], PyBUF_ND)
+            if views[1].ndim != 2 or views[1].shape[1] != 3 or views[1].itemsize != 8:
+                raise ValueError("a table has rows of three 64-bit integers")
+            self.check(<const Row *>views[1].buf, views[1].shape[0])
+        except BaseException:
+            let_go(views)
+            raise
+        return views[1].shape[0]
 
-    def scatter(self, const char[::1] flat, const int64_t[:, ::1] table):
-        """Copy them back, from their offsets."""
-        cdef Py_ssize_t row
-        self.check(table)
+    def gather(self, flat, table):
+        """Copy arrays into one, each to its offset; ValueError where a size differs."""
+        cdef Py_buffer[2] views
+        cdef Py_ssize_t i, n_rows = self.lend(views, flat, table, PyBUF_WRITABLE)
+        cdef const Row *rows = <const Row *>views[1].buf
         with nogil:
-            for row in range(table.shape[0]):
-                if table[row, 2]:
-                    memcpy(self.addresses[table[row, 0]], &flat[table[row, 1]], table[row, 2])
+            for i in range(n_rows):
+                if rows[i].nbytes:
+                    memcpy(<char *>views[0].buf + rows[i].offset, self.addresses[rows[i].place],
+                           rows[i].nbytes)
+        let_go(views)
+
+    def scatter(self, flat, table):
+        """Copy them back, from their offsets."""
+        cdef Py_buffer[2] views
+        cdef Py_ssize_t i, n_rows = self.lend(views, flat, table, PyBUF_SIMPLE)
+        cdef const Row *rows = <const Row *>views[1].buf
+        with nogil:
+            for i in range(n_rows):
+                if rows[i].nbytes:
+                    memcpy(self.addresses[rows[i].place], <char *>views[0].buf + rows[i].offset,
+                           rows[i].nbytes)
+        let_go(views)

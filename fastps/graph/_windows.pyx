@@ -264,7 +264,7 @@ cdef class Window:
             shape.targets[i].peer = peer
             shape.targets[i].head = <BufferHead*><uintptr_t>address
         shape.n_targets = len(targets)
-        self.targets = tuple(peer for peer, _ in targets)
+        self.targets = tuple([peer for peer, _ in targets])
         for i in range(shape.n_buffers):
             own, head = theirs.get(shape.buffers[i].peer, (0, 0))
             is_direct = shape.buffers[i].peer in direct

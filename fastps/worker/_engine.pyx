@@ -92,7 +92,7 @@ cdef class WorkerEngine(LinkOwner):
     def __cinit__(self, *, uint32_t me, uint32_t n_members, lanes=None):
         cdef uint32_t i
         self.lanes = dict.fromkeys(range(n_members), 1) if lanes is None else dict(lanes)
-        if any(count < 1 or not 0 <= number < n_members for number, count in self.lanes.items()):
+        if any([count < 1 or not 0 <= number < n_members for number, count in self.lanes.items()]):
             raise ValueError(f"{n_members} members, and links {self.lanes}")
         self.tensors = []
         self.holder = PlanHolder()
@@ -493,7 +493,7 @@ cdef class WorkerEngine(LinkOwner):
     def leave(self):
         """Say BYE on all links; operations in flight fail with ShutdownError. Does not wait."""
         if self.local is not None:
-            self.local.say_left(any(tensor and not tensor.is_done for tensor in self.tensors))
+            self.local.say_left(any([tensor and not tensor.is_done for tensor in self.tensors]))
         fps_store32(&self.remote.is_leaving, 1)
         self.fail(E_SHUTDOWN)
 

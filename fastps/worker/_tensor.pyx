@@ -190,7 +190,7 @@ cdef class PlannedTensor:
     def kept(self):
         """Copy what the codec of each partition keeps, residual and momentum, as bytes or None."""
         return [None if coder is None else
-                tuple(None if one is None else bytes(one) for one in coder.kept())
+                tuple([None if one is None else bytes(one) for one in coder.kept()])
                 for coder in self.coders or ()]
 
     def restore(self, kept):

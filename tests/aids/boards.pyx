@@ -8,7 +8,6 @@ over every transport.
 """
 
 cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
@@ -24,6 +23,8 @@ from fastps.transport._link cimport (
 from fastps.wire cimport KIND_PUSH, KIND_RESULT, Header
 
 from fastps.errors import StallError, error_of
+
+include "lent.pxi"
 
 cdef struct Place:
     char* output                # PushBoard: where the result lands
@@ -252,20 +253,22 @@ cdef class PushBoard(Board):
         slot_release(&self.state.slot)
         return status
 
-    def push(self, uint64_t key, const unsigned char[::1] array not None,
-             unsigned char[::1] output not None, *, int priority=0):
+    def push(self, uint64_t key, array, output, *, int priority=0):
         """Begin a round of one key; both arrays have nbytes bytes."""
+        cdef uint64_t nbytes
+        cdef const char* source = bytes_of(array, &nbytes, False)
+        cdef char* target = bytes_of(output, &nbytes, True)
         cdef Place* place = &self.state.places[key]
         cdef Link* link = slot_acquire(&self.state.slot)
         cdef int status
         if link == NULL:
             raise error_of(E_PEER_LOST, "the link has ended")
-        if (place.output != NULL and place.output != <char*>&output[0]
+        if (place.output != NULL and place.output != target
                 and link.capabilities & LINK_CAN_PROMISE):
             link.withdraw(link, key, False)
         slot_release(&self.state.slot)
-        place.output = <char*>&output[0]
-        place.items[0].payload = <const char*>&array[0]
+        place.output = target
+        place.items[0].payload = source
         status = self.start(place, key, priority)
         if status != OK:
             raise error_of(status, "the link has ended")

@@ -6,7 +6,7 @@ releases the GIL in the smallest block, calls the C function of _core.pxd and ma
 """
 
 cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport INT64_MAX, int64_t, uint32_t, uint64_t, uintptr_t
@@ -29,6 +29,8 @@ import warnings
 from typing import NamedTuple
 
 from fastps.errors import error_of
+
+include "lent.pxi"
 
 cdef extern from "<sys/syscall.h>" nogil:
     enum:
@@ -358,11 +360,9 @@ def portable_crc32c(data: bytes | bytearray | memoryview) -> int:
 cdef uint32_t crc_of(
     object data, uint32_t (*function)(const void*, uint64_t) noexcept nogil
 ) except? 1:
-    cdef Py_buffer view
-    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
-    cdef uint32_t crc = function(view.buf, view.len)
-    PyBuffer_Release(&view)
-    return crc
+    cdef uint64_t nbytes
+    cdef const char* start = bytes_of(data, &nbytes, False)
+    return function(start, nbytes)
 
 
 def hit_probe(int point) -> None:
@@ -385,45 +385,49 @@ def status_codes() -> dict[str, int]:
     }
 
 
-def copy(unsigned char[::1] target not None, const unsigned char[::1] source not None,
-         uint64_t whole):
+def copy(target, source, uint64_t whole):
     """Copy bytes as into an array of `whole` bytes; give the way: library, moves or streams."""
-    cdef uint64_t n = source.shape[0]
+    cdef uint64_t n, room
+    cdef const char* begin = bytes_of(source, &n, False)
+    cdef char* place = bytes_of(target, &room, True)
     cdef int way
-    if <uint64_t>target.shape[0] < n:
-        raise ValueError(f"{n} bytes into {target.shape[0]}")
+    if room < n:
+        raise ValueError(f"{n} bytes into {room}")
     if not n:
         return "library"
-    way = fps_copy_way(&target[0], &source[0], n, whole)
-    fps_copy(&target[0], &source[0], n, whole)
+    way = fps_copy_way(place, begin, n, whole)
+    fps_copy(place, begin, n, whole)
     return "moves" if way == FPS_BY_MOVES else "streams" if way == FPS_BY_STREAMS else "library"
 
 
-def copy_by_hands(unsigned char[::1] target not None, const unsigned char[::1] source not None,
-                  uint64_t of):
+def copy_by_hands(target, source, uint64_t of):
     """Copy bytes as a part of an operation of so many."""
-    cdef uint64_t n = source.shape[0]
-    if <uint64_t>target.shape[0] < n:
-        raise ValueError(f"{n} bytes into {target.shape[0]}")
+    cdef uint64_t n, room
+    cdef const char* begin = bytes_of(source, &n, False)
+    cdef char* place = bytes_of(target, &room, True)
+    if room < n:
+        raise ValueError(f"{n} bytes into {room}")
     if n:
         with nogil:
-            hands_copy(&target[0], &source[0], n, of, of)
+            hands_copy(place, begin, n, of, of)
 
 
-def fold_by_hands(uintptr_t rule, sources, unsigned char[::1] target not None, uint32_t itemsize,
-                  int64_t divisor, uint64_t of):
+def fold_by_hands(uintptr_t rule, sources, target, uint32_t itemsize, int64_t divisor,
+                  uint64_t of):
     """Do a rule of fastps.reduce on arrays of bytes; 1: success."""
-    cdef const unsigned char[::1] source
+    cdef uint64_t nbytes, room
+    cdef char* place = bytes_of(target, &room, True)
     cdef const void* places[128]
     cdef int64_t done, n = len(sources)
     for i, array in enumerate(sources):
-        source = array
-        if source.shape[0] != target.shape[0] or n > 128:
+        if n > 128:
             raise ValueError("sources of one size, 128 at most")
-        places[<int>i] = &source[0]
+        places[<int>i] = bytes_of(array, &nbytes, False)
+        if nbytes != room:
+            raise ValueError("sources of one size, 128 at most")
     with nogil:
-        done = hands_fold(<rule_fn>rule, places, n, &target[0], target.shape[0] / itemsize,
-                          itemsize, &divisor, of)
+        done = hands_fold(<rule_fn>rule, places, n, place, room / itemsize, itemsize, &divisor,
+                          of)
     return done
 
 
@@ -432,17 +436,17 @@ def scratch_bytes(Coder coder not None) -> int:
     return coder.code.scratch_bytes
 
 
-def sum_coded(Coder coder not None, payloads, unsigned char[::1] wire not None,
-              unsigned char[::1] scratch not None, *, int64_t divisor, uint32_t version=1):
+def sum_coded(Coder coder not None, payloads, wire, scratch, *, int64_t divisor,
+              uint32_t version=1):
     """Do what a server does with what workers encoded of a partition of one unit."""
-    cdef const unsigned char[::1] payload
+    cdef uint64_t nbytes
+    cdef char* target = bytes_of(wire, &nbytes, True)
+    cdef char* memory = bytes_of(scratch, &nbytes, True)
     cdef const void* places[128]
     cdef int64_t n = len(payloads)
-    if n > 128 or <uint64_t>scratch.shape[0] < coder.code.scratch_bytes:
+    if n > 128 or nbytes < coder.code.scratch_bytes:
         raise ValueError("128 payloads at most, and scratch_bytes of scratch")
     for i, one in enumerate(payloads):
-        payload = one
-        places[<int>i] = &payload[0]
+        places[<int>i] = bytes_of(one, &nbytes, False)
     with nogil:
-        code_sum(&coder.code, 0, version, places, n, divisor, <char*>&wire[0],
-                 <char*>&scratch[0])
+        code_sum(&coder.code, 0, version, places, n, divisor, target, memory)

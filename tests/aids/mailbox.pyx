@@ -29,6 +29,8 @@ from collections import deque
 
 from fastps.errors import StallError, error_of
 
+include "lent.pxi"
+
 cdef enum:
     MAX_PEERS = 64
 
@@ -145,8 +147,7 @@ cdef class Parcel:
 
     cdef SendItem item
     cdef Completion done
-    cdef object payload
-    cdef const unsigned char[::1] view
+    cdef object payload         # a memoryview: what it is of cannot change its size
 
     def wait(self, *, double timeout_s):
         """Wait until the payload has left its memory; raise the link's error."""
@@ -210,8 +211,9 @@ cdef class Mailbox(LinkOwner):
         """
         cdef Parcel parcel = Parcel()
         cdef Link* link
-        parcel.payload = payload
-        parcel.view = payload
+        cdef uint64_t nbytes
+        parcel.payload = memoryview(payload)
+        parcel.item.payload = bytes_of(payload, &nbytes, False)
         parcel.item.header.kind = kind
         parcel.item.header.key = key
         parcel.item.header.priority = priority
@@ -222,8 +224,7 @@ cdef class Mailbox(LinkOwner):
         parcel.item.header.offset = parcel.item.base = offset
         parcel.item.header.status = status
         parcel.item.header.subject = subject
-        parcel.item.nbytes = parcel.view.shape[0]
-        parcel.item.payload = <const char*>&parcel.view[0] if parcel.view.shape[0] else NULL
+        parcel.item.nbytes = nbytes
         parcel.item.chunk_bytes = chunk_bytes
         parcel.item.is_credited = is_credited
         parcel.item.turn = turn
@@ -288,11 +289,10 @@ cdef class Mailbox(LinkOwner):
                 status = completion_wait(&self.box.arrival, deadline, 0)
         return status == OK
 
-    def place(self, unsigned char[::1] place):
+    def place(self, place):
         """Have whole payloads of this size go there; the letter that tells of them has nothing."""
-        self.placed = place
-        self.box.place = <char*>&place[0]
-        self.box.place_bytes = place.shape[0]
+        self.placed = memoryview(place)
+        self.box.place = bytes_of(place, &self.box.place_bytes, True)
 
     def hesitate(self, uint32_t peer, int32_t times):
         """Put off what peer sends, so many times."""

@@ -51,3 +51,4 @@ cdef class Coder:
     cdef char* scratch          # of calls from Python
     cdef int load(self, str what, code, bint has_residual, bint has_momentum) except -1
     cdef int check(self, Py_ssize_t nbytes, Py_ssize_t wire_bytes) except -1
+    cdef int lend(self, Py_buffer* views, elements, wire, bint encodes) except -1

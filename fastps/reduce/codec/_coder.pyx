@@ -8,9 +8,12 @@ the layout of units.
 """
 
 cimport cython
+from cpython.buffer cimport (
+    PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+)
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
 
@@ -154,6 +157,11 @@ cdef void code_sum(Code* code, uint32_t unit, uint32_t version, const void* cons
     fps_floats_leave(&before)
 
 
+cdef void let_go(Py_buffer* views) noexcept:
+    PyBuffer_Release(&views[0])
+    PyBuffer_Release(&views[1])
+
+
 def _kernel_name(coding):
     """Name the kernels of a codec."""
     if coding.codec == Codec.DITHERING:
@@ -228,32 +236,46 @@ cdef class Coder:
         """Bytes of the partition on the wire."""
         return self.code.wire_bytes
 
-    def encode(self, const unsigned char[::1] elements, *, uint32_t version=1, float ratio=1.0):
+    def encode(self, elements, *, uint32_t version=1, float ratio=1.0):
         """Give the bytes of all units of a partition, as a worker pushes them."""
         wire = bytearray(self.code.wire_bytes)
         self.encode_into(elements, wire, version=version, ratio=ratio)
         return wire
 
-    def encode_into(self, const unsigned char[::1] elements, unsigned char[::1] wire, *,
-                    uint32_t version=1, float ratio=1.0):
+    def encode_into(self, elements, wire, *, uint32_t version=1, float ratio=1.0):
         """Write what encode() gives; does not hold the GIL meanwhile."""
+        cdef Py_buffer[2] views
         cdef uint32_t unit
-        self.check(len(elements), len(wire))
+        self.lend(views, elements, wire, True)
         with nogil:
             for unit in range(self.code.n_units):
-                code_encode(&self.code, unit, version, <const char*>&elements[0], ratio,
-                            <char*>&wire[0] + unit * self.code.unit_bytes, self.scratch)
+                code_encode(&self.code, unit, version, <const char*>views[0].buf, ratio,
+                            <char*>views[1].buf + unit * self.code.unit_bytes, self.scratch)
+        let_go(views)
 
-    def decode(self, const unsigned char[::1] wire, unsigned char[::1] elements, *,
-               uint32_t version=1):
+    def decode(self, wire, elements, *, uint32_t version=1):
         """Write the elements of a partition; does not hold the GIL meanwhile."""
+        cdef Py_buffer[2] views
         cdef uint32_t unit
-        self.check(len(elements), len(wire))
+        self.lend(views, elements, wire, False)
         with nogil:
             for unit in range(self.code.n_units):
                 code_decode(&self.code, unit, version,
-                            <const char*>&wire[0] + unit * self.code.unit_bytes,
-                            <char*>&elements[0], self.scratch)
+                            <const char*>views[1].buf + unit * self.code.unit_bytes,
+                            <char*>views[0].buf, self.scratch)
+        let_go(views)
+
+    cdef int lend(self, Py_buffer* views, elements, wire, bint encodes) except -1:
+        """Hold the memory of both until let_go(); refuse what check() does."""
+        memset(views, 0, 2 * sizeof(Py_buffer))
+        try:
+            PyObject_GetBuffer(elements, &views[0], PyBUF_SIMPLE if encodes else PyBUF_WRITABLE)
+            PyObject_GetBuffer(wire, &views[1], PyBUF_WRITABLE if encodes else PyBUF_SIMPLE)
+            self.check(views[0].len, views[1].len)
+        except BaseException:
+            let_go(views)
+            raise
+        return 0
 
     cdef int check(self, Py_ssize_t nbytes, Py_ssize_t wire_bytes) except -1:
         """Have scratch for calls from Python; refuse arrays of other sizes."""
@@ -268,24 +290,27 @@ cdef class Coder:
 
     def kept(self):
         """Give copies of the residual and the momentum, each None where there is none."""
-        return tuple(
+        return tuple([
             None if address == 0 else
             memoryview(bytes((<char*>address)[:4 * self.code.count])).cast("f")
-            for address in (<uintptr_t>self.code.residual, <uintptr_t>self.code.momentum))
+            for address in (<uintptr_t>self.code.residual, <uintptr_t>self.code.momentum)])
 
     def restore(self, kept):
         """Take what kept() gave of a coder of as many elements, in the place of what is kept."""
-        cdef const unsigned char[::1] given
+        cdef Py_buffer given
+        cdef bint is_alike
         cdef float* own
         for place, one in enumerate(kept):
             own = self.code.momentum if place else self.code.residual
             if one is None and own == NULL:
                 continue
-            given = memoryview(b"" if one is None else one).cast("B")
-            if own == NULL or len(given) != 4 * self.code.count:
+            PyObject_GetBuffer(b"" if one is None else one, &given, PyBUF_SIMPLE)
+            is_alike = own != NULL and given.len == 4 * <Py_ssize_t>self.code.count
+            if is_alike:
+                memcpy(own, given.buf, given.len)
+            PyBuffer_Release(&given)
+            if not is_alike:
                 raise ValueError(f"what is kept of {self.code.count} elements is something else")
-            if len(given):
-                memcpy(own, &given[0], len(given))
 
     def __dealloc__(self):
         free(self.scratch)

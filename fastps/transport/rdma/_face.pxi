@@ -375,7 +375,7 @@ cdef class RdmaTransport(BaseTransport):
         """Sum the counters of all links so far, as a dict; `links` counts those still open."""
         result = BaseTransport.statistics(self)
         counts = [dict(self.own[i].counts) for i in range(self.n_threads)]
-        result |= {name: sum(of[name] for of in counts) for name in counts[0]}
+        result |= {name: sum([of[name] for of in counts]) for name in counts[0]}
         result["windows"] = self.pins.windows
         result["bytes_pinned"] = self.pins.pinned_bytes
         result["pinnings"] = self.pins.pinnings
