@@ -17,10 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 MODULES = [
     "fastps._core",
-    "fastps._trace",
     "fastps._floats",
-    "fastps._hands",
-    "fastps._pages",
     "fastps.reduce.codec._coder",
     "fastps.reduce._combiner",
     "fastps.transport._link",

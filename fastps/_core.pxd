@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# What C code of other rooms may use: status codes, time, crc, completions, queues, pool, threads.
+# What C code of other rooms may use: status codes, time, crc, completions, queues, pool, threads,
+# traces, long copies and huge pages.
 # Everything here is callable without the GIL unless a comment says otherwise.
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+
+from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
 
 cdef enum Status:
     OK = 0
@@ -125,6 +128,96 @@ cdef enum Probe:
     PROBE_LOCAL_STAGE = 10      # a chunk was staged and not yet announced
 # key: 0 where a call serves several; a tensor as a whole: its id << KEY_BITS.
 cdef void probe_hit(int point, uint64_t key, uint32_t version) noexcept nogil
+
+# ---- trace: spans that any thread of ours writes down while one is on; _core_trace.pxi ----
+# A span is one stage of one piece of work: when it began and ended, what it was about. Nobody
+# else's memory is touched, nothing waits, and no thread takes the GIL. Off, a place that could
+# write one costs the branch of is_traced().
+
+cdef enum SpanKind:             # names stand in fastps/telemetry/spans.py, by number
+    SPAN_NONE = 0
+    SPAN_QUEUE = 1              # ready to leave, and waits for its turn and for credit
+    SPAN_PUSH = 2               # from the first byte given to the link to the last
+    SPAN_AWAIT = 3              # it has left; others still bring theirs, and the owner adds
+    SPAN_PULL = 4               # from the first result that landed to the last
+    SPAN_ENCODE = 5
+    SPAN_DECODE = 6
+    SPAN_REDUCE = 7             # among the ranks of one machine
+    SPAN_SPREAD = 8
+    SPAN_RECEIVE = 9            # at the owner: one contribution, from its first frame to its last
+    SPAN_SUM = 10               # the rule, over one unit
+    SPAN_RESULT = 11            # a result is with the link of one reader
+    SPAN_OPERATION = 12         # of a group: key is its channel
+    SPAN_WAIT = 13              # a thread of the user waits for an operation
+    SPAN_STEP = 14              # from one mark of a step to the next
+    SPAN_ACTIVITY = 15          # what the program says it does: key is the number of its name
+    SPAN_DROPPED = 16           # nbytes: so many spans had no room
+
+cdef struct TraceState:
+    int32_t is_on               # atomic; the only field that who does not trace reads
+    uint32_t first              # the versions of a key that are wanted
+    uint32_t last
+
+cdef TraceState tracing
+
+cdef inline bint is_traced(uint32_t version) noexcept nogil:
+    """Tell whether a span of this version of a key is wanted."""
+    return tracing.is_on and tracing.first <= version <= tracing.last
+
+# Write a span down. Times are now_ns(); peer: a member's number. Any thread; never waits: where
+# there is no room the span is counted and lost.
+cdef void trace_span(int kind, uint64_t key, uint32_t version, uint32_t peer, uint64_t nbytes,
+                     int64_t began, int64_t ended) noexcept nogil
+
+# ---- copy pool: threads that help with a long copy or sum where cores are idle ----
+# A rule of fastps.reduce, which makes one of n sources; 1: success, else a negative status.
+ctypedef int64_t (*rule_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
+                            const void* args) noexcept nogil
+# Call a rule on this thread, in the state of floating point that all kernels compute in.
+cdef inline int64_t run_rule(rule_fn rule, const void* const* sources, int64_t n, void* dst,
+                             int64_t count, const void* args) noexcept nogil:
+    cdef fps_floats before
+    cdef int64_t made
+    fps_floats_enter(&before)
+    made = rule(sources, n, dst, count, args)
+    fps_floats_leave(&before)
+    return made
+
+# Does a piece of a task; pieces are done in any order, on any thread.
+ctypedef void (*piece_fn)(void* context, int64_t piece) noexcept nogil
+
+cdef enum:
+    MAX_HANDS = 15
+
+# Whether there are hands for an operation of so many bytes.
+cdef bint hands_help(uint64_t of) noexcept nogil
+# Have a task done; returns when all its pieces are. Any thread; a second task at a time is done by
+# its own thread alone, as are all while there are no hands.
+cdef void hands_do(piece_fn run, void* context, int64_t n_pieces) noexcept nogil
+# fps_copy(); of: bytes of the operation that this is a part of.
+cdef void hands_copy(void* to, const void* source, uint64_t n, uint64_t whole,
+                     uint64_t of) noexcept nogil
+# A rule that treats each element by itself, on count of them; as hands_copy().
+cdef int64_t hands_fold(rule_fn rule, const void* const* sources, int64_t n, void* dst,
+                        int64_t count, uint32_t itemsize, const void* args,
+                        uint64_t of) noexcept nogil
+
+# ---- huge pages: for private arrays that come again ----
+cdef enum:
+    SEEN_ARRAYS = 64            # a power of two
+
+cdef struct Seen:
+    const char* start
+    uint64_t nbytes
+    uint64_t times
+
+@cython.final
+cdef class HugePages:
+    cdef Seen seen[SEEN_ARRAYS]
+    cdef const char* first      # what is left alone: from here
+    cdef const char* end        # to here
+    cdef readonly uint64_t bytes_gathered
+    cdef void saw(self, const char* start, uint64_t nbytes) noexcept
 
 # ---- faces: what Python sees of the parts above; fields with the GIL ----
 cdef struct PulseState          # opaque: descriptor, payload, how far it is written

@@ -2,14 +2,23 @@
 # The Python face of _core; stubtest compares it with the module. The docstrings are there.
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self, final
+from pathlib import Path
+from typing import Any, NamedTuple, Self, final
 
 __all__ = [
     "BufferPool",
+    "Drain",
+    "Hands",
+    "HugePages",
     "PoolStatistics",
     "Pulse",
     "arm_fault",
+    "clock_ns",
     "debug_counters",
+    "is_on",
+    "mark",
+    "may_gather",
+    "overdue_s",
     "set_thread_placement",
 ]
 
@@ -45,6 +54,44 @@ class Pulse:
     def errno(self) -> int: ...
     def stop(self, *, timeout_s: float = 5.0) -> None: ...
 
+@final
+class Drain:
+    def __new__(
+        cls, fd: int, *, first: int = 0, last: int = 0xFFFFFFFF, max_bytes: int = ...
+    ) -> Self: ...
+    @property
+    def trouble(self) -> str: ...
+    @property
+    def dropped(self) -> int: ...
+    def stop(self) -> None: ...
+    def abandon(self) -> None: ...
+
+@final
+class Hands:
+    count: int
+    def __init__(self, count: int) -> None: ...
+    def close(self, timeout_s: float = 10.0) -> bool: ...
+
+@final
+class HugePages:
+    bytes_gathered: int
+    def __init__(self, first: int = 0, nbytes: int = 0) -> None: ...
+    def see(self, array: Any) -> None: ...
+
 def arm_fault(spec: str) -> None: ...
+def clock_ns() -> int: ...
 def debug_counters() -> dict[str, int]: ...
+def is_on() -> bool: ...
+def mark(
+    kind: int,
+    began: int,
+    ended: int,
+    *,
+    key: int = 0,
+    version: int = 0,
+    peer: int = 0,
+    nbytes: int = 0,
+) -> None: ...
+def may_gather(setting: Path = ...) -> bool: ...
+def overdue_s() -> float: ...
 def set_thread_placement(cpus: Sequence[int], node: int) -> None: ...

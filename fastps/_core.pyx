@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queue, complete, thread, lend memory and inject faults without the GIL.
+"""Queue, complete, thread, lend memory, copy, trace and inject faults without the GIL.
 
 Theory of operation
 ===================
@@ -34,11 +34,15 @@ above half a slab gets a slab of its own. Each slab has a table from page to blo
 that is given back is checked in O(log slabs). Lock order: grow, then mutex. The registration
 hook needs the GIL: the pool's statistics() calls it for every slab that is new.
 
+Traces, long copies and sums, huge pages: see the pieces that bear their names.
+
 Faults. One global names the armed point; an unarmed check compares it and goes on.
 
 After fork the child owns none of this: no thread of ours runs there, slabs are not mapped there.
 """
 
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport EAGAIN, EINTR, EINVAL, errno
 from libc.math cimport isnan
@@ -54,13 +58,17 @@ from posix.mman cimport (
 )
 from posix.signal cimport kill, sigdelset, sigfillset, sigset_t
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
-from posix.unistd cimport _exit, close, getpid
+from posix.unistd cimport _exit, close, getpid, write
 
+from fastps._atomic cimport (
+    fps_add32, fps_cas64, fps_fence, fps_load32, fps_load64, fps_store32, fps_store64,
+)
+from fastps._copy cimport fps_copy
 from fastps._floats cimport fps_floats, fps_floats_enter
 from fastps._futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, fps_relax, fps_sleep, fps_wake
 from fastps._posix cimport (
     MSG_DONTWAIT, MSG_NOSIGNAL, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
-    pthread_mutex_t, pthread_mutex_unlock, sched_yield, send, syscall,
+    pthread_mutex_t, pthread_mutex_trylock, pthread_mutex_unlock, sched_yield, send, syscall,
 )
 
 import logging
@@ -68,16 +76,25 @@ import re
 import threading
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from fastps.errors import ConfigError, error_of
+from fastps.errors import ConfigError, FastPSError, error_of
 
 __all__ = [
     "BufferPool",
+    "Drain",
+    "Hands",
+    "HugePages",
     "PoolStatistics",
     "Pulse",
     "arm_fault",
+    "clock_ns",
     "debug_counters",
+    "is_on",
+    "mark",
+    "may_gather",
+    "overdue_s",
     "set_thread_placement",
 ]
 
@@ -109,4 +126,7 @@ include "_core_queue.pxi"
 include "_core_thread.pxi"
 include "_core_probe.pxi"
 include "_core_pool.pxi"
+include "_core_trace.pxi"
+include "_core_copy_pool.pxi"
+include "_core_huge_pages.pxi"
 include "_core_face.pxi"

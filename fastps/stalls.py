@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fastps._hands import overdue_s
+from fastps._core import overdue_s
 from fastps.collectives.names import whole_of
 from fastps.contract import ANY_STALENESS, Policy
 from fastps.control.blame import VERDICT_WAIT_S, stall_text

@@ -12,7 +12,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from fastps import _trace
+from fastps import _core as _trace
 from fastps.telemetry import spans
 
 if TYPE_CHECKING:

@@ -3,9 +3,7 @@
 from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
-from fastps._core cimport BufferPool, Completion
-from fastps._hands cimport rule_fn
-from fastps._pages cimport HugePages
+from fastps._core cimport BufferPool, Completion, HugePages, rule_fn
 from fastps._posix cimport pthread_mutex_t
 from fastps.transport._link cimport LinkOwner, LinkSlot, Owner, SendItem
 from fastps.worker._engine cimport WorkerEngine

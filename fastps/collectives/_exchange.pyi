@@ -2,7 +2,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Self, final
 
-from fastps._pages import HugePages
+from fastps._core import HugePages
 from fastps.collectives.about import About
 from fastps.collectives.schedule import Step
 from fastps.transport._link import LinkOwner

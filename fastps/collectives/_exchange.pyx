@@ -35,13 +35,11 @@ from libc.string cimport memmove, memset
 from fastps._atomic cimport fps_add32, fps_add64, fps_cas32, fps_load32, fps_swap32
 from fastps._copy cimport FPS_BY_STREAMS, fps_copy, fps_copy_way
 from fastps._core cimport (
-    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, BufferPool,
-    completion_is_done, completion_part_done, completion_reset, completion_wait_signals,
-    deadline_of, now_ns,
+    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, SPAN_OPERATION,
+    BufferPool, completion_is_done, completion_part_done, completion_reset,
+    completion_wait_signals, deadline_of, hands_copy, hands_fold, now_ns, trace_span, tracing,
 )
 from fastps._futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, fps_sleep, fps_wake
-from fastps._hands cimport hands_copy, hands_fold
-from fastps._trace cimport SPAN_OPERATION, trace_span, tracing
 from fastps._posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
 )

@@ -3,8 +3,7 @@
 from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from fastps._core cimport Completion, Thread
-from fastps._hands cimport rule_fn
+from fastps._core cimport Completion, Thread, rule_fn
 from fastps._posix cimport pthread_mutex_t
 from fastps.collectives._exchange cimport Exchange, State
 from fastps.transport._link cimport SendItem

@@ -31,13 +31,12 @@ from fastps._atomic cimport (
     fps_add32, fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
 )
 from fastps._core cimport (
-    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK,
-    completion_is_done, completion_part_done, completion_reset, completion_wait_signals,
-    deadline_of, now_ns, thread_create, thread_join,
+    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, completion_is_done,
+    completion_part_done, completion_reset, completion_wait_signals, deadline_of, hands_copy,
+    hands_fold, now_ns, thread_create, thread_join,
 )
 from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
 from fastps._futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, FPS_SHARED, fps_sleep, fps_wake
-from fastps._hands cimport hands_copy, hands_fold
 from fastps._posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
     sched_yield,

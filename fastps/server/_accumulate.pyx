@@ -38,11 +38,10 @@ from libc.string cimport memcpy, memset
 
 from fastps._atomic cimport fps_add32, fps_add64, fps_load32
 from fastps._core cimport (
-    E_MISMATCH, E_NOMEM, E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_RESULT, PROBE_SERVER_SUM, OK,
-    now_ns, probe_hit,
+    E_MISMATCH, E_NOMEM, E_PROTOCOL, E_TIMEOUT, OK, PROBE_SERVER_RESULT, PROBE_SERVER_SUM, now_ns,
+    probe_hit, run_rule,
 )
 from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
-from fastps._hands cimport run_rule
 from fastps._posix cimport pthread_mutex_lock, pthread_mutex_unlock
 from fastps.reduce.codec._coder cimport Code, code_add, code_decode, code_encode
 from fastps.server._policy cimport (

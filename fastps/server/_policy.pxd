@@ -10,9 +10,8 @@ from libc.string cimport memset
 
 from fastps._atomic cimport fps_add32, fps_add64, fps_load32, fps_swap32
 from fastps._core cimport (
-    OK, BufferPool, Completion, Queue, Thread, completion_part_done, queue_push,
+    OK, BufferPool, Completion, Queue, Thread, completion_part_done, queue_push, rule_fn,
 )
-from fastps._hands cimport rule_fn
 from fastps._posix cimport pthread_mutex_t
 from fastps._table cimport IdTable
 from fastps.transport._link cimport Link, LinkSlot

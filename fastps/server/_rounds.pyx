@@ -52,14 +52,11 @@ from fastps._atomic cimport (
     fps_add32, fps_add64, fps_and32, fps_cas32, fps_load32, fps_load64, fps_or32, fps_store32,
 )
 from fastps._core cimport (
-    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_RESULT,
-    PROBE_SERVER_SUM, OK, now_ns, probe_hit,
+    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, OK, PROBE_SERVER_RESULT,
+    PROBE_SERVER_SUM, SPAN_RECEIVE, SPAN_RESULT, SPAN_SUM, is_traced, now_ns, probe_hit, run_rule,
+    trace_span, tracing,
 )
-from fastps._hands cimport run_rule
 from fastps._posix cimport pthread_mutex_lock, pthread_mutex_unlock, sched_yield
-from fastps._trace cimport (
-    SPAN_RECEIVE, SPAN_RESULT, SPAN_SUM, is_traced, trace_span, tracing,
-)
 from fastps.server._policy cimport (
     MAX_CAST, NOBODY, Cast, Entry, Job, RuleArgs, job_fn, Store, blame, fill_header, give_back,
     hand_to_engine, has_links, lend, slot_of, unit_length,

@@ -32,13 +32,12 @@ from libc.string cimport memcpy, memset
 from fastps._atomic cimport (
     fps_add32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
 )
-from fastps._hands cimport rule_fn
 from fastps._posix cimport pthread_mutex_destroy, pthread_mutex_init, sched_yield
 from fastps._table cimport MAX_RECORDS, IdTable, table_clear, table_each, table_get, table_put
 from fastps._core cimport (
-    E_PROTOCOL, E_TIMEOUT, PROBE_SERVER_LANDING, OK, BufferPool, completion_is_done,
-    completion_reset, completion_wait, deadline_of, probe_hit, now_ns,
-    queue_close, queue_create, queue_free, queue_pop, thread_create, thread_join,
+    E_PROTOCOL, E_TIMEOUT, OK, PROBE_SERVER_LANDING, BufferPool, completion_is_done,
+    completion_reset, completion_wait, deadline_of, now_ns, probe_hit, queue_close, queue_create,
+    queue_free, queue_pop, rule_fn, thread_create, thread_join,
 )
 from fastps.reduce.codec._coder cimport Coder
 from fastps.server._accumulate cimport ACCUMULATE_POLICY

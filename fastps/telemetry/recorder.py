@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trace of one process: its files, the drain that fills them, and how far its clock is off.
 
-Spans are written by fastps/_trace.pyx; the rest here. Threads: the drain (no GIL); fastps:clock,
-which asks the scheduler for the time now and then.
+Spans are written by fastps/_core_trace.pxi; the rest here. Threads: the drain (no GIL);
+fastps:clock, which asks the scheduler for the time now and then.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastps import _trace
+from fastps import _core
 from fastps.config import Config
 from fastps.errors import ConfigError, FastPSError
 from fastps.telemetry.clock import Sample, best_of, sample_of
@@ -65,7 +65,7 @@ class Recorder:
         self._naming = threading.Lock()
         self.note(who=_describe(role, number, host_id))
         last = config.trace_end_step or ANY
-        self._drain = _trace.Drain(
+        self._drain = _core.Drain(
             self._spans, first=config.trace_start_step, last=last, max_bytes=MAX_BYTES
         )
         self._ending = threading.Event()
@@ -87,13 +87,13 @@ class Recorder:
     def name_tensor(self, tensor_id: int, name: str) -> None:
         """Note the name of a tensor that has this number from now on."""
         if not self._is_closed:
-            self.note(tensor=tensor_id, name=name, since=_trace.clock_ns())
+            self.note(tensor=tensor_id, name=name, since=_core.clock_ns())
 
     # ---- what the program says it does; from any thread ----
 
     def begin_activity(self, what: str, of: str) -> None:
         """Note that an activity of a tensor, or of anything with a name, begins."""
-        self._begun.setdefault(of, []).append((what, _trace.clock_ns()))
+        self._begun.setdefault(of, []).append((what, _core.clock_ns()))
 
     def end_activity(self, of: str) -> bool:
         """Write the activity down that was begun last; False if none of that name is going on."""
@@ -105,14 +105,14 @@ class Recorder:
 
     def mark_activity(self, what: str, began: int, *, of: str) -> None:
         """Write an activity down that began at a time of the trace's clock and ends now."""
-        ended = _trace.clock_ns()
+        ended = _core.clock_ns()
         with self._naming:
             number = self._activities.get((what, of))
             if number is None and not self._is_closed:
                 number = self._activities[what, of] = len(self._activities)
                 self.note(activity=number, name=what, of=of)
         if number is not None:
-            _trace.mark(ACTIVITY, began, ended, key=number)
+            _core.mark(ACTIVITY, began, ended, key=number)
 
     # ---- clocks ----
 
@@ -126,9 +126,9 @@ class Recorder:
     def _look_at_clock(self) -> Sample:
         samples = []
         for _ in range(PINGS):
-            asked = _trace.clock_ns()
+            asked = _core.clock_ns()
             told = self._ping()
-            samples.append(sample_of(asked, told, _trace.clock_ns()))
+            samples.append(sample_of(asked, told, _core.clock_ns()))
         return best_of(samples)
 
     # ---- the end ----
@@ -150,7 +150,7 @@ class Recorder:
             log.warning("the trace of this process ended early: %s", trouble)
         if self._drain.dropped:
             log.warning("the trace lost %d spans for want of room", self._drain.dropped)
-        self.note(end=_trace.clock_ns(), dropped=self._drain.dropped)
+        self.note(end=_core.clock_ns(), dropped=self._drain.dropped)
         os.close(self._spans)
         if not self._config.trace_file:
             self._merge_as_last()

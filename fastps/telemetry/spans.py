@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-# by number: SpanKind of fastps/_trace.pxd
+# by number: SpanKind of fastps/_core.pxd
 KINDS = (
     "", "QUEUE", "PUSH", "AWAIT", "PULL", "COMPRESS", "DECOMPRESS", "REDUCE", "SPREAD", "RECEIVE",
     "SUM", "RESULT", "OPERATION", "WAIT", "STEP", "ACTIVITY", "DROPPED",

@@ -36,13 +36,13 @@ from fastps._core cimport (
     E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, QueueStats,
     deadline_of, now_ns, queue_close, queue_create, queue_credit_return, queue_free, queue_lend,
     queue_pop_nowait, queue_push, queue_set_credit, queue_stats, thread_create, thread_join,
+    tracing,
 )
 from fastps._posix cimport (
     EFD_CLOEXEC, EFD_NONBLOCK, EPOLLET, EPOLLIN, EPOLL_CLOEXEC, EPOLL_CTL_ADD, close,
     epoll_create1, epoll_ctl, epoll_event, epoll_wait, eventfd, pthread_mutex_destroy,
     pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, sched_yield, write,
 )
-from fastps._trace cimport tracing
 from fastps.transport._link cimport (
     Link, LinkOwner, LinkStats, Owner, SendItem, header_seal, turn_of,
 )

@@ -13,10 +13,9 @@ from libc.stdlib cimport free, realloc
 
 from fastps._atomic cimport fps_add64, fps_load32, fps_load64
 from fastps._core cimport (
-    E_NOMEM, OK, Thread, deadline_of, queue_close, queue_create, queue_free, queue_pop,
-    now_ns, queue_push, thread_create, thread_join,
+    E_NOMEM, OK, SPAN_DECODE, SPAN_ENCODE, Thread, deadline_of, is_traced, now_ns, queue_close,
+    queue_create, queue_free, queue_pop, queue_push, thread_create, thread_join, trace_span,
 )
-from fastps._trace cimport SPAN_DECODE, SPAN_ENCODE, is_traced, trace_span
 from fastps.reduce.codec._coder cimport Code, code_add, code_decode, code_encode
 from fastps.worker._stage cimport CODED, SPEAKS, Part, Record, Stage, key_of, stage_done
 from fastps.wire cimport FLAG_PLAIN, KIND_PULL

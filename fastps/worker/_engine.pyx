@@ -26,15 +26,13 @@ from fastps._atomic cimport (
     fps_add32, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
 )
 from fastps._core cimport (
-    E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, PROBE_WORKER_RESULT, PROBE_WORKER_START, OK,
-    completion_is_done, completion_part_done, completion_reset, completion_wait, deadline_of,
-    now_ns, probe_hit,
+    E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, OK, PROBE_WORKER_RESULT, PROBE_WORKER_START,
+    SPAN_AWAIT, SPAN_PULL, SPAN_PUSH, SPAN_QUEUE, completion_is_done, completion_part_done,
+    completion_reset, completion_wait, deadline_of, is_traced, now_ns, probe_hit, trace_span,
+    tracing,
 )
 from fastps._posix cimport sched_yield
 from fastps._table cimport MAX_RECORDS, table_each, table_get, table_put
-from fastps._trace cimport (
-    SPAN_AWAIT, SPAN_PULL, SPAN_PUSH, SPAN_QUEUE, is_traced, trace_span, tracing,
-)
 from fastps.reduce.codec._coder cimport Coder
 from fastps.transport._link cimport (
     KICK_INLINE, KICK_NONE, KICK_WAKE, LINK_CAN_PROMISE, WITHDRAW_ASKING, WITHDRAW_KEY,

@@ -35,11 +35,10 @@ from fastps._atomic cimport (
 )
 from fastps._copy cimport fps_copy
 from fastps._futex cimport FPS_ALL, FPS_SHARED, fps_relax, fps_sleep, fps_wake
-from fastps._hands cimport hands_copy, hands_fold
 from fastps._core cimport (
-    E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, PROBE_LOCAL_ARRIVE, PROBE_LOCAL_CHUNK,
-    PROBE_LOCAL_STAGE, OK, completion_is_done, deadline_of, probe_hit, now_ns, thread_create,
-    thread_join,
+    E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, OK, PROBE_LOCAL_ARRIVE, PROBE_LOCAL_CHUNK,
+    PROBE_LOCAL_STAGE, SPAN_REDUCE, SPAN_SPREAD, completion_is_done, deadline_of, hands_copy,
+    hands_fold, now_ns, probe_hit, thread_create, thread_join,
 )
 from fastps._posix cimport (
     CPU_COUNT, CPU_ISSET, CPU_SET, CPU_ZERO, cpu_set_t, pthread_mutex_destroy, pthread_mutex_init,
@@ -47,7 +46,6 @@ from fastps._posix cimport (
     sched_yield, syscall,
 )
 from fastps._table cimport table_each, table_get
-from fastps._trace cimport SPAN_REDUCE, SPAN_SPREAD
 from fastps.transport._shm cimport Mapping
 from fastps.transport.pipe._transport cimport PipeTransport, pipes_has_news, pipes_step
 from fastps.wire cimport FLAG_AVERAGE, FLAG_BROADCAST, KEY_BITS

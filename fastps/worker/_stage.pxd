@@ -14,9 +14,11 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from fastps._atomic cimport (
     fps_add32, fps_add64, fps_fence, fps_load64, fps_store32, fps_store64,
 )
-from fastps._core cimport OK, Completion, completion_part_done, completion_reset, now_ns
+from fastps._core cimport (
+    OK, SPAN_NONE, Completion, completion_part_done, completion_reset, is_traced, now_ns,
+    trace_span,
+)
 from fastps._table cimport IdTable
-from fastps._trace cimport SPAN_NONE, is_traced, trace_span
 from fastps.transport._link cimport LinkSlot, SendItem
 from fastps.wire cimport KEY_BITS
 

@@ -14,11 +14,11 @@ from libc.string cimport memcpy
 
 from fastps._atomic cimport fps_add32, fps_load32
 from fastps._core cimport (
-    OK, Completion, completion_is_done, completion_wait, deadline_of, now_ns,
+    OK, SPAN_WAIT, Completion, completion_is_done, completion_wait, deadline_of, is_traced,
+    now_ns, trace_span, tracing,
 )
 from fastps._posix cimport sched_yield
 from fastps._table cimport table_clear
-from fastps._trace cimport SPAN_WAIT, is_traced, trace_span, tracing
 from fastps.wire cimport FLAG_AVERAGE, FLAG_BROADCAST, KEY_BITS
 from fastps.worker._stage cimport MAX_STAGES
 

@@ -13,8 +13,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 
-from fastps._hands import Hands
-from fastps._pages import HugePages, may_gather
+from fastps._core import Hands, HugePages, may_gather
 from fastps.affinity import parse_cpu_list
 from fastps.config import Config
 from fastps.errors import TransportError

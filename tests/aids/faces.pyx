@@ -13,13 +13,13 @@ from libc.stdint cimport INT64_MAX, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
 from fastps cimport _core
-from fastps._hands cimport hands_copy, hands_fold, rule_fn
 from fastps._core cimport (
-    E_LINK_TIMEOUT, E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_SYS, E_TIMEOUT, OK,
-    BufferPool, Completion, Queue, QueueStats, Thread, completion_is_done, completion_part_done,
-    completion_reset, completion_wait, completion_wait_signals, crc32c_portable, deadline_of,
-    now_ns, probe_hit, queue_close, queue_create, queue_credit_return, queue_free, queue_lend,
-    queue_pop, queue_pop_nowait, queue_push, queue_stats, thread_create, thread_join,
+    E_LINK_TIMEOUT, E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_SYS, E_TIMEOUT,
+    OK, BufferPool, Completion, Queue, QueueStats, Thread, completion_is_done,
+    completion_part_done, completion_reset, completion_wait, completion_wait_signals,
+    crc32c_portable, deadline_of, hands_copy, hands_fold, now_ns, probe_hit, queue_close,
+    queue_create, queue_credit_return, queue_free, queue_lend, queue_pop, queue_pop_nowait,
+    queue_push, queue_stats, rule_fn, thread_create, thread_join,
 )
 from fastps._copy cimport FPS_BY_MOVES, FPS_BY_STREAMS, fps_copy, fps_copy_way
 from fastps._posix cimport syscall

@@ -26,10 +26,7 @@ MAX_FUNCTION_LINES = 80
 # is raised only with its reason in docs/architecture.md. There is no total: it would make every
 # feature pay for the last one.
 ROOMS = {
-    "_core": 1900,
-    "_trace": 420,
-    "_hands": 310,
-    "_pages": 130,
+    "_core": 2660,
     "reduce/": 4700,
     "config/": 1360,
     "transport/": 9900,

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aids import faces
-from fastps._hands import Hands, overdue_s
+from fastps._core import Hands, overdue_s
 from fastps.config import load
 from fastps.reduce import reduce_kernel
 from fastps.stalls import StallWatch

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastps._pages import HugePages, may_gather
+from fastps._core import HugePages, may_gather
 
 MIB = 1 << 20
 TIMES = 10  # USE_TIMES

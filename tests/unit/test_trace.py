@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastps import _trace
+from fastps import _core
 from fastps.config import load
 from fastps.errors import FastPSError
 from fastps.telemetry.recorder import Recorder
@@ -25,10 +25,10 @@ from fastps.telemetry.spans import DROPPED, PUSH, QUEUE, RECORD, STEP, read_span
 RING = 8192  # spans of one thread that wait for the drain
 
 
-def traced(path: Path, write, **options) -> tuple[np.ndarray, _trace.Drain]:
+def traced(path: Path, write, **options) -> tuple[np.ndarray, _core.Drain]:
     """Trace what write() does; give the spans."""
     with path.open("wb", buffering=0) as file:
-        drain = _trace.Drain(file.fileno(), **options)
+        drain = _core.Drain(file.fileno(), **options)
         try:
             write()
         finally:
@@ -45,7 +45,7 @@ def test_every_thread_s_spans_come_whole_and_in_order(tmp_path_factory, bursts):
         count = 0
         for burst in bursts[number]:
             for _ in range(burst):
-                _trace.mark(PUSH, count, count + 1, key=number, version=count, nbytes=count)
+                _core.mark(PUSH, count, count + 1, key=number, version=count, nbytes=count)
                 count += 1
             time.sleep(0)  # others may write
 
@@ -70,10 +70,10 @@ def test_every_thread_s_spans_come_whole_and_in_order(tmp_path_factory, bursts):
 
 def test_a_ring_without_room_counts_what_it_loses():
     reading, writing = os.pipe()
-    drain = _trace.Drain(writing)
+    drain = _core.Drain(writing)
     written = 4 * RING  # a pipe holds 64 KiB, so that the drain waits for its reader
     for count in range(written):
-        _trace.mark(QUEUE, count, count, version=count)
+        _core.mark(QUEUE, count, count, version=count)
     chunks = []
 
     def read() -> None:
@@ -95,17 +95,17 @@ def test_a_ring_without_room_counts_what_it_loses():
 
 
 def test_nothing_is_written_while_no_trace_is_on(tmp_path):
-    assert not _trace.is_on()
-    _trace.mark(PUSH, 1, 2)
-    spans, _ = traced(tmp_path / "x.spans", lambda: _trace.mark(STEP, 3, 4))
+    assert not _core.is_on()
+    _core.mark(PUSH, 1, 2)
+    spans, _ = traced(tmp_path / "x.spans", lambda: _core.mark(STEP, 3, 4))
     assert spans["kind"].tolist() == [STEP]
-    assert not _trace.is_on()
+    assert not _core.is_on()
 
 
 def test_one_trace_at_a_time(tmp_path):
     def write() -> None:
         with pytest.raises(FastPSError, match="traces already"):
-            _trace.Drain(1)
+            _core.Drain(1)
 
     traced(tmp_path / "x.spans", write)
 
@@ -113,11 +113,11 @@ def test_one_trace_at_a_time(tmp_path):
 def test_a_file_grows_no_further_than_it_may(tmp_path):
     def write() -> None:
         deadline = time.monotonic() + 10
-        while _trace.is_on() and time.monotonic() < deadline:
-            _trace.mark(PUSH, 1, 2)
+        while _core.is_on() and time.monotonic() < deadline:
+            _core.mark(PUSH, 1, 2)
 
     with (tmp_path / "x.spans").open("wb", buffering=0) as file:
-        drain = _trace.Drain(file.fileno(), max_bytes=1000 * RECORD.itemsize)
+        drain = _core.Drain(file.fileno(), max_bytes=1000 * RECORD.itemsize)
         write()
         assert "as long as it may be" in drain.trouble
         drain.stop()
@@ -126,10 +126,10 @@ def test_a_file_grows_no_further_than_it_may(tmp_path):
 
 def test_a_disk_that_is_full_ends_the_trace_and_says_so():
     with open("/dev/full", "wb", buffering=0) as file:
-        drain = _trace.Drain(file.fileno())
+        drain = _core.Drain(file.fileno())
         deadline = time.monotonic() + 10
-        while _trace.is_on() and time.monotonic() < deadline:
-            _trace.mark(PUSH, 1, 2)
+        while _core.is_on() and time.monotonic() < deadline:
+            _core.mark(PUSH, 1, 2)
         assert "No space" in drain.trouble
         drain.stop()
 
@@ -155,15 +155,15 @@ def test_notes_that_find_the_disk_full_are_said_once_and_end_nothing(tmp_path, c
 def test_a_forked_child_traces_nothing(tmp_path):
     code = f"""
 import os
-from fastps import _trace
+from fastps import _core
 file = os.open({str(tmp_path / "x.spans")!r}, os.O_CREAT | os.O_WRONLY)
-drain = _trace.Drain(file)
-_trace.mark(2, 1, 2)
+drain = _core.Drain(file)
+_core.mark(2, 1, 2)
 pid = os.fork()
 if pid == 0:
     drain.abandon()
-    assert not _trace.is_on()
-    _trace.mark(2, 5, 6)
+    assert not _core.is_on()
+    _core.mark(2, 5, 6)
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
 drain.stop()

@@ -17,7 +17,7 @@ from window_fleet import TIMEOUT_S, WAYS, Fleet, done, spread
 
 from aids.faces import threads_alive
 from fastps import topology
-from fastps._hands import Hands
+from fastps._core import Hands
 from fastps.errors import Status
 from fastps.graph._windows import Window, Windows
 from fastps.topology import Topology

@@ -26,10 +26,10 @@ from fastps._atomic cimport (
     fps_store64, fps_swap32, fps_swap64,
 )
 from fastps._copy cimport fps_copy
-from fastps._hands cimport hands_copy, hands_do, hands_help
 from fastps._core cimport (
-    E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, OK, PROBE_LINK_RECV, PROBE_LINK_SEND, probe_hit,
-    queue_close, queue_create, queue_free, queue_pop_nowait, queue_push,
+    E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, OK, PROBE_LINK_RECV, PROBE_LINK_SEND, hands_copy,
+    hands_do, hands_help, probe_hit, queue_close, queue_create, queue_free, queue_pop_nowait,
+    queue_push,
 )
 from fastps._posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,

@@ -1,26 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Huge pages for private arrays that operations use again and again.
-
-The kernel looks up each page of what it copies from another process: in pages of 4 KiB a copy
-takes up to twice the time. NumPy asks for pages of 2 MiB from 4 MiB on, PyTorch does not. So what
-comes the USE_TIMES-th time is gathered in such pages (MADV_COLLAPSE, Linux 6.1), as far as it
-fills them: the same bytes at the same addresses, and others may read and write them meanwhile. It
-takes 0.3 to 3 milliseconds for each MiB, once, and saves some 0.05 each time. Where the machine's
-owner wants none ("never"), or the kernel cannot, nothing is done.
-
-Threads: of the caller, with the GIL, which is given up while pages are gathered.
-"""
-
-cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
-
-from fastps._core cimport HUGE_PAGE_BYTES, PAGE_BYTES, now_ns
-
-from pathlib import Path
-
-cdef extern from "<sys/mman.h>" nogil:
-    int madvise(void*, size_t, int)
+# Part of _core.pyx: huge pages.
+#
+# Huge pages for private arrays that operations use again and again.
+#
+# The kernel looks up each page of what it copies from another process: in pages of 4 KiB a copy
+# takes up to twice the time. NumPy asks for pages of 2 MiB from 4 MiB on, PyTorch does not. So
+# what comes the USE_TIMES-th time is gathered in such pages (MADV_COLLAPSE, Linux 6.1), as far as
+# it fills them: the same bytes at the same addresses, and others may read and write them
+# meanwhile. It takes 0.3 to 3 milliseconds for each MiB, once, and saves some 0.05 each time.
+# Where the machine's owner wants none ("never"), or the kernel cannot, nothing is done.
+#
+# Threads: of the caller, with the GIL, which is given up while pages are gathered.
 
 cdef enum:
     MADV_COLLAPSE = 25          # older kernels know no such advice
@@ -29,10 +19,10 @@ cdef enum:
     STEP_BYTES = 16 << 20       # gathered at once
     SLOW_NS = 5000000           # for each MiB: memory is short, or in pieces
 
-SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_HUGE_PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def may_gather(setting=SETTING):
+def may_gather(setting=_HUGE_PAGES_SETTING):
     """Tell by the file of the kernel's setting, and the kernel, whether we may."""
     try:
         return "[never]" not in setting.read_text() and madvise(NULL, 0, MADV_COLLAPSE) == 0

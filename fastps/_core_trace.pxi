@@ -1,33 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write down what every thread does, without the GIL and without waiting; drain it to a file.
-
-Theory of operation. A span is 64 bytes. Each thread that writes one has a ring of its own: it
-alone moves the head, the drain alone the tail, so that no lock and no compare-and-swap is on the
-way. A ring that is full loses the span and counts it. Rings are never freed: they stand in a list
-that only grows at its front, and one whose thread has ended goes to the next that needs one.
-
-The drain is a thread of _core. Every few milliseconds it writes what the rings hold to the file
-that start() was given, whole spans only, so that the file of a process that was killed is valid
-up to its last write. A disk that is full, or a file of max_bytes, ends the trace, not the job.
-
-Threads. trace_span() from any; the drain from one; start() and stop() with the GIL. After a fork
-the child traces nothing: the drain is not there.
-"""
-
-cimport cython
-from libc.errno cimport EINTR, errno
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memset, strerror
-from posix.unistd cimport write
-
-from fastps._core cimport (
-    OK, Completion, Thread, completion_part_done, completion_reset, completion_wait, deadline_of,
-    now_ns, thread_create, thread_join,
-)
-
-from fastps.errors import FastPSError
-
-__all__ = ["Drain", "clock_ns", "is_on", "mark"]
+# Part of _core.pyx: the trace.
+#
+# Write down what every thread does, without the GIL and without waiting; drain it to a file.
+#
+# Theory of operation. A span is 64 bytes. Each thread that writes one has a ring of its own: it
+# alone moves the head, the drain alone the tail, so that no lock and no compare-and-swap is on the
+# way. A ring that is full loses the span and counts it. Rings are never freed: they stand in a
+# list that only grows at its front, and one whose thread has ended goes to the next that needs
+# one.
+#
+# The drain is a thread of _core. Every few milliseconds it writes what the rings hold to the file
+# that start() was given, whole spans only, so that the file of a process that was killed is valid
+# up to its last write. A disk that is full, or a file of max_bytes, ends the trace, not the job.
+#
+# Threads. trace_span() from any; the drain from one; start() and stop() with the GIL. After a fork
+# the child traces nothing: the drain is not there.
 
 cdef extern from * nogil:
     """
@@ -317,7 +304,7 @@ cdef class Drain:
             self.stop()
 
 
-# ---------------------------------------------------------------- Python face
+# ---------------------------------------------------------------- its Python face
 
 def is_on():
     """Tell whether a trace is on."""

@@ -1,38 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that help with a long copy or sum, where cores are idle.
-
-Theory of operation. A task is cut into pieces, and one word counts those that nobody has taken,
-with the number of the task above it: so a piece is taken by one compare-and-swap, and who comes
-late cannot take one of the next task for one of this. Whoever has a task does pieces of it as all
-others do, and at the end waits only for those that were taken: hands that sleep, or whose core
-somebody else has, hold nobody up for longer than a piece. They look for the next task a moment
-before they sleep, so that within a long operation nobody has to be woken.
-
-No deadline ends the wait for a piece that a hand has taken: until then memory is written, and must
-not go back to its owner. It is a copy or a sum that the waiting thread would else do itself, so
-only a hand without a core, or memory that does not answer (swapped out, of a file far away), makes
-it long; overdue_s() tells, and the stall watch names it.
-
-There is one set of hands in a process; none where the workers of a machine have a core each, and
-then nothing here is ever waited for or woken. Threads: any, without the GIL.
-"""
-
-cimport cython
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memset
-
-from fastps._atomic cimport (
-    fps_add32, fps_cas64, fps_fence, fps_load32, fps_load64, fps_store32, fps_store64,
-)
-from fastps._copy cimport fps_copy
-from fastps._core cimport OK, Thread, deadline_of, now_ns, thread_create, thread_join
-from fastps._futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, fps_relax, fps_sleep, fps_wake
-from fastps._posix cimport (
-    getpid, pthread_mutex_init, pthread_mutex_t, pthread_mutex_trylock, pthread_mutex_unlock,
-    sched_yield,
-)
-
-from fastps.errors import FastPSError
+# Part of _core.pyx: the copy pool.
+#
+# Threads that help with a long copy or sum, where cores are idle.
+#
+# Theory of operation. A task is cut into pieces, and one word counts those that nobody has taken,
+# with the number of the task above it: so a piece is taken by one compare-and-swap, and who comes
+# late cannot take one of the next task for one of this. Whoever has a task does pieces of it as
+# all others do, and at the end waits only for those that were taken: hands that sleep, or whose
+# core somebody else has, hold nobody up for longer than a piece. They look for the next task a
+# moment before they sleep, so that within a long operation nobody has to be woken.
+#
+# No deadline ends the wait for a piece that a hand has taken: until then memory is written, and
+# must not go back to its owner. It is a copy or a sum that the waiting thread would else do
+# itself, so only a hand without a core, or memory that does not answer (swapped out, of a file far
+# away), makes it long; overdue_s() tells, and the stall watch names it.
+#
+# There is one set of hands in a process; none where the workers of a machine have a core each, and
+# then nothing here is ever waited for or woken. Threads: any, without the GIL.
 
 cdef enum:
     LONG_BYTES = 4 << 20        # less is done before those who sleep have come
@@ -201,7 +185,7 @@ cdef int64_t hands_fold(rule_fn rule, const void* const* sources, int64_t n, voi
     return 1 if fold.n_failed == 0 else 0
 
 
-# ---------------------------------------------------------------- Python face
+# ---------------------------------------------------------------- its Python face
 
 def overdue_s():
     """Say for how many seconds a task has waited for a piece that a hand does; mostly 0.0."""
