@@ -71,7 +71,9 @@ class Fences:
         self, name: str, count: int, dtype: type | str = np.uint8, *, alignment: int = 0
     ) -> np.ndarray:
         """Return an array; alignment: of its beginning, if not that of an element."""
-        room = self._rooms.setdefault(name, Fenced(1 << 18))
+        if name not in self._rooms:
+            self._rooms[name] = Fenced(1 << 18)
+        room = self._rooms[name]
         alignment = alignment or np.dtype(dtype).itemsize
         return room.array(count, dtype, alignment=alignment, is_last=self._is_last)
 
