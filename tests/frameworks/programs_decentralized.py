@@ -190,7 +190,10 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[[Recursion, int], np.ndarray]
 
 
 def algorithms() -> dict[str, float]:
-    """Compare every algorithm with its recursion after 20 steps; give the errors after 1500."""
+    """Compare every algorithm with its recursion after 20 steps; give the errors after 600.
+
+    Those of what is exact are by then 1e-8 in NumPy, and biases what they stay.
+    """
     me, n = start()
     graph = topology.mesh_grid_2d_graph(n)
     fps.set_topology(graph, is_weighted=True)
@@ -199,7 +202,7 @@ def algorithms() -> dict[str, float]:
     for name, (wrap, follow, momentum) in WAYS.items():
         x = trained(wrap, 20, momentum)
         np.testing.assert_allclose(x, follow(recursion, 20)[me], rtol=1e-9, atol=1e-12)
-        x = trained(wrap, 1500, momentum)
+        x = trained(wrap, 600, momentum)
         errors[name] = float(np.linalg.norm(x - optimum) / np.linalg.norm(optimum))
     x = trained(fps.DistributedAdaptThenCombineOptimizer, 20, overlap=False)
     np.testing.assert_allclose(x, recursion.atc(20)[me], rtol=1e-9, atol=1e-12)
