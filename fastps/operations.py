@@ -118,7 +118,7 @@ def _corrected(operation: Operation, result: Array | None) -> Array | None:
     """Correct an average that may lack somebody, as its handle would have."""
     if result is not None and operation.about is not None:
         lack, code = known().uneven.lack(operation)
-        if lack != 1.0:
+        if lack != 1.0 and code is not None:
             scale(_wire(result), code, lack)
     return result
 

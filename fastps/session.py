@@ -408,7 +408,7 @@ class Session(Forgetting):
         if status == 0:
             if average and self.uneven.has_rounds:
                 lack, code = self.uneven.lack(known)
-                if lack != 1.0:
+                if lack != 1.0 and code is not None:
                     scale(tensor, code, lack)
             return tensor
         handle = self._handle([known], [tensor], _reduction(average), is_single=True)

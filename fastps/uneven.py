@@ -184,21 +184,22 @@ class Uneven:
         gone = sorted(absent.intersection(one.members))
         return f"worker {', '.join(map(str, gone))} {REFUSAL}" if gone else ""
 
-    def lack(self, ticket: Ticket | Operation) -> tuple[float, DType]:
+    def lack(self, ticket: Ticket | Operation) -> tuple[float, DType | None]:
         """Return what the result of an operation that is over lacks, as a factor, and its dtype.
 
-        1, but for averages without those who had joined. FastPSError where no factor mends that:
-        of integers, which were divided, and of signs without a scale, as zeros vote too.
+        1, but for averages without those who had joined; no dtype where nobody ever has.
+        FastPSError where no factor mends that: of integers, which were divided, and of signs
+        without a scale, as zeros vote too.
         ShutdownError where the session is gone that knows of it.
         """
+        if not self.has_rounds or self._has_joined:  # then it is only what others started
+            return 1.0, None
         layout: Layout | None = None
         if (about := getattr(ticket, "about", None)) is None:
             layout = ticket.tensor.layout  # type: ignore[union-attr]
             code = DType(layout.dtype)
         else:
             code = DType(about.key[-1])
-        if not self.has_rounds or self._has_joined:  # then it is only what others started
-            return 1.0, code
         try:
             factor = self._lack_of(ticket, layout)
         except ReferenceError:

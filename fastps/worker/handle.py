@@ -63,8 +63,8 @@ class Waitable(Protocol):
 Explain: TypeAlias = Callable[[Any, int, int | None, float], FastPSError]
 
 
-# Of a ticket that is over: what its result lacks, as a factor, and the result's dtype
-Lack: TypeAlias = Callable[[Any], tuple[float, DType]]
+# Of a ticket that is over: what its result lacks, as a factor, and its dtype if it lacks anything
+Lack: TypeAlias = Callable[[Any], tuple[float, DType | None]]
 
 
 class Outcome(Generic[T]):
@@ -180,11 +180,12 @@ class Handle(Outcome[Array | list[Array]]):
 
     def _multiply(self) -> None:
         """Multiply each result once: half types round, and integers are cut."""
-        lacks = [(1.0, self._code)] * len(self._outputs)
-        if self._lack is not None and self.tickets:  # a group of one has none
-            lacks = [self._lack(ticket) for ticket in self.tickets]
-        for array, (lack, code) in zip(self._outputs, lacks, strict=True):
-            if (factor := self._factor * lack) != 1.0 and code is not None:
+        for place, array in enumerate(self._outputs):
+            factor, code = self._factor, self._code
+            if self._lack is not None and self.tickets:  # a group of one has none
+                lack, known = self._lack(self.tickets[place])
+                factor, code = factor * lack, code or known
+            if factor != 1.0 and code is not None:
                 scale(array, code, factor)
 
     def _is_over(self) -> bool:
