@@ -17,7 +17,7 @@ import numpy as np
 
 from fastps.collectives._calls import MISSED, Calls, changes_so_far
 from fastps.collectives.promise import MeanwhileError
-from fastps.current import current, known
+from fastps.current import current
 from fastps.flights import (
     Average,
     Landed,
@@ -115,11 +115,9 @@ def blocking(
 
 
 def _corrected(operation: Operation, result: Array | None) -> Array | None:
-    """Correct an average that may lack somebody, as its handle would have."""
-    if result is not None and operation.about is not None:
-        lack, code = known().uneven.lack(operation)
-        if lack != 1.0 and code is not None:
-            scale(_wire(result), code, lack)
+    """Correct an average that may lack somebody, as its handle does."""
+    if result is not None:
+        operation.group.promise(operation, _wire(result)).wait()
     return result
 
 

@@ -76,9 +76,9 @@ from fastps.stalls import StallWatch, dispute
 from fastps.steps import Steps
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
-from fastps.uneven import Uneven
+from fastps.uneven import AVERAGE, Uneven
 from fastps.ways import Ways
-from fastps.worker.handle import Array, Handle, scale
+from fastps.worker.handle import Array, Handle
 
 if TYPE_CHECKING:
     from fastps.control.client import Asked, ControlClient
@@ -89,8 +89,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# What a handle's operation was: the rank of a broadcast's root, or
-SUM, AVERAGE = -1, -2
+SUM = -1  # what a handle's operation was, or AVERAGE, or the rank of a broadcast's root
 _OPERATIONS = {SUM: "a sum", AVERAGE: "an average"}
 _ENDINGS = (PeerLostError, ShutdownError)  # what an engine raises that has ended
 RESULT_BYTES = 256 << 10  # of a sum from which on it lies in shared memory
@@ -405,14 +404,10 @@ class Session(Forgetting):
         status = known.wait(timeout_s=self.config.op_timeout_s, spin_us=self.config.spin_us)
         self.wait_seconds[0] += time.perf_counter() - began
         assert isinstance(tensor, np.ndarray)
-        if status == 0:
-            if average and self.uneven.has_rounds:
-                lack, code = self.uneven.lack(known)
-                if lack != 1.0 and code is not None:
-                    scale(tensor, code, lack)
+        if status == 0 and not (average and self.uneven.has_rounds):
             return tensor
         handle = self._handle([known], [tensor], _reduction(average), is_single=True)
-        return handle.wait(0.0)  # raises
+        return handle.wait(0.0)  # raises, or corrects an average
 
     def _start_known(
         self,

@@ -12,7 +12,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from fastps import _core as _trace
+from fastps import _core
 from fastps.telemetry import spans
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Steps:
             self._busy, self._waited = busy - self._before[0], waited - self._before[1]
             self._totals = (self._totals[0] + self._busy, self._totals[1] + self._waited)
             began, ended = round(self._marked * 1e9), round(now * 1e9)
-            _trace.mark(spans.STEP, began, ended, version=self.count)
+            _core.mark(spans.STEP, began, ended, version=self.count)
             if self._tuner is not None and engine is not None and self._session.size > 1:
                 self._tuner.step(self.seconds)
         self.count += 1
@@ -80,7 +80,7 @@ class Steps:
         window = None if engine is None else engine.speed()
         if window is None:
             return None
-        age_s = (_trace.clock_ns() - window[0]) * 1e-9
+        age_s = (_core.clock_ns() - window[0]) * 1e-9
         return round((time.time() - age_s) * 1000), window[1]
 
     def statistics(self) -> dict[str, float]:

@@ -184,7 +184,7 @@ class Handle(Outcome[Array | list[Array]]):
             factor, code = self._factor, self._code
             if self._lack is not None and self.tickets:  # a group of one has none
                 lack, known = self._lack(self.tickets[place])
-                factor, code = factor * lack, code or known
+                factor, code = factor * lack, known if code is None else code
             if factor != 1.0 and code is not None:
                 scale(array, code, factor)
 

@@ -32,6 +32,10 @@ def test_sizes_that_change_under_operations_in_flight(settings):
     assert found == ["done"] * 3
 
 
+def test_a_session_that_ends_as_a_call_does():
+    assert run_job(programs_repeated.closed_meanwhile, workers=2, servers=0) == ["done"] * 2
+
+
 def test_async_forms_begin_at_once():
     assert run_job(programs_repeated.async_forms, workers=2, servers=0) == ["done"] * 2
 
