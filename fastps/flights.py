@@ -632,7 +632,7 @@ def start_reduce(
     dtype: DType | None = None,
     out: Array | None = None,
 ) -> Waitable:
-    """Start to give the root the all-reduce, in its out; what others get is no result."""
+    """Start the all-reduce to the root, in its out; what others get is no result."""
     group, root = checked_set(process_set).group(), process_set.member(root_rank, "root_rank")
     return group.reduce(array, out, root=root, op=op, name=name, dtype=dtype)
 
@@ -647,7 +647,7 @@ def start_gather(
     out: Array | None = None,
     is_awaited: bool = False,
 ) -> Waitable:
-    """Start to give the root the all-gather, in its out or what the flight gives.
+    """Start the all-gather to the root, in its out or a new array.
 
     is_awaited: as of start_allgather().
     """

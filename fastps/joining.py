@@ -261,7 +261,7 @@ class Connections:
     # ---- at work ----
 
     def _traffic(self) -> Iterator[Traffic]:
-        """Return each link of this process, those of the server in it too."""
+        """Yield each link of this process, those of the server in it too."""
         for part in (self._links, self.node, self._group, self._server):
             if part is not None:
                 yield from part.traffic()

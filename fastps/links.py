@@ -222,7 +222,7 @@ class Links:
         return dict(counts)
 
     def traffic(self) -> Iterator[Traffic]:
-        """Return each link."""
+        """Yield each link."""
         yield from traffic(self._tcp)
         yield from traffic(self._rdma, "RDMA")
         yield from traffic(self._memory)

@@ -192,7 +192,7 @@ class _Bytes:
         self._memory = memoryview(bytearray(held))
 
     def __iter__(self) -> Iterator[memoryview]:
-        """Return the parts in turn."""
+        """Yield the parts in turn."""
         for at in range(0, self.nbytes, len(self._memory)):
             yield self._memory[: self.nbytes - at]
 

@@ -177,7 +177,7 @@ class Calls:
 
 
 def _blocks(array: Array) -> Iterator[tuple[Array, Array]]:
-    """Return the parts of an array, each with the whole numbers that rank 0 puts there."""
+    """Yield the parts of an array, each with the whole numbers that rank 0 puts there."""
     for start in range(0, array.size, BLOCK):
         part = array[start : start + BLOCK]
         yield part, np.arange(start, start + part.size) % PERIOD

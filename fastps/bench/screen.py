@@ -118,7 +118,7 @@ class PlainScreen:
 
     @contextlib.contextmanager
     def progress(self, steps: int) -> Iterator[Step]:
-        """Return what to call as each of so many steps begins; ten of them are shown."""
+        """Yield what to call as each of so many steps begins; ten of them are shown."""
         numbers = itertools.count(1)
 
         def step(text: str) -> None:
@@ -143,7 +143,7 @@ class RichScreen(PlainScreen):
 
     @contextlib.contextmanager
     def progress(self, steps: int) -> Iterator[Step]:
-        """Return what to call as each of so many steps begins: it moves a bar on."""
+        """Yield what to call as each of so many steps begins: it moves a bar on."""
         rich = _rich("progress")
         columns = rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn()
         with rich.Progress("{task.description}", *columns, transient=True) as bar:

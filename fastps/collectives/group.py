@@ -78,7 +78,7 @@ class Group(Members):
         priority: int = 0,
         brought: Brought = (),
     ) -> Promise:
-        """Start to give everybody the sum, or another op, of everybody's array.
+        """Start to reduce the arrays of all members, by a sum or another op, on all.
 
         out: None for a new array, array itself for in place. divisor: what a sum is divided by,
         for an average the size. brought: the arrays that it consists of, if they are several. Rank
@@ -106,7 +106,7 @@ class Group(Members):
         name: str | None = None,
         dtype: DType | None = None,
     ) -> Promise:
-        """Start to give the root the sum of everybody's array; others' out is not written."""
+        """Start to reduce the arrays of all members on the root; others' out is not written."""
         root = self._member(root, "root")
         if self.rank != root:
             out = None
@@ -135,7 +135,7 @@ class Group(Members):
         dtype: DType | None = None,
         brought: Brought = (),
     ) -> Promise:
-        """Start to give each member the sum of its block of everybody's array.
+        """Start to reduce the arrays of all members, each member's block on that member.
 
         counts: elements of each member's block; None: even, and the array's size is divisible.
         brought: the arrays that it consists of, if they are several.
@@ -162,7 +162,7 @@ class Group(Members):
         dtype: DType | None = None,
         brought: Brought = (),
     ) -> Promise:
-        """Start to give everybody everybody's array, one after the other.
+        """Start to gather the arrays of all members, concatenated, on all.
 
         counts: elements of each member's array; None: all as many as ours. An array that lies in
         out, where it is to land, is not copied. brought: what the array tells of, for errors.
@@ -190,7 +190,7 @@ class Group(Members):
         name: str | None = None,
         dtype: DType | None = None,
     ) -> Promise:
-        """Start to give the root everybody's array, one after the other; counts as allgather()."""
+        """Start to gather the arrays of all members on the root; counts as allgather()."""
         root = self._member(root, "root")
         sizes = [array.size] * self.size if counts is None else list(counts)
         self._check_size("array", array, self._counts(sizes, sum(sizes))[self.rank])
@@ -218,7 +218,7 @@ class Group(Members):
         name: str | None = None,
         dtype: DType | None = None,
     ) -> Promise:
-        """Start to give each member its block of the root's array; counts: elements of each."""
+        """Start to scatter the root's array, a block to each member; counts: elements of each."""
         root = self._member(root, "root")
         sizes = [out.size] * self.size if counts is None else list(counts)
         self._check_size("out", out, self._counts(sizes, sum(sizes))[self.rank])
@@ -246,7 +246,7 @@ class Group(Members):
         name: str | None = None,
         dtype: DType | None = None,
     ) -> Promise:
-        """Start to give each member its block of everybody's array, in the order of senders.
+        """Start to send each member its block, and receive those of all in their order.
 
         send_counts: elements of our array for each member; receive_counts: those that each has
         for us; None: even, and the array's size is divisible.

@@ -69,7 +69,7 @@ class Suspicions:
     """Members, by peer number, that others cannot reach: they may turn out dead, or not."""
 
     def __init__(self, *, is_judged: bool = False) -> None:
-        """Start; is_judged: workers may lie, and are not believed of others."""
+        """Know of nobody; is_judged: workers may lie, and are not believed of others."""
         self._is_judged = is_judged
         self._all: list[Suspicion] = []
 

@@ -15,7 +15,7 @@ NAME = "FASTPS_COMMIT_DIR"
 
 @contextlib.contextmanager
 def kept_commits(options: Options, environment: Mapping[str, str]) -> Iterator[Options]:
-    """Return the options with a directory for commits, if there is none; gone in the end.
+    """Yield the options with a directory for commits, if there is none; gone in the end.
 
     Where none can be made it is without one: whoever commits then says so.
     """

@@ -44,7 +44,7 @@ register_model(Ordered)(kernels._element_model)
 
 
 def comparisons(n: int) -> Iterator[tuple[int, int]]:
-    """Return the pairs of Batcher's odd-even merge sort, for any n."""
+    """Yield the pairs of Batcher's odd-even merge sort, for any n."""
     step = 1
     while step < n:
         gap = step

@@ -192,7 +192,7 @@ def _whole(one: Timed) -> Iterator[Item]:
 
 
 def _rows(pid: int, kind: int, items: list[Item], origin: int) -> Iterator[Event]:
-    """Return items rows of a stage, each the first that is free."""
+    """Yield items with rows of a stage, each the first that is free."""
     title = KINDS[kind] if kind else "TENSOR"
     place = ORDER.index(kind) if kind in ORDER else len(ORDER) + kind
     free: list[tuple[int, int]] = []  # (end of the last event, row)
@@ -263,7 +263,7 @@ def steps_of(one: Timed) -> list[tuple[int, int]]:
 
 
 def hidden_shares(one: Timed) -> Iterator[tuple[int, float]]:
-    """Return for each step its begin, and which share of its communication somebody waited for."""
+    """Yield for each step its begin, and which share of its communication somebody waited for."""
     busy = _union(one, one.of(*OF_A_WORKER))
     waits = _union(one, one.of(WAIT))
     for began, ended in steps_of(one):

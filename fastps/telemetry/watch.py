@@ -118,7 +118,7 @@ def _pace(before: Look, after: Look) -> Pace:
 
 
 def _flows(before: Look, after: Look, seconds: float) -> Iterator[Flow]:
-    """Return what each link moved; one that is new began with nothing."""
+    """Yield what each link moved; one that is new began with nothing."""
     earlier = {(one["peer"], one["way"]): one for one in before.links}
     for one in after.links:
         former = earlier.get((one["peer"], one["way"]), {})

@@ -415,7 +415,7 @@ class Node:
         return dict(counts)
 
     def traffic(self) -> Iterator[Traffic]:
-        """Return each peer link."""
+        """Yield each peer link."""
         yield from traffic(self._tcp)
         yield from traffic(self._rdma, "RDMA")
 

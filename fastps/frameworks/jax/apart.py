@@ -17,7 +17,7 @@ from fastps.frameworks.jax.calls import call, shapes_of
 def exchange_apart(
     steps: AsynchronousSteps, before: Sequence[Any], changes: Sequence[Any]
 ) -> list[Any]:
-    """Return servers what a step has changed, and the program what they hold then."""
+    """Send servers what a step has changed, and return what they hold then."""
     count = len(before)
 
     def write(_: int, inputs: Arrays, outputs: Arrays) -> None:

@@ -75,12 +75,12 @@ class Plan:
         self.on(device).start(bucket, inputs)
 
     def finish(self, bucket: int, device: int, inputs: Arrays, outputs: Arrays) -> None:
-        """Wait for all buckets; give the results of one."""
+        """Wait for all buckets, and write the results of one."""
         self.on(device).end()
         self.on(device).take(bucket, outputs)
 
     def take(self, bucket: int, device: int, inputs: Arrays, outputs: Arrays) -> None:
-        """Return those of another."""
+        """Write the results of another bucket."""
         self.on(device).take(bucket, outputs)
 
 

@@ -466,7 +466,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Promise:
-    """Start to give everybody the root's tensor as a new one."""
+    """Start to broadcast the root's tensor to all workers, as a new one."""
     own = check_kind(tensor, name).detach().clone()
     return broadcast_async_(own, root_rank, name, process_set)
 

@@ -49,7 +49,7 @@ def has_job() -> bool:
 
 
 def meet(timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
-    """Return torch's store, and rank and size in the job that is known, as a rendezvous does."""
+    """Yield torch's store, and rank and size in the job that is known, as a rendezvous does."""
     session = current.init(_patience(timeout))
     if session.size == 1:
         yield HashStore(), 0, 1
