@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 MODULES = [
     "fastps._core",
-    "fastps._floats",
+    "fastps.native._floats",
     "fastps.reduce.codec._coder",
     "fastps.reduce._combiner",
     "fastps.transport._link",
@@ -39,11 +39,11 @@ MODULES = [
     "fastps.worker._local",
     "fastps.transport.pipe._transport",
     "fastps.collectives._exchange",
-    "fastps.collectives._eager",
+    "fastps.collectives._eager_rows",
     "fastps.collectives._calls",
     "fastps.collectives._repeated",
     "fastps.graph._windows",
-    "fastps.frameworks._lent",
+    "fastps.frameworks._borrowed_memory",
     "fastps.frameworks.jax._ffi",
     "fastps.frameworks.tensorflow._ops",
 ]

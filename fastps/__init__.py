@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastps import current as _current
-from fastps.compression import Choice, Compression
-from fastps.contract import Compensation
+from fastps.config import package as _package  # noqa: F401  (says it where nothing is compiled)
+from fastps.contract.compression import Choice, Compression
+from fastps.contract.contract import Compensation
+from fastps.contract.rule import Choice as RuleChoice
 from fastps.errors import (
     ArgumentError,
     AuthError,
@@ -35,19 +36,7 @@ from fastps.errors import (
     TransportError,
     TransportTimeout,
 )
-from fastps.flights import (
-    BAND,
-    BOR,
-    BXOR,
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather_object,
-)
-from fastps.operations import (
+from fastps.ops.numpy_collectives import (
     allgather,
     allgather_async,
     allreduce,
@@ -77,8 +66,20 @@ from fastps.operations import (
     send,
     send_async,
 )
-from fastps.rules import Choice as RuleChoice
-from fastps.sets import (
+from fastps.ops.start import (
+    BAND,
+    BOR,
+    BXOR,
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather_object,
+)
+from fastps.session import current as _current
+from fastps.session.process_sets import (
     ProcessSet,
     add_process_set,
     checked_set,
@@ -89,14 +90,9 @@ from fastps.types import dtype_of
 from fastps.worker.handle import Array, Handle, Waitable
 
 if TYPE_CHECKING:
-    from fastps.asynchronous import ServerParameters
-    from fastps.graph.rules import (
-        AdaptiveClipping,
-        CoordinateMedian,
-        SelfCentredClipping,
-        TrimmedMean,
-    )
-    from fastps.held import (
+    from fastps.algorithms import outer
+    from fastps.algorithms.async_local_sgd import AsyncLocalSGD, Constant, Hinge, Polynomial
+    from fastps.algorithms.held_parameters import (
         HeldParameters,
         pull,
         pull_async,
@@ -106,9 +102,17 @@ if TYPE_CHECKING:
         validator_rank,
         validator_size,
     )
-    from fastps.local_async import AsyncLocalSGD, Constant, Hinge, Polynomial
-    from fastps.local_sgd import LocalSGD
-    from fastps.neighbors import (
+    from fastps.algorithms.local_sgd import LocalSGD
+    from fastps.algorithms.server_parameters import ServerParameters
+    from fastps.algorithms.validated_steps import ValidatedSteps
+    from fastps.algorithms.validator import Judged, Validator
+    from fastps.graph.rules import (
+        AdaptiveClipping,
+        CoordinateMedian,
+        SelfCentredClipping,
+        TrimmedMean,
+    )
+    from fastps.ops.neighbors import (
         hierarchical_neighbor_allreduce,
         hierarchical_neighbor_allreduce_async,
         in_neighbor_machine_ranks,
@@ -132,9 +136,7 @@ if TYPE_CHECKING:
         set_machine_topology,
         set_topology,
     )
-    from fastps.validated import ValidatedSteps
-    from fastps.validators import Judged, Validator
-    from fastps.windows import (
+    from fastps.ops.windows import (
         get_current_created_window_names,
         get_win_version,
         turn_off_win_ops_with_associated_p,
@@ -251,6 +253,7 @@ __all__ = [
     "neighbor_allreduce_async",
     "out_neighbor_machine_ranks",
     "out_neighbor_ranks",
+    "outer",
     "pair_gossip",
     "pair_gossip_async",
     "poll",
@@ -306,23 +309,26 @@ __all__ = [
 # What many programs never use is imported with the first name of it, which halves the time of
 # `import fastps`.
 _LATER = (
-    "fastps.windows",
+    "fastps.ops.windows",
     "fastps.graph.rules",
-    "fastps.neighbors",
-    "fastps.asynchronous",
-    "fastps.held",
-    "fastps.validators",
-    "fastps.validated",
-    "fastps.local_sgd",
-    "fastps.local_async",
+    "fastps.ops.neighbors",
+    "fastps.algorithms.server_parameters",
+    "fastps.algorithms.held_parameters",
+    "fastps.algorithms.validator",
+    "fastps.algorithms.validated_steps",
+    "fastps.algorithms.local_sgd",
+    "fastps.algorithms.async_local_sgd",
 )
+_MODULES = {"outer": "fastps.algorithms.outer"}
 
 if not TYPE_CHECKING:  # type checkers know the names from above, and find what is misspelt
 
     def __getattr__(name: str) -> Any:
         """Find a public name in the modules that are imported later, or the version."""
         if name == "__version__":
-            return importlib.import_module("fastps.versions").version_of("fastps")
+            return importlib.import_module("fastps.config.versions").version_of("fastps")
+        if name in _MODULES:
+            return importlib.import_module(_MODULES[name])
         if name in __all__:
             for module in map(importlib.import_module, _LATER):
                 if name in vars(module):

@@ -5,7 +5,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
-from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
+from fastps.native._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
 
 cdef enum Status:
     OK = 0
@@ -129,7 +129,7 @@ cdef enum Probe:
 # key: 0 where a call serves several; a tensor as a whole: its id << KEY_BITS.
 cdef void probe_hit(int point, uint64_t key, uint32_t version) noexcept nogil
 
-# ---- trace: spans that any thread of ours writes down while one is on; _core_trace.pxi ----
+# ---- trace: spans that any thread of ours writes down while one is on; native/core_trace.pxi ----
 # A span is one stage of one piece of work: when it began and ended, what it was about. Nobody
 # else's memory is touched, nothing waits, and no thread takes the GIL. Off, a place that could
 # write one costs the branch of is_traced().

@@ -60,13 +60,13 @@ from posix.signal cimport kill, sigdelset, sigfillset, sigset_t
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 from posix.unistd cimport _exit, close, getpid, write
 
-from fastps._atomic cimport (
+from fastps.native._floats cimport fps_floats, fps_floats_enter
+from fastps.native.atomic cimport (
     fps_add32, fps_cas64, fps_fence, fps_load32, fps_load64, fps_store32, fps_store64,
 )
-from fastps._copy cimport fps_copy
-from fastps._floats cimport fps_floats, fps_floats_enter
-from fastps._futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, fps_relax, fps_sleep, fps_wake
-from fastps._posix cimport (
+from fastps.native.copy cimport fps_copy
+from fastps.native.futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, fps_relax, fps_sleep, fps_wake
+from fastps.native.posix cimport (
     MSG_DONTWAIT, MSG_NOSIGNAL, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_t, pthread_mutex_trylock, pthread_mutex_unlock, sched_yield, send, syscall,
 )
@@ -121,12 +121,12 @@ cdef enum:
     SLAB_BYTES = 33554432           # default slab: eight default partitions; pre-faults in ~2 ms
     MAX_LOAN_PAGES = 1073741824     # 4 TiB; far above it rounding could overflow
 
-include "_core_sync.pxi"
-include "_core_queue.pxi"
-include "_core_thread.pxi"
-include "_core_probe.pxi"
-include "_core_pool.pxi"
-include "_core_trace.pxi"
-include "_core_copy_pool.pxi"
-include "_core_huge_pages.pxi"
-include "_core_face.pxi"
+include "native/core_sync.pxi"
+include "native/core_queue.pxi"
+include "native/core_thread.pxi"
+include "native/core_probe.pxi"
+include "native/core_pool.pxi"
+include "native/core_trace.pxi"
+include "native/core_copy_pool.pxi"
+include "native/core_huge_pages.pxi"
+include "native/core_face.pxi"

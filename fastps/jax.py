@@ -38,7 +38,7 @@ from fastps import (
     shutdown,
     size,
 )
-from fastps.frameworks._adapter import (
+from fastps.frameworks.gradient_round import (
     Average,
     Sum,
 )

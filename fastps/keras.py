@@ -32,11 +32,7 @@ from fastps import (
     shutdown,
     size,
 )
-from fastps.frameworks._adapter import (
-    Average,
-    Sum,
-)
-from fastps.frameworks.built import (
+from fastps.frameworks.built_features import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -47,6 +43,10 @@ from fastps.frameworks.built import (
     mpi_threads_supported,
     nccl_built,
     rocm_built,
+)
+from fastps.frameworks.gradient_round import (
+    Average,
+    Sum,
 )
 from fastps.frameworks.horovod import (
     HorovodInternalError,
@@ -74,7 +74,7 @@ from fastps.frameworks.keras.values import (
 from fastps.frameworks.keras.variables import (
     broadcast_variables,
 )
-from fastps.neighbors import is_homogeneous
+from fastps.ops.neighbors import is_homogeneous
 
 __all__ = [
     "Adasum",

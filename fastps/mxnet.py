@@ -41,11 +41,7 @@ from fastps import (
     shutdown,
     size,
 )
-from fastps.frameworks._adapter import (
-    Average,
-    Sum,
-)
-from fastps.frameworks.built import (
+from fastps.frameworks.built_features import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -57,6 +53,10 @@ from fastps.frameworks.built import (
     nccl_built,
     rocm_built,
 )
+from fastps.frameworks.gradient_round import (
+    Average,
+    Sum,
+)
 from fastps.frameworks.horovod import (
     HorovodInternalError,
     cross_rank,
@@ -67,7 +67,7 @@ from fastps.frameworks.horovod import (
 from fastps.frameworks.mxnet.aliases import (
     compat,
 )
-from fastps.neighbors import is_homogeneous
+from fastps.ops.neighbors import is_homogeneous
 
 if TYPE_CHECKING:
     from fastps.frameworks.mxnet.face import (

@@ -41,11 +41,7 @@ from fastps import (
     shutdown,
     size,
 )
-from fastps.frameworks._adapter import (
-    Average,
-    Sum,
-)
-from fastps.frameworks.built import (
+from fastps.frameworks.built_features import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -56,6 +52,10 @@ from fastps.frameworks.built import (
     mpi_threads_supported,
     nccl_built,
     rocm_built,
+)
+from fastps.frameworks.gradient_round import (
+    Average,
+    Sum,
 )
 from fastps.frameworks.horovod import (
     HorovodInternalError,
@@ -104,7 +104,7 @@ from fastps.frameworks.tensorflow.training import (
     broadcast_variables,
     exchange_gradients,
 )
-from fastps.neighbors import is_homogeneous
+from fastps.ops.neighbors import is_homogeneous
 
 if TYPE_CHECKING:
     from fastps.frameworks.tensorflow.batchnorm import SyncBatchNormalization

@@ -82,11 +82,7 @@ from fastps import (
     win_poll,
     win_wait,
 )
-from fastps.frameworks._adapter import (
-    Average,
-    Sum,
-)
-from fastps.frameworks.built import (
+from fastps.frameworks.built_features import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -98,6 +94,10 @@ from fastps.frameworks.built import (
     nccl_built,
     rocm_built,
 )
+from fastps.frameworks.gradient_round import (
+    Average,
+    Sum,
+)
 from fastps.frameworks.horovod import (
     HorovodInternalError,
     cross_rank,
@@ -107,14 +107,59 @@ from fastps.frameworks.horovod import (
     stop_timeline,
 )
 from fastps.frameworks.torch import elastic
-from fastps.frameworks.torch.backend import register as _register
-from fastps.frameworks.torch.batchnorm import SyncBatchNorm
-from fastps.frameworks.torch.broadcast import (
+from fastps.frameworks.torch.algorithms.async_local_sgd import AsyncLocalSGD
+from fastps.frameworks.torch.algorithms.local_sgd import LocalSGD
+from fastps.frameworks.torch.algorithms.validated import (
+    ValidatedOptimizer,
+    Validator,
+)
+from fastps.frameworks.torch.decentralized.corrections import (
+    DistributedDecentLaMOptimizer,
+    DistributedExactDiffusionOptimizer,
+    DistributedGradientTrackingOptimizer,
+    DistributedNoLoCoOptimizer,
+)
+from fastps.frameworks.torch.decentralized.neighbors import (
+    average_parameters,
+    hierarchical_neighbor_allreduce,
+    hierarchical_neighbor_allreduce_async,
+    neighbor_allgather,
+    neighbor_allgather_async,
+    neighbor_allreduce,
+    neighbor_allreduce_async,
+    pair_gossip,
+    pair_gossip_async,
+)
+from fastps.frameworks.torch.decentralized.optimizer import (
+    CommunicationType,
+    DistributedAdaptThenCombineOptimizer,
+    DistributedAdaptWithCombineOptimizer,
+    DistributedGradientAllreduceOptimizer,
+)
+from fastps.frameworks.torch.decentralized.window_optimizers import (
+    DistributedPullGetOptimizer,
+    DistributedPushSumOptimizer,
+    DistributedWinPutOptimizer,
+)
+from fastps.frameworks.torch.decentralized.windows import (
+    win_accumulate,
+    win_accumulate_async,
+    win_create,
+    win_put,
+    win_put_async,
+    win_update,
+    win_update_then_collect,
+)
+from fastps.frameworks.torch.distributed.backend import register as _register
+from fastps.frameworks.torch.distributed.comm_hook import comm_hook
+from fastps.frameworks.torch.gradients.data_parallel import DistributedDataParallel
+from fastps.frameworks.torch.ops.batchnorm import SyncBatchNorm
+from fastps.frameworks.torch.ops.broadcast import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from fastps.frameworks.torch.collectives import (
+from fastps.frameworks.torch.ops.collectives import (
     allgather,
     allgather_async,
     allreduce,
@@ -149,39 +194,8 @@ from fastps.frameworks.torch.collectives import (
     send_async,
     sparse_allreduce_async,
 )
-from fastps.frameworks.torch.comm_hook import comm_hook
-from fastps.frameworks.torch.compression import Compression
-from fastps.frameworks.torch.corrected import (
-    DistributedDecentLaMOptimizer,
-    DistributedExactDiffusionOptimizer,
-    DistributedGradientTrackingOptimizer,
-    DistributedNoLoCoOptimizer,
-)
-from fastps.frameworks.torch.decentralized import (
-    CommunicationType,
-    DistributedAdaptThenCombineOptimizer,
-    DistributedAdaptWithCombineOptimizer,
-    DistributedGradientAllreduceOptimizer,
-)
-from fastps.frameworks.torch.local_async import AsyncLocalSGD
-from fastps.frameworks.torch.local_sgd import LocalSGD
-from fastps.frameworks.torch.neighbors import (
-    average_parameters,
-    hierarchical_neighbor_allreduce,
-    hierarchical_neighbor_allreduce_async,
-    neighbor_allgather,
-    neighbor_allgather_async,
-    neighbor_allreduce,
-    neighbor_allreduce_async,
-    pair_gossip,
-    pair_gossip_async,
-)
-from fastps.frameworks.torch.one_sided import (
-    DistributedPullGetOptimizer,
-    DistributedPushSumOptimizer,
-    DistributedWinPutOptimizer,
-)
-from fastps.frameworks.torch.ops import (
+from fastps.frameworks.torch.ops.compression import Compression
+from fastps.frameworks.torch.ops.push_pull import (
     declare,
     poll,
     push_pull,
@@ -190,23 +204,9 @@ from fastps.frameworks.torch.ops import (
     push_pull_inplace,
     synchronize,
 )
-from fastps.frameworks.torch.optimizer import (
+from fastps.frameworks.torch.optimizer.distributed import (
     CrossBarrier,
     DistributedOptimizer,
-)
-from fastps.frameworks.torch.parallel import DistributedDataParallel
-from fastps.frameworks.torch.validated import (
-    ValidatedOptimizer,
-    Validator,
-)
-from fastps.frameworks.torch.windows import (
-    win_accumulate,
-    win_accumulate_async,
-    win_create,
-    win_put,
-    win_put_async,
-    win_update,
-    win_update_then_collect,
 )
 from fastps.graph.rules import (
     AdaptiveClipping,
@@ -214,7 +214,7 @@ from fastps.graph.rules import (
     SelfCentredClipping,
     TrimmedMean,
 )
-from fastps.neighbors import is_homogeneous
+from fastps.ops.neighbors import is_homogeneous
 
 __all__ = [
     "BAND",

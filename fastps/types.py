@@ -95,7 +95,7 @@ class Op(enum.Enum):
     BAND = "band"
     BOR = "bor"
     BXOR = "bxor"
-    ADASUM = "adasum"  # not element by element: see adasum.py
+    ADASUM = "adasum"  # not element by element: see collectives/adasum.py
 
     @property
     def reduction(self) -> ReduceOp:

@@ -40,7 +40,7 @@ import fastps
 from fastps.bench import BenchError
 from fastps.bench.options import APART_LINKS, COLOCATED_LINKS, MEMORY, NETWORK
 from fastps.config import Config
-from fastps.control.doors import open_doors
+from fastps.control.listen import open_doors
 from fastps.transport import sockets, tcp
 
 PIECE = 256 << 10  # bytes; half of it read, half written, all of it in a second-level cache

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fastps.bench import gloo
 from fastps.bench.gloo import GLOO
+from fastps.config.versions import ShowVersion
 from fastps.config.words import add_words, count, number, word
-from fastps.versions import ShowVersion
 
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MAX_BYTES = 1 << 40

@@ -22,8 +22,8 @@ from typing import Any
 from fastps import config
 from fastps.bench import BenchError
 from fastps.bench.options import Mode, Options
+from fastps.config.versions import command_of
 from fastps.transport import sockets
-from fastps.versions import command_of
 
 START_S = 120.0  # imports of many processes on a loaded machine
 ANSWER_S = 360.0  # above FASTPS_OP_TIMEOUT_S, so that a worker's own error comes first

@@ -5,7 +5,7 @@ rules.py       what to give as rule=: the parameters of each, with its paper
 reference.py   what each rule makes of updates, in NumPy
 scores.py      rules that compare with a trusted update: FLTrust, Zeno, Zeno++, FedAsync, Kardam
 judges.py      what validators make of updates in blocks by either, with kernels
-whole.py       rules for whole tensors, where these are several blocks
+model_judge.py       rules for whole tensors, where these are several blocks
 updates.py     which updates are whole, in order and new, and what became of them
 attacks.py     what liars send
 
@@ -42,7 +42,7 @@ from fastps.byzantine.scores import (
     ZenoPlusPlusDescent,
     is_sound,
 )
-from fastps.rules import Choice
+from fastps.contract.rule import Choice
 
 __all__ = [
     "Average",

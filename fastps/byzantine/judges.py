@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from fastps.byzantine.model_judge import Whole
 from fastps.byzantine.rules import rule_of
 from fastps.byzantine.scores import (
     Array,
@@ -29,12 +30,11 @@ from fastps.byzantine.scores import (
     ZenoPlusPlusDescent,
 )
 from fastps.byzantine.updates import PARTIAL
-from fastps.byzantine.whole import Whole
+from fastps.contract.rule import FLOATS, MAX_VOICES, Kind, Rule
 from fastps.errors import ConfigError
-from fastps.reduce import measures
+from fastps.reduce import norms
 from fastps.reduce._combiner import Combiner
-from fastps.rules import FLOATS, MAX_VOICES, Kind, Rule
-from fastps.server.owned import find_own
+from fastps.reduce.user_rules import find_own
 from fastps.types import dtype_of
 
 Row: TypeAlias = Sequence[Array | None]  # an update, by block; None: was skipped
@@ -128,7 +128,7 @@ def as_floats(row: Row) -> list[Array | None]:
 def are_sound(row: Row) -> bool:
     """Return whether an update may be judged: no block has NaN, infinity or too large a norm."""
     blocks = [one for one in as_floats(row) if one is not None]
-    return all(np.isfinite(measures.square_norms([one])[0]) for one in blocks)
+    return all(np.isfinite(norms.square_norms([one])[0]) for one in blocks)
 
 
 def _called(combiner: Combiner) -> Callable[[list[Array | None], Array, int], Any]:
@@ -224,14 +224,14 @@ class Scored:
     ) -> Array:  # fmt: skip
         found = [(case.rows[j][place], verdicts[j]) for j in who]
         pairs = [(u, v.factor / total) for u, v in found if u is not None and v and total]
-        return measures.mix([u for u, _ in pairs], [factor for _, factor in pairs], like)
+        return norms.mix([u for u, _ in pairs], [factor for _, factor in pairs], like)
 
     def judge_alone(self, case: Case) -> Judgement:
         """Take the only update of a case times what the rule says."""
         (verdict,) = self._verdicts(case)
         factor = 0.0 if verdict is None else verdict.factor
         return [verdict], [
-            measures.mix([] if u is None else [u], [] if u is None else [factor], like)
+            norms.mix([] if u is None else [u], [] if u is None else [factor], like)
             for u, like in zip(case.rows[0], case.trusted, strict=True)
         ]
 
@@ -263,7 +263,7 @@ def _measured(case: Case) -> list[Measures]:
         for place, like in enumerate(case.trusted):
             column = [(j, row[place]) for j, row in enumerate(case.rows)]
             who = [j for j, one in column if one is not None]
-            found = measures.products([one for _, one in column if one is not None], like)
+            found = norms.products([one for _, one in column if one is not None], like)
             sums[who, :2] += found[:-1]
             sums[who, 2] += found[-1, 1]
             for j in who:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fastps.rules import Kind, Rule
+from fastps.contract.rule import Kind, Rule
 
 Array: TypeAlias = np.ndarray[Any, Any]
 FARTHEST = 1e300  # of squares of distances: their sums stay finite

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fastps.byzantine import reference
+from fastps.contract.rule import SUMMED, Choice, Kind, Rule
 from fastps.errors import ConfigError
-from fastps.rules import SUMMED, Choice, Kind, Rule
 from fastps.types import DType
 
 Array: TypeAlias = np.ndarray[Any, Any]

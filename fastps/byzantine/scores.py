@@ -74,7 +74,7 @@ def _dot(x: Array, y: Array) -> float:
 
 
 def measured(update: Array, trusted: Array) -> Measures:
-    """Measure in NumPy; fastps.reduce.measures does it for many at once."""
+    """Measure in NumPy; fastps.reduce.norms does it for many at once."""
     inner, own = _dot(update, trusted), _dot(update, update)
     return Measures(inner, own, _dot(trusted, trusted), update.size)
 

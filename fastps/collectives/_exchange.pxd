@@ -4,7 +4,7 @@ from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from fastps._core cimport BufferPool, Completion, HugePages, rule_fn
-from fastps._posix cimport pthread_mutex_t
+from fastps.native.posix cimport pthread_mutex_t
 from fastps.transport._link cimport LinkOwner, LinkSlot, Owner, SendItem
 from fastps.worker._engine cimport WorkerEngine
 from fastps.worker._stage cimport Plan
@@ -233,7 +233,7 @@ cdef class Operation:
     cdef bint is_over           # somebody saw the end
     cdef public object about    # what its group needs to word it; None until start() returned
     cdef public object group    # that began it
-    cdef public object guess    # of sizes, see steady.py; None: none are told or granted
+    cdef public object guess    # of sizes, see size_cache.py; None: none are told or granted
     cdef int lend(self, int place, array, bint is_written) except -1
     cdef int lend_all(self, source, target) except -1
     cdef int weigh(self, weights) except -1

@@ -3,7 +3,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, final
 
 from fastps._core import HugePages
-from fastps.collectives.about import About
+from fastps.collectives.descriptions import About
 from fastps.collectives.schedule import Step
 from fastps.transport._link import LinkOwner
 from fastps.worker._engine import WorkerEngine

@@ -32,26 +32,26 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memmove, memset
 
-from fastps._atomic cimport fps_add32, fps_add64, fps_cas32, fps_load32, fps_swap32
-from fastps._copy cimport FPS_BY_STREAMS, fps_copy, fps_copy_way
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, SPAN_OPERATION,
     BufferPool, completion_is_done, completion_part_done, completion_reset,
     completion_wait_signals, deadline_of, hands_copy, hands_fold, now_ns, trace_span, tracing,
 )
-from fastps._futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, fps_sleep, fps_wake
-from fastps._posix cimport (
+from fastps.native.atomic cimport fps_add32, fps_add64, fps_cas32, fps_load32, fps_swap32
+from fastps.native.copy cimport FPS_BY_STREAMS, fps_copy, fps_copy_way
+from fastps.native.futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, fps_sleep, fps_wake
+from fastps.native.posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
 )
 from fastps.transport._link cimport (
     KICK_FULL, Link, LinkOwner, LinkSlot, Owner, SendItem, slot_acquire, slot_release, slot_retire,
     slot_set,
 )
-from fastps.worker._engine cimport WorkerEngine
-from fastps.worker._stage cimport Plan
-from fastps.wire cimport (
+from fastps.transport.frame cimport (
     KIND_CREDIT, KIND_MESSAGE, KIND_OFFER, KIND_READY, KIND_REFUSE, KIND_WINDOW, Header,
 )
+from fastps.worker._engine cimport WorkerEngine
+from fastps.worker._stage cimport Plan
 
 from fastps.errors import DuplicateNameError, error_of
 
@@ -564,7 +564,7 @@ cdef class Exchange(LinkOwner):
         other members have to mean too. is_numbered: a program of one leg that counts among the
         messages of its pair. mix, weights: address of the rule of folds with weights, and these.
         goes_on: messages of who is lost are left out, see Operation.missed. may_differ: see
-        Operation.differs. form: of shapes (places.py); other members have to mean the same.
+        Operation.differs. form: of shapes (overlap.py); other members have to mean the same.
         is_single: no other operation of the channel is in flight.
         Raises ValueError, PeerLostError, ShutdownError, and DuplicateNameError for is_single.
         """

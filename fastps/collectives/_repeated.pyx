@@ -16,8 +16,8 @@ from fastps.collectives._exchange cimport Exchange, Operation, Program, Task
 
 import numpy as np
 
-from fastps.collectives import _calls, members
-from fastps.collectives.promise import MeanwhileError, SizesDifferError
+from fastps.collectives import _calls, group_base
+from fastps.collectives.group_handle import MeanwhileError, SizesDifferError
 
 cdef enum:
     NOTHING = -1                # in the place of an array
@@ -101,7 +101,7 @@ cdef class Repeated:
             operation.group, operation.about, operation.guess)
         memset(&self.what, 0, sizeof(Task))
         copy_what(&self.what, &operation.task)
-        self.is_noted = self.about is not None and self.about[2][0] in members.MAY_END_FIRST
+        self.is_noted = self.about is not None and self.about[2][0] in group_base.MAY_END_FIRST
         self.is_over = lie_over(operation)
         self.apart = apart(operation)
         self.is_same = self.source >= 0 and self.target >= 0 and (

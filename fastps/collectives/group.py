@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups: the operations among the members of one process set, on NumPy arrays.
 
-Checks arrays and chooses the schedule (schedule.py); members.py starts it on the engine, and
+Checks arrays and chooses the schedule (schedule.py); group_base.py starts it on the engine, and
 keeps it for the next of the same sizes. Members are numbered within the group. Threads: any;
 operations without a name have to be started in one order, the same on all members.
 """
@@ -17,10 +17,10 @@ import numpy as np
 
 from fastps.collectives import schedule as plans
 from fastps.collectives._calls import Calls, changes_so_far
-from fastps.collectives.about import Brought, brought_of
-from fastps.collectives.members import MANY_KINDS, Members, ReadyKind
-from fastps.collectives.places import check_arrays, is_apart
-from fastps.collectives.promise import Promise
+from fastps.collectives.descriptions import Brought, brought_of
+from fastps.collectives.group_base import MANY_KINDS, Members, ReadyKind
+from fastps.collectives.group_handle import Promise
+from fastps.collectives.overlap import check_arrays, is_apart
 from fastps.collectives.schedule import Kind, Place, Schedule, Step
 from fastps.errors import ArgumentError
 from fastps.types import DType, Op, ReduceOp

@@ -3,7 +3,7 @@
 
 They tell theirs first. Each block of rows goes behind its head, if it is small: MPI's eager
 protocol; all members are told the largest of all blocks, so they agree on whether everything has
-come. Sizes that stayed the same are not told again (collectives/steady.py). The bytes that this
+come. Sizes that stayed the same are not told again (size_cache.py). The bytes that this
 takes: docs/collectives.md. Threads: any.
 """
 
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastps.collectives.about import Brought, brought_of, form_of, rows_of
-from fastps.collectives.names import rest_of
-from fastps.collectives.promise import SizesDifferError
+from fastps.collectives.channels import rest_of
+from fastps.collectives.descriptions import Brought, brought_of, form_of, rows_of
+from fastps.collectives.group_handle import SizesDifferError
 from fastps.collectives.staged import Made, Stages
 from fastps.types import DType
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
-    from fastps.collectives._eager import Blocks
+    from fastps.collectives._eager_rows import Blocks
     from fastps.collectives._exchange import Operation
     from fastps.collectives.group import Group
 
@@ -70,7 +70,7 @@ def tell(rows: Rows) -> Generator[Operation, None, Blocks]:
 
     Raises MismatchError on all members where shapes of rows, dtypes or roots differ.
     """
-    from fastps.collectives._eager import Blocks, pack  # noqa: PLC0415  (few need them at once)
+    from fastps.collectives._eager_rows import Blocks, pack  # noqa: PLC0415  (few need them at once)
 
     group, counts, width = rows.group, rows.counts, rows.width
     code = form_of(rows_of(rows.brought)) | (rows.root + 1) << ROOT_SHIFT
@@ -138,7 +138,7 @@ def row_counts_of_each(
 
 def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
     """Return the objects of all members; TypeError on all if one cannot travel. Blocks."""
-    from fastps.objects import decode_of, encode_for_all  # noqa: PLC0415
+    from fastps.collectives.objects import decode_of, encode_for_all  # noqa: PLC0415
 
     own = np.frombuffer(encode_for_all(obj), np.uint8)
 

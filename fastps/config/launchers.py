@@ -30,8 +30,8 @@ class Launcher(NamedTuple):
     has_pmix: bool = False
 
 
-# By launcher: what makes the board (control/meeting.py) that it carries between machines, or None.
-# Filled by who can, as torch's plugin for torchrun; what is not here may have PMIx.
+# By launcher: what makes the board (control/rendezvous.py) that it carries between machines, or
+# None. Filled by who can, as torch's plugin for torchrun; what is not here may have PMIx.
 CARRIERS: dict[str, Callable[[Launcher], Any]] = {}
 
 

@@ -10,7 +10,7 @@ import operator
 import os
 
 ALIGNMENT = 64  # bytes; partitions and chunks start on cache lines
-MOST_PARTITION_BYTES = 1 << 30  # as partition.py has it
+MOST_PARTITION_BYTES = 1 << 30  # as contract/partition.py has it
 _BYTEPS_PARTITIONS = range(MOST_PARTITION_BYTES, (1 << 31) + 1)  # programs say "none" by 2**31 - 1
 PATH_MTUS = (0, 256, 512, 1024, 2048, 4096)
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastps.config import Config
+from fastps.contract.partition import server_weights
 from fastps.control.blame import join_names
 from fastps.control.identity import host_of
 from fastps.control.protocol import AwaitStart, Job, Join, Leave, Member
 from fastps.errors import ConfigError
-from fastps.partition import server_weights
 
 
 @dataclass

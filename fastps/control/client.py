@@ -33,9 +33,8 @@ from typing import Generic, TypeVar
 from msgspec.structs import replace
 
 from fastps._core import Pulse
-from fastps.auth import Purpose
 from fastps.config import Config
-from fastps.control.dialling import dial, dial_control, token_of
+from fastps.control.dial import dial, dial_control, token_of
 from fastps.control.identity import host_id, machine_name
 from fastps.control.protocol import (
     LENGTH,
@@ -80,7 +79,7 @@ from fastps.control.protocol import (
     text_of,
     unpack_to_member,
 )
-from fastps.control.stalls import ANSWER_S
+from fastps.control.stall_inquiry import ANSWER_S
 from fastps.errors import (
     ConfigError,
     FastPSError,
@@ -91,7 +90,8 @@ from fastps.errors import (
     ShutdownError,
     StallError,
 )
-from fastps.tokens import CONTROL, Keys, Token, make_keys, unseal_keys
+from fastps.security.handshake import Purpose
+from fastps.security.tokens import CONTROL, Keys, Token, make_keys, unseal_keys
 from fastps.transport import sockets
 from fastps.types import checked_seconds
 

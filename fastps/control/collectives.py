@@ -27,7 +27,7 @@ from fastps.control.protocol import (
     ToMember,
     Waiting,
 )
-from fastps.control.stalls import LEAST_S, Stalls
+from fastps.control.stall_inquiry import LEAST_S, Stalls
 
 Answers: TypeAlias = list[tuple[int, ToMember]]
 Key: TypeAlias = tuple[str, str, int]  # kind, name, and which of several barriers of a name

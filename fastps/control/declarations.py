@@ -25,9 +25,10 @@ from typing import Any
 
 import msgspec
 
-from fastps.coding import Option
 from fastps.config import Config
-from fastps.contract import Givers, Policy
+from fastps.contract.codec import Option
+from fastps.contract.contract import Givers, Policy
+from fastps.contract.partition import MAX_PIECES, Placement, check_tensor, cut_tensor, most_pieces
 from fastps.control.blame import join_names
 from fastps.control.collectives import Answers, Entry
 from fastps.control.protocol import (
@@ -46,7 +47,6 @@ from fastps.control.protocol import (
     TensorPoisoned,
 )
 from fastps.errors import ConfigError
-from fastps.partition import MAX_PIECES, Placement, check_tensor, cut_tensor, most_pieces
 from fastps.types import DType
 
 REFUSED = "declarations"  # kind of what is refused of workers, against the validators' word

@@ -30,7 +30,6 @@ from fastps.control.admission import Peer, Plan, local_ranks, number, places, pl
 from fastps.control.blame import Suspicions, join_names, life_text, silence_text, start_text
 from fastps.control.collectives import Answers, Collectives
 from fastps.control.declarations import Declarations
-from fastps.control.lobby import Absentees, Place, StartWatch
 from fastps.control.protocol import (
     Absent,
     AskClock,
@@ -65,6 +64,7 @@ from fastps.control.protocol import (
     Waiting,
     Whereabouts,
 )
+from fastps.control.start_watch import Absentees, Place, StartWatch
 from fastps.errors import ConfigError
 
 log = logging.getLogger(__name__)

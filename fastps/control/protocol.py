@@ -20,10 +20,12 @@ from typing import Annotated, TypeAlias, get_args
 import msgspec
 from msgspec import Meta
 
-from fastps.coding import PLAIN, Coding
 from fastps.config import MIN_CHUNK_BYTES
 from fastps.config.words import encoded_name
-from fastps.contract import ALONE, PROMPT, Compensation, Gathering, Givers, Policy
+from fastps.contract.codec import PLAIN, Coding
+from fastps.contract.contract import ALONE, PROMPT, Compensation, Gathering, Givers, Policy
+from fastps.contract.partition import ALIGNMENT, MAX_PARTITION_BYTES, server_weights
+from fastps.contract.rule import SUMMED, Rule
 from fastps.errors import (
     ConfigError,
     FastPSError,
@@ -33,9 +35,7 @@ from fastps.errors import (
     ShutdownError,
     StallError,
 )
-from fastps.partition import ALIGNMENT, MAX_PARTITION_BYTES, server_weights
-from fastps.rules import SUMMED, Rule
-from fastps.tokens import KEY_BYTES
+from fastps.security.tokens import KEY_BYTES
 from fastps.types import MAX_SECONDS
 
 LENGTH = struct.Struct("<I")
@@ -167,10 +167,10 @@ class Layout(
 
     Tensors that are alike share one: of hundreds of thousands there are few. Travels by the names
     of its fields, for most are as usual, and those are shared, too. partition_bytes: the
-    most that one may have; the scheduler cuts. policy to gathering: of fastps.contract. beside: of
-    KEPT, the tensor whose codecs keep this; it is cut as that is. updates: of what validators
-    change, how workers' updates travel to them; parts: name, dtype and shape of all that users
-    have in this tensor and in those declared with it. Both are no server's business.
+    most that one may have; the scheduler cuts. policy to gathering: of fastps.contract.contract.
+    beside: of KEPT, the tensor whose codecs keep this; it is cut as that is. updates: of what
+    validators change, how workers' updates travel to them; parts: name, dtype and shape of all
+    that users have in this tensor and in those declared with it. Both are no server's business.
     """
 
     dtype: Code
@@ -479,7 +479,8 @@ class Joined(_Message, frozen=True):
 
 
 class Started(_Message, frozen=True):
-    """The job is complete. keys: of fastps.tokens, sealed; of who has the job's token none."""
+    """The job is complete. keys: of fastps.security.tokens, sealed; of who has the job's token
+    none."""
 
     request: Id
     job: Job

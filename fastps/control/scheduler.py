@@ -22,9 +22,7 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
-from fastps.auth import Claim, Purpose, ServerHandshake
 from fastps.config import Config
-from fastps.control.lobby import Place
 from fastps.control.membership import Action, Close, Finish, Membership, Phase, Send
 from fastps.control.protocol import (
     LENGTH,
@@ -44,10 +42,12 @@ from fastps.control.protocol import (
     pack,
     unpack_to_scheduler,
 )
+from fastps.control.start_watch import Place
 from fastps.errors import ConfigError, ProtocolError
-from fastps.tokens import CONTROL, Token, parse, sealed_keys, whose
+from fastps.security.handshake import Claim, Purpose, ServerHandshake
+from fastps.security.tokens import CONTROL, Token, parse, sealed_keys, whose
 from fastps.transport import sockets
-from fastps.transport.gate import Gate
+from fastps.transport.handshake_gate import Gate
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
+from fastps.collectives.objects import decode_object, encode_object
 from fastps.errors import ConfigError, FastPSError
-from fastps.objects import decode_object, encode_object
 
 _log = logging.getLogger(__name__)
 _MAGIC = b"fastps commit 2\n"

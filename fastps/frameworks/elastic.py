@@ -33,10 +33,10 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from fastps import current
 from fastps.errors import ConfigError
 from fastps.frameworks import commits
-from fastps.frameworks._arrays import broadcast_in_place
+from fastps.frameworks.array_exchange import broadcast_in_place
+from fastps.session import current
 from fastps.worker.handle import Array
 
 _log = logging.getLogger(__name__)

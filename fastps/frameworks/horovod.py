@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What scripts for Horovod call besides operations: how they start, where they are, traces.
 
-Threads: any. What Horovod tells of its own building is in built.py.
+Threads: any. What Horovod tells of its own building is in built_features.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import fastps
 from fastps.config import load
-from fastps.current import current
 from fastps.errors import ConfigError, FastPSError
-from fastps.sets import ProcessSet, add_unused
+from fastps.session.current import current
+from fastps.session.process_sets import ProcessSet, add_unused
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from cpython.buffer cimport Py_buffer
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from fastps._core cimport Completion, Thread, rule_fn
-from fastps._posix cimport pthread_mutex_t
 from fastps.collectives._exchange cimport Exchange, State
+from fastps.native.posix cimport pthread_mutex_t
 from fastps.transport._link cimport SendItem
 
 cdef enum:

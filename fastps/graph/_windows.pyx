@@ -27,25 +27,25 @@ from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t, 
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from fastps._atomic cimport (
-    fps_add32, fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
-)
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, completion_is_done,
     completion_part_done, completion_reset, completion_wait_signals, deadline_of, hands_copy,
     hands_fold, now_ns, thread_create, thread_join,
 )
-from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
-from fastps._futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, FPS_SHARED, fps_sleep, fps_wake
-from fastps._posix cimport (
+from fastps.collectives._exchange cimport Exchange
+from fastps.native._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
+from fastps.native.atomic cimport (
+    fps_add32, fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
+)
+from fastps.native.futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, FPS_SHARED, fps_sleep, fps_wake
+from fastps.native.posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
     sched_yield,
 )
-from fastps.collectives._exchange cimport Exchange
 from fastps.transport._link cimport (
     KICK_FULL, LINK_CAN_PROMISE, Link, LinkSlot, SendItem, slot_acquire, slot_release,
 )
-from fastps.wire cimport KIND_WINDOW, Header
+from fastps.transport.frame cimport KIND_WINDOW, Header
 from fastps.worker._stage cimport Plan
 
 import time

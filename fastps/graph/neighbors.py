@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastps.coding import Coding, Option
 from fastps.collectives.group import Group
-from fastps.collectives.promise import Promise
+from fastps.collectives.group_handle import Promise
+from fastps.contract.codec import Coding, Option
 from fastps.errors import ArgumentError
 from fastps.graph import schedule as plans
 from fastps.graph.rules import (
@@ -28,14 +28,14 @@ from fastps.graph.rules import (
     clipped_weights,
 )
 from fastps.graph.schedule import Edges
-from fastps.graph.surviving import is_of_columns, redirected, renormalised, without
+from fastps.graph.survivor_weights import is_of_columns, redirected, renormalised, without
 from fastps.graph.weights import Graph, Mixing, Targets, check_peers, mixing
 from fastps.topology import Topology, as_topology, exponential_graph
 from fastps.types import DType, ReduceOp, dtype_of
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
-    from fastps.graph.coded import CodedNames
+    from fastps.graph.edge_codecs import CodedNames
 
 _RULE = ctypes.CFUNCTYPE(
     ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
@@ -197,15 +197,15 @@ class Neighbors:
         dtype: DType | None = None,
     ) -> tuple[Promise, Callable[[], Array]]:
         """Start to mix what neighbours send with a codec; the second decodes, mixes, fills out."""
-        from fastps.graph import coded  # noqa: PLC0415  (few jobs need it)
+        from fastps.graph import edge_codecs  # noqa: PLC0415  (few jobs need it)
 
         group, code, me = self._group, _floats(array, dtype), self._group.rank
         how = mixing(self.graph, me, self_weight, src_weights, dst_weights, is_checked=is_checked)
         _check_coded(coding, how, rule)
-        step = coded.step_of(coding, array.size, step)
-        self._coded = self._coded or coded.CodedNames()
+        step = edge_codecs.step_of(coding, array.size, step)
+        self._coded = self._coded or edge_codecs.CodedNames()
         kept = self._coded.take(name, coding, code, array.size, me)
-        x = coded.widened(array, code)
+        x = edge_codecs.widened(array, code)
         heard = [*how.edges.sources, *how.edges.ignored]
         targets = [peer for peer, _ in how.edges.targets]
         blocks, places, own = kept.encode(x, targets, group.gone())
@@ -220,17 +220,17 @@ class Neighbors:
         weights = how.weights or (1 / len(members),) * len(members)
 
         def finish() -> Array:
-            found = coded.finish_coded(kept, rows, heard, promise.missed)
+            found = edge_codecs.finish_coded(kept, rows, heard, promise.missed)
             found = {one: found[one] for one in edges.sources if one in found}
-            order, arrays, place = coded.in_order(found, x, me)
+            order, arrays, place = edge_codecs.in_order(found, x, me)
             shares = renormalised(weights, [one in order for one in members])
             if coding.has(Option.FEEDBACK):
-                result = coded.moved(arrays, place, own, shares, step)
+                result = edge_codecs.moved(arrays, place, own, shares, step)
             else:
                 result = np.empty(x.size, np.float32)
                 _finish_mix(rule, arrays, place, shares, result, DType.FLOAT32,
                             is_mean=edges.is_mean)  # fmt: skip
-            coded.narrowed(result, out, code)
+            edge_codecs.narrowed(result, out, code)
             return out
 
         return promise, finish

@@ -18,12 +18,12 @@ import numpy as np
 
 from fastps.collectives._exchange import Exchange
 from fastps.collectives.group import Group
-from fastps.collectives.promise import Promise
+from fastps.collectives.group_handle import Promise
 from fastps.config.words import encoded_name
 from fastps.errors import FastPSError, MismatchError, StallError, Status
 from fastps.graph._windows import Window, WindowAction, Windows, buffer_offset, window_bytes
 from fastps.graph.neighbors import Neighbors
-from fastps.graph.surviving import renormalised
+from fastps.graph.survivor_weights import renormalised
 from fastps.graph.weights import Graph, Targets
 from fastps.types import DType, ReduceOp, dtype_of
 from fastps.worker._engine import WorkerEngine

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from fastps.config import Config
-from fastps.control.dialling import dial_control
+from fastps.control.dial import dial_control
 from fastps.control.protocol import (
     LENGTH,
     Attend,
@@ -28,7 +28,7 @@ from fastps.control.protocol import (
     unpack_to_member,
 )
 from fastps.errors import FastPSError
-from fastps.tokens import parse
+from fastps.security.tokens import parse
 
 _JOIN_S = 1.0  # for the thread to end
 Place = tuple[str, int]

@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from fastps import versions
-from fastps.config import process_environment, role_given
+from fastps.config import process_environment, role_given, versions
 from fastps.errors import ConfigError
 from fastps.launch.job import PASSED_ON
 from fastps.launch.plan import SERVER_COMMAND

@@ -3,7 +3,7 @@
 
 Changes nothing, but for --link-pyverbs, which makes one symbolic link. What it tries are real jobs
 of two workers, one for each way between them. `fastps graph` stands in graph.py, `fastps timeline`
-in timeline.py, `fastps top` in live.py. Threads: those of the jobs it tries.
+in timeline.py, `fastps top` in progress_line.py. Threads: those of the jobs it tries.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
-import fastps
-from fastps import config, versions
+from fastps import config
 from fastps.config import __main__ as of_config
+from fastps.config import versions
 from fastps.errors import FastPSError
-from fastps.launch import graph, live, team, timeline
+from fastps.launch import graph, progress_line, team, timeline
+from fastps.session import current
 from fastps.transport import rdma, shm, sockets
 
 CPU_TABLE = Path("/proc/cpuinfo")
@@ -58,8 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
     of_config.add_options(settings)
     settings.set_defaults(run=of_config.run)
     shown = commands.add_parser("top", help="show what the processes of a running job do")
-    live.add_options(shown)
-    shown.set_defaults(run=live.run)
+    progress_line.add_options(shown)
+    shown.set_defaults(run=progress_line.run)
     return parser
 
 
@@ -105,8 +106,9 @@ def attempt(given: dict[str, Any]) -> str:
 
 def add() -> tuple[float, float]:
     """Sum 1 of the first worker and 2 of the second; give the ends of the range of the sums."""
-    ours = np.full(TRIAL_COUNT, fastps.rank() + 1, np.float32)
-    total = np.asarray(fastps.push_pull(ours, "fastps.doctor", average=False))
+    session = current.current()
+    ours = np.full(TRIAL_COUNT, session.rank + 1, np.float32)
+    total = np.asarray(session.push_pull(ours, "fastps.doctor", average=False))
     return float(total.min()), float(total.max())
 
 

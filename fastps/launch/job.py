@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 
-from fastps import apart
 from fastps.launch.attendant import Attendant
 from fastps.launch.cause import (
     PROGRAMS,
@@ -36,10 +35,11 @@ from fastps.launch.cause import (
     cause_of,
     first_of,
 )
-from fastps.launch.live import PERIOD_S, JointLine, LiveLine
 from fastps.launch.output import Screen, Stream
 from fastps.launch.processes import Child, end_helpers, helpers, sweep
+from fastps.launch.progress_line import PERIOD_S, JointLine, LiveLine
 from fastps.launch.scheduler import SchedulerThread
+from fastps.session import outside_job
 
 EXIT_TIMEOUT = 124
 EXIT_HELD = 1  # a worker was stopped before its end
@@ -449,7 +449,7 @@ class Job:
         if self.cause is not None or not workers or job is None or job.has_begun:
             return
         self._drain(self._streams(workers))
-        said = [line for part in workers for line in part.stderr.tail if apart.WORDS in line]
+        said = [line for part in workers for line in part.stderr.tail if outside_job.WORDS in line]
         if job.n_workers > 1 and (job.has_been_tried or said):
             self._set_cause(Cause(
                 f"the {job.n_workers} workers ended well and were never in one job together, so "

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from fastps.config import Config, load
-from fastps.control.dialling import tell_absent
+from fastps.control.dial import tell_absent
 from fastps.control.protocol import Absent, text_of
 from fastps.errors import FastPSError
 from fastps.launch.attendant import Attendant

@@ -13,8 +13,9 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from fastps.config.versions import ShowVersion
 from fastps.config.words import add_words, count, number, word
-from fastps.launch.foreign import (
+from fastps.launch.foreign_flags import (
     ADVICE,
     HOSTFILE,
     INTERFACES,
@@ -35,7 +36,6 @@ from fastps.launch.hosts import (
     share,
 )
 from fastps.launch.layout import Layout, make_layout
-from fastps.versions import ShowVersion
 
 HOW_MANY, MACHINES = "how many", "several machines"  # titles in the help
 _NOT_OPTIONS = ("command", "workers", "servers", "validators", "machines", "machine_rank",

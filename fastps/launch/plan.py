@@ -15,11 +15,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from fastps.config import load
+from fastps.config.versions import command_of
 from fastps.launch.options import Options
 from fastps.launch.output import name_of
 from fastps.launch.timeline import variables
 from fastps.launch.torch_names import NAMES, OUTER_PREFIX, worker_variables
-from fastps.versions import command_of
 
 SERVER_COMMAND = command_of("fastps.server.main")
 # A value of these must not reach the children from the caller's environment: each process needs

@@ -27,11 +27,10 @@ from fastps.launch import timeline
 from fastps.launch.allocation import spread
 from fastps.launch.cause import Cause
 from fastps.launch.commits import kept_commits
-from fastps.launch.ending import make_screen, run_again, show_end, wants_live
+from fastps.launch.exit_report import make_screen, run_again, show_end, wants_live
 from fastps.launch.job import Job, SignalInbox
-from fastps.launch.lead import lead
+from fastps.launch.leader import lead
 from fastps.launch.limits import StartError, hold_standard_streams, provide_descriptors
-from fastps.launch.live import LiveLine, ToldLine
 from fastps.launch.messenger import Messenger
 from fastps.launch.options import TOKEN_RECIPE, Options, parse
 from fastps.launch.output import Screen, Stream
@@ -53,6 +52,7 @@ from fastps.launch.processes import (
     hold_folder,
     open_stream,
 )
+from fastps.launch.progress_line import LiveLine, ToldLine
 from fastps.launch.scheduler import SchedulerThread
 from fastps.launch.secrets import Handout
 from fastps.launch.torch_names import KeptPort, port_beside

@@ -17,7 +17,7 @@ from fastps.config import load
 from fastps.config.token import hold_token
 from fastps.errors import ConfigError
 from fastps.launch.plan import ProcessSpec
-from fastps.tokens import ROLES, Token, parse
+from fastps.security.tokens import ROLES, Token, parse
 
 TOKEN_NAMES = ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE")
 

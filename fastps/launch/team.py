@@ -2,7 +2,7 @@
 """A team: the workers of one job on this machine as something to call, for notebooks and scripts.
 
 The driver, which is no worker, hosts the scheduler in a thread and starts the workers; each has a
-pair of sockets to it (team_words.py) and its output in a pipe. While it waits for answers the
+pair of sockets to it (team_protocol.py) and its output in a pipe. While it waits for answers the
 driver shows that output, line by line with the rank before it, in the thread that called; output
 that comes between calls is shown with the next one. Used by one thread at a time. Every wait ends
 when a worker does, in time if there is a limit, or by Ctrl-C.
@@ -25,7 +25,8 @@ from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
 from fastps.config import child_environment, load, process_environment
-from fastps.control.hosted import HostedScheduler
+from fastps.config.versions import command_of
+from fastps.control.scheduler_thread import HostedScheduler
 from fastps.errors import FastPSError, PeerLostError, ShutdownError, StallError
 from fastps.launch.layout import Layout
 from fastps.launch.options import Options
@@ -38,9 +39,8 @@ from fastps.launch.plan import (
 )
 from fastps.launch.processes import describe_exit
 from fastps.launch.secrets import Handout
-from fastps.launch.team_words import hear, pack, unpack_answer
+from fastps.launch.team_protocol import hear, pack, unpack_answer
 from fastps.launch.torch_names import KeptPort
-from fastps.versions import command_of
 
 T = TypeVar("T")
 

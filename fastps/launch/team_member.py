@@ -20,8 +20,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import fastps
-from fastps.launch.team_words import hear, pack_failure, pack_result, unpack
+from fastps.launch.team_protocol import hear, pack_failure, pack_result, unpack
+from fastps.session import current
 
 ORPHANED = 113  # exit code where the driver is gone
 
@@ -79,8 +79,8 @@ class Member:
 
 def join() -> None:
     """Be a worker of the job, anew if it was left or something was cut short."""
-    fastps.shutdown()
-    fastps.init()
+    current.shutdown()
+    current.init({})
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,7 +117,7 @@ def run_cell(source: str) -> None:
 def main() -> None:
     """Serve the driver whose socket we inherited."""
     Member(socket.socket(fileno=int(sys.argv[1]))).serve()
-    fastps.shutdown()
+    current.shutdown()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 """Sums, extremes and so on of n arrays: machine code that any thread calls by address, no GIL.
 
 Decides how numbers are added, divided and rounded; must never know keys, peers or who calls.
-kernels.py, robust.py and ordered.py (against sources that lie) and codec/kernels.py, which encode
-and decode, are the only files of fastps that import Numba, by way of compiler.py. library.py asks
-for them where cache.py has no machine code of a kernel yet: other processes never pay for Numba.
+kernels.py, robust.py and combine_kernels.py (against sources that lie) and codec/kernels.py, which
+encode and decode, are the only files of fastps that import Numba, by way of compiler.py.
+library.py asks for them where cache.py has no machine code of a kernel yet: other processes never
+pay for Numba.
 
 The address is that of a C function
 

@@ -3,14 +3,14 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 cdef enum:
-    MAX_VOICES = 256            # of fastps.rules
+    MAX_VOICES = 256            # of fastps.contract.rule
     SLOTS = 257                 # and the last result
 
 ctypedef int64_t (*kernel_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
                               const void* args) noexcept nogil
 
 cdef struct Combining:          # a rule for one partition; fixed but for what `last` holds
-    int kind                    # Kind of fastps.rules
+    int kind                    # Kind of fastps.contract.rule
     int32_t keep
     int32_t iterations
     int32_t bucket

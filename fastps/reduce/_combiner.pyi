@@ -4,7 +4,7 @@ from typing import Any, Self, final
 
 import numpy as np
 
-from fastps.rules import Rule
+from fastps.contract.rule import Rule
 from fastps.types import DType
 
 @final

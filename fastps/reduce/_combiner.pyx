@@ -23,14 +23,14 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
+from fastps.native._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
 
 import logging
 
 import numpy as np
 
+from fastps.contract.rule import Kind
 from fastps.reduce.library import ordered_kernel, reduce_kernel, robust_kernel
-from fastps.rules import Kind
 from fastps.types import ReduceOp
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 cdef enum:
     DONE = 1                    # of kernels
     E_PROTOCOL = -4             # of _core.pxd, as in kernels.py
-    NOT_FINITE = 2              # of ordered.py
+    NOT_FINITE = 2              # of combine_kernels.py
     LINE_BYTES = 64
     PIECE = 1 << 12             # elements that all sources are looked at before the next
 
@@ -489,7 +489,7 @@ _PLAIN = {
 cdef class Combiner:
     """What a rule makes of updates of one partition, with what it keeps from round to round.
 
-    rule: of fastps.rules, with parameters that fit n workers and the element type. count:
+    rule: of fastps.contract.rule, with parameters that fit n workers and the element type. count:
     elements. function: of a rule of the user's, a function of arrays or a Numba cfunc. Compiles
     kernels, for under a second each. Raises ValueError, TypeError, MemoryError.
     """

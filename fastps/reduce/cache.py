@@ -39,11 +39,11 @@ MAX_STEPS = 256  # names on a path; links may lead in a circle
 
 HERE = Path(__file__).parent
 SHARED = ("kernels.py", "compiler.py", "machine_code.py", "../types.py")
-CODECS = ("codec/kernels.py", "codec/words.py", "codec/scratch.py", "../coding.py")
+CODECS = ("codec/kernels.py", "codec/words.py", "codec/scratch.py", "../contract/codec.py")
 SOURCES = {  # of each family of kernels, besides
     "reduce": (),
     "robust": ("robust.py",),
-    "ordered": ("robust.py", "ordered.py"),
+    "ordered": ("robust.py", "combine_kernels.py"),
     "codec": CODECS,
     "byteps": (*CODECS, "codec/byteps.py"),
     "pairs": (*CODECS, "codec/pairs.py"),

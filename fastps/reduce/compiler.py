@@ -56,9 +56,9 @@ def compile_kernel(family: str, *what: Any) -> Any:
 
         return robust.compile_robust(*what)
     if family == "ordered":
-        from fastps.reduce import ordered  # noqa: PLC0415
+        from fastps.reduce import combine_kernels  # noqa: PLC0415
 
-        return ordered.compile_ordered(*what)
+        return combine_kernels.compile_ordered(*what)
     if family == "byteps":
         from fastps.reduce.codec import byteps  # noqa: PLC0415
 

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 CODECS = ("onebit", "topk", "randomk", "linear", "natural", "fp16", "bf16", "int8", "int4",
           "pairs")  # fmt: skip
-MOST_ORDERED = 32  # sources of a network; ordered.py says why
+MOST_ORDERED = 32  # sources of a network; combine_kernels.py says why
 
 
 def reduce_kernel(op: ReduceOp, dtype: DType) -> int:
@@ -57,7 +57,7 @@ def robust_kernel(what: str, dtype: DType) -> int:
 
 
 def ordered_kernel(kind: str, dtype: DType, n: int, trim: int) -> int:
-    """Return the address of a kernel of ordered.py for n sources of floats; 0 for too many."""
+    """Return the address of a combine kernel for n sources of floats; 0 for too many."""
     ReduceOp.MIX.check(dtype)
     return _address("ordered", kind, DType(dtype), n, trim) if n <= MOST_ORDERED else 0
 

@@ -27,8 +27,9 @@ Who only reads waits for nobody but them, and holds nobody up.
 Kept, the sixth, has its value elsewhere, what the codec of another key keeps, and a push takes its
 place: for checkpoints, when no round of that key is under way.
 
-Gathered, the fourth, is in rounds that may end without the late: see _gather.pxi. Where changes
-travel encoded, both of pushes and of the value, it goes by whole partitions: see _follow.pxi.
+Gathered, the fourth, is in rounds that may end without the late: see _deadline_rounds.pxi. Where
+changes travel encoded, both of pushes and of the value, it goes by whole partitions: see
+_delta_coding.pxi.
 """
 
 from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -36,13 +37,13 @@ from libc.math cimport pow as power, sqrt, sqrtf
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from fastps._atomic cimport fps_add32, fps_add64, fps_load32
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PROTOCOL, E_TIMEOUT, OK, PROBE_SERVER_RESULT, PROBE_SERVER_SUM, now_ns,
     probe_hit, run_rule,
 )
-from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
-from fastps._posix cimport pthread_mutex_lock, pthread_mutex_unlock
+from fastps.native._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
+from fastps.native.atomic cimport fps_add32, fps_add64, fps_load32
+from fastps.native.posix cimport pthread_mutex_lock, pthread_mutex_unlock
 from fastps.reduce.codec._coder cimport Code, code_add, code_decode, code_encode
 from fastps.server._policy cimport (
     Cast, Compensation, Entry, Gathering, Job, RuleArgs, blame, bytes_of, fill_header, give_back,
@@ -51,18 +52,18 @@ from fastps.server._policy cimport (
 from fastps.transport._link cimport (
     KICK_WAKE, Link, LinkSlot, SendItem, sent_fn, slot_acquire, slot_release,
 )
-from fastps.wire cimport (
+from fastps.transport.frame cimport (
     FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, FLAG_PLAIN, KEY_BITS, KIND_ERROR, KIND_PULL,
     KIND_PUSH, KIND_RESULT, Header,
 )
 
 
 cdef enum:
-    ANY_STALENESS = 0x7FFFFFFF      # that of contract.py: nobody waits for anybody
-    MAX_SETTLERS = 256              # of contract.py: their table lies on the stack
+    ANY_STALENESS = 0x7FFFFFFF      # that of contract/contract.py: nobody waits for anybody
+    MAX_SETTLERS = 256              # of contract/contract.py: their table lies on the stack
 
-include "_compensate.pxi"
-include "_follow.pxi"
+include "_delay_compensation.pxi"
+include "_delta_coding.pxi"
 
 
 # ---------------------------------------------------------------- sending
@@ -626,7 +627,7 @@ cdef void accumulate_free(Entry* entry) noexcept nogil:
     free(value)
 
 
-include "_gather.pxi"
+include "_deadline_rounds.pxi"
 
 
 ACCUMULATE_POLICY.make = accumulate_make

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deadlines of rounds that are gathered: who looks when they are over. See _gather.pxi.
+"""Deadlines of rounds that are gathered: who looks when they are over. See _deadline_rounds.pxi.
 
 A store has no clock: whoever has a thread to spare asks here, and again after the seconds that it
 is told, or when the store has news.
@@ -7,9 +7,9 @@ is told, or when the store has news.
 
 from libc.stdint cimport INT64_MAX, int64_t, uint32_t
 
-from fastps._atomic cimport fps_load64
 from fastps._core cimport now_ns
-from fastps._table cimport table_each
+from fastps.native.atomic cimport fps_load64
+from fastps.native.id_table cimport table_each
 from fastps.server._accumulate cimport look_at_deadline
 from fastps.server._policy cimport Tensor
 from fastps.server._store cimport ServerStore

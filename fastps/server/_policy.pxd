@@ -8,17 +8,17 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from fastps._atomic cimport fps_add32, fps_add64, fps_load32, fps_swap32
 from fastps._core cimport (
     OK, BufferPool, Completion, Queue, Thread, completion_part_done, queue_push, rule_fn,
 )
-from fastps._posix cimport pthread_mutex_t
-from fastps._table cimport IdTable
+from fastps.native.atomic cimport fps_add32, fps_add64, fps_load32, fps_swap32
+from fastps.native.id_table cimport IdTable
+from fastps.native.posix cimport pthread_mutex_t
 from fastps.transport._link cimport Link, LinkSlot
-from fastps.wire cimport FLAG_PLAIN, Header
+from fastps.transport.frame cimport FLAG_PLAIN, Header
 
 cdef enum:
-    MAX_CAST = 4096             # of fastps.contract
+    MAX_CAST = 4096             # of fastps.contract.contract
     NOBODY = 0xFFFF             # index of who takes no part
 
 cdef struct RuleArgs:           # what a rule may want besides its sources
@@ -30,12 +30,12 @@ cdef struct RuleArgs:           # what a rule may want besides its sources
     void* pool                  # BufferPool, for scratch
     uint8_t* refused            # of a rule that may refuse sources: gets 1 for each that it did
 
-cdef struct Compensation:       # of fastps.contract
+cdef struct Compensation:       # of fastps.contract.contract
     double strength             # 0: none
     double decay
     bint is_adaptive
 
-cdef struct Gathering:          # of fastps.contract
+cdef struct Gathering:          # of fastps.contract.contract
     int64_t deadline_ns         # 0: rounds wait for all
     int step
     double lr
@@ -53,7 +53,7 @@ ctypedef void (*job_fn)(Job* job) noexcept nogil
 cdef struct Job:                # work for an engine thread; first field of what a policy has
     job_fn run
 
-cdef struct Cast:               # of fastps.contract, shared by entries; never changes
+cdef struct Cast:               # of fastps.contract.contract, shared by entries; never changes
     uint32_t n_members          # contributors, then those who only read
     uint32_t n_contributors
     uint32_t quorum

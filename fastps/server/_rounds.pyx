@@ -48,15 +48,15 @@ from libc.stdint cimport (
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from fastps._atomic cimport (
-    fps_add32, fps_add64, fps_and32, fps_cas32, fps_load32, fps_load64, fps_or32, fps_store32,
-)
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, OK, PROBE_SERVER_RESULT,
     PROBE_SERVER_SUM, SPAN_RECEIVE, SPAN_RESULT, SPAN_SUM, is_traced, now_ns, probe_hit, run_rule,
     trace_span, tracing,
 )
-from fastps._posix cimport pthread_mutex_lock, pthread_mutex_unlock, sched_yield
+from fastps.native.atomic cimport (
+    fps_add32, fps_add64, fps_and32, fps_cas32, fps_load32, fps_load64, fps_or32, fps_store32,
+)
+from fastps.native.posix cimport pthread_mutex_lock, pthread_mutex_unlock, sched_yield
 from fastps.server._policy cimport (
     MAX_CAST, NOBODY, Cast, Entry, Job, RuleArgs, job_fn, Store, blame, fill_header, give_back,
     hand_to_engine, has_links, lend, slot_of, unit_length,
@@ -65,7 +65,7 @@ from fastps.transport._link cimport (
     KICK_FULL, KICK_WAKE, LINK_CAN_PROMISE, Link, LinkSlot, SendItem, is_early_broadcast,
     slot_acquire, slot_release,
 )
-from fastps.wire cimport (
+from fastps.transport.frame cimport (
     FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KIND_ERROR, KIND_PULL, KIND_PUSH, KIND_RESULT,
     Header,
 )
@@ -74,7 +74,7 @@ cdef enum:
     LASTING_FROM = 4000         # smaller frames are copied, whoever sends them
     ROUND_FLAGS = FLAG_AVERAGE | FLAG_BROADCAST     # what all pushers must agree on
     REFUSED = -1
-    MAX_RULED = 256             # contributors under a rule: MAX_VOICES of fastps.rules
+    MAX_RULED = 256             # contributors under a rule: MAX_VOICES of fastps.contract.rule
 
 # (state, event) -> state; what is not here cannot happen.
 TRANSITIONS = {

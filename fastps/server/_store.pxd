@@ -9,7 +9,7 @@ from fastps.transport._link cimport LinkOwner
 cdef class ServerStore(LinkOwner):
     cdef Store* store
     cdef BufferPool pool
-    cdef dict casts             # fastps.contract.Cast -> address of a Cast; face_lock
+    cdef dict casts             # fastps.contract.contract.Cast -> address of a Cast; face_lock
     cdef dict states            # of rules, by tensor id; face_lock
     cdef list engine_bytes      # bytes of keys given to each engine; face_lock
     cdef uint64_t n_ruled       # keys given to threads for rules; face_lock

@@ -3,7 +3,7 @@ from collections.abc import Mapping, Sequence
 from typing import Self, final
 
 from fastps._core import BufferPool
-from fastps.contract import Cast, Compensation, Gathering
+from fastps.contract.contract import Cast, Compensation, Gathering
 from fastps.reduce.codec._coder import Coder
 from fastps.server._coded import CodedRule, KeptResidual
 from fastps.server._ruled import RuledRule

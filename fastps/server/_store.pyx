@@ -29,16 +29,23 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from fastps._atomic cimport (
-    fps_add32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
-)
-from fastps._posix cimport pthread_mutex_destroy, pthread_mutex_init, sched_yield
-from fastps._table cimport MAX_RECORDS, IdTable, table_clear, table_each, table_get, table_put
 from fastps._core cimport (
     E_PROTOCOL, E_TIMEOUT, OK, PROBE_SERVER_LANDING, BufferPool, completion_is_done,
     completion_reset, completion_wait, deadline_of, now_ns, probe_hit, queue_close, queue_create,
     queue_free, queue_pop, rule_fn, thread_create, thread_join,
 )
+from fastps.native.atomic cimport (
+    fps_add32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
+)
+from fastps.native.id_table cimport (
+    MAX_RECORDS,
+    IdTable,
+    table_clear,
+    table_each,
+    table_get,
+    table_put,
+)
+from fastps.native.posix cimport pthread_mutex_destroy, pthread_mutex_init, sched_yield
 from fastps.reduce.codec._coder cimport Coder
 from fastps.server._accumulate cimport ACCUMULATE_POLICY
 from fastps.server._policy cimport (
@@ -50,12 +57,12 @@ from fastps.transport._link cimport (
     LINK_CAN_PROMISE, WITHDRAW_KEY, Link, LinkOwner, slot_acquire, slot_release, slot_retire,
     slot_set,
 )
-from fastps.wire cimport FLAG_BROADCAST, KEY_BITS, KIND_PULL, KIND_PUSH, Header
+from fastps.transport.frame cimport FLAG_BROADCAST, KEY_BITS, KIND_PULL, KIND_PUSH, Header
 
 import threading
 import time
 
-from fastps import contract
+from fastps.contract import contract
 from fastps.errors import FastPSError, StallError
 from fastps.types import DType
 
@@ -261,7 +268,7 @@ cdef Entry* make_entry(const Entry* model, uint32_t nbytes, bint is_whole) noexc
     return entry
 
 
-include "_terms.pxi"
+include "_contract_fields.pxi"
 
 
 cdef bint is_idle(Tensor* tensor) noexcept nogil:

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fastps import _core
-from fastps.coding import Codec, Coding, Option, wire_chunk
 from fastps.config import Config
-from fastps.contract import (
+from fastps.contract.codec import Codec, Coding, Option, wire_chunk
+from fastps.contract.contract import (
     ANY_STALENESS,
     Cast,
     Givers,
@@ -34,22 +34,22 @@ from fastps.contract import (
     is_followed,
     trim_of,
 )
+from fastps.contract.partition import link_counts, tensor_of
 from fastps.control.blame import cause_of_link
 from fastps.control.client import ControlClient
 from fastps.control.protocol import DeclareKeys, ForgetKeys, Job, KeySpec
 from fastps.errors import FastPSError, StallError, Status, TransportError
-from fastps.partition import link_counts, tensor_of
 from fastps.reduce import robust_kernel, sum_kernel
 from fastps.reduce._combiner import Combiner
 from fastps.reduce.codec._coder import Coder
+from fastps.reduce.user_rules import find_own
 from fastps.server._coded import CodedRule, KeptResidual
 from fastps.server._deadlines import absences, end_late_rounds
 from fastps.server._ruled import RuledRule
 from fastps.server._store import ServerStore
-from fastps.server.owned import find_own
 from fastps.transport import rdma
 from fastps.transport.listener import NotYet
-from fastps.transport.node import Node
+from fastps.transport.peer_links import Node
 from fastps.transport.sockets import watch_closely
 from fastps.transport.tcp import unpack_lane
 from fastps.transport.tcp._transport import TcpTransport

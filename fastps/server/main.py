@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fastps import _core, config
+from fastps.config.versions import ShowVersion
 from fastps.control.scheduler import Scheduler, serve
 from fastps.errors import ConfigError, FastPSError
 from fastps.server.logs import logging_to_reader
 from fastps.telemetry.status import StatusService
 from fastps.transport.sockets import inherit
-from fastps.versions import ShowVersion
 
 OUR_ROLES = ("server", "scheduler")
 ROLES = (*OUR_ROLES, "validator")

@@ -13,10 +13,10 @@ import logging
 import threading
 
 from fastps import _core
-from fastps.affinity import parse_cpu_list
 from fastps.config import Config
+from fastps.config.cpu_list import parse_cpu_list
 from fastps.control.client import ControlClient
-from fastps.control.doors import open_doors
+from fastps.control.listen import open_doors
 from fastps.control.protocol import (
     DeclareKeys,
     Event,
@@ -32,7 +32,7 @@ from fastps.server.dataplane import DataPlane
 from fastps.telemetry.recorder import Recorder
 from fastps.telemetry.status import StatusService, links_of
 from fastps.transport import rdma, sockets
-from fastps.transport.node import Node
+from fastps.transport.peer_links import Node
 
 log = logging.getLogger(__name__)
 

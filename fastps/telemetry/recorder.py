@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trace of one process: its files, the drain that fills them, and how far its clock is off.
 
-Spans are written by fastps/_core_trace.pxi; the rest here. Threads: the drain (no GIL);
+Spans are written by fastps/native/core_trace.pxi; the rest here. Threads: the drain (no GIL);
 fastps:clock, which asks the scheduler for the time now and then.
 """
 

@@ -3,9 +3,9 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps._core cimport Queue, Thread
-from fastps._posix cimport SO_DOMAIN, SOL_SOCKET, getsockopt, pthread_mutex_t
+from fastps.native.posix cimport SO_DOMAIN, SOL_SOCKET, getsockopt, pthread_mutex_t
 from fastps.transport._link cimport Link, LinkOwner, LinkStats, SendItem, sent_fn
-from fastps.wire cimport Header
+from fastps.transport.frame cimport Header
 
 cdef struct BaseLink
 cdef struct IoThread

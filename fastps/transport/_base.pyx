@@ -29,16 +29,16 @@ from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from fastps._atomic cimport (
-    fps_add32, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_store64, fps_swap32,
-)
 from fastps._core cimport (
     E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, QueueStats,
     deadline_of, now_ns, queue_close, queue_create, queue_credit_return, queue_free, queue_lend,
     queue_pop_nowait, queue_push, queue_set_credit, queue_stats, thread_create, thread_join,
     tracing,
 )
-from fastps._posix cimport (
+from fastps.native.atomic cimport (
+    fps_add32, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_store64, fps_swap32,
+)
+from fastps.native.posix cimport (
     EFD_CLOEXEC, EFD_NONBLOCK, EPOLLET, EPOLLIN, EPOLL_CLOEXEC, EPOLL_CTL_ADD, close,
     epoll_create1, epoll_ctl, epoll_event, epoll_wait, eventfd, pthread_mutex_destroy,
     pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, sched_yield, write,
@@ -46,7 +46,7 @@ from fastps._posix cimport (
 from fastps.transport._link cimport (
     Link, LinkOwner, LinkStats, Owner, SendItem, header_seal, turn_of,
 )
-from fastps.wire cimport KIND_BYE, Header
+from fastps.transport.frame cimport KIND_BYE, Header
 
 from fastps.errors import TransportError, TransportTimeout
 
@@ -110,7 +110,7 @@ cdef BaseLink* pop_kicked(IoThread* io) noexcept nogil:
     return link
 
 
-include "_gauge.pxi"
+include "_credit_control.pxi"
 
 
 # ---------------------------------------------------------------- what owners call

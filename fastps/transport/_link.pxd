@@ -15,7 +15,7 @@
 # the memory until `sent` and the end of the round have both come.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from fastps.wire cimport Header
+from fastps.transport.frame cimport Header
 
 cdef struct Link
 cdef struct SendItem

@@ -6,9 +6,9 @@ See _link.pxd for the contract. Nothing here opens a socket or starts a thread.
 
 from posix.unistd cimport usleep
 
-from fastps._atomic cimport fps_add32, fps_fence, fps_load32, fps_load_ptr, fps_store_ptr
 from fastps._core cimport E_PROTOCOL, OK, crc32c
-from fastps.wire cimport (
+from fastps.native.atomic cimport fps_add32, fps_fence, fps_load32, fps_load_ptr, fps_store_ptr
+from fastps.transport.frame cimport (
     FLAG_BROADCAST, HEADER_BYTES, KIND_PUSH, KIND_WINDOW, MAGIC, PROTOCOL_VERSION,
 )
 

@@ -10,7 +10,7 @@ cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdint cimport uint64_t, uintptr_t
 
-from fastps._posix cimport getpid
+from fastps.native.posix cimport getpid
 
 import os
 

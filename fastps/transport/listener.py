@@ -13,10 +13,10 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from fastps.auth import ClaimOf, Purpose, ServerHandshake
 from fastps.config import Config
+from fastps.security.handshake import ClaimOf, Purpose, ServerHandshake
 from fastps.transport import sockets
-from fastps.transport.gate import Gate, GateThread
+from fastps.transport.handshake_gate import Gate, GateThread
 from fastps.transport.tcp import prefer_same_host, tune
 
 ADMIT_RETRY_S = 0.005  # how often a connection that came too early asks again

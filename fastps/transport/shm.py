@@ -29,8 +29,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastps.auth import ClientHandshake, Purpose, ServerHandshake
 from fastps.errors import AuthError, TransportError, TransportTimeout
+from fastps.security.handshake import ClientHandshake, Purpose, ServerHandshake
 from fastps.transport import sockets
 from fastps.transport._shm import Block, Mapping
 
@@ -399,7 +399,7 @@ def _meet(
 ) -> None:
     """Fill in the connection of everybody expected, whoever else may come; TimeoutError."""
     # imported here: who leads nobody does without asyncio
-    from fastps.transport.gate import Gate, GateThread  # noqa: PLC0415
+    from fastps.transport.handshake_gate import Gate, GateThread  # noqa: PLC0415
 
     is_complete = threading.Event()
 

@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fastps.auth import Result, Steps
 from fastps.errors import ConfigError
+from fastps.security.handshake import Result, Steps
 
 log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ cimport cython
 from libc.stdint cimport INT64_MAX, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 
-from fastps._atomic cimport fps_add64, fps_load32, fps_load64
 from fastps._core cimport (
     E_NOMEM, OK, SPAN_DECODE, SPAN_ENCODE, Thread, deadline_of, is_traced, now_ns, queue_close,
     queue_create, queue_free, queue_pop, queue_push, thread_create, thread_join, trace_span,
 )
+from fastps.native.atomic cimport fps_add64, fps_load32, fps_load64
 from fastps.reduce.codec._coder cimport Code, code_add, code_decode, code_encode
+from fastps.transport.frame cimport FLAG_PLAIN, KIND_PULL
 from fastps.worker._stage cimport CODED, SPEAKS, Part, Record, Stage, key_of, stage_done
-from fastps.wire cimport FLAG_PLAIN, KIND_PULL
 from fastps.worker._tensor cimport StageHolder
 
 from fastps.errors import FastPSError

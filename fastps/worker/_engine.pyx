@@ -22,22 +22,26 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
-from fastps._atomic cimport (
-    fps_add32, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
-)
 from fastps._core cimport (
     E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, OK, PROBE_WORKER_RESULT, PROBE_WORKER_START,
     SPAN_AWAIT, SPAN_PULL, SPAN_PUSH, SPAN_QUEUE, completion_is_done, completion_part_done,
     completion_reset, completion_wait, deadline_of, is_traced, now_ns, probe_hit, trace_span,
     tracing,
 )
-from fastps._posix cimport sched_yield
-from fastps._table cimport MAX_RECORDS, table_each, table_get, table_put
+from fastps.native.atomic cimport (
+    fps_add32, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
+)
+from fastps.native.id_table cimport MAX_RECORDS, table_each, table_get, table_put
+from fastps.native.posix cimport sched_yield
 from fastps.reduce.codec._coder cimport Coder
 from fastps.transport._link cimport (
     KICK_INLINE, KICK_NONE, KICK_WAKE, LINK_CAN_PROMISE, WITHDRAW_ASKING, WITHDRAW_KEY,
     WITHDRAW_PLACES, Link, LinkOwner, LinkSlot, SendItem, is_early_broadcast, slot_acquire,
     slot_release, slot_retire, slot_set,
+)
+from fastps.transport.frame cimport (
+    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, FLAG_PLAIN, KEY_BITS, KIND_ERROR, KIND_PULL,
+    KIND_PUSH, KIND_RESULT, Header,
 )
 from fastps.worker._local cimport LocalStages
 from fastps.worker._stage cimport (
@@ -47,17 +51,13 @@ from fastps.worker._stage cimport (
 from fastps.worker._tensor cimport (
     PlanHolder, PlannedTensor, StageHolder, checked_priorities, lend_all,
 )
-from fastps.wire cimport (
-    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, FLAG_PLAIN, KEY_BITS, KIND_ERROR, KIND_PULL,
-    KIND_PUSH, KIND_RESULT, Header,
-)
 
 from collections import deque
 
 from numpy import empty
 
+from fastps.contract.partition import check_pieces
 from fastps.errors import FastPSError, error_of
-from fastps.partition import check_pieces
 
 cdef enum:
     INLINE_START_BYTES = 32 << 10   # operations up to this size are written by the caller itself

@@ -8,7 +8,7 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 
 from fastps._core cimport Completion, Thread, rule_fn
-from fastps._posix cimport cpu_set_t, pthread_mutex_t
+from fastps.native.posix cimport cpu_set_t, pthread_mutex_t
 from fastps.transport.pipe._transport cimport Pipes, PipeTransport
 from fastps.worker._stage cimport Part, Plan, Stage
 from fastps.worker._tensor cimport PlanHolder, PlannedTensor

@@ -29,26 +29,26 @@ from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
-from fastps._atomic cimport (
-    fps_add32, fps_cas32, fps_cas64, fps_cas_ptr, fps_fence, fps_load32, fps_load64, fps_load_ptr,
-    fps_store32, fps_store64, fps_store_ptr, fps_swap32, fps_swap_ptr,
-)
-from fastps._copy cimport fps_copy
-from fastps._futex cimport FPS_ALL, FPS_SHARED, fps_relax, fps_sleep, fps_wake
 from fastps._core cimport (
     E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, OK, PROBE_LOCAL_ARRIVE, PROBE_LOCAL_CHUNK,
     PROBE_LOCAL_STAGE, SPAN_REDUCE, SPAN_SPREAD, completion_is_done, deadline_of, hands_copy,
     hands_fold, now_ns, probe_hit, thread_create, thread_join,
 )
-from fastps._posix cimport (
+from fastps.native.atomic cimport (
+    fps_add32, fps_cas32, fps_cas64, fps_cas_ptr, fps_fence, fps_load32, fps_load64, fps_load_ptr,
+    fps_store32, fps_store64, fps_store_ptr, fps_swap32, fps_swap_ptr,
+)
+from fastps.native.copy cimport fps_copy
+from fastps.native.futex cimport FPS_ALL, FPS_SHARED, fps_relax, fps_sleep, fps_wake
+from fastps.native.id_table cimport table_each, table_get
+from fastps.native.posix cimport (
     CPU_COUNT, CPU_ISSET, CPU_SET, CPU_ZERO, cpu_set_t, pthread_mutex_destroy, pthread_mutex_init,
     pthread_mutex_lock, pthread_mutex_unlock, sched_getaffinity, sched_getcpu, sched_setaffinity,
     sched_yield, syscall,
 )
-from fastps._table cimport table_each, table_get
 from fastps.transport._shm cimport Mapping
+from fastps.transport.frame cimport FLAG_AVERAGE, FLAG_BROADCAST, KEY_BITS
 from fastps.transport.pipe._transport cimport PipeTransport, pipes_has_news, pipes_step
-from fastps.wire cimport FLAG_AVERAGE, FLAG_BROADCAST, KEY_BITS
 from fastps.worker._stage cimport OWES, SHARED, SPEAKS, Part, Record, Stage, stage_done
 
 from fastps.errors import FastPSError, error_of

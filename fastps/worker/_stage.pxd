@@ -11,16 +11,16 @@
 # has taken the part; so one of the two sees the other.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from fastps._atomic cimport (
-    fps_add32, fps_add64, fps_fence, fps_load64, fps_store32, fps_store64,
-)
 from fastps._core cimport (
     OK, SPAN_NONE, Completion, completion_part_done, completion_reset, is_traced, now_ns,
     trace_span,
 )
-from fastps._table cimport IdTable
+from fastps.native.atomic cimport (
+    fps_add32, fps_add64, fps_fence, fps_load64, fps_store32, fps_store64,
+)
+from fastps.native.id_table cimport IdTable
 from fastps.transport._link cimport LinkSlot, SendItem
-from fastps.wire cimport KEY_BITS
+from fastps.transport.frame cimport KEY_BITS
 
 cdef struct Part
 cdef struct Sending

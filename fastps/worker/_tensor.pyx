@@ -12,14 +12,14 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 
-from fastps._atomic cimport fps_add32, fps_load32
 from fastps._core cimport (
     OK, SPAN_WAIT, Completion, completion_is_done, completion_wait, deadline_of, is_traced,
     now_ns, trace_span, tracing,
 )
-from fastps._posix cimport sched_yield
-from fastps._table cimport table_clear
-from fastps.wire cimport FLAG_AVERAGE, FLAG_BROADCAST, KEY_BITS
+from fastps.native.atomic cimport fps_add32, fps_load32
+from fastps.native.id_table cimport table_clear
+from fastps.native.posix cimport sched_yield
+from fastps.transport.frame cimport FLAG_AVERAGE, FLAG_BROADCAST, KEY_BITS
 from fastps.worker._stage cimport MAX_STAGES
 
 from numpy import ndarray

@@ -6,8 +6,8 @@ that names tensor, peer and cure. It is PENDING until a thread that waits sees t
 are over; that thread makes the result once (FINISHING), and keeps it (READY) or its error
 (FAILED), which every wait() from then on returns or raises. A wait that times out, or is
 interrupted, leaves it PENDING; poll() only looks. Results are multiplied here, once: by the
-caller's factor, and an average by what it lacks where workers had run out of data (uneven.py knows
-that). Threads: any; they wait without the GIL.
+caller's factor, and an average by what it lacks where workers had run out of data (session/join.py
+knows that). Threads: any; they wait without the GIL.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Final, Generic, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from fastps._floats import DefaultFloats
 from fastps.errors import FastPSError
+from fastps.native._floats import DefaultFloats
 from fastps.types import DType, checked_seconds
 
 Array: TypeAlias = np.ndarray[Any, Any]

@@ -14,13 +14,13 @@ import time
 from collections.abc import Iterator, Sequence
 
 from fastps._core import Hands, HugePages, may_gather
-from fastps.affinity import parse_cpu_list
 from fastps.config import Config
+from fastps.config.cpu_list import parse_cpu_list
 from fastps.errors import TransportError
 from fastps.transport import shm
 from fastps.transport._link import LinkOwner
 from fastps.transport._shm import Block, Mapping
-from fastps.transport.pipe.reach import choose_root, list_ancestors
+from fastps.transport.pipe.ptrace import choose_root, list_ancestors
 from fastps.transport.traffic import Traffic, traffic
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._local import LocalStages, control_bytes, stage_area_bytes

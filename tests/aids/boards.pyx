@@ -11,16 +11,16 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from fastps._atomic cimport fps_add32, fps_load32, fps_store32
 from fastps._core cimport (
     E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, OK, Completion, completion_part_done, completion_reset,
     completion_wait, deadline_of, now_ns,
 )
+from fastps.native.atomic cimport fps_add32, fps_load32, fps_store32
 from fastps.transport._link cimport (
     KICK_WAKE, LINK_CAN_PROMISE, Link, LinkOwner, LinkSlot, SendItem, slot_acquire, slot_release,
     slot_retire, slot_set,
 )
-from fastps.wire cimport KIND_PUSH, KIND_RESULT, Header
+from fastps.transport.frame cimport KIND_PUSH, KIND_RESULT, Header
 
 from fastps.errors import StallError, error_of
 

@@ -21,8 +21,8 @@ from fastps._core cimport (
     queue_create, queue_credit_return, queue_free, queue_lend, queue_pop, queue_pop_nowait,
     queue_push, queue_stats, rule_fn, thread_create, thread_join,
 )
-from fastps._copy cimport FPS_BY_MOVES, FPS_BY_STREAMS, fps_copy, fps_copy_way
-from fastps._posix cimport syscall
+from fastps.native.copy cimport FPS_BY_MOVES, FPS_BY_STREAMS, fps_copy, fps_copy_way
+from fastps.native.posix cimport syscall
 from fastps.reduce.codec._coder cimport Coder, code_sum
 
 import warnings

@@ -10,12 +10,12 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
-from fastps._atomic cimport fps_add32, fps_load32, fps_store32
 from fastps._core cimport (
     E_NOMEM, E_PROTOCOL, E_TIMEOUT, OK, Completion, completion_part_done, completion_reset,
     completion_wait, deadline_of,
 )
-from fastps._posix cimport (
+from fastps.native.atomic cimport fps_add32, fps_load32, fps_store32
+from fastps.native.posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
     pthread_mutex_unlock,
 )
@@ -23,7 +23,7 @@ from fastps.transport._link cimport (
     KICK_WAKE, Link, LinkOwner, LinkSlot, SendItem, slot_acquire, slot_release, slot_retire,
     slot_set,
 )
-from fastps.wire cimport Header
+from fastps.transport.frame cimport Header
 
 from collections import deque
 

@@ -8,11 +8,11 @@ And so that who writes a stage sees how parts wait for threads, fail, are given 
 cimport cython
 from libc.stdint cimport INT64_MAX, int32_t, uint64_t
 
-from fastps._atomic cimport fps_load32, fps_store32
 from fastps._core cimport (
     OK, Queue, Thread, deadline_of, queue_close, queue_create, queue_free, queue_pop, queue_push,
     thread_create, thread_join,
 )
+from fastps.native.atomic cimport fps_load32, fps_store32
 from fastps.worker._stage cimport SPEAKS, Part, Stage, key_of, stage_done
 from fastps.worker._tensor cimport StageHolder
 

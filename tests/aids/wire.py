@@ -2,8 +2,8 @@
 """The header in front of every frame of the data path, as Python sees it.
 
 Decides the layout and what a well-formed header is; never knows what a key or a payload means.
-wire.pxd holds the same layout for C, which does the work in a running job; this twin serves
-tests, tools and whoever wants to read a capture. Little-endian, 48 bytes, no padding. Pure.
+transport/frame.pxd holds the same layout for C, which does the work in a running job; this twin
+serves tests, tools and whoever wants to read a capture. Little-endian, 48 bytes, no padding. Pure.
 """
 
 from __future__ import annotations

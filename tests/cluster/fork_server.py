@@ -34,7 +34,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-JOINING = ("fastps.joining", "fastps.groups")  # what fastps.init() and the first groups import
+JOINING = (
+    "fastps.session.connections",
+    "fastps.session.groups",
+)  # what fastps.init() and the first groups import
 SERVING = ("fastps.server.main", "fastps.server.server")
 # fastps, and the programs of tests: servers import rules by their names
 IMPORT_PATH = os.pathsep.join(

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 import fastps
-from fastps import current as _current
 from fastps.errors import ConfigError, MismatchError, StallError
+from fastps.session import current as _current
 
 COUNT, STEPS = 30_001, 24
 

@@ -9,10 +9,10 @@ import pytest
 import fastps
 from fastps import byzantine as bz
 from fastps.byzantine import attacks
-from fastps.coding import Coding
-from fastps.current import current
+from fastps.contract.codec import Coding
 from fastps.errors import ConfigError, MismatchError
 from fastps.reduce.codec._coder import Coder
+from fastps.session.current import current
 from fastps.types import DType
 
 COUNT = 40_003  # three pieces of 64 KiB

@@ -12,9 +12,9 @@ import pytest
 
 import fastps
 from fastps import Compression, topology
-from fastps.coding import Codec, Coding, Option, stream_of
+from fastps.contract.codec import Codec, Coding, Option, stream_of
 from fastps.errors import FastPSError, MismatchError
-from fastps.graph.coded import step_of
+from fastps.graph.edge_codecs import step_of
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from codec_oracle import LOSSY, MASK64, splitmix

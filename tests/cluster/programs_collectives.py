@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps import current
 from fastps.collectives import schedule
 from fastps.collectives.group import Group
 from fastps.errors import MismatchError
+from fastps.session import current
 from fastps.types import DType, Op
 
 WAIT_S = 60.0

@@ -11,7 +11,7 @@ import numpy as np
 from run_program import mark, now
 
 import fastps
-from fastps import current
+from fastps.session import current
 
 COUNTS = (0, 1, 1000, 100_003)
 LARGE = 1 << 20  # elements of float32: 4 MiB

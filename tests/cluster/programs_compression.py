@@ -12,9 +12,9 @@ import pytest
 
 import fastps
 from fastps import Compression
-from fastps.coding import PLAIN, Coding, Option
-from fastps.contract import pusher_of
-from fastps.current import current
+from fastps.contract.codec import PLAIN, Coding, Option
+from fastps.contract.contract import pusher_of
+from fastps.session.current import current
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from byteps_oracle import BytePS

@@ -13,9 +13,9 @@ import numpy as np
 from run_program import mark
 
 import fastps
-from fastps import current
-from fastps.contract import Policy
+from fastps.contract.contract import Policy
 from fastps.errors import FastPSError
+from fastps.session import current
 from fastps.types import DType
 
 PATIENCE_S = 2.0  # with those who forget something else

@@ -12,7 +12,7 @@ import programs_local_steps as local_steps
 import pytest
 
 import fastps
-from fastps import outer
+from fastps.algorithms import outer
 
 EXCHANGES = 4  # that the others do while one worker is away
 SHAPES = {"w": (300_000,), "v": (3, 5)}  # in several pieces

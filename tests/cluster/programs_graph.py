@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps import current, topology
+from fastps import topology
 from fastps.errors import MismatchError
+from fastps.session import current
 
 SIZES = (0, 1, 23, 23**2, 9_001, 400_007)  # small, unasked, asked for, in several chunks
 TINY = 2.0**-256

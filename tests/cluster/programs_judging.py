@@ -157,7 +157,7 @@ def what_is_wrong(rounds: int) -> Any:
         elif me == 3 and number == 1:  # begins an update, and leaves it for the next
             fastps.push(mine[0], "Held.w", round=1)
         elif me == 4 and number == 2:  # garbage
-            fastps.current.current().groups.pair(fastps.size()).send(
+            fastps.session.current.current().groups.pair(fastps.size()).send(
                 np.zeros(40, np.uint8), 1, tag=held.channel
             ).wait()
         elif me != 4 or number == 1:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps import current
 from fastps.errors import FastPSError, ShutdownError
+from fastps.session import current
 from fastps.types import DType
 
 THREADS = 8

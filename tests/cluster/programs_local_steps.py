@@ -18,13 +18,13 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from codec_oracle import Reference
 
 import fastps
-from fastps import outer
-from fastps.coding import Option
-from fastps.contract import Policy
-from fastps.current import current
-from fastps.local_async import Polynomial
-from fastps.local_blocks import Lots
-from fastps.local_steps import Terms
+from fastps.algorithms import outer
+from fastps.algorithms.async_local_sgd import Polynomial
+from fastps.algorithms.local_blocks import Lots
+from fastps.algorithms.local_sgd_base import Terms
+from fastps.contract.codec import Option
+from fastps.contract.contract import Policy
+from fastps.session.current import current
 from fastps.types import DType
 
 STEPS, EVERY = 13, 3

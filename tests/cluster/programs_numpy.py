@@ -16,8 +16,8 @@ import numpy as np
 from run_program import mark
 
 import fastps
-from fastps import current
 from fastps.errors import MismatchError, TransportTimeout
+from fastps.session import current
 from fastps.types import DType, dtype_of
 
 HALVES = ("float16", "bfloat16")

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 
 import fastps
-from fastps import current
-from fastps.contract import ANY_STALENESS, Policy
+from fastps.contract.contract import ANY_STALENESS, Policy
 from fastps.errors import ConfigError, MismatchError
+from fastps.session import current
 from fastps.types import DType
 
 COUNT = 50_003

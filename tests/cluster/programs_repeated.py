@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps import current
 from fastps.collectives._calls import forget_calls
-from fastps.collectives.members import Members
+from fastps.collectives.group_base import Members
 from fastps.errors import FastPSError, MismatchError, NotInitializedError
+from fastps.session import current
 from fastps.types import DType, Op
 
 TIMES = 5

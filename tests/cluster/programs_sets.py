@@ -14,9 +14,9 @@ from programs_forget import memory_of
 from run_program import mark
 
 import fastps
-from fastps import current
-from fastps.collectives.members import Members
+from fastps.collectives.group_base import Members
 from fastps.errors import FastPSError
+from fastps.session import current
 
 WAIT_S = 60.0
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import fastps
-from fastps.local_steps import Terms
+from fastps.algorithms.local_sgd_base import Terms
 
 SHAPES = {"w": (40, 25), "b": (7,), "s": ()}
 RATE = 0.25

@@ -137,7 +137,7 @@ class SshHosts:
 
     def processes(self) -> list[int]:
         """List what is left of the job: its processes, followers, and ssh's."""
-        marks = (f"FASTPS_JOB_ID={self.job_id}\0".encode(), b"fastps.launch.follow")
+        marks = (f"FASTPS_JOB_ID={self.job_id}\0".encode(), b"fastps.launch.follower")
         return [pid for pid, *texts in everybody() if any(m in t for m in marks for t in texts)]
 
     def wait_gone(self) -> None:

@@ -29,7 +29,7 @@ from fastps.control.protocol import (
     unpack_to_scheduler,
 )
 from fastps.errors import ConfigError, ProtocolError
-from fastps.session import Session
+from fastps.session.session import Session
 
 NONSENSE_S = [-1, -0.001, 2e9, math.inf, -math.inf, math.nan]
 TIMEOUTS = pytest.mark.parametrize("timeout_s", NONSENSE_S)

@@ -23,12 +23,10 @@ from control_cluster import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps import auth
-from fastps.auth import HELLO_BYTES, ClientHandshake, Purpose, derive_key
 from fastps.config import Config, load
 from fastps.control import scheduler as scheduler_module
 from fastps.control.client import ControlClient
-from fastps.control.dialling import dial
+from fastps.control.dial import dial
 from fastps.control.protocol import (
     LENGTH,
     MAX_FRAME_BYTES,
@@ -48,6 +46,8 @@ from fastps.errors import (
     StallError,
     TransportTimeout,
 )
+from fastps.security import handshake
+from fastps.security.handshake import HELLO_BYTES, ClientHandshake, Purpose, derive_key
 from fastps.transport import sockets
 from fastps.transport.half_open import MAX_HALF_OPEN, MAX_PER_SOURCE
 
@@ -114,9 +114,11 @@ class TestStrangers:
     def test_wrong_proof_is_refused(self, lone: SchedulerThread) -> None:
         with lone as scheduler, connect_raw(scheduler) as sock:
             sock.sendall(ClientHandshake(KEY, purpose=1, sender=0).hello())
-            sockets.read_exactly(sock, auth.CHALLENGE_BYTES, deadline=time.monotonic() + WAIT_S)
-            sock.sendall(bytes(auth.PROOF_BYTES))
-            assert len(wait_closed(sock)) == auth.ACCEPT_BYTES
+            sockets.read_exactly(
+                sock, handshake.CHALLENGE_BYTES, deadline=time.monotonic() + WAIT_S
+            )
+            sock.sendall(bytes(handshake.PROOF_BYTES))
+            assert len(wait_closed(sock)) == handshake.ACCEPT_BYTES
             wait_refused(scheduler, "wrong token")
             join_and_leave(scheduler)
 
@@ -155,7 +157,7 @@ class TestStrangers:
             ]
             join_and_leave(scheduler)
 
-    @pytest.mark.parametrize("start", [b"", auth.MAGIC])
+    @pytest.mark.parametrize("start", [b"", handshake.MAGIC])
     def test_half_open_connection_times_out(self, start: bytes) -> None:
         with SchedulerThread(size=1, num_servers=0, handshake_timeout_s=0.2) as scheduler:
             with connect_raw(scheduler) as sock:

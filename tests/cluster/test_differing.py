@@ -11,7 +11,7 @@ import pytest
 from job import run_job
 from programs_differing import SHAPE, cases
 
-from fastps.collectives.about import form_of
+from fastps.collectives.descriptions import form_of
 
 LATE = ". It was over here when others noticed"
 MEMORY, SOCKETS = {"FASTPS_SHARED_MEMORY": "1"}, {"FASTPS_SHARED_MEMORY": "0"}

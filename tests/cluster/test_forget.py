@@ -7,7 +7,7 @@ import programs_forget
 import pytest
 from job import Job, run_job
 
-from fastps.contract import ANY_STALENESS
+from fastps.contract.contract import ANY_STALENESS
 
 SMALL = {"FASTPS_PARTITION_BYTES": "65536", "FASTPS_CHUNK_BYTES": "8192"}
 SHARED = {"FASTPS_SHARED_MEMORY": "1"}

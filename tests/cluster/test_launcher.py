@@ -86,7 +86,7 @@ def test_one_worker_alone_meets_nobody(job):
 
 def test_a_worker_under_a_shell_knows_the_launcher_among_its_ancestors(job):
     code = (
-        "from fastps.config import load; from fastps.transport.pipe.reach import list_ancestors;"
+        "from fastps.config import load; from fastps.transport.pipe.ptrace import list_ancestors;"
         "print(list_ancestors().index(load().launcher_pid))"
     )
     python = shlex.join([sys.executable, "-c", code])
@@ -430,7 +430,7 @@ def test_scheduler_answers_from_the_beginning(job):
     lines = result.stderr.splitlines()
     assert len(lines) == 2, lines
     assert lines[0].startswith("[scheduler] ")
-    assert "scheduler WARNING fastps.transport.gate: refused a connection" in lines[0]
+    assert "scheduler WARNING fastps.transport.handshake_gate: refused a connection" in lines[0]
 
 
 def test_scheduler_that_nobody_joins_is_the_cause(job):

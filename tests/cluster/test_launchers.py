@@ -22,7 +22,7 @@ from aids.debian import require
 from aids.free_ports import free_ports
 from fastps.config import load
 from fastps.config.launchers import find, is_left_alone
-from fastps.control import launched
+from fastps.control import foreign_launch
 from fastps.errors import ConfigError, TransportTimeout
 
 LIMIT_S = 100
@@ -191,12 +191,12 @@ def test_what_to_set_where_nothing_is_private(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("MASTER_ADDR", "203.0.113.7")
     with pytest.raises(ConfigError, match=r"FASTPS_MEETING_DIR .* FASTPS_TOKEN_FILE everywhere"):
-        launched.meet(load({"size": 2, "rank": 1}))
+        foreign_launch.meet(load({"size": 2, "rank": 1}))
 
 
 def test_a_file_of_others_is_not_trusted(tmp_path):
     path = tmp_path / "board"
-    board = launched.FileBoard(path)
+    board = foreign_launch.FileBoard(path)
     with pytest.raises(TransportTimeout, match="has left no file"):
         board.read(timeout_s=0.01)
     board.post("secret")
@@ -213,13 +213,13 @@ def test_a_file_of_others_is_not_trusted(tmp_path):
 def test_a_socket_gives_its_text_until_it_is_cleared():
     name = f"fastps-test-{secrets.token_hex(8)}"
     found: list[str] = []
-    board = launched.UnixBoard(name)
+    board = foreign_launch.UnixBoard(name)
     reader = threading.Thread(target=lambda: found.append(
-        launched.UnixBoard(name).read(timeout_s=LIMIT_S)))  # fmt: skip
+        foreign_launch.UnixBoard(name).read(timeout_s=LIMIT_S)))  # fmt: skip
     reader.start()
     board.post("secret")
     reader.join(LIMIT_S)
     assert found == ["secret"]
     board.clear()
     with pytest.raises(TransportTimeout, match="has not called init"):
-        launched.UnixBoard(name).read(timeout_s=0.01)
+        foreign_launch.UnixBoard(name).read(timeout_s=0.01)

@@ -74,7 +74,9 @@ def test_sums_over_three_machines_and_no_secret_is_seen(lab):
         assert all("of 3 on h" in line and line.endswith(": [6.0, 6.0, 6.0]\n") for line in lines)
         assert {re.search("h[0-2]:", line)[0] for line in lines} == {"h0:", "h1:"}
         seen = list(everybody())
-        assert sum(b"fastps.launch.follow" in line for _, line, _ in seen) >= 6  # ssh's and theirs
+        assert (
+            sum(b"fastps.launch.follower" in line for _, line, _ in seen) >= 6
+        )  # ssh's and theirs
         assert not [pid for pid, *texts in seen if any(secret.encode() in t for t in texts)]
         (lab.folder / "go").touch()
         stdout, stderr = leader.communicate(timeout=LIMIT_S)

@@ -18,7 +18,7 @@ import pytest
 from harness import ROOT, clean_environ
 
 import fastps
-from fastps.launch.team_words import hear, pack, unpack_answer
+from fastps.launch.team_protocol import hear, pack, unpack_answer
 from fastps.notebook import Team
 
 

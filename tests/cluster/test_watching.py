@@ -22,8 +22,8 @@ from aids.free_ports import free_ports
 from fastps.config import load
 from fastps.errors import ConfigError
 from fastps.launch.doctor import main as fastps_command
-from fastps.launch.live import JointLine
 from fastps.launch.output import Outlet, Screen
+from fastps.launch.progress_line import JointLine
 from fastps.telemetry import watch
 from fastps.telemetry.status import StatusService
 

@@ -12,8 +12,8 @@ import pytest
 from transport_nets import TCP_NETS, TIMEOUT_S, Net
 
 from fastps._core import BufferPool
-from fastps.contract import ANY_STALENESS, Cast, Policy
-from fastps.partition import make_partitions
+from fastps.contract.contract import ANY_STALENESS, Cast, Policy
+from fastps.contract.partition import make_partitions
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.types import DType

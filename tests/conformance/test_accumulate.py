@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transport_nets import TCP_NETS, TIMEOUT_S, Net, wait_until
 
 from fastps._core import BufferPool
-from fastps.contract import ANY_STALENESS, Policy, cast_of
-from fastps.partition import make_partitions
+from fastps.contract.contract import ANY_STALENESS, Policy, cast_of
+from fastps.contract.partition import make_partitions
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.types import DType

@@ -16,8 +16,8 @@ from transport_nets import TIMEOUT_S, wait_until
 
 from aids.kernels import GatedSum
 from fastps._core import BufferPool
-from fastps.contract import cast_of
-from fastps.partition import make_partitions
+from fastps.contract.contract import cast_of
+from fastps.contract.partition import make_partitions
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport.inproc._transport import InprocTransport

@@ -18,8 +18,8 @@ from sklearn.datasets import load_digits
 from transport_nets import TIMEOUT_S, Net
 
 from fastps._core import BufferPool
-from fastps.contract import ANY_STALENESS, PROMPT, Compensation, Policy, cast_of
-from fastps.partition import make_partitions
+from fastps.contract.contract import ANY_STALENESS, PROMPT, Compensation, Policy, cast_of
+from fastps.contract.partition import make_partitions
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.types import DType, numpy_dtype

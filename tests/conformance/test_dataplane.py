@@ -9,11 +9,11 @@ import pytest
 from transport_nets import wait_until
 
 from fastps.config import Config, load
-from fastps.control.doors import open_doors
+from fastps.control.listen import open_doors
 from fastps.control.protocol import DeclareKeys, ForgetKeys, Job, KeySpec, Layout, Member
 from fastps.errors import FastPSError
 from fastps.server.dataplane import DataPlane
-from fastps.transport.node import Node
+from fastps.transport.peer_links import Node
 from fastps.transport.rdma import look_up
 from fastps.types import DType
 

@@ -14,8 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_gathered import JOIN, SHORT_S, House, Model, N
 
-from fastps import byzantine, outer
-from fastps.coding import Codec, Coding, Option
+from fastps import byzantine
+from fastps.algorithms import outer
+from fastps.contract.codec import Codec, Coding, Option
 from fastps.server._deadlines import absences
 from fastps.types import DType
 

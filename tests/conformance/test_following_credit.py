@@ -14,7 +14,7 @@ import pytest
 from transport_nets import TIMEOUT_S, tcp_pair
 
 from fastps._core import BufferPool
-from fastps.contract import cast_of
+from fastps.contract.contract import cast_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport.tcp._transport import TcpTransport

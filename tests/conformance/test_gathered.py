@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from transport_nets import TIMEOUT_S, Net
 
-from fastps import byzantine, outer
+from fastps import byzantine
 from fastps._core import BufferPool
+from fastps.algorithms import outer
 from fastps.byzantine import reference
-from fastps.coding import PLAIN, Coding, wire_chunk
-from fastps.contract import JOIN, Cast, Policy, Unit
-from fastps.partition import make_partitions
+from fastps.contract.codec import PLAIN, Coding, wire_chunk
+from fastps.contract.contract import JOIN, Cast, Policy, Unit
+from fastps.contract.partition import make_partitions
+from fastps.contract.rule import Rule
 from fastps.reduce._combiner import Combiner
 from fastps.reduce.codec._coder import Coder
-from fastps.rules import Rule
 from fastps.server._deadlines import absences, end_late_rounds
 from fastps.server._ruled import RuledRule
 from fastps.server._store import ServerStore

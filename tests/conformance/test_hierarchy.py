@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fastps import config
 from fastps._core import BufferPool
-from fastps.contract import cast_of
+from fastps.contract.contract import cast_of
 from fastps.errors import Status
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore

@@ -22,12 +22,12 @@ from transport_nets import (
 )
 
 from aids.mailbox import Mailbox
-from fastps.auth import derive_key
 from fastps.config import load
 from fastps.control.protocol import Job, Member
 from fastps.errors import AuthError, PeerLostError, TransportError, TransportTimeout
+from fastps.security.handshake import derive_key
 from fastps.transport import rdma, sockets
-from fastps.transport.node import Node
+from fastps.transport.peer_links import Node
 
 KEY = derive_key(b"token", "data", "job")
 BY_RDMA = tuple(kind for kind in NETS if kind in ("native", "pyverbs"))

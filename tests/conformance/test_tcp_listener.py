@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 from transport_nets import FAMILIES, TIMEOUT_S, has_ipv6, wait_until
 
-from fastps.auth import (
+from fastps.config import Config, load
+from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError, TransportTimeout
+from fastps.security.handshake import (
     ACCEPT_BYTES,
     CHALLENGE_BYTES,
     HELLO_BYTES,
@@ -27,9 +29,7 @@ from fastps.auth import (
     ServerHandshake,
     derive_key,
 )
-from fastps.config import Config, load
-from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError, TransportTimeout
-from fastps.transport import gate, half_open, sockets, tcp
+from fastps.transport import half_open, handshake_gate, sockets, tcp
 from fastps.transport.listener import Listener, NotYet
 
 KEY = derive_key(b"token", "data", "job")
@@ -396,7 +396,7 @@ def test_another_purpose_is_refused_with_a_reason(opened):
 
 def test_a_port_scan_is_counted_and_logged_seldom(opened, caplog):
     door = opened()
-    with caplog.at_level(logging.WARNING, logger="fastps.transport.gate"):
+    with caplog.at_level(logging.WARNING, logger="fastps.transport.handshake_gate"):
         for count in range(1, 31):
             door.connect().close()
             wait_until(lambda count=count: door.refused() == {"closed early": count}, "a refusal")
@@ -522,7 +522,7 @@ class FullListener(socket.socket):
 
 
 def test_running_out_of_descriptors_is_survived(opened, monkeypatch, caplog):
-    monkeypatch.setattr(gate, "FULL_PAUSE_S", 0.01)
+    monkeypatch.setattr(handshake_gate, "FULL_PAUSE_S", 0.01)
     door = opened(wrap=lambda sock: FullListener(fileno=sock.detach()))
     for _ in range(3):
         with door.dial():

@@ -10,7 +10,7 @@ import pytest
 from transport_nets import INPROC, NETS, TIMEOUT_S, Net, wait_until
 
 from fastps._core import BufferPool
-from fastps.contract import cast_of
+from fastps.contract.contract import cast_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.types import DType

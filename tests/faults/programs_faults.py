@@ -17,7 +17,7 @@ import numpy as np
 from run_program import mark, now
 
 import fastps
-from fastps import current
+from fastps.session import current
 
 
 def join() -> tuple[int, int]:

@@ -12,9 +12,9 @@ import numpy as np
 from run_program import mark, now
 
 import fastps
-from fastps import current
-from fastps.adasum import adasum
+from fastps.collectives.adasum import adasum
 from fastps.collectives.group import Group
+from fastps.session import current
 from fastps.types import DType
 
 Kind: TypeAlias = Callable[[Group, np.ndarray, np.ndarray], Any]

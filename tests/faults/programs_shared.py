@@ -12,7 +12,7 @@ import numpy as np
 from run_program import mark, now
 
 import fastps
-from fastps import current
+from fastps.session import current
 
 SMALL, LARGE = 1000, 300_000  # elements: done at once, and in many chunks
 

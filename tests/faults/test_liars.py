@@ -15,14 +15,14 @@ import pytest
 from job import WAIT_S, Job
 
 from aids.wire import FrameFlag, FrameKind, Header, pack_header
-from fastps.auth import ACCEPT_BYTES, CHALLENGE_BYTES, ClientHandshake, Purpose
 from fastps.config import Config, load
-from fastps.contract import Givers, Policy
+from fastps.contract.contract import Givers, Policy
 from fastps.control.client import ControlClient
 from fastps.control.protocol import Layout, TensorSpec
 from fastps.errors import ConfigError, FastPSError, MismatchError
+from fastps.security.handshake import ACCEPT_BYTES, CHALLENGE_BYTES, ClientHandshake, Purpose
+from fastps.security.tokens import CONTROL, Token
 from fastps.telemetry.watch import look
-from fastps.tokens import CONTROL, Token
 from fastps.transport.tcp import dial, pack_lane
 from fastps.types import DType
 

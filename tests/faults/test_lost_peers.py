@@ -129,7 +129,7 @@ def test_launcher_prints_the_first_cause_and_leaves_nothing(tmp_path, victim):
         import os, signal
         import numpy as np
         import fastps
-        from fastps import current
+        from fastps.session import current
         fastps.init()
         victims = {{
             "worker 1": os.getpid,

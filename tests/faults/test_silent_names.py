@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from fastps.auth import Purpose
 from fastps.config import Config, load
-from fastps.control import dialling
+from fastps.control import dial
 from fastps.errors import ConfigError, FastPSError, TransportError
+from fastps.security.handshake import Purpose
 from fastps.transport import sockets, tcp
 from fastps.transport.interfaces import own_address
 
@@ -54,9 +54,7 @@ def dial_server() -> None:
 
 def dial_scheduler() -> None:
     deadline = time.monotonic() + 60
-    dialling.dial(
-        settings(), bytes(32), purpose=Purpose.CONTROL, sender=0, deadline=deadline
-    ).close()
+    dial.dial(settings(), bytes(32), purpose=Purpose.CONTROL, sender=0, deadline=deadline).close()
 
 
 @pytest.mark.timeout(60)
@@ -66,7 +64,7 @@ def dial_scheduler() -> None:
         (dial_server, TransportError, rf"cannot connect to server 3 at {HOST}:7: the {SILENT}"),
         (dial_scheduler, ConfigError, rf"host '{HOST}' is .*{SILENT}.*FASTPS_SCHEDULER_HOST"),
         (
-            lambda: dialling.wait_for_name(settings()),
+            lambda: dial.wait_for_name(settings()),
             ConfigError,
             rf"host '{HOST}' is .*{SILENT}.*FASTPS_SCHEDULER_HOST",
         ),

@@ -20,7 +20,10 @@ import pytest
 from job import WAIT_S, Job, Process
 
 from aids.wire import FrameKind, Header, pack_header
-from fastps.auth import (
+from fastps.config import load
+from fastps.control.client import ControlClient
+from fastps.errors import AuthError
+from fastps.security.handshake import (
     ACCEPT_BYTES,
     CHALLENGE_BYTES,
     HELLO_BYTES,
@@ -28,10 +31,7 @@ from fastps.auth import (
     Purpose,
     derive_key,
 )
-from fastps.config import load
-from fastps.control.client import ControlClient
-from fastps.errors import AuthError
-from fastps.tokens import Token, make_keys
+from fastps.security.tokens import Token, make_keys
 from fastps.transport.tcp import dial, pack_lane
 from fastps.types import DType
 

@@ -39,4 +39,4 @@ def test_an_error_of_one_worker_is_named_by_all(tmp_path):
     assert all("its program ended with ValueError: batch 7 is empty" in line for line in others)
     assert "crashed" not in done.stdout, done.stdout
     assert done.stdout.count("Traceback") <= 3, done.stdout
-    assert "fastps/session.py" not in done.stdout, done.stdout
+    assert "fastps/session/session.py" not in done.stdout, done.stdout

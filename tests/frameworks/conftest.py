@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_session import FakeCluster
 
-from fastps import current
+from fastps.session import current
 
 
 @pytest.fixture

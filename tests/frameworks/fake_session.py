@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job without processes: ranks are threads, sums are made by whoever arrives last.
 
-Has the face of fastps.session.Session that plugins use, adds in rank order with NumPy, and can be
-told to fail. It checks what the real session checks of its callers: contiguous arrays, a name in
-flight once, equal shapes and dtypes. Threads: one per rank, all state under one condition.
+Has the face of fastps.session.session.Session that plugins use, adds in rank order with NumPy, and
+can be told to fail. It checks what the real session checks of its callers: contiguous arrays, a
+name in flight once, equal shapes and dtypes. Threads: one per rank, all state under one condition.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from fastps.collectives.objects import decode_of, encode_for_all
 from fastps.errors import DuplicateNameError, MismatchError, NotInitializedError, StallError
-from fastps.objects import decode_of, encode_for_all
 from fastps.types import DType, dtype_of
 
 TIMEOUT_S = 20.0
@@ -85,7 +85,7 @@ class FakeCluster:
             self.changed.notify_all()
 
     def current(self) -> FakeSession:
-        """Stand in for fastps.current.current()."""
+        """Stand in for fastps.session.current.current()."""
         session = getattr(self._local, "session", None)
         if session is None:
             raise NotInitializedError("init() has not been called in this process")

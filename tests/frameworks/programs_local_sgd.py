@@ -15,7 +15,7 @@ from torch import nn
 
 import fastps
 import fastps.torch as fps
-from fastps import outer
+from fastps.algorithms import outer
 
 STEPS = 13
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -17,7 +17,7 @@ import fastps.bluefog.torch as bf
 import fastps.torch as fps
 from fastps import topology
 from fastps.bluefog.common import topology_util
-from fastps.frameworks.torch.corrected import pair_of
+from fastps.frameworks.torch.decentralized.corrections import pair_of
 
 Gradient = Callable[[np.ndarray], np.ndarray]
 

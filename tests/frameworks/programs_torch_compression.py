@@ -9,8 +9,8 @@ from torch import nn
 
 import fastps
 import fastps.torch as fps
-from fastps.coding import PLAIN, Coding
-from fastps.current import current
+from fastps.contract.codec import PLAIN, Coding
+from fastps.session.current import current
 
 STEPS, RATES = 3, (0.1, 0.1, 0.05)
 FEEDBACK = {"ef": "vanilla"}

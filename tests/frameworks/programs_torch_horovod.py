@@ -585,12 +585,12 @@ def our_wrapper_where_outputs_are_hidden(rank, size):
 def passes_in_compiled_autograd_that_fail(rank, size):
     from torch._dynamo import compiled_autograd as compiled  # noqa: PLC0415
 
-    from fastps.frameworks.torch import endings  # noqa: PLC0415
+    from fastps.frameworks.torch.gradients import backward_end  # noqa: PLC0415
 
     model, x = hvd.DistributedDataParallel(small_model()), torch.ones(2, 3) + rank
     bias = list(model.parameters())[-1]
     eager = compiled._enable(torch.compile(backend="eager"))
-    unknown = patch.object(endings, "_graph_that_runs", lambda: None)  # of another torch
+    unknown = patch.object(backward_end, "_graph_that_runs", lambda: None)  # of another torch
     with eager, unknown, pytest.raises(fastps.FastPSError, match=r"compiled autograd.*no grad"):
         model(x).sum().backward()
     if torch.__version__ < (2, 8):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fastps.torch as fps
-from fastps.current import current
 from fastps.errors import FastPSError
+from fastps.session.current import current
 
 MOST_STEPS = 400
 WIDTH = 640

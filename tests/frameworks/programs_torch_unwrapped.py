@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import fastps.torch as fps
-from fastps.frameworks.torch import unwrapped
+from fastps.frameworks.torch.gradients import unwrapped
 
 WARN, QUIET = [], []  # ways to train that are warned of, and those that are not
 
@@ -45,7 +45,7 @@ def everything() -> list[tuple[str, list[str]]]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("fastps.drift").addHandler(handler)
+    logging.getLogger("fastps.session.drift").addHandler(handler)
     found = []
     for way in (*WARN, *QUIET):
         fps.init(check_weights=way is not one_that_is_to_differ)

@@ -18,7 +18,7 @@ from torch_cases import case
 
 import fastps.torch as fps
 from fastps.bluefog import torch as bluefog
-from fastps.frameworks.torch.process_group import Operations
+from fastps.frameworks.torch.distributed.process_group import Operations
 
 
 class Trial(NamedTuple):

@@ -34,10 +34,10 @@ from pathlib import Path
 SUITE = "torch.testing._internal.distributed.distributed_test"
 # What the backend imports when a job begins: here once, not in every rank.
 PRELOADED = (
-    "fastps.joining",
-    "fastps.groups",
-    "fastps.frameworks.torch.meeting",
-    "fastps.frameworks.torch.process_group",
+    "fastps.session.connections",
+    "fastps.session.groups",
+    "fastps.frameworks.torch.distributed.store_rendezvous",
+    "fastps.frameworks.torch.distributed.process_group",
 )
 SKIP_CODES = range(70, 100)  # TEST_SKIPS of common_distributed
 PG_TIMEOUT_S = 30.0
@@ -208,7 +208,7 @@ def main() -> int:
     args = parser.parse_args()
     module = load_suite(args.backend, args.world_size)
     if args.backend == "fastps":
-        from fastps.frameworks.torch.backend import register
+        from fastps.frameworks.torch.distributed.backend import register
 
         register()
         for name in PRELOADED:

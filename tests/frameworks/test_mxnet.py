@@ -312,7 +312,7 @@ def test_horovods_names_and_operations_without_names(tmp_path):
 
 
 CODED = """
-    from fastps.current import current
+    from fastps.session.current import current
     from fastps.errors import ConfigError
     def make():
         net = gluon.nn.HybridSequential()

@@ -280,7 +280,7 @@ def test_a_lost_rank_is_named_wherever_the_others_wait(tmp_path):
 
 def test_a_work_is_kept_for_a_torch_that_forgets_it(monkeypatch):
     """Before 2.7 torch's C++ loses what Python adds to a Work, then its wait() has no end."""
-    module = importlib.import_module("fastps.frameworks.torch.work")
+    module = importlib.import_module("fastps.frameworks.torch.distributed.work")
     monkeypatch.setattr(module, "_MUST_KEEP", True)
     for end in (module.Work.wait, module.Work.get_future, module.Work.is_completed):
         work = module.Work(module.Operation([], None), [], module.Completer(), 1.0)
@@ -293,7 +293,7 @@ def test_a_work_is_kept_for_a_torch_that_forgets_it(monkeypatch):
 
 
 def test_an_operation_that_could_not_be_finished_has_failed_for_all_who_wait():
-    module = importlib.import_module("fastps.frameworks.torch.work")
+    module = importlib.import_module("fastps.frameworks.torch.distributed.work")
     entered, go, calls, found = threading.Event(), threading.Event(), [], []
 
     def finish():
@@ -323,7 +323,7 @@ def test_an_operation_that_could_not_be_finished_has_failed_for_all_who_wait():
 
 
 def test_a_time_that_is_over_is_no_error_of_the_operation():
-    module = importlib.import_module("fastps.frameworks.torch.work")
+    module = importlib.import_module("fastps.frameworks.torch.distributed.work")
 
     class Late:
         has_failed = False
@@ -346,7 +346,7 @@ def test_a_time_that_is_over_is_no_error_of_the_operation():
 
 def test_groups_end_with_a_torch_that_only_ends_nccl_s(monkeypatch):
     """Before 2.7 destroy_process_group() calls this for each group, and shutdown() of none."""
-    backend = importlib.import_module("fastps.frameworks.torch.backend")
+    backend = importlib.import_module("fastps.frameworks.torch.distributed.backend")
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
     told = []
     monkeypatch.setattr(c10d, "_shutdown_backend", told.append, raising=False)
@@ -361,7 +361,7 @@ def test_groups_end_with_a_torch_that_only_ends_nccl_s(monkeypatch):
 PROBE = """
 import sys, torch
 import torch.distributed as dist
-print(dist.is_backend_available("fastps"), "fastps.session" in sys.modules)
+print(dist.is_backend_available("fastps"), "fastps.session.session" in sys.modules)
 """
 
 
@@ -377,7 +377,9 @@ def install(folder):
     return os.pathsep.join([str(folder), str(ROOT)])
 
 
-@pytest.mark.parametrize("face", ["fastps.torch", "fastps.frameworks.torch.process_group"])
+@pytest.mark.parametrize(
+    "face", ["fastps.torch", "fastps.frameworks.torch.distributed.process_group"]
+)
 def test_torch_may_be_imported_by_us(tmp_path, face):
     """Who imports fastps.torch and no torch before has torch load our backend meanwhile."""
     probe = subprocess.run(

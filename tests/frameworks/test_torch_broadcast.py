@@ -12,12 +12,12 @@ from fake_session import FakeCluster
 
 torch = pytest.importorskip("torch")
 
-from fastps.frameworks.torch.broadcast import (  # noqa: E402
+from fastps.frameworks.torch.ops.broadcast import (  # noqa: E402
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from fastps.frameworks.torch.ops import push_pull  # noqa: E402
+from fastps.frameworks.torch.ops.push_pull import push_pull  # noqa: E402
 
 OPTIMIZERS = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),

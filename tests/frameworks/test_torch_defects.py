@@ -18,14 +18,14 @@ from fake_session import FakeCluster, FakeHandle
 
 torch = pytest.importorskip("torch")
 
-from fastps.frameworks.torch import ops  # noqa: E402
-from fastps.frameworks.torch.broadcast import (  # noqa: E402
+from fastps.frameworks.torch.ops import push_pull  # noqa: E402
+from fastps.frameworks.torch.ops.broadcast import (  # noqa: E402
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from fastps.frameworks.torch.compression import Compression  # noqa: E402
-from fastps.frameworks.torch.optimizer import DistributedOptimizer  # noqa: E402
+from fastps.frameworks.torch.ops.compression import Compression  # noqa: E402
+from fastps.frameworks.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
 
 nn = torch.nn
 
@@ -42,7 +42,7 @@ def two_layers() -> nn.Module:
 def test_backward_gives_one_gradient_per_input(cluster: FakeCluster) -> None:
     def body(rank: int) -> None:
         x = torch.full((3,), float(rank), requires_grad=True)
-        ops.push_pull(x, True, "x", 0, 0, Compression.none).sum().backward()
+        push_pull.push_pull(x, True, "x", 0, 0, Compression.none).sum().backward()
         assert torch.equal(x.grad, torch.ones(3))
 
     cluster.run(body)
@@ -50,7 +50,9 @@ def test_backward_gives_one_gradient_per_input(cluster: FakeCluster) -> None:
 
 # BytePS: push_pull(name=None) is an AssertionError (gone under python -O); the asynchronous forms
 # call all unnamed tensors byteps.noname.0, so that they collide.
-@pytest.mark.parametrize("call", [ops.push_pull, ops.push_pull_async, ops.push_pull_inplace])
+@pytest.mark.parametrize(
+    "call", [push_pull.push_pull, push_pull.push_pull_async, push_pull.push_pull_inplace]
+)
 def test_a_missing_name_is_said(alone: FakeCluster, call: Any) -> None:
     with pytest.raises(ValueError, match="needs a name"):
         call(torch.ones(1))
@@ -61,7 +63,7 @@ def test_a_missing_name_is_said(alone: FakeCluster, call: Any) -> None:
 def test_int8_and_bfloat16(cluster: FakeCluster, dtype: torch.dtype) -> None:
     def body(rank: int) -> None:
         x = torch.full((4,), 3 + rank, dtype=dtype)
-        assert ops.push_pull(x, False, "x").tolist() == [7] * 4
+        assert push_pull.push_pull(x, False, "x").tolist() == [7] * 4
 
     cluster.run(body)
 
@@ -70,7 +72,7 @@ def test_int8_and_bfloat16(cluster: FakeCluster, dtype: torch.dtype) -> None:
 def test_integer_average_is_the_floor(cluster: FakeCluster) -> None:
     def body(rank: int) -> None:
         x = torch.tensor([3, -3, 4]) + rank
-        assert ops.push_pull(x, True, "x").tolist() == [3, -3, 4]
+        assert push_pull.push_pull(x, True, "x").tolist() == [3, -3, 4]
 
     cluster.run(body)
 
@@ -78,7 +80,7 @@ def test_integer_average_is_the_floor(cluster: FakeCluster) -> None:
 # BytePS: synchronize() of an unknown handle gives None.
 def test_unknown_handles_are_refused(alone: FakeCluster) -> None:
     with pytest.raises(TypeError, match="handle"):
-        ops.synchronize(10**6)
+        push_pull.synchronize(10**6)
 
 
 # BytePS: synchronize() polls with sleeps of 1 ms.
@@ -87,8 +89,8 @@ def test_waiting_is_one_wait(alone: FakeCluster, monkeypatch: pytest.MonkeyPatch
         raise AssertionError("polled")
 
     monkeypatch.setattr(FakeHandle, "poll", refuse)
-    handle = ops.push_pull_async(torch.ones(1), name="x")
-    ops.synchronize(handle)
+    handle = push_pull.push_pull_async(torch.ones(1), name="x")
+    push_pull.synchronize(handle)
     assert handle.handle.waits == 1
 
 
@@ -233,7 +235,7 @@ def test_making_state_does_not_step(cluster: FakeCluster) -> None:
 def test_no_pickle_is_loaded() -> None:
     code = (
         "import sys, torch; before = 'cloudpickle' in sys.modules; "
-        "import fastps.frameworks.torch.broadcast as b; import inspect; "
+        "import fastps.frameworks.torch.ops.broadcast as b; import inspect; "
         "print('cloudpickle' in sys.modules and not before, 'pickle' in vars(b))"
     )
     output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)

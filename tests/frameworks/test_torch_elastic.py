@@ -22,12 +22,12 @@ torch = pytest.importorskip("torch")
 
 from test_torch_broadcast import OPTIMIZERS, same, small_model, train  # noqa: E402
 
-from fastps import current  # noqa: E402
 from fastps.errors import ConfigError, FastPSError  # noqa: E402
 from fastps.frameworks import commits as files  # noqa: E402
 from fastps.frameworks import elastic as lives  # noqa: E402
 from fastps.frameworks.torch import commits, elastic  # noqa: E402
 from fastps.frameworks.torch.elastic import ElasticSampler, TorchState  # noqa: E402
+from fastps.session import current  # noqa: E402
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from torch_models import ALL_WAYS, batch, loss_of, make_model  # noqa: E402
 
-from fastps.frameworks.torch.optimizer import DistributedOptimizer  # noqa: E402
+from fastps.frameworks.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
 
 nn = torch.nn
 

@@ -16,12 +16,17 @@ from fastps.errors import MismatchError, NotInitializedError, PeerLostError
 torch = pytest.importorskip("torch")
 
 import fastps.torch as fps  # noqa: E402
-from fastps.frameworks.torch import ops  # noqa: E402
-from fastps.frameworks.torch.compression import Compression  # noqa: E402
+from fastps.frameworks.torch.ops import push_pull  # noqa: E402
+from fastps.frameworks.torch.ops.compression import Compression  # noqa: E402
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8]
-CALLS = [ops.push_pull, ops.push_pull_inplace, ops.push_pull_async, ops.push_pull_async_inplace]
+CALLS = [
+    push_pull.push_pull,
+    push_pull.push_pull_inplace,
+    push_pull.push_pull_async,
+    push_pull.push_pull_async_inplace,
+]
 
 
 def contribution(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -46,17 +51,17 @@ def test_all_forms_and_dtypes(cluster: FakeCluster, dtype: torch.dtype, average:
             x = contribution(rank, shape, dtype)
             kept = x.clone()
             want = expected(shape, dtype, average)
-            out = ops.push_pull(x, average, f"a{shape}")
+            out = push_pull.push_pull(x, average, f"a{shape}")
             assert torch.equal(out, want)
             assert out.dtype == dtype
-            handle = ops.push_pull_async(x, average, f"b{shape}")
-            assert torch.equal(ops.synchronize(handle), want)
-            assert ops.poll(handle)
+            handle = push_pull.push_pull_async(x, average, f"b{shape}")
+            assert torch.equal(push_pull.synchronize(handle), want)
+            assert push_pull.poll(handle)
             assert torch.equal(x, kept)
-            handle = ops.push_pull_async_inplace(x, average, f"c{shape}")
-            assert ops.synchronize(handle) is x
+            handle = push_pull.push_pull_async_inplace(x, average, f"c{shape}")
+            assert push_pull.synchronize(handle) is x
             assert torch.equal(x, want)
-            assert ops.push_pull_inplace(kept, average, f"d{shape}") is kept
+            assert push_pull.push_pull_inplace(kept, average, f"d{shape}") is kept
             assert torch.equal(kept, want)
 
     cluster.run(body)
@@ -65,7 +70,7 @@ def test_all_forms_and_dtypes(cluster: FakeCluster, dtype: torch.dtype, average:
 def test_bool_is_or_and_has_no_average(cluster: FakeCluster) -> None:
     def body(rank: int) -> None:
         x = torch.tensor([rank == 0, rank == 1, False])
-        assert ops.push_pull(x, False, "flags").tolist() == [True, True, False]
+        assert push_pull.push_pull(x, False, "flags").tolist() == [True, True, False]
         for call in CALLS:
             with pytest.raises(ValueError, match="no average"):
                 call(x, True, "flags")
@@ -76,8 +81,8 @@ def test_bool_is_or_and_has_no_average(cluster: FakeCluster) -> None:
 def test_positional_order_is_that_of_byteps(cluster: FakeCluster) -> None:
     def body(rank: int) -> None:
         x = torch.ones(3)
-        ops.push_pull(x, False, "x", 0, -5, Compression.fp16)
-        ops.push_pull_inplace(x, False, "y", 0, -6)
+        push_pull.push_pull(x, False, "x", 0, -5, Compression.fp16)
+        push_pull.push_pull_inplace(x, False, "y", 0, -6)
 
     cluster.run(body)
     priorities = {(e.name, e.priority) for e in cluster.events}
@@ -93,7 +98,7 @@ def test_no_name(alone: FakeCluster, call: object) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_before_init(monkeypatch: pytest.MonkeyPatch, call: object) -> None:
-    from fastps import current  # noqa: PLC0415
+    from fastps.session import current  # noqa: PLC0415
 
     monkeypatch.setattr(current, "current", FakeCluster(1).current)
     with pytest.raises(NotInitializedError):
@@ -125,14 +130,14 @@ def test_what_cannot_be_added(alone: FakeCluster, call: object, make: object, wo
 
 
 def test_the_name_may_come_second(alone: FakeCluster) -> None:
-    for call in (ops.push_pull, ops.push_pull_inplace):
+    for call in (push_pull.push_pull, push_pull.push_pull_inplace):
         assert call(torch.ones(2), "x").tolist() == [1, 1]
-    for call in (ops.push_pull_async, ops.push_pull_async_inplace):
-        assert ops.synchronize(call(torch.ones(2), "x")).tolist() == [1, 1]
+    for call in (push_pull.push_pull_async, push_pull.push_pull_async_inplace):
+        assert push_pull.synchronize(call(torch.ones(2), "x")).tolist() == [1, 1]
     with pytest.raises(TypeError, match="average='x' is a text, and the name is 'y'"):
-        ops.push_pull(torch.ones(2), "x", "y")
+        push_pull.push_pull(torch.ones(2), "x", "y")
     with pytest.raises(TypeError, match="average is True or False, not of type Tensor"):
-        ops.push_pull("x", torch.ones(2))
+        push_pull.push_pull("x", torch.ones(2))
 
 
 def test_non_contiguous(cluster: FakeCluster) -> None:
@@ -140,13 +145,13 @@ def test_non_contiguous(cluster: FakeCluster) -> None:
         base = torch.arange(12.0).reshape(3, 4) + rank
         for x in (base.t(), base[:, ::2], base[1], torch.ones(1).expand(5) * (rank + 0.0)):
             want = x.clone() + (0.5 if rank == 0 else -0.5)
-            assert torch.equal(ops.push_pull(x, name=f"x{tuple(x.shape)}"), want)
-        for call in (ops.push_pull_inplace, ops.push_pull_async_inplace):
+            assert torch.equal(push_pull.push_pull(x, name=f"x{tuple(x.shape)}"), want)
+        for call in (push_pull.push_pull_inplace, push_pull.push_pull_async_inplace):
             with pytest.raises(ValueError, match=r"not contiguous .*\.contiguous\(\)"):
                 call(base.t(), name="y")
         negative = torch.imag(torch.tensor([1 + 2j, 3 + 4j]).conj())
         assert negative.is_neg()
-        assert ops.push_pull(negative, name="n").tolist() == [-2.0, -4.0]
+        assert push_pull.push_pull(negative, name="n").tolist() == [-2.0, -4.0]
 
     cluster.run(body)
 
@@ -158,7 +163,7 @@ def test_gradient_of_average_and_sum(cluster: FakeCluster) -> None:
         weight = torch.tensor([1.0, 10.0]) * (rank + 1)
         for average in (True, False):
             x = torch.tensor([2.0, 3.0], requires_grad=True)
-            y = ops.push_pull(x * (rank + 1), average, f"x{average}")
+            y = push_pull.push_pull(x * (rank + 1), average, f"x{average}")
             (y * weight).sum().backward()
             total = torch.tensor([3.0, 30.0]) * (0.5 if average else 1)
             assert torch.equal(x.grad, total * (rank + 1))
@@ -171,7 +176,7 @@ def test_gradient_passes_gradcheck_also_of_second_order(alone: FakeCluster) -> N
     x = torch.rand(4, dtype=torch.float64, requires_grad=True)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        return ops.push_pull(x * x, True, "x")
+        return push_pull.push_pull(x * x, True, "x")
 
     assert torch.autograd.gradcheck(function, x)
     assert torch.autograd.gradgradcheck(function, x)
@@ -180,7 +185,7 @@ def test_gradient_passes_gradcheck_also_of_second_order(alone: FakeCluster) -> N
 def test_gradient_goes_through_compression(cluster: FakeCluster) -> None:
     def body(rank: int) -> None:
         x = torch.tensor([1.0 + 2**-9, 2.0], requires_grad=True)
-        y = ops.push_pull(x, True, "x", compression=Compression.bf16)
+        y = push_pull.push_pull(x, True, "x", compression=Compression.bf16)
         assert y.dtype == torch.float32
         assert torch.equal(y, x.detach().bfloat16().float())
         y.sum().backward()
@@ -204,15 +209,15 @@ def test_compression_touches_only_wide_floats(dtype: torch.dtype, compression: o
 
 def test_in_place_and_autograd(alone: FakeCluster) -> None:
     leaf = torch.ones(3, requires_grad=True)
-    assert ops.push_pull_inplace(leaf, name="leaf") is leaf
+    assert push_pull.push_pull_inplace(leaf, name="leaf") is leaf
     result = leaf * 2
     with pytest.raises(ValueError, match="autograd follows"):
-        ops.push_pull_inplace(result, name="result")
+        push_pull.push_pull_inplace(result, name="result")
     with torch.no_grad():
-        ops.push_pull_inplace(result, name="result")
+        push_pull.push_pull_inplace(result, name="result")
     saved = torch.ones(3)
     loss = (leaf * saved).sum()
-    ops.push_pull_inplace(saved, name="saved")
+    push_pull.push_pull_inplace(saved, name="saved")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -220,8 +225,8 @@ def test_in_place_and_autograd(alone: FakeCluster) -> None:
 def test_inference_mode(alone: FakeCluster) -> None:
     with torch.inference_mode():
         x = torch.ones(2)
-        assert torch.equal(ops.push_pull_inplace(x, name="x"), torch.ones(2))
-        assert torch.equal(ops.push_pull(x, name="x"), torch.ones(2))
+        assert torch.equal(push_pull.push_pull_inplace(x, name="x"), torch.ones(2))
+        assert torch.equal(push_pull.push_pull(x, name="x"), torch.ones(2))
 
 
 def test_a_tensor_in_flight_can_be_dropped_but_not_resized(cluster: FakeCluster) -> None:
@@ -231,15 +236,15 @@ def test_a_tensor_in_flight_can_be_dropped_but_not_resized(cluster: FakeCluster)
     def body(rank: int) -> None:
         x = torch.full((1000,), float(rank))
         alive = weakref.ref(x)
-        handle = ops.push_pull_async(x, name="x")
+        handle = push_pull.push_pull_async(x, name="x")
         with pytest.raises(RuntimeError, match="not resizable"):
             x.resize_(10_000_000)
         del x
         gc.collect()
         assert alive() is None
-        assert not ops.poll(handle)
+        assert not push_pull.poll(handle)
         both.wait(20)
-        assert torch.equal(ops.synchronize(handle), torch.full((1000,), 0.5))
+        assert torch.equal(push_pull.synchronize(handle), torch.full((1000,), 0.5))
 
     cluster.run(body)
 
@@ -248,11 +253,11 @@ def test_tensors_that_share_storage(cluster: FakeCluster) -> None:
     def body(rank: int) -> None:
         base = torch.full((6,), float(rank))
         handles = [
-            ops.push_pull_async_inplace(base[:3], False, "low"),
-            ops.push_pull_async_inplace(base[3:], False, "high"),
+            push_pull.push_pull_async_inplace(base[:3], False, "low"),
+            push_pull.push_pull_async_inplace(base[3:], False, "high"),
         ]
         for handle in handles:
-            ops.synchronize(handle)
+            push_pull.synchronize(handle)
         assert base.tolist() == [1.0] * 6
 
     cluster.run(body)
@@ -262,35 +267,35 @@ def test_errors_reach_synchronize(cluster: FakeCluster) -> None:
     cluster.fail("^bad$", PeerLostError("worker 1 died"))
 
     def body(rank: int) -> None:
-        handle = ops.push_pull_async(torch.ones(2), name="bad")
+        handle = push_pull.push_pull_async(torch.ones(2), name="bad")
         with pytest.raises(PeerLostError, match="worker 1 died"):
-            ops.synchronize(handle)
+            push_pull.synchronize(handle)
         with pytest.raises(PeerLostError):
-            ops.push_pull(torch.ones(2), name="bad")
+            push_pull.push_pull(torch.ones(2), name="bad")
 
     cluster.run(body)
 
 
 def test_declare(cluster: FakeCluster) -> None:
     def body(rank: int) -> None:
-        ops.declare("x", torch.ones(2, 3, dtype=torch.bfloat16))
+        push_pull.declare("x", torch.ones(2, 3, dtype=torch.bfloat16))
         with pytest.raises(MismatchError):
-            ops.declare("x", torch.ones(2, 4, dtype=torch.bfloat16))
+            push_pull.declare("x", torch.ones(2, 4, dtype=torch.bfloat16))
         with pytest.raises(ValueError, match="declare needs a name"):
-            ops.declare("", torch.ones(2))
+            push_pull.declare("", torch.ones(2))
 
     cluster.run(body)
 
 
 def test_synchronize_takes_handles_only(alone: FakeCluster) -> None:
-    for call in (ops.synchronize, ops.poll):
+    for call in (push_pull.synchronize, push_pull.poll):
         with pytest.raises(TypeError, match="handle from push_pull_async"):
             call(17)
 
 
 def test_handle_may_be_synchronized_twice(alone: FakeCluster) -> None:
-    handle = ops.push_pull_async(torch.ones(2), name="x")
-    assert ops.synchronize(handle) is ops.synchronize(handle)
+    handle = push_pull.push_pull_async(torch.ones(2), name="x")
+    assert push_pull.synchronize(handle) is push_pull.synchronize(handle)
 
 
 NEEDED = {"root_rank": 0, "destination": 0, "out": torch.ones(2), "name": "x", "target_rank": 0,

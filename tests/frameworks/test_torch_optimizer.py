@@ -25,8 +25,8 @@ from torch_models import (  # noqa: E402
     wrap,
 )
 
-from fastps.frameworks._adapter import Average, Sum  # noqa: E402
-from fastps.frameworks.torch.compression import Compression  # noqa: E402
+from fastps.frameworks.gradient_round import Average, Sum  # noqa: E402
+from fastps.frameworks.torch.ops.compression import Compression  # noqa: E402
 
 nn = torch.nn
 

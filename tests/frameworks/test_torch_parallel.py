@@ -29,8 +29,8 @@ from torch_models import (  # noqa: E402
     part,
 )
 
-from fastps.frameworks.torch.compression import Compression  # noqa: E402
-from fastps.frameworks.torch.parallel import DistributedDataParallel  # noqa: E402
+from fastps.frameworks.torch.gradients.data_parallel import DistributedDataParallel  # noqa: E402
+from fastps.frameworks.torch.ops.compression import Compression  # noqa: E402
 
 nn = torch.nn
 

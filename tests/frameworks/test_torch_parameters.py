@@ -25,7 +25,7 @@ from torch_models import (  # noqa: E402
     wrap,
 )
 
-from fastps.frameworks.torch.optimizer import DistributedOptimizer  # noqa: E402
+from fastps.frameworks.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
 
 nn = torch.nn
 

@@ -8,8 +8,8 @@ from fake_session import FakeCluster
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps import current
 from fastps.errors import FastPSError
+from fastps.session import current
 
 torch = pytest.importorskip("torch")
 

@@ -15,14 +15,14 @@ from fake_session import FakeCluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastps import current
+from fastps.session import current
 
 torch = pytest.importorskip("torch")
 
 from torch_models import WAYS  # noqa: E402
 
-from fastps.frameworks._adapter import Average, Sum  # noqa: E402
-from fastps.frameworks.torch.optimizer import DistributedOptimizer  # noqa: E402
+from fastps.frameworks.gradient_round import Average, Sum  # noqa: E402
+from fastps.frameworks.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
 
 RANKS, LAYERS = 2, 3
 

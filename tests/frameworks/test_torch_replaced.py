@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 from torch.nn.parallel import DistributedDataParallel as TorchParallel  # noqa: E402
 from torch_models import ALL_WAYS, batch, loss_of, make_model, make_models, part  # noqa: E402
 
-from fastps.frameworks._adapter import Sum  # noqa: E402
-from fastps.frameworks.torch.optimizer import DistributedOptimizer  # noqa: E402
-from fastps.frameworks.torch.parallel import DistributedDataParallel  # noqa: E402
+from fastps.frameworks.gradient_round import Sum  # noqa: E402
+from fastps.frameworks.torch.gradients.data_parallel import DistributedDataParallel  # noqa: E402
+from fastps.frameworks.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
 
 nn = torch.nn
 

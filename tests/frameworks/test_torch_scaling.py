@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from fastps.frameworks.torch.travelling import scaled, wire_of
+from fastps.frameworks.torch.ops.wire_tensors import scaled, wire_of
 
 # of a size that torch would share out among threads, which inherit what their maker had
 FLUSHED = """
 import torch
-from fastps.frameworks.torch.travelling import scaled
+from fastps.frameworks.torch.ops.wire_tensors import scaled
 torch.set_num_threads(4)
 torch.set_flush_denormal(True)
 small = torch.full((1 << 20,), 3, dtype=torch.int32).view(torch.float32)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cluster"))
 
 from job import run_workers  # noqa: E402
 
-from fastps.tuning import BUCKETS, CREDITS, PARTITIONS  # noqa: E402
+from fastps.session.autotune import BUCKETS, CREDITS, PARTITIONS  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("programs_torch_tuning.py")
 CHOSEN = ("autotune_credit_bytes", "autotune_partition_bytes", "autotune_bucket_bytes")

@@ -16,9 +16,9 @@ torch = pytest.importorskip("torch")
 import torch_models  # noqa: E402
 from torch_models import WAYS, batch, loss_of, make_model, make_models, part, wrap  # noqa: E402
 
-from fastps.frameworks.torch.buckets import bucket_name  # noqa: E402
-from fastps.frameworks.torch.compression import Compression  # noqa: E402
-from fastps.frameworks.torch.optimizer import DistributedOptimizer  # noqa: E402
+from fastps.frameworks.torch.gradients.buckets import bucket_name  # noqa: E402
+from fastps.frameworks.torch.ops.compression import Compression  # noqa: E402
+from fastps.frameworks.torch.optimizer.distributed import DistributedOptimizer  # noqa: E402
 
 nn = torch.nn
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from fake_session import FakeCluster
 
-from fastps.frameworks.torch.optimizer import DistributedOptimizer
+from fastps.frameworks.torch.optimizer.distributed import DistributedOptimizer
 
 nn = torch.nn
 

@@ -124,5 +124,5 @@ def test_a_good_docstring_has_no_fault():
 
 
 def test_files_are_seen():
-    assert any(path.name == "partition.py" for path in python_files())
+    assert any(path.name == "contract/partition.py" for path in python_files())
     assert all(isinstance(path, Path) for path in python_files())

@@ -184,7 +184,7 @@ def uncompared_constants(node: ast.AST) -> Iterator[ast.Constant]:
 SLEEPERS = (
     "transport/sockets.py",  # pause before the next attempt to reach somebody
     "reduce/cache.py",  # no lock of a file has a deadline
-    "launch/live.py",  # between two looks at a job, which nothing ends but the user
+    "launch/progress_line.py",  # between two looks at a job, which nothing ends but the user
     "launch/processes.py",  # orphans are not our children until their parent has died
 )
 
@@ -197,15 +197,15 @@ def exempt(path: Path) -> set[Rule]:
         allowed.add(no_environment)
     if name in SLEEPERS:
         allowed.add(no_polling)
-    if name in ("bench/conditions.py", "steps.py"):
+    if name in ("bench/conditions.py", "session/steps.py"):
         allowed.add(no_wall_clocks)  # when it was measured
     if name == "transport/sockets.py":
         allowed.add(no_unbounded_names)  # look_up() itself
-    if name == "launch/team_words.py":
+    if name == "launch/team_protocol.py":
         allowed.add(no_unsafe_modules)  # over a pair of sockets that only two ends ever have
     if name == "launch/team_member.py":
         allowed.add(no_unsafe_calls)  # the cells of the user's notebook
-    if name == "current.py":
+    if name == "session/current.py":
         allowed.add(no_global_state)
     return allowed
 

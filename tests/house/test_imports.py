@@ -13,12 +13,13 @@ import pytest
 from test_layers import FLOORS
 
 HEAVY = ("numba", "llvmlite", "msgspec", "asyncio", "socket", "concurrent.futures")
-BELOW = ("session", "joining", "links", "control", "transport", "server", "reduce", "_core",
-         "worker._engine", "worker._local", "worker._tensor", "frameworks", "objects")  # fmt: skip
+BELOW = ("session.session", "session.connections", "session.server_links", "control", "transport",
+         "server", "reduce", "_core", "worker._engine", "worker._local", "worker._tensor",
+         "frameworks", "collectives.objects")  # fmt: skip
 ROOMS = tuple(f"fastps.{name}" for name in BELOW)
 GROUND = sorted(
     name for name, floor in FLOORS.items()
-    if floor <= 1 and name not in ("fastps.objects", "fastps.topology", "fastps.wire")
+    if floor <= 1 and name != "fastps.topology"
 )  # fmt: skip
 MOST_OF_NUMPY = 1.75  # 1.2 to 1.5 were measured, idle and busy; Numba or a framework makes it 4
 RUNS = 9
@@ -45,12 +46,18 @@ def test_the_ground_floor_imports_nothing_from_above(module):
 def test_a_job_of_one_worker_imports_no_link_and_no_kernel():
     program = "import fastps, numpy\nfastps.init(size=1, num_servers=0)\n"
     found = modules_after(program + "fastps.push_pull(numpy.ones(3), 'w'); fastps.shutdown()")
-    assert "fastps.session" in found
-    assert loaded(found, ("numba", "llvmlite", "fastps.joining", "fastps.links")) == set()
+    assert "fastps.session.session" in found
+    assert (
+        loaded(
+            found,
+            ("numba", "llvmlite", "fastps.session.connections", "fastps.session.server_links"),
+        )
+        == set()
+    )
 
 
 def test_a_worker_that_only_sends_imports_no_kernel():
-    found = modules_after("import fastps.joining")
+    found = modules_after("import fastps.session.connections")
     assert loaded(found, ("numba", "llvmlite", "fastps.server")) == set()
 
 
@@ -63,7 +70,7 @@ def test_public_names_are_there_without_more_imports():
         "import typing\n"
         "assert typing.get_type_hints(fastps.push_pull_async)['return'] is Handle\n"
     )
-    assert "fastps.session" not in modules_after(program)
+    assert "fastps.session.session" not in modules_after(program)
 
 
 def seconds_of(program: str, cache: Path) -> float:

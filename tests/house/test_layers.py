@@ -21,21 +21,16 @@ from house_source import (
     tree_of,
 )
 
-# room -> floor. A room is a module or a package; the files of one room may import each other.
+# room -> floor. A room is a folder, or a module of fastps/ itself; files of one room may import
+# each other.
 FLOORS = {
     "fastps.errors": 0,
     "fastps.types": 0,
+    "fastps.native": 0,
     "fastps.config": 1,
-    "fastps.auth": 1,
-    "fastps.wire": 1,
     "fastps.contract": 1,
-    "fastps.partition": 1,
-    "fastps.search": 1,
+    "fastps.security": 1,
     "fastps.topology": 1,
-    "fastps.affinity": 1,
-    "fastps.objects": 1,
-    "fastps.versions": 1,
-    "fastps._floats": 1,
     "fastps._core": 2,
     "fastps.reduce": 2,
     "fastps.transport": 3,
@@ -47,74 +42,24 @@ FLOORS = {
     "fastps.graph": 7,
     "fastps.byzantine": 7,
     "fastps.session": 8,
-    "fastps.frameworks": 9,
-    "fastps.launch": 9,
-    "fastps.bench": 9,
+    "fastps.ops": 9,
+    "fastps.algorithms": 10,
+    "fastps.launch": 10,
+    "fastps": 11,  # the package's own names: the NumPy face
+    "fastps.frameworks": 12,
+    "fastps.torch": 13,
+    "fastps.jax": 13,
+    "fastps.tensorflow": 13,
+    "fastps.keras": 13,
+    "fastps.mxnet": 13,
+    "fastps.ray": 13,
+    "fastps.notebook": 13,
+    "fastps.bluefog": 14,
+    "fastps.bench": 14,
 }
-# Modules that are part of another room: faces, and files that a room had to keep beside itself.
-PART_OF = {
-    "fastps.tokens": "fastps.auth",
-    "fastps.coding": "fastps.contract",
-    "fastps.compression": "fastps.contract",
-    "fastps.rules": "fastps.contract",
-    "fastps": "fastps.session",
-    "fastps.torch": "fastps.frameworks",
-    "fastps.bluefog": "fastps.frameworks",
-    "fastps.notebook": "fastps.launch",
-    "fastps.jax": "fastps.frameworks",
-    "fastps.keras": "fastps.frameworks",
-    "fastps.tensorflow": "fastps.frameworks",
-    "fastps.mxnet": "fastps.frameworks",
-    "fastps.ray": "fastps.frameworks",
-    "fastps._atomic": "fastps._core",
-    "fastps._copy": "fastps._core",
-    "fastps._futex": "fastps._core",
-    "fastps._table": "fastps._core",
-    "fastps._posix": "fastps._core",
-    "fastps.adasum": "fastps.session",
-    "fastps.banner": "fastps.session",
-    "fastps.arrays": "fastps.session",
-    "fastps.apart": "fastps.session",
-    "fastps.current": "fastps.session",
-    "fastps.host": "fastps.session",
-    "fastps.flights": "fastps.session",
-    "fastps.groups": "fastps.session",
-    "fastps.joining": "fastps.session",
-    "fastps.links": "fastps.session",
-    "fastps.neighbors": "fastps.session",
-    "fastps.operations": "fastps.session",
-    "fastps.sets": "fastps.session",
-    "fastps.uneven": "fastps.session",
-    "fastps.stalls": "fastps.session",
-    "fastps.retiring": "fastps.session",
-    "fastps.differences": "fastps.session",
-    "fastps.ways": "fastps.session",
-    "fastps.drift": "fastps.session",
-    "fastps.tracebacks": "fastps.session",
-    "fastps.asynchronous": "fastps.session",
-    "fastps.held": "fastps.session",
-    "fastps.inbox": "fastps.session",
-    "fastps.validators": "fastps.session",
-    "fastps.validated": "fastps.session",
-    "fastps.local_async": "fastps.session",
-    "fastps.local_blocks": "fastps.session",
-    "fastps.local_sgd": "fastps.session",
-    "fastps.gathered": "fastps.session",
-    "fastps.residuals": "fastps.session",
-    "fastps.given": "fastps.session",
-    "fastps.local_steps": "fastps.session",
-    "fastps.outer": "fastps.session",
-    "fastps.steps": "fastps.session",
-    "fastps.tuning": "fastps.session",
-    "fastps.alone": "fastps.session",
-    "fastps.forked": "fastps.session",
-    "fastps.windows": "fastps.session",
-}
-# Upwards, and why: who calls it is a user of the job that is started, not one of its workers.
-UPWARDS = {("fastps", "fastps.launch.team"): "fastps.run() starts processes"}
 # One subject in two extension modules, which are to be one
 KNOWN_CIRCLES = [["fastps.collectives._calls", "fastps.collectives._repeated"]]
-CORE_PART = re.compile(r"fastps\._core(_\w+)?$")
+CORE_PART = re.compile(r"fastps\.native\.core_\w+$")  # pieces of the module _core
 
 # What only some rooms may import; a name covers its submodules. An empty tuple: nobody.
 RESTRICTED = {
@@ -133,7 +78,12 @@ RESTRICTED = {
     "prometheus_client": ("fastps.telemetry",),
     "asyncio": ("fastps.transport", "fastps.control", "fastps.server", "fastps.launch"),
     "pyverbs": ("fastps.transport",),
-    "msgspec": ("fastps.objects", "fastps.control", "fastps.telemetry", "fastps.bench"),
+    "msgspec": (
+        "fastps.collectives.objects",
+        "fastps.control",
+        "fastps.telemetry",
+        "fastps.bench",
+    ),
     "rich": ("fastps.launch", "fastps.telemetry", "fastps.bench"),
     "matplotlib": ("fastps.bench", "fastps.launch"),
     "networkx": ("fastps.topology",),
@@ -164,22 +114,11 @@ CYTHON_IMPORT = re.compile(r"^\s*c?import\s+([\w.]+)")
 
 
 def room_of(module: str) -> str:
-    """Give the room a module belongs to; empty when nobody has named it."""
+    """Return the room a module belongs to; empty where nobody has named it."""
     if CORE_PART.match(module):
         return "fastps._core"
-    while module:
-        if module in FLOORS:
-            return module
-        if module in PART_OF:
-            return PART_OF[module] if module != "fastps" else ""
-        module = module.rpartition(".")[0]
-    return ""
-
-
-def room_of_file(path: Path) -> str:
-    """Give the room of a file; the package's own __init__ belongs to the session."""
-    module = module_of(path)
-    return "fastps.session" if module in ("fastps", "fastps.__main__") else room_of(module)
+    room = ".".join(module.split(".")[:2])
+    return room if room in FLOORS else ""
 
 
 def targets(module: str, names: list[str]) -> Iterator[str]:
@@ -228,7 +167,7 @@ def all_imports() -> list[tuple[Path, int, str]]:
 
 @pytest.mark.parametrize("path", [*python_files(), *cython_files()], ids=name_of)
 def test_every_file_has_a_floor(path):
-    assert room_of_file(path) in FLOORS, (
+    assert room_of(module_of(path)) in FLOORS, (
         f"{name_of(path)} belongs to no room; put it into one, "
         "or give it a floor in FLOORS of this test and in docs/architecture.md"
     )
@@ -239,9 +178,7 @@ def test_imports_go_down():
     for path, line, module in all_imports():
         if module.split(".")[0] != "fastps":
             continue
-        if (module_of(path), module) in UPWARDS:
-            continue
-        mine, other = room_of_file(path), room_of(module) or "fastps.session"
+        mine, other = room_of(module_of(path)), room_of(module) or "fastps"
         if mine in FLOORS and mine != other and FLOORS[other] >= FLOORS[mine]:
             wrong.append(
                 f"{name_of(path)}:{line}: {mine} (floor {FLOORS[mine]}) imports {module} "
@@ -334,7 +271,8 @@ def test_low_floors_are_pure():
     wrong = [
         f"{name_of(path)}:{line}: floors 0 and 1 decide without {module}"
         for path, line, module in all_imports()
-        if FLOORS.get(room_of_file(path), 99) <= PURE_FLOOR and module.split(".")[0] in IMPURE
+        if FLOORS.get(room_of(module_of(path)), 99) <= PURE_FLOOR
+        and module.split(".")[0] in IMPURE
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -373,10 +311,11 @@ def test_import_starts_nothing_and_loads_no_framework():
     ("module", "room"),
     [
         ("fastps.control.client", "fastps.control"),
-        ("fastps._core_queue", "fastps._core"),
-        ("fastps.torch", "fastps.frameworks"),
+        ("fastps.native.core_queue", "fastps._core"),
+        ("fastps.native.atomic", "fastps.native"),
+        ("fastps.torch", "fastps.torch"),
         ("fastps.unknown", ""),
-        ("fastps", ""),
+        ("fastps", "fastps"),
     ],
 )
 def test_rooms_are_found(module, room):
@@ -387,12 +326,12 @@ def test_hidden_imports_are_seen(tmp_path):
     source = tmp_path / "x.py"
     source.write_text(
         "from typing import TYPE_CHECKING\n"
-        "if TYPE_CHECKING:\n    from fastps import session, errors\n"
+        "if TYPE_CHECKING:\n    from fastps import topology, errors\n"
         "def f():\n    import fastps.server.main\n    importlib.import_module('fastps.torch')\n"
     )
     assert [module for _, module in python_imports(source)] == [
         "typing",
-        "fastps.session",
+        "fastps.topology",
         "fastps.errors",
         "fastps.server.main",
         "fastps.torch",
@@ -400,11 +339,11 @@ def test_hidden_imports_are_seen(tmp_path):
     cython = tmp_path / "x.pyx"
     cython.write_text(
         '"""import this\n"""\nfrom libc.stdint cimport int64_t  # c\n'
-        "from fastps cimport wire, _core\ncimport cython\n    from fastps._core cimport (\n"
+        "from fastps cimport topology, _core\ncimport cython\n    from fastps._core cimport (\n"
     )
     assert [module for _, module in cython_imports(cython)] == [
         "libc.stdint",
-        "fastps.wire",
+        "fastps.transport.frame",
         "fastps._core",
         "cython",
         "fastps._core",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from house_source import PACKAGE, code_lines, cython_files, name_of
 
-INCLUDE = re.compile(r'^include "([\w.]+)"')
+INCLUDE = re.compile(r'^include "([\w./]+)"')
 
 
 def pieces_of(module: Path) -> list[tuple[Path, list[str]]]:

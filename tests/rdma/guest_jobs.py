@@ -93,7 +93,7 @@ import sys
 sys.path.insert(0, {folder!r})
 import fastps, numpy as np
 import programs_collectives as programs
-from fastps import current
+from fastps.session import current
 fastps.init()
 world = current.current().groups.world
 for count in (3, 40_000):

@@ -30,7 +30,7 @@ from transport_nets import TIMEOUT_S, wait_until
 
 from aids.wire import FrameFlag, FrameKind, Header, pack_header
 from fastps._core import BufferPool
-from fastps.contract import cast_of
+from fastps.contract.contract import cast_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport.rdma._transport import RdmaTransport

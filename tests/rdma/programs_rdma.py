@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 import fastps
-from fastps import current
 from fastps.errors import PeerLostError
+from fastps.session import current
 from fastps.types import DType, numpy_dtype
 
 CLUSTER = Path(__file__).parents[1] / "cluster"

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastps import links
-from fastps.auth import Purpose
 from fastps.config import Config, load
-from fastps.control.doors import open_doors
+from fastps.control.listen import open_doors
 from fastps.control.protocol import Member
 from fastps.errors import ConfigError, TransportError
 from fastps.launch import doctor
+from fastps.security.handshake import Purpose
 from fastps.server.dataplane import DataPlane
+from fastps.session import server_links
 from fastps.transport import rdma
 from fastps.transport.listener import Listener
 from fastps.transport.rdma import RDMA_LANE, Capability
@@ -237,11 +237,11 @@ class Worker:
             owner_name=lambda number: f"server {number - 1}",
         )
         monkeypatch.setattr(rdma, "open_transport", lambda config, n_links: fabric)
-        monkeypatch.setattr(links, "dial", self.dial)
+        monkeypatch.setattr(server_links, "dial", self.dial)
         engine: Any = SimpleNamespace(hold_with=self.held.append)
         config = settings(transport=transport)
-        self.links = links.Links(config, job, engine, key_of=lambda _: b"k", device=DEVICE)  # type: ignore[arg-type]
-        monkeypatch.setattr(links.Links, "_link_by_socket", self.link_by_socket)
+        self.links = server_links.Links(config, job, engine, key_of=lambda _: b"k", device=DEVICE)  # type: ignore[arg-type]
+        monkeypatch.setattr(server_links.Links, "_link_by_socket", self.link_by_socket)
 
     def dial(self, address: tuple[str, int], config: Config, **options: Any) -> int:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -290,7 +290,7 @@ def test_a_worker_falls_back_when_the_server_refuses(monkeypatch, caplog, transp
         assert options["lane"] & RDMA_LANE
         raise TransportError("server 0 closed the connection")
 
-    monkeypatch.setattr(links, "dial", refuse)
+    monkeypatch.setattr(server_links, "dial", refuse)
     if transport == "rdma":
         with pytest.raises(TransportError, match="closed the connection"):
             worker.links.connect({1: 2}, None)

@@ -14,12 +14,12 @@ import pytest
 from rdma_net import transport_nets
 from simulated_device import SimulatedDevice, SimulatedPort
 
-from fastps.auth import derive_key
 from fastps.config import Config, load
 from fastps.control.protocol import Member
 from fastps.errors import TransportError
+from fastps.security.handshake import derive_key
 from fastps.transport import rdma, sockets
-from fastps.transport.node import Node
+from fastps.transport.peer_links import Node
 from fastps.transport.rdma import Capability
 from fastps.transport.rdma._transport import PythonDevice, RdmaTransport
 

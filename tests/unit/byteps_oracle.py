@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from codec_oracle import Reference, lane_sum, sizes
 
-from fastps.coding import Codec, Coding, Option
+from fastps.contract.codec import Codec, Coding, Option
 
 F32 = np.float32
 MASK64 = (1 << 64) - 1

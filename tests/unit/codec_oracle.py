@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fastps.coding import Codec, Coding, Option, cut_units, stream_of
+from fastps.contract.codec import Codec, Coding, Option, cut_units, stream_of
 from fastps.types import DType
 
 LANES, BLOCK, GROUP = 64, 256, 64

@@ -15,8 +15,8 @@ from hypothesis.stateful import (
 )
 
 from fastps.errors import FastPSError, MismatchError, PeerLostError, StallError
-from fastps.frameworks import _adapter
-from fastps.frameworks._adapter import (
+from fastps.frameworks import gradient_round
+from fastps.frameworks.gradient_round import (
     Average,
     Round,
     Sum,
@@ -182,10 +182,10 @@ def test_message_lists_few_of_many_names() -> None:
 
 
 def test_check_op() -> None:
-    assert _adapter.check_op(Sum) is Sum
-    assert _adapter.check_op(Average) is Average
+    assert gradient_round.check_op(Sum) is Sum
+    assert gradient_round.check_op(Average) is Average
     with pytest.raises(ValueError, match="Average or Sum"):
-        _adapter.check_op("sum")
+        gradient_round.check_op("sum")
 
 
 @pytest.mark.parametrize("name", [None, "", 3])
@@ -219,7 +219,7 @@ def test_wait_all_raises_the_first_error_and_waits_for_the_rest() -> None:
     late = DoneHandle(StallError("late"))
     handles = [DoneHandle(), DoneHandle(PeerLostError("rank 1")), late, DoneHandle()]
     with pytest.raises(PeerLostError, match="rank 1"):
-        _adapter.wait_all(handles)
+        gradient_round.wait_all(handles)
     assert [len(handle.timeouts) for handle in handles] == [1, 1, 1, 1]
     assert handles[1].timeouts == [None]
     assert late.timeouts[0] is not None
@@ -229,4 +229,4 @@ def test_wait_all_raises_the_first_error_and_waits_for_the_rest() -> None:
 def test_wait_all_prefers_a_cause_to_its_consequences() -> None:
     errors = [PeerLostError("left"), StallError("late"), MismatchError("shapes"), TypeError("x")]
     with pytest.raises(MismatchError, match="shapes"):
-        _adapter.wait_all([DoneHandle(error) for error in errors])
+        gradient_round.wait_all([DoneHandle(error) for error in errors])

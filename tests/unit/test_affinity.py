@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps import affinity
-from fastps.affinity import parse_cpu_list
+from fastps.config import cpu_list
+from fastps.config.cpu_list import parse_cpu_list
 from fastps.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ def test_other_texts_are_refused(text):
         parse_cpu_list(text)
 
 
-@given(st.frozensets(st.integers(0, affinity.MAX_CPUS - 1)))
+@given(st.frozensets(st.integers(0, cpu_list.MAX_CPUS - 1)))
 def test_every_list_of_numbers_is_read(cpus):
     assert parse_cpu_list(",".join(map(str, cpus))) == tuple(sorted(cpus))
 
@@ -46,7 +46,7 @@ def test_every_list_of_numbers_is_read(cpus):
 @given(st.text(max_size=20))
 def test_any_text_is_read_or_refused(text):
     with contextlib.suppress(ConfigError):
-        assert all(0 <= cpu < affinity.MAX_CPUS for cpu in parse_cpu_list(text))
+        assert all(0 <= cpu < cpu_list.MAX_CPUS for cpu in parse_cpu_list(text))
 
 
 def test_bounds_are_told():

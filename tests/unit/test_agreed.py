@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from fastps.errors import PeerLostError
-from fastps.graph.agreed import Agreed
+from fastps.graph.survivor_rounds import Agreed
 
 DEADLINE_S = 30.0
 ROUNDS, WORKERS = 8, 5

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps import current
 from fastps.byzantine.rules import NormClipping
 from fastps.errors import FastPSError, MismatchError
+from fastps.session import current
 from fastps.types import DType
 
 

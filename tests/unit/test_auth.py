@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aids import wire
-from fastps import auth
-from fastps.auth import ClientHandshake, Purpose, ServerHandshake, Status, derive_key
 from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError
+from fastps.security import handshake
+from fastps.security.handshake import ClientHandshake, Purpose, ServerHandshake, Status, derive_key
 
 TOKEN = bytes(range(32))
 KEY = derive_key(TOKEN, "control", "job")
@@ -73,7 +73,12 @@ def test_who_knows_the_token_is_told_that_there_is_no_place():
 
 
 def test_sizes_are_fixed():
-    sizes = (auth.HELLO_BYTES, auth.CHALLENGE_BYTES, auth.PROOF_BYTES, auth.ACCEPT_BYTES)
+    sizes = (
+        handshake.HELLO_BYTES,
+        handshake.CHALLENGE_BYTES,
+        handshake.PROOF_BYTES,
+        handshake.ACCEPT_BYTES,
+    )
     assert sizes == (32, 56, 32, 8)
     client, server = make_client(), ServerHandshake(KEY)
     seen = []
@@ -98,8 +103,8 @@ def test_proofs_by_hand():
 
 
 def test_version_is_that_of_the_frames():
-    assert auth.PROTOCOL_VERSION == wire.PROTOCOL_VERSION
-    assert struct.pack("<I", wire.MAGIC) != auth.MAGIC
+    assert handshake.PROTOCOL_VERSION == wire.PROTOCOL_VERSION
+    assert struct.pack("<I", wire.MAGIC) != handshake.MAGIC
 
 
 def test_client_notices_a_server_with_another_token():
@@ -111,7 +116,7 @@ def test_server_notices_a_client_with_another_token():
     client, server = make_client(OTHER), ServerHandshake(KEY)
     server.challenge(client.hello())
     with pytest.raises(AuthError, match="FASTPS_TOKEN"):
-        server.accept(auth._prove(OTHER, b"client", client._hello, b""))
+        server.accept(handshake._prove(OTHER, b"client", client._hello, b""))
     client._step = "finish"
     with pytest.raises(AuthError, match="wrong job token"):
         client.finish(server.refusal)
@@ -141,7 +146,7 @@ def test_a_proof_of_one_direction_never_works_in_the_other():
     server = ServerHandshake(KEY)
     challenge = server.challenge(make_client(OTHER).hello())
     with pytest.raises(AuthError):
-        server.accept(challenge[-auth.PROOF_BYTES :])
+        server.accept(challenge[-handshake.PROOF_BYTES :])
 
 
 def test_a_reflected_challenge_is_refused():
@@ -150,7 +155,7 @@ def test_a_reflected_challenge_is_refused():
     hello = victim.hello()
     oracle = ServerHandshake(KEY)
     honest = oracle.challenge(hello)
-    false = honest[: -auth.PROOF_BYTES] + auth._prove(KEY, b"client", hello, honest)
+    false = honest[: -handshake.PROOF_BYTES] + handshake._prove(KEY, b"client", hello, honest)
     with pytest.raises(AuthError):
         victim.answer(false)
 
@@ -180,9 +185,9 @@ def test_accept_before_challenge_is_refused():
     with pytest.raises(ProtocolError):
         ServerHandshake(KEY).accept(b"")
     with pytest.raises(ProtocolError):
-        make_client().answer(bytes(auth.CHALLENGE_BYTES))
+        make_client().answer(bytes(handshake.CHALLENGE_BYTES))
     with pytest.raises(ProtocolError):
-        make_client().finish(bytes(auth.ACCEPT_BYTES))
+        make_client().finish(bytes(handshake.ACCEPT_BYTES))
 
 
 def test_a_client_that_did_not_check_the_server_sends_no_second_hello():
@@ -259,7 +264,7 @@ def test_unknown_status_is_refused():
     client = make_client()
     client.answer(ServerHandshake(KEY).challenge(client.hello()))
     with pytest.raises(ProtocolError, match="status 77"):
-        client.finish(b"FPSH" + struct.pack("<HBB", auth.PROTOCOL_VERSION, 77, 0))
+        client.finish(b"FPSH" + struct.pack("<HBB", handshake.PROTOCOL_VERSION, 77, 0))
 
 
 @given(st.integers(0, 3), st.integers(0), st.integers(1, 255))
@@ -319,7 +324,7 @@ def test_keys_differ_by_token_purpose_and_job():
 
 def test_secrets_are_compared_in_constant_time():
     """No proof is compared by == or !=; compare_digest does it on both sides."""
-    tree = ast.parse(inspect.getsource(auth))
+    tree = ast.parse(inspect.getsource(handshake))
     compared = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Compare)]
     assert not [text for text in compared if "proof" in text or "expected" in text.split("!=")[0]]
     calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]

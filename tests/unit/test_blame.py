@@ -26,7 +26,7 @@ from fastps.errors import (
     Status,
     error_of,
 )
-from fastps.session import Session
+from fastps.session.session import Session
 
 
 class Client:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from fastps import byzantine as bz
 from fastps.byzantine import reference
+from fastps.contract.rule import Kind, Rule
 from fastps.errors import ConfigError
 from fastps.reduce._combiner import Combiner
-from fastps.rules import Kind, Rule
-from fastps.server.owned import find_own
+from fastps.reduce.user_rules import find_own
 from fastps.types import DType
 
 RULES = {

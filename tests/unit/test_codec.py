@@ -9,7 +9,7 @@ from codec_oracle import Reference, finite
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastps.coding import BLOCK, Codec, Coding, Option, cut_units, wire_chunk
+from fastps.contract.codec import BLOCK, Codec, Coding, Option, cut_units, wire_chunk
 from fastps.reduce.codec._coder import Coder
 from fastps.types import DType
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 
 from fastps import Compression, ConfigError
-from fastps.arrays import make_layout
-from fastps.coding import PLAIN, Codec, Coding, Option
-from fastps.compression import coding_of
 from fastps.config import load
-from fastps.contract import Policy
+from fastps.contract.codec import PLAIN, Codec, Coding, Option
+from fastps.contract.compression import coding_of
+from fastps.contract.contract import Policy
 from fastps.control.declarations import Declarations
 from fastps.control.protocol import Declare, Failed, Layout, TensorSpec
+from fastps.session.tensor_spec import make_layout
 from fastps.types import DType
 
 ONEBIT = Compression.onebit(scaling=True, ef="vanilla", momentum="nesterov", mu=0.9)

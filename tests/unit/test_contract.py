@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastps.coding import Coding
-from fastps.contract import Cast, Contract, Policy, cast_of
+from fastps.contract.codec import Coding
+from fastps.contract.contract import Cast, Contract, Policy, cast_of
 
 
 @pytest.mark.parametrize("machines", [[[0, 2], [1]], [[0], [1], [2]], [[0, 1, 2]]])

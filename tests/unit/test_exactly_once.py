@@ -19,11 +19,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastps.byzantine.coded import Codes
+from fastps.algorithms.update_inbox import LOST, Inbox
 from fastps.byzantine.judges import Case, judge_of
+from fastps.byzantine.update_codecs import Codes
 from fastps.byzantine.updates import DOUBLED, REPLAYED, Ledger, Notice, Update
 from fastps.errors import MismatchError, PeerLostError
-from fastps.inbox import LOST, Inbox
 
 N, V, WAIT_S = 4, 2, 30.0
 LIKES = [np.zeros((3, 2)), np.zeros(5, np.float32), np.zeros(())]

@@ -13,14 +13,14 @@ import pytest
 from aids import faces
 from aids.floats import STATES, control_word, floats_set
 from fastps import byzantine as bz
-from fastps._floats import DefaultFloats
-from fastps.adasum import combine as adasum
-from fastps.coding import Codec, Coding, Option
-from fastps.graph.coded import Track
-from fastps.reduce import measures, sum_kernel
+from fastps.collectives.adasum import combine as adasum
+from fastps.contract.codec import Codec, Coding, Option
+from fastps.contract.rule import Rule
+from fastps.graph.edge_codecs import Track
+from fastps.native._floats import DefaultFloats
+from fastps.reduce import norms, sum_kernel
 from fastps.reduce._combiner import Combiner
 from fastps.reduce.codec._coder import Coder
-from fastps.rules import Rule
 from fastps.types import DType, dtype_of
 from fastps.worker.handle import scale
 
@@ -95,8 +95,8 @@ WORKS: dict[str, Callable[[], np.ndarray]] = {
     "median": ruled(bz.Median()),
     "krum": ruled(bz.Krum(1)),
     "clipping": ruled(bz.CenteredClipping(0.5)),
-    "norms": lambda: measures.square_norms([numbers(0)]),
-    "mix": lambda: measures.mix([numbers(0), numbers(1)], [0.3, 0.7], numbers(0)),
+    "norms": lambda: norms.square_norms([numbers(0)]),
+    "mix": lambda: norms.mix([numbers(0), numbers(1)], [0.3, 0.7], numbers(0)),
     "adasum": lambda: adasum(numbers(0), numbers(1)),
     "edge": known_of_an_edge,
     "scaled": scaled("f4"),

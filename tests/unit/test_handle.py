@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from fastps.errors import FastPSError, MismatchError, StallError
-from fastps.flights import Landed, Later
+from fastps.ops.start import Landed, Later
 from fastps.worker.handle import Handle
 
 THREADS = 8

@@ -20,7 +20,7 @@ from aids import faces
 from fastps._core import Hands, overdue_s
 from fastps.config import load
 from fastps.reduce import reduce_kernel
-from fastps.stalls import StallWatch
+from fastps.session.stall_watch import StallWatch
 from fastps.types import DType, ReduceOp
 from fastps.worker.local import count_hands
 

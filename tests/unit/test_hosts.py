@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from fastps.errors import ConfigError
 from fastps.launch import allocation
-from fastps.launch.follow import check_version, go_to
+from fastps.launch.follower import check_version, go_to
 from fastps.launch.hosts import Host, parse_hostfile, parse_hosts
 from fastps.launch.layout import Layout
-from fastps.launch.lead import STAYS, command, meeting_host, request, way_to
+from fastps.launch.leader import STAYS, command, meeting_host, request, way_to
 from fastps.launch.limits import StartError
 from fastps.launch.machine import Machine
 from fastps.launch.options import parse
@@ -239,7 +239,7 @@ def test_a_follower_refuses_another_version_and_a_folder_that_is_not_there(tmp_p
 
 
 def test_a_follower_started_by_hand_says_what_it_is():
-    words = [sys.executable, "-m", "fastps.launch.follow"]
+    words = [sys.executable, "-m", "fastps.launch.follower"]
     with open("/dev/null") as nothing:
         done = subprocess.run(words, stdin=nothing, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

@@ -13,9 +13,9 @@ from fastps import byzantine as bz
 from fastps.byzantine import reference
 from fastps.byzantine.judges import Case, are_sound, as_floats, joined, judge_of
 from fastps.byzantine.scores import Verdict, measured
+from fastps.contract.rule import Kind
 from fastps.errors import ConfigError
-from fastps.reduce import measures
-from fastps.rules import Kind
+from fastps.reduce import norms
 
 SHAPES = ((30, 7), (1,), (0,), (1200,))
 N = 8
@@ -79,22 +79,22 @@ def by_block(rule, rows, **more) -> list[np.ndarray]:
 def test_products_are_numpys(kind, count):
     rng = np.random.default_rng(count)
     *updates, trusted = (rng.standard_normal(count).astype(kind) for _ in range(4))
-    found = measures.products(updates, trusted)
+    found = norms.products(updates, trusted)
     wanted = [measured(one, trusted)[:2] for one in (*updates, trusted)]
     np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-9)
-    np.testing.assert_array_equal(found, measures.products(updates, trusted))
-    np.testing.assert_allclose(measures.square_norms(updates), found[:-1, 1], rtol=1e-12)
+    np.testing.assert_array_equal(found, norms.products(updates, trusted))
+    np.testing.assert_allclose(norms.square_norms(updates), found[:-1, 1], rtol=1e-12)
 
 
 def test_kernels_take_arrays_of_one_kind_alone():
     whole = np.ones(8, np.float32)
     with pytest.raises(ValueError, match="not in one piece"):
-        measures.products([np.ones(16, np.float32)[::2]], whole)
+        norms.products([np.ones(16, np.float32)[::2]], whole)
     with pytest.raises(TypeError, match="differ"):
-        measures.products([np.ones(8)], whole)
+        norms.products([np.ones(8)], whole)
     with pytest.raises(TypeError, match="float"):
-        measures.square_norms([np.ones(8, np.int32)])
-    np.testing.assert_array_equal(measures.mix([whole * np.nan], [0.0], whole), 0 * whole)
+        norms.square_norms([np.ones(8, np.int32)])
+    np.testing.assert_array_equal(norms.mix([whole * np.nan], [0.0], whole), 0 * whole)
     assert not are_sound([None, np.array([1.0, np.nan])])
     assert not are_sound([np.array([1e200])])
     assert are_sound([None, np.zeros(0), *as_floats([np.arange(3)])])

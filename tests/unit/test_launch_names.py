@@ -9,7 +9,7 @@ import time
 import pytest
 
 from fastps.config import load
-from fastps.control import dialling
+from fastps.control import dial
 from fastps.errors import ConfigError, TransportTimeout
 from fastps.launch import run
 
@@ -66,8 +66,8 @@ def test_a_name_that_leads_here_is_said_where_others_dial_it(names, name, is_sai
         port = free.getsockname()[1]
     config = load({"scheduler_host": name, "scheduler_port": port, "insecure": True}, {})
     with pytest.raises(TransportTimeout, match="no scheduler at") as caught:
-        dialling.dial(
-            config, b"k" * 32, purpose=dialling.Purpose.CONTROL, sender=0,
+        dial.dial(
+            config, b"k" * 32, purpose=dial.Purpose.CONTROL, sender=0,
             deadline=time.monotonic() + 0.1,
         )  # fmt: skip
     words = "here debian leads to 127.0.1.1, which is this machine: mend /etc/hosts"

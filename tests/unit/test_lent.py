@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastps.frameworks._lent import Lent
+from fastps.frameworks._borrowed_memory import Lent
 
 NO_ROWS = np.zeros((0, 3), np.int64)
 

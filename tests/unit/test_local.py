@@ -22,7 +22,7 @@ from fastps import config
 from fastps.errors import FastPSError, PeerLostError, ShutdownError, Status
 from fastps.reduce import sum_kernel
 from fastps.transport._link import LinkOwner
-from fastps.transport.pipe.reach import choose_root, list_ancestors
+from fastps.transport.pipe.ptrace import choose_root, list_ancestors
 from fastps.types import DType, dtype_of
 from fastps.worker import local
 from fastps.worker._engine import WorkerEngine
@@ -418,7 +418,7 @@ def test_whose_descendants_may_reach_into_a_worker(launcher, ancestors, root):
 def test_ancestors_begin_with_the_parent():
     found = list_ancestors()
     assert found[0] == os.getppid()
-    code = "from fastps.transport.pipe.reach import list_ancestors; print(*list_ancestors())"
+    code = "from fastps.transport.pipe.ptrace import list_ancestors; print(*list_ancestors())"
     done = subprocess.run(
         ["sh", "-c", f"{shlex.join([sys.executable, '-c', code])}; exit $?"],
         capture_output=True, text=True, check=True, timeout=TIMEOUT_S,

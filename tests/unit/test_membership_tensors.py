@@ -10,6 +10,7 @@ import pytest
 from control_driver import Driver, make_config, make_spec
 from msgspec.structs import replace
 
+from fastps.contract.partition import MAX_PIECES
 from fastps.control.collectives import MAX_BARRIERS, MAX_BLOBS_HELD_BYTES
 from fastps.control.declarations import MAX_VERSION, Declarations
 from fastps.control.protocol import (
@@ -35,7 +36,6 @@ from fastps.control.protocol import (
     pack,
     unpack_to_scheduler,
 )
-from fastps.partition import MAX_PIECES
 from fastps.types import DType
 
 

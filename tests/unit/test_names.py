@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from fastps.collectives.names import Channels
+from fastps.collectives.channels import Channels
 from fastps.errors import ConfigError
 
 

@@ -17,7 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.objects import Unsendable, decode_object, decode_of, encode_for_all, encode_object
+from fastps.collectives.objects import (
+    Unsendable,
+    decode_object,
+    decode_of,
+    encode_for_all,
+    encode_object,
+)
 
 SCALARS = (
     st.none()

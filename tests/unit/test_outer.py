@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastps import outer
-from fastps.local_async import Constant, Hinge, Polynomial
-from fastps.local_steps import Terms
+from fastps.algorithms import outer
+from fastps.algorithms.async_local_sgd import Constant, Hinge, Polynomial
+from fastps.algorithms.local_sgd_base import Terms
 
 
 @pytest.mark.parametrize("kind", ["average", "nesterov", "adam"])

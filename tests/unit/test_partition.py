@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastps import config
-from fastps import partition as p
 from fastps.config import parsers
-from fastps.contract import pusher_of
-from fastps.errors import ConfigError, ProtocolError
-from fastps.partition import (
+from fastps.contract import partition as p
+from fastps.contract.contract import pusher_of
+from fastps.contract.partition import (
     Placement,
     check_pieces,
     check_tensor,
@@ -24,6 +23,7 @@ from fastps.partition import (
     make_partitions,
     server_weights,
 )
+from fastps.errors import ConfigError, ProtocolError
 
 TENSORS = st.integers(0, p.MAX_TENSORS - 1)
 INDEXES = st.integers(0, p.MAX_PARTITIONS - 1)

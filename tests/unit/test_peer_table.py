@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.auth import NoPlaceError
-from fastps.transport.node import PeerState, PeerTable
+from fastps.security.handshake import NoPlaceError
+from fastps.transport.peer_links import PeerState, PeerTable
 
 
 class Pair:

@@ -16,7 +16,7 @@ from aids.scrambler import Scrambler
 from aids.wire import FrameKind
 from fastps import config
 from fastps._core import BufferPool
-from fastps.contract import cast_of
+from fastps.contract.contract import cast_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport._link import LinkOwner

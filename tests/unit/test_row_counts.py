@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.collectives._eager import Blocks, pack
+from fastps.collectives._eager_rows import Blocks, pack
 from fastps.collectives.row_counts import Rows, tell
-from fastps.collectives.steady import Steady
+from fastps.collectives.size_cache import Steady
 from fastps.errors import MismatchError
 from fastps.types import DType, dtype_of
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.search import GAIN, Knob, Search, Setting
+from fastps.session.autotune_search import GAIN, Knob, Search, Setting
 
 KNOBS = (
     Knob("credit", tuple(1 << shift for shift in range(18, 25)), 0),

@@ -10,7 +10,7 @@ from typing import Any
 import fastps
 from fastps.config import load
 from fastps.errors import NotInitializedError
-from fastps.session import Session
+from fastps.session.session import Session
 
 
 def made() -> Session:

@@ -15,7 +15,7 @@ import fastps
 fastps.init(log_level={level!r})
 fastps.shutdown()
 fastps.init(log_level={level!r})
-logging.getLogger("fastps.links").info("said once")
+logging.getLogger("fastps.session.server_links").info("said once")
 fastps.shutdown()
 """
 OWN = "logging.basicConfig(format='own: %(message)s')"
@@ -24,7 +24,7 @@ OWN = "logging.basicConfig(format='own: %(message)s')"
 @pytest.mark.parametrize(
     ("setup", "level", "shown"),
     [
-        ("", "INFO", "INFO fastps.links: said once"),
+        ("", "INFO", "INFO fastps.session.server_links: said once"),
         (OWN, "INFO", "own: said once"),
         ("", "WARNING", ""),
         ("logging.getLogger('fastps').setLevel('ERROR')", "INFO", ""),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastps.partition import Placement, cut_tensor, server_weights
+from fastps.contract.partition import Placement, cut_tensor, server_weights
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

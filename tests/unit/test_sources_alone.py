@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastps import versions
+from fastps.config import versions
 
 # An editable installation finds the compiled parts of a package wherever that is.
 PLAIN = "import sys; sys.meta_path = [f for f in sys.meta_path if 'Editable' not in repr(f)]\n"

@@ -10,8 +10,8 @@ from control_driver import Driver
 
 from fastps.config import load
 from fastps.control.protocol import Locate, StallTold, Waiting, Whereabouts
-from fastps.control.stalls import ANSWER_S
-from fastps.stalls import StallWatch
+from fastps.control.stall_inquiry import ANSWER_S
+from fastps.session.stall_watch import StallWatch
 
 AT = "train.py:30 in step"
 

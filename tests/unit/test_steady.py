@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.collectives.steady import MANY, MOST_MISSES, Steady
+from fastps.collectives.size_cache import MANY, MOST_MISSES, Steady
 
 KEY = "allgather", None, 2, 0
 rows = st.lists(st.integers(1, 2), min_size=3, max_size=3)

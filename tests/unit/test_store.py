@@ -19,7 +19,7 @@ from aids.faces import Buffer
 from aids.mailbox import Mailbox
 from aids.wire import FrameFlag, FrameKind
 from fastps._core import BufferPool
-from fastps.contract import Cast
+from fastps.contract.contract import Cast
 from fastps.errors import FastPSError, PeerLostError, StallError
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from test_store import BROKEN, CHUNK, PEER_LOST, PROTOCOL, TIMEOUT_S, Server, make
 
 from aids.wire import FrameFlag, FrameKind
-from fastps.coding import Codec, Coding, Option
-from fastps.contract import ANY_STALENESS, Policy, Unit
+from fastps.contract.codec import Codec, Coding, Option
+from fastps.contract.contract import ANY_STALENESS, Policy, Unit
 from fastps.errors import PeerLostError
 from fastps.reduce.codec._coder import Coder
 from fastps.server._coded import CodedRule

@@ -12,7 +12,7 @@ from test_store import CHUNK, IN_ORDER, MISMATCH, PROTOCOL, TIMEOUT_S, make, val
 
 from aids.kernels import SUM_TYPE
 from aids.wire import FrameFlag, FrameKind
-from fastps.contract import Cast, Policy, Unit
+from fastps.contract.contract import Cast, Policy, Unit
 from fastps.errors import PeerLostError, StallError
 from fastps.server._rounds import TRANSITIONS, RoundEvent, RoundState
 

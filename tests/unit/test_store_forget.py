@@ -10,7 +10,7 @@ import pytest
 from test_store import CHUNK, MISMATCH, PROTOCOL, TIMEOUT_S, make, values_of  # noqa: F401
 
 from aids.wire import FrameFlag, FrameKind
-from fastps.contract import ANY_STALENESS, Cast, Policy
+from fastps.contract.contract import ANY_STALENESS, Cast, Policy
 from fastps.errors import PeerLostError, StallError
 from fastps.reduce import sum_kernel
 from fastps.types import DType

@@ -18,7 +18,7 @@ from store_model import Frame, KeyModel, Op, Part
 from aids.mailbox import Mailbox
 from aids.wire import FrameFlag, FrameKind
 from fastps._core import BufferPool
-from fastps.contract import cast_of
+from fastps.contract.contract import cast_of
 from fastps.errors import StallError
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore

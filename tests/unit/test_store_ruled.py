@@ -15,8 +15,8 @@ from test_store import CHUNK, PEER_LOST, TIMEOUT_S, Server, make  # noqa: F401
 
 from aids.kernels import GatedSum
 from fastps import byzantine as bz
+from fastps.contract.rule import Kind, Rule
 from fastps.reduce._combiner import Combiner
-from fastps.rules import Kind, Rule
 from fastps.server._ruled import RuledRule
 from fastps.types import DType
 

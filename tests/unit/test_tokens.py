@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastps.errors import AuthError, ConfigError
 from fastps.launch.secrets import main as command
-from fastps.tokens import ROLES, Token, make_keys, parse, sealed_keys, unseal_keys, whose
+from fastps.security.tokens import ROLES, Token, make_keys, parse, sealed_keys, unseal_keys, whose
 
 JOB = Token(b"0123456789abcdef")
 

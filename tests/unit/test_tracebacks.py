@@ -9,7 +9,7 @@ import traceback
 import pytest
 
 import fastps
-from fastps import tracebacks
+from fastps.session import excepthook
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def hook(monkeypatch):
     """Put the hook before the interpreter's; give what is reported and a way to raise."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     reports: list[str] = []
-    tracebacks.hook(reports.append, is_brief=True)
+    excepthook.hook(reports.append, is_brief=True)
     return reports
 
 
@@ -40,8 +40,8 @@ def test_errors_of_ours_show_the_users_lines_alone(hook, capsys):
     before = traceback.format_exception(error)
     end_with(error)
     shown = capsys.readouterr().err
-    assert "fastps/current.py" in "".join(before)
-    assert "fastps/current.py" not in shown
+    assert "fastps/session/current.py" in "".join(before)
+    assert "fastps/session/current.py" not in shown
     assert "in failing_call" in shown
     assert shown.rstrip().endswith("NotInitializedError: call fastps.init() first")
     assert hook == []
@@ -58,14 +58,14 @@ def test_what_ends_a_program_is_told_to_others(hook, capsys):
 def test_a_hook_of_the_users_own_goes_on(monkeypatch):
     seen: list[type[BaseException]] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(kind))
-    tracebacks.hook(lambda text: None, is_brief=True)
+    excepthook.hook(lambda text: None, is_brief=True)
     first = sys.excepthook
-    tracebacks.hook(lambda text: None, is_brief=True)
+    excepthook.hook(lambda text: None, is_brief=True)
     assert sys.excepthook is first
     error = failing_call()
     end_with(error)
     assert seen == [fastps.NotInitializedError]
-    assert "current.py" in "".join(traceback.format_exception(error))
+    assert "session/current.py" in "".join(traceback.format_exception(error))
 
 
 def test_others_hear_of_an_error_in_one_line(hook, capsys):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastps.tuning import NAME, Layout, Tuner
+from fastps.session.autotune import NAME, Layout, Tuner
 
 DEFAULT = Layout(4096000, 1 << 20)
 

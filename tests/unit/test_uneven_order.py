@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from fastps.collectives.objects import encode_object
 from fastps.config import load
 from fastps.control.protocol import Told
-from fastps.objects import encode_object
+from fastps.session.join import Started, Uneven, neutral
 from fastps.types import DType, ReduceOp
-from fastps.uneven import Started, Uneven, neutral
 
 
 class Session:

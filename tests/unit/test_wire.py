@@ -19,7 +19,7 @@ from fastps.errors import ProtocolError
 from fastps.types import DType
 
 PACKAGE = Path(config.__file__).parents[1]
-PXD = (PACKAGE / "wire.pxd").read_text(encoding="utf-8")
+PXD = (PACKAGE / "transport/frame.pxd").read_text(encoding="utf-8")
 LETTERS = {"uint8_t": "B", "uint32_t": "I", "int32_t": "i", "uint64_t": "Q"}
 U8, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (8, 32, 64))
 

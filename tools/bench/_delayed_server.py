@@ -12,15 +12,15 @@ import dataclasses
 import sys
 from typing import Any
 
-from fastps.control import doors
+from fastps.control import listen
 from fastps.server import main, server
 
 
 def main_behind(address: str) -> int:
     """Run a server whose door is announced at that address."""
 
-    def open_doors(*args: Any, **options: Any) -> doors.Doors:
-        made = doors.open_doors(*args, **options)
+    def open_doors(*args: Any, **options: Any) -> listen.Doors:
+        made = listen.open_doors(*args, **options)
         return dataclasses.replace(made, address=(address, made.address[1]), unix="")
 
     server.open_doors = open_doors  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fastps.torch as fps
 from fastps import topology
-from fastps.frameworks.torch.decentralized import bucketed
+from fastps.frameworks.torch.decentralized.optimizer import bucketed
 from tools.bench._hosts import on_hosts
 from tools.bench._waiting import Layer
 

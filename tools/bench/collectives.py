@@ -48,8 +48,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fastps
-from fastps import current
 from fastps.reduce import reduce_kernel
+from fastps.session import current
 from fastps.types import DType, ReduceOp
 from tools.bench._hosts import SCHEDULER, environment_of, on_hosts
 from tools.bench.peers import _places, _systems

@@ -29,7 +29,7 @@ from collections.abc import Callable
 import numpy as np
 from _common import ROOT, Report, add_options
 
-from fastps.coding import Codec, Coding, Option
+from fastps.contract.codec import Codec, Coding, Option
 from fastps.reduce import reduce_kernel
 from fastps.reduce.codec._coder import Coder
 from fastps.types import DType, ReduceOp

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2]))  # last: fastps may be installed elsewhere
 
-from fastps.versions import command_of
+from fastps.config.versions import command_of
 from tools.bench import _common
 
 PEER = Path(__file__).with_name("_peer.py")

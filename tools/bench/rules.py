@@ -29,7 +29,7 @@ from fastps import byzantine as bz
 from fastps.byzantine.judges import Case, are_sound, judge_of
 from fastps.reduce import ordered_kernel, reduce_kernel, robust_kernel
 from fastps.reduce._combiner import Combiner
-from fastps.reduce.measures import KERNEL
+from fastps.reduce.norms import KERNEL
 from fastps.types import DType, ReduceOp
 
 N, COUNT = 8, 1 << 20

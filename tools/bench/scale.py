@@ -53,7 +53,7 @@ def resident_bytes(pid: int) -> int:
 def work(runs: int) -> dict[str, Any]:
     """Be one worker: sum and check; worker 0 watches the servers."""
     import fastps  # noqa: PLC0415
-    from fastps import current  # noqa: PLC0415
+    from fastps.session import current  # noqa: PLC0415
 
     fastps.init()
     rank, size = fastps.rank(), fastps.size()

@@ -83,7 +83,7 @@ class Trainer:
         import torch  # noqa: PLC0415
 
         import fastps.torch as fps  # noqa: PLC0415
-        from fastps.current import current  # noqa: PLC0415
+        from fastps.session.current import current  # noqa: PLC0415
 
         self._fps, self._session = fps, current()
         torch.manual_seed(0)
@@ -112,7 +112,7 @@ class Trainer:
 
     def measure(self, setting: Setting, steps: int) -> float:
         """Give the median step with a setting, all workers together."""
-        from fastps.tuning import Layout  # noqa: PLC0415
+        from fastps.session.autotune import Layout  # noqa: PLC0415
 
         self._session.connections.set_credit(setting[0])
         self._optimizer._exchange.lay_out(Layout(*setting[1:]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let the search of fastps.search tune simulated steps, next to the best of the whole grid.
+"""Let the autotuner's search tune simulated steps, next to the best of the whole grid.
 
     python tools/bench/tuning_simulated.py [--model resnet50] [--rates 10gbit,40gbit,100gbit]
 
@@ -19,9 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(1, str(Path(__file__).parents[2] / "tests"))  # the queue's face is there
 
-from fastps.search import Knob, Search, Setting
+from fastps.session.autotune import CREDITS, PARTITIONS
+from fastps.session.autotune_search import Knob, Search, Setting
 from fastps.transport.tcp import REMOTE_CREDIT_BYTES
-from fastps.tuning import CREDITS, PARTITIONS
 from tools.netlab import parse_rate
 from tools.simulator import cases, models
 from tools.simulator.plan import PARTITION_BYTES, Cluster, Network

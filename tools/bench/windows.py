@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fastps
 from fastps import topology
-from fastps.current import current
+from fastps.session.current import current
 from tools.bench.push_pull import format_size, parse_size
 
 ROUND_BYTES = 1e8  # of what is moved by one system in a round, at most 200 times

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aids.faces import ScheduledQueue
+from fastps.contract.partition import Piece, key_of
 from fastps.errors import StallError
-from fastps.partition import Piece, key_of
 from tools.simulator.plan import (
     Cluster,
     Network,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say what is simulated: a network, a cluster, tensors; and how the library would cut them.
 
-Decides nothing of its own: owners and pieces come from fastps.partition, sizes of frames and the
-credit of a link from fastps.transport.tcp, so that a change of the library changes the figures.
+Decides nothing of its own: owners and pieces come from fastps.contract.partition, sizes of frames
+and the credit of a link from fastps.transport.tcp, so that a change of the library changes the
+figures.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastps.partition import Piece, Placement, cut_tensor, server_weights
+from fastps.contract.partition import Piece, Placement, cut_tensor, server_weights
 from fastps.transport.tcp import REMOTE_CREDIT_BYTES, choose_chunk
 from tools.netlab import PAYLOAD_SHARE
 

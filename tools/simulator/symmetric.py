@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from aids.faces import ScheduledQueue
+from fastps.contract.partition import Piece
 from fastps.errors import StallError
-from fastps.partition import Piece
 from tools.simulator.exact import QUEUE_CAPACITY, Clock
 from tools.simulator.plan import (
     Cluster,

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastps import neighbors
 from fastps import topology as graphs
+from fastps.ops import neighbors
 from fastps.topology import as_topology, to_networkx
 
 

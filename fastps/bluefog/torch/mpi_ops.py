@@ -17,16 +17,14 @@ import torch
 import fastps
 import fastps.torch as fps
 from fastps.collectives._calls import forget_calls
-from fastps.current import current, known
-from fastps.flights import Average, Later, Sum
-from fastps.frameworks.torch.tensors import (
+from fastps.frameworks.torch.ops.tensors import (
     sendable,
     tensor_over,
     view_of,
     wire_dtype,
     write_over,
 )
-from fastps.neighbors import (
+from fastps.ops.neighbors import (
     in_neighbor_machine_ranks,
     in_neighbor_ranks,
     is_homogeneous,
@@ -38,6 +36,8 @@ from fastps.neighbors import (
     set_machine_topology,
     set_topology,
 )
+from fastps.ops.start import Average, Later, Sum
+from fastps.session.current import current, known
 from fastps.topology import to_networkx
 from fastps.torch import (
     get_current_created_window_names,

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import fastps.torch as fps
-from fastps.current import current
-from fastps.frameworks.torch.decentralized import AdaptThenCombine, Way
-from fastps.frameworks.torch.synchronized import SynchronizedOptimizer
+from fastps.frameworks.torch.decentralized.optimizer import AdaptThenCombine, Way
+from fastps.frameworks.torch.optimizer.synchronous import SynchronizedOptimizer
+from fastps.session.current import current
 from fastps.torch import CommunicationType
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import disjoint_base
 
-from fastps.frameworks._lent import Lent
+from fastps.frameworks._borrowed_memory import Lent
 
 @disjoint_base
 class Buffers(Lent): ...

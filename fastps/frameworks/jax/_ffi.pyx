@@ -15,7 +15,7 @@ call frame is used after ``handle`` has returned.
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int32_t, int64_t
 
-from fastps.frameworks._lent cimport Lent, array_at
+from fastps.frameworks._borrowed_memory cimport Lent, array_at
 
 import numpy as np
 

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from fastps import current
-from fastps.frameworks._arrays import Call, Calls, wire_view
+from fastps.frameworks.array_exchange import Call, Calls, wire_view
 from fastps.frameworks.jax import _ffi
+from fastps.session import current
 from fastps.worker.handle import Array
 
 Shapes: TypeAlias = Sequence[jax.ShapeDtypeStruct]

@@ -17,18 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import fastps
-from fastps.flights import (
+from fastps.collectives.objects import Unsendable
+from fastps.frameworks.array_exchange import wire_view
+from fastps.frameworks.gradient_round import Average, Sum, check_name, of_gradient
+from fastps.frameworks.jax.calls import call
+from fastps.ops.start import (
     start_allgather,
     start_allreduce,
     start_alltoall,
     start_broadcast,
     start_reducescatter,
 )
-from fastps.frameworks._adapter import Average, Sum, check_name, of_gradient
-from fastps.frameworks._arrays import wire_view
-from fastps.frameworks.jax.calls import call
-from fastps.objects import Unsendable
-from fastps.sets import ProcessSet, global_process_set
+from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.types import DType, Op, dtype_of
 from fastps.worker.handle import Array
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fastps import current
-from fastps.frameworks._adapter import BUCKET_BYTES, Average, check_op
-from fastps.frameworks._arrays import AsynchronousSteps, broadcast_in_place
-from fastps.frameworks.jax.apart import step_apart
+from fastps.frameworks.array_exchange import AsynchronousSteps, broadcast_in_place
+from fastps.frameworks.gradient_round import BUCKET_BYTES, Average, check_op
+from fastps.frameworks.jax.async_training import step_apart
 from fastps.frameworks.jax.sums import names_of, push_pull_finish, push_pull_start
-from fastps.sets import ProcessSet, global_process_set
+from fastps.session import current
+from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.types import Op
 
 

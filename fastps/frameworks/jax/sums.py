@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fastps.frameworks._adapter import BUCKET_BYTES, check_name, of_gradient, op_of
-from fastps.frameworks._arrays import ArrayExchange, Arrays, Spec, spec_of
+from fastps.frameworks.array_exchange import ArrayExchange, Arrays, Spec, spec_of
+from fastps.frameworks.gradient_round import BUCKET_BYTES, check_name, of_gradient, op_of
 from fastps.frameworks.jax.calls import call, is_native, shapes_of
-from fastps.sets import ProcessSet, global_process_set
+from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.types import Op
 
 TOKEN = jax.ShapeDtypeStruct((), np.int8)  # makes one call wait for another; has no content

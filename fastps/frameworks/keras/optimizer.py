@@ -8,11 +8,11 @@ from typing import Any
 
 import keras
 
-from fastps.compression import Choice, coding_of, is_own
-from fastps.frameworks._adapter import BUCKET_BYTES, Average, check_op, check_passes
-from fastps.frameworks._arrays import AsynchronousSteps
+from fastps.contract.compression import Choice, coding_of, is_own
+from fastps.frameworks.array_exchange import AsynchronousSteps
+from fastps.frameworks.gradient_round import BUCKET_BYTES, Average, check_op, check_passes
 from fastps.frameworks.keras.variables import exchange_of_backend, step_apart
-from fastps.sets import ProcessSet, global_process_set
+from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.types import Op
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 import fastps
-from fastps.frameworks._adapter import Average, op_of_words
+from fastps.frameworks.gradient_round import Average, op_of_words
 from fastps.frameworks.keras.variables import host_of
-from fastps.sets import ProcessSet, global_process_set
+from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.types import Op
 from fastps.worker.handle import Array
 

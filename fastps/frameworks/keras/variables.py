@@ -9,8 +9,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from fastps.frameworks._adapter import Average
-from fastps.frameworks._arrays import AsynchronousSteps, Exchanges, broadcast_in_place, spec_of
+from fastps.frameworks.array_exchange import (
+    AsynchronousSteps,
+    Exchanges,
+    broadcast_in_place,
+    spec_of,
+)
+from fastps.frameworks.gradient_round import Average
 
 Exchange = Callable[..., list[Any]]
 
@@ -76,7 +81,7 @@ def _held(steps: AsynchronousSteps, before: list[Any], changes: list[Any]) -> li
         kinds, shapes = [one.dtype for one in before], [one.shape for one in before]
         return call(("apart", id(steps)), run, [*before, *changes], kinds, shapes)
     if name == "jax":
-        from fastps.frameworks.jax.apart import exchange_apart  # noqa: PLC0415
+        from fastps.frameworks.jax.async_training import exchange_apart  # noqa: PLC0415
 
         return exchange_apart(steps, before, changes)
     arrays = [one.detach().numpy() for one in (*before, *changes)]

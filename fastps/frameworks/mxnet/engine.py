@@ -26,7 +26,7 @@ import numpy as np
 from mxnet.base import _LIB, MXNetError, check_call
 from mxnet.ndarray.ndarray import DLManagedTensor
 
-from fastps import current
+from fastps.session import current
 from fastps.worker.handle import Array
 
 _log = logging.getLogger(__name__)

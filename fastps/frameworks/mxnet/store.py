@@ -9,11 +9,11 @@ from typing import Any
 import mxnet as mx
 
 import fastps
-from fastps.coding import Coding
-from fastps.compression import Choice, coding_of
+from fastps.contract.codec import Coding
+from fastps.contract.compression import Choice, coding_of
 from fastps.errors import ConfigError
 from fastps.frameworks import horovod
-from fastps.frameworks._adapter import Sum
+from fastps.frameworks.gradient_round import Sum
 from fastps.frameworks.mxnet.sums import add_in_place, broadcast_arrays
 
 _KEY = "kvstore"  # where names begin

@@ -16,18 +16,18 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
-from fastps.compression import Choice
-from fastps.flights import (
+from fastps.contract.compression import Choice
+from fastps.frameworks.array_exchange import ArrayExchange, Exchanges, broadcast_in_place, spec_of
+from fastps.frameworks.gradient_round import Average, check_name, op_of, op_of_words, part_name
+from fastps.frameworks.mxnet.engine import check_array, engine, memory_of
+from fastps.ops.start import (
     start_allgather,
     start_allreduce,
     start_alltoall,
     start_broadcast,
     start_reducescatter,
 )
-from fastps.frameworks._adapter import Average, check_name, op_of, op_of_words, part_name
-from fastps.frameworks._arrays import ArrayExchange, Exchanges, broadcast_in_place, spec_of
-from fastps.frameworks.mxnet.engine import check_array, engine, memory_of
-from fastps.sets import ProcessSet, global_process_set
+from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.types import Op, dtype_of
 from fastps.worker.handle import Array
 

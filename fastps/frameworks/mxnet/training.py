@@ -10,12 +10,12 @@ from typing import Any
 
 import mxnet as mx
 
-from fastps.compression import Choice
-from fastps.frameworks._adapter import BUCKET_BYTES, Average
-from fastps.frameworks._arrays import ArrayExchange, spec_of
+from fastps.contract.compression import Choice
+from fastps.frameworks.array_exchange import ArrayExchange, spec_of
+from fastps.frameworks.gradient_round import BUCKET_BYTES, Average
 from fastps.frameworks.mxnet.engine import array_over
 from fastps.frameworks.mxnet.sums import add_in_place, broadcast_arrays, push_bucket
-from fastps.sets import ProcessSet, global_process_set
+from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.worker.handle import Array
 
 _PLACED = ("float16", "float32", "float64")  # MXNet takes others' memory for these

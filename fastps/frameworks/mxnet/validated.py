@@ -14,7 +14,7 @@ import mxnet as mx
 import numpy as np
 
 import fastps
-from fastps.validated import ValidatedSteps, training
+from fastps.algorithms.validated_steps import ValidatedSteps, training
 from fastps.worker.handle import Array
 
 

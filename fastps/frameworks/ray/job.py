@@ -23,10 +23,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import fastps
 from fastps.config import DAY_S, child_environment, load
 from fastps.config.token import enter_environment, leave_environment
-from fastps.control.hosted import HostedScheduler
+from fastps.control.scheduler_thread import HostedScheduler
 from fastps.errors import ConfigError, FastPSError, ShutdownError, StallError
+from fastps.security.tokens import Token
 from fastps.server.server import Server
-from fastps.tokens import Token
 
 TOKEN_BYTES = 32
 TIMEOUT_S = 60.0

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import disjoint_base
 
-from fastps.frameworks._lent import Lent
+from fastps.frameworks._borrowed_memory import Lent
 from fastps.worker.handle import Array
 
 FUNCTIONS: tuple[str, ...]

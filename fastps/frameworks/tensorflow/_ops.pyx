@@ -20,8 +20,8 @@ which TensorFlow's packages for Linux are built with.
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
-from fastps._atomic cimport fps_load32, fps_store32
-from fastps.frameworks._lent cimport Lent, array_at
+from fastps.frameworks._borrowed_memory cimport Lent, array_at
+from fastps.native.atomic cimport fps_load32, fps_store32
 
 import numpy as np
 

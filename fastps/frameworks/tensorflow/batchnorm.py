@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from fastps.frameworks._adapter import Sum
+from fastps.frameworks.gradient_round import Sum
 from fastps.frameworks.tensorflow.collectives import allreduce
-from fastps.sets import ProcessSet, global_process_set
+from fastps.session.process_sets import ProcessSet, global_process_set
 
 
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]

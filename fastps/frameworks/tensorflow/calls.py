@@ -25,9 +25,9 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_library
 
 from fastps.errors import MismatchError
-from fastps.frameworks._arrays import Arrays, Calls, wire_view
+from fastps.frameworks.array_exchange import Arrays, Calls, wire_view
 from fastps.frameworks.tensorflow import _ops
-from fastps.given import refuse_masked
+from fastps.session.array_checks import refuse_masked
 from fastps.worker.handle import Array
 
 OPERATION = "FastpsCall"

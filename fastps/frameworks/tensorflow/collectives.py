@@ -15,16 +15,10 @@ import numpy as np
 import tensorflow as tf
 
 import fastps
-from fastps.coding import PLAIN
-from fastps.compression import Choice
-from fastps.flights import (
-    start_allgather,
-    start_allreduce,
-    start_alltoall,
-    start_broadcast,
-    start_reducescatter,
-)
-from fastps.frameworks._adapter import (
+from fastps.contract.codec import PLAIN
+from fastps.contract.compression import Choice
+from fastps.frameworks.array_exchange import wire_view
+from fastps.frameworks.gradient_round import (
     Average,
     Sum,
     check_name,
@@ -33,10 +27,16 @@ from fastps.frameworks._adapter import (
     op_of_words,
     part_name,
 )
-from fastps.frameworks._arrays import wire_view
 from fastps.frameworks.tensorflow.calls import call, tensor_of
 from fastps.frameworks.tensorflow.sums import add_along, add_slices, as_it_is, push_pull
-from fastps.sets import ProcessSet, global_process_set
+from fastps.ops.start import (
+    start_allgather,
+    start_allreduce,
+    start_alltoall,
+    start_broadcast,
+    start_reducescatter,
+)
+from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.types import Op, dtype_of
 from fastps.worker.handle import Array
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from fastps.frameworks._adapter import Average, check_op, check_passes
+from fastps.frameworks.gradient_round import Average, check_op, check_passes
 from fastps.frameworks.tensorflow.sessions import SessionOptimizer
 
 

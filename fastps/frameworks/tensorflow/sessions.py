@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from fastps.frameworks._arrays import broadcast_in_place
+from fastps.frameworks.array_exchange import broadcast_in_place
 from fastps.frameworks.tensorflow.calls import call
 from fastps.frameworks.tensorflow.training import exchange_gradients
 from fastps.worker.handle import Array

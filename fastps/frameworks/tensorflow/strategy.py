@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 import fastps
-from fastps.frameworks._adapter import Average, Sum
+from fastps.frameworks.gradient_round import Average, Sum
 from fastps.frameworks.tensorflow.training import exchange_gradients
 
 

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from fastps import current
-from fastps.compression import Choice
-from fastps.flights import start_allgather
-from fastps.frameworks._adapter import (
+from fastps.contract.compression import Choice
+from fastps.frameworks.array_exchange import ArrayExchange, Exchanges, spec_of, wire_view
+from fastps.frameworks.gradient_round import (
     BUCKET_BYTES,
     Average,
     check_name,
@@ -28,15 +27,16 @@ from fastps.frameworks._adapter import (
     of_gradient,
     op_of,
 )
-from fastps.frameworks._arrays import ArrayExchange, Exchanges, spec_of, wire_view
 from fastps.frameworks.tensorflow import _ops
 from fastps.frameworks.tensorflow.calls import Result, call, call_native, is_native, tensor_of
-from fastps.sets import ProcessSet, global_process_set
+from fastps.ops.start import start_allgather
+from fastps.session import current
+from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.types import DType, Op, dtype_of, numpy_dtype
 from fastps.worker.handle import Array, scale
 
 if TYPE_CHECKING:
-    from fastps.session import Session
+    from fastps.session.session import Session
 
 exchanges = Exchanges()
 P = ParamSpec("P")

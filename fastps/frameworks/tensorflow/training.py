@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from fastps.compression import Choice
-from fastps.frameworks._adapter import BUCKET_BYTES, Average, check_op
-from fastps.frameworks._arrays import broadcast_in_place
+from fastps.contract.compression import Choice
+from fastps.frameworks.array_exchange import broadcast_in_place
+from fastps.frameworks.gradient_round import BUCKET_BYTES, Average, check_op
 from fastps.frameworks.tensorflow.sums import add_all, add_slices, as_it_is
-from fastps.sets import ProcessSet, global_process_set
+from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.types import Op
 
 

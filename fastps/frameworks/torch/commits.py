@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from fastps.frameworks import commits
-from fastps.frameworks.torch.broadcast import describe, make_room
-from fastps.frameworks.torch.tensors import sendable
-from fastps.frameworks.torch.trees import put_back, take_out
+from fastps.frameworks.torch.ops.broadcast import describe, make_room
+from fastps.frameworks.torch.ops.pytrees import put_back, take_out
+from fastps.frameworks.torch.ops.tensors import sendable
 from fastps.worker.handle import Array
 
 

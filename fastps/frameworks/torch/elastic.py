@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from fastps import current
 from fastps.frameworks.elastic import State, run
 from fastps.frameworks.torch import commits
-from fastps.frameworks.torch.broadcast import broadcast_object
+from fastps.frameworks.torch.ops.broadcast import broadcast_object
+from fastps.session import current
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 

@@ -5,7 +5,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
-from fastps.coding import Coding
+from fastps.contract.codec import Coding
 from fastps.types import DType
 
 @final

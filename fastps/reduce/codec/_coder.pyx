@@ -3,8 +3,8 @@
 
 Calls the kernels of a codec in their order; knows neither keys nor peers. Workers encode what
 they push, servers the sum of what they decoded, in the same way: prepare (momentum, what the last
-round lost), then encode, which leaves in the residual what this round loses. See coding.py for
-the layout of units.
+round lost), then encode, which leaves in the residual what this round loses. See contract/codec.py
+for the layout of units.
 """
 
 cimport cython
@@ -15,10 +15,10 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from fastps._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
+from fastps.native._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
 
-from fastps import coding as rules
-from fastps.coding import Codec, Option
+from fastps.contract import codec as rules
+from fastps.contract.codec import Codec, Option
 from fastps.reduce.codec.scratch import work_words
 from fastps.reduce.library import codec_kernel
 from fastps.types import DType

@@ -13,8 +13,8 @@ aligned to 8. args: int64[4]: what the codec is told (k), the two words of the s
 Nothing is allocated, nothing raised; OK is returned. A NaN or an infinity spoils what shares its
 scale and no more; prepare() drops it from what was kept, so that one overflow does not stay for
 ever. Everything that decides what the machine code does must stay here, in words.py, scratch.py,
-../kernels.py and ../../coding.py: the cache is keyed by their content, and by the values that a
-closure holds, which must be plain: a function among them would be another one in each process.
+../kernels.py and contract/codec.py: the cache is keyed by their content, and by the values that
+a closure holds, which must be plain: a function among them would be another one in each process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numba
 import numpy as np
 from numba import float32, float64, int32, int64, types, uint8, uint16, uint32, uint64
 
-from fastps.coding import BLOCK
+from fastps.contract.codec import BLOCK
 from fastps.reduce.codec.scratch import AT_ONCE, HISTOGRAM
 from fastps.reduce.codec.words import (
     LANES,

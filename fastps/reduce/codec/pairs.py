@@ -14,7 +14,7 @@ from typing import Any
 
 from numba import float32, int64, uint8, uint16, uint32
 
-from fastps.coding import BLOCK, GROUP, PAIRED_LEVELS
+from fastps.contract.codec import BLOCK, GROUP, PAIRED_LEVELS
 from fastps.reduce.codec.kernels import HUGE, ROUNDER, TINY, compile_coder
 from fastps.reduce.codec.words import (
     at,

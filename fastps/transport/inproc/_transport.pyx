@@ -21,19 +21,19 @@ cimport cython
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from fastps._atomic cimport fps_cas32, fps_load32
-from fastps._copy cimport fps_copy
 from fastps._core cimport (
     E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, PROBE_LINK_RECV, PROBE_LINK_SEND, OK,
     probe_hit,
 )
+from fastps.native.atomic cimport fps_cas32, fps_load32
+from fastps.native.copy cimport fps_copy
 from fastps.transport._base cimport (
     BaseLink, BaseTransport, IoThread, LinkOps, ask_adopt, ask_landing, attach_link, deliver,
     enqueue, free_link, give_back, init_link, kick_io, list_link, name_link, next_item, settle,
     write_header,
 )
 from fastps.transport._link cimport LINK_BY_REFERENCE, LinkOwner, SendItem, header_check
-from fastps.wire cimport HEADER_BYTES, KIND_PUSH, Header
+from fastps.transport.frame cimport HEADER_BYTES, KIND_PUSH, Header
 
 cdef enum:
     QUEUE_HINT = 64             # items that a queue holds before it grows

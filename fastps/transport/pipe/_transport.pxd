@@ -5,9 +5,9 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps._core cimport Queue
-from fastps._posix cimport pthread_mutex_t
+from fastps.native.posix cimport pthread_mutex_t
 from fastps.transport._link cimport Link, LinkStats, SendItem
-from fastps.wire cimport Header
+from fastps.transport.frame cimport Header
 
 cdef enum:
     MAX_RANKS = 256             # of one machine
@@ -29,7 +29,7 @@ cdef struct Pipe:               # frames from one rank to another; their bytes f
     int64_t pad_too[7]
     int64_t watched             # how far the reader is to come before it tells the writer; 0: not
     int64_t pad_three[7]
-    # of frames that lie in the writer's own memory; written by the reader, see _whole.pxi
+    # of frames that lie in the writer's own memory; written by the reader, see _single_copy.pxi
     int64_t share               # parts of the one that is being read that nobody has taken
     int64_t whole_end           # position of its end
     int64_t place               # where the reader wants it, in its memory

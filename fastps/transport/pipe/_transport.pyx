@@ -4,8 +4,8 @@
 Theory of operation. Each rank has a pipe to each other: a ring of frames that the writer fills
 and the reader empties. A payload that lies in the writer's arena stays there, and the frame says
 where; any other is copied into the pipe, and out of it by the reader, or, where both may reach
-into each other's memory, goes from one to the other (_whole.pxi). So an item is `sent` when its
-bytes are in the pipe, or, if they are lent, when the reader has read past its last frame.
+into each other's memory, goes from one to the other (_single_copy.pxi). So an item is `sent` when
+its bytes are in the pipe, or, if they are lent, when the reader has read past its last frame.
 The reader hands the payload to its owner by address (`adopt`): that takes what it wants before it
 returns, and no byte is copied between.
 
@@ -21,24 +21,24 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 from posix.unistd cimport getpid, usleep
 
-from fastps._atomic cimport (
-    fps_add32, fps_cas32, fps_cas64, fps_fence, fps_load32, fps_load64, fps_or64, fps_store32,
-    fps_store64, fps_swap32, fps_swap64,
-)
-from fastps._copy cimport fps_copy
 from fastps._core cimport (
     E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, OK, PROBE_LINK_RECV, PROBE_LINK_SEND, hands_copy,
     hands_do, hands_help, probe_hit, queue_close, queue_create, queue_free, queue_pop_nowait,
     queue_push,
 )
-from fastps._posix cimport (
+from fastps.native.atomic cimport (
+    fps_add32, fps_cas32, fps_cas64, fps_fence, fps_load32, fps_load64, fps_or64, fps_store32,
+    fps_store64, fps_swap32, fps_swap64,
+)
+from fastps.native.copy cimport fps_copy
+from fastps.native.posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
 )
 from fastps.transport._link cimport (
     LINK_BY_REFERENCE, Link, LinkOwner, LinkStats, SendItem, header_check, header_seal, turn_of,
 )
 from fastps.transport._shm cimport Mapping
-from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
+from fastps.transport.frame cimport HEADER_BYTES, KIND_BYE, Header
 
 cdef extern from "<sys/prctl.h>" nogil:
     int prctl(int, unsigned long, unsigned long, unsigned long, unsigned long)
@@ -336,7 +336,7 @@ cdef void pipe_close(Link* base, int status) noexcept nogil:
     link.pipes.wake(link.pipes.context, link.pipes.me, True)
 
 
-include "_whole.pxi"
+include "_single_copy.pxi"
 
 
 # ---------------------------------------------------------------- reading; whoever steps

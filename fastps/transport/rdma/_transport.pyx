@@ -53,12 +53,12 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memset, strerror
 
-from fastps._atomic cimport fps_cas32, fps_load32, fps_store32
 from fastps._core cimport (
     E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_SYS, E_TIMEOUT,
     PROBE_LINK_RECV, PROBE_LINK_SEND, OK, crc32c, deadline_of, now_ns, probe_hit,
 )
-from fastps._posix cimport (
+from fastps.native.atomic cimport fps_cas32, fps_load32, fps_store32
+from fastps.native.posix cimport (
     EPOLLIN, EPOLL_CTL_ADD, EPOLL_CTL_DEL, MSG_DONTWAIT, MSG_NOSIGNAL, SHUT_WR, close, getpid,
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
     pthread_mutex_unlock, recv, send, shutdown,
@@ -72,7 +72,7 @@ from fastps.transport._link cimport (
     LINK_CAN_PROMISE, WITHDRAW_ASKING, WITHDRAW_KEY, WITHDRAW_PLACES, Link, LinkOwner, Owner,
     SendItem, header_check, header_seal,
 )
-from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
+from fastps.transport.frame cimport HEADER_BYTES, KIND_BYE, Header
 
 import logging
 import os

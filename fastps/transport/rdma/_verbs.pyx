@@ -13,7 +13,7 @@ from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy, memset, strcmp
 
-from fastps._posix cimport getpid
+from fastps.native.posix cimport getpid
 from fastps.transport.rdma._transport cimport (
     ACCESS_LOCAL, ACCESS_REMOTE, GID_BYTES, OPCODE_SEND, OPCODE_WRITE_WITH_IMM, TROUBLE_ADDRESS,
     TROUBLE_DEVICE, TROUBLE_PORT, Done, Greeting, Opened, Pinned, Request, Route, Shape,

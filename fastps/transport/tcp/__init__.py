@@ -15,9 +15,9 @@ import socket
 import time
 from collections.abc import Sequence
 
-from fastps.auth import ClientHandshake, NoPlaceError, Purpose
 from fastps.config import Config
 from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError, TransportTimeout
+from fastps.security.handshake import ClientHandshake, NoPlaceError, Purpose
 from fastps.transport import sockets
 
 log = logging.getLogger(__name__)

@@ -25,11 +25,11 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 
-from fastps._atomic cimport fps_fence, fps_load32, fps_store32
 from fastps._core cimport (
     E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, PROBE_LINK_RECV, PROBE_LINK_SEND, OK, now_ns, probe_hit,
 )
-from fastps._posix cimport (
+from fastps.native.atomic cimport fps_fence, fps_load32, fps_store32
+from fastps.native.posix cimport (
     EPOLLET, EPOLLIN, EPOLLOUT, EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, MSG_DONTWAIT,
     MSG_NOSIGNAL, SHUT_RDWR, SHUT_WR, close, pthread_mutex_destroy, pthread_mutex_init,
     pthread_mutex_lock, pthread_mutex_t, pthread_mutex_trylock, pthread_mutex_unlock, shutdown,
@@ -42,7 +42,7 @@ from fastps.transport._base cimport (
 from fastps.transport._link cimport (
     KICK_FULL, KICK_INLINE, KICK_WAKE, Link, LinkOwner, SendItem, header_check,
 )
-from fastps.wire cimport HEADER_BYTES, KIND_BYE, Header
+from fastps.transport.frame cimport HEADER_BYTES, KIND_BYE, Header
 
 cdef extern from "<linux/tcp.h>" nogil:
     struct tcp_info:

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reach the scheduler: resolve, connect, authenticate, again until the start timeout.
+
+Decides which failures pass (nobody listens yet, a name not known yet, too many at once) and which
+cannot (wrong token, another program at the port). Errors say what was tried and what to set.
+Synchronous; called on the thread of connect(); every step ends at the deadline.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import time
+
+from fastps.config import Config
+from fastps.control.protocol import Absent, pack_to_scheduler
+from fastps.errors import AuthError, ConfigError, FastPSError, ProtocolError, TransportTimeout
+from fastps.security.handshake import ClientHandshake, Purpose
+from fastps.security.tokens import CONTROL, Token, parse
+from fastps.transport import sockets
+
+log = logging.getLogger(__name__)
+
+_NAME_S = 1.0  # to look a name up for the text of an error
+
+
+def dial(
+    config: Config,
+    key: bytes,
+    *,
+    purpose: Purpose,
+    sender: int,
+    deadline: float,
+    lane: int = 0,
+) -> socket.socket:
+    """Return an authenticated connection to the scheduler.
+
+    sender, lane: of a member's own token, its rank and Token.lane.
+
+    Raises ConfigError (no address, unknown host), AuthError and ProtocolError at once,
+    TransportTimeout when nobody could be reached before the deadline.
+    """
+    if not config.scheduler_host or not config.scheduler_port:
+        raise ConfigError(
+            "the address of the scheduler is not set; start with fastps-run, or set "
+            "FASTPS_SCHEDULER_HOST and FASTPS_SCHEDULER_PORT"
+        )
+    began = time.monotonic()
+    name_deadline = min(deadline, began + config.connect_timeout_s)
+    last = ""
+    for _ in sockets.attempts(deadline):
+        try:
+            handshake = ClientHandshake(key, purpose=purpose, sender=sender, lane=lane)
+            return _dial_once(config, handshake, deadline)
+        except socket.gaierror as error:
+            last = f"unknown host ({error.strerror})"
+            if time.monotonic() >= name_deadline:
+                raise _unknown_host(config, error) from error
+        except OSError as error:
+            last = error.strerror or str(error)
+        log.debug("the scheduler cannot be reached yet: %s", last)
+    raise _unreachable(config, last, time.monotonic() - began)
+
+
+def dial_control(config: Config, token: Token, *, deadline: float) -> socket.socket:
+    """Return a control connection, of who the token proves; see dial()."""
+    return dial(
+        config, token.key(CONTROL, config.job_id), purpose=Purpose.CONTROL, sender=token.rank,
+        lane=token.lane, deadline=deadline,
+    )  # fmt: skip
+
+
+def token_of(config: Config) -> Token:
+    """Return this process's token. Raises ConfigError."""
+    return parse(config.token_bytes(), config.role, config.rank)
+
+
+def tell_absent(config: Config, message: Absent, *, timeout_s: float) -> None:
+    """Tell the scheduler, from another machine, that a process has ended; blocks to timeout_s.
+
+    Raises as dial() does, and OSError.
+    """
+    token = parse(config.token_bytes(), message.role, message.rank)
+    with dial_control(config, token, deadline=time.monotonic() + timeout_s) as sock:
+        sock.settimeout(timeout_s)
+        sock.sendall(pack_to_scheduler(message))
+
+
+def wait_for_name(config: Config) -> None:
+    """Wait until the scheduler's host has an address, which may come later than its name.
+
+    Blocks up to connect_timeout_s, then raises ConfigError.
+    """
+    host, port = config.scheduler_host or None, config.scheduler_port
+    deadline = time.monotonic() + config.connect_timeout_s
+    for _ in sockets.attempts(deadline):
+        try:
+            sockets.look_up(host, port, timeout_s=deadline - time.monotonic())
+            return
+        except socket.gaierror as error:
+            failure = error
+    raise _unknown_host(config, failure) from failure
+
+
+def _dial_once(config: Config, handshake: ClientHandshake, deadline: float) -> socket.socket:
+    now = time.monotonic()
+    sock = _connect(config, min(deadline, now + config.connect_timeout_s))
+    try:
+        limit = min(deadline, time.monotonic() + config.handshake_timeout_s)
+        sockets.shake_hands(sock, handshake.steps(), deadline=limit)
+    except FastPSError as error:
+        sock.close()
+        raise _with_address(error, config) from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _connect(config: Config, deadline: float) -> socket.socket:
+    host, port = config.scheduler_host, config.scheduler_port
+    try:
+        return sockets.connect(
+            host, port, deadline=deadline, user_timeout_s=config.tcp_user_timeout_s
+        )
+    except OSError as error:
+        if error.errno != errno.ENETUNREACH:
+            raise
+        return sockets.connect_stand_in(host, port, deadline=deadline)
+
+
+def _where(config: Config) -> str:
+    return sockets.join_address(config.scheduler_host, config.scheduler_port)
+
+
+def _with_address(error: FastPSError, config: Config) -> FastPSError:
+    kind = type(error) if isinstance(error, AuthError | ProtocolError) else FastPSError
+    return kind(f"scheduler {_where(config)}: {error}")
+
+
+def _if_it_leads_here(config: Config) -> str:
+    """Return the hint that the scheduler's name means this machine, as /etc/hosts may say."""
+    host = config.scheduler_host
+    try:
+        found = sockets.look_up(host, config.scheduler_port, timeout_s=_NAME_S)
+    except OSError:
+        return ""
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    if host == "localhost" or host in addresses or not all(map(sockets.is_loopback, addresses)):
+        return ""
+    return (
+        f"; here {host} leads to {', '.join(addresses)}, which is this machine: mend /etc/hosts, "
+        "or give the scheduler's address in digits"
+    )
+
+
+def _unknown_host(config: Config, error: socket.gaierror) -> ConfigError:
+    return ConfigError(
+        f"the scheduler's host {config.scheduler_host!r} is unknown ({error.strerror}) after "
+        f"{config.connect_timeout_s:g} s of trying; set FASTPS_SCHEDULER_HOST to a name or "
+        "address that this machine can resolve"
+    )
+
+
+def _unreachable(config: Config, last: str, waited_s: float) -> TransportTimeout:
+    return TransportTimeout(
+        f"no scheduler at {_where(config)} after {waited_s:.1f} s of trying: {last}"
+        f"{_if_it_leads_here(config)}; is it started there, and does a firewall let the port "
+        "through? Set FASTPS_SCHEDULER_HOST and FASTPS_SCHEDULER_PORT, or raise "
+        "FASTPS_START_TIMEOUT_S if it starts late"
+    )

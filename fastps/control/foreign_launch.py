@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the workers of a foreign launcher meet: on which board, or what to set without one.
+
+On one machine that is a Unix socket, whose other end the kernel names; between machines what the
+launcher itself carries, or a file of mode 0600 in a directory that all machines have. Nothing
+that is private goes where others could read it. docs/launchers.md has the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from fastps.config import Config, process_environment
+from fastps.config.launchers import CARRIERS, Launcher, find
+from fastps.control import rendezvous
+from fastps.control.pmix import PmixBoard
+from fastps.control.rendezvous import Board
+from fastps.errors import ConfigError, TransportTimeout
+from fastps.transport import sockets
+
+_MAX_BYTES = 65536
+_STOP_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """What a process keeps of how it met the others: how it joins, and what to end."""
+
+    settings: Mapping[str, object]
+    board: Board
+    close: Callable[[], None]
+
+
+def meet(config: Config) -> Meeting:
+    """Meet the others of this run; rank 0 hosts the scheduler. Blocks up to start_timeout_s.
+
+    Raises ConfigError that says what to set where nobody is found who carries a secret.
+    """
+    launcher = find(config, process_environment())
+    if launcher is None or config.rank is None:
+        raise ConfigError(
+            "the address of the scheduler is not set; start with fastps-run, torchrun, mpirun or "
+            "srun, or set FASTPS_SCHEDULER_HOST and FASTPS_SCHEDULER_PORT"
+        )
+    board = _board(config, launcher)
+    close = _nothing
+    try:
+        if config.rank == 0:
+            at = config.scheduler_host or launcher.host or socket.gethostname()
+            settings, close = rendezvous.host(
+                config, board, at=at, is_one_machine=launcher.is_one_machine
+            )
+        else:
+            settings = rendezvous.find(board, timeout_s=config.start_timeout_s)
+    except TransportTimeout as error:
+        raise TransportTimeout(f"{error}; {_advice(launcher)}") from error
+    return Meeting(settings, board, close)
+
+
+def _nothing() -> None:
+    """End nothing: another rank hosts."""
+
+
+def _board(config: Config, launcher: Launcher) -> Board:
+    """Choose the board: the nearest that is private."""
+    words = [str(os.geteuid()), launcher.name, launcher.run, config.job_id]
+    name = hashlib.sha256("\0".join(words).encode()).hexdigest()[:32]
+    if launcher.is_one_machine:
+        return UnixBoard(f"fastps-meeting-{name}")
+    if config.meeting_dir:
+        return FileBoard(Path(config.meeting_dir) / f".fastps-{name}")
+    carried: Board | None = CARRIERS.get(launcher.name, _by_pmix)(launcher)
+    if carried is not None:
+        return carried
+    if launcher.folder:
+        return FileBoard(Path(launcher.folder) / f".fastps-{name}")
+    raise ConfigError(f"{launcher.name} started workers on several machines, and {_NOBODY}"
+                      f"{_advice(launcher)}")  # fmt: skip
+
+
+_NOBODY = "there is nothing private to carry the job's token between them: "
+
+
+def _by_pmix(launcher: Launcher) -> Board | None:
+    return PmixBoard() if launcher.has_pmix else None
+
+
+def _advice(launcher: Launcher) -> str:
+    """Return what to set."""
+    also = "import fastps.torch, which uses torchrun's store; or " * (launcher.name == "torchrun")
+    return (
+        f"{also}set FASTPS_MEETING_DIR to a directory that all machines share, where rank 0 can "
+        "leave a file of mode 0600; or start `fastps-server --role scheduler` on one machine, and "
+        "set FASTPS_SCHEDULER_HOST, FASTPS_SCHEDULER_PORT and FASTPS_TOKEN_FILE everywhere"
+    )
+
+
+class UnixBoard:
+    """A text that an abstract Unix socket gives to processes of this user, on this machine."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._listener: socket.socket | None = None
+        self._thread = threading.Thread(target=self._serve, name="fastps:meeting", daemon=True)
+
+    def post(self, text: str) -> None:
+        """Serve the text to all who connect, from a thread."""
+        self._text = text.encode()
+        try:
+            self._listener = sockets.listen_unix_at(self._name)
+        except ConfigError as error:
+            raise ConfigError(
+                "the name by which ranks meet is taken, by another job that the same process "
+                "started, or another user; set FASTPS_JOB_ID, the same for all ranks of this job"
+            ) from error
+        self._thread.start()
+
+    def read(self, *, timeout_s: float) -> str:
+        """Ask for the text, again until somebody has it."""
+        deadline = time.monotonic() + timeout_s
+        for _ in sockets.attempts(deadline):
+            with (
+                contextlib.suppress(OSError),
+                sockets.connect_unix(self._name, deadline=deadline) as sock,
+            ):
+                if not sockets.is_own_user(sock):
+                    raise ConfigError("another user has taken the name by which ranks meet")
+                if text := _read_all(sock, deadline):
+                    return text
+        raise TransportTimeout(f"rank 0 has not called init() within {timeout_s:.3g} s")
+
+    def clear(self) -> None:
+        """Stop serving it; idempotent."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+            self._thread.join(_STOP_S)
+            listener.close()
+
+    def _serve(self) -> None:
+        listener = self._listener
+        with contextlib.suppress(OSError):
+            while listener is not None:
+                sock, _ = listener.accept()
+                with sock, contextlib.suppress(OSError):
+                    if sockets.is_own_user(sock):
+                        sock.sendall(self._text)  # less than the kernel holds: it does not wait
+
+
+def _read_all(sock: socket.socket, deadline: float) -> str:
+    data = b""
+    while len(data) < _MAX_BYTES:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        part = sock.recv(_MAX_BYTES)
+        if not part:
+            break
+        data += part
+    return data.decode()
+
+
+class FileBoard:
+    """A text in a file of mode 0600, in a directory that all machines of the job share."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def post(self, text: str) -> None:
+        """Put the file there at once, as a whole, in the place of one that was left behind."""
+        draft = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(text)
+            draft.replace(self._path)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._path.parent} cannot take the file by which ranks meet: {error}; set "
+                "FASTPS_MEETING_DIR to a directory that all machines share"
+            ) from error
+
+    def read(self, *, timeout_s: float) -> str:
+        """Look until the file is there."""
+        for _ in sockets.attempts(time.monotonic() + timeout_s):
+            with contextlib.suppress(FileNotFoundError), self._path.open() as file:
+                status = os.fstat(file.fileno())
+                if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                    raise ConfigError(f"{self._path} is not ours alone, and is not trusted")
+                return file.read(_MAX_BYTES)
+        raise TransportTimeout(f"rank 0 has left no file {self._path} within {timeout_s:.3g} s")
+
+    def clear(self) -> None:
+        """Take the file away."""
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)

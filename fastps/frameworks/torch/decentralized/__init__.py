@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers and operations among neighbours on a graph of workers.
+
+neighbors.py           operations among neighbours
+optimizer.py           optimizers that average models with them
+corrections.py         gradient tracking, exact diffusion: what corrects mixing
+windows.py             one-sided windows
+window_optimizers.py   optimizers by windows
+"""

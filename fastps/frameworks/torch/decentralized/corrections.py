@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways of optimizer.py that correct what mixing does wrong, and gossip of outer updates.
+
+Momentum, the bias of different data, or both. Letters and threads as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastps.frameworks.torch.decentralized.optimizer import (
+    DecentralizedOptimizer,
+    Mixer,
+    Models,
+    Way,
+    adopt_with,
+)
+from fastps.session.current import current
+
+
+class DecentLaM(Way):
+    """Correct momentum: m <- beta m + (x - A(x - lr g)) / lr; x <- x - lr m.
+
+    Yuan et al., "DecentLaM: decentralized momentum SGD for large-batch deep training", ICCV 2021,
+    algorithm 2. The optimizer gets what stands for the gradient, so its momentum is m.
+    """
+
+    def mixed_step(self) -> None:
+        """Put what stands for the gradient in its place, and step."""
+        rates = {one: float(group["lr"]) for group in self.optimizer.param_groups
+                 for one in group["params"]}  # fmt: skip
+        before = {one: one.detach().clone() for one in self.parameters}
+        for one in self.parameters:
+            if one.grad is not None:
+                one.sub_(one.grad, alpha=rates[one])
+        self.mixer.start_all()
+        self.mixer.finish()
+        for one in self.parameters:
+            is_moving = rates[one] != 0.0
+            one.grad = (before[one] - one) / rates[one] if is_moving else torch.zeros_like(one)
+            one.copy_(before[one])
+        self.optimizer.step_of()
+
+
+class ExactDiffusion(Way):
+    """Correct the bias: psi = x - opt(g); x <- (A + I) / 2 (psi + x - psi_before).
+
+    Yuan, Ying, Zhao and Sayed, "Exact diffusion for distributed optimization and learning", 2019.
+    """
+
+    def watch(self, models: Sequence[torch.nn.Module]) -> None:
+        """Start with psi_before = x, at the first step."""
+        self._psi: dict[torch.Tensor, torch.Tensor] = {}
+
+    def mixed_step(self) -> None:
+        """Step, correct, mix, and take half of that."""
+        before = {one: one.detach().clone() for one in self.parameters}
+        self.optimizer.step_of()
+        for one in self.parameters:
+            psi = one.detach().clone()
+            one.add_(before[one]).sub_(self._psi.get(one, before[one]))
+            self._psi[one] = psi
+            before[one] = one.detach().clone()
+        self.mixer.start_all()
+        self.mixer.finish()
+        for one in self.parameters:
+            one.add_(before[one]).mul_(0.5)
+
+
+class GradientTracking(Way):
+    """Follow the average of gradients: x <- A(x) - opt(q); q <- A(q) + g - g_before.
+
+    Di Lorenzo and Scutari, "NEXT", 2016; Nedic, Olshevsky and Shi, "Achieving geometric
+    convergence for distributed optimization over time-varying graphs", 2017.
+    """
+
+    def watch(self, models: Sequence[torch.nn.Module]) -> None:
+        """Start with q = g."""
+        self._q = [torch.zeros_like(one) for one in self.parameters]
+        self._before = [torch.zeros_like(one) for one in self.parameters]
+        self._tracker = Mixer(self.optimizer, self._q, f"{self.name}gradients")
+
+    def mixed_step(self) -> None:
+        """Wait for A(q), which travelled during forward and backward; send q and x again."""
+        self._tracker.finish()
+        for one, q, before in zip(self.parameters, self._q, self._before, strict=True):
+            gradient = torch.zeros_like(one) if one.grad is None else one.grad
+            q.add_(gradient).sub_(before)
+            before.copy_(gradient)
+        self.mixer.start_all()
+        self._tracker.start_all()
+        self.mixer.finish()
+        for one, q in zip(self.parameters, self._q, strict=True):
+            one.grad = q.clone()
+        self.optimizer.step_of()
+
+
+class NoLoCo(Way):
+    """Gossip of outer updates: after J local steps, with one other worker at random.
+
+    m = alpha m + beta mean(x - s) - gamma (s - mean(s)); s <- s + m; x <- s, where s is x of the
+    last time and means are of the two. After Kolehmainen et al., "NoLoCo: No-all-reduce low
+    communication training method for large models", 2025, as its authors' programs do the step.
+    """
+
+    outer_lr, outer_momentum, gamma, seed = 0.7, 0.5, 0.7, 0
+
+    def watch(self, models: Sequence[torch.nn.Module]) -> None:
+        """Start with s = x and m = 0."""
+        self._round = 0
+        self._slow = [one.detach().clone() for one in self.parameters]
+        self._momentum = [torch.zeros_like(one) for one in self.parameters]
+        self._means = [one.clone() for one in self._slow]
+        self._mixer_of_slow = Mixer(self.optimizer, self._means, f"{self.name}slow")
+
+    def mixed_step(self) -> None:
+        """Step, and then mix what the last steps have changed."""
+        self.optimizer.step_of()
+        self._meet()
+        for one, slow, mean in zip(self.parameters, self._slow, self._means, strict=True):
+            one.sub_(slow)
+            mean.copy_(slow)
+        for mixer in (self.mixer, self._mixer_of_slow):
+            mixer.start_all()
+        for mixer in (self.mixer, self._mixer_of_slow):
+            mixer.finish()
+        for one, slow, mean, momentum in zip(
+            self.parameters, self._slow, self._means, self._momentum, strict=True
+        ):
+            momentum.mul_(self.outer_momentum).add_(one, alpha=self.outer_lr)
+            momentum.sub_(slow - mean, alpha=self.gamma)
+            slow.add_(momentum)
+            one.copy_(slow)
+
+    def _meet(self) -> None:
+        """Let the optimizer mix with the one whose turn it is."""
+        peer = pair_of(current().rank, current().size, seed=self.seed, number=self._round)
+        self._round += 1
+        self.optimizer.self_weight = 1.0 if peer is None else 0.5
+        self.optimizer.src_weights = {} if peer is None else {peer: 0.5}
+        self.optimizer.dst_weights = [] if peer is None else [peer]
+
+
+def pair_of(rank: int, size: int, *, seed: int, number: int) -> int | None:
+    """Return whom a worker meets in a round of random pairs, all alike; None: it is left over."""
+    order = [int(one) for one in np.random.default_rng([seed, number]).permutation(size)]
+    place = order.index(rank) ^ 1
+    return order[place] if place < size else None
+
+
+# ---- what users call ----
+
+
+def DistributedDecentLaMOptimizer(
+    optimizer: torch.optim.Optimizer, model: Models, **options: Any
+) -> DecentralizedOptimizer:
+    """Correct the bias of momentum; the optimizer is SGD with momentum. Options as above."""
+    return adopt_with(optimizer, DecentLaM, model, **options)
+
+
+def DistributedExactDiffusionOptimizer(
+    optimizer: torch.optim.Optimizer, model: Models, **options: Any
+) -> DecentralizedOptimizer:
+    """Converge to the exact optimum on a static graph with symmetric weights; options as above."""
+    return adopt_with(optimizer, ExactDiffusion, model, **options)
+
+
+def DistributedGradientTrackingOptimizer(
+    optimizer: torch.optim.Optimizer, model: Models, **options: Any
+) -> DecentralizedOptimizer:
+    """Converge to the exact optimum also on changing graphs; sends twice as much.
+
+    Weights have to be doubly stochastic. Options as above.
+    """
+    return adopt_with(optimizer, GradientTracking, model, **options)
+
+
+def DistributedNoLoCoOptimizer(
+    optimizer: torch.optim.Optimizer,
+    model: Models,
+    num_steps_per_communication: int = 50,
+    *,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.5,
+    gamma: float | None = None,
+    seed: int = 0,
+    prefix: str = "",
+    average_buffers: bool = False,
+) -> DecentralizedOptimizer:
+    """Step alone, and every so many steps share what they changed with one worker at random.
+
+    m = outer_momentum m + outer_lr mean(x - s) - gamma (s - mean(s)); x = s = s + m, as NoLoCo.
+    gamma: what pulls two together, None for outer_lr; too little lets workers go apart. seed: of
+    the pairs, the same on all workers. Sends twice the parameters to one worker each time. The
+    weights of the optimizer are its own; whoever is left over, or whose peer is lost, goes alone.
+    """
+    if not 0 <= outer_momentum < 1 or outer_lr <= 0 or (gamma is not None and gamma < 0):
+        raise ValueError(f"{outer_lr=}, {outer_momentum=}, {gamma=}: momentum is from 0 to below "
+                         "1, the rate above 0, gamma not below")  # fmt: skip
+    found = adopt_with(
+        optimizer, NoLoCo, model, num_steps_per_communication=num_steps_per_communication,
+        prefix=prefix, average_buffers=average_buffers,
+    )  # fmt: skip
+    assert isinstance(found._way, NoLoCo)
+    found._way.outer_lr, found._way.outer_momentum = outer_lr, outer_momentum
+    found._way.gamma = outer_lr if gamma is None else gamma
+    found._way.seed = seed
+    return found

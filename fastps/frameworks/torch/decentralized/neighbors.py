@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations of fastps/ops/neighbors.py on torch tensors, or on lists of them.
+
+Any CPU tensor of floats will do, also one that is not contiguous; tensors are not changed, but by
+the forms with an underscore. Threads: as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from fastps.contract.compression import Choice
+from fastps.frameworks.torch.ops.tensors import (
+    check_tensor,
+    sendable,
+    tensor_over,
+    view_of,
+    wire_dtype,
+    write_over,
+)
+from fastps.graph.neighbors import Neighbors
+from fastps.graph.rules import Rule
+from fastps.graph.weights import Targets
+from fastps.ops import neighbors as ops
+from fastps.ops.start import Later
+from fastps.session.current import current
+from fastps.types import DType
+from fastps.worker.handle import Array, Waitable
+
+if TYPE_CHECKING:
+    from fastps.graph.survivor_rounds import Agreed
+
+Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+Mix: TypeAlias = Callable[..., Waitable]  # of fastps.graph.neighbors.Neighbors
+
+
+def neighbor_allreduce_async(
+    tensor: Tensors,
+    *,
+    self_weight: float | None = None,
+    src_weights: Mapping[int, float] | None = None,
+    dst_weights: Targets | None = None,
+    rule: Rule | None = None,
+    compression: Choice = None,
+    consensus_step: float | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+) -> Later[Any]:
+    """Start neighbor_allreduce() and give a handle for synchronize(); does not block."""
+    return start_mix(
+        tensor, name, ops.start_neighbor_allreduce, self_weight=self_weight,
+        src_weights=src_weights, dst_weights=dst_weights, rule=rule, compression=compression,
+        consensus_step=consensus_step, is_checked=enable_topo_check,
+    )  # fmt: skip
+
+
+def neighbor_allreduce(tensor: Tensors, **how: Any) -> Any:
+    """Return the weighted average of this worker's tensor and its neighbours'; blocks.
+
+    Keywords and meaning as fastps.neighbor_allreduce().
+    """
+    return neighbor_allreduce_async(tensor, **how).wait()
+
+
+def hierarchical_neighbor_allreduce_async(
+    tensor: Tensors,
+    *,
+    self_weight: float | None = None,
+    src_machine_weights: Mapping[int, float] | None = None,
+    dst_machine_weights: Targets | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+) -> Later[Any]:
+    """Start hierarchical_neighbor_allreduce() and give a handle for synchronize()."""
+    return start_mix(
+        tensor, name, Neighbors.hierarchical_allreduce, self_weight=self_weight,
+        src_machine_weights=src_machine_weights, dst_machine_weights=dst_machine_weights,
+        is_checked=enable_topo_check,
+    )  # fmt: skip
+
+
+def hierarchical_neighbor_allreduce(tensor: Tensors, **how: Any) -> Any:
+    """Average inside each machine, and mix the averages of neighbouring machines; blocks.
+
+    Keywords and meaning as fastps.hierarchical_neighbor_allreduce().
+    """
+    return hierarchical_neighbor_allreduce_async(tensor, **how).wait()
+
+
+def pair_gossip_async(
+    tensor: Tensors,
+    target_rank: int,
+    *,
+    self_weight: float | None = None,
+    pair_weight: float | None = None,
+    name: str | None = None,
+) -> Later[Any]:
+    """Start pair_gossip() and give a handle for synchronize()."""
+    return start_mix(
+        tensor, name, ops.start_pair_gossip, target=target_rank, self_weight=self_weight,
+        pair_weight=pair_weight,
+    )  # fmt: skip
+
+
+def pair_gossip(tensor: Tensors, target_rank: int, **how: Any) -> Any:
+    """Return the average, or weighted sum, of this worker's tensor and one other's; blocks."""
+    return pair_gossip_async(tensor, target_rank, **how).wait()
+
+
+def neighbor_allgather_async(
+    tensor: torch.Tensor,
+    *,
+    src_ranks: Sequence[int] | None = None,
+    dst_ranks: Sequence[int] | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+) -> Later[torch.Tensor]:
+    """Start neighbor_allgather(); blocks until the sources have told their first dimensions."""
+    source = sendable(check_tensor(tensor, name or "tensor"))
+    flight, _ = ops.start_neighbor_allgather(
+        view_of(source), src_ranks, dst_ranks, name, is_checked=enable_topo_check,
+        dtype=wire_dtype(source.dtype, name or "tensor"),
+    )  # fmt: skip
+    return Later([flight], lambda found: tensor_over(found[0], tensor.dtype))
+
+
+def neighbor_allgather(tensor: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Return the neighbours' tensors, concatenated, as fastps.neighbor_allgather(); blocks."""
+    return neighbor_allgather_async(tensor, **how).wait()
+
+
+def start_mix(
+    tensor: Tensors,
+    name: str | None,
+    mix: Mix,
+    outs: Sequence[Array] | None = None,
+    **how: Any,
+) -> Later[Any]:
+    """Start an operation of Neighbors on a tensor or several; small ones travel together.
+
+    outs: where results go, as arrays; the promise then is of nothing new.
+    """
+    is_one = not isinstance(tensor, Sequence)
+    some = [tensor] if isinstance(tensor, torch.Tensor) or is_one else list(tensor)
+    sources = [sendable(check_tensor(one, name or "tensor")) for one in some]
+    codes = [wire_dtype(one.dtype, name or "tensor") for one in sources]
+
+    def start(array: Array, out: Array, label: str | None, code: DType | None) -> Waitable:
+        return mix(current().groups.neighbors, array, out, name=label, dtype=code, **how)
+
+    arrays = [view_of(one) for one in sources]
+    flight = ops.start_fused(arrays, codes, name, start, outs, how.get("rule"))
+
+    def finish(found: list[Any]) -> Any:
+        tensors = [tensor_over(one, source.dtype)
+                   for one, source in zip(found[0], sources, strict=True)]  # fmt: skip
+        return tensors[0] if is_one else tensors
+
+    return Later([flight], finish)
+
+
+def average_parameters(
+    params: Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]],
+) -> None:
+    """Overwrite tensors on all workers with their average over all; integers are left alone.
+
+    params: model.state_dict() or pairs of names and tensors, the same on all workers. Of those
+    who are left, where the job goes on without some.
+    """
+    from fastps.frameworks.torch.ops.collectives import grouped_allreduce_  # noqa: PLC0415
+
+    pairs = params.items() if isinstance(params, Mapping) else params
+    tensors = [tensor.detach() for _, tensor in pairs if tensor.is_floating_point()]
+    if current().config.goes_on:
+        agreed = current().groups.agreed("average_parameters")
+        found = start_mix(tensors, "average_parameters", partial(mean_of_those_left, agreed))
+        agreed.finish()
+        for tensor, mean in zip(tensors, found.wait(), strict=True):
+            write_over(tensor, mean)
+        return
+    grouped_allreduce_(tensors)
+
+
+def mean_of_those_left(
+    agreed: Agreed, _neighbors: Neighbors, array: Array, out: Array, *, name: str | None,
+    dtype: DType | None,
+) -> Later[Array]:  # fmt: skip
+    """Start the mean over all who are left; it is there when the round is finished."""
+    agreed.start(lambda group: group.allreduce(array, out, name=name, dtype=dtype))
+    return Later([], lambda _: out)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The windows of fastps/ops/windows.py over torch tensors of the CPU, contiguous ones.
+
+Names, order and promises are as there; the tensor of win_create() is the window's own value, and
+updates write it. Threads: as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fastps.frameworks.torch.ops.tensors import (
+    check_tensor,
+    check_writable,
+    is_sendable,
+    mark_written,
+    sendable,
+    view_of,
+    wire_dtype,
+)
+from fastps.graph.weights import Targets
+from fastps.ops.start import Later
+from fastps.session.current import current
+
+
+def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool:
+    """Make a window over a contiguous tensor; as fastps.win_create()."""
+    check_writable(check_tensor(tensor, name), name)
+    if not is_sendable(tensor):
+        raise ValueError(f"window {name!r}: the tensor is not contiguous")
+    return current().groups.windows.create(
+        view_of(tensor), name, zero_init=zero_init, dtype=wire_dtype(tensor.dtype, name),
+        user=tensor.detach(),
+    )  # fmt: skip
+
+
+def win_put_async(
+    tensor: torch.Tensor,
+    name: str,
+    self_weight: float | None = None,
+    dst_weights: Targets | None = None,
+    require_mutex: bool = False,
+) -> Later[torch.Tensor]:
+    """Start win_put() and give a handle; the tensor must not be changed until it is done."""
+    return _put(tensor, name, self_weight, dst_weights, require_mutex, adds=False, waits=False)
+
+
+def win_put(
+    tensor: torch.Tensor,
+    name: str,
+    self_weight: float | None = None,
+    dst_weights: Targets | None = None,
+    require_mutex: bool = False,
+) -> bool:
+    """Replace out-neighbours' buffers of us by a tensor; as fastps.win_put()."""
+    _put(tensor, name, self_weight, dst_weights, require_mutex, adds=False, waits=True).wait()
+    return True
+
+
+def win_accumulate_async(
+    tensor: torch.Tensor,
+    name: str,
+    self_weight: float | None = None,
+    dst_weights: Targets | None = None,
+    require_mutex: bool = False,
+) -> Later[torch.Tensor]:
+    """Start win_accumulate() and give a handle."""
+    return _put(tensor, name, self_weight, dst_weights, require_mutex, adds=True, waits=False)
+
+
+def win_accumulate(
+    tensor: torch.Tensor,
+    name: str,
+    self_weight: float | None = None,
+    dst_weights: Targets | None = None,
+    require_mutex: bool = False,
+) -> bool:
+    """Add a tensor to out-neighbours' buffers of us; as fastps.win_accumulate()."""
+    _put(tensor, name, self_weight, dst_weights, require_mutex, adds=True, waits=True).wait()
+    return True
+
+
+def _put(
+    tensor: torch.Tensor, name: str, self_weight: float | None, dst_weights: Targets | None,
+    require_mutex: bool, *, adds: bool, waits: bool,
+) -> Later[torch.Tensor]:  # fmt: skip
+    is_weighed = self_weight not in (None, 1.0)
+    if is_weighed and not is_sendable(check_tensor(tensor, name)):
+        raise ValueError(f"window {name!r}: a tensor that is weighed in place is not contiguous")
+    source = sendable(check_tensor(tensor, name))
+    promise = current().groups.windows.put(
+        view_of(source), name, adds=adds, self_weight=self_weight, dst_weights=dst_weights,
+        is_locked=require_mutex, is_waited=waits,
+    )  # fmt: skip
+    if is_weighed:
+        mark_written(tensor)
+
+    def finish(_found: list[Any]) -> torch.Tensor:
+        if is_weighed:
+            mark_written(tensor)
+        return tensor
+
+    return Later([promise], finish)
+
+
+def win_update(
+    name: str,
+    self_weight: float | None = None,
+    neighbor_weights: Mapping[int, float] | None = None,
+    reset: bool = False,
+    clone: bool = False,
+    require_mutex: bool = False,
+) -> torch.Tensor:
+    """Make the window's tensor of itself and of what in-neighbours have put; give it.
+
+    As fastps.win_update().
+    """
+    windows = current().groups.windows
+    own = _tensor_of(name)
+    out = torch.empty_like(own) if clone else own
+    windows.update(
+        name, self_weight, neighbor_weights, view_of(out) if clone else None, resets=reset,
+        is_locked=require_mutex,
+    ).wait()  # fmt: skip
+    mark_written(out)
+    return out
+
+
+def win_update_then_collect(name: str, require_mutex: bool = True) -> torch.Tensor:
+    """Add all buffers to the window's tensor and empty them; give it. Blocks."""
+    sources = current().groups.windows.find(name).window.sources
+    return win_update(name, 1.0, dict.fromkeys(sources, 1.0), True, False, require_mutex)
+
+
+def _tensor_of(name: str) -> torch.Tensor:
+    tensor = current().groups.windows.find(name).user
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"window {name!r} is over an array: use fastps.win_update()")
+    return tensor

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of torch.distributed as what a Group takes: flat arrays in one piece.
+
+What a tensor lacks of that it gets here: a copy to read from, or a place to land in and the note
+that the results are to be copied from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from fastps.collectives.overlap import is_apart
+from fastps.frameworks.torch.ops.tensors import (
+    WIRE_DTYPES,
+    Array,
+    check_memory,
+    check_writable,
+    is_sendable,
+    sendable,
+    wire_dtype,
+    write_over,
+)
+from fastps.types import DType, numpy_dtype
+
+# How elements travel, and how many for each: complex numbers are pairs, what is not here is bytes.
+_FORMS = {dtype: (code, 1) for dtype, code in WIRE_DTYPES.items()} | {
+    torch.complex32: (DType.FLOAT16, 2),
+    torch.complex64: (DType.FLOAT32, 2),
+    torch.complex128: (DType.FLOAT64, 2),
+}
+_TYPES = {code: numpy_dtype(code).str for code in DType}
+
+_IN_PLACE = ("all_reduce", "reduce", "broadcast")  # which make equal elements of equal ones
+
+Pieces: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # one for all members, or one for each
+Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # to and from, when an operation is done
+
+
+class Side(NamedTuple):
+    """One side of an operation: an array over `plain`, and elements of it for each member."""
+
+    plain: torch.Tensor
+    array: Array
+    code: DType
+    counts: list[int] | None  # None where there is one tensor for all
+    copies: list[Copy]
+
+    def scaled(self, elements: Sequence[int]) -> list[int]:
+        """Count elements of the array in the place of elements of the tensor."""
+        width = _form(self.plain.dtype)[1]
+        return [count * width for count in elements]
+
+
+def reading(pieces: Pieces, operation: str) -> Side:
+    """Return tensors in one piece, to be read; TypeError where their memory is out of reach."""
+    if isinstance(pieces, torch.Tensor):
+        return _side(_plain(pieces, operation), None, [])
+    flat = [_plain(piece, operation).reshape(-1) for piece in pieces]
+    one = _as_one(flat)
+    return _side(torch.cat(flat) if one is None else one, pieces, [])
+
+
+def landing(pieces: Pieces, operation: str) -> Side:
+    """Return a place for new elements of tensors; where it is one tensor, with its present ones.
+
+    ValueError for elements in one place of memory, as expand() makes them, where others may come.
+    """
+    if isinstance(pieces, torch.Tensor):
+        plain = _plain(pieces, operation)
+        check_places(pieces, operation)
+        return _side(plain, None, [] if is_sendable(pieces) else [(pieces, plain)])
+    for piece in pieces:
+        check_memory(piece, operation)
+        check_places(piece, operation)
+    if all(map(is_sendable, pieces)):
+        one = _as_one([piece.detach().reshape(-1) for piece in pieces])
+        if one is not None:
+            return _side(one, pieces, [])
+    counts = [piece.numel() for piece in pieces]
+    room = torch.empty(sum(counts), dtype=pieces[0].dtype)
+    places = torch.split(room, counts)
+    return _side(room, pieces, list(zip(pieces, places, strict=True)))
+
+
+def apart(of: Side, to: Side, place: int | None = None) -> Side:
+    """Return what is read as it is, or a copy where it overlaps what is written.
+
+    place: the element where it is to land: what lies there already, as FSDP2 has it, stays.
+    """
+    return of if is_apart(of.array, to.array, place) else of._replace(array=of.array.copy())
+
+
+def copy_all(copies: Sequence[Copy]) -> None:
+    """Carry copies out."""
+    for target, source in copies:
+        write_over(target, source)
+
+
+def check_numbers(tensor: torch.Tensor, operation: str) -> None:
+    """Raise TypeError for elements that are only bytes here, and have no sum."""
+    if tensor.dtype not in _FORMS:
+        wire_dtype(tensor.dtype, operation)
+
+
+def _plain(tensor: torch.Tensor, operation: str) -> torch.Tensor:
+    check_memory(tensor, operation)
+    return sendable(tensor)
+
+
+def check_places(tensor: torch.Tensor, operation: str) -> None:
+    """Raise ValueError where elements lie in one place and the operation may give each another."""
+    check_writable(tensor, operation)
+    if operation in _IN_PLACE or tensor.is_contiguous():
+        return
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(size > 1 and not stride for size, stride in sides):
+        raise ValueError(
+            f"{operation}: elements of a tensor of shape {tuple(tensor.shape)} lie in one place "
+            "of memory, as expand() makes them, and cannot take what comes: give its clone()"
+        )
+
+
+def _form(dtype: torch.dtype) -> tuple[DType, int]:
+    return _FORMS.get(dtype) or (DType.UINT8, dtype.itemsize)
+
+
+def _as_one(flat: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return flat tensors as one where they follow each other in one storage."""
+    first, end = flat[0], flat[0].data_ptr()
+    for tensor in flat:
+        is_next = tensor.data_ptr() == end and tensor.dtype is first.dtype
+        if (
+            not is_next
+            or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        ):
+            return None
+        end += tensor.nbytes
+    return first.as_strided((sum(tensor.numel() for tensor in flat),), (1,))
+
+
+class _Loan:
+    """A tensor as NumPy sees it; torch's own view would forbid to resize the storage for ever."""
+
+    def __init__(self, tensor: torch.Tensor, count: int, code: DType) -> None:
+        self.tensor = tensor  # alive as long as an array over it
+        self.__array_interface__ = {
+            "shape": (count,), "typestr": _TYPES[code], "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }  # fmt: skip
+
+
+def _side(tensor: torch.Tensor, pieces: Sequence[torch.Tensor] | None, copies: list[Copy]) -> Side:
+    code, width = _form(tensor.dtype)
+    array = np.asarray(_Loan(tensor, tensor.numel() * width, code))
+    counts = None if pieces is None else [piece.numel() * width for piece in pieces]
+    return Side(tensor, array, code, counts, copies)

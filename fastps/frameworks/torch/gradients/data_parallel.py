@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DistributedDataParallel: backward() returns when the gradients are averaged over all workers.
+
+The exchange starts gradients as they become ready, as for DistributedOptimizer. Here it also has
+to know when a backward pass ends: hooks on the outputs of forward(), which run at the top of the
+pass, ask the autograd engine to call back at its end. So a pass that re-enters the engine (a
+checkpoint) ends once, and torch.autograd.grad(), which accumulates nothing, sends nothing. What
+hooks cannot be put on (outputs of unknown classes) begins with the first gradient instead.
+Compiled autograd (see backward_end.py) sends all at the end of the pass.
+
+All of one instance runs in one thread at a time, the one that runs forward and backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from fastps.contract.rule import Choice as Rule
+from fastps.errors import FastPSError
+from fastps.frameworks.gradient_round import BUCKET_BYTES, Average, shortened
+from fastps.frameworks.torch.gradients.backward_end import call_at_the_end
+from fastps.frameworks.torch.gradients.exchange import GradientExchange, Views
+from fastps.frameworks.torch.gradients.module_buffers import BufferSync
+from fastps.frameworks.torch.gradients.no_compile import opaque, seen_as
+from fastps.frameworks.torch.ops.broadcast import broadcast_parameters
+from fastps.frameworks.torch.ops.compression import Compressing, Compression
+from fastps.session import current
+from fastps.session.process_sets import ProcessSet, global_process_set
+from fastps.types import Op
+
+if TYPE_CHECKING:
+    from fastps.session.session import Session
+
+_TWICE = (
+    "one backward pass reaches the parameter several times, as it does through a checkpoint that "
+    "re-enters autograd: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+
+
+class BackwardExchange(GradientExchange):
+    """Make a round of each backward pass that goes through the outputs of forward().
+
+    is_armed: a forward pass has run whose backward pass is to be a round.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cure=_TWICE, **options)
+        self.is_armed = False
+        self._is_blind = False  # the last outputs had no tensor to put a hook on
+        self._is_begun = False
+        self._has_traced = False  # a compiled graph has made gradients of this round
+
+    def can_share_with(self, other: GradientExchange) -> bool:
+        """Return whether the other one, too, sends only what its own forward() announces."""
+        return isinstance(other, BackwardExchange) and not other._is_begun
+
+    def expect(self, outputs: Any) -> None:
+        """Let the backward pass through these outputs of forward() be a round."""
+        tensors = [leaf for leaf in _leaves_of(outputs) if leaf.grad_fn is not None]
+        self.is_armed, self._is_blind = True, not tensors
+        for tensor in tensors:
+            tensor.register_hook(self._on_output)  # type: ignore[no-untyped-call]
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """Let the next backward pass be a round, whatever its forward pass was to be."""
+        self.expect(outputs)
+        self._is_blind = False
+
+    def check_ended(self) -> None:
+        """Raise FastPSError when the last backward pass ended before its round did."""
+        if self._is_begun:
+            names = shortened(self.round.names_in_flight())
+            raise FastPSError(
+                "the last backward() did not come to its end, and gradients may be in flight "
+                f"({names or 'none of this worker'}): other workers wait for the rest. End the "
+                "job, or call synchronize() to send what there is and complete the step"
+            )
+
+    def complete(self) -> None:
+        """End a round that a failed backward pass has left open; does nothing without one."""
+        if self._is_begun:
+            self.finish()
+            self._reset()
+
+    def _is_round(self) -> bool:
+        """Return whether this backward pass is a round; otherwise it just accumulates."""
+        if self.is_armed:
+            self._begin()
+        return self._is_begun
+
+    def on_traced_gradient(self, index: int) -> None:
+        """Note a gradient in a compiled graph; it is sent at the end, and the graph stays whole.
+
+        Not where each is looked at: there, and at a first one that begins the round, it is cut.
+        """
+        if self._sums is not None or (self.is_armed and not self._is_begun):
+            self._on_single_gradient(index)
+        elif self._is_begun:
+            self._has_traced = True
+
+    @opaque
+    def _on_single_gradient(self, index: int) -> None:
+        self.on_gradient(index)
+
+    @property
+    def _hook_function(self) -> Callable[..., None]:
+        return _arrive
+
+    @opaque
+    def _on_output(self, gradient: torch.Tensor) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self._is_begun:
+            call_at_the_end(self._send_rest)
+            self._is_begun = True
+
+    def _send_rest(self) -> None:
+        """Send what did not arrive; the engine calls this after the whole backward pass.
+
+        What waits comes in further calls, so that of several modules in one backward pass all
+        have asked, and have sent, before one waits: their order may differ between workers.
+        """
+        if self.round.has_arrivals or self._has_traced:
+            self.ask_about_sparse()
+            call_at_the_end(self._send_asked)
+        else:
+            self._is_begun = False  # torch.autograd.grad(); a backward() may still come
+
+    def _send_asked(self) -> None:
+        self.send_missing()
+        call_at_the_end(self._end)
+
+    def _end(self) -> None:
+        self.wait()
+        self._reset()
+        current.current().steps.mark()
+
+    def _reset(self) -> None:
+        self.round.reopen()
+        self._is_begun = self._has_traced = False
+        self.is_armed = self._is_blind
+
+
+def _arrive_traced(exchange: weakref.ref[BackwardExchange], index: int, _: torch.Tensor) -> None:
+    """Tell an exchange of a gradient, in a graph that compiled autograd has made."""
+    alive = exchange()
+    if alive is not None:
+        alive.on_traced_gradient(index)
+
+
+@seen_as(_arrive_traced)
+def _arrive(exchange: weakref.ref[BackwardExchange], index: int, _: torch.Tensor) -> None:
+    """Tell an exchange of a gradient; not arrive(), whose code Dynamo may compile."""
+    alive = exchange()
+    if alive is not None:
+        alive.on_gradient(index)
+
+
+class _Parts:
+    """Parts of the module in a wrapper's dictionary, to notice when one is replaced."""
+
+    def __init__(self, holder: dict[str, Any]) -> None:
+        self._holder = holder
+        self._known = set(holder["module"].parameters())
+        self._note()
+
+    def are_same(self) -> bool:
+        """Return whether no part was added, removed or replaced; FastPSError names new parameters.
+
+        Takes 40 us for 200 layers, and says so once.
+        """
+        if sum(map(len, self._views)) == len(self._parts) and all(
+            map(is_, itertools.chain.from_iterable(self._views), self._parts)
+        ):
+            return True
+        module = self._holder["module"]
+        _check_kinds(module)
+        strange = [name for name, p in module.named_parameters() if p not in self._known]
+        if strange:
+            raise FastPSError(
+                f"{shortened(strange)} came into the module after it was wrapped, so the gradient "
+                "is added to no other worker's: change the module first, or wrap it anew and give "
+                "a new optimizer its parameters (load_state_dict() without assign=True copies)"
+            )
+        self._note()
+        return False
+
+    def _note(self) -> None:
+        """Remember every part; views of the dictionaries that hold them show what is there."""
+        self._views = [self._holder.values()]
+        for part in self._holder["module"].modules():
+            self._views += [part._parameters.values(), part._modules.values()]
+        self._parts = list(itertools.chain.from_iterable(self._views))
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Average a module's gradients over all workers during backward(); any optimizer will do.
+
+    Parameters and buffers of rank 0 are given to all ranks at construction. When backward()
+    returns, p.grad holds the average; gradients of parameters that a rank did not use count as
+    zero, always (find_unused_parameters is accepted and not needed), and p.grad is zero rather
+    than None then. broadcast_buffers: before each forward pass in training mode all ranks take
+    over rank 0's buffers. compression, op, rule, gradient_views and bucket_bytes are those of
+    DistributedOptimizer, as are sparse_as_dense and process_set, whose first member is in rank 0's
+    place. Torch's words bucket_cap_mb (bucket_bytes in MiB) and gradient_as_bucket_view
+    (gradient_views=True) mean the same, and static_graph is accepted and not needed. Gradients
+    accumulate over several backward passes as without this class, with no_sync() at the cost of
+    one exchange.
+
+    The next forward pass raises FastPSError when the module has got new parameters (a layer was
+    replaced, load_state_dict(assign=True)): wrap anew then. For a
+    SyncBatchNorm use fastps.torch's.
+
+    All ranks build their instances in the same order, or give each a `prefix`, and run the same
+    number of backward passes; each must reach at least one parameter. An error that is raised
+    within backward(), such as PeerLostError, comes out of it. Wrap anew after shutdown(). A deep
+    copy, as AveragedModel makes one, exchanges nothing: it is for evaluation.
+
+    It counts as an instance of torch's class, so that Accelerate, transformers and torch's
+    checkpoints find the module within (.module). require_backward_grad_sync is False in no_sync();
+    programs may set it before a forward pass.
+    """
+
+    require_backward_grad_sync = True
+    require_forward_param_sync = True  # with reducer, what Accelerate sets and calls of torch's
+    _is_copy = False
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: None = None,
+        output_device: None = None,
+        *,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        compression: Compressing = Compression.none,
+        op: Op = Average,
+        prefix: str | None = None,
+        gradient_views: Views = "auto",
+        bucket_bytes: int = BUCKET_BYTES,
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = False,
+        sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set,
+        static_graph: bool = False,
+        rule: Rule = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module must be a torch module, not {type(module).__name__}")
+        if device_ids or output_device is not None:
+            raise ValueError("only modules on the CPU are served: leave device_ids out")
+        _check_kinds(module)
+        lazy = [n for n, p in module.named_parameters() if torch.nn.parameter.is_lazy(p)]
+        if lazy:
+            raise ValueError(f"run one forward pass first: {shortened(lazy)} have no shape yet")
+        self.module = module
+        self.broadcast_buffers = broadcast_buffers
+        prefix = _next_prefix(process_set) if prefix is None else prefix
+        self._exchange = BackwardExchange(
+            compression=compression,
+            op=op,
+            prefix=f"{prefix}Gradient.",
+            gradient_views=gradient_as_bucket_view or gradient_views,
+            bucket_bytes=bucket_bytes if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20)),
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+            rule=rule,
+        )
+        self._prefix = prefix
+        self._process_set = process_set
+        self._buffer_sync = BufferSync(module, prefix, process_set)
+        named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
+        self._exchange.watch([p for _, p in named], [name for name, _ in named])
+        if self._exchange.can_lay_out:
+            current.current().steps.offer(self._exchange)
+        self._buffer_sync.check_alike()
+        broadcast_parameters(named, process_set.first, f"{prefix}Parameter.", process_set)
+        self._buffer_sync.synchronize()
+        self._parts = _Parts(self._modules)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Run the module; the backward pass through what it returns averages the gradients."""
+        if self._is_copy:
+            return self._evaluate(*inputs, **options)
+        is_round = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if is_round and not _is_in_backward():
+            self._exchange.check_ended()
+            self._exchange.check_in_charge()
+            if not self._parts.are_same():
+                self._buffer_sync = BufferSync(self.module, self._prefix, self._process_set)
+            if self.broadcast_buffers and self.training:
+                self._buffer_sync.synchronize()
+        outputs = self.module(*inputs, **options)
+        if is_round:
+            self._exchange.expect(outputs)
+        elif torch.is_grad_enabled():
+            self._exchange.is_armed = False
+        return outputs
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let forward passes in this context, with their backward passes, only accumulate.
+
+        The first backward pass of a forward pass outside averages the sum.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @property
+    def reducer(self) -> BackwardExchange:
+        """Return what has prepare_for_backward(), as torch's."""
+        return self._exchange
+
+    def synchronize(self) -> None:
+        """Complete the step after backward() has failed: send what there is, wait, go on.
+
+        Does nothing otherwise. Other workers get what this one has, zeros for the rest.
+        """
+        self._exchange.complete()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """Return a wrapper of a copied module, which exchanges nothing.
+
+        Nobody knows whether all workers make the copy, and whether it is to be trained.
+        """
+        copied = type(self).__new__(type(self))
+        torch.nn.Module.__init__(copied)
+        memo[id(self)] = copied
+        copied.module = copy.deepcopy(self.module, memo)
+        copied._is_copy = True
+        return copied.train(self.training)
+
+    def _evaluate(self, *inputs: Any, **options: Any) -> Any:
+        """Run the module of a copy."""
+        if torch.is_grad_enabled() and self.training:
+            raise FastPSError(
+                "this is a copy of a DistributedDataParallel, which averages no gradients: wrap "
+                "its .module to train it, or call eval() or use torch.no_grad()"
+            )
+        return self.module(*inputs, **options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled."""
+        raise TypeError("a DistributedDataParallel cannot be pickled; save its state_dict()")
+
+
+# A subclass in name alone: what torch's has besides would need its reducer.
+torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
+
+_instances: weakref.WeakKeyDictionary[Session, Counter[ProcessSet]] = weakref.WeakKeyDictionary()
+
+
+def _next_prefix(process_set: ProcessSet) -> str:
+    """Name the instances of a process set by number: the same on members that build them alike."""
+    counts = _instances.setdefault(current.current(), Counter())
+    counts[process_set] += 1
+    return f"DDP{counts[process_set] - 1}."
+
+
+def _check_kinds(module: torch.nn.Module) -> None:
+    """Refuse modules of which a part talks to other workers by itself."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{name or 'the module'!r} is a DistributedDataParallel already, and gradients "
+                "would be added twice: wrap once, around the module itself (its .module)"
+            )
+        if isinstance(part, torch.nn.SyncBatchNorm):
+            raise ValueError(
+                f"{name or 'the module'!r} is torch's SyncBatchNorm, which does not train on the "
+                "CPU: use fastps.torch.SyncBatchNorm.convert_sync_batchnorm(module)"
+            )
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _leaves_of(outputs: Any) -> Iterator[torch.Tensor]:
+    """Walk over the tensors in nested containers and dataclasses."""
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from _leaves_of(getattr(leaf, field.name))

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A module's buffers on all ranks as on one: copied side by side, sent as bytes in one operation.
+
+Buffers may be replaced by others of another size, on all ranks alike; whether they are alike is
+compared each time before they are sent. Bytes, because a buffer may have any dtype. Others take
+over only what differs, since a write to a buffer that autograd has saved makes the next backward
+pass fail; running statistics of a batch norm that trains are written unseen, because its backward
+pass does not use them. Blocks; called by all ranks at the same point.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from fastps.frameworks.torch.gradients.buckets import ALIGNMENT
+from fastps.frameworks.torch.ops.tensors import (
+    Array,
+    check_memory,
+    free_name,
+    make_room,
+    tensor_over,
+    write_over,
+)
+from fastps.frameworks.torch.optimizer.weight_check import (
+    Entry,
+    check_alike,
+    exchange_prints,
+    print_of,
+)
+from fastps.session import current
+from fastps.session.process_sets import ProcessSet, global_process_set
+from fastps.types import DType
+
+if TYPE_CHECKING:
+    from fastps.session.session import Session
+
+_Buffer: TypeAlias = tuple[torch.nn.Module, str, torch.Tensor]  # its owner, and path in the module
+
+_CURE = (
+    "buffers are copied from the first worker before each forward pass, so give each one shape "
+    "and dtype on all workers, or pass broadcast_buffers=False"
+)
+
+
+class BufferSync:
+    """The buffers of a module, and one array that holds them all.
+
+    The buffers are those the module has now; each may be replaced by another tensor later.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        prefix: str,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        self._name, self._comparison = f"{prefix}Buffers", f"{prefix}buffers"
+        self._process_set = process_set
+        self._owners: list[tuple[torch.nn.Module, str, str]] = []  # with key, and path to it
+        seen: set[torch.Tensor] = set()
+        for path, owner in module.named_modules():
+            for key, buffer in owner._buffers.items():
+                if buffer is not None and buffer not in seen:
+                    where = f"{path}.{key}" if path else key
+                    check_memory(buffer, where)
+                    seen.add(buffer)
+                    self._owners.append((owner, key, where))
+        self._layout: list[Entry] = []
+        self._print = print_of(self._layout)
+        self._label = ""
+        self._array: Array
+        self._slots: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        """Count the buffers."""
+        return len(self._owners)
+
+    def check_alike(self) -> None:
+        """Raise MismatchError on all ranks that names the first buffer that differs."""
+        mine = _described(self._current_buffers())
+        check_alike(mine, self._comparison, self._process_set, cure=_CURE)
+
+    def synchronize(self) -> None:
+        """Copy the buffers of the first rank to all, in place.
+
+        Raises MismatchError on all ranks, which names the first buffer whose shape or dtype
+        differs between ranks.
+        """
+        if not self._owners:
+            return
+        session, root_rank = current.current(), self._process_set.first
+        found = self._current_buffers()
+        layout = _described(found)
+        if layout != self._layout:
+            self._layout, self._print, self._slots = layout, print_of(layout), []
+        self._check_layout(session)
+        if not found:
+            return
+        tensors = [buffer for _, _, buffer in found]
+        if not self._slots:
+            self._make_slots(session, tensors)
+        with torch.no_grad():
+            if session.rank == root_rank:
+                torch._foreach_copy_(self._slots, tensors)
+            if self._process_set is global_process_set:
+                session.broadcast_async(self._array, root_rank, self._label).wait()
+            else:
+                self._process_set.group().broadcast(self._array, root=0, name=self._name).wait()
+            if session.rank != root_rank:
+                self._take([owner for owner, _, _ in found], tensors)
+
+    def _current_buffers(self) -> list[_Buffer]:
+        """Look up the tensors that are buffers now, with their owners and names."""
+        found = [(owner, path, owner._buffers.get(key)) for owner, key, path in self._owners]
+        return [(owner, path, buffer) for owner, path, buffer in found if buffer is not None]
+
+    def _check_layout(self, session: Session) -> None:
+        """Raise MismatchError on all ranks where the layouts of ranks differ."""
+        if session.size == 1:
+            return
+        told = exchange_prints(self._print, f"{self._comparison}.layout", self._process_set)
+        if any(one != told[session.rank] for one in told.values()):
+            self.check_alike()
+
+    def _make_slots(self, session: Session, tensors: list[torch.Tensor]) -> None:
+        """Lay the buffers out one after the other, under a name that no other layout has had."""
+        starts, nbytes = [], 0
+        for tensor in tensors:
+            starts.append(nbytes)
+            nbytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self._array = make_room(session, nbytes, DType.UINT8)
+        self._slots = [
+            tensor_over(self._array[start : start + tensor.nbytes], tensor.dtype).view(
+                tensor.shape
+            )
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
+        self._label = free_name(session, self._name, self._array.shape, DType.UINT8)
+
+    def _take(self, owners: list[torch.nn.Module], tensors: list[torch.Tensor]) -> None:
+        """Write the root's values over ours."""
+        unseen: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for owner, tensor, slot in zip(owners, tensors, self._slots, strict=True):
+            if isinstance(owner, _NormBase) and owner.training:
+                unseen.append(tensor.data)
+                sources.append(slot)
+            elif not torch.equal(tensor, slot):
+                write_over(tensor, slot)
+        if unseen:
+            torch._foreach_copy_(unseen, sources)
+
+
+def _described(found: list[_Buffer]) -> list[Entry]:
+    return [(path, tuple(buffer.shape), str(buffer.dtype)) for _, path, buffer in found]

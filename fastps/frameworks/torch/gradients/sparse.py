@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that have values for some rows only, as nn.Embedding(sparse=True) makes them.
+
+They travel as row numbers and rows, which all members gather; what several have of one row is
+added in the order of members, so all get the same bits. Bytes of each: those of its rows, and 8
+for each row's number, times n - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastps.frameworks.torch.ops.tensors import check_kind, check_tensor, tensor_over, view_of
+from fastps.ops import start as ops
+from fastps.ops.start import Average, Later
+from fastps.session.process_sets import ProcessSet
+from fastps.types import DType, Op
+
+
+class SparseSum(Later[torch.Tensor]):
+    """The handle of a sum of sparse tensors; a function, too, as it is for Horovod."""
+
+    def __call__(self) -> torch.Tensor:
+        """Wait for the sum and give it."""
+        return self.wait()
+
+
+def start_rows(
+    gradient: torch.Tensor, op: Op, name: str | None, process_set: ProcessSet
+) -> SparseSum:
+    """Start to add a sparse tensor over all members; the result is sparse and coalesced."""
+    if check_kind(gradient, name).layout is not torch.sparse_coo:
+        what = f"tensor {name!r}" if name else "the tensor"
+        raise TypeError(f"{what} is not sparse (torch.sparse_coo): use allreduce()")
+    own = gradient.detach().coalesce()
+    values = own.values().contiguous()
+    wire = torch.view_as_real(values) if values.is_complex() else values
+    check_tensor(wire, name or "tensor")
+    code = DType[str(wire.dtype).removeprefix("torch.").upper()]
+    places = view_of(own.indices().t().contiguous())
+    flight = ops.start_allgather_alike(
+        [places, view_of(wire)], name, process_set, dtypes=[DType.INT64, code]
+    )
+
+    def finish(found: list[Any]) -> torch.Tensor:
+        where, what = found[0]
+        total = tensor_over(what, wire.dtype)
+        total = torch.view_as_complex(total) if values.is_complex() else total
+        divisor = process_set.size() if op is Average else 1
+        return _coalesced(torch.from_numpy(where).t(), total, gradient.shape, divisor)
+
+    return SparseSum([flight], finish)
+
+
+def rows_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as rows: of a dense one those not 0; none where there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        nothing = torch.empty((1, 0), dtype=torch.long)
+        return torch.sparse_coo_tensor(
+            nothing, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape
+        )
+    return gradient.detach() if gradient.is_sparse else gradient.detach().to_sparse(1)
+
+
+class RowsInFlight:
+    """The exchange of one gradient's rows."""
+
+    def __init__(
+        self, parameter: torch.Tensor, op: Op, name: str, process_set: ProcessSet
+    ) -> None:
+        self._parameter = parameter
+        self._flight = start_rows(rows_of(parameter), op, name, process_set)
+        self.wait: Callable[..., object] = self._flight.wait
+
+    def store(self) -> None:
+        """Make what came the gradient."""
+        self._parameter.grad = self._flight.wait()
+
+
+def _label(name: str | None, part: str) -> str | None:
+    return None if name is None else f"{name}.{part}"
+
+
+def _coalesced(
+    places: torch.Tensor, values: torch.Tensor, shape: torch.Size, divisor: int
+) -> torch.Tensor:
+    """Add what is at one place, one after the other: coalesce() of torch promises no order."""
+    unique, where = torch.unique(places, dim=1, return_inverse=True)
+    total = values.new_zeros((unique.shape[1], *values.shape[1:])).index_add_(0, where, values)
+    if divisor != 1:
+        total = (total / divisor).to(values.dtype)
+    return torch.sparse_coo_tensor(unique, total, shape, is_coalesced=True, check_invariants=False)

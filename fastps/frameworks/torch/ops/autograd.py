@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations as functions that autograd goes back through, and on what a compressor makes.
+
+Knows no operation: run and back are given. Threads: autograd calls back on one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fastps.frameworks.torch.ops.compression import Compressor
+from fastps.frameworks.torch.ops.tensors import check_kind
+from fastps.ops.start import Later
+
+
+class _Differentiable(torch.autograd.Function):
+    """An operation, and the one on its results' gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor
+    ) -> Any:
+        """Do the operation."""
+        ctx.back = back
+        return tuple(run(*tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Do the other."""
+        return (None, None, *ctx.back(*gradients))
+
+
+def compressed(
+    start: Callable[[Sequence[torch.Tensor]], Later[list[torch.Tensor]]],
+    tensors: Sequence[torch.Tensor],
+    compression: Compressor,
+) -> list[torch.Tensor]:
+    """Do an operation on what a compressor makes of tensors, and bring back what comes."""
+    packed = [compression.compress(one) for one in tensors]
+    found = start([wire for wire, _ in packed]).wait()
+    pairs = zip(found, packed, strict=True)
+    return [compression.decompress(one, context) for one, (_, context) in pairs]
+
+
+def differentiable_list(
+    run: Callable[..., Any], back: Callable[..., Any], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Do an operation on several tensors so that autograd can go back through it."""
+    tensors = [check_kind(tensor) for tensor in tensors]
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return list(run(*tensors))
+    return list(_Differentiable.apply(run, back, *tensors))  # type: ignore[no-untyped-call]
+
+
+def differentiable(
+    run: Callable[[torch.Tensor], torch.Tensor],
+    back: Callable[[torch.Tensor], torch.Tensor],
+    tensor: torch.Tensor,
+) -> torch.Tensor:
+    """Do an operation on one tensor so that autograd can go back through it."""
+    return differentiable_list(lambda one: [run(one)], lambda one: [back(one)], [tensor])[0]

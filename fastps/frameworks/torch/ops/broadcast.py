@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make all ranks start from one rank's parameters, optimizer state or plain values.
+
+Decides what travels as a tensor and what as a plain value. Tensors of one call travel together
+in one submit. Nothing is pickled: plain values and tensors arrive with their types, all else
+is refused on all ranks. Blocks; called by all ranks in the same order.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import fastps
+from fastps.frameworks.gradient_round import check_name, wait_all
+from fastps.frameworks.torch.gradients import unwrapped
+from fastps.frameworks.torch.ops.collectives import broadcast_async_
+from fastps.frameworks.torch.ops.pytrees import put_back, take_out
+from fastps.frameworks.torch.ops.tensors import (
+    check_kind,
+    check_memory,
+    check_writable,
+    is_sendable,
+    mark_written,
+    real_of,
+    sendable,
+    submit_broadcast,
+    wire_dtype,
+    write_over,
+)
+from fastps.frameworks.torch.optimizer.step_common import parameters_of
+from fastps.session import current
+from fastps.session.process_sets import ProcessSet, global_process_set
+
+if TYPE_CHECKING:
+    from fastps.session.session import Session
+
+
+def broadcast_parameters(
+    params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor] | torch.Tensor],
+    root_rank: int = 0,
+    prefix: str | ProcessSet = "Parameter.",
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Overwrite tensors on all ranks with those of the root rank, in place.
+
+    params: model.state_dict(), model.named_parameters() or any mapping or pairs of names and
+    tensors, the same on all ranks (else MismatchError); tensors alone are named by their places.
+    Give another prefix for a second model whose names are the same. process_set, also in the
+    place of prefix, as scripts for Horovod give it. One submit for all tensors.
+    """
+    pairs = _pairs_of(params)
+    if isinstance(prefix, ProcessSet):
+        process_set, prefix = prefix, "Parameter."
+    if process_set is not global_process_set:
+        for handle in [broadcast_async_(one, root_rank, None, process_set) for _, one in pairs]:
+            handle.wait()
+        return
+    names = [prefix + check_name(name, "broadcast_parameters") for name, _ in pairs]
+    tensors = [_check(tensor, name) for name, (_, tensor) in zip(names, pairs, strict=True)]
+    for name, tensor in zip(names, tensors, strict=True):
+        check_writable(tensor, name)
+    unwrapped.watch(current.current(), tensors)
+    _broadcast(tensors, names, root_rank)
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return every rank the root rank's value; what the others pass is ignored.
+
+    The value is made of None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays
+    and CPU tensors, of dtypes, Path, argparse.Namespace, Enum and named tuples, else TypeError on
+    all ranks. Types are kept; other subclasses of dict and tuple than OrderedDict, torch.Size and
+    named tuples arrive as dict and tuple. The root gets its own object back. In a process set
+    that is not of all workers no tensors travel.
+    """
+    if process_set is not global_process_set:
+        return fastps.broadcast_object(
+            obj, root_rank, name=name or "object", process_set=process_set
+        )
+    label = "broadcast_object" if name is None else check_name(name, "broadcast_object")
+    return _broadcast_tree(obj, root_rank, label)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    prefix: str | torch.nn.Module = "Parameter.",
+    *,
+    model: torch.nn.Module | None = None,
+) -> None:
+    """Copy state and options of the root rank's optimizer to that of every rank.
+
+    model, also in the place of prefix: scripts for Horovod give it; it is not needed.
+    Works for any optimizer with state_dict() and load_state_dict(): state is made where there is
+    none, dropped where the root has none, and options keep their types. Where the root has not
+    stepped yet, gradients that are None become zeros, as with Horovod. LBFGS is refused
+    (ValueError): its state depends on the closure, so broadcast the parameters and start it anew.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "the state of LBFGS cannot be broadcast, it belongs to the closure of one process: "
+            "broadcast the parameters and start LBFGS anew on all ranks"
+        )
+    if isinstance(prefix, torch.nn.Module):
+        prefix = "Parameter."
+    is_root = current.current().rank == root_rank
+    state = optimizer.state_dict() if is_root else None
+    state = _broadcast_tree(state, root_rank, f"{prefix}optimizer_state")
+    if not is_root:
+        _check_groups(optimizer, state)
+        optimizer.load_state_dict(state)
+    if state.get("state") == {}:  # no step was taken yet
+        _fill_gradients(optimizer)
+
+
+def _fill_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Make gradients of zeros where there are none."""
+    for parameter in parameters_of(optimizer.param_groups):
+        if parameter.requires_grad and parameter.grad is None:
+            zeros = torch.zeros_like(parameter, requires_grad=False)
+            is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+            parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
+
+
+def _pairs_of(params: Any) -> list[tuple[str, Any]]:
+    if isinstance(params, Mapping):
+        return list(params.items())
+    if isinstance(params, Iterable) and not isinstance(params, torch.Tensor | str):
+        pairs = [
+            (str(place), one) if isinstance(one, torch.Tensor) else one
+            for place, one in enumerate(params)
+        ]
+        if all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            return pairs
+    raise ValueError(
+        "params must be a mapping of names to tensors, or hold tensors or tuples (name, tensor), "
+        "as model.state_dict(), model.parameters() and model.named_parameters() give them"
+    )
+
+
+def _broadcast(tensors: list[torch.Tensor], names: list[str], root_rank: int) -> None:
+    """Broadcast in place; what is not contiguous goes through a copy."""
+    session = current.current()
+    _check_root(root_rank, session.size)
+    buffers = [sendable(tensor) for tensor in tensors]
+    wires = [real_of(buffer) for buffer in buffers]
+    wait_all(submit_broadcast(session, wires, names, root_rank) if tensors else [])
+    with torch.no_grad():
+        for tensor, buffer in zip(tensors, buffers, strict=True):
+            if session.rank == root_rank:
+                continue  # which reads them
+            if is_sendable(tensor):
+                mark_written(tensor)
+            else:
+                write_over(tensor, buffer)
+
+
+def _broadcast_tree(value: Any, root_rank: int, name: str) -> Any:
+    """Send the plain part of a value first, then its tensors, so that others can make room."""
+    session = current.current()
+    _check_root(root_rank, session.size)
+    if session.rank != root_rank:
+        return _receive_tree(session, root_rank, name)
+    tensors: list[torch.Tensor] = []
+    mark = uuid.uuid4().hex
+    try:
+        plain = take_out(value, mark, tensors)
+        specs = [describe(tensor) for tensor in tensors]
+    except Exception as error:  # whatever it is: the others wait for the outcome
+        text = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+        session.broadcast_object({"refused": text}, root_rank, name)
+        raise TypeError(f"rank {root_rank} could not send the value: {text}") from error
+    session.broadcast_object({"value": plain, "mark": mark, "specs": specs}, root_rank, name)
+    _broadcast([sendable(tensor) for tensor in tensors], _labels(name, tensors), root_rank)
+    return value
+
+
+def _receive_tree(session: Session, root_rank: int, name: str) -> Any:
+    message = session.broadcast_object(None, root_rank, name)
+    if "refused" in message:
+        raise TypeError(f"rank {root_rank} could not send the value: {message['refused']}")
+    tensors = [make_room(code, shape) for code, shape in message["specs"]]
+    _broadcast(tensors, _labels(name, tensors), root_rank)
+    return put_back(message["value"], message["mark"], tensors)
+
+
+def _labels(name: str, tensors: list[torch.Tensor]) -> list[str]:
+    """Name tensors so that another value under the same name never meets another shape."""
+    return [
+        f"{name}.{place}.{describe(tensor)[0].upper()}{list(tensor.shape)}"
+        for place, tensor in enumerate(tensors)
+    ]
+
+
+def describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    """Return what others need to make room for a tensor."""
+    _check(tensor, "a tensor in the value")
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def make_room(code: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Make a tensor that was described, with no values yet."""
+    return torch.empty(shape, dtype=getattr(torch, code))
+
+
+def _check(tensor: object, name: str) -> torch.Tensor:
+    """Return what can travel, complex numbers as pairs of real ones; TypeError for others."""
+    found = check_kind(tensor, name)
+    check_memory(found, name)
+    wire_dtype(found.dtype.to_real(), name)
+    return found
+
+
+def _check_root(root_rank: int, size: int) -> None:
+    if isinstance(root_rank, bool) or not isinstance(root_rank, int) or not 0 <= root_rank < size:
+        raise ValueError(f"root_rank must be from 0 to {size - 1}, not {root_rank!r}")
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Say what differs before torch does so without naming ranks."""
+    theirs = [len(group["params"]) for group in state["param_groups"]]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if ours != theirs:
+        raise ValueError(
+            f"the root rank's optimizer has parameter groups of {theirs} parameters, this "
+            f"rank's of {ours}: build the optimizers alike on all ranks"
+        )

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""push_pull on torch tensors: four forms, handles, and the gradient through the first.
+
+Positional order is that of BytePS: tensor, average, name, version, priority; a text in the second
+place is the name, as in the NumPy face. A name is required:
+it is how workers agree on which tensors belong together, and a made-up one would differ between
+ranks or cost server memory at each call. Out-of-place forms accept any dense CPU tensor and copy
+what is not contiguous; in-place forms write where the tensor is and refuse what is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastps.contract.rule import Choice as Rule
+from fastps.frameworks.gradient_round import check_name
+from fastps.frameworks.torch.ops.compression import (
+    Compressing,
+    Compression,
+    Compressor,
+    OnTheWay,
+    compressor_of,
+)
+from fastps.frameworks.torch.ops.tensors import (
+    check_tensor,
+    check_writable,
+    is_sendable,
+    mark_written,
+    sendable,
+    tensor_over,
+    view_of,
+    wire_dtype,
+)
+from fastps.ops.start import Later
+from fastps.session import current
+from fastps.worker.handle import Waitable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """An operation under way: give it to poll() and synchronize()."""
+
+    handle: Waitable
+    output: torch.Tensor
+    name: str
+
+
+def declare(name: str, tensor: torch.Tensor) -> None:
+    """Make a tensor known before its first use, so that the first use need not wait for it.
+
+    Only shape and dtype matter. Blocks until the servers are ready for it. MismatchError, here
+    or at the first use, when another worker declares it differently.
+    """
+    check_name(name, "declare")
+    check_tensor(tensor, name)
+    current.current().declare([(name, tuple(tensor.shape), wire_dtype(tensor.dtype, name))])
+
+
+def push_pull_async(
+    tensor: torch.Tensor,
+    average: bool | str = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+) -> Pending:
+    """Start adding a tensor over all workers; synchronize() gives a new tensor.
+
+    Larger priorities go first. `version` is accepted for scripts written for BytePS and not
+    needed. Do not write to a contiguous tensor before the operation has ended. The result does
+    not take part in autograd; push_pull() does. NaN and infinity pass through.
+    """
+    average, name = _named(average, name, "push_pull_async")
+    _checked(tensor, name, average)
+    if is_sendable(tensor):
+        output = tensor_over(current.current().result_like(view_of(tensor)), tensor.dtype)
+        return _start(tensor, output, name, average, priority)
+    copy = sendable(tensor)
+    return _start(copy, copy, name, average, priority)
+
+
+def push_pull_async_inplace(
+    tensor: torch.Tensor,
+    average: bool | str = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+) -> Pending:
+    """Start adding a tensor over all workers, in place; synchronize() gives the same tensor.
+
+    As push_pull_async(), but the result lands in the tensor, which must be contiguous
+    (ValueError) and no intermediate result that autograd follows (ValueError). On a parameter it
+    acts on the data, as an operation under torch.no_grad() does.
+    """
+    average, name = _named(average, name, "push_pull_async_inplace")
+    _check_in_place(_checked(tensor, name, average), name)
+    started = _start(tensor, tensor, name, average, priority)
+    mark_written(tensor)
+    handle = Later([started.handle], lambda _: mark_written(tensor))
+    return Pending(handle, tensor, name)
+
+
+def push_pull(
+    tensor: torch.Tensor,
+    average: bool | str = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+    compression: Compressing = Compression.none,
+    rule: Rule = None,
+) -> torch.Tensor:
+    """Add a tensor over all workers into a new tensor.
+
+    compression: one of Compression, or what fastps.push_pull() takes; rule: as there, for the
+    gradient too. Blocks. Autograd follows
+    it: the gradient is the push_pull of the results' gradients, with
+    the same operation, under the name '<name>.gradient'; all workers must run backward then.
+    """
+    average, name = _named(average, name, "push_pull")
+    _checked(tensor, name, average)
+    return _apply(tensor, average, name, priority, compressor_of(compression), rule)
+
+
+def push_pull_inplace(
+    tensor: torch.Tensor,
+    average: bool | str = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+) -> torch.Tensor:
+    """Add a tensor over all workers in place; blocks and gives the tensor back."""
+    average, name = _named(average, name, "push_pull_inplace")
+    pending = push_pull_async_inplace(tensor, average, name, version, priority)
+    pending.handle.wait()
+    return tensor
+
+
+def poll(handle: Pending | Later[Any]) -> bool:
+    """Return whether an operation has ended, well or not; never blocks."""
+    return handle.poll() if isinstance(handle, Later) else _pending(handle).handle.poll()
+
+
+def synchronize(handle: Pending | Later[Any], *, timeout_s: float | None = None) -> Any:
+    """Wait for an operation and give its result; raise its error.
+
+    Waits without the GIL, at most timeout_s (the session's op_timeout_s when None).
+    """
+    if isinstance(handle, Later):
+        return handle.wait(timeout_s)
+    _pending(handle).handle.wait(timeout_s)
+    return handle.output
+
+
+class _PushPull(torch.autograd.Function):
+    """push_pull() as a function that autograd can go back through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        average: bool,
+        name: str,
+        priority: int,
+        compression: Compressor,
+        rule: Rule,
+    ) -> torch.Tensor:
+        """Compress, add, decompress."""
+        ctx.how = (average, f"{name}.gradient", priority, compression, rule)
+        wire, context = compression.compress(tensor)
+        choice = compression.choice if isinstance(compression, OnTheWay) else None
+        if choice is not None or rule is not None:
+            spec = (name, tuple(wire.shape), wire_dtype(wire.dtype, name))
+            current.current().declare([spec], compression=choice, rule=rule)
+        output: torch.Tensor = synchronize(push_pull_async(wire, average, name, priority=priority))
+        return compression.decompress(output, context)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Add the gradients in the same way; one gradient per input of forward."""
+        return _apply(gradient, *ctx.how), None, None, None, None, None
+
+
+def _apply(tensor: torch.Tensor, *how: Any) -> torch.Tensor:
+    output: torch.Tensor = _PushPull.apply(tensor, *how)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _start(
+    source: torch.Tensor, output: torch.Tensor, name: str, average: bool, priority: int
+) -> Pending:
+    array, code = view_of(source), wire_dtype(source.dtype, name)
+    out = array if output is source else view_of(output)
+    handle = current.current().push_pull_async(
+        array, name, average=average, priority=priority, out=out, dtype=code
+    )
+    return Pending(handle, output, name)
+
+
+def _checked(tensor: torch.Tensor, name: str, average: bool) -> torch.Tensor:
+    check_tensor(tensor, name)
+    if average and tensor.dtype is torch.bool:
+        raise ValueError(
+            f"tensor {name!r} is bool, which has no average: use average=False (logical or)"
+        )
+    return tensor
+
+
+def _check_in_place(tensor: torch.Tensor, name: str) -> None:
+    check_writable(tensor, name)
+    if not is_sendable(tensor):
+        raise ValueError(
+            f"tensor {name!r} is not contiguous (shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}): use push_pull(), or tensor.contiguous() as the tensor"
+        )
+    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+        raise ValueError(
+            f"tensor {name!r} is a result that autograd follows, which would not see an "
+            "in-place change: use push_pull(), or tensor.detach()"
+        )
+
+
+def _named(average: bool | str, name: str | None, call: str) -> tuple[bool, str]:
+    """Return average and name, given in either order; ValueError without a name."""
+    if isinstance(average, str) and name is None:
+        return True, check_name(average, call)
+    if isinstance(average, str):
+        raise TypeError(f"{call}: average={average!r} is a text, and the name is {name!r}")
+    if not isinstance(average, bool | int):
+        what = type(average).__name__
+        raise TypeError(f"{call}(tensor, name): average is True or False, not of type {what}")
+    return average, check_name(name, call)
+
+
+def _pending(handle: Pending) -> Pending:
+    if isinstance(handle, Pending):
+        return handle
+    raise TypeError(
+        f"a handle from push_pull_async() is needed, not {type(handle).__name__} {handle!r:.40}"
+    )

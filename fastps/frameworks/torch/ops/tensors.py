@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From torch tensors to what a session takes: checks, NumPy views without a copy, submits.
+
+The only place that knows how torch's dtypes are called on the wire. A view shares the tensor's
+memory and, because it is a NumPy array, keeps the storage alive and fixed in size while an
+operation is in flight. Holds no state; called from the thread that runs the operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fastps.frameworks.gradient_round import free_names
+from fastps.session.session import Session
+from fastps.types import DType, numpy_dtype
+from fastps.worker.handle import Handle
+
+WIRE_DTYPES = {getattr(torch, code.name.lower()): code for code in DType}
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+Array = NDArray[np.generic]
+
+
+def wire_dtype(dtype: torch.dtype, name: str) -> DType:
+    """Return the wire code of a torch dtype; TypeError lists what is supported."""
+    code = WIRE_DTYPES.get(dtype)
+    if code is None:
+        supported = ", ".join(str(known).removeprefix("torch.") for known in WIRE_DTYPES)
+        raise TypeError(f"tensor {name!r} has dtype {dtype}; supported are {supported}")
+    return code
+
+
+def check_tensor(tensor: object, name: str) -> torch.Tensor:
+    """Return the tensor back if its memory can be sent: dense, on the CPU, of a known dtype."""
+    found = check_kind(tensor, name)
+    check_memory(found, name)
+    wire_dtype(found.dtype, name)
+    return found
+
+
+def check_kind(tensor: object, name: str | None = None) -> torch.Tensor:
+    """Return what is a tensor; TypeError says what to do with anything else."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    cure = "pass torch.as_tensor(...)"
+    if isinstance(tensor, np.ndarray):
+        cure = "pass torch.from_numpy(array), or use the operation of `import fastps`"
+    what = "the tensor" if name is None else f"{name!r}"
+    raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}: {cure}")
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements are in memory of this process, and nothing is unusual."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return type(tensor) in _PLAIN and tensor.is_cpu and is_dense
+
+
+def check_memory(tensor: torch.Tensor, name: str) -> None:
+    """Raise TypeError where a tensor's elements are not all in memory of this process."""
+    if is_plain(tensor):
+        return
+    if tensor.is_nested:
+        raise TypeError(
+            f"tensor {name!r} is nested, and workers cannot add parts of different sizes: pass "
+            "each tensor of tensor.unbind(), or torch.nested.to_padded_tensor(tensor, 0.0)"
+        )
+    if isinstance(tensor, torch.masked.MaskedTensor):
+        raise TypeError(
+            f"tensor {name!r} is masked, and its masked elements have no values to add: pass "
+            "tensor.to_tensor(0.0), or another value in their place"
+        )
+    if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
+        raise TypeError(
+            f"{name!r} is a {type(tensor).__name__}, but only plain tensors are added: every "
+            "worker holds the whole model, so leave out what takes it apart, as fully_shard()"
+        )
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            f"tensor {name!r} is sparse ({tensor.layout}), and no worker had such a gradient in "
+            "the first step, or it is no gradient: use tensor.to_dense(), sparse_as_dense=True of "
+            "DistributedOptimizer, or nn.Embedding(..., sparse=False)"
+        )
+    if tensor.is_meta:
+        raise TypeError(
+            f"tensor {name!r} is on meta, without any values: call module.to_empty(device='cpu') "
+            "and give it some first"
+        )
+    if tensor.device.type != "cpu":
+        raise TypeError(f"tensor {name!r} is on {tensor.device}; use tensor.cpu()")
+
+
+def real_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor as pairs of real numbers in the same memory; others as they are."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+
+
+def is_sendable(tensor: torch.Tensor) -> bool:
+    """Return whether the elements lie in memory one after the other, as they are read."""
+    is_as_read = not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+    return tensor.is_contiguous() and is_as_read
+
+
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without its graph and contiguous: itself where it is so already."""
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    if plain._is_zerotensor():  # of autograd: zeros without memory
+        return torch.zeros_like(plain)
+    return plain if is_sendable(plain) else plain.resolve_conj().resolve_neg().contiguous()
+
+
+def check_writable(tensor: torch.Tensor, name: str) -> None:
+    """Raise ValueError for zeros of autograd that have no memory to be written to."""
+    if tensor._is_zerotensor():
+        raise ValueError(
+            f"tensor {name!r} is a zero tensor of autograd, without memory to write to: pass its "
+            "clone()"
+        )
+
+
+def write_over(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor of as many elements over another; what expand() made several of, once."""
+    once = tuple(slice(None) if stride else slice(1) for stride in target.stride())
+    target.detach()[once].copy_(source.view(target.shape)[once])
+
+
+def view_of(tensor: torch.Tensor) -> Array:
+    """Return the tensor's memory as an array, bfloat16 as uint16; the tensor is contiguous."""
+    plain = tensor.detach()
+    if plain.dtype is torch.bfloat16:
+        plain = plain.view(torch.uint16)
+    array: Array = plain.numpy()
+    return array
+
+
+def mark_written(*tensors: torch.Tensor) -> None:
+    """Tell autograd that the tensors' memory changes, which it cannot see by itself.
+
+    An operation that writes does so when it starts, for values that autograd saved before, and
+    when its results are handed over, for values that were saved while it was in flight.
+    """
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of writes torch has seen to the tensor's memory.
+
+    Views of one storage are counted together, so for a part of a storage this gives 0: nobody
+    can tell then who wrote.
+    """
+    if tensor.is_inference() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return 0
+    return tensor._version
+
+
+def make_room(session: Session, count: int, code: DType) -> Array:
+    """Make a flat array of zeros, bfloat16 as uint16, in memory that workers share if they can."""
+    array: Array
+    if count and getattr(session, "can_share", False):
+        array = session.empty((count,), code)
+    else:
+        array = np.empty(count, numpy_dtype(code))
+    array.fill(0)
+    return array
+
+
+def tensor_over(array: Array, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of the dtype over an array's memory, with a version counter of its own.
+
+    The array has elements of the dtype's size, or is one of bytes.
+    """
+    if not array.size:  # torch makes its strides 0 and then cannot view it as another dtype
+        return torch.empty(array.shape, dtype=dtype)
+    plain = torch.from_numpy(array)
+    return plain if plain.dtype is dtype else plain.view(dtype)
+
+
+def free_name(session: Session, name: str, shape: tuple[int, ...], code: DType) -> str:
+    """Return the name, with a number where it stands for an array of another shape already.
+
+    Workers that use names alike get the same one; MismatchError comes where their shapes differ.
+    """
+    if session.config.goes_on:  # where nothing is declared
+        return name
+    return free_names(session, [(name, shape, code)])[0]
+
+
+def submit_push_pull(
+    session: Session,
+    arrays: Sequence[Array],
+    codes: Sequence[DType],
+    names: Sequence[str],
+    *,
+    average: bool,
+    priorities: Sequence[int],
+    **options: Any,
+) -> list[tuple[Handle, list[int]]]:
+    """Start push_pull of arrays in place; give handles and the positions they cover.
+
+    One submit per dtype.
+    """
+    started = []
+    for code, places in _by_dtype(codes):
+        some = [arrays[place] for place in places]
+        labels = [names[place] for place in places]
+        urgencies = [priorities[place] for place in places]
+        handle = session.push_pull_async(
+            some, labels, average=average, priority=urgencies, out=some, dtype=code, **options
+        )
+        started.append((handle, places))
+    return started
+
+
+def submit_broadcast(
+    session: Session, tensors: Sequence[torch.Tensor], names: Sequence[str], root_rank: int
+) -> list[Handle]:
+    """Start broadcasts of contiguous tensors in place; one submit and handle per dtype.
+
+    Where the job goes on without the lost, this blocks until they are done.
+    """
+    handles = []
+    codes = [wire_dtype(tensor.dtype, name) for tensor, name in zip(tensors, names, strict=True)]
+    if session.config.goes_on:
+        arrays = [view_of(one) for one in tensors]
+        session.groups.broadcast_to_those_left(arrays, codes, root_rank)
+        return []
+    for code, places in _by_dtype(codes):
+        arrays = [view_of(tensors[place]) for place in places]
+        labels = [names[place] for place in places]
+        handles.append(session.broadcast_async(arrays, root_rank, labels, dtype=code))
+    return handles
+
+
+def _by_dtype(codes: Sequence[DType]) -> list[tuple[DType, list[int]]]:
+    """Sort positions by dtype, because one submit has one."""
+    places: dict[DType, list[int]] = {}
+    for place, code in enumerate(codes):
+        places.setdefault(code, []).append(place)
+    return list(places.items())

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lead a job on several machines from one command: reach all, start all, end all.
+
+Each machine gets a follower (`follow`), by ssh, by srun within an allocation of SLURM, or as a
+plain process where the machine is this one. Nothing is started anywhere until every follower has
+answered; then machine 0 holds a port for the scheduler, the others are told of it, and all begin.
+Whichever fails first ends the others. The token goes through the followers' standard input alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import secrets
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastps.config import load
+from fastps.config.versions import version_of
+from fastps.errors import ConfigError
+from fastps.launch.cause import Cause, Part
+from fastps.launch.exit_report import make_screen, run_again, show_end, wants_live
+from fastps.launch.hosts import Host
+from fastps.launch.job import Job, SignalInbox
+from fastps.launch.limits import StartError, provide_descriptors
+from fastps.launch.machine import Machine
+from fastps.launch.options import Options
+from fastps.launch.output import Screen
+from fastps.launch.plan import Identity, choose_secret, inherited_environment, make_plan
+from fastps.launch.processes import become_subreaper
+from fastps.launch.progress_line import JointLine
+from fastps.launch.request import pack
+from fastps.transport import sockets
+
+EXIT_SETTINGS = 2
+START_S = 60.0  # for all machines to answer, where --start-timeout says nothing
+_TOKEN_BYTES = 32
+_MARK_BYTES = 16
+_LOOPBACK = "127.0.0.1"
+_LEAST_GRACE_S = 5.0  # on top of what a follower gives its workers, their helpers and servers
+FOLLOWER = ("-P", "-m", "fastps.launch.follower")
+# ssh asks nothing, forwards nothing, and notices within 30 s that the network is gone.
+SSH = ("-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
+       "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")  # fmt: skip
+# A step on one node with all that the allocation has there.
+SRUN = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--mem=0", "--quiet")
+# What travels to the other machines, beside what --env says; the rest is theirs.
+TRAVELS = ("FASTPS_", "BYTEPS_", "PYTHON", "OMP_", "MKL_", "NUMBA_")
+STAYS = ("FASTPS_HOST",)  # an address of this machine
+
+
+def lead(options: Options, *, environment: Mapping[str, str]) -> int:
+    """Run a job on all its hosts and give the exit code; only in the main thread.
+
+    Blocks until everything has ended everywhere, or the ways there have.
+    """
+    screen = make_screen(options, environment)
+    options = dataclasses.replace(
+        options,
+        job_id=options.job_id or f"job-{secrets.token_hex(4)}",
+        has_no_live=not wants_live(options),
+    )
+    if options.is_dry_run:
+        sys.stdout.write("\n".join(_describe(options, environment)) + "\n")
+        return 0
+    try:
+        token = _token(options, environment)
+    except ConfigError as error:
+        screen.say(str(error), is_alarm=True)
+        return EXIT_SETTINGS
+    with SignalInbox() as inbox:
+
+        def run() -> Cause | None:
+            return _run(options, environment, token, screen, inbox)
+
+        cause = run_again(run, run(), screen, inbox, options.restarts)
+        return show_end(screen, inbox, cause, options)
+
+
+def _run(
+    options: Options,
+    environment: Mapping[str, str],
+    token: str,
+    screen: Screen,
+    inbox: SignalInbox,
+) -> Cause | None:
+    """Start a follower on every machine and watch them to their end."""
+    become_subreaper()
+    fleet = Fleet(options, screen, inbox)
+    inherited = inherited_environment(environment)
+    mark = f"fastps-{secrets.token_hex(_MARK_BYTES)}"
+    elsewhere = dataclasses.replace(options.layout, machine=1)  # nobody connects to this process
+    try:
+        provide_descriptors(elsewhere, n_children=len(options.hosts))
+        for number, host in enumerate(options.hosts):
+            way = way_to(host, options)
+            words = request(options, number, way, inherited) | {"mark": mark, "token": token}
+            machine = Machine(
+                number, host.address, command(host, way, options, inherited),
+                environment=_local(inherited, way), screen=screen, mark=mark,
+                python=_python(options),
+            )  # fmt: skip
+            fleet.add_machine(machine)
+            machine.order(words)
+    except StartError as error:
+        fleet.abandon(Cause(str(error), error.exit_code))
+    return fleet.run()
+
+
+class Fleet(Job):
+    """Watch the machines of one job; they begin when all of them have answered."""
+
+    def __init__(self, options: Options, screen: Screen, inbox: SignalInbox) -> None:
+        """Start without machines."""
+        super().__init__(
+            screen, inbox, grace_s=3 * options.grace_s + _LEAST_GRACE_S,
+            timeout_s=options.timeout_s,
+        )  # fmt: skip
+        self._options = options
+        self._machines: list[Machine] = []
+        self._line = JointLine()
+        self._patience_s = options.start_timeout_s or START_S
+        self._answer_by: float | None = time.monotonic() + self._patience_s
+        if not options.has_no_live:
+            self.show_live(self._line)
+
+    def add_machine(self, machine: Machine) -> None:
+        """Watch one more machine, and hear what it says."""
+        machine.on_news = self._hear
+        self._machines.append(machine)
+        self.add(machine)
+
+    def _hear(self, machine: Machine, news: Mapping[str, Any]) -> None:
+        if self.cause is not None:
+            return
+        if "paces" in news:
+            self._line.hear(machine.rank, news["paces"])
+        elif "bound" in news and machine.rank == 0:
+            for other in self._machines[1:]:
+                other.begin(self._meeting(news["bound"]))
+        elif "ready" in news and self._are_all_there():
+            self._answer_by = None
+            self._machines[0].begin(self._meeting(self._options.scheduler_port))
+
+    def _are_all_there(self) -> bool:
+        here = [machine for machine in self._machines if machine.is_ready]
+        return len(here) == len(self._options.hosts)
+
+    def _meeting(self, port: int) -> dict[str, Any]:
+        """Return where the scheduler is, and where rank 0 has a port for tools of torch."""
+        told = [machine.facts for machine in self._machines]
+        host = self._options.scheduler_host or meeting_host(told)
+        first = next(place for place, count in enumerate(self._options.layout.workers) if count)
+        rank_0 = host if first == 0 else meeting_host([told[first], *told])
+        return {"host": host, "port": port, "master": (rank_0, told[first].get("kept", 0))}
+
+    def _notice_ends(self) -> None:
+        super()._notice_ends()
+        failed: list[Part] = [one for one in self._machines if one.notice_failure()]
+        if failed and not self._is_stopping:
+            self._take_failed(failed)
+
+    def _sleep_s(self, now: float, until: float | None) -> float:
+        wait_s = super()._sleep_s(now, until)
+        return wait_s if self._answer_by is None else min(wait_s, max(self._answer_by - now, 0.0))
+
+    def _check_timeout(self) -> None:
+        super()._check_timeout()
+        if self._answer_by is not None and time.monotonic() >= self._answer_by:
+            self._answer_by = None
+            mute = [machine.name for machine in self._machines if not machine.is_ready]
+            self._set_cause(Cause(
+                f"no answer from {', '.join(mute)} within {self._patience_s:g} s, so nothing was "
+                "started; raise --start-timeout if they are only slow", 1,
+            ))  # fmt: skip
+
+
+def meeting_host(told: Sequence[Mapping[str, Any]]) -> str:
+    """Choose the address of the scheduler by what the machines told, the first one first.
+
+    The address at which machine 0 was reached, else the one from which others were: then machine
+    0 is where the command was given.
+    """
+    candidates = [told[0].get("own", ""), *(facts.get("theirs", "") for facts in told[1:])]
+    reached = [one for one in candidates if one and not sockets.is_loopback(one)]
+    return str(reached[0]) if reached else _LOOPBACK
+
+
+# ---- what is started, and what it is told
+
+
+def way_to(host: Host, options: Options) -> str:
+    """Choose how a machine is reached: here, by srun or by ssh."""
+    if options.has_srun:
+        return "srun"
+    own = socket.gethostname()
+    names = ("localhost", own, own.partition(".")[0])
+    is_here = host.name in names or sockets.is_own_address(host.name)
+    return "here" if is_here else "ssh"
+
+
+def command(
+    host: Host, way: str, options: Options, inherited: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return the words that start the follower of a machine; no secret is among them."""
+    if way == "here":
+        return sys.executable, *FOLLOWER
+    if way == "srun":
+        return *SRUN, f"--nodelist={host.name}", _python(options), *FOLLOWER
+    path = _python_path(inherited)
+    there = ["exec", "env", f"PYTHONPATH={path}"] if path else ["exec"]
+    return (
+        "ssh", *shlex.split(options.ssh_args), *SSH,
+        *(("-p", str(options.ssh_port)) if options.ssh_port else ()),
+        *(("-i", str(options.ssh_identity)) if options.ssh_identity else ()),
+        "--", host.name, shlex.join([*there, _python(options), *FOLLOWER]),
+    )  # fmt: skip
+
+
+def request(
+    options: Options, number: int, way: str, inherited: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what a follower is told, but for the secrets."""
+    stays = () if way == "here" else STAYS
+    return {
+        "version": version_of("fastps"),
+        "way": way,
+        "folder": os.getcwd(),
+        "options": pack(options, number),
+        "environment": {
+            name: value
+            for name, value in inherited.items()
+            if name.startswith(TRAVELS) and name not in stays
+        },
+        "is_python_first": _is_python_first(),
+    }
+
+
+def _python(options: Options) -> str:
+    return options.remote_python or sys.executable
+
+
+def _is_python_first() -> bool:
+    """Return whether `python` here is this one, so that it shall be there too."""
+    found = shutil.which("python") or ""
+    return pathlib.Path(found).parent == pathlib.Path(sys.executable).parent
+
+
+def _python_path(inherited: Mapping[str, str]) -> str:
+    """Return PYTHONPATH as it is meant from any folder."""
+    words = [word for word in inherited.get("PYTHONPATH", "").split(os.pathsep) if word]
+    return os.pathsep.join(map(os.path.abspath, words))
+
+
+def _local(inherited: Mapping[str, str], way: str) -> dict[str, str]:
+    """Return the environment of what is started here, which knows no token."""
+    found = dict(inherited)
+    if way != "ssh" and (path := _python_path(inherited)):
+        found["PYTHONPATH"] = path
+    return found
+
+
+def _token(options: Options, environment: Mapping[str, str]) -> str:
+    """Return the user's token, else a new one; ConfigError says what is wrong with it."""
+    secret = choose_secret(options, environment, new_token="")
+    if secret is None or not secret[1]:
+        return secrets.token_hex(_TOKEN_BYTES)
+    return load(environ=dict([secret])).token_bytes().decode()
+
+
+def _describe(options: Options, environment: Mapping[str, str]) -> list[str]:
+    """Return what a start would do on every machine; what is chosen only then is left at zero."""
+    inherited = inherited_environment(environment)
+    lines = ["# scheduler: a thread of fastps-run on the first machine; token, address and port "
+             "are chosen at the start"]  # fmt: skip
+    where = options.scheduler_host
+    identity = Identity(options.job_id, None, (where, options.scheduler_port), (where, 0))
+    for number, host in enumerate(options.hosts):
+        layout = dataclasses.replace(options.layout, machine=number)
+        lines.append(f"# {host.name}, {layout.describe()}")
+        lines.append(shlex.join(command(host, way_to(host, options), options, inherited)))
+        share = dataclasses.replace(options, layout=layout)
+        plan = make_plan(share, identity, cpus=len(os.sched_getaffinity(0)), inherited=inherited)
+        for spec in plan:
+            lines += [f"#   {spec.name}", f"#   {spec.render()}"]
+    return lines

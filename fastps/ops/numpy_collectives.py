@@ -1,0 +1,641 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations among members of a process set on NumPy arrays; fastps hands them on.
+
+Names may be None: operations without one are told apart by their order, which is the same on all
+members. Ranks are those of the job. Threads: any, but nameless operations of one set come from
+one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+import numpy as np
+
+from fastps.collectives._calls import MISSED, Calls, changes_so_far
+from fastps.collectives.group_handle import MeanwhileError
+from fastps.ops.start import (
+    Average,
+    Landed,
+    Later,
+    Sum,
+    start_allgather,
+    start_allreduce,
+    start_alltoall,
+    start_broadcast,
+    start_gather,
+    start_grouped,
+    start_grouped_allgather,
+    start_grouped_reducescatter,
+    start_reduce,
+    start_reducescatter,
+)
+from fastps.session.array_checks import check_output, check_targets, readable
+from fastps.session.current import current
+from fastps.session.process_sets import ProcessSet, checked_set, global_process_set
+from fastps.types import Op, dtype_of
+from fastps.worker.handle import Array, Waitable, scale
+
+if TYPE_CHECKING:
+    from fastps.collectives._exchange import Operation
+    from fastps.collectives.group_handle import Promise
+
+P = ParamSpec("P")
+T = TypeVar("T")
+L = TypeVar("L", bound=Later[Any])
+
+
+def repeatable(
+    make: Callable[[Promise, Any], Any],
+) -> Callable[[Callable[P, L]], Callable[P, L]]:
+    """Have an _async form begin at once what it began before, as blocking() does.
+
+    make: its handle, of the operation's and of where the result will be.
+    """
+
+    def around(start: Callable[P, L]) -> Callable[P, L]:
+        calls = _calls()
+
+        @functools.wraps(start)
+        def run(*args: P.args, **options: P.kwargs) -> L:
+            begun = calls.begin(args, options)
+            if begun is not None:
+                found: L = make(begun[0].group.promise(*begun), begun[1])
+                return found
+            before = changes_so_far()
+            later = start(*args, **options)
+            operations = later.operations
+            if operations:
+                later.then(lambda found: calls.remember(args, options, found, operations, before))
+            return later
+
+        return run
+
+    return around
+
+
+def _calls() -> Calls:
+    return Calls(Op, ProcessSet, type(global_process_set))
+
+
+def again(promise: Promise, _: Any) -> Promise:
+    """Return the promise of an operation that was begun again, whose output is the result."""
+    return promise
+
+
+def blocking(
+    start: Callable[P, Later[T]], words: str, begin: Callable[P, Later[T]] | None = None
+) -> Callable[P, T]:
+    """Make the form that waits of an operation's _async form; words: its docstring.
+
+    begin: for what may begin otherwise, as somebody waits for it. What was called before, with
+    arrays of the same shapes, does not go through all this once more; see collectives/_calls.pyx.
+    """
+    calls, make = _calls(), begin or inspect.unwrap(start)
+
+    @functools.wraps(start)
+    def run(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            found: T = calls.again(args, options)
+        except MeanwhileError as news:
+            return cast("T", _corrected(news.operation, news.result))
+        if found is MISSED:
+            before = changes_so_far()
+            later = make(*args, **options)
+            found = later.wait()
+            calls.remember(args, options, found, later.operations, before)
+        return found
+
+    run.__name__ = run.__qualname__ = start.__name__.replace("_async", "").lstrip("_")
+    run.__doc__ = inspect.cleandoc(words)
+    return run
+
+
+def _corrected(operation: Operation, result: Array | None) -> Array | None:
+    """Correct an average that may lack somebody, as its handle does."""
+    if result is not None:
+        operation.group.promise(operation, _wire(result)).wait()
+    return result
+
+
+def join(device: int = -1, *, timeout_s: float | None = None) -> int:
+    """Take part in what the others do, without data, until all workers have called this; blocks.
+
+    For a worker that has run out of data: the others' allreduce (but Adasum), reduce, broadcasts,
+    those of optimizers and of process sets too, and barriers go on without it. An average is over
+    those who take part (n / k times that over all: the last digit may differ from a divided sum),
+    or over all with FASTPS_JOIN_AVERAGE=all, as with Horovod. What else they start raises
+    MismatchError; the average of integers over those who take part raises FastPSError, and so does
+    join() while settings are tuned. Waits for this worker's own operations first. Gives the rank
+    of the last one to come. device: accepted for Horovod's sake. timeout_s: from one operation of
+    others to the next (default: op_timeout_s); then StallError says who is at work, and join()
+    may be called again. PeerLostError names a worker that left the job instead.
+    """
+    session = current()
+    if session.size == 1:
+        return session.rank
+    return session.uneven.join(session.config.op_timeout_s if timeout_s is None else timeout_s)
+
+
+@repeatable(again)
+def allreduce_async(
+    tensor: Array,
+    name: str | None = None,
+    *,
+    op: Op = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    out: Array | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> Later[Array]:
+    """Start allreduce() and give a handle for synchronize(); the arrays must not be changed."""
+    source = _scaled(readable(tensor, name), prescale_factor)
+    if out is not None:
+        check_output("allreduce" if name is None else f"tensor {name!r}", source, out)
+    wire = _sum_wire(source, op)
+    target = None if out is None else wire if out is source else _wire(out)
+    flight = start_allreduce(
+        wire, target, op, name, process_set, priority=priority, factor=postscale_factor
+    )
+    return _result(flight, source, out, is_plain=postscale_factor == 1.0)
+
+
+allreduce = blocking(
+    allreduce_async,
+    """Return the average, or another op, of the arrays of all members.
+
+    op: Average, Sum, Min, Max, Product; BAND, BOR, BXOR for integers and bool; Adasum for floats
+    of a power of two of members (its _async form blocks too). The array is
+    multiplied by prescale_factor before and the result by postscale_factor after; integers lose
+    fractions, and their average is a sum, which wraps around as theirs do, divided and rounded
+    down. out: None for a new array, tensor itself for in place, or another of its shape and
+    dtype. With a name, Sum and
+    Average over all workers are push_pull(): declared, by way of the servers, larger priority
+    first. Rank order: the same bits on all members. Blocks; raises MismatchError, PeerLostError,
+    StallError, ValueError where this worker is not in process_set. Bytes: docs/collectives.md.
+    """,
+)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Array],
+    name: str | None = None,
+    *,
+    op: Op = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Later[list[Array]]:
+    """Start grouped_allreduce() and give a handle for synchronize()."""
+    sources = [_scaled(readable(tensor, name), prescale_factor) for tensor in tensors]
+    wires = [_sum_wire(source, op) for source in sources]
+    codes = [dtype_of(wire.dtype) for wire in wires]
+    flight = start_grouped(wires, op, name, process_set, codes, factor=postscale_factor)
+    return _results(flight, sources)
+
+
+grouped_allreduce = blocking(
+    grouped_allreduce_async,
+    """Return the allreduce() of each of several arrays, all under way at once; blocks.""",
+)
+
+
+def allgather_async(
+    tensor: Array,
+    name: str | None = None,
+    *,
+    out: Array | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Later[Array]:
+    """Start allgather()."""
+    return _allgather(tensor, name, out=out, process_set=process_set, is_awaited=False)
+
+
+def _allgather(
+    tensor: Array,
+    name: str | None = None,
+    *,
+    out: Array | None = None,
+    process_set: ProcessSet = global_process_set,
+    is_awaited: bool = True,
+) -> Later[Array]:
+    source = readable(tensor, name)
+    wire, to = _rows_wire(source), _out_wire(out, source, name)
+    flight, _ = start_allgather(wire, name, process_set, out=to, is_awaited=is_awaited)
+    return _rows(flight, source, out)
+
+
+allgather = blocking(
+    allgather_async,
+    """Return the arrays of all members, concatenated along the first dimension.
+
+    First dimensions may differ, the others must not (MismatchError). out: where the result goes,
+    C-contiguous; the tensor may be a part of it, at its place. Blocks.
+    """,
+    _allgather,
+)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Array],
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+) -> Later[list[Array]]:
+    """Start grouped_allgather()."""
+    return _grouped_allgather(tensors, name, process_set=process_set, is_awaited=False)
+
+
+def _grouped_allgather(
+    tensors: Sequence[Array],
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+    is_awaited: bool = True,
+) -> Later[list[Array]]:
+    sources = [readable(tensor, name) for tensor in tensors]
+    wires = [_rows_wire(source) for source in sources]
+    flight, _ = start_grouped_allgather(
+        wires, name, process_set, dtypes=[None] * len(wires), is_awaited=is_awaited
+    )
+    return _results(flight, sources)
+
+
+grouped_allgather = blocking(
+    grouped_allgather_async,
+    """Return the allgather() of each of several arrays, small ones as one operation; blocks.""",
+    _grouped_allgather,
+)
+
+
+@repeatable(again)
+def reducescatter_async(
+    tensor: Array,
+    name: str | None = None,
+    *,
+    op: Op = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    out: Array | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Later[Array]:
+    """Start reducescatter() and give a handle for synchronize()."""
+    source = _scaled(readable(tensor, name), prescale_factor)
+    wire, to = _sum_wire(source, op), _out_wire(out, source, name)
+    flight = start_reducescatter(wire, op, name, process_set, out=to, factor=postscale_factor)
+    return _result(flight, source, out, is_plain=postscale_factor == 1.0)
+
+
+reducescatter = blocking(
+    reducescatter_async,
+    """Return this member's rows of the allreduce().
+
+    Rows are divided evenly, in the order of members; the first ones get one more each where
+    something is left. out: where the result goes, C-contiguous. Blocks.
+    """,
+)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Array],
+    name: str | None = None,
+    *,
+    op: Op = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Later[list[Array]]:
+    """Start grouped_reducescatter() and give a handle for synchronize()."""
+    sources = [_scaled(readable(tensor, name), prescale_factor) for tensor in tensors]
+    wires = [_sum_wire(source, op) for source in sources]
+    plain = [None] * len(wires)
+    flight = start_grouped_reducescatter(
+        wires, op, name, process_set, dtypes=plain, factor=postscale_factor
+    )
+    return _results(flight, sources)
+
+
+grouped_reducescatter = blocking(
+    grouped_reducescatter_async,
+    """Return the reducescatter() of several arrays, small ones as one operation; blocks.""",
+)
+
+
+def alltoall_async(
+    tensor: Array,
+    splits: Sequence[int] | None = None,
+    *,
+    name: str | None = None,
+    out: Array | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Later[Any]:
+    """Start alltoall()."""
+    return _alltoall(tensor, splits, name=name, out=out, process_set=process_set, is_awaited=False)
+
+
+def _alltoall(
+    tensor: Array,
+    splits: Sequence[int] | None = None,
+    *,
+    name: str | None = None,
+    out: Array | None = None,
+    process_set: ProcessSet = global_process_set,
+    is_awaited: bool = True,
+) -> Later[Any]:
+    source = readable(tensor, name)
+    wire, to = _rows_wire(source), _out_wire(out, source, name)
+    flight, received = start_alltoall(
+        wire, splits, name, process_set, out=to, is_awaited=is_awaited
+    )
+    result = _rows(flight, source, out)
+    if splits is None:
+        return result
+    return Later([result], lambda found: (found[0], np.array(received)))
+
+
+alltoall = blocking(
+    alltoall_async,
+    """Send rows to each member, and give what came from each, in the order of members.
+
+    splits: how many rows go to each; None: the same number, and an array comes back; otherwise
+    the array and how many rows came from each. out: where the array goes, C-contiguous, another
+    than tensor. Blocks.
+    """,
+    _alltoall,
+)
+
+
+@repeatable(again)
+def broadcast_async(
+    tensor: Array | Sequence[Array],
+    root_rank: int = 0,
+    *,
+    name: str | Sequence[str] | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Later[Any]:
+    """Start broadcast() and give a handle for synchronize(); does not block."""
+    check_targets(tensor)
+    if name is not None and process_set is global_process_set:
+        if isinstance(tensor, np.ndarray):
+            handle = current().broadcast_async(_wire(tensor), root_rank, name)
+            return Later([handle], lambda _: tensor)
+        wires = [_wire(one) for one in tensor]
+        handle = current().broadcast_async(wires, root_rank, name)
+        return Later([handle], lambda _: list(tensor))
+    if isinstance(tensor, np.ndarray) and (name is None or isinstance(name, str)):
+        flight = start_broadcast(_wire(tensor), root_rank, name, process_set)
+        return Later([flight], lambda _: tensor, is_plain=True)
+    labels = [None] * len(tensor) if name is None else name
+    flights = [
+        broadcast_async(one, root_rank, name=label, process_set=process_set)
+        for one, label in zip(tensor, labels, strict=True)
+    ]
+    return Later(flights, lambda found: found)
+
+
+broadcast = blocking(
+    broadcast_async,
+    """Copy the root's tensor into everybody's, in place, bit by bit; blocks.""",
+)
+
+
+@repeatable(again)
+def reduce_to_async(
+    tensor: Array,
+    root_rank: int = 0,
+    *,
+    op: Op = Average,
+    name: str | None = None,
+    out: Array | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Later[Array | None]:
+    """Start reduce_to() and give a handle for synchronize()."""
+    source = readable(tensor, name)
+    if out is not None:
+        check_output("reduce_to" if name is None else f"tensor {name!r}", source, out)
+    wire = _sum_wire(source, op)
+    to = None if out is None else wire if out is source else _wire(out)
+    flight = start_reduce(wire, root_rank, op, name, process_set, out=to)
+    is_root, result = current().rank == root_rank, _result(flight, source, out=out)
+    return Later(
+        [result if is_root else flight], lambda found: found[0] if is_root else None, is_plain=True
+    )
+
+
+reduce_to = blocking(
+    reduce_to_async,
+    """Return the allreduce() on the root, and None elsewhere; blocks.
+
+    out: where the root wants it, as for allreduce(). Called reduce elsewhere; fastps.reduce is the
+    room of kernels.
+    """,
+)
+
+
+def gather_async(
+    tensor: Array,
+    root_rank: int = 0,
+    *,
+    name: str | None = None,
+    out: Array | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Later[Array | None]:
+    """Start gather()."""
+    return _gather(
+        tensor, root_rank, name=name, out=out, process_set=process_set, is_awaited=False
+    )
+
+
+def _gather(
+    tensor: Array,
+    root_rank: int = 0,
+    *,
+    name: str | None = None,
+    out: Array | None = None,
+    process_set: ProcessSet = global_process_set,
+    is_awaited: bool = True,
+) -> Later[Any]:
+    source = readable(tensor, name)
+    wire, to = _rows_wire(source), _out_wire(out, source, name)
+    flight = start_gather(wire, root_rank, name, process_set, out=to, is_awaited=is_awaited)
+    is_root = current().rank == root_rank
+    if is_root:
+        return _rows(flight, source, out)
+    return Later([flight], lambda _: None, is_plain=isinstance(flight, Landed))
+
+
+gather = blocking(
+    gather_async,
+    """Return the allgather() on the root, and None elsewhere; blocks.
+
+    out: where the root wants it, C-contiguous, another than tensor.
+    """,
+    _gather,
+)
+
+
+@repeatable(again)
+def scatter_async(
+    tensor: Array | None,
+    out: Array,
+    root_rank: int = 0,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Later[Array]:
+    """Start scatter() and give a handle for synchronize()."""
+    root = checked_set(process_set).member(root_rank, "root_rank")
+    wire = None if tensor is None else _wire(readable(tensor, name))
+    check_targets(out)
+    flight = process_set.group().scatter(wire, _wire(out), root=root, name=name)
+    return Later([flight], lambda _: out, is_plain=True)
+
+
+scatter = blocking(
+    scatter_async,
+    """Scatter the root's array: each member has its part, in their order, in out; blocks.
+
+    out: C-contiguous, as large on all members. tensor: of the root, as large as all together,
+    of out's dtype.
+    """,
+)
+
+
+def barrier_async(*, process_set: ProcessSet = global_process_set) -> Later[None]:
+    """Start barrier() and give a handle for synchronize()."""
+    if process_set is not global_process_set:
+        return Later([checked_set(process_set).group().barrier()], lambda _: None)
+    return Later([current().groups.start_barrier()], lambda _: None)
+
+
+@repeatable(again)
+def send_async(
+    tensor: Array, target: int, *, tag: int = 0, process_set: ProcessSet = global_process_set
+) -> Later[None]:
+    """Start send() and give a handle for synchronize()."""
+    group, member = checked_set(process_set).group(), process_set.member(target, "target")
+    flight = group.send(_wire(readable(tensor)), member, tag=tag)
+    return Later([flight], lambda _: None, is_plain=True)
+
+
+send = blocking(
+    send_async,
+    """Send an array to a worker that calls receive(); blocks until it has been read.
+
+    Messages with one tag arrive in the order in which they were sent.
+    """,
+)
+
+
+class Receipt(Later[Array]):
+    """The handle of an array that a message brings."""
+
+    def __init__(self, promise: Promise, out: Array) -> None:
+        super().__init__([promise], lambda _: out, is_plain=True)
+        self._promise = promise
+
+    @property
+    def source(self) -> int:
+        """Place in the set of who sent it; only when it is there."""
+        return self._promise.source
+
+
+@repeatable(Receipt)
+def receive_async(
+    out: Array,
+    source: int | None = None,
+    *,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> Receipt:
+    """Start receive(); the done handle's `source` is the sender's place in the set."""
+    check_targets(out)
+    group = checked_set(process_set).group()
+    member = None if source is None else process_set.member(source, "source")
+    return Receipt(group.receive(_wire(out), member, tag=tag), out)
+
+
+receive = blocking(
+    receive_async,
+    """Receive what a worker sends, or whoever sends first, into an array of just that size.""",
+)
+
+
+def _scaled(array: Array, factor: float) -> Array:
+    """Return an array times a factor, as Horovod multiplies."""
+    if factor == 1.0:
+        return array
+    product = array.copy()
+    wire = _wire(product)
+    scale(wire, dtype_of(wire.dtype), factor)
+    return product
+
+
+def _wire(array: Array) -> Array:
+    """Return the array as it travels: a complex number is two floats, along a last dimension."""
+    if array.dtype.kind != "c":
+        return array
+    parts: Array = array[..., None].view(array.real.dtype)
+    return parts
+
+
+def _rows_wire(array: Array) -> Array:
+    """Return an array of rows as it travels: a complex scalar is one row, not two."""
+    return _wire(array if array.ndim else array.reshape(1))
+
+
+def _unwire(array: Array, dtype: np.dtype[Any]) -> Array:
+    return array.view(dtype)[..., 0] if dtype.kind == "c" else array
+
+
+def _sum_wire(array: Array, op: Op) -> Array:
+    if array.dtype.kind == "c" and op not in (Sum, Average):
+        raise TypeError(f"complex numbers have no {op.value}")
+    return _wire(array)
+
+
+def _out_wire(out: Array | None, source: Array, name: str | None) -> Array | None:
+    """Return the output of an operation as it travels; ValueError where its dtype is another."""
+    if out is None:
+        return None
+    check_targets(out)
+    if out.dtype != source.dtype:
+        what = "the tensor" if name is None else f"tensor {name!r}"
+        raise ValueError(f"{what}: the output is {out.dtype}, the input {source.dtype}")
+    return _wire(out)
+
+
+def _result(
+    flight: Waitable, source: Array, out: Array | None = None, *, is_plain: bool = True
+) -> Later[Array]:
+    """Return the handle of an operation's array, of the source's dtype; out: where it goes."""
+
+    def finish(found: list[Any]) -> Array:
+        return _unwire(found[0], source.dtype) if out is None else out
+
+    return Later([flight], finish, is_plain=is_plain)
+
+
+def _rows(flight: Waitable, source: Array, out: Array | None) -> Later[Array]:
+    """Do _result() for rows, of which members may have had to tell before."""
+    if isinstance(flight, Landed) and source.dtype.kind != "c":
+        return flight
+
+    def finish(found: list[Any]) -> Array:
+        return _unwire(found[0], source.dtype) if out is None else out
+
+    return Later([flight], finish, is_plain=isinstance(flight, Landed))
+
+
+def _results(flight: Waitable, sources: Sequence[Array]) -> Later[list[Array]]:
+    """Return the handle of the arrays of a grouped operation."""
+    return Later(
+        [flight],
+        lambda found: [
+            _unwire(one, source.dtype) for one, source in zip(found[0], sources, strict=True)
+        ],
+    )

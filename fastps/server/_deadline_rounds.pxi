@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+# Part of _accumulate.pyx: rounds that may end without the late, and move a value that stays here.
+#
+# What a contributor pushes is kept until a round ends. That is when all contributors who are there
+# take part, or when its deadline, counted from the first of them, is over; then the rule makes one
+# of all that is kept, the outer optimizer moves the value by it, and all who take part are
+# answered with the value. Who pushes when the round that it worked for is over already - the value
+# has changed since its last answer - is late: it is answered at once, and what it pushed goes into
+# the next round, added to what else it pushes for that. So each update counts once, a member has
+# one voice in a round, however late it was, and nobody waits for the late longer than a deadline.
+# A pull for JOIN, the next stamp, takes part without giving anything; of a round in which nothing
+# is kept the stamp alone rises. What was pushed by a member that left counts like all else.
+#
+# A rule needs a number of updates for the lies that it is to stand: no deadline ends a round with
+# fewer. What it refuses is dropped.
+#
+# Contributor 0 gives the value, with a push that says so (header.status, bits of a float32): -1
+# for a fresh one, or 1 + the steps that the outer optimizer has taken, and then what that keeps is
+# pushed too. A pull for stamp -1 - i reads what it keeps, number i, in the place of the value.
+#
+# Units are whole partitions. The formulas are those of fastps/algorithms/outer.py, in the
+# element's own type and in the written order, so results are NumPy's. Whoever works on turns owns
+# what is kept.
+
+cdef enum:
+    JOIN = 0x7FFFFFFF           # of contract.py: the stamp after the one that was seen last
+    ASIDE = 0x80000000          # in Caller.wanted: what the outer optimizer keeps is wanted
+    PLAIN = 0                   # of contract.Step
+    NESTEROV = 1
+    ADAM = 2
+    MISSED = 0                  # of Store.absences
+    LATE = 1
+
+
+cdef inline int n_moments(Entry* entry) noexcept nogil:
+    return entry.gathering.step
+
+
+cdef bint takes_part(Caller* caller, const Header* header) noexcept nogil:
+    """Note what an operation says besides; False: it may not. entry.lock is held."""
+    cdef bint is_push = header.kind == KIND_PUSH
+    cdef float rate = rate_of(header) if is_push else 0
+    caller.rate = rate
+    if header.flags & FLAG_BROADCAST or not -1 <= rate < 1e38:
+        return False
+    return rate == 0 or caller.index == 0
+
+
+cdef void fill_gathered(Caller* caller, SendItem* item) noexcept nogil:
+    """Put what a caller wants into its answer."""
+    cdef Value* value = caller.value
+    cdef uint32_t place = ~caller.wanted if is_aside(caller) else 0
+    cdef char* source = value.sums[0]
+    if is_aside(caller):
+        source = value.moments[place] if place < 2 else NULL
+        item.header.status = <int32_t>value.steps
+    else:
+        caller.seen = value.stamp
+    if source == NULL:
+        memset(caller.buffers[0], 0, item.nbytes)
+    else:
+        memcpy(caller.buffers[0], source, item.nbytes)
+
+
+# ---------------------------------------------------------------- the value, from contributor 0
+
+cdef void forget_kept(Value* value) noexcept nogil:
+    cdef uint32_t index
+    for index in range(value.entry.cast.n_contributors):
+        give_back(value.entry, &value.callers[index].kept)
+    give_back(value.entry, &value.moments[0])
+    give_back(value.entry, &value.moments[1])
+
+
+cdef int seed(Caller* caller) noexcept nogil:
+    """Take what was pushed for the value, or for what the outer optimizer keeps."""
+    cdef Value* value = caller.value
+    cdef Entry* entry = value.entry
+    cdef char** place = &value.sums[0]
+    if value.seeds_left:
+        place = &value.moments[n_moments(entry) - value.seeds_left]
+        value.seeds_left -= 1
+    else:
+        forget_kept(value)
+        value.steps = <int64_t>caller.rate - 1 if caller.rate > 0 else 0
+        value.seeds_left = n_moments(entry) if caller.rate > 0 else 0
+    if place[0] == NULL:
+        place[0] = lend(entry, entry.nbytes)
+    if place[0] == NULL:
+        return E_NOMEM
+    memcpy(place[0], caller.buffers[0], entry.nbytes)
+    if value.seeds_left == 0 and value.n_seeded == 0:
+        return count_seed(value)
+    return OK
+
+
+# ---------------------------------------------------------------- what is pushed
+
+cdef void add_all(Real* total, const Real* x, uint32_t count) noexcept nogil:
+    cdef uint32_t i
+    for i in range(count):
+        total[i] = total[i] + x[i]
+
+
+cdef int keep(Caller* caller) noexcept nogil:
+    """Add what was pushed to what is kept of this member; its buffer is for the answer."""
+    cdef Entry* entry = caller.value.entry
+    cdef uint32_t count = entry.nbytes / entry.itemsize
+    cdef char* fresh
+    if caller.kept == NULL:
+        fresh = lend(entry, entry.nbytes)
+        if fresh == NULL:
+            return E_NOMEM
+        caller.kept = caller.buffers[0]
+        caller.buffers[0] = fresh
+    elif entry.itemsize == sizeof(float):
+        add_all(<float*>caller.kept, <const float*>caller.buffers[0], count)
+    else:
+        add_all(<double*>caller.kept, <const double*>caller.buffers[0], count)
+    return OK
+
+
+cdef int gather(Caller* caller) noexcept nogil:
+    """Take what landed; nothing comes before there is a value."""
+    cdef int status
+    if caller.rate:
+        return seed(caller)
+    status = keep(caller) if caller.value.n_seeded else E_PROTOCOL
+    if status == OK and is_coded(caller) and caller.seen != caller.value.stamp:
+        status = pack(caller, caller.value.stamp)       # it is late, and answered at once
+    return status
+
+
+cdef void end_gathered(Turn* turn) noexcept nogil:
+    """A push took effect: who is late, or gave the value, is answered; else the round may end."""
+    cdef Caller* caller = turn.caller
+    cdef Value* value = caller.value
+    cdef Entry* entry = value.entry
+    pthread_mutex_lock(&entry.lock)
+    caller.clock = caller.version
+    if caller.status != OK:
+        give_back(entry, &caller.buffers[0])
+    elif caller.rate:
+        answer_unit(turn)
+    elif caller.seen != value.stamp:
+        count_absence(caller, LATE)
+        answer_unit(turn)
+    else:
+        fps_add32(&caller.in_flight, 1)
+        caller.n_taken = 1
+        value.is_moved = True
+    pthread_mutex_unlock(&entry.lock)
+
+
+cdef inline void count_absence(Caller* caller, int which) noexcept nogil:
+    """Count a round without a member, or its late update, of a tensor at its first piece."""
+    cdef Entry* entry = caller.value.entry
+    if not entry.key & ((1 << KEY_BITS) - 1):
+        fps_add64(&entry.store.absences[2 * entry.cast.senders[caller.index] + which], 1)
+
+
+# ---------------------------------------------------------------- the end of a round
+
+cdef inline bint is_present(Caller* caller) noexcept nogil:
+    """Tell whether a member takes part in the round; entry.lock is held."""
+    return caller.n_answered < caller.n_taken or (
+        caller.is_waiting and caller.wanted == caller.value.stamp + 1)
+
+
+cdef void open_round(Value* value) noexcept nogil:
+    """See to it that somebody looks when the deadline is over; entry.lock is held."""
+    if value.is_open:
+        return
+    value.is_open = True
+    if value.entry.gathering.deadline_ns:
+        value.due = now_ns() + value.entry.gathering.deadline_ns
+        ring_news(value.entry.store)
+
+
+cdef bint may_end(Value* value) noexcept nogil:
+    """Tell whether a round ends now; entry.lock is held."""
+    cdef Entry* entry = value.entry
+    cdef uint32_t index, n_present = 0, n_missing = 0, n_kept = 0
+    cdef Caller* caller
+    for index in range(entry.cast.n_contributors):
+        caller = &value.callers[index]
+        n_kept += caller.kept != NULL
+        if is_present(caller):
+            n_present += 1
+        elif not is_gone(entry, index):
+            n_missing += 1
+    if n_present == 0 or value.n_seeded == 0:
+        return False
+    if n_missing == 0:
+        return True
+    open_round(value)
+    return value.is_over and n_kept >= entry.gathering.least
+
+
+cdef int64_t look_at_deadline(Entry* entry, int64_t now) noexcept nogil:
+    cdef Value* value
+    cdef int64_t due = INT64_MAX
+    pthread_mutex_lock(&entry.lock)
+    value = <Value*>entry.state
+    if value != NULL and value.due:
+        due = value.due
+    if due <= now:
+        value.due = 0
+        value.is_over = value.is_moved = True
+        unlock_and_work(value, 0)
+        return INT64_MAX
+    pthread_mutex_unlock(&entry.lock)
+    return due
+
+
+cdef int combine_kept(Value* value, char* made) noexcept nogil:
+    """Make one of all that is kept by the rule, in the order of the cast; then nothing is kept."""
+    cdef const void* sources[MAX_SETTLERS]
+    cdef uint32_t who[MAX_SETTLERS]
+    cdef uint8_t refused[MAX_SETTLERS]
+    cdef Entry* entry = value.entry
+    cdef RuleArgs args
+    cdef uint32_t index
+    cdef int64_t status, n = 0
+    for index in range(entry.cast.n_contributors):
+        if value.callers[index].kept != NULL:
+            sources[n] = value.callers[index].kept
+            who[n] = index
+            n += 1
+    memset(&args, 0, sizeof(args))
+    args.divisor, args.version = 1, value.stamp + 1
+    args.state, args.pool, args.refused = entry.rule_state, entry.store.pool, refused
+    status = run_rule(entry.rule, sources, n, made, entry.nbytes / entry.itemsize, &args)
+    if status != 1:
+        return <int>status if status < 0 else E_PROTOCOL
+    for index in range(n):
+        if refused[index]:
+            blame(entry, who[index])
+        give_back(entry, &value.callers[who[index]].kept)
+    return OK
+
+
+cdef int move(Value* value) noexcept nogil:
+    """Let what is kept move the value."""
+    cdef Entry* entry = value.entry
+    cdef int i, status
+    cdef char* made = lend(entry, entry.nbytes)
+    if made == NULL:
+        return E_NOMEM
+    for i in range(n_moments(entry)):
+        if value.moments[i] == NULL:
+            value.moments[i] = lend(entry, entry.nbytes)
+            if value.moments[i] == NULL:
+                give_back(entry, &made)
+                return E_NOMEM
+            memset(value.moments[i], 0, entry.nbytes)
+    probe_hit(PROBE_SERVER_SUM, entry.key, value.stamp + 1)
+    status = combine_kept(value, made) if entry.nbytes else OK
+    if status == OK:
+        value.steps += 1
+        if entry.itemsize == sizeof(float):
+            step_as(value, <float*>value.sums[0], <const float*>made)
+        else:
+            step_as(value, <double*>value.sums[0], <const double*>made)
+        count_work(entry, entry.nbytes)
+    give_back(entry, &made)
+    return status
+
+
+cdef bint has_kept(Value* value) noexcept nogil:
+    cdef uint32_t index
+    for index in range(value.entry.cast.n_contributors):
+        if value.callers[index].kept != NULL:
+            return True
+    return False
+
+
+cdef void count_missing(Value* value) noexcept nogil:
+    """Count the round for those without whom it ends; the first such is news. The lock is held."""
+    cdef uint32_t index
+    for index in range(value.entry.cast.n_contributors):
+        if not is_present(&value.callers[index]) and not is_gone(value.entry, index):
+            count_absence(&value.callers[index], MISSED)
+            ring_news(value.entry.store)
+
+
+cdef void pack_all(Value* value) noexcept nogil:
+    """Encode the answers of all who have pushed for the round that ends, but for the lock.
+
+    Who has not may begin to meanwhile, and can only come into the next one.
+    """
+    cdef Entry* entry = value.entry
+    cdef uint32_t index
+    cdef Caller* caller
+    cdef bint is_answered
+    for index in range(entry.cast.n_contributors):
+        caller = &value.callers[index]
+        pthread_mutex_lock(&entry.lock)
+        is_answered = caller.n_answered < caller.n_taken and is_coded(caller)
+        pthread_mutex_unlock(&entry.lock)
+        if is_answered:
+            pack(caller, value.stamp + 1)
+
+
+cdef void end_round(Value* value) noexcept nogil:
+    """Move the value, and answer all who took part; called by who works on turns."""
+    cdef Entry* entry = value.entry
+    cdef uint32_t index
+    cdef Caller* caller
+    cdef fps_floats before
+    cdef int status
+    fps_floats_enter(&before)
+    status = move(value) if has_kept(value) else OK
+    if status == OK and entry.code != NULL:
+        pack_all(value)
+    fps_floats_leave(&before)
+    pthread_mutex_lock(&entry.lock)
+    count_missing(value)
+    value.is_open = value.is_over = False
+    value.due = 0
+    if status == OK:
+        value.stamp += 1
+    for index in range(entry.cast.n_contributors):
+        caller = &value.callers[index]
+        if status != OK or lacks_answer(caller):
+            fail_caller(caller, status if status != OK else E_NOMEM)
+        elif caller.n_answered < caller.n_taken:
+            caller.n_answered += 1
+            answer_unit(&caller.turns[0])
+            fps_add32(&caller.in_flight, -1)
+    wake_waiting(value)
+    pthread_mutex_unlock(&entry.lock)
+
+
+cdef void free_gathered(Value* value) noexcept nogil:
+    forget_kept(value)
+
+
+# ---------------------------------------------------------------- outer optimizers
+
+cdef void step_plainly(Real* x, const Real* g, uint32_t count, Real lr) noexcept nogil:
+    cdef uint32_t i
+    for i in range(count):
+        x[i] = x[i] - lr * g[i]
+
+
+cdef void step_ahead(Real* x, const Real* g, Real* momentum, uint32_t count, Real lr,
+                     Real mu) noexcept nogil:
+    """Nesterov's momentum, as outer.Nesterov."""
+    cdef uint32_t i
+    for i in range(count):
+        momentum[i] = mu * momentum[i] + g[i]
+        x[i] = x[i] - lr * (g[i] + mu * momentum[i])
+
+
+cdef void step_adam(Real* x, const Real* g, Real* mean, Real* square, uint32_t count,
+                    Gathering* how, int64_t steps) noexcept nogil:
+    """Adam, as outer.Adam."""
+    cdef Real first = <Real>how.first, fresh = <Real>(1 - how.first)
+    cdef Real second = <Real>how.second, fresh_square = <Real>(1 - how.second)
+    cdef Real whole = <Real>(1 - power(how.first, <double>steps))
+    cdef Real whole_square = <Real>(1 - power(how.second, <double>steps))
+    cdef Real lr = <Real>how.lr, eps = <Real>how.eps
+    cdef uint32_t i
+    for i in range(count):
+        mean[i] = first * mean[i] + fresh * g[i]
+        square[i] = second * square[i] + fresh_square * g[i] * g[i]
+        x[i] = x[i] - lr * (mean[i] / whole / (root(square[i] / whole_square) + eps))
+
+
+cdef void step_as(Value* value, Real* x, const Real* g) noexcept nogil:
+    cdef Entry* entry = value.entry
+    cdef Gathering* how = &entry.gathering
+    cdef uint32_t count = entry.nbytes / sizeof(Real)
+    cdef Real* moment = <Real*>value.moments[0]
+    if how.step == NESTEROV:
+        step_ahead(x, g, moment, count, <Real>how.lr, <Real>how.first)
+    elif how.step == ADAM:
+        step_adam(x, g, moment, <Real*>value.moments[1], count, how, value.steps)
+    else:
+        step_plainly(x, g, count, <Real>how.lr)

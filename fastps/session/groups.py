@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The groups of one session: all workers, and process sets among them.
+
+Gives collectives/group.py what it needs of a session: the engine, links to members made at their
+first use, arrays, and the words of a failure. Threads: any.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastps.collectives._calls import forget_calls
+from fastps.collectives.channels import BARRIER
+from fastps.collectives.descriptions import Membership
+from fastps.collectives.group import Group
+from fastps.collectives.group_handle import Promise
+from fastps.collectives.row_counts import gather_objects
+from fastps.collectives.staged import Lines
+from fastps.errors import (
+    ConfigError,
+    FastPSError,
+    MismatchError,
+    ProtocolError,
+    StallError,
+    Status,
+    TransportError,
+)
+from fastps.graph.neighbors import Neighbors
+from fastps.session.stall_watch import pending_operation
+from fastps.types import DType
+from fastps.worker.handle import Array, Waitable
+
+if TYPE_CHECKING:
+    from fastps.collectives._exchange import Exchange, Operation
+    from fastps.collectives.group_host import Explain
+    from fastps.graph.survivor_rounds import Agreed
+    from fastps.graph.windows import WindowTable
+    from fastps.session.differences import Differences
+    from fastps.session.host import SessionHost
+    from fastps.session.join import Uneven
+    from fastps.session.stall_watch import StallWatch
+    from fastps.session.ways import Ways
+    from fastps.transport._shm import Mapping
+    from fastps.transport.shm import Arena
+
+
+class Groups:
+    """What groups need of a session; makes them."""
+
+    def __init__(
+        self, session: SessionHost, uneven: Uneven, ways: Ways, stalls: StallWatch,
+        differences: Differences,
+    ) -> None:  # fmt: skip
+        self._session, self._uneven, self._ways = session, uneven, ways
+        self._stalls, self._differences = stalls, differences
+        self.known: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+        self._world = self._make(self._everybody())
+        # who was through with an operation of all when others failed has begun one more, so what
+        # goes on without the lost is numbered apart
+        goes_on = session.config.goes_on
+        group = self._make(self._everybody(), "neighbors") if goes_on else self._world
+        self.neighbors = Neighbors(group, self.pair, living=self.living, goes_on=goes_on)
+        self._n_sets = 0
+        self._pairs: dict[int, Group] = {}
+        self._windows: WindowTable | None = None
+        self._agreed: dict[str, Agreed] = {}
+        self._late_barrier: Promise | None = None
+        self._lines: Lines | None = None
+
+    def _everybody(self) -> Sequence[int]:
+        """List the workers; a validator is not among them, and has none."""
+        size, me = self._session.size, self._session.rank
+        return range(size) if me < size else (me,)
+
+    @property
+    def world(self) -> Group:
+        """The group of all workers; ConfigError where this is none."""
+        if self.me >= self._session.size:
+            raise ConfigError(
+                f"this is validator {self.me - self._session.size}: collective operations are the "
+                "workers'; see fastps.HeldParameters"
+            )
+        return self._world
+
+    def group(self, ranks: Sequence[int], key: str = "") -> Group:
+        """Make the group of some workers, this one among them; the same on all of them.
+
+        key: tells apart groups of the same ranks. Does not communicate. Raises ValueError.
+        """
+        if len(set(ranks)) != len(ranks) or not all(0 <= r < self._session.size for r in ranks):
+            raise ValueError(f"{list(ranks)} are not some of {self._session.size} workers")
+        if self.me not in ranks:
+            raise ValueError(f"worker {self.me} is not one of {list(ranks)}")
+        return self._make(ranks, key or "group", "process set")
+
+    def _make(self, ranks: Sequence[int], key: str = "", words: str = "") -> Group:
+        group = Group(self, ranks, key, words)
+        self.known[group.key] = group
+        return group
+
+    def of_key(self, key: str, ranks: Sequence[int]) -> Group:
+        """Return the group that others know by a whole key, though this worker has not used it."""
+        return self.known.get(key) or self._make(ranks, key.removesuffix(f"/{tuple(ranks)}"))
+
+    def pair(self, rank: int) -> Group:
+        """Return the group of this worker, or validator, and another; the same each time."""
+        if rank not in self._pairs:
+            self._pairs[rank] = self._make(sorted((self.me, rank)), "pair")
+        return self._pairs[rank]
+
+    def living(self) -> Group:
+        """Return the group of all workers, without those that the job goes on without."""
+        if not self._session.config.goes_on:
+            return self.world
+        gone = self.world.gone()
+        ranks = [rank for rank in self.world.ranks if rank not in gone]
+        return self.known.get(f"living/{tuple(ranks)}") or self._make(ranks, "living")
+
+    def agreed(self, name: str) -> Agreed:
+        """Return rounds of operations of all who are left; the same for a name each time."""
+        if name not in self._agreed:
+            from fastps.graph.survivor_rounds import Agreed  # noqa: PLC0415  (most jobs need none)
+
+            self._agreed[name] = Agreed(self.world, self.living, gather_objects, name)
+        return self._agreed[name]
+
+    def start_barrier(self, timeout_s: float | None = None) -> Waitable:
+        """Start to wait for all workers: in shared memory by its pipes, else by the scheduler.
+
+        Which knows of validators and of who is left, and opens no links for it.
+        """
+        config, is_here = self._session.config, self.arena and self.world.is_on_one_machine
+        if is_here and not (config.goes_on or config.num_validators):
+            return self.world.barrier(name=BARRIER)
+        return self._session.enter_barrier(timeout_s=timeout_s) or self.world.barrier()
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Wait for all workers; who comes again after a StallError still waits for the same.
+
+        After Ctrl-C, and a time that is none, too: the others count this worker as having come.
+        """
+        flight, self._late_barrier = self._late_barrier or self.start_barrier(timeout_s), None
+        try:
+            flight.wait(timeout_s)
+        except (StallError, ValueError, KeyboardInterrupt):
+            if isinstance(flight, Promise):
+                self._late_barrier = flight
+            raise
+
+    def broadcast_to_those_left(
+        self, arrays: Sequence[Array], codes: Sequence[DType], root_rank: int
+    ) -> None:
+        """Overwrite arrays of all who are left with the root's; blocks.
+
+        C-contiguous. All get all of them, or all raise PeerLostError, as the root is lost.
+        """
+        from fastps.graph.survivor_rounds import broadcasting  # noqa: PLC0415  (most jobs need none)
+
+        agreed = self.agreed("broadcast")
+        for place, (array, code) in enumerate(zip(arrays, codes, strict=True)):
+            agreed.start(broadcasting(array, code, root_rank, f"broadcast {place}"))
+        agreed.finish()
+
+    @property
+    def windows(self) -> WindowTable:
+        """The windows of this session, made at their first use."""
+        if self._windows is None:
+            from fastps.graph.windows import WindowTable  # noqa: PLC0415  (most jobs need none)
+
+            self._windows = WindowTable(self, self.world, self.neighbors)
+        return self._windows
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether windows() has made any."""
+        return self._windows is not None
+
+    def close(self) -> None:
+        """End what has threads, and forget operations; idempotent."""
+        self._uneven.past.clear()
+        if self._lines is not None:
+            self._lines.close(self._session.config.shutdown_timeout_s)
+        if self._windows is not None:
+            self._windows.close(timeout_s=self._session.config.shutdown_timeout_s)
+
+    def next_key(self) -> str:
+        """Return a key for the next process set: the same on all workers, which add them alike."""
+        self._n_sets += 1
+        return f"set {self._n_sets}"
+
+    # ---- names ----
+
+    def knows(self, name: str) -> bool:
+        """Return whether operations were started under a name; sets without us may know.
+
+        The answer is the same on all workers.
+        """
+        return bool(self._n_sets or self._world.channels.names_of(name))
+
+    def forget(self, names: Sequence[str], declared: Container[str]) -> None:
+        """Let all workers count operations under names anew; blocks until they want to.
+
+        Who returns early must not use a name before all have returned. Raises FastPSError for
+        what is in flight, MismatchError where workers forget different names, ConfigError for a
+        name that no worker knows; declared: those that this one knows otherwise.
+        """
+        used = [(one, name) for one in self.known.values() for name in names]
+        for group, name in used:
+            for label in group.in_flight(group.channels.names_of(name)):
+                raise FastPSError(f"{label!r} is in flight: synchronize() it before you forget it")
+        stuck = {
+            label
+            for group, name in used if group.size > 1
+            for label in group.stuck(group.channels.names_of(name))
+        }  # fmt: skip
+        here = {name for group, name in used if group.channels.names_of(name)}
+        unknown = [name for name in names if name not in here and name not in declared]
+        told = self.gather((list(names), sorted(stuck), unknown), "forget").items()
+        if any(said != list(names) for _, (said, _, _) in told):
+            listed = ", ".join(f"worker {rank} {said}"[:200] for rank, (said, _, _) in told)
+            raise MismatchError(f"all workers must forget the same names in one order: {listed}")
+        for name in unknown:
+            if all(name in nowhere for _, (_, _, nowhere) in told):
+                raise ConfigError(
+                    f"{name!r} is not declared, nor had an operation this name on any worker: it "
+                    "cannot be forgotten"
+                )
+        forget_calls()
+        kept = set().union(*(some for _, (_, some, _) in told))
+        for group, name in used:
+            self._uneven.forget(group.forget(name, kept))
+
+    # ---- what a group asks for ----
+
+    @property
+    def me(self) -> int:
+        """Rank of this worker."""
+        return self._session.rank
+
+    @property
+    def exchange(self) -> Exchange:
+        """The engine."""
+        return self._session.connections.exchange
+
+    def reach(self, members: Sequence[int]) -> None:
+        """Make the links to members that there are not yet; blocks."""
+        self._session.connections.reach(members)
+
+    @property
+    def arena(self) -> Arena | None:
+        """Memory that others of this machine reach; None: there is none."""
+        return self._session.connections.arena if self._session.size > 1 else None
+
+    @property
+    def arenas(self) -> dict[int, Mapping]:
+        """That of each worker of this machine, by rank."""
+        return self._session.connections.arenas if self._session.size > 1 else {}
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an operation may take."""
+        return self._session.config.op_timeout_s
+
+    def gather(self, obj: Any, name: str) -> dict[int, Any]:
+        """Return the objects of all that are left, by rank; blocks."""
+        group = self.living()
+        return dict(zip(group.ranks, gather_objects(group, obj, name), strict=True))
+
+    def machine_of(self, rank: int) -> int:
+        """Return the number of the machine that a worker is on."""
+        return self._session.connections.machine_of(rank) if self._session.size > 1 else 0
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+        """Make an array for a result; see Session.result()."""
+        return self._session.result(shape, dtype)
+
+    def check_usable(self) -> None:
+        """Raise NotInitializedError in a forked child."""
+        self._session.check_usable()
+
+    def is_world(self, group: Membership) -> bool:
+        """Return whether a group is that of all workers whose names servers know too."""
+        return group is self._world
+
+    def check_name(self, group: Membership, name: str) -> None:
+        """Raise MismatchError for a name that has failed for all workers."""
+        if group is self._world:
+            self._ways.check(name)
+
+    def promise(
+        self,
+        operations: Sequence[Operation],
+        output: Array | None,
+        explain: Explain,
+        members: Sequence[int],
+        *,
+        is_average: bool = False,
+    ) -> Promise:
+        """Make the handle of an operation."""
+        config = self._session.config
+        return Promise(
+            operations, [output], is_single=True, operation=0, explain=explain,
+            timeout_s=config.op_timeout_s, seconds=self._session.wait_seconds,
+            spin_us=config.spin_us, members=members,
+            lack=self._uneven.lack if is_average else None,
+        )  # fmt: skip
+
+    @property
+    def lines(self) -> Lines:
+        """What lets operations of several exchanges go on, made at its first use."""
+        if self._lines is None:
+            self._lines = Lines(self.exchange)
+        return self._lines
+
+    def finish_lines(self, timeout_s: float) -> None:
+        """Wait until the last exchange of all operations has begun; raises StallError."""
+        if self._lines is not None:
+            self._lines.finish(timeout_s)
+
+    def wait_until_over(
+        self, operation: Operation, explain: Explain, left_s: float, limit_s: float
+    ) -> None:
+        """Wait for an operation for left_s; StallError, as of limit_s, if it is not over then."""
+        began = time.perf_counter()
+        status = operation.wait(timeout_s=left_s, spin_us=self._session.config.spin_us)
+        self._session.wait_seconds[0] += time.perf_counter() - began
+        if status is None:
+            raise explain(operation, 0, None, limit_s)
+
+    def wait(self, operation: Operation, explain: Explain) -> None:
+        """Wait for an operation that needs no handle; as Promise.wait() does."""
+        config, began = self._session.config, time.perf_counter()
+        status = operation.wait(timeout_s=config.op_timeout_s, spin_us=config.spin_us)
+        self._session.wait_seconds[0] += time.perf_counter() - began
+        if status != Status.OK:
+            raise explain(operation, 0, status, config.op_timeout_s)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether somebody has run out of data."""
+        return self._uneven.is_on
+
+    def keep(self, operation: Operation) -> None:
+        """Keep what may be over here before those know of it who have run out of data."""
+        self._uneven.keep(operation)
+
+    def tell(self, operation: Operation) -> None:
+        """Let those take part who have run out of data."""
+        self._uneven.tell_group(operation)
+
+    def refusal(self, operation: Operation) -> str:
+        """Return why others made an operation fail, where that is known; else empty."""
+        if why := self._ways.why(operation):
+            return why
+        refusal = self._uneven.refusal(operation)
+        return refusal and f"{operation.name}: {refusal}"
+
+    def differing(self, group: Membership, name: str | None, channel: int, number: int) -> str:
+        """Word the error of an operation that members do not mean alike; asks all of them."""
+        return self._differences.explain(group, name, channel, number)
+
+    def ended(self, name: str, error: FastPSError) -> FastPSError:
+        """Word the error of an operation that could not begin, since the job has ended."""
+        status = Status.PEER_LOST if isinstance(error, TransportError) else Status.SHUTDOWN
+        if isinstance(error, ProtocolError):
+            status = Status.PROTOCOL
+        return self._session.blame(name, status, said=str(error))
+
+    def explain(self, operation: Operation, status: int | None, timeout_s: float) -> FastPSError:
+        """Word the error of an operation that failed, or, if status is None, did not end."""
+        if status is None:
+            return self._stalls.error(pending_operation(operation), timeout_s)
+        return self._session.blame(operation.name, status, culprit=operation.culprit)

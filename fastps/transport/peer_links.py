@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doors of this process, and its links to any other member, each made at its first use.
+
+PeerTable decides which of two members' connections becomes the one link between them: both may
+dial at once, and then the connection of the member with the lower number stays; it refuses the
+other's, which is accepted where nobody dials. A Node listens; what comes in for the store goes
+there, what peers dial goes, as what it dials itself, to the owner of peer links, who knows each
+peer by its number in the job. Threads: whoever asks for a link, the doors' own, and those of the
+transports. Ways: a Unix socket on one host, RDMA where both ends have a device and settings allow
+it, else TCP, which also takes the place of a link by RDMA over which nothing came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from fastps.config import Config
+from fastps.errors import FastPSError, ProtocolError, TransportError, TransportTimeout
+from fastps.security.handshake import Claim, NoPlaceError, Purpose
+from fastps.transport import rdma
+from fastps.transport._link import LinkOwner
+from fastps.transport.listener import Admit, Listener, NotYet
+from fastps.transport.rdma import Capability
+from fastps.transport.tcp import choose_credit, dial, pack_lane, unpack_lane
+from fastps.transport.tcp._transport import TcpTransport
+from fastps.transport.traffic import Traffic, traffic
+
+if TYPE_CHECKING:
+    import socket
+
+    from fastps.transport.rdma._transport import Opening, RdmaTransport
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # a link by RDMA that each of the two dialled, then one without
+
+
+class _Place(Protocol):
+    """How a member is reached: control.protocol.Member is one."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def unix(self) -> str: ...
+    @property
+    def host_id(self) -> str: ...
+    @property
+    def gid(self) -> str: ...
+
+
+class PeerState(enum.Enum):
+    """How far the link to a peer is."""
+
+    NONE = "not made"
+    DIALLING = "being dialled"  # by us
+    CHOSEN = "chosen"  # a connection is to be the link; the owner does not have it yet
+    OPEN = "open"
+
+
+class PeerTable:
+    """The state of the links of member `me` to its peers, from NONE on, each by its number."""
+
+    def __init__(self, me: int) -> None:
+        self._me = me
+        self._states: dict[int, PeerState] = {}
+
+    def state(self, peer: int) -> PeerState:
+        """Return how far the link to a peer is."""
+        return self._states.get(peer, PeerState.NONE)
+
+    def begin(self, peer: int) -> bool:
+        """Ask for a link; True: the caller is to dial. ValueError for a link to ourselves."""
+        if peer == self._me:
+            raise ValueError(f"member {peer} needs no link to itself")
+        if self.state(peer) is not PeerState.NONE:
+            return False
+        self._states[peer] = PeerState.DIALLING
+        return True
+
+    def admit(self, peer: int) -> None:
+        """Take the peer's connection as the link; NoPlaceError: it is to be closed instead."""
+        state = self.state(peer)
+        wins = state is PeerState.DIALLING and peer < self._me
+        if peer == self._me or not (state is PeerState.NONE or wins):
+            raise NoPlaceError(f"member {peer} dialled while the link to it is {state.value}")
+        self._states[peer] = PeerState.CHOSEN
+
+    def dialled(self, peer: int) -> bool:
+        """Our connection was let in; False: the peer's has become the link, ours is closed."""
+        if self.state(peer) is not PeerState.DIALLING:
+            return False
+        self._states[peer] = PeerState.CHOSEN
+        return True
+
+    def opened(self, peer: int) -> None:
+        """The owner has the link."""
+        self._states[peer] = PeerState.OPEN
+
+    def failed(self, peer: int) -> None:
+        """What was chosen carries nothing; the next use makes another."""
+        if self.state(peer) in (PeerState.CHOSEN, PeerState.OPEN):
+            del self._states[peer]
+
+    def refused(self, peer: int) -> bool:
+        """Our connection was not let in; True: the peer's own may be under way, wait for it."""
+        return self.state(peer) in (PeerState.CHOSEN, PeerState.OPEN) or peer < self._me
+
+    def give_up(self, peer: int) -> None:
+        """Nothing came of it; the next use dials again."""
+        if self.state(peer) is PeerState.DIALLING:
+            del self._states[peer]
+
+
+class Node:
+    """This process's doors and peer links; made before it joins, closed when it has left.
+
+    sockets: bound, of Unix and TCP. key_of: that of the links with a member. serve() says whose
+    doors these are before start(); join() whom there is to reach, again for each generation.
+    Thread-safe.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        sockets: Sequence[socket.socket],
+        *,
+        key_of: Callable[[int], bytes],
+        device: Capability,
+    ) -> None:
+        self._config = config
+        self._key_of = key_of
+        self._device = device
+        self._places: Sequence[_Place] = ()
+        self._me = self._generation = 0
+        self._owner: LinkOwner | None = None
+        self._table = PeerTable(0)
+        self._changed = threading.Condition()  # guards table, owner and transports
+        self._tcp: TcpTransport | None = None
+        self._rdma: RdmaTransport | None = None
+        self._openings: dict[int, Opening] = {}  # of links by RDMA
+        self._by_tcp: set[int] = set()  # peers to which RDMA carried nothing
+        self._admit_data: Admit = _refuse
+        admit: dict[Purpose, Admit] = {Purpose.DATA: self._take_data, Purpose.PEER: self.admit}
+        self._listener = Listener(sockets, config, key=self._claim, admit=admit)
+
+    # ---- doors ----
+
+    def join(self, places: Sequence[_Place], *, me: int, generation: int) -> None:
+        """Take the members of a job by number; what links there were have ended."""
+        with self._changed:
+            self._places, self._me, self._generation = places, me, generation
+            self._table = PeerTable(me)
+            self._openings.clear()
+            self._by_tcp.clear()
+
+    def serve(self, admit: Admit) -> None:
+        """Let admit have the connections to the store of this process; the default refuses."""
+        self._admit_data = admit
+
+    def stop_serving(self) -> None:
+        """Refuse connections to the store from now on: everybody is inside."""
+        self._admit_data = _refuse
+
+    def link_peers(self, owner: LinkOwner) -> None:
+        """Let owner have the peer links; peers that dialled before are waiting for it."""
+        with self._changed:
+            self._owner = owner
+
+    def start(self) -> None:
+        """Open the doors."""
+        self._listener.start()
+
+    def _claim(self, _: Purpose, sender: int, lane: int) -> Claim:
+        """Return what a member has to prove who comes to our doors."""
+        return Claim(self._key_of(sender), f"member {sender}")
+
+    def _take_data(self, descriptor: int, sender: int, lane: int) -> Callable[[], None] | None:
+        return self._admit_data(descriptor, sender, lane)
+
+    # ---- peers ----
+
+    def reach(self, peer: int) -> None:
+        """Make the link to a member unless there is one; blocks until it can be used.
+
+        Waits at most connect_timeout_s and twice handshake_timeout_s, and three times that where
+        TCP has to take the place of RDMA. Raises ValueError for who is no other member,
+        TransportTimeout, TransportError or AuthError naming it.
+        """
+        if not 0 <= peer < len(self._places):
+            raise ValueError(f"there is no member {peer}: the job has {len(self._places)}")
+        if self._owner is None:
+            raise TransportError("this process has no use for links to its peers")
+        for _ in range(ATTEMPTS):
+            with self._changed:
+                is_ours = self._table.begin(peer)
+                if not is_ours:
+                    self._wait_open(peer)
+            if is_ours:
+                self._make(peer)
+            if self._is_proven(peer):
+                return
+        raise TransportError(f"no link to {self._name(peer)} carries anything")
+
+    def _is_proven(self, peer: int) -> bool:
+        """Wait until a link by RDMA has carried something; False: TCP is to take its place."""
+        opening = self._openings.get(peer)
+        if opening is None:
+            return self._table.state(peer) is PeerState.OPEN
+        try:
+            opening.wait(timeout_s=2 * self._config.handshake_timeout_s)
+        except TransportError as error:
+            self._fall_back(peer, opening)
+            rdma.give_up(self._config, self._name(peer), error)
+            return False
+        return True
+
+    def _fall_back(self, peer: int, opening: Opening | None) -> None:
+        """Let the next link to a peer be one without RDMA, unless somebody has seen to it."""
+        with self._changed:
+            if self._openings.get(peer) is opening:
+                self._openings.pop(peer, None)
+                if self._config.transport != "rdma":
+                    self._by_tcp.add(peer)
+                self._table.failed(peer)
+                self._changed.notify_all()
+
+    def _make(self, peer: int) -> None:
+        try:
+            descriptor, is_rdma = self._dial(self._places[peer], peer)
+        except BaseException as error:
+            with self._changed:
+                if isinstance(error, FastPSError) and self._table.refused(peer):
+                    self._wait_open(peer, error)
+                    return
+                self._table.give_up(peer)
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            if self._table.dialled(peer):
+                self._adopt(descriptor, peer, is_rdma=is_rdma, greets_first=True)
+                return
+        os.close(descriptor)  # the peer's own connection is the link
+
+    def _wait_open(self, peer: int, cause: FastPSError | None = None) -> None:
+        """Wait until somebody else has made the link; the lock is held."""
+        timeout_s = self._config.handshake_timeout_s
+        deadline = time.monotonic() + timeout_s + (0 if cause else self._config.connect_timeout_s)
+        while self._table.state(peer) in (PeerState.DIALLING, PeerState.CHOSEN):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not self._changed.wait(left_s):
+                self._table.give_up(peer)
+                self._changed.notify_all()
+                raise cause or TransportTimeout(
+                    f"no link to {self._name(peer)} in {timeout_s:g} s"
+                )
+        if self._table.state(peer) is not PeerState.OPEN and peer not in self._by_tcp:
+            raise cause or TransportError(f"the link to {self._name(peer)} could not be made")
+
+    def lose(self, peer: int) -> None:
+        """Wait no longer for a link to a member that is lost."""
+        with self._changed:
+            self._table.give_up(peer)
+            self._changed.notify_all()
+
+    def _name(self, peer: int) -> str:
+        member = self._places[peer]
+        return f"{member.role} {member.rank}"
+
+    # ---- dialling ----
+
+    def _dial(self, member: _Place, peer: int) -> tuple[int, bool]:
+        """Return a connection that the member let in, and whether RDMA is to follow on it."""
+        is_rdma = peer not in self._by_tcp and self._takes_rdma(member)
+        is_near = self._config.unix_sockets and member.host_id == self._places[self._me].host_id
+        descriptor = dial(
+            (member.host, member.port),
+            self._config,
+            key=self._key_of(peer),
+            purpose=Purpose.PEER,
+            sender=self._me,
+            lane=pack_lane(self._generation, rdma.RDMA_LANE if is_rdma else 0),
+            what=self._name(peer),
+            unix=member.unix if is_near and not is_rdma else "",
+        )
+        return descriptor, is_rdma
+
+    def _takes_rdma(self, member: _Place) -> bool:
+        own = self._places[self._me].host_id
+        is_wanted, _ = rdma.takes_rdma(
+            self._config, self._device, own, host_id=member.host_id, gid=member.gid
+        )
+        return is_wanted and self._device_transport() is not None
+
+    # ---- being dialled ----
+
+    def admit(self, descriptor: int, sender: int, packed_lane: int) -> Callable[[], None]:
+        """Choose a connection of another member; give what makes it the link.
+
+        That is to be called once the other side was told, for from then on frames may follow.
+        Owns the descriptor, but for NotYet. Raises ProtocolError for what cannot be the link.
+        """
+        generation, lane = unpack_lane(packed_lane)
+        is_rdma = bool(lane & rdma.RDMA_LANE)
+        if self._owner is None or generation != self._generation & 0xFFFFFF:
+            raise NotYet
+        self._forget_failed(sender)
+        try:
+            if sender >= len(self._places):
+                raise ProtocolError(f"there is no member {sender}")
+            with self._changed:
+                self._table.admit(sender)
+        except FastPSError:
+            os.close(descriptor)
+            raise
+
+        def finish() -> None:
+            with self._changed:
+                self._adopt(descriptor, sender, is_rdma=is_rdma, greets_first=False)
+
+        return finish
+
+    def _forget_failed(self, peer: int) -> None:
+        """Make room for what a peer dials when a link by RDMA came to nothing.
+
+        NotYet: it may know already, and we still wait for the end of that link.
+        """
+        opening = self._openings.get(peer)
+        if opening is None:
+            return
+        if not opening.is_settled:
+            raise NotYet
+        try:
+            opening.wait(timeout_s=0)
+        except TransportError:
+            self._fall_back(peer, opening)
+
+    def _adopt(self, descriptor: int, peer: int, *, is_rdma: bool, greets_first: bool) -> None:
+        """Hand a connection to its transport, and with it the link to the owner; lock held."""
+        assert self._owner is not None
+        if not is_rdma:
+            credit = choose_credit(descriptor, self._config)
+            self._sockets().adopt(descriptor, self._owner, peer=peer, credit_bytes=credit)
+        elif not self._adopt_by_rdma(descriptor, peer, greets_first=greets_first):
+            return
+        self._table.opened(peer)
+        self._changed.notify_all()
+
+    def _adopt_by_rdma(self, descriptor: int, peer: int, *, greets_first: bool) -> bool:
+        assert self._owner is not None
+        transport = self._device_transport()
+        try:
+            if transport is None:
+                os.close(descriptor)
+                raise TransportError("it wants RDMA, and our device cannot be used")
+            self._openings[peer] = rdma.begin_link(
+                transport,
+                descriptor,
+                self._owner,
+                self._config,
+                peer=peer,
+                greets_first=greets_first,
+            )
+        except TransportError as error:
+            self._fall_back(peer, None)
+            rdma.give_up(self._config, self._name(peer), error)
+            return False
+        return True
+
+    # ---- the transports, made at their first use ----
+
+    def _sockets(self) -> TcpTransport:
+        if self._tcp is None:
+            self._tcp = TcpTransport(
+                io_threads=self._config.io_threads, spin_us=self._config.spin_us
+            )
+        return self._tcp
+
+    def _device_transport(self) -> RdmaTransport | None:
+        with self._changed:
+            if self._rdma is None and self._device.is_usable:
+                self._rdma = rdma.open_transport(self._config, n_links=1)
+                if self._rdma is None:  # that was said, and once is enough
+                    self._device = dataclasses.replace(self._device, reason="it does not open")
+            return self._rdma
+
+    def hold(self, array: object) -> None:
+        """Pin a large array before its operation begins, where links go by RDMA."""
+        if self._rdma is not None:
+            self._rdma.hold(array)
+
+    def unacknowledged(self) -> list[tuple[int, int, int, int]]:
+        """List the links that send again and again; see TcpTransport."""
+        return [] if self._tcp is None else self._tcp.unacknowledged()
+
+    def statistics(self) -> dict[str, int]:
+        """Add up the counters of all peer links."""
+        counts: Counter[str] = Counter()
+        for transport in (self._tcp, self._rdma):
+            if transport is not None:
+                counts.update(transport.statistics())
+        return dict(counts)
+
+    def traffic(self) -> Iterator[Traffic]:
+        """Yield each peer link."""
+        yield from traffic(self._tcp)
+        yield from traffic(self._rdma, "RDMA")
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Count the connections that were refused, by reason."""
+        return self._listener.statistics()
+
+    # ---- the end ----
+
+    def leave(self) -> None:
+        """Let nobody in any more and say BYE on all peer links; idempotent, does not wait long."""
+        self._listener.close(timeout_s=self._config.shutdown_timeout_s)
+        for transport in (self._tcp, self._rdma):
+            if transport is not None:
+                transport.leave()
+
+    def close(self) -> None:
+        """End all peer links and join their threads. Raises TransportTimeout."""
+        self.leave()
+        for transport in (self._tcp, self._rdma):
+            if transport is not None:
+                transport.close(timeout_s=self._config.shutdown_timeout_s)
+        self._tcp = self._rdma = None
+        self._owner = None  # which knows us: its memory is not to wait for the collector
+
+    def abandon(self) -> None:
+        """Close the descriptors in a forked child."""
+        self._listener.abandon()
+        for transport in (self._tcp, self._rdma):
+            if transport is not None:
+                transport.abandon()
+
+
+def _refuse(descriptor: int, sender: int, lane: int) -> None:
+    os.close(descriptor)
+    raise ProtocolError(f"member {sender} wants a link to a store, and nothing is stored here")
